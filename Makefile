@@ -1,0 +1,66 @@
+# The first target that needs it creates .venv; stamp files in it say what is installed.
+# PYTHON: the interpreter .venv is made from. Default: the first one here that is new enough, 3.11 (the tested one) first.
+PYTHON ?= $(firstword $(foreach p,python3.11 python3 python3.12 python3.13,\
+	$(if $(shell $(p) -c 'import sys; print(sys.version_info >= (3, 11) or "")' 2>/dev/null),$(p))))
+JOBS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install -q -c constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check lint format types size layout clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*##/\1/p' $(MAKEFILE_LIST) | awk '{ name = $$1; $$1 = ""; printf "%-8s%s\n", name, $$0 }'
+
+demo: $(VENV)/.run  ## install into .venv and run examples/demo.py
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.test  ## install with the test extra and run the tests (JOBS=2 processes)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(ARGS)
+
+check: lint size layout types  ## lint, format, size budget, layout, types
+
+lint: $(VENV)/.test  ## ruff, rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.test  ## rewrite the files as `lint` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# build/ goes first: setuptools would install a deleted module again from build/lib
+# mypy runs inside the copy: its own folder comes first when it resolves an import
+types: $(VENV)/.test  ## mypy --strict on what is shipped, not on the checkout
+	rm -rf build
+	$(PIP) install -q --no-deps --no-build-isolation --target build/types .
+	cd build/types && ../../$(BIN)/mypy --strict --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache specdec
+
+size: $(VENV)/.run  ## lines per file and in all, against the budget
+	$(BIN)/python tools/size.py
+
+layout: $(VENV)/.test  ## import order, packages, exports
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/test_layout.py tests/test_exports.py
+
+clean:  ## remove what builds and checks leave; .venv stays
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/pyvenv.cfg:
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; set PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch goes first, by itself, so that no later requirement chooses another build of it
+$(VENV)/.torch: constraints.txt | $(VENV)/pyvenv.cfg
+	$(INSTALL) torch
+	@touch $@
+
+$(VENV)/.run: pyproject.toml $(VENV)/.torch
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	$(INSTALL) -e ".[test]"
+	@touch $@

@@ -1,0 +1,215 @@
+"""The bridge into Hugging Face models: one attention function, and nothing else.
+
+`transformers` calls the function registered as "specdec" from every attention layer, with post-RoPE queries and the new
+tokens' keys and values, and passes our `specdec_ctx` keyword through untouched. The function hands the layer to that
+context. No mask function is registered under the name, so transformers builds no masks at all. A model is switched to
+the function only for the length of a forward (`attention_installed`), so a user's own model is left as it was.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from specdec.attention.plan import KVPlan
+from specdec.attention.reference import VisibleKeys, reference_attention
+from specdec.kvcache.errors import SpecDecError, UnsupportedModelError
+from specdec.kvcache.frozen import KVView
+from specdec.kvcache.layout import KVLayout
+
+ATTENTION_NAME = "specdec"
+
+IGNORED_KWARGS = frozenset(
+    {"position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states", "is_causal"}
+    | {"cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_embeddings"}
+    | {"logits_to_keep", "num_items_in_batch", "return_shared_kv_states", "return_dict"}
+)
+"""Keywords of an attention call that do not change what it computes here; any other tensor is refused."""
+
+
+class AttentionContext(Protocol):
+    """What the attention function delegates to. Tensors as transformers passes them: [1, H, T, D]."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        sinks: torch.Tensor | None,
+        softcap: float | None,
+        extra: dict[str, Any],
+    ) -> torch.Tensor: ...
+
+
+def specdec_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
+    specdec_ctx: AttentionContext | None = None,
+    **extra: Any,
+) -> tuple[torch.Tensor, None]:
+    """The registered attention function: [1, Hq, T, D] queries in, [1, T, Hq, D] out."""
+    if specdec_ctx is None:
+        raise SpecDecError(
+            "the attention implementation 'specdec' works inside a specdec engine only; "
+            "restore the model with model.set_attn_implementation('sdpa') to call it yourself"
+        )
+    out = specdec_ctx.attend(
+        module,
+        query,
+        key,
+        value,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        sinks=s_aux,
+        softcap=softcap,
+        extra=extra,
+    )
+    return out, None
+
+
+AttentionInterface.register(ATTENTION_NAME, specdec_attention)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """One forward: its plan, the view it reads and writes KV through, and each layer's window.
+
+    `keys` maps a window (None: full attention) to what layers with it see; made here, for this forward.
+    """
+
+    plan: KVPlan
+    view: KVView
+    windows: Sequence[int | None]
+    keys: dict[int | None, VisibleKeys]
+
+    @classmethod
+    def of(cls, plan: KVPlan, view: KVView, windows: Sequence[int | None]) -> "ForwardContext":
+        """`windows[i]` is the sliding window of worker layer i, None on full layers."""
+        return cls(plan, view, windows, {window: VisibleKeys.of(plan, window) for window in set(windows)})
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        sinks: torch.Tensor | None,
+        softcap: float | None,
+        extra: dict[str, Any],
+    ) -> torch.Tensor:
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        batch, num_rows = self.plan.positions.shape
+        pool_k, pool_v, _ = self.view.layer(layer)
+        q = query[0].transpose(0, 1).reshape(batch, num_rows, *query.shape[1::2])  # [B, N, Hq, D]
+        block_k = block_v = None
+        if self.plan.ancestors is not None:
+            rows_k, rows_v = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, Hkv, D]
+            block_k, block_v = (x.reshape(batch, num_rows, *x.shape[1:]) for x in (rows_k, rows_v))
+            if self.view.owns(layer):
+                assert self.plan.write_full is not None, "a plan with a block but nowhere to write it"
+                self.view.write(layer, self.plan.write_full, self.plan.write_swa, rows_k, rows_v)
+        keys = self.keys[self.windows[layer]]
+        out = reference_attention(
+            q, block_k, block_v, pool_k, pool_v, keys, scaling=scaling, softcap=softcap, sinks=sinks
+        )
+        return out.reshape(1, batch * num_rows, *out.shape[2:])
+
+
+@dataclass(slots=True)
+class ProbeContext:
+    """Records what each layer asks of attention, so that a model is refused at construction and not mid-generation."""
+
+    layout: KVLayout
+    seen: dict[int, str | None] = field(default_factory=dict)  # layer -> what is wrong with it
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        sinks: torch.Tensor | None,
+        softcap: float | None,
+        extra: dict[str, Any],
+    ) -> torch.Tensor:
+        layer = int(getattr(module, "layer_idx", -1))
+        self.seen[layer] = self._fault(layer, query, key, value, sliding_window, sinks, extra)
+        return query.transpose(1, 2)
+
+    def _fault(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sliding_window: int | None,
+        sinks: torch.Tensor | None,
+        extra: dict[str, Any],
+    ) -> str | None:
+        if not 0 <= layer < len(self.layout.layers):
+            return f"reports layer_idx {layer}, but the config has {len(self.layout.layers)} layers"
+        spec = self.layout.layers[layer]
+        kv_shape = (spec.num_kv_heads, spec.head_dim)
+        if (key.shape[1], key.shape[3]) != kv_shape or value.shape != key.shape:
+            return f"has K {tuple(key.shape)} and V {tuple(value.shape)}, but the config says heads x size {kv_shape}"
+        if query.shape[3] != spec.head_dim or query.shape[1] % spec.num_kv_heads:
+            return f"has queries {tuple(query.shape)} that do not group over {kv_shape} keys"
+        if sliding_window != spec.window:
+            return f"uses sliding_window={sliding_window}, but the config says {spec.window}"
+        if sinks is not None and sinks.shape != (query.shape[1],):
+            return f"has attention sinks of shape {tuple(sinks.shape)}; one per query head is supported"
+        odd = sorted(k for k, v in extra.items() if k not in IGNORED_KWARGS and isinstance(v, torch.Tensor))
+        return f"passes {odd} to attention, which specdec does not know how to honour" if odd else None
+
+    def verify(self, name: str) -> None:
+        """Raise UnsupportedModelError unless every layer called, and asked only for what specdec can do."""
+        missing = [spec.layer for spec in self.layout.layers if spec.layer not in self.seen]
+        if missing:
+            raise UnsupportedModelError(
+                f"{name}: layers {missing} never called the attention interface of transformers, so their K/V cannot "
+                "be paged; the architecture must support AttentionInterface"
+            )
+        faults = [f"layer {layer} {fault}" for layer, fault in sorted(self.seen.items()) if fault]
+        if faults:
+            raise UnsupportedModelError(f"{name}: {faults[0]}" + (f" (and {len(faults) - 1} more)" * (len(faults) > 1)))
+
+
+@contextmanager
+def attention_installed(configs: Iterable[Any]) -> Iterator[None]:
+    """Switch the modules that hold these HF configs to our attention function for the length of the block."""
+    previous = [(config, config._attn_implementation_internal) for config in configs]
+    try:
+        for config, _ in previous:
+            config._attn_implementation_internal = ATTENTION_NAME
+        yield
+    finally:
+        for config, name in previous:
+            config._attn_implementation_internal = name
+
+
+def text_configs(module: nn.Module) -> list[Any]:
+    """The distinct config objects held inside `module`: those `attention_installed` must switch."""
+    found = {id(config): config for m in module.modules() if (config := getattr(m, "config", None)) is not None}
+    return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]

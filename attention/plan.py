@@ -1,0 +1,120 @@
+"""Everything one forward needs to know about KV, in one immutable object made for that forward.
+
+Both write locations are looked up once, here; no layer translates anything, and nothing outlives the step. A plan is
+made on the device from the request table by one of three builders:
+
+    plan_prefill   B prompt chunks, causal, padded to the longest; padded rows write to the sink in both spaces
+    plan_verify    B trees of N nodes behind their committed prefixes
+    plan_frozen    one query a request on the committed prefix only: what a frozen-KV drafter reads
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from specdec.attention.tree import DraftTree
+from specdec.kvcache.mirror import IntArray
+from specdec.kvcache.spaces import SINK_SLOT, FullLoc, PageTable, SwaLoc
+from specdec.kvcache.table import RequestTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVPlan:
+    """B requests, N query rows each, packed as one sequence of B * N rows.
+
+    committed_len: [B] keys in the prefix.      positions: [B, N] of the queries.
+    ancestors: [B, N, N] bool, which rows of the block a row sees; None when the queries bring no keys of their own.
+    write_full, write_swa: [B * N] where the block's K/V go; None when nothing is written.
+    prefix_full, prefix_swa: page tables of the committed prefix; SWA is O(window) wide.
+    window_shift: added to the sliding window of every sliding layer (0 except for a frozen drafter's convention).
+    """
+
+    committed_len: torch.Tensor
+    positions: torch.Tensor
+    ancestors: torch.Tensor | None
+    write_full: FullLoc | None
+    write_swa: SwaLoc | None
+    prefix_full: PageTable[FullLoc]
+    prefix_swa: PageTable[SwaLoc] | None
+    window_shift: int = 0
+
+
+def plan_prefill(table: RequestTable, rows: IntArray, chunk_len: IntArray) -> KVPlan:
+    """A chunk of `chunk_len` [B] prompt tokens behind each row's committed prefix."""
+    num_nodes = int(chunk_len.max())
+    steps = torch.arange(num_nodes, device=table.allocator.device)
+    causal = (steps[:, None] >= steps[None, :]).expand(len(rows), num_nodes, num_nodes)
+    valid = steps[None, :] < _upload(table, chunk_len)[:, None]
+    return _plan(table, rows, depth=steps.expand(len(rows), num_nodes), ancestors=causal, valid=valid)
+
+
+def plan_verify(table: RequestTable, rows: IntArray, tree: DraftTree) -> KVPlan:
+    """One tree a request. Node n writes at slot index S + n and sits at position S + depth[n]."""
+    return _plan(table, rows, depth=tree.depth, ancestors=tree.ancestors, valid=None)
+
+
+def plan_frozen(table: RequestTable, rows: IntArray, *, position_offset: int, window_shift: int) -> KVPlan:
+    """One query a request at position S + `position_offset`, on the committed prefix [0, S) and nothing else."""
+    committed_len = _upload(table, table.committed_len[rows])
+    prefix_full, prefix_swa = _prefix_tables(table, rows, committed_len)
+    return KVPlan(
+        committed_len=committed_len,
+        positions=(committed_len + position_offset)[:, None],
+        ancestors=None,
+        write_full=None,
+        write_swa=None,
+        prefix_full=prefix_full,
+        prefix_swa=prefix_swa,
+        window_shift=window_shift,
+    )
+
+
+def _plan(
+    table: RequestTable, rows: IntArray, *, depth: torch.Tensor, ancestors: torch.Tensor, valid: torch.Tensor | None
+) -> KVPlan:
+    committed_len = _upload(table, table.committed_len[rows])
+    num_nodes = depth.shape[1]
+    # node n of the block lives at slot index S + n, whatever its depth
+    columns = committed_len[:, None] + torch.arange(num_nodes, device=committed_len.device)  # [B, N]
+    if valid is not None:
+        columns = columns.clamp(max=table.slots.device.shape[1] - 1)
+    write = table.slots.device[_upload(table, rows)[:, None], columns]
+    if valid is not None:
+        write = write.masked_fill(~valid, SINK_SLOT)
+    write_full = FullLoc(write.reshape(-1))
+    prefix_full, prefix_swa = _prefix_tables(table, rows, committed_len)
+    return KVPlan(
+        committed_len=committed_len,
+        positions=committed_len[:, None] + depth,
+        ancestors=ancestors,
+        write_full=write_full,
+        write_swa=table.allocator.translate(write_full) if table.allocator.layout.has_swa else None,
+        prefix_full=prefix_full,
+        prefix_swa=prefix_swa,
+    )
+
+
+def _prefix_tables(
+    table: RequestTable, rows: IntArray, committed_len: torch.Tensor
+) -> tuple[PageTable[FullLoc], PageTable[SwaLoc] | None]:
+    """Page tables of the committed prefixes. Columns past a request's length are masked by `committed_len`."""
+    page_size = table.allocator.page_size
+    length = table.committed_len[rows]
+    device_rows = _upload(table, rows)
+    width = int(length.max())
+    full = FullLoc(table.slots.device[device_rows, :width])
+    prefix_full = PageTable(full, torch.zeros_like(committed_len), page_size)
+    if table.retain is None:
+        return prefix_full, None
+    # only pages that a query of this step can see: O(window), from the host's lengths, so no synchronisation
+    start = np.maximum(0, length - table.retain) // page_size * page_size
+    start_device = _upload(table, start)
+    swa_width = int((length - start).max())
+    columns = start_device[:, None] + torch.arange(swa_width, device=start_device.device)
+    swa = table.allocator.translate(FullLoc(table.slots.device[device_rows[:, None], columns.clamp(max=width - 1)]))
+    return prefix_full, PageTable(swa, start_device, page_size)
+
+
+def _upload(table: RequestTable, array: IntArray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(table.allocator.device, non_blocking=True)

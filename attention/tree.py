@@ -1,0 +1,74 @@
+"""The draft tree: what a drafter proposes and the target verifies. A chain is a tree.
+
+    node      0  1  2  3  4          0 (root: the previous bonus token, its K/V not yet written)
+    parent   -1  0  0  1  3         / \
+    depth     0  1  1  2  3        1   2      node n sits at position S + depth[n];
+                                   |          parents come before their children;
+                                   3 - 4      siblings carry distinct tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """B trees of N nodes.
+
+    tokens, parents, depth: [B, N] int64 (parents[:, 0] = -1, depth[:, 0] = 0).
+    ancestors: [B, N, N] bool, `ancestors[b, i, j]`: j is i itself or an ancestor of i.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    depth: torch.Tensor
+    ancestors: torch.Tensor
+
+    @property
+    def num_nodes(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def max_depth(self) -> int:
+        """An upper bound on the depth of any node, known without looking at the device."""
+        return self.num_nodes - 1
+
+    @classmethod
+    def chain(cls, tokens: torch.Tensor) -> "DraftTree":
+        """The tree without branches: tokens [B, N], root first."""
+        batch, num_nodes = tokens.shape
+        steps = torch.arange(num_nodes, device=tokens.device)
+        return cls(
+            tokens=tokens,
+            parents=(steps - 1).expand(batch, num_nodes),
+            depth=steps.expand(batch, num_nodes),
+            ancestors=(steps[:, None] >= steps[None, :]).expand(batch, num_nodes, num_nodes),
+        )
+
+    @classmethod
+    def from_parents(cls, tokens: torch.Tensor, parents: torch.Tensor) -> "DraftTree":
+        """Any tree whose parents come before their children: tokens and parents [B, N]."""
+        batch, num_nodes = tokens.shape
+        nodes = torch.arange(num_nodes, device=tokens.device)
+        ancestors = torch.eye(num_nodes, dtype=torch.bool, device=tokens.device).repeat(batch, 1, 1)
+        current = parents
+        for _ in range(num_nodes - 1):  # one hop towards the root for every node at once
+            ancestors |= (current[:, :, None] == nodes) & (current >= 0)[:, :, None]
+            current = torch.where(current > 0, parents.gather(1, current.clamp(min=0)), -1)
+        return cls(tokens=tokens, parents=parents, depth=ancestors.sum(-1) - 1, ancestors=ancestors)
+
+    def check(self) -> None:
+        """Assert the shape rules (synchronises with the device; for tests and drafter conformance)."""
+        batch, num_nodes = self.tokens.shape
+        nodes = torch.arange(num_nodes, device=self.tokens.device)
+        assert self.parents.shape == self.depth.shape == (batch, num_nodes), f"{self.parents.shape=} {self.depth.shape=}"
+        assert bool((self.parents[:, 0] == -1).all()) and bool((self.depth[:, 0] == 0).all()), "node 0 is not the root"
+        assert bool(((self.parents[:, 1:] >= 0) & (self.parents[:, 1:] < nodes[1:])).all()), "a parent after its child"
+        rebuilt = DraftTree.from_parents(self.tokens, self.parents)
+        assert bool((rebuilt.depth == self.depth).all()), "depth disagrees with parents"
+        assert bool((rebuilt.ancestors == self.ancestors).all()), "ancestors disagree with parents"
+        same = (self.parents[:, :, None] == self.parents[:, None, :]) & (
+            self.tokens[:, :, None] == self.tokens[:, None, :]
+        )
+        assert not bool((same & ~torch.eye(num_nodes, dtype=torch.bool, device=same.device)).any()), "equal siblings"

@@ -1,0 +1,96 @@
+"""What a drafter is: it proposes a tree behind each request's committed prefix, and is told what was accepted.
+
+A drafter holds at most a little state per row of the request table (`start` sizes it). It sees KV only through its
+view, and never decides anything about correctness: any tree gives the same output, better trees give it sooner.
+`specdec.draft_models.conformance` checks an implementation against these rules.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from specdec.attention.tree import DraftTree
+from specdec.kvcache.frozen import KVView
+from specdec.kvcache.layout import KVLayout
+from specdec.kvcache.mirror import IntArray
+from specdec.kvcache.table import RequestTable
+
+Sample = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(logits [B, K, V], positions [B, K] of the tokens being drawn) -> tokens [B, K], with the requests' own parameters
+and noise: a drafter that draws through it proposes what the target would draw from the same logits."""
+
+
+class TargetInfo(Protocol):
+    """What a drafter may know about the target."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def layout(self) -> KVLayout: ...
+    @property
+    def embed(self) -> nn.Module: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftBatch:
+    """The requests to draft for.
+
+    rows: [B] rows of the request table, on the host; row_index: the same on the device.
+    root: [B] the previous bonus token, at position S, whose K/V does not exist yet.
+    history: [B, L] every token of each request by position (root at index S); history_len: [B], S + 1.
+    """
+
+    table: RequestTable
+    rows: IntArray
+    row_index: torch.Tensor
+    root: torch.Tensor
+    history: torch.Tensor
+    history_len: torch.Tensor
+    num_steps: int
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What the target made of the last forward (a verify, or a prefill chunk).
+
+    row_index: [B] rows, on the device. hidden: [B, N, H] target states after the final norm, by node.
+    path: [B, D] accepted nodes in order, root first; length: [B] how many of them count.
+    """
+
+    row_index: torch.Tensor
+    hidden: torch.Tensor
+    path: torch.Tensor
+    length: torch.Tensor
+
+    def last_hidden(self) -> torch.Tensor:
+        """[B, H]: the state at the last committed token, the one that predicted the new bonus."""
+        last_node = self.path.gather(1, (self.length - 1)[:, None])  # [B, 1]
+        return self.hidden.gather(1, last_node[:, :, None].expand(-1, -1, self.hidden.shape[-1]))[:, 0]
+
+
+class Drafter(Protocol):
+    """One way of guessing. `view` is the KV it may read just now (None: none)."""
+
+    name: str
+    view: KVView | None
+
+    def start(self, max_requests: int) -> None:
+        """Make room for the state of that many rows; called once, before the first request."""
+
+    def propose(self, batch: DraftBatch) -> DraftTree:
+        """Guess: a tree of 1 + num_steps nodes a request whose root is `batch.root`."""
+
+    def observe(self, seen: Observation) -> None:
+        """Learn what was committed."""

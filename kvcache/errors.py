@@ -1,0 +1,48 @@
+"""The exceptions of specdec. They live at the bottom because every layer raises them.
+
+    SpecDecError
+    |- ConfigError           a setting, a parameter or a prompt is not allowed (also a ValueError)
+    |- UnsupportedModelError a checkpoint or a combination that cannot be served exactly (also a ValueError)
+    |- CheckpointError       a checkpoint that is missing, incomplete or for another target (also an OSError)
+    |- CapacityError         a request that can never fit the KV pools (also a ValueError)
+    |- OutOfSlotsError       the pools are exhausted now; the scheduler preempts and goes on
+    `- KVStateError          a KV operation that the state of the allocator forbids
+       |- DoubleFreeError    a slot freed (or evicted) that is not held
+       `- FrozenKVError      a change of the KV cache while a frozen view is open, or a misused view
+"""
+
+
+class SpecDecError(Exception):
+    """Base of every error that specdec raises on purpose."""
+
+
+class ConfigError(SpecDecError, ValueError):
+    """A setting, a sampling parameter or a prompt that is not allowed."""
+
+
+class UnsupportedModelError(SpecDecError, ValueError):
+    """A model, or a pair of target and drafter, that specdec cannot run exactly."""
+
+
+class CheckpointError(SpecDecError, OSError):
+    """A checkpoint that is missing, incomplete, or made for something else."""
+
+
+class CapacityError(SpecDecError, ValueError):
+    """A request that can never fit the KV pools or the model length."""
+
+
+class OutOfSlotsError(SpecDecError):
+    """No free page in one of the two pools at this moment."""
+
+
+class KVStateError(SpecDecError):
+    """A KV operation that the present state forbids."""
+
+
+class DoubleFreeError(KVStateError):
+    """Slots freed, or evicted, that nobody holds."""
+
+
+class FrozenKVError(KVStateError):
+    """A KV mutation while a frozen view is open, a nested view, or a view used after it closed."""

@@ -1,0 +1,62 @@
+"""Free pages of one pool: a stack, and who is held. It knows nothing of slots, requests or the other pool.
+
+Page 0 is the padding sink: never free, never held. Invariant: free + held = capacity.
+"""
+
+import numpy as np
+
+from specdec.kvcache.errors import DoubleFreeError, OutOfSlotsError
+from specdec.kvcache.mirror import IntArray
+
+
+class PagedAllocator:
+    """Pages 1..capacity of one pool."""
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self.name = name
+        self.capacity = capacity
+        self._stack: IntArray = np.arange(capacity, 0, -1, dtype=np.int64)  # the top is the last of the first `free`
+        self._free = capacity
+        self._held = np.zeros(capacity + 1, dtype=np.bool_)
+
+    @property
+    def free_pages(self) -> int:
+        return self._free
+
+    @property
+    def held_pages(self) -> int:
+        return self.capacity - self._free
+
+    def is_held(self, pages: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        return self._held[pages]
+
+    def alloc(self, count: int) -> IntArray:
+        """Take `count` pages, [count] int64. Raises OutOfSlotsError and takes none when there are fewer."""
+        if count > self._free:
+            raise OutOfSlotsError(f"{self.name} pool: {count} pages wanted, {self._free} of {self.capacity} free")
+        pages = self._stack[self._free - count : self._free][::-1].copy()
+        self._free -= count
+        self._held[pages] = True
+        return pages
+
+    def free(self, pages: IntArray) -> None:
+        """Give `pages` back. Raises DoubleFreeError, and frees none, when one is not held or named twice."""
+        if len(pages) == 0:
+            return
+        in_range = (pages >= 1) & (pages <= self.capacity)
+        if not in_range.all() or not self._held[pages].all() or len(np.unique(pages)) != len(pages):
+            bad = [int(p) for p in pages if not (1 <= p <= self.capacity) or not self._held[p]]
+            raise DoubleFreeError(f"{self.name} pool: pages {bad or pages.tolist()} are not held, or named twice")
+        self._held[pages] = False
+        self._stack[self._free : self._free + len(pages)] = pages[::-1]
+        self._free += len(pages)
+
+    def check(self) -> None:
+        """free + held = capacity, and no page is both or twice."""
+        free = self._stack[: self._free]
+        assert len(np.unique(free)) == len(free), f"{self.name}: a page is free twice"
+        assert not self._held[free].any(), f"{self.name}: a free page is held"
+        assert not self._held[0], f"{self.name}: the sink page is held"
+        assert int(self._held.sum()) + self._free == self.capacity, (
+            f"{self.name}: held {int(self._held.sum())} + free {self._free} != {self.capacity}"
+        )

@@ -1,0 +1,12 @@
+"""The checkpoints that ship with the package, by name."""
+
+from pathlib import Path
+
+BUNDLED_DIR = Path(__file__).parent / "bundled"
+BUNDLED_NAMES = ("tiny-gemma4", "tiny-gemma4-mtp")
+HELD_OUT_PROBLEMS = BUNDLED_DIR / "word_problems_heldout.jsonl"
+
+
+def resolve_name(name: str) -> str:
+    """The local path of a bundled name; anything else (a path, a hub id) as it is."""
+    return str(BUNDLED_DIR / name) if name in BUNDLED_NAMES else name

@@ -1,0 +1,323 @@
+"""The public engine: a target, a drafter, and requests in and out.
+
+    engine = Engine.from_pretrained("tiny-gemma4", drafter="tiny-gemma4-mtp")
+    [out] = engine.generate("...", SamplingParams(max_new_tokens=64))
+
+One engine serves one thread. Requests of an open `stream` and of `generate` share rounds.
+"""
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.bundled import resolve_name
+from specdec.config import EngineConfig, SamplingParams, SpecConfig
+from specdec.detokenize import Detokenizer
+from specdec.draft_models.base import Drafter
+from specdec.draft_models.registry import (
+    MODEL_FREE_DRAFTERS,
+    drafter_from_module,
+    model_free_drafter,
+    require_known_drafter,
+)
+from specdec.kvcache.errors import ConfigError, SpecDecError
+from specdec.loading import load_config, load_model, load_tokenizer, pick_device, pick_dtype
+from specdec.request import GenerationOutput, Request, RequestState, RequestStats, StreamDelta
+from specdec.runner import Runner
+from specdec.scheduler import Scheduler
+from specdec.sizing import make_table
+from specdec.target import TargetModel
+
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """Generates with speculation, exactly as the target alone would.
+
+    Make one with `from_pretrained`. `drafter` is a bound Drafter or None (plain decoding in the same runtime).
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter | None = None,
+        *,
+        tokenizer: Any | None = None,
+        spec: SpecConfig | None = None,
+        config: EngineConfig | None = None,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.tokenizer = tokenizer
+        self.spec = spec or SpecConfig()
+        self.config = config or EngineConfig()
+        num_nodes = self.spec.num_nodes if drafter is not None else 1
+        self.table, self.max_model_len = make_table(target, self.config, num_nodes)
+        self.scheduler = Scheduler(
+            self.table,
+            num_nodes=num_nodes,
+            max_model_len=self.max_model_len,
+            prefill_chunk=self.config.prefill_chunk,
+        )
+        self.runner = Runner(target, drafter, self.table, num_nodes=num_nodes)
+        self.end_tokens = _end_tokens(target.model, tokenizer)
+        self._totals = RequestStats()
+        self._closed = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | PreTrainedModel,
+        drafter: str | nn.Module | None = None,
+        *,
+        tokenizer: Any | None = None,
+        spec: SpecConfig | None = None,
+        config: EngineConfig | None = None,
+    ) -> "Engine":
+        """Load and bind a pair.
+
+        target: hub id, folder, bundled name or a loaded model. drafter: the same, "ngram", or None.
+        tokenizer: a tokenizer or its name; default: the target's own, None for a loaded module.
+        Raises CheckpointError (nothing there, tensors missing), UnsupportedModelError (a target that cannot be served
+        exactly, a drafter for another target), ConfigError (bad settings).
+        """
+        config = config or EngineConfig()
+        if isinstance(target, str):
+            device = pick_device(config.device)
+            dtype = pick_dtype(config.dtype, device, load_config(target))
+            model = load_model(target, dtype=dtype, device=device)
+            tokenizer = load_tokenizer(target) if tokenizer is None else tokenizer
+        elif isinstance(target, PreTrainedModel):
+            _require_same("device", config.device and torch.device(config.device).type, target.device.type)
+            _require_same("dtype", config.dtype, target.dtype)
+            model = target.eval()
+        else:
+            raise ConfigError(
+                f"target={target!r}: a hub id, a folder, a bundled name or a transformers model is wanted"
+            )
+        if isinstance(tokenizer, str):
+            name, tokenizer = tokenizer, load_tokenizer(resolve_name(tokenizer))
+            if tokenizer is None:
+                raise ConfigError(f"tokenizer={name!r}: no tokenizer there; give a folder, a hub id or a tokenizer")
+        bound = TargetModel(model)
+        return cls(bound, _bind_drafter(drafter, bound), tokenizer=tokenizer, spec=spec, config=config)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[GenerationOutput]:
+        """Continue every prompt (text or token ids); results in the order of the prompts.
+
+        `params`: one for all, or one each. More prompts than `max_batch_size` queue. Every prompt is checked before
+        any runs: ConfigError (empty, ids outside the vocabulary), CapacityError (can never fit).
+        """
+        requests = self._make_requests(prompts, params)
+        try:
+            for request in requests:
+                self.scheduler.submit(request)
+            with _progress_bar(len(requests), enabled=progress) as advance:
+                finished = 0
+                while finished < len(requests):
+                    self._step()
+                    now = sum(r.state is RequestState.FINISHED for r in requests)
+                    advance(now - finished)
+                    finished = now
+        finally:
+            self._abort(requests)
+        return [request.output() for request in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
+        """Continue one prompt, yielding what each round adds; the last delta carries the whole output.
+
+        Leaving the loop early aborts the request and frees its slots. Bad input raises here, not at the first delta.
+        """
+        [request] = self._make_requests([prompt], params)
+        self.scheduler.submit(request)
+        return self._deltas(request)
+
+    def chat_prompt(self, text: str) -> list[int]:
+        """Token ids of `text` as one user turn under the tokenizer's chat template, or as plain text without one."""
+        tokenizer = self._require_tokenizer()
+        if not getattr(tokenizer, "chat_template", None):
+            return self.encode(text)
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return [int(token) for token in ids]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, with the special tokens that the tokenizer adds."""
+        ids: list[int] = self._require_tokenizer()(text)["input_ids"]
+        return ids
+
+    def stats(self) -> RequestStats:
+        """Sums over all requests that finished in this engine."""
+        total = RequestStats()
+        total.add(self._totals)
+        return total
+
+    def close(self) -> None:
+        """Drop the KV pools; the engine refuses further work. The model stays usable."""
+        if not self._closed:
+            self._abort([*self.scheduler.running, *self.scheduler.waiting])
+            self.table.allocator.pools.clear()
+            self._closed = True
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _step(self) -> None:
+        """One forward: prefill first, so that a waiting prompt joins the batch as soon as it can."""
+        for request in self.scheduler.admit():
+            self.runner.load_history(request)
+        requests, chunk_len = self.scheduler.next_prefill()
+        if requests:
+            self.runner.prefill(requests, chunk_len)
+        else:
+            requests = self.scheduler.next_decode()
+            self.runner.decode(requests)
+        for request in requests:
+            if request.state is RequestState.FINISHED:
+                self.scheduler.release(request)
+                self._totals.add(request.stats)
+
+    def _deltas(self, request: Request) -> Iterator[StreamDelta]:
+        sent = 0
+        try:
+            while True:
+                while request.num_output == sent and request.state is not RequestState.FINISHED:
+                    self._step()
+                finished = request.state is RequestState.FINISHED
+                text = request.detokenizer.stream(request.output_ids, request.params.stop_strings, finished=finished)
+                tokens, drafted = request.output_ids[sent:], request.drafted[sent:]
+                sent = request.num_output
+                yield StreamDelta(text, tokens, drafted, request.output() if finished else None)
+                if finished:
+                    return
+        finally:
+            self._abort([request])
+
+    def _abort(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.state is not RequestState.FINISHED:
+                self.scheduler.release(request)
+                request.state = RequestState.FINISHED
+                request.finish_reason = "abort"
+
+    def _make_requests(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
+        if self._closed:
+            raise SpecDecError("this engine is closed; make a new one")
+        many = _as_prompt_list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(many)
+        if len(params) != len(many):
+            raise ConfigError(f"{len(params)} SamplingParams for {len(many)} prompts; give one for all, or one each")
+        requests: list[Request] = []
+        for index, (prompt, one) in enumerate(zip(many, params, strict=True)):
+            ids = self.encode(prompt) if isinstance(prompt, str) else [_as_int(token) for token in prompt]
+            if not ids:
+                raise ConfigError(f"prompt {index} is empty; at least one token is needed to continue from")
+            outside = [token for token in ids if not 0 <= token < self.target.vocab_size]
+            if outside:
+                raise ConfigError(
+                    f"prompt {index} holds token id {outside[0]}, outside the vocabulary of {self.target.vocab_size}"
+                )
+            if one.stop_strings and self.tokenizer is None:
+                raise ConfigError("stop strings need a tokenizer; pass tokenizer=..., or use stop_token_ids")
+            self.scheduler.require_fits(len(ids), one.max_new_tokens)
+            ends = frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self.end_tokens)
+            seed = secrets.randbits(63) if one.seed is None else one.seed
+            requests.append(Request(ids, one, seed, Detokenizer(self.tokenizer), ends))
+        return requests
+
+    def _require_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise ConfigError("text prompts need a tokenizer; pass tokenizer=..., or give token ids")
+        return self.tokenizer
+
+
+def _bind_drafter(drafter: str | nn.Module | None, target: TargetModel) -> Drafter | None:
+    if drafter is None:
+        return None
+    if isinstance(drafter, nn.Module):
+        return drafter_from_module(drafter, target)
+    if not isinstance(drafter, str):
+        raise ConfigError(f"drafter={drafter!r}: a hub id, a folder, a bundled name, 'ngram', a module or None is wanted")
+    if drafter in MODEL_FREE_DRAFTERS:
+        return model_free_drafter(drafter)
+    require_known_drafter(str(load_config(drafter).model_type), drafter)
+    return drafter_from_module(load_model(drafter, dtype=target.dtype, device=target.device), target)
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:
+    """Ids that end a text: of the generation config, else of the config, else of the tokenizer."""
+    for source in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
+    return frozenset()
+
+
+def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (a string, or a flat list of ids) or many, as a list."""
+    if isinstance(prompts, torch.Tensor):
+        prompts = prompts.tolist()
+    if isinstance(prompts, str):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(_is_int(item) for item in listed):
+        return [listed]
+    for item in listed:
+        if not isinstance(item, (str, Sequence, torch.Tensor)):
+            raise ConfigError(f"prompt {item!r}: a string or a list of token ids is wanted")
+    return listed
+
+
+def _is_int(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, (bool, torch.Tensor))
+
+
+def _as_int(value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ConfigError(f"a prompt holds {value!r}; token ids are integers")
+    return int(value)
+
+
+def _require_same(name: str, wanted: object, actual: object) -> None:
+    if wanted is not None and wanted != actual:
+        raise ConfigError(
+            f"{name}={wanted} in the EngineConfig, but the loaded model has {actual}; convert the model, or leave it None"
+        )
+
+
+class _progress_bar:
+    """A bar on standard error that counts finished requests; nothing when disabled."""
+
+    def __init__(self, total: int, *, enabled: bool) -> None:
+        self._bar = Progress(
+            TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), disable=not enabled
+        )
+        self._task = self._bar.add_task("generate", total=total)
+
+    def __enter__(self) -> Callable[[int], None]:
+        self._bar.start()
+        return lambda count: self._bar.advance(self._task, count)
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.stop()

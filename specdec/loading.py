@@ -1,0 +1,88 @@
+"""Checkpoints from disk or the hub into modules, with nothing silently random.
+
+`from_pretrained` fills tensors that a checkpoint lacks with random numbers and only logs it; here that is an error.
+Everything else (formats, sharding, key mapping, the hub) is transformers' work.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from specdec.bundled import BUNDLED_NAMES, resolve_name
+from specdec.draft_models.registry import constructible_assistants
+from specdec.kvcache.errors import CheckpointError, UnsupportedModelError
+
+logger = logging.getLogger("specdec")
+
+
+def load_config(name: str) -> Any:
+    """The HF config behind a bundled name, a local path or a hub id. Raises CheckpointError in one sentence."""
+    path = resolve_name(name)
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local and not Path(path).is_dir():
+        raise CheckpointError(f"{name!r} is not a folder; give a checkpoint folder, a hub id or one of {BUNDLED_NAMES}")
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise CheckpointError(f"{name!r} holds no config.json, so it is not a Hugging Face checkpoint")
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"no checkpoint {name!r}: not a folder, not a bundled name ({', '.join(BUNDLED_NAMES)}), and the hub "
+            f"did not give it ({reason})"
+        ) from error
+
+
+def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A target or a drafter, in the causal-LM class of its config, with every tensor from the checkpoint."""
+    config = load_config(name)
+    try:
+        with constructible_assistants():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                resolve_name(name), config=config, dtype=dtype, output_loading_info=True
+            )
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        kind = UnsupportedModelError if isinstance(error, ValueError) else CheckpointError
+        raise kind(f"{name!r} ({config.model_type}) cannot be loaded: {reason}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{name!r}: the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, {missing[0]} first; "
+            "they would be random numbers"
+        )
+    if info["unexpected_keys"]:
+        logger.info("%s: %d tensors of the checkpoint are not used", name, len(info["unexpected_keys"]))
+    loaded: PreTrainedModel = model.to(device=device).eval()
+    return loaded
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+    """The checkpoint's tokenizer, or None when it ships none (prompts are then token ids)."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(resolve_name(name))
+    except (OSError, ValueError, KeyError):
+        return None
+    return tokenizer
+
+
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, else the first GPU, else the CPU."""
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pick_dtype(dtype: torch.dtype | None, device: torch.device, config: Any) -> torch.dtype:
+    """The dtype asked for, else float32 on the CPU (bf16 is slower there), else the checkpoint's."""
+    if dtype is not None:
+        return dtype
+    if device.type == "cpu":
+        return torch.float32
+    stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    if isinstance(stored, str):
+        stored = getattr(torch, stored.removeprefix("torch."), None)
+    return stored if isinstance(stored, torch.dtype) else torch.bfloat16

@@ -1,0 +1,193 @@
+"""One forward of the engine at a time: a group of prefill chunks, or one speculative round of all decoding requests.
+
+    draft -> verify (one target forward) -> sample and match -> observe -> one device-to-host copy -> commit, on the host
+
+It owns the tensors that live across rounds (token history by position); the scheduler decides who takes part.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from specdec.attention.plan import plan_prefill, plan_verify
+from specdec.attention.tree import DraftTree
+from specdec.clock import StageClock
+from specdec.draft_models.base import DraftBatch, Drafter, Observation
+from specdec.kvcache.frozen import target_view
+from specdec.kvcache.mirror import IntArray, MirroredArray
+from specdec.kvcache.table import RequestTable
+from specdec.request import Request, RequestState, TokenLogprob
+from specdec.sampling import SamplingBatch, seen_tokens
+from specdec.target import TargetModel
+from specdec.verify import accept
+
+
+class Runner:
+    """Runs target and drafter over one request table. `num_nodes` is the verify width, the root included."""
+
+    def __init__(self, target: TargetModel, drafter: Drafter | None, table: RequestTable, *, num_nodes: int) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.table = table
+        self.num_nodes = num_nodes
+        self.view = target_view(table.allocator)
+        self.history = MirroredArray(table.slots.host.shape, table.allocator.device)  # token ids by row and position
+        self.clock = StageClock(table.allocator.device)
+        if drafter is not None:
+            drafter.start(table.max_requests)
+
+    def load_history(self, request: Request) -> None:
+        """A request got its row: make its tokens known to drafters and penalties."""
+        self.history[request.row, : len(request.tokens)] = np.array(request.tokens, dtype=np.int64)
+
+    @torch.inference_mode()
+    def prefill(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
+        """Make K/V of the next `chunk_len` [B] tokens of each request; those that are through draw their first token."""
+        self.clock.mark("prefill")
+        rows = _rows(requests)
+        row_index = self._upload(rows)
+        done = self.table.committed_len[rows]
+        plan = plan_prefill(self.table, rows, chunk_len)
+        width = int(chunk_len.max())
+        tokens = np.zeros((len(rows), width), dtype=np.int64)
+        for i, row in enumerate(rows):
+            tokens[i, : chunk_len[i]] = self.history.host[row, done[i] : done[i] + chunk_len[i]]
+        hidden = self.target.forward(self._upload(tokens), plan, self.view)  # [B, N, H]
+        length = self._upload(chunk_len)
+        path = torch.arange(width, device=hidden.device).expand(len(rows), width)
+        seen = Observation(row_index=row_index, hidden=hidden, path=path, length=length)
+        if self.drafter is not None:
+            self.drafter.observe(seen)
+        self.table.commit(rows, chunk_len)
+        self.table.evict(rows)
+
+        through = [i for i, r in enumerate(requests) if self.table.committed_len[r.row] == r.prefill_target]
+        first = [i for i in through if requests[i].num_output == 0]
+        if first:
+            self._draw_first([requests[i] for i in first], seen.last_hidden()[self._upload(np.array(first))])
+        for i in through:
+            if requests[i].state is RequestState.PREFILL:
+                requests[i].state = RequestState.DECODE
+        seconds = self.clock.stop()["prefill"] / len(requests)
+        for request in requests:
+            request.stats.prefill_seconds += seconds
+
+    @torch.inference_mode()
+    def decode(self, requests: Sequence[Request]) -> None:
+        """One round: every request gains at least one token."""
+        self.clock.mark("other")
+        rows = _rows(requests)
+        row_index = self._upload(rows)
+        committed = self.table.committed_len[rows]
+        history = self.history.device[row_index, : int(committed.max()) + 1]  # [B, L]
+        history_len = self._upload(committed) + 1
+        root = history.gather(1, history_len[:, None] - 1)[:, 0]
+        sampling = self._sampling(requests)
+
+        self.clock.mark("draft")
+        # no request can use more drafts than it has tokens to go, less the bonus
+        to_go = max(r.params.max_new_tokens - r.num_output for r in requests)
+        num_steps = min(self.num_nodes, to_go) - 1
+        if self.drafter is not None and num_steps > 0:
+            batch = DraftBatch(
+                table=self.table,
+                rows=rows,
+                row_index=row_index,
+                root=root,
+                history=history,
+                history_len=history_len,
+                num_steps=num_steps,
+                sample=sampling.sample,
+            )
+            tree = self.drafter.propose(batch)
+        else:
+            tree = DraftTree.chain(root[:, None])
+
+        self.clock.mark("verify")
+        plan = plan_verify(self.table, rows, tree)
+        hidden = self.target.forward(tree.tokens, plan, self.view)  # [B, N, H]
+        logits = self.target.logits(hidden)  # [B, N, V]
+
+        self.clock.mark("other")
+        scores = logits
+        if sampling.any_penalty:
+            scores = sampling.penalised(logits, seen_tokens(history, history_len, logits.shape[-1], tree))
+        accepted = accept(tree, sampling.sample(scores, plan.positions + 1))
+        if self.drafter is not None:
+            self.drafter.observe(
+                Observation(row_index=row_index, hidden=hidden, path=accepted.path, length=accepted.length)
+            )
+        # the round's only device-to-host copy
+        packed = torch.cat([accepted.length[:, None], accepted.path, accepted.tokens], dim=1).cpu().numpy()
+        logprobs = self._logprobs(requests, logits, accepted.path, accepted.tokens)
+        num_nodes = tree.num_nodes
+        length, path, tokens = packed[:, 0], packed[:, 1 : 1 + num_nodes], packed[:, 1 + num_nodes :]
+        taken = np.zeros(len(rows), dtype=np.int64)
+        for i, request in enumerate(requests):
+            emitted = tokens[i, : length[i]].tolist()
+            taken[i] = request.append(emitted, num_drafts=num_nodes - 1)
+            request.stats.record_round(int(taken[i]), num_nodes - 1)
+            request.logprobs += logprobs[i][: taken[i]]
+            self.history[request.row, committed[i] + 1 : committed[i] + 1 + taken[i]] = tokens[i, : taken[i]]
+        self.table.commit(rows, taken, path)
+        self.table.evict(rows)
+        seconds = self.clock.stop()
+        for request in requests:
+            request.stats.draft_seconds += seconds["draft"] / len(requests)
+            request.stats.verify_seconds += seconds["verify"] / len(requests)
+            request.stats.other_seconds += seconds["other"] / len(requests)
+
+    def _draw_first(self, requests: Sequence[Request], hidden: torch.Tensor) -> None:
+        """The token behind the prompt, from the state at its last token: hidden [B, H]."""
+        rows = _rows(requests)
+        logits = self.target.logits(hidden)[:, None]  # [B, 1, V]
+        length = self._upload(self.table.committed_len[rows])
+        sampling = self._sampling(requests)
+        scores = logits
+        if sampling.any_penalty:
+            history = self.history.device[self._upload(rows), : int(self.table.committed_len[rows].max())]
+            scores = sampling.penalised(logits, seen_tokens(history, length, logits.shape[-1], None))
+        drawn = sampling.sample(scores, length[:, None])  # [B, 1]
+        tokens = drawn.cpu().numpy()
+        logprobs = self._logprobs(requests, logits, torch.zeros_like(drawn), drawn)
+        for i, request in enumerate(requests):
+            request.logprobs += logprobs[i]
+            self.history[request.row, len(request.tokens)] = int(tokens[i, 0])
+            request.append(tokens[i].tolist(), num_drafts=0)
+
+    def _sampling(self, requests: Sequence[Request]) -> SamplingBatch:
+        return SamplingBatch.of([r.params for r in requests], [r.seed for r in requests], self.table.allocator.device)
+
+    def _logprobs(
+        self, requests: Sequence[Request], logits: torch.Tensor, path: torch.Tensor, tokens: torch.Tensor
+    ) -> list[list[TokenLogprob]]:
+        """Per request, the log-probabilities of tokens [B, N] drawn after nodes path [B, N]; empty if nobody asks."""
+        most = max((-1 if r.params.logprobs is None else r.params.logprobs) for r in requests)
+        if most < 0:
+            return [[] for _ in requests]
+        log_p = logits.float().log_softmax(dim=-1)
+        log_p = log_p.gather(1, path[:, :, None].expand(-1, -1, log_p.shape[-1]))  # [B, N, V] by step
+        chosen = log_p.gather(2, tokens[:, :, None])[:, :, 0].cpu().tolist()
+        values, ids = (x.cpu().tolist() for x in log_p.topk(min(most, log_p.shape[-1]), dim=-1))
+        ids_by_step = tokens.cpu().tolist()
+        result: list[list[TokenLogprob]] = []
+        for i, request in enumerate(requests):
+            count = request.params.logprobs
+            steps = range(0 if count is None else len(chosen[i]))
+            result.append(
+                [
+                    TokenLogprob(
+                        ids_by_step[i][s], chosen[i][s], dict(zip(ids[i][s][:count], values[i][s][:count], strict=True))
+                    )
+                    for s in steps
+                ]
+            )
+        return result
+
+    def _upload(self, array: IntArray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.table.allocator.device, non_blocking=True)
+
+
+def _rows(requests: Sequence[Request]) -> IntArray:
+    return np.array([r.row for r in requests], dtype=np.int64)

@@ -1,0 +1,135 @@
+r"""The target's next token as a pure function of (logits, parameters, seed, position).
+
+    token(p) = argmax_v ( log P_v + g(seed, p, v) ),   g = -log(-log u),   u = hash(seed, p, v) in (0, 1)
+
+is a draw from P (the Gumbel-max trick), and the same draw wherever, whenever and in whatever batch it is made: the
+noise is counter-based and has no state. Speculation therefore changes no token: verify computes this function at every
+tree node. Temperature 0 is plain argmax, lowest id first. P is the softmax after repetition penalty, temperature, top-k,
+top-p and min-p, in that order, as transformers applies them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specdec.attention.tree import DraftTree
+from specdec.config import SamplingParams
+
+
+def _int64(value: int) -> int:
+    """The two's complement of an unsigned 64-bit constant: torch has no uint64 arithmetic."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+# SplitMix64 (Steele, Lea, Flood 2014): state += GAMMA, then two xor-shift-multiply rounds
+_GAMMA = _int64(0x9E3779B97F4A7C15)
+_MIX1 = _int64(0xBF58476D1CE4E5B9)
+_MIX2 = _int64(0x94D049BB133111EB)
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift: torch shifts int64 arithmetically."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shift_right(x, 30)) * _MIX1
+    x = (x ^ _shift_right(x, 27)) * _MIX2
+    return x ^ _shift_right(x, 31)
+
+
+def gumbel_noise(seed: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Standard Gumbel noise [B, K, V] float32 for seed [B] and positions [B, K] (int64)."""
+    stream = _mix(_mix(seed + _GAMMA)[:, None] + positions * _GAMMA)  # [B, K]
+    tokens = torch.arange(1, vocab_size + 1, device=seed.device)
+    bits = _shift_right(_mix(stream[:, :, None] + tokens * _GAMMA), 12)  # 52 bits: x + 0.5 is exact in float64
+    uniform = (bits.double() + 0.5) * 2.0**-52
+    return -torch.log(-torch.log(uniform)).float()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The parameters of B requests as vectors [B] on the device, and which features any of them uses."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    repetition_penalty: torch.Tensor
+    seed: torch.Tensor
+    any_sampled: bool
+    any_sorted: bool
+    any_min_p: bool
+    any_penalty: bool
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> "SamplingBatch":
+        def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+        return cls(
+            temperature=column([p.temperature for p in params]),
+            top_k=column([p.top_k for p in params], torch.int64),
+            top_p=column([p.top_p for p in params]),
+            min_p=column([p.min_p for p in params]),
+            repetition_penalty=column([p.repetition_penalty for p in params]),
+            seed=torch.tensor(list(seeds), dtype=torch.int64).to(device, non_blocking=True),
+            any_sampled=any(p.temperature > 0 for p in params),
+            any_sorted=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1) for p in params),
+            any_min_p=any(p.temperature > 0 and p.min_p > 0 for p in params),
+            any_penalty=any(p.repetition_penalty != 1 for p in params),
+        )
+
+    def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Draw the token of each position: logits [B, K, V], positions [B, K] -> [B, K] int64."""
+        greedy = logits.argmax(dim=-1)
+        if not self.any_sampled:
+            return greedy
+        scores = self.log_weights(logits) + gumbel_noise(self.seed, positions, logits.shape[-1])
+        return torch.where(self.temperature[:, None] > 0, scores.argmax(dim=-1), greedy)
+
+    def log_weights(self, logits: torch.Tensor) -> torch.Tensor:
+        """log P up to a constant, [B, K, V] float32, -inf where filtered; rows at temperature 0 are meaningless."""
+        temperature = torch.where(self.temperature > 0, self.temperature, 1.0)
+        scores = logits.float() / temperature[:, None, None]
+        if self.any_sorted:
+            scores = self._top_k_top_p(scores)
+        if self.any_min_p:  # P_v < min_p * max P
+            floor = scores.amax(-1, keepdim=True) + torch.log(self.min_p)[:, None, None]
+            scores = scores.masked_fill(scores < floor, -torch.inf)
+        return scores
+
+    def penalised(self, logits: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Repetition penalty (Keskar et al. 2019): tokens with seen [B, K, V] have logits divided (or multiplied)."""
+        penalty = self.repetition_penalty[:, None, None]
+        logits = logits.float()
+        return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+    def _top_k_top_p(self, scores: torch.Tensor) -> torch.Tensor:
+        vocab_size = scores.shape[-1]
+        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+        k = torch.where(self.top_k > 0, self.top_k.clamp(max=vocab_size), vocab_size)
+        kth = ordered.gather(-1, (k - 1)[:, None, None].expand(-1, scores.shape[1], 1))
+        ordered = ordered.masked_fill(ordered < kth, -torch.inf)  # ties with the k-th stay, as in transformers
+        weights = ordered.softmax(dim=-1)
+        before = weights.cumsum(dim=-1) - weights  # mass of strictly better-ranked tokens
+        nucleus = self.top_p[:, None, None]
+        ordered = ordered.masked_fill((before >= nucleus) & (nucleus < 1), -torch.inf)
+        return torch.empty_like(scores).scatter_(-1, order, ordered)
+
+
+def seen_tokens(
+    history: torch.Tensor, history_len: torch.Tensor, vocab_size: int, tree: DraftTree | None
+) -> torch.Tensor:
+    """Which tokens each node's continuation repeats: [B, N, V] bool, along its own ancestor path.
+
+    history [B, L] are the tokens so far, the root included, history_len [B] how many count; no tree: [B, 1, V].
+    """
+    valid = torch.arange(history.shape[1], device=history.device) < history_len[:, None]
+    column = torch.where(valid, history, history[:, :1])  # repeat the first token instead of padding
+    seen = torch.zeros((len(history), vocab_size), dtype=torch.bool, device=history.device).scatter_(1, column, True)
+    if tree is None:
+        return seen[:, None]
+    path_tokens = torch.where(tree.ancestors, tree.tokens[:, None, :], tree.tokens[:, :, None])  # [B, N, N]
+    return seen[:, None].repeat(1, tree.num_nodes, 1).scatter_(2, path_tokens, True)

@@ -1,0 +1,140 @@
+"""Who runs: admission, prefill chunks, slots for the next round, preemption. It touches no tensor of the model.
+
+    submit -> WAITING -- a row and pages are free --> PREFILL -- all K/V made --> DECODE -- stop --> FINISHED
+                 ^                                       |                          |
+                 '------------ preempted: all slots freed, tokens kept -------------'
+
+Oldest first: a request that finds no free page preempts the youngest running one, so the oldest always advances. A
+request that would not fit the empty pools is refused at `submit`, so preemption always ends.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from specdec.kvcache.errors import CapacityError
+from specdec.kvcache.mirror import IntArray
+from specdec.kvcache.table import RequestTable
+from specdec.request import Request, RequestState
+
+
+class Scheduler:
+    """Decides; `num_nodes` is the verify width, root included, that every decoding request must own slots for."""
+
+    def __init__(self, table: RequestTable, *, num_nodes: int, max_model_len: int, prefill_chunk: int) -> None:
+        self.table = table
+        self.num_nodes = num_nodes
+        self.max_model_len = max_model_len
+        self.prefill_chunk = prefill_chunk
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in order of admission
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises CapacityError, with the numbers, when it can never run."""
+        self.require_fits(len(request.prompt), request.params.max_new_tokens)
+        self.waiting.append(request)
+
+    def require_fits(self, prompt_len: int, max_new_tokens: int) -> None:
+        """Raise CapacityError unless a request of this size fits the empty pools and the model length."""
+        asked = f"a prompt of {prompt_len} tokens with max_new_tokens={max_new_tokens}"
+        if prompt_len + max_new_tokens > self.max_model_len:
+            raise CapacityError(
+                f"{asked} makes {prompt_len + max_new_tokens} tokens, more than max_model_len={self.max_model_len}; "
+                f"shorten the prompt, ask for at most {max(0, self.max_model_len - prompt_len)} new tokens, or raise it"
+            )
+        allocator = self.table.allocator
+        full, swa = slots_needed(self.table, self.num_nodes, prompt_len, max_new_tokens)
+        for name, need, pool in (("full", full, allocator.full), ("swa", swa, allocator.swa)):
+            if pool is not None and need > pool.capacity * allocator.page_size:
+                raise CapacityError(
+                    f"{asked} needs {need} {name} KV slots (with {self.num_nodes} nodes a verify step and page size "
+                    f"{allocator.page_size}), but the {name} pool has {pool.capacity * allocator.page_size}; "
+                    f"raise {name}_slots or ask for less"
+                )
+
+    def admit(self) -> list[Request]:
+        """Give rows to waiting requests while their prompt, or its first chunk, has pages. Returns those admitted."""
+        admitted: list[Request] = []
+        allocator = self.table.allocator
+        full_free, swa_free = allocator.full.free_pages, allocator.swa.free_pages if allocator.swa else 0
+        while self.waiting and len(self.running) < self.table.max_requests:
+            request = self.waiting[0]
+            full, swa = (
+                slots // allocator.page_size
+                for slots in slots_needed(self.table, self.num_nodes, request.prefill_target, 2)
+            )
+            if self.running and (full > full_free or swa > swa_free):
+                break
+            full_free, swa_free = full_free - full, swa_free - swa  # spoken for, though not taken yet
+            self.waiting.popleft()
+            request.row = self.table.open()
+            request.state = RequestState.PREFILL
+            self.running.append(request)
+            admitted.append(request)
+        return admitted
+
+    def next_prefill(self) -> tuple[list[Request], IntArray]:
+        """Requests with K/V still to make and the length of each one's next chunk; slots are allocated."""
+        chosen: list[tuple[Request, int]] = []
+        for request in list(self.running):
+            if request.state is not RequestState.PREFILL:
+                continue
+            done = int(self.table.committed_len[request.row])
+            wanted = min(self.prefill_chunk, request.prefill_target - done)
+            while request.state is RequestState.PREFILL:
+                page_size = self.table.allocator.page_size
+                owned = int(self.table.capacity[request.row]) - done
+                chunk = min(wanted, owned + self.table.allocator.available_pages * page_size)
+                if chunk > 0:
+                    self.table.ensure(request.row, done + chunk)
+                    chosen.append((request, chunk))
+                    break
+                self._preempt_youngest()
+        chosen = [(request, chunk) for request, chunk in chosen if request.state is RequestState.PREFILL]
+        return [request for request, _ in chosen], np.array([chunk for _, chunk in chosen], dtype=np.int64)
+
+    def next_decode(self) -> list[Request]:
+        """Requests to verify next, each owning slots for `num_nodes` behind its committed ones."""
+        for request in list(self.running):
+            while request.state is RequestState.DECODE:
+                wanted = int(self.table.committed_len[request.row]) + self.num_nodes
+                if self.table.pages_needed(request.row, wanted) <= self.table.allocator.available_pages:
+                    self.table.ensure(request.row, wanted)
+                    break
+                self._preempt_youngest()
+        return [request for request in self.running if request.state is RequestState.DECODE]
+
+    def release(self, request: Request) -> None:
+        """Forget a request, running or waiting, and free what it owns."""
+        if request in self.running:
+            self.running.remove(request)
+            self.table.close(request.row)
+            request.row = -1
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def _preempt_youngest(self) -> None:
+        victim = self.running[-1]
+        self.release(victim)
+        victim.state = RequestState.WAITING
+        victim.stats.preemptions += 1
+        self.waiting.appendleft(victim)
+
+
+def slots_needed(table: RequestTable, num_nodes: int, prompt_len: int, max_new_tokens: int) -> tuple[int, int]:
+    """Most slots that one request owns at a time, in whole pages: (full, swa).
+
+    The last verify starts with at least one token to go: committed <= prompt + new - 2, and needs `num_nodes` behind it.
+    """
+    page_size = table.allocator.page_size
+    longest = prompt_len if max_new_tokens < 2 else prompt_len + max_new_tokens - 2 + num_nodes
+    full = -(-longest // page_size) * page_size
+    if table.retain is None:
+        return full, 0
+    # committed slots not yet evicted: retain, one page of slack, and rounding at both ends
+    window = table.retain + num_nodes + 3 * page_size - 2
+    return full, min(full, -(-window // page_size) * page_size)

@@ -1,0 +1,63 @@
+"""How large the pools are: what the user said, else enough for a full batch within a share of the memory."""
+
+import os
+
+import torch
+
+from specdec.config import EngineConfig
+from specdec.kvcache.errors import CapacityError
+from specdec.kvcache.hybrid import HybridAllocator
+from specdec.kvcache.spaces import Space
+from specdec.kvcache.table import FROZEN_EXTRA_KEYS, RequestTable
+from specdec.target import TargetModel
+
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
+"""Of the memory that is free once the weights are loaded."""
+FALLBACK_MODEL_LEN = 4096
+"""For a model that states no limit."""
+
+
+def make_table(target: TargetModel, config: EngineConfig, num_nodes: int) -> tuple[RequestTable, int]:
+    """Allocator and request table for one engine, and the longest sequence they serve (tokens)."""
+    layout, page_size = target.layout, config.page_size
+    item = torch.empty((), dtype=target.dtype).element_size()
+    full_bytes, swa_bytes = (layout.numbers_per_slot(space) * item for space in (Space.FULL, Space.SWA))
+    limit = target.max_position_embeddings or FALLBACK_MODEL_LEN
+    max_len = min(config.max_model_len or limit, limit)
+
+    window = layout.window
+    swa_each = 0  # slots one request needs in SWA: window, a chunk in flight, its reserve, page rounding
+    if window is not None:
+        chunk = max(config.prefill_chunk, num_nodes)
+        swa_each = min(window + FROZEN_EXTRA_KEYS + chunk + num_nodes, max_len + num_nodes) + 3 * page_size
+    budget = int(_free_bytes(target.device) * MEMORY_SHARE.get(target.device.type, 0.5))
+    batch = config.max_batch_size
+    full_slots, swa_slots = config.full_slots, config.swa_slots
+    if swa_slots is None:
+        affordable = budget // max(2 * swa_bytes, 1)
+        swa_slots = min(swa_each * batch, affordable) if window is not None else 0
+    if full_slots is None:
+        rest = max(budget - swa_slots * swa_bytes, 0)
+        full_slots = min((max_len + num_nodes + page_size) * batch, rest // max(full_bytes, 1))
+    if config.max_model_len is None:
+        max_len = max(min(max_len, full_slots - num_nodes), 1)
+    if full_slots < page_size or (window is not None and swa_slots < page_size):
+        raise CapacityError(
+            f"KV pools of {full_slots} full and {swa_slots} SWA slots hold no page of {page_size}; "
+            "raise full_slots / swa_slots or lower page_size"
+        )
+    allocator = HybridAllocator(
+        layout,
+        full_pages=full_slots // page_size,
+        swa_pages=swa_slots // page_size,
+        page_size=page_size,
+        dtype=target.dtype,
+        device=target.device,
+    )
+    return RequestTable(allocator, max_requests=batch, max_len=max_len, reserve=num_nodes), max_len
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

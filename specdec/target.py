@@ -1,0 +1,136 @@
+"""The target worker: a Hugging Face causal LM run over the paged KV cache.
+
+It knows where the text decoder, the head and the final softcap of a model are, and how to run B * N packed rows through
+them under a plan. It does not know drafters, sampling or requests. Invariant: outside `forward` the user's module is
+exactly as it was handed in.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.attention.bridge import ForwardContext, ProbeContext, attention_installed, text_configs
+from specdec.attention.plan import KVPlan
+from specdec.kvcache.errors import UnsupportedModelError
+from specdec.kvcache.frozen import KVView
+from specdec.kvcache.layout import KVLayout, layout_from_config
+
+UNSUPPORTED_ATTRIBUTES = {
+    "logit_scale": "scales its logits",
+    "logits_scaling": "scales its logits",
+    "lm_head_multiplier": "scales its logits",
+    "alibi": "uses ALiBi biases",
+    "attention_chunk_size": "uses chunked attention",
+    "index_topk": "uses sparse attention",
+}
+"""Config attributes that change the result in ways the runtime does not reproduce."""
+
+
+class TargetOutput(NamedTuple):
+    """Of one forward: logits and hidden (after the final norm) of the rows asked for, and of all rows."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+class TargetModel:
+    """A causal LM and its geometry.
+
+    Raises UnsupportedModelError when the model cannot be run exactly over a paged cache; every layer is probed with a
+    two-token forward, so that this happens at construction.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.config: Any = model.config.get_text_config()
+        self.name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+        for attribute, what in UNSUPPORTED_ATTRIBUTES.items():
+            value = getattr(self.config, attribute, None)
+            if value not in (None, 1, 1.0, False):
+                raise UnsupportedModelError(f"{self.name} {what} ({attribute}={value}), which specdec does not support")
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Module):
+            raise UnsupportedModelError(f"{self.name} ({type(model).__name__}) has no language-model head")
+        self.head: nn.Module = head
+        self.layout: KVLayout = layout_from_config(self.config)
+        self.decoder: nn.Module = self._find_decoder()
+        self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
+        self.windows: Sequence[int | None] = tuple(spec.window for spec in self.layout.layers)
+        self._configs = text_configs(self.decoder)
+        self._probe()
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    @property
+    def max_position_embeddings(self) -> int | None:
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def device(self) -> torch.device:
+        weight: torch.Tensor = self.embed.weight  # type: ignore[assignment]
+        return weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        weight: torch.Tensor = self.embed.weight  # type: ignore[assignment]
+        return weight.dtype
+
+    def forward(self, tokens: torch.Tensor, plan: KVPlan, view: KVView) -> torch.Tensor:
+        """Run tokens [B, N] under `plan`, write their K/V, return hidden states after the final norm [B, N, H]."""
+        context = ForwardContext.of(plan, view, self.windows)
+        return self._run(tokens, plan.positions, context)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [..., H] -> logits [..., V] in the model's dtype, softcapped where the model does so."""
+        logits: torch.Tensor = self.head(hidden)
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def _run(self, tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
+        batch, num_rows = tokens.shape
+        with attention_installed(self._configs):
+            out = self.decoder(
+                input_ids=tokens.reshape(1, -1),
+                position_ids=positions.reshape(1, -1),
+                past_key_values=None,
+                use_cache=False,
+                specdec_ctx=context,
+            )
+        hidden: torch.Tensor = out.last_hidden_state
+        return hidden.view(batch, num_rows, -1)
+
+    def _find_decoder(self) -> nn.Module:
+        """The text stack: `get_decoder()`, or the language model inside it for multimodal checkpoints."""
+        decoder = self.model.get_decoder()
+        inner = getattr(decoder, "language_model", None)
+        decoder = decoder if inner is None else inner
+        layers = getattr(decoder, "layers", None)
+        if layers is None or len(layers) != len(self.layout.layers):
+            raise UnsupportedModelError(
+                f"{self.name}: {type(decoder).__name__} is not a stack of {len(self.layout.layers)} decoder layers"
+            )
+        return decoder
+
+    @torch.inference_mode()
+    def _probe(self) -> None:
+        probe = ProbeContext(self.layout)
+        tokens = torch.zeros((1, 2), dtype=torch.int64, device=self.device)
+        try:
+            self._run(tokens, torch.arange(2, device=self.device)[None], probe)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise UnsupportedModelError(
+                f"{self.name}: {type(self.model).__name__} does not run through the attention interface of transformers"
+                f" ({type(error).__name__}: {error})"
+            ) from error
+        probe.verify(self.name)

@@ -1,0 +1,186 @@
+"""Import order, package list and size budget, read from the source with `ast`: nothing is imported."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = ("specdec.kvcache", "specdec.attention", "specdec.draft_models", "specdec")  # a module imports down this list
+FOLDERS = {name.rpartition(".")[2]: name for name in LAYERS}  # root folder -> package
+SCRIPTS = ("tests", "examples", "tools")
+COMPARISONS = {"allclose", "array_equal", "equal", "isclose"}
+
+pytestmark = pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="needs the checkout")
+
+
+def product_sources() -> dict[str, str]:
+    """Module name -> source, for the four folders as they are installed."""
+    sources = {}
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            sources[".".join((package, *parts)).removesuffix(".__init__")] = path.read_text("utf-8")
+    return sources
+
+
+def layer(module: str) -> int:
+    return next(i for i, package in enumerate(LAYERS) if f"{module}.".startswith(f"{package}."))
+
+
+def imported(node: ast.AST, modules: set[str]) -> Iterator[str]:
+    """The modules that one import statement names; `from package import module` names the module."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and not node.level:
+        base = node.module or ""
+        names = (f"{base}.{alias.name}" for alias in node.names)
+        yield from {name if name in modules else base for name in names}
+
+
+def is_own(module: str) -> bool:
+    return module.split(".")[0] == "specdec"
+
+
+def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Module -> own modules it imports, wherever in the file the import stands."""
+    modules = set(sources)
+    return {
+        module: {name for node in ast.walk(ast.parse(text)) for name in imported(node, modules) if is_own(name)}
+        for module, text in sources.items()
+    }
+
+
+def import_errors(sources: dict[str, str]) -> list[str]:
+    errors = []
+    for module, text in sources.items():
+        tree = ast.parse(text)
+        for node in ast.walk(tree):
+            where = f"{module}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.ImportFrom) and node.level:
+                errors.append(f"{where} relative import")
+            for name in imported(node, set(sources)):
+                if name.split(".")[0] in FOLDERS and not is_own(name):
+                    errors.append(f"{where} bare import of {name}")
+                if not is_own(name):
+                    continue
+                if layer(name) > layer(module):
+                    errors.append(f"{where} imports {name} of a higher layer")
+                if node not in tree.body:
+                    errors.append(f"{where} imports {name} below the top level")
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+                errors.append(f"{where} dynamic import")
+    return errors
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules of one import circle, empty when there is none: strips the modules that nothing left waits for."""
+    left = {module: targets & set(graph) for module, targets in graph.items()}
+    while ready := [module for module, targets in left.items() if not targets & set(left)]:
+        for module in ready:
+            del left[module]
+    return sorted(left)
+
+
+def dropped_comparisons(text: str) -> list[int]:
+    """Lines on which the result of a tensor comparison is thrown away."""
+    calls = (n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call))
+    return [call.lineno for call in calls if ast.unparse(call.func).rpartition(".")[2] in COMPARISONS]
+
+
+def test_imports_point_down_and_stand_at_the_top():
+    assert import_errors(product_sources()) == []
+
+
+def test_no_import_circle():
+    assert find_cycle(import_graph(product_sources())) == []
+
+
+def test_scripts_use_the_installed_names():
+    bare = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for folder in SCRIPTS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in imported(node, set())
+        if name.split(".")[0] in FOLDERS and not is_own(name)
+    ]
+    assert bare == []
+
+
+def test_every_package_is_listed_and_mapped():
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
+    packages = {
+        ".".join((package, *path.parent.relative_to(ROOT / folder).parts))
+        for folder, package in FOLDERS.items()
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert sorted(config["packages"]) == sorted(packages)
+    mapped = {package: folder for folder, package in FOLDERS.items() if folder != package}
+    assert config["package-dir"] == mapped
+
+
+@pytest.mark.parametrize("package", LAYERS[:-1])
+def test_mapped_package_refuses_its_bare_name(package: str):
+    body = ast.parse((ROOT / package.rpartition(".")[2] / "__init__.py").read_text("utf-8")).body
+    tests = [ast.unparse(node.test) for node in body if isinstance(node, ast.Assert)]
+    assert f"__name__ == '{package}'" in tests
+
+
+def test_size_budget():
+    run = subprocess.run([sys.executable, ROOT / "tools" / "size.py"], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_no_comparison_is_dropped():
+    dropped = {
+        path.name: dropped_comparisons(path.read_text("utf-8")) for path in sorted((ROOT / "tests").rglob("*.py"))
+    }
+    assert {name: lines for name, lines in dropped.items() if lines} == {}
+
+
+# the checks themselves
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("from specdec.kvcache.pools import Pool", None),
+        ("import torch", None),
+        ("from specdec.draft_models import ngram", "higher layer"),
+        ("import specdec.engine", "higher layer"),
+        ("from specdec import attention as a, kvcache", "higher layer"),
+        ("from .pages import f", "relative import"),
+        ("import kvcache.pools", "bare import"),
+        ("def f():\n    from specdec.kvcache import pools", "below the top level"),
+        ("if TYPE_CHECKING:\n    import specdec.kvcache", "below the top level"),
+        ("import importlib\nimportlib.import_module(name)", "dynamic import"),
+    ],
+    ids=["down", "other", "up", "up-module", "up-from-root", "relative", "bare", "lazy", "type-checking", "dynamic"],
+)
+def test_import_errors_finds(text: str, error: str | None):
+    errors = import_errors({"specdec.attention.x": text, "specdec": "", "specdec.kvcache": ""})
+    assert (len(errors) == 1 and error in errors[0]) if error else errors == []
+
+
+def test_find_cycle_finds_a_lazy_one():
+    sources = {
+        "specdec": "from specdec.a import f",
+        "specdec.a": "from specdec import b",
+        "specdec.b": "def g():\n    from specdec.c import h",
+        "specdec.c": "import specdec.b",
+        "specdec.d": "import specdec.a",
+        "specdec.e": "",
+    }
+    assert find_cycle(import_graph(sources)) == ["specdec", "specdec.a", "specdec.b", "specdec.c", "specdec.d"]
+    sources["specdec.c"] = "import specdec.e"
+    assert find_cycle(import_graph(sources)) == []
+
+
+def test_dropped_comparisons_finds():
+    assert dropped_comparisons("torch.allclose(a, b)\nassert torch.equal(a, b)\na.equal(b)\nc = a.equal(b)") == [1, 3]
