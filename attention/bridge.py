@@ -99,9 +99,9 @@ class ForwardContext:
     keys: dict[int | None, VisibleKeys]
 
     @classmethod
-    def of(cls, plan: KVPlan, view: KVView, windows: Sequence[int | None]) -> "ForwardContext":
-        """`windows[i]` is the sliding window of worker layer i, None on full layers."""
-        return cls(plan, view, windows, {window: VisibleKeys.of(plan, window) for window in set(windows)})
+    def of(cls, plan: KVPlan, view: KVView, windows: Sequence[int | None], dtype: torch.dtype) -> "ForwardContext":
+        """`windows[i]` is the sliding window of worker layer i, None on full layers; dtype: the model's."""
+        return cls(plan, view, windows, {window: VisibleKeys.of(plan, window, dtype) for window in set(windows)})
 
     def attend(
         self,
@@ -118,20 +118,16 @@ class ForwardContext:
     ) -> torch.Tensor:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         batch, num_rows = self.plan.positions.shape
+        if self.view.owns(layer) and self.plan.write_full is not None:
+            self.view.write(
+                layer, self.plan.write_full, self.plan.write_swa, key[0].transpose(0, 1), value[0].transpose(0, 1)
+            )
         pool_k, pool_v, _ = self.view.layer(layer)
-        q = query[0].transpose(0, 1).reshape(batch, num_rows, *query.shape[1::2])  # [B, N, Hq, D]
-        block_k = block_v = None
-        if self.plan.ancestors is not None:
-            rows_k, rows_v = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, Hkv, D]
-            block_k, block_v = (x.reshape(batch, num_rows, *x.shape[1:]) for x in (rows_k, rows_v))
-            if self.view.owns(layer):
-                assert self.plan.write_full is not None, "a plan with a block but nowhere to write it"
-                self.view.write(layer, self.plan.write_full, self.plan.write_swa, rows_k, rows_v)
+        num_heads, head_dim = query.shape[1], query.shape[3]
+        q = query.view(num_heads, batch, num_rows, head_dim).transpose(0, 1)  # [B, Hq, N, D]
         keys = self.keys[self.windows[layer]]
-        out = reference_attention(
-            q, block_k, block_v, pool_k, pool_v, keys, scaling=scaling, softcap=softcap, sinks=sinks
-        )
-        return out.reshape(1, batch * num_rows, *out.shape[2:])
+        out = reference_attention(q, pool_k, pool_v, keys, scaling=scaling, softcap=softcap, sinks=sinks)
+        return out.reshape(1, batch * num_rows, num_heads, head_dim)
 
 
 @dataclass(slots=True)

@@ -8,52 +8,65 @@ For request b, query row i at position q_i and key at position p, on a layer wit
 
 with one learnt sink logit per head in the softmax's denominator where the model has them. Windows go by position (so by
 depth in a tree), never by row index. This is the CPU path and the oracle for every kernel.
+
+The block's own K/V are read back from the slots that this forward has just written, so one gather serves both. A masked
+column gathers a key of its own request: a stale row of another one, however broken, cannot leak through a zero weight.
 """
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from specdec.attention.plan import KVPlan
+from specdec.kvcache.spaces import FullLoc, PageTable, SwaLoc
 
 
 @dataclass(frozen=True, slots=True)
 class VisibleKeys:
     """What the queries of one forward see on all layers with one window.
 
-    `slots`: [B, L] prefix slots, in the space of those layers. `bias`: [B, 1, 1, N, L + M] 0 or -inf (M = N rows of
-    the block, or 0), broadcast over kv heads and query groups.
+    `slots`: [B, L] in the space of those layers, prefix columns first, then the N rows of the block if it has keys.
+    `bias`: [B, 1, N, L] 0 or -inf, in the dtype of the scores, broadcast over heads.
     """
 
     slots: torch.Tensor
     bias: torch.Tensor
 
     @classmethod
-    def of(cls, plan: KVPlan, window: int | None) -> "VisibleKeys":
+    def of(cls, plan: KVPlan, window: int | None, dtype: torch.dtype) -> "VisibleKeys":
         """The keys that layers with this window (None: full attention) see under `plan`."""
         if window is None:
-            table_slots, key_pos = plan.prefix_full.slots, plan.prefix_full.positions()
+            table: PageTable[FullLoc] | PageTable[SwaLoc] = plan.prefix_full
+            write: torch.Tensor | None = plan.write_full
         else:
             assert plan.prefix_swa is not None, "a sliding layer, but the plan has no SWA page table"
-            table_slots, key_pos = plan.prefix_swa.slots, plan.prefix_swa.positions()
+            table, write = plan.prefix_swa, plan.write_swa
             window += plan.window_shift
+        batch, num_rows = plan.positions.shape
+        key_pos = table.positions()  # [B, L]
+        committed = key_pos < plan.committed_len[:, None]
         query_pos = plan.positions[:, :, None]  # [B, N, 1]
-        visible = (key_pos < plan.committed_len[:, None])[:, None, :].expand(-1, query_pos.shape[1], -1)  # [B, N, L]
+        visible = committed[:, None, :].expand(batch, num_rows, -1)  # [B, N, L]
         if window is not None:
             visible = visible & (query_pos - key_pos[:, None, :] < window)
-        if plan.ancestors is not None:
+        slots: torch.Tensor = table.slots
+        if plan.ancestors is None:
+            slots = torch.where(committed, slots, slots[:, :1])
+        else:
+            assert write is not None, "a plan with a block but nowhere to write it"
             block = plan.ancestors  # [B, N, N]
             if window is not None:
                 block = block & (query_pos - plan.positions[:, None, :] < window)
             visible = torch.cat([visible, block], dim=-1)
-        bias = torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, -torch.inf)
-        return cls(table_slots, bias[:, None, None])
+            block_slots = write.view(batch, num_rows)
+            slots = torch.cat([torch.where(committed, slots, block_slots[:, :1]), block_slots], dim=1)
+        bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+        return cls(slots, bias[:, None])
 
 
 def reference_attention(
     query: torch.Tensor,
-    block_k: torch.Tensor | None,
-    block_v: torch.Tensor | None,
     pool_k: torch.Tensor,
     pool_v: torch.Tensor,
     keys: VisibleKeys,
@@ -62,31 +75,39 @@ def reference_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend: query [B, N, Hq, D], block_k and block_v [B, N, Hkv, D] or None, pools [slots, Hkv, D], sinks [Hq].
+    """Attend: query [B, Hq, N, D], pools [slots, Hkv, D], sinks [Hq] -> [B, N, Hq, D] in the query's dtype."""
+    batch, length = keys.slots.shape
+    flat = keys.slots.reshape(-1)
+    k = pool_k.index_select(0, flat).view(batch, length, *pool_k.shape[1:]).transpose(1, 2)  # [B, Hkv, L, D]
+    v = pool_v.index_select(0, flat).view(batch, length, *pool_v.shape[1:]).transpose(1, 2)
+    if softcap is None and sinks is None:
+        out = F.scaled_dot_product_attention(query, k, v, attn_mask=keys.bias, scale=scaling, enable_gqa=True)
+    else:
+        out = _attention_with_extras(query, k, v, keys.bias, scaling, softcap, sinks)
+    return out.transpose(1, 2)
 
-    Returns [B, N, Hq, D] in the query's dtype. Scores are in the query's dtype, the softmax in float32, as in the
-    eager attention of transformers.
-    """
-    batch, num_rows, num_heads, head_dim = query.shape
-    num_kv_heads = pool_k.shape[1]
-    group = num_heads // num_kv_heads
-    k, v = pool_k[keys.slots], pool_v[keys.slots]  # [B, L, Hkv, D]
-    if block_k is not None and block_v is not None:
-        k, v = torch.cat([k, block_k], dim=1), torch.cat([v, block_v], dim=1)  # [B, L+N, Hkv, D]
-    num_keys = k.shape[1]
-    # pack the query heads of one kv head with the rows, so that each key is read once per kv head
-    packed = query.view(batch, num_rows, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
-    packed = packed.reshape(batch, num_kv_heads, group * num_rows, head_dim)
-    scores = torch.matmul(packed, k.permute(0, 2, 3, 1)) * scaling  # [B, Hkv, G*N, L+N]
+
+def _attention_with_extras(
+    query: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """What the fused operator lacks: k, v [B, Hkv, L, D], bias [B, 1, N, L] -> [B, Hq, N, D]."""
+    batch, num_heads, num_rows, head_dim = query.shape
+    num_kv_heads = k.shape[1]
+    grouped = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, num_rows, head_dim)
+    scores = torch.matmul(grouped, k[:, :, None].transpose(-1, -2)) * scaling  # [B, Hkv, G, N, L]
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.view(batch, num_kv_heads, group, num_rows, num_keys).float() + keys.bias
+    scores = scores.float() + bias[:, :, None]
     if sinks is None:
         weights = scores.softmax(dim=-1)
     else:
-        sink = sinks.float().view(1, num_kv_heads, group, 1, 1).expand(batch, -1, -1, num_rows, 1)
+        sink = sinks.float().view(1, num_kv_heads, -1, 1, 1).expand(batch, -1, -1, num_rows, 1)
         weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
-    weights = weights.view(batch, num_kv_heads, group * num_rows, num_keys).to(v.dtype)
-    out = torch.matmul(weights, v.permute(0, 2, 1, 3))  # [B, Hkv, G*N, D]
-    out = out.view(batch, num_kv_heads, group, num_rows, head_dim).permute(0, 3, 1, 2, 4)
-    return out.reshape(batch, num_rows, num_heads, head_dim)
+    out = torch.matmul(weights.to(v.dtype), v[:, :, None])  # [B, Hkv, G, N, D]
+    return out.view(batch, num_heads, num_rows, head_dim)

@@ -62,7 +62,9 @@ class DraftTree:
         """Assert the shape rules (synchronises with the device; for tests and drafter conformance)."""
         batch, num_nodes = self.tokens.shape
         nodes = torch.arange(num_nodes, device=self.tokens.device)
-        assert self.parents.shape == self.depth.shape == (batch, num_nodes), f"{self.parents.shape=} {self.depth.shape=}"
+        assert self.parents.shape == self.depth.shape == (batch, num_nodes), (
+            f"{self.parents.shape=} {self.depth.shape=}"
+        )
         assert bool((self.parents[:, 0] == -1).all()) and bool((self.depth[:, 0] == 0).all()), "node 0 is not the root"
         assert bool(((self.parents[:, 1:] >= 0) & (self.parents[:, 1:] < nodes[1:])).all()), "a parent after its child"
         rebuilt = DraftTree.from_parents(self.tokens, self.parents)

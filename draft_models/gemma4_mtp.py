@@ -1,14 +1,14 @@
 """The Gemma 4 multi-token-prediction assistant, run on the target's own frozen KV cache.
 
-The assistant has queries only. Layer i attends to the K/V of the target layer that owns its layer type (the last sliding
-one, the last full one, after kv-sharing), over exactly the committed prefix [0, S), the same at every draft step:
+The assistant has queries only. Layer i attends to the K/V of the target layer that owns its layer type (the last
+sliding one, the last full one, after kv-sharing), over exactly the committed prefix [0, S), at every draft step:
 
     x_j = pre_projection(cat[ embed(t_j), h_j ])      t_0 = bonus token at position S, h_0 = target state at S - 1
     y_j = layers(x_j)                                 query position S at every step
     t_{j+1} ~ head(y_j),   h_{j+1} = post_projection(y_j)
 
-so one row a request and no KV of its own: nothing to roll back. The head is dense, or picks the best centroids and scores
-only their tokens (`use_ordered_embeddings`). Checkpoints: transformers' Gemma4AssistantForCausalLM.
+so one row a request and no KV of its own: nothing to roll back. The head is dense, or picks the best centroids and
+scores only their tokens (`use_ordered_embeddings`). Checkpoints: transformers' Gemma4AssistantForCausalLM.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ class Gemma4MTPDrafter:
 
     def __init__(self, assistant: nn.Module, target: TargetInfo) -> None:
         self.view: KVView | None = None
-        self.assistant: Any = assistant.to(device=target.device, dtype=target.dtype).eval()
+        self.assistant: Any = assistant.eval()
         self.embed = target.embed
         self.config: Any = assistant.config.get_text_config()  # type: ignore[operator, union-attr]
         self.layer_map, self.windows = bind_layers(assistant, target)
@@ -63,14 +63,12 @@ class Gemma4MTPDrafter:
         self._seed_hidden[seen.row_index] = seen.last_hidden()
 
     def propose(self, batch: DraftBatch) -> DraftTree:
-        plan = plan_frozen(
-            batch.table, batch.rows, position_offset=QUERY_POSITION_OFFSET, window_shift=WINDOW_SHIFT
-        )
+        plan = plan_frozen(batch.table, batch.rows, position_offset=QUERY_POSITION_OFFSET, window_shift=WINDOW_SHIFT)
         root_pos = plan.committed_len[:, None]  # [B, 1]
         token, hidden = batch.root, self._seed_hidden[batch.row_index]
         tokens = [token]
         with frozen_kv(batch.table.allocator, self, self.layer_map) as view, attention_installed(self._configs):
-            context = ForwardContext.of(plan, view, self.windows)
+            context = ForwardContext.of(plan, view, self.windows, self._seed_hidden.dtype)
             for step in range(batch.num_steps):
                 logits, hidden = self.step(token, hidden, plan.positions, context)
                 token = batch.sample(logits[:, None], root_pos + step + 1)[:, 0]
@@ -80,7 +78,7 @@ class Gemma4MTPDrafter:
     def step(
         self, token: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One draft step: token [B], hidden [B, H_target], positions [B, 1] -> logits [B, V], next hidden [B, H_target]."""
+        """One draft step: token [B], hidden [B, Ht], positions [B, 1] -> logits [B, V], next hidden [B, Ht]."""
         inputs = self.assistant.pre_projection(torch.cat([self.embed(token), hidden], dim=-1))  # [B, H]
         out = self.assistant.model(
             inputs_embeds=inputs[None],
@@ -110,6 +108,12 @@ def bind_layers(assistant: Any, target: TargetInfo) -> tuple[tuple[int, ...], tu
     """(target layer that each assistant layer reads, its sliding window or None), after checking that the two fit."""
     config = assistant.config.get_text_config()
     fits = f"this assistant does not fit the target {target.name}"
+    weight = assistant.pre_projection.weight
+    if (weight.device, weight.dtype) != (target.device, target.dtype):
+        raise UnsupportedModelError(
+            f"{fits}: it is {weight.dtype} on {weight.device}, the target {target.dtype} on {target.device}; "
+            "convert one of them with .to(...)"
+        )
     backbone = int(assistant.config.backbone_hidden_size)
     if backbone != target.hidden_size:
         raise UnsupportedModelError(

@@ -53,7 +53,8 @@ def constructible_assistants() -> Iterator[None]:
     Some releases (5.23 among them) compute `kv_sharing_modes` from the layers that are not shared and raise for a model
     that has none; an assistant is one. There the answer is plainly that every layer reuses.
     """
-    stock = vars(Gemma4TextConfig).get("kv_sharing_modes")
+    config_class: Any = Gemma4TextConfig
+    stock = vars(config_class).get("kv_sharing_modes")
     if stock is None:
         yield
         return
@@ -64,8 +65,8 @@ def constructible_assistants() -> Iterator[None]:
         modes: list[str | None] = stock.fget(config)
         return modes
 
-    Gemma4TextConfig.kv_sharing_modes = property(kv_sharing_modes)
+    config_class.kv_sharing_modes = property(kv_sharing_modes)
     try:
         yield
     finally:
-        Gemma4TextConfig.kv_sharing_modes = stock
+        config_class.kv_sharing_modes = stock

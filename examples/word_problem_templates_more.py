@@ -5,16 +5,53 @@ Same rules as `word_problem_templates`; a second file only so that each stays sh
 
 from __future__ import annotations
 
-from word_problem_story import Story
-from word_problem_templates import template
+from word_problem_story import Story, template
+
+
+@template
+def bakery_trays(s: Story) -> None:
+    s.n(t=(3, 12), c=(6, 24), b=(3, 10))
+    s.need("(t*c) % b == 0")
+    s.put(food=s.one("cookies", "muffins", "rolls", "bagels", "brownies", "pretzels", "cupcakes", "donuts"))
+    s.tell(
+        "A [baker|bakery|cook] bakes {t} trays of {food} with {c} "
+        "{food} on each tray, and packs them in [boxes|bags] of {b}."
+    )
+    s.ask("How many [boxes|bags] are [needed|filled]?")
+    s.step("a", "t*c", "There are {=} {food}.")
+    s.step("d", "a/b", "So {=} of them are needed.")
+
+
+@template
+def recipe(s: Story) -> None:
+    s.n(c=(2, 6), m=(4, 12), k=(2, 9), h=(2, 9))
+    s.put(n=s.vars["m"] * s.vars["k"])
+    s.tell("A recipe needs {c} cups of [flour|milk|sugar|oats] [to make|for] {m} {food}.")
+    s.tell("{A} wants to make {n} {food}, and {he} has {h} cups.")
+    s.need("k*c > h")
+    s.ask("How many more cups does {he} need?")
+    s.step("a", "n/m", "{A} [makes|needs] {=} batches.")
+    s.step("b", "a*c", "That takes {=} cups.")
+    s.step("d", "b-h", "{He} needs {=} more cups.")
+
+
+@template
+def water_tank(s: Story) -> None:
+    s.n(r=(4, 20), q=(2, 10), t=(3, 15), a=(10, 90, 5))
+    s.need("r > q + 1")
+    s.tell("A tank [holds|contains] {a} gallons of water.")
+    s.tell("Water flows in at {r} gallons a minute and leaks out at {q} gallons a minute.")
+    s.ask("How many gallons are in the tank after {t} minutes?")
+    s.step("b", "r-q", "The tank gains {=} gallons a minute.")
+    s.step("c", "b*t", "In {t} minutes it gains {=} gallons.")
+    s.step("d", "a+c", "Then there are {=} gallons in the tank.")
 
 
 @template
 def fence(s: Story) -> None:
     s.n(a=(5, 60), b=(4, 40), p=(2, 9))
-    s.tell(
-        "{A} has a rectangular [garden|yard|field] that is {a} feet long and {b} feet wide. {He} wants to put a fence around it."
-    )
+    s.tell("{A} has a rectangular [garden|yard|field] that is {a} feet long and {b} feet wide.")
+    s.tell("{He} wants to put a fence around it.")
     s.tell("[The fence|Fencing] costs ${p} per foot.")
     s.ask("How much does the fence cost?")
     s.step("c", "a+b", "The length and the width add up to {=} feet.")
@@ -25,9 +62,8 @@ def fence(s: Story) -> None:
 @template
 def tiles(s: Story) -> None:
     s.n(a=(4, 20), b=(3, 15), k=(2, 6), p=(2, 9))
-    s.tell(
-        "A [floor|wall|patio] is {a} feet by {b} feet. [One tile covers one square foot|Each square foot needs one tile] and costs ${p}."
-    )
+    s.tell("A [floor|wall|patio] is {a} feet by {b} feet.")
+    s.tell("[One tile covers one square foot|Each square foot needs one tile] and costs ${p}.")
     s.tell("{A} buys {k} spare tiles too.")
     s.ask("How much does {he} pay for the tiles?")
     s.step("c", "a*b", "The area is {=} square feet.")
@@ -48,9 +84,8 @@ def perimeter_side(s: Story) -> None:
 @template
 def temperature(s: Story) -> None:
     s.n(a=(40, 80), b=(4, 15), c=(3, 20))
-    s.tell(
-        "[In the morning|At 8 o'clock|At dawn] the temperature was {a} degrees. It [rose|went up] by {b} degrees by noon and [fell|dropped] by {c} degrees [at night|in the evening]."
-    )
+    s.tell("[In the morning|At 8 o'clock|At dawn] the temperature was {a} degrees.")
+    s.tell("It [rose|went up] by {b} degrees by noon and [fell|dropped] by {c} degrees [at night|in the evening].")
     s.ask("What was the temperature [then|in the end|at night]?")
     s.step("d", "a+b", "At noon it was {=} degrees.")
     s.step("e", "d-c", "[In the end|At night] it was {=} degrees.")
@@ -60,10 +95,12 @@ def temperature(s: Story) -> None:
 def game_points(s: Story) -> None:
     s.n(a=(2, 12), p=(2, 10), b=(2, 10), q=(2, 10), c=(2, 20))
     s.tell(
-        "In a [game|contest|quiz], each {colour} [card|star|ring] is worth {p} points and each {colour2} one is worth {q} points."
+        "In a [game|contest|quiz], each {colour} [card|star|ring] is "
+        "worth {p} points and each {colour2} one is worth {q} points."
     )
     s.tell(
-        "{A} [gets|collects|wins] {a} {colour} ones and {b} {colour2} ones[, but loses|, and then loses] {c} points for a mistake."
+        "{A} [gets|collects|wins] {a} {colour} ones and {b} {colour2} "
+        "ones[, but loses|, and then loses] {c} points for a mistake."
     )
     s.ask("[What is {his} score|How many points does {he} have] [in the end|at the end|]?")
     s.step("d", "a*p", "The {colour} ones give {=} points.")
@@ -96,9 +133,8 @@ def average_needed(s: Story) -> None:
 @template
 def bus_passengers(s: Story) -> None:
     s.n(a=(10, 50), b=(2, 20), c=(2, 20), d=(2, 15))
-    s.tell(
-        "A [bus|train|ferry] [leaves|starts] with {a} passengers. At the first stop {b} people get off and {c} get on."
-    )
+    s.tell("A [bus|train|ferry] [leaves|starts] with {a} passengers.")
+    s.tell("At the first stop {b} people get off and {c} get on.")
     s.tell("At the second stop {d} [people |]get [off|out].")
     s.ask("How many passengers are [left|on it now|on board now]?")
     s.step("e", "a-b", "After {b} people get off, there are {=} passengers.")
@@ -109,9 +145,8 @@ def bus_passengers(s: Story) -> None:
 @template
 def tickets(s: Story) -> None:
     s.n(a=(5, 60), p=(6, 20), b=(5, 60), q=(2, 8))
-    s.tell(
-        "[Tickets to|Seats at] the [fair|show|zoo|concert|play] cost ${p} for adults and ${q} for children. {a} adults and {b} children [came|bought tickets] on {day}."
-    )
+    s.tell("[Tickets to|Seats at] the [fair|show|zoo|concert|play] cost ${p} for adults and ${q} for children.")
+    s.tell("{a} adults and {b} children [came|bought tickets] on {day}.")
     s.ask("How much money was [collected|made|taken in]?")
     s.step("c", "a*p", "The adults paid {$}.")
     s.step("d", "b*q", "The children paid {$}.")
@@ -122,9 +157,8 @@ def tickets(s: Story) -> None:
 def profit(s: Story) -> None:
     s.n(a=(5, 40), c=(2, 15), d=(2, 12))
     s.put(p=s.vars["c"] + s.vars["d"])
-    s.tell(
-        "{A} makes {thing} [and sells them|to sell] at the {place}. [It costs {him}|{He} pays] ${c} to make one, and {he} sells it for ${p}."
-    )
+    s.tell("{A} makes {thing} [and sells them|to sell] at the {place}.")
+    s.tell("[It costs {him}|{He} pays] ${c} to make one, and {he} sells it for ${p}.")
     s.ask("How much profit does {he} make [on|if {he} sells] {a} {thing}?")
     if s.rng.random() < 0.6:
         s.step("x", "p-c", "{A} makes {$} of profit on each one.")
@@ -138,9 +172,8 @@ def profit(s: Story) -> None:
 @template
 def split_bill(s: Story) -> None:
     s.n(k=(3, 8), b=(20, 200, 10), t=(10, 20, 5))
-    s.tell(
-        "{k} friends eat [dinner|lunch] [together|at a diner|at a café]. The bill is ${b}, and they add a {t}% tip and split the total equally."
-    )
+    s.tell("{k} friends eat [dinner|lunch] [together|at a diner|at a café].")
+    s.tell("The bill is ${b}, and they add a {t}% tip and split the total equally.")
     s.ask("How much does each [friend|of them] pay?")
     s.step("c", "b*t/100", "The tip is {$}.")
     s.step("d", "b+c", "The total is {$}.")
@@ -162,9 +195,8 @@ def animal_legs(s: Story) -> None:
 def farm_compare(s: Story) -> None:
     s.n(a=(5, 60), k=(2, 5), b=(3, 20))
     s.put(times=("", "", "twice", "three times", "four times", "five times")[s.vars["k"]])
-    s.tell(
-        "{A} has {a} {animal}, and {times} as many {beast} as {animal}. [Then|Later] {he} [sells|gives away] {b} {beast}."
-    )
+    s.tell("{A} has {a} {animal}, and {times} as many {beast} as {animal}.")
+    s.tell("[Then|Later] {he} [sells|gives away] {b} {beast}.")
     s.ask("How many animals does {he} have [now|left|in the end]?")
     s.step("c", "a*k", "At first {he} has {=} {beast}.")
     s.step("d", "c-b", "After that {he} has {=} {beast}.")
@@ -175,9 +207,8 @@ def farm_compare(s: Story) -> None:
 def fundraiser(s: Story) -> None:
     s.n(a=(4, 30), p=(2, 9), b=(3, 20), goal=(100, 600, 50))
     s.need("goal > (a+b)*p + 1")
-    s.tell(
-        "{A} [runs|swims|walks] laps to raise money. {He} gets ${p} for each lap. {He} does {a} laps on {day} and {b} on {later}."
-    )
+    s.tell("{A} [runs|swims|walks] laps to raise money. {He} gets ${p} for each lap.")
+    s.tell("{He} does {a} laps on {day} and {b} on {later}.")
     s.tell("{His} goal is ${goal}.")
     s.ask("How much more money does {he} need[ to reach the goal|]?")
     s.step("c", "a+b", "{A} does {=} laps.")
@@ -198,9 +229,8 @@ def machines(s: Story) -> None:
 def work_hours_left(s: Story) -> None:
     s.n(r=(4, 20), h=(2, 9), k=(2, 9))
     s.put(total=s.vars["r"] * (s.vars["h"] + s.vars["k"]))
-    s.tell(
-        "{A} has to [paint|pack|check|fold|label] {total} {thing}. {He} does {r} [an|per] hour and has worked for {h} hours."
-    )
+    s.tell("{A} has to [paint|pack|check|fold|label] {total} {thing}.")
+    s.tell("{He} does {r} [an|per] hour and has worked for {h} hours.")
     s.ask("How many more hours does {he} need?")
     s.step("a", "r*h", "{A} has done {=} {thing}.")
     s.step("b", "total-a", "There are {=} {thing} left.")
@@ -210,9 +240,8 @@ def work_hours_left(s: Story) -> None:
 @template
 def practice_minutes(s: Story) -> None:
     s.n(a=(10, 60, 5), d=(2, 6), b=(10, 90, 5))
-    s.tell(
-        "{A} practices [piano|guitar|chess|soccer|violin] for {a} minutes a day, {d} days a week. On the weekend {he} practices {b} minutes more."
-    )
+    s.tell("{A} practices [piano|guitar|chess|soccer|violin] for {a} minutes a day, {d} days a week.")
+    s.tell("On the weekend {he} practices {b} minutes more.")
     s.ask("How many minutes does {he} practice in [one week|a week]?")
     s.step("c", "a*d", "That is {=} minutes on the {d} days.")
     s.step("e", "c+b", "In a week {he} practices {=} minutes.")
@@ -245,9 +274,8 @@ def coins(s: Story) -> None:
 def ribbon(s: Story) -> None:
     s.n(k=(3, 12), m=(3, 15), left=(2, 12))
     s.put(a=s.vars["k"] * s.vars["m"] + s.vars["left"])
-    s.tell(
-        "{A} has a [ribbon|rope|string|wire] of {a} inches. {He} cuts off {left} inches and cuts the rest into pieces of {m} inches."
-    )
+    s.tell("{A} has a [ribbon|rope|string|wire] of {a} inches.")
+    s.tell("{He} cuts off {left} inches and cuts the rest into pieces of {m} inches.")
     s.ask("How many pieces does {he} get?")
     s.step("b", "a-left", "There are {=} inches left.")
     s.step("c", "b/m", "{A} gets {=} pieces.")
@@ -269,9 +297,8 @@ def half_of_the_rest(s: Story) -> None:
 def loan(s: Story) -> None:
     s.n(m=(3, 24), p=(10, 90, 5), down=(20, 200, 10))
     s.put(total=s.vars["m"] * s.vars["p"] + s.vars["down"])
-    s.tell(
-        "{A} buys a [sofa|laptop|phone|fridge|desk] for ${total}. {He} pays ${down} at once and the rest in {m} equal monthly payments."
-    )
+    s.tell("{A} buys a [sofa|laptop|phone|fridge|desk] for ${total}.")
+    s.tell("{He} pays ${down} at once and the rest in {m} equal monthly payments.")
     s.ask("How much is each payment?")
     s.step("a", "total-down", "{A} still has to pay {$}.")
     s.step("b", "a/m", "Each payment is {$}.")
@@ -281,9 +308,8 @@ def loan(s: Story) -> None:
 def party_packs(s: Story) -> None:
     s.n(g=(8, 40), k=(2, 4), m=(4, 12), p=(2, 9))
     s.need("(g*k) % m == 0")
-    s.tell(
-        "{A} [plans|throws|has] a party for {g} guests. Each guest [uses|needs] {k} [cups|plates|napkins], which come in packs of {m}. A pack costs ${p}."
-    )
+    s.tell("{A} [plans|throws|has] a party for {g} guests.")
+    s.tell("Each guest [uses|needs] {k} [cups|plates|napkins], which come in packs of {m}. A pack costs ${p}.")
     s.ask("How much does {he} pay[ for them|]?")
     s.step("a", "g*k", "The guests need {=} pieces.")
     s.step("b", "a/m", "That is {=} packs.")
@@ -293,9 +319,8 @@ def party_packs(s: Story) -> None:
 @template
 def library(s: Story) -> None:
     s.n(a=(100, 900, 10), b=(20, 90), c=(10, 60), d=(10, 60))
-    s.tell(
-        "A library has {a} [books|magazines|films]. On {day} {b} are borrowed, on {later} {c} are returned and {d} more are borrowed."
-    )
+    s.tell("A library has {a} [books|magazines|films].")
+    s.tell("On {day} {b} are borrowed, on {later} {c} are returned and {d} more are borrowed.")
     s.ask("How many are in the library now?")
     s.step("e", "a-b", "After {day} there are {=}.")
     s.step("f", "e+c", "After the returns there are {=}.")
@@ -336,7 +361,8 @@ def team_split(s: Story) -> None:
     s.n(a=(10, 60), b=(10, 60), k=(3, 8))
     s.need("(a+b) % k == 0")
     s.tell(
-        "{a} [boys|children from one school] and {b} [girls|children from another school] go [to camp|on a trip|to a match]. They form groups of {k}."
+        "{a} [boys|children from one school] and {b} [girls|children from another "
+        "school] go [to camp|on a trip|to a match]. They form groups of {k}."
     )
     s.ask("How many groups are there?")
     s.step("c", "a+b", "There are {=} children.")

@@ -17,10 +17,11 @@ from collections.abc import Collection, Iterator
 from itertools import islice
 from pathlib import Path
 
-import word_problem_templates_more  # noqa: F401 - registers its templates
-from word_problem_story import Reject, Story
-from word_problem_templates import TEMPLATES
+import word_problem_templates
+import word_problem_templates_more
+from word_problem_story import TEMPLATES, Reject, Story
 
+assert word_problem_templates and word_problem_templates_more  # importing them fills TEMPLATES
 HELDOUT_SEED = 20_261_120
 HELDOUT_COUNT = 200
 
@@ -90,7 +91,7 @@ def check(problem: dict[str, str]) -> None:
     notes = re.findall(r"<<([-+*/().\d]+)=([-.\d]+)>>([-.\d]*\d)", problem["answer"])
     assert notes and problem["answer"].count("<<") == len(notes), problem
     for expr, value, shown in notes:
-        assert abs(eval(expr) - float(value)) < 1e-9 and value == shown, problem  # noqa: S307 - digits and operators
+        assert abs(eval(expr) - float(value)) < 1e-9 and value == shown, problem
     assert final_answer(problem["answer"]) == notes[-1][1], problem
     assert not re.search(r"[{}\[\]|]", problem["question"] + problem["answer"]), problem
 

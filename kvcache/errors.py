@@ -1,14 +1,14 @@
 """The exceptions of specdec. They live at the bottom because every layer raises them.
 
-    SpecDecError
-    |- ConfigError           a setting, a parameter or a prompt is not allowed (also a ValueError)
-    |- UnsupportedModelError a checkpoint or a combination that cannot be served exactly (also a ValueError)
-    |- CheckpointError       a checkpoint that is missing, incomplete or for another target (also an OSError)
-    |- CapacityError         a request that can never fit the KV pools (also a ValueError)
-    |- OutOfSlotsError       the pools are exhausted now; the scheduler preempts and goes on
-    `- KVStateError          a KV operation that the state of the allocator forbids
-       |- DoubleFreeError    a slot freed (or evicted) that is not held
-       `- FrozenKVError      a change of the KV cache while a frozen view is open, or a misused view
+SpecDecError
+|- ConfigError           a setting, a parameter or a prompt is not allowed (also a ValueError)
+|- UnsupportedModelError a checkpoint or a combination that cannot be served exactly (also a ValueError)
+|- CheckpointError       a checkpoint that is missing, incomplete or for another target (also an OSError)
+|- CapacityError         a request that can never fit the KV pools (also a ValueError)
+|- OutOfSlotsError       the pools are exhausted now; the scheduler preempts and goes on
+`- KVStateError          a KV operation that the state of the allocator forbids
+   |- DoubleFreeError    a slot freed (or evicted) that is not held
+   `- FrozenKVError      a change of the KV cache while a frozen view is open, or a misused view
 """
 
 

@@ -61,8 +61,8 @@ class HybridAllocator:
         if self._frozen_for:
             names = ", ".join(type(w).__name__ for w in self._frozen_for)
             raise FrozenKVError(
-                f"{operation} while the KV cache is frozen for {names}: a frozen drafter must see exactly the committed "
-                "prefix; leave the frozen_kv block first"
+                f"{operation} while the KV cache is frozen for {names}: a frozen drafter must see exactly the "
+                "committed prefix; leave the frozen_kv block first"
             )
 
     @property

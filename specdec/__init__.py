@@ -9,6 +9,7 @@ from specdec.attention.tree import DraftTree
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
+from specdec.hf_generate import generate
 from specdec.kvcache.errors import SpecDecError
 from specdec.request import GenerationOutput, RequestStats
 
@@ -24,4 +25,5 @@ __all__ = [
     "SpecConfig",
     "SpecDecError",
     "__version__",
+    "generate",
 ]

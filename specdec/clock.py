@@ -1,6 +1,6 @@
 """Where a round's time goes, by stage, without slowing the round: CUDA events on a GPU, the host clock on a CPU.
 
-    clock.mark("draft"); ...; clock.mark("verify"); ...; seconds = clock.stop()      # {"draft": s, "verify": s}
+clock.mark("draft"); ...; clock.mark("verify"); ...; seconds = clock.stop()      # {"draft": s, "verify": s}
 """
 
 import time
@@ -9,7 +9,7 @@ import torch
 
 
 class StageClock:
-    """Times consecutive stages; `stop` must come after the round's device-to-host copy, so that it waits for nothing."""
+    """Times consecutive stages; `stop` comes after the round's device-to-host copy, so that it waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"

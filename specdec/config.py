@@ -29,7 +29,9 @@ class SpecConfig:
         _require_int("num_steps", self.num_steps, 1, MAX_TREE_NODES - 1)
         _require_int("topk", self.topk, 1, MAX_TREE_NODES - 1)
         if self.topk != 1:
-            raise ConfigError(f"topk={self.topk}: this version drafts chains (topk=1); draft trees are not available yet")
+            raise ConfigError(
+                f"topk={self.topk}: this version drafts chains (topk=1); draft trees are not available yet"
+            )
         if self.num_draft_tokens is not None:
             _require_int("num_draft_tokens", self.num_draft_tokens, 2, MAX_TREE_NODES)
             if self.num_draft_tokens > 1 + self.num_steps:
@@ -83,7 +85,8 @@ class EngineConfig:
                 f"deterministic={self.deterministic!r}: batch-invariant kernels are not available in this version; "
                 "use False"
             )
-        if self.dtype is not None and (not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point):
+        dtype: object = self.dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(f"dtype={self.dtype!r}: a floating torch.dtype is wanted, such as torch.bfloat16")
 
 
@@ -119,8 +122,9 @@ class SamplingParams:
             _require_int("seed", self.seed, 0, (1 << 63) - 1)
         if self.logprobs is not None:
             _require_int("logprobs", self.logprobs, 0, 1024)
-        for stop in self.stop_strings:
-            if not isinstance(stop, str) or not stop:
+        stops: tuple[object, ...] = self.stop_strings
+        for stop in stops:
+            if not (isinstance(stop, str) and stop):
                 raise ConfigError(f"stop={self.stop!r}: a non-empty string, or a sequence of them, is wanted")
         if isinstance(self.stop_token_ids, (str, int)):
             raise ConfigError(f"stop_token_ids={self.stop_token_ids!r}: a sequence of token ids is wanted")

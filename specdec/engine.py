@@ -159,6 +159,11 @@ class Engine:
         ids: list[int] = self._require_tokenizer()(text)["input_ids"]
         return ids
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
+        text: str = self._require_tokenizer().decode(list(token_ids), skip_special_tokens=True)
+        return text
+
     def stats(self) -> RequestStats:
         """Sums over all requests that finished in this engine."""
         total = RequestStats()
@@ -258,7 +263,9 @@ def _bind_drafter(drafter: str | nn.Module | None, target: TargetModel) -> Draft
     if isinstance(drafter, nn.Module):
         return drafter_from_module(drafter, target)
     if not isinstance(drafter, str):
-        raise ConfigError(f"drafter={drafter!r}: a hub id, a folder, a bundled name, 'ngram', a module or None is wanted")
+        raise ConfigError(
+            f"drafter={drafter!r}: a hub id, a folder, a bundled name, 'ngram', a module or None is wanted"
+        )
     if drafter in MODEL_FREE_DRAFTERS:
         return model_free_drafter(drafter)
     require_known_drafter(str(load_config(drafter).model_type), drafter)
@@ -274,17 +281,17 @@ def _end_tokens(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]
     return frozenset()
 
 
-def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_prompt_list(prompts: Any) -> list[Prompt]:
     """One prompt (a string, or a flat list of ids) or many, as a list."""
-    if isinstance(prompts, torch.Tensor):
-        prompts = prompts.tolist()
     if isinstance(prompts, str):
         return [prompts]
-    listed = list(prompts)
+    if hasattr(prompts, "tolist"):  # a tensor or an array of ids
+        prompts = prompts.tolist()
+    listed: list[Any] = list(prompts)
     if listed and all(_is_int(item) for item in listed):
         return [listed]
     for item in listed:
-        if not isinstance(item, (str, Sequence, torch.Tensor)):
+        if not isinstance(item, (str, Sequence)):
             raise ConfigError(f"prompt {item!r}: a string or a list of token ids is wanted")
     return listed
 
@@ -302,7 +309,7 @@ def _as_int(value: Any) -> int:
 def _require_same(name: str, wanted: object, actual: object) -> None:
     if wanted is not None and wanted != actual:
         raise ConfigError(
-            f"{name}={wanted} in the EngineConfig, but the loaded model has {actual}; convert the model, or leave it None"
+            f"{name}={wanted} in the EngineConfig, but the loaded model has {actual}; convert it, or leave it None"
         )
 
 

@@ -41,13 +41,14 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> PreTra
     config = load_config(name)
     try:
         with constructible_assistants():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 resolve_name(name), config=config, dtype=dtype, output_loading_info=True
             )
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         kind = UnsupportedModelError if isinstance(error, ValueError) else CheckpointError
         raise kind(f"{name!r} ({config.model_type}) cannot be loaded: {reason}") from error
+    model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(
@@ -56,8 +57,8 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> PreTra
         )
     if info["unexpected_keys"]:
         logger.info("%s: %d tensors of the checkpoint are not used", name, len(info["unexpected_keys"]))
-    loaded: PreTrainedModel = model.to(device=device).eval()
-    return loaded
+    ready: PreTrainedModel = model.to(device=device).eval()
+    return ready
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:

@@ -54,15 +54,17 @@ class RequestStats:
         for i in range(emitted - 1):
             self.accepted_counts[i] += 1
 
-    def add(self, other: "RequestStats") -> None:
-        """Sum another request's figures into this one."""
+    def add(self, other: "RequestStats", sign: int = 1) -> None:
+        """Sum another request's figures into this one (`sign=-1` takes them out again)."""
         longest = max(len(self.accepted_counts), len(other.accepted_counts))
-        mine, theirs = (counts + [0] * (longest - len(counts)) for counts in (self.accepted_counts, other.accepted_counts))
-        self.accepted_counts = [a + b for a, b in zip(mine, theirs, strict=True)]
+        mine, theirs = (
+            counts + [0] * (longest - len(counts)) for counts in (self.accepted_counts, other.accepted_counts)
+        )
+        self.accepted_counts = [a + sign * b for a, b in zip(mine, theirs, strict=True)]
         for name in ("rounds", "round_tokens", "prompt_tokens", "output_tokens", "preemptions"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+            setattr(self, name, getattr(self, name) + sign * getattr(other, name))
         for name in ("prefill_seconds", "draft_seconds", "verify_seconds", "other_seconds"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+            setattr(self, name, getattr(self, name) + sign * getattr(other, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ class Request:
         return len(self.prompt) if self.num_output == 0 else len(self.tokens) - 1
 
     def append(self, tokens: Sequence[int], *, num_drafts: int) -> int:
-        """Take emitted tokens until a stop condition; the last one given is not a draft. Returns how many were taken."""
+        """Take emitted tokens until a stop condition; the last one given is no draft. Returns how many were taken."""
         for taken, token in enumerate(tokens, start=1):
             self.tokens.append(token)
             self.drafted.append(taken < len(tokens) and num_drafts > 0)
@@ -150,9 +152,9 @@ class Request:
         return len(tokens)
 
     def _stops(self, token: int) -> bool:
-        if token in self.end_tokens:
-            self.finish_reason = "stop"
-        elif self.params.stop_strings and self.detokenizer.find_stop(self.output_ids, self.params.stop_strings):
+        if token in self.end_tokens or (
+            self.params.stop_strings and self.detokenizer.find_stop(self.output_ids, self.params.stop_strings)
+        ):
             self.finish_reason = "stop"
         elif self.num_output >= self.params.max_new_tokens:
             self.finish_reason = "length"

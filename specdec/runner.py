@@ -1,6 +1,6 @@
 """One forward of the engine at a time: a group of prefill chunks, or one speculative round of all decoding requests.
 
-    draft -> verify (one target forward) -> sample and match -> observe -> one device-to-host copy -> commit, on the host
+    draft -> verify (one target forward) -> sample and match -> observe -> one device-to-host copy -> commit
 
 It owns the tensors that live across rounds (token history by position); the scheduler decides who takes part.
 """
@@ -43,7 +43,7 @@ class Runner:
 
     @torch.inference_mode()
     def prefill(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
-        """Make K/V of the next `chunk_len` [B] tokens of each request; those that are through draw their first token."""
+        """Make K/V of the next `chunk_len` [B] tokens of each request; those that are through draw a first token."""
         self.clock.mark("prefill")
         rows = _rows(requests)
         row_index = self._upload(rows)

@@ -4,8 +4,8 @@ r"""The target's next token as a pure function of (logits, parameters, seed, pos
 
 is a draw from P (the Gumbel-max trick), and the same draw wherever, whenever and in whatever batch it is made: the
 noise is counter-based and has no state. Speculation therefore changes no token: verify computes this function at every
-tree node. Temperature 0 is plain argmax, lowest id first. P is the softmax after repetition penalty, temperature, top-k,
-top-p and min-p, in that order, as transformers applies them.
+tree node. Temperature 0 is plain argmax, lowest id first. P is the softmax after repetition penalty, temperature,
+top-k, top-p and min-p, in that order, as transformers applies them.
 """
 
 from collections.abc import Sequence

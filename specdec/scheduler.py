@@ -128,7 +128,7 @@ class Scheduler:
 def slots_needed(table: RequestTable, num_nodes: int, prompt_len: int, max_new_tokens: int) -> tuple[int, int]:
     """Most slots that one request owns at a time, in whole pages: (full, swa).
 
-    The last verify starts with at least one token to go: committed <= prompt + new - 2, and needs `num_nodes` behind it.
+    The last verify starts with one token to go or more: committed <= prompt + new - 2, with `num_nodes` behind it.
     """
     page_size = table.allocator.page_size
     longest = prompt_len if max_new_tokens < 2 else prompt_len + max_new_tokens - 2 + num_nodes

@@ -87,7 +87,7 @@ class TargetModel:
 
     def forward(self, tokens: torch.Tensor, plan: KVPlan, view: KVView) -> torch.Tensor:
         """Run tokens [B, N] under `plan`, write their K/V, return hidden states after the final norm [B, N, H]."""
-        context = ForwardContext.of(plan, view, self.windows)
+        context = ForwardContext.of(plan, view, self.windows, self.dtype)
         return self._run(tokens, plan.positions, context)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,8 @@ class TargetModel:
             raise UnsupportedModelError(
                 f"{self.name}: {type(decoder).__name__} is not a stack of {len(self.layout.layers)} decoder layers"
             )
-        return decoder
+        found: nn.Module = decoder
+        return found
 
     @torch.inference_mode()
     def _probe(self) -> None:

@@ -1,0 +1,71 @@
+"""Solve a few held-out word problems with the bundled pair, with and without speculation, and compare.
+
+    python examples/demo.py [--count 5]
+
+Text from accepted drafts is shown in colour; everything else the target had to compute a forward for. The last line is
+the result: acceptance length, whether every output equals plain decoding, and the speed-up on this machine.
+"""
+
+import argparse
+import time
+
+from rich.console import Console
+
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.bench import final_number, read_prompts
+from specdec.bundled import HELD_OUT_PROBLEMS
+from specdec.cli import DRAFTED_STYLE, coloured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=5, help="how many held-out problems to solve")
+    count = parser.parse_args().count
+
+    console = Console(highlight=False)
+    config = EngineConfig(max_batch_size=1)
+    speculative = Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=SpecConfig(num_steps=4), config=config)
+    plain = Engine(speculative.target, None, tokenizer=speculative.tokenizer, config=config)
+    params = SamplingParams(max_new_tokens=256)
+
+    problems = read_prompts(HELD_OUT_PROBLEMS, count)
+    prompts = [speculative.chat_prompt(problem.text) for problem in problems]
+    for engine in (speculative, plain):
+        engine.generate(prompts[0], params)  # warm up
+    warm_up = speculative.stats()
+
+    seconds = {"speculative": 0.0, "plain": 0.0}
+    tokens, identical = 0, True
+    for problem, prompt in zip(problems, prompts, strict=True):
+        start = time.perf_counter()
+        [out] = speculative.generate(prompt, params)
+        middle = time.perf_counter()
+        [reference] = plain.generate(prompt, params)
+        seconds["speculative"] += middle - start
+        seconds["plain"] += time.perf_counter() - middle
+        tokens += len(out.token_ids)
+        identical &= out.token_ids == reference.token_ids
+        right = final_number(out.text) == final_number(problem.answer or "")
+        console.print(f"\n[bold]{problem.text}[/bold]")
+        console.print(coloured(out, speculative.tokenizer))
+        console.print(
+            f"[dim]{'correct' if right else 'wrong'}, {out.stats.rounds} target forwards for "
+            f"{len(out.token_ids)} tokens[/dim]"
+        )
+
+    stats = speculative.stats()
+    stats.add(warm_up, sign=-1)
+    console.print(
+        f"\n[{DRAFTED_STYLE}]coloured: accepted drafts[/]; "
+        f"{tokens / seconds['speculative']:.0f} tokens/s, {tokens / seconds['plain']:.0f} without drafts"
+    )
+    console.print(
+        f"acceptance length {stats.acceptance_length:.2f}, identical to plain decoding: {'yes' if identical else 'NO'}, "
+        f"speed-up {seconds['plain'] / seconds['speculative']:.2f}x"
+    )
+    if not identical:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""The command line: `specdec generate` and `specdec bench`. Errors are one sentence on standard error, exit code 2."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.text import Text
+from transformers.utils import logging as transformers_logging
+
+from specdec.bench import markdown_table, read_prompts, run_bench
+from specdec.bundled import HELD_OUT_PROBLEMS
+from specdec.config import EngineConfig, SamplingParams, SpecConfig
+from specdec.detokenize import Detokenizer
+from specdec.engine import Engine
+from specdec.kvcache.errors import SpecDecError
+from specdec.request import GenerationOutput
+
+app = typer.Typer(
+    help="Speculative decoding for transformers models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console(highlight=False, soft_wrap=True)
+DRAFTED_STYLE = "bold green"
+
+Target = Annotated[str, typer.Option(help="Hub id, folder or bundled name.")]
+DrafterName = Annotated[
+    str,
+    typer.Option(help="Hub id, folder, bundled name, 'ngram' or 'none'; 'auto' is the bundled target's own drafter."),
+]
+NumSteps = Annotated[int, typer.Option(help="Draft tokens a round.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
+DtypeName = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: float32 on the CPU.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: the first GPU, else the CPU.")]
+JsonOut = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+@app.callback()
+def main() -> None:
+    """Speculative decoding for transformers models."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The user's message, or with --raw the text to continue.")],
+    target: Target = "tiny-gemma4",
+    drafter: DrafterName = "auto",
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the smallest set of this mass; 1: all.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the most likely; 0: none.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes a sampled output repeatable.")] = None,
+    num_steps: NumSteps = 4,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")] = False,
+    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour tokens from accepted drafts.")] = False,
+    json_out: JsonOut = False,
+    dtype: DtypeName = None,
+    device: Device = None,
+) -> None:
+    """Answer one prompt with speculation."""
+    with _one_sentence_errors():
+        params = SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+        )
+        with _make_engine(target, drafter, num_steps, dtype, device) as engine:
+            ids = engine.encode(prompt) if raw else engine.chat_prompt(prompt)
+            if json_out or show_drafts:
+                [out] = engine.generate([ids], params)
+            else:
+                out = _print_stream(engine, ids, params)
+            if json_out:
+                print(json.dumps({"prompt": prompt, **_as_json(out)}))
+                return
+            if show_drafts:
+                console.print(coloured(out, engine.tokenizer))
+            _print_summary(out, show_drafts)
+
+
+@app.command()
+def bench(
+    target: Target = "tiny-gemma4",
+    drafter: DrafterName = "auto",
+    data: Annotated[
+        Path, typer.Option(help="JSONL with 'question', 'prompt' or 'turns'; 'answer' ('#### n') adds accuracy.")
+    ] = HELD_OUT_PROBLEMS,
+    limit: Annotated[int, typer.Option(help="Only the first so many prompts; 0: all.")] = 0,
+    max_new_tokens: MaxNewTokens = 256,
+    batch_size: Annotated[int, typer.Option(help="Prompts at a time.")] = 1,
+    num_steps: NumSteps = 4,
+    peer: Annotated[bool, typer.Option("--peer", help="Also run transformers, plain and assisted (batch 1).")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")] = False,
+    json_out: JsonOut = False,
+    dtype: DtypeName = None,
+    device: Device = None,
+) -> None:
+    """Measure tokens/s with and without the drafter, greedy; refuses to print figures if any output differs."""
+    with _one_sentence_errors():
+        prompts = read_prompts(data, limit)
+        report = run_bench(
+            target=target,
+            drafter=_drafter_name(target, drafter),
+            prompts=prompts,
+            spec=SpecConfig(num_steps=num_steps),
+            config=EngineConfig(max_batch_size=batch_size, dtype=_dtype(dtype), device=device),
+            max_new_tokens=max_new_tokens,
+            raw=raw,
+            peer=peer,
+        )
+        print(json.dumps(asdict(report)) if json_out else markdown_table(report))
+
+
+def coloured(out: GenerationOutput, tokenizer: Any) -> Text:
+    """The output's text with accepted drafts in colour."""
+    reader, text = Detokenizer(tokenizer), Text()
+    for count, drafted in enumerate(out.drafted, start=1):
+        before = len(reader.text)
+        reader.update(out.token_ids[:count])
+        text.append(reader.text[before:], style=DRAFTED_STYLE if drafted else None)
+    return text
+
+
+def _print_stream(engine: Engine, ids: list[int], params: SamplingParams) -> GenerationOutput:
+    out: GenerationOutput | None = None
+    for delta in engine.stream(ids, params):
+        print(delta.text, end="", flush=True)
+        out = delta.output or out
+    print()
+    assert out is not None, "a stream ends with its output"
+    return out
+
+
+def _print_summary(out: GenerationOutput, show_drafts: bool) -> None:
+    stats = out.stats
+    line = Text(style="dim")
+    line.append(f"{len(out.token_ids)} tokens, finished by {out.finish_reason}; {stats.rounds} target forwards")
+    line.append(f", acceptance length {stats.acceptance_length:.2f}")
+    if show_drafts:
+        line.append("; ")
+        line.append("from accepted drafts", style=DRAFTED_STYLE)
+    Console(stderr=True, highlight=False).print(line)
+
+
+def _as_json(out: GenerationOutput) -> dict[str, Any]:
+    record = asdict(out)
+    record["stats"] |= {
+        "acceptance_length": out.stats.acceptance_length,
+        "accepted_per_position": out.stats.accepted_per_position,
+    }
+    return record
+
+
+def _make_engine(target: str, drafter: str, num_steps: int, dtype: str | None, device: str | None) -> Engine:
+    return Engine.from_pretrained(
+        target,
+        _drafter_name(target, drafter),
+        spec=SpecConfig(num_steps=num_steps),
+        config=EngineConfig(max_batch_size=1, dtype=_dtype(dtype), device=device),
+    )
+
+
+def _drafter_name(target: str, drafter: str) -> str | None:
+    if drafter == "auto":
+        return "tiny-gemma4-mtp" if target == "tiny-gemma4" else None
+    return None if drafter == "none" else drafter
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name is not None and name not in known:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}", param_hint="--dtype")
+    return known[name] if name else None
+
+
+@contextmanager
+def _one_sentence_errors() -> Iterator[None]:
+    try:
+        yield
+    except SpecDecError as error:
+        print(f"specdec: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error

@@ -1,0 +1,214 @@
+"""The MTP drafter computes, at every draft step of every round, what transformers' assistant computes on the true K/V.
+
+The K/V that the reference reads come from a fresh forward of the HF target over exactly the committed tokens, so a stale,
+rejected or missing key, a wrong page, window or layer shows as a difference of logits.
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from specdec import SamplingParams, SpecDecError
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, bind_layers
+from specdec.kvcache.errors import FrozenKVError, UnsupportedModelError
+from specdec.target import TargetModel
+
+STEPS = 4
+
+
+@dataclass
+class Round:
+    """One `propose`: the tokens that each request had, its root last, and what each step was fed and gave."""
+
+    known: list[list[int]]
+    fed: list[torch.Tensor] = field(default_factory=list)  # [B] a step
+    positions: list[torch.Tensor] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)  # [B, V] a step
+
+
+@pytest.fixture
+def spy(monkeypatch):
+    """Rounds as they happen. `spy.right` replaces how many leading drafts of a round are true: rejection after r."""
+
+    class Spy:
+        def __init__(self):
+            self.rounds = []
+            self.whole = []  # true sequences
+            self.states = []  # (frozen, drafter sees a read-only view) inside every step
+
+    record = Spy()
+    step, propose = Gemma4MTPDrafter.step, Gemma4MTPDrafter.propose
+
+    def spying_step(self, token, hidden, positions, context):
+        logits, after = step(self, token, hidden, positions, context)
+        this = record.rounds[-1]
+        this.fed.append(token.clone())
+        this.positions.append(positions.clone())
+        this.logits.append(logits.clone())
+        allocator = context.view._allocator
+        record.states.append((allocator.frozen, self.view is context.view and not self.view.writable))
+        return logits, after
+
+    def spying_propose(self, batch):
+        rows = zip(batch.history.tolist(), batch.history_len.tolist(), strict=True)
+        record.rounds.append(Round([row[:length] for row, length in rows]))
+        assert not batch.table.allocator.frozen and self.view is None
+        tree = propose(self, batch)
+        assert not batch.table.allocator.frozen and self.view is None
+        for i, known in enumerate(record.rounds[-1].known):
+            for whole in record.whole:
+                if whole[: len(known)] == known:  # an untrained assistant is never right: help, by 0 to STEPS tokens
+                    right = (len(record.rounds) + i) % (batch.num_steps + 1)
+                    true = torch.tensor(whole[len(known) : len(known) + right])
+                    tree.tokens[i, 1 : 1 + len(true)] = true
+        return tree
+
+    monkeypatch.setattr(Gemma4MTPDrafter, "step", spying_step)
+    monkeypatch.setattr(Gemma4MTPDrafter, "propose", spying_propose)
+    return record
+
+
+@pytest.fixture
+def reference(hf_forward):
+    """reference(target, assistant, known, fed): HF's logits [steps, V] for a request whose root is the last known."""
+
+    @torch.no_grad()
+    def logits(target, assistant, known, fed):
+        committed = known[:-1]
+        out = hf_forward(target, committed, return_shared_kv_states=True, output_hidden_states=True)
+        kv = dict(out.shared_kv_states)
+        assert {k.shape[2] for k, _ in kv.values()} == {len(committed)}
+        hidden = out.hidden_states[-1][:, -1:]
+        embed = target.get_input_embeddings()
+        rows = []
+        for token in fed:
+            inputs = torch.cat([embed(torch.tensor([[token]])), hidden], dim=-1)
+            step = assistant(
+                inputs_embeds=inputs,
+                position_ids=torch.tensor([[len(committed)]]),
+                shared_kv_states=kv,
+                attention_mask=None,
+            )
+            hidden = step.last_hidden_state
+            rows.append(step.logits[0, 0])
+        return torch.stack(rows)
+
+    return logits
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("ordered", [False, True], ids=["dense", "centroid"])
+@pytest.mark.parametrize("lengths", [(1,), (45,), (3, 17, 45)], ids=["short", "long", "batch"])
+def test_every_step_equals_transformers(
+    gemma4_family, ordered, page_size, lengths, make_target, make_assistant, make_engine, greedy_oracle, random_prompt,
+    spy, reference,
+):  # fmt: skip
+    target = make_target(gemma4_family)
+    assistant = make_assistant(target, ordered)
+    assistant.set_attn_implementation("eager")
+    prompts = [random_prompt(n) for n in lengths]
+    want = [greedy_oracle(target, p, 24) for p in prompts]
+    spy.whole = [p + w for p, w in zip(prompts, want, strict=True)]
+    engine = make_engine(target, assistant, num_steps=STEPS, page_size=page_size, prefill_chunk=7)
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=24))
+    assert [out.token_ids for out in outputs] == want
+    emitted = [out.stats.acceptance_length for out in outputs]
+    assert all(1 < length < STEPS + 1 for length in emitted)  # there were rejections of every size
+
+    for this in spy.rounds:
+        for i, known in enumerate(this.known):
+            fed = [int(step[i]) for step in this.fed]
+            assert fed[0] == known[-1]
+            assert {int(step[i]) for step in this.positions} == {len(known) - 1}
+            got = torch.stack([step[i] for step in this.logits])
+            expected = reference(target, assistant, known, fed)
+            chosen = got > -torch.inf
+            if ordered:
+                config = assistant.config
+                per_step = config.centroid_intermediate_top_k * target.config.get_text_config().vocab_size
+                assert chosen.sum(-1).tolist() == [per_step // config.num_centroids] * len(fed)
+            else:
+                assert chosen.all()
+            torch.testing.assert_close(got[chosen], expected[chosen], atol=1e-4, rtol=1e-4)
+            assert got.argmax(-1).tolist() == expected.argmax(-1).tolist()
+
+
+def test_frozen_inside_a_step_and_detached_outside(make_target, make_assistant, make_engine, random_prompt, spy):
+    target = make_target("gemma4-e2b")
+    engine = make_engine(target, make_assistant(target))
+    engine.generate([random_prompt(20), random_prompt(4)], SamplingParams(max_new_tokens=10))
+    assert spy.states and set(spy.states) == {(True, True)}
+    assert engine.drafter.view is None and not engine.table.allocator.frozen
+
+
+def test_a_failing_step_thaws_the_cache(make_target, make_assistant, make_engine, greedy_oracle, random_prompt, monkeypatch):
+    target, prompt = make_target("gemma4-e2b"), random_prompt(9)
+    engine = make_engine(target, make_assistant(target))
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.drafter, "_head", lambda hidden: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.generate(prompt, SamplingParams(max_new_tokens=5))
+    assert engine.drafter.view is None and not engine.table.allocator.frozen
+    engine.table.check()
+    assert engine.table.allocator.full.held_pages == 0
+    [out] = engine.generate(prompt, SamplingParams(max_new_tokens=5))
+    assert out.token_ids == greedy_oracle(target, prompt, 5)
+
+
+@pytest.mark.parametrize("operation", ["alloc", "commit", "write"])
+def test_a_step_cannot_change_the_cache(
+    operation, make_target, make_assistant, make_engine, random_prompt, monkeypatch
+):
+    target = make_target("gemma4-e2b")
+    engine = make_engine(target, make_assistant(target))
+    table, step = engine.table, Gemma4MTPDrafter.step
+
+    def meddling(self, token, hidden, positions, context):
+        if operation == "alloc":
+            table.allocator.alloc(1)
+        elif operation == "commit":
+            table.commit(table.active_rows, table.active_rows * 0 + 1)
+        else:
+            k, v, _ = self.view.layer(0)
+            self.view.write(0, torch.ones(1, dtype=torch.int64), None, k[:1], v[:1])
+        return step(self, token, hidden, positions, context)
+
+    monkeypatch.setattr(Gemma4MTPDrafter, "step", meddling)
+    with pytest.raises(FrozenKVError, match=r"frozen"):
+        engine.generate(random_prompt(9), SamplingParams(max_new_tokens=5))
+
+
+def test_layers_read_the_last_layer_of_their_type_that_stores_kv(make_target, make_assistant):
+    shared = make_target("gemma4-e2b")  # sliding, full, sliding; then kv-shared: sliding, sliding, full
+    assert bind_layers(make_assistant(shared), TargetModel(shared)) == ((2, 1), (8, None))
+    assert bind_layers(make_assistant(shared, ordered=True), TargetModel(shared)) == ((2, 2, 2, 1), (8, 8, 8, None))
+    dense = make_target("gemma4-31b")  # sliding, sliding, sliding, full
+    assert bind_layers(make_assistant(dense), TargetModel(dense)) == ((2, 3), (8, None))
+
+
+@pytest.mark.parametrize(
+    ("changes", "target_changes", "values"),
+    [
+        ({"backbone_hidden_size": 40}, {}, ["hidden size 40", "32"]),
+        ({"vocab_size": 120}, {}, ["120 tokens", "96"]),
+        ({"head_dim": 12}, {}, ["size 12", "size 8", "sliding_attention"]),
+        ({"global_head_dim": 32}, {}, ["size 32", "size 16", "full_attention"]),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, {}, ["3 query heads", "2 kv heads"]),
+        ({"sliding_window": 16}, {}, ["16", "8"]),
+    ],
+    ids=["hidden", "vocab", "sliding-head-dim", "full-head-dim", "heads", "window"],
+)
+def test_misfit_names_both_values(changes, target_changes, values, make_target, make_assistant, make_engine):
+    target = make_target("gemma4-31b", **target_changes)
+    with pytest.raises(UnsupportedModelError) as error:
+        make_engine(target, make_assistant(target, **changes))
+    assert all(value in str(error.value) for value in values), str(error.value)
+    assert isinstance(error.value, SpecDecError) and isinstance(error.value, ValueError)
+
+
+def test_misfit_of_layer_types(make_target, make_assistant, make_engine):
+    llama = make_target("llama")  # full attention only, the same widths and vocabulary
+    with pytest.raises(UnsupportedModelError) as error:
+        make_engine(llama, make_assistant(make_target("gemma4-31b")))
+    assert "layer 0 is sliding_attention" in str(error.value) and "['full_attention']" in str(error.value)

@@ -1,0 +1,177 @@
+"""Greedy output is that of the target alone: one full eager HF forward per token, without cache, window or pages.
+
+Every family of target, any drafter and tree, any page size, chunk size, batch and pool that is just large enough.
+"""
+
+import pytest
+
+from specdec import SamplingParams
+from specdec.scheduler import slots_needed
+
+LENGTHS = (1, 5, 13, 40, 60)
+NEW = 20
+GREEDY = SamplingParams(max_new_tokens=NEW)
+
+
+@pytest.fixture
+def prompts(random_prompt):
+    return [random_prompt(n) for n in LENGTHS]
+
+
+def run(engine, prompts, params=GREEDY):
+    """Outputs, after checking that the engine is left whole and empty."""
+    outputs = engine.generate(prompts, params)
+    engine.table.check()
+    assert engine.scheduler.idle and not engine.table.allocator.full.held_pages
+    return outputs
+
+
+def tokens(outputs):
+    return [out.token_ids for out in outputs]
+
+
+def accepted(outputs):
+    return sum(sum(out.stats.accepted_counts) for out in outputs)
+
+
+def test_the_oracle_wanders(family, make_target, greedy_oracle, prompts):
+    assert len({token for prompt in prompts for token in greedy_oracle(make_target(family), prompt, NEW)}) > 20
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_families(family, drafter, page_size, make_target, make_engine, greedy_oracle, prompts):
+    model = make_target(family)
+    outputs = run(make_engine(model, drafter, page_size=page_size, max_batch_size=3), prompts)
+    assert tokens(outputs) == [greedy_oracle(model, p, NEW) for p in prompts]
+    assert [out.prompt_token_ids for out in outputs] == prompts
+    assert {out.finish_reason for out in outputs} == {"length"}
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("ordered", [False, True], ids=["dense", "centroid"])
+def test_mtp(
+    gemma4_family, ordered, page_size, make_target, make_assistant, make_engine, greedy_oracle, prompts
+):
+    model = make_target(gemma4_family)
+    engine = make_engine(model, make_assistant(model, ordered), page_size=page_size, max_batch_size=3)
+    assert tokens(run(engine, prompts)) == [greedy_oracle(model, p, NEW) for p in prompts]
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+def test_random_trees(
+    family, page_size, make_target, make_engine, greedy_oracle, prompts, scripted, tree_script
+):
+    """Branches of which some are right, in any order: the accepted nodes are scattered over the tree."""
+    model = make_target(family)
+    want = [greedy_oracle(model, p, NEW) for p in prompts]
+    drafter = scripted(tree_script([p + w for p, w in zip(prompts, want, strict=True)]))
+    outputs = run(make_engine(model, drafter, page_size=page_size, max_batch_size=3, num_steps=7), prompts)
+    assert tokens(outputs) == want
+    assert all(out.stats.acceptance_length > 1.2 for out in outputs)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("name", ["gemma4-e2b", "gpt_oss", "llama", "mistral"])
+@pytest.mark.parametrize("num_steps", [3, 12])
+def test_right_drafts_are_all_accepted(
+    name, num_steps, page_size, make_target, make_engine, greedy_oracle, prompts, scripted
+):
+    """Also with more drafts than the window is long (8): the first ones slide out of the last one's sight."""
+    model = make_target(name)
+    new = 1 + 2 * (num_steps + 1)  # of the prefill, then two whole rounds
+    whole = [p + greedy_oracle(model, p, new + num_steps) for p in prompts]
+
+    def script(known, n):
+        [truth] = [w for w in whole if w[: len(known)] == known]
+        return truth[len(known) : len(known) + n], None
+
+    engine = make_engine(model, scripted(script), page_size=page_size, num_steps=num_steps)
+    outputs = run(engine, prompts, SamplingParams(max_new_tokens=new))
+    assert tokens(outputs) == [greedy_oracle(model, p, new) for p in prompts]
+    for out in outputs:
+        assert out.stats.acceptance_length == num_steps + 1
+        assert out.stats.accepted_per_position == [1.0] * num_steps
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("name", ["gemma4-e2b", "gpt_oss", "llama", "mistral"])
+def test_wrong_drafts_are_never_accepted(
+    name, page_size, make_target, make_engine, greedy_oracle, prompts, scripted
+):
+    model = make_target(name)
+    whole = [p + greedy_oracle(model, p, NEW + 3) for p in prompts]
+
+    def script(known, n):
+        [truth] = [w for w in whole if w[: len(known)] == known]
+        return [(token + 1) % 96 for token in truth[len(known) : len(known) + n]], None
+
+    outputs = run(make_engine(model, scripted(script), page_size=page_size), prompts)
+    assert tokens(outputs) == [greedy_oracle(model, p, NEW) for p in prompts]
+    assert accepted(outputs) == 0
+    assert {out.stats.acceptance_length for out in outputs} == {1.0}
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("name", ["gemma4-e2b", "gemma4-31b", "gpt_oss", "qwen3"])
+def test_prefill_chunks(name, page_size, chunk, make_target, make_engine, greedy_oracle, prompts):
+    model = make_target(name)
+    engine = make_engine(model, "ngram", page_size=page_size, prefill_chunk=chunk, max_batch_size=3)
+    assert tokens(run(engine, prompts)) == [greedy_oracle(model, p, NEW) for p in prompts]
+
+
+def just_enough(engine, prompt_len, new, factor=1.0):
+    """Pool settings: `factor` times the slots that one request of this size may own at a time."""
+    full, swa = slots_needed(engine.table, engine.scheduler.num_nodes, prompt_len, new)
+    page_size = engine.config.page_size
+    full, swa = (int(factor * slots) // page_size * page_size for slots in (full, swa))
+    return {"full_slots": full, **({"swa_slots": swa} if swa else {})}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+@pytest.mark.parametrize("name", ["gemma4-e2b", "llama", "mistral"])
+@pytest.mark.parametrize("new", [1, 2, NEW])
+def test_pools_just_large_enough(
+    name, page_size, length, new, make_target, make_engine, greedy_oracle, random_prompt, scripted, tree_script
+):
+    """One request in pools of exactly the slots that the scheduler says it needs, for a chunk that is larger."""
+    model, prompt = make_target(name), random_prompt(length)
+    want = greedy_oracle(model, prompt, new)
+    drafter = scripted(tree_script([prompt + want]))
+    sizes = {"page_size": page_size, "prefill_chunk": 512, "num_steps": 5}
+    pools = just_enough(make_engine(model, drafter, **sizes), length, new)
+    engine = make_engine(model, drafter, **sizes, **pools)
+    [out] = run(engine, [prompt], SamplingParams(max_new_tokens=new))
+    assert out.token_ids == want
+    assert out.stats.preemptions == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("name", ["gemma4-e2b", "gpt_oss", "llama", "mistral"])
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_preemption(
+    name, page_size, factor, make_target, make_engine, greedy_oracle, prompts, scripted, tree_script
+):
+    """Rows for all, slots for little more than one: requests throw each other out, and nothing shows."""
+    model = make_target(name)
+    want = [greedy_oracle(model, p, NEW) for p in prompts]
+    drafter = scripted(tree_script([p + w for p, w in zip(prompts, want, strict=True)], hit=0.4))
+    sizes = {"page_size": page_size, "num_steps": 5, "prefill_chunk": 7}
+    pools = just_enough(make_engine(model, drafter, **sizes), max(LENGTHS), NEW, factor)
+    engine = make_engine(model, drafter, **sizes, **pools)
+    outputs = run(engine, prompts)
+    assert tokens(outputs) == want
+    assert engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_more_prompts_than_rows(batch, make_target, make_engine, greedy_oracle, random_prompt):
+    model = make_target("gemma4-e2b")
+    prompts = [random_prompt(1 + 7 * i % 23, seed=i) for i in range(11)]
+    params = [SamplingParams(max_new_tokens=1 + i % 6) for i in range(11)]
+    outputs = run(make_engine(model, "ngram", max_batch_size=batch), prompts, params)
+    assert tokens(outputs) == [
+        greedy_oracle(model, p, one.max_new_tokens) for p, one in zip(prompts, params, strict=True)
+    ]

@@ -1,0 +1,182 @@
+"""Layouts read from Hugging Face configs: who owns K/V, of what shape, in which space; and what is refused."""
+
+from types import SimpleNamespace
+
+import pytest
+import transformers
+
+from specdec.kvcache.errors import UnsupportedModelError
+from specdec.kvcache.layout import KVLayout, layout_from_config
+from specdec.kvcache.spaces import Space
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 32, "num_attention_heads": 4, "bos_token_id": 0}
+SMALL |= {"eos_token_id": 1, "pad_token_id": 2}
+GQA = SMALL | {"num_key_value_heads": 2}
+
+
+def rows(layout: KVLayout) -> list[tuple[int, str, int, int, int | None]]:
+    """(owner, space, kv heads, head size, window) per layer; a spec's own number is its place."""
+    assert [spec.layer for spec in layout.layers] == list(range(len(layout.layers)))
+    return [(s.owner, s.space.value, s.num_kv_heads, s.head_dim, s.window) for s in layout.layers]
+
+
+def gemma4_e() -> KVLayout:
+    config = transformers.Gemma4TextConfig(
+        **GQA,
+        num_hidden_layers=8,
+        layer_types=[SLIDING, SLIDING, SLIDING, FULL] * 2,
+        head_dim=16,
+        global_head_dim=32,
+        num_kv_shared_layers=3,
+        sliding_window=8,
+        hidden_size_per_layer_input=4,
+        vocab_size_per_layer_input=32,
+    )
+    return layout_from_config(config)
+
+
+def gemma4_31b() -> KVLayout:
+    config = transformers.Gemma4TextConfig(
+        **SMALL,
+        num_hidden_layers=6,
+        num_key_value_heads=4,
+        head_dim=16,
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        sliding_window=8,
+        hidden_size_per_layer_input=0,
+    )
+    return layout_from_config(config)
+
+
+def test_gemma4_e_shares_kv_and_has_two_head_sizes():
+    layout = gemma4_e()
+    sliding, full = ("swa", 2, 16, 8), ("full", 2, 32, None)
+    assert rows(layout) == [
+        (0, *sliding),
+        (1, *sliding),
+        (2, *sliding),
+        (3, *full),
+        (4, *sliding),  # the last layer that is not shared
+        (4, *sliding),
+        (4, *sliding),
+        (3, *full),
+    ]
+    assert layout.window == 8
+    assert layout.has_swa
+    assert [spec.layer for spec in layout.owners(Space.SWA)] == [0, 1, 2, 4]
+    assert [spec.layer for spec in layout.owners(Space.FULL)] == [3]
+    assert layout.numbers_per_slot(Space.SWA) == 4 * 2 * 2 * 16  # layers, K and V, heads, size
+    assert layout.numbers_per_slot(Space.FULL) == 1 * 2 * 2 * 32
+
+
+def test_gemma4_31b_has_its_own_kv_heads_on_full_layers():
+    layout = gemma4_31b()
+    assert rows(layout) == [(i, "swa", 4, 16, 8) for i in range(5)] + [(5, "full", 1, 32, None)]
+    assert layout.numbers_per_slot(Space.FULL) == 2 * 32  # K and V share weights but not rows: both are stored
+    assert layout.numbers_per_slot(Space.SWA) == 5 * 2 * 4 * 16
+
+
+def test_last_owner_is_the_source_of_the_last_layer_of_the_type():
+    shared, whole = gemma4_e(), gemma4_31b()
+    assert [shared.last_owner(t).layer for t in (SLIDING, FULL)] == [4, 3]
+    assert [whole.last_owner(t).layer for t in (SLIDING, FULL)] == [4, 5]
+    assert shared.last_owner("linear_attention") is None
+
+
+def test_gemma3_slides_on_five_layers_of_six():
+    config = transformers.Gemma3TextConfig(**GQA, num_hidden_layers=7, head_dim=16, sliding_window=8)
+    expected = [(i, "swa", 2, 16, 8) for i in range(5)] + [(5, "full", 2, 16, None), (6, "swa", 2, 16, 8)]
+    assert rows(layout_from_config(config)) == expected
+
+
+def test_gpt_oss_alternates():
+    config = transformers.GptOssConfig(**GQA, num_hidden_layers=3, head_dim=16, sliding_window=8)
+    assert rows(layout_from_config(config)) == [(0, "swa", 2, 16, 8), (1, "full", 2, 16, None), (2, "swa", 2, 16, 8)]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (transformers.LlamaConfig(**GQA, num_hidden_layers=2), [(i, "full", 2, 16, None) for i in range(2)]),
+        (transformers.LlamaConfig(**SMALL, num_hidden_layers=1), [(0, "full", 4, 16, None)]),
+        (transformers.Qwen3Config(**GQA, num_hidden_layers=1, head_dim=32), [(0, "full", 2, 32, None)]),
+        (transformers.Qwen3Config(**GQA, num_hidden_layers=1, sliding_window=8), [(0, "full", 2, 128, None)]),
+        (
+            transformers.Qwen3Config(
+                **GQA, num_hidden_layers=2, use_sliding_window=True, sliding_window=8, max_window_layers=1
+            ),
+            [(0, "full", 2, 128, None), (1, "swa", 2, 128, 8)],
+        ),
+        (transformers.MistralConfig(**GQA, num_hidden_layers=1, sliding_window=None), [(0, "full", 2, 16, None)]),
+    ],
+    ids=["llama", "llama-mha", "qwen3", "qwen3-window-off", "qwen3-window-on", "mistral-no-window"],
+)
+def test_other_families(config: transformers.PreTrainedConfig, expected: list[tuple[int, str, int, int, int | None]]):
+    assert rows(layout_from_config(config)) == expected
+
+
+def test_a_window_without_layer_types_is_on_every_layer():
+    config = transformers.MistralConfig(**GQA, num_hidden_layers=2, sliding_window=8)
+    assert getattr(config, "layer_types", None) is None
+    layout = layout_from_config(config)
+    assert rows(layout) == [(0, "swa", 2, 16, 8), (1, "swa", 2, 16, 8)]
+    assert layout.numbers_per_slot(Space.FULL) == 0
+
+
+def test_no_sliding_layer_means_no_window():
+    layout = layout_from_config(transformers.LlamaConfig(**GQA, num_hidden_layers=2))
+    assert layout.window is None
+    assert not layout.has_swa
+    assert layout.owners(Space.SWA) == ()
+    assert layout.numbers_per_slot(Space.SWA) == 0
+    assert layout.last_owner(SLIDING) is None
+
+
+def plain(**changes: object) -> SimpleNamespace:
+    base = {"model_type": "made_up", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
+    return SimpleNamespace(**(base | changes))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            transformers.Gemma4TextConfig(**GQA, num_hidden_layers=2, use_bidirectional_attention="all"),
+            r"gemma4_text: use_bidirectional_attention='all' makes text attention non-causal",
+        ),
+        (plain(use_bidirectional_attention=True), "use_bidirectional_attention=True"),
+        (
+            transformers.Qwen3NextConfig(**GQA, num_hidden_layers=4),
+            r"qwen3_next: layer types \['linear_attention'\] have no paged KV cache here; "
+            "supported: full_attention, sliding_attention",
+        ),
+        (transformers.Llama4TextConfig(**GQA, num_hidden_layers=4), r"llama4_text: .*'chunked_attention'"),
+        (
+            transformers.Gemma4TextConfig(
+                **GQA, num_hidden_layers=4, layer_types=[FULL, FULL, SLIDING, FULL], num_kv_shared_layers=2
+            ),
+            r"kv-shared layer 2 \(sliding_attention\) has no earlier layer of its type to read from "
+            r"\(layers 0\.\.1 are \['full_attention'\]\)",
+        ),
+        (plain(num_kv_shared_layers=4), r"kv-shared layer 0 \(full_attention\) has no earlier layer"),
+        (plain(layer_types=[SLIDING] * 4), "sliding layers need a positive sliding_window, got None"),
+        (plain(layer_types=[SLIDING] * 4, sliding_window=0), "sliding layers need a positive sliding_window, got 0"),
+    ],
+    ids=["all", "true", "linear", "chunked", "no-source", "all-shared", "no-window", "window-0"],
+)
+def test_refused(config: transformers.PreTrainedConfig, message: str):
+    with pytest.raises(UnsupportedModelError, match=message):
+        layout_from_config(config)
+
+
+def test_bidirectional_vision_is_causal_text():
+    config = transformers.Gemma4TextConfig(**GQA, num_hidden_layers=2, use_bidirectional_attention="vision")
+    assert [row[1] for row in rows(layout_from_config(config))] == ["swa", "full"]
+
+
+def test_multimodal_config_is_read_through_its_text_part():
+    whole = transformers.Gemma3Config(text_config=GQA | {"num_hidden_layers": 1, "head_dim": 16, "sliding_window": 8})
+    assert rows(layout_from_config(whole.get_text_config())) == [(0, "swa", 2, 16, 8)]

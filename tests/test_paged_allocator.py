@@ -1,0 +1,145 @@
+"""Pages of one pool, without slots or requests: literal cases, refusals that change nothing, and a random run."""
+
+import numpy as np
+import pytest
+
+from specdec.kvcache.errors import DoubleFreeError, OutOfSlotsError
+from specdec.kvcache.paged import PagedAllocator
+
+
+def pages(*numbers: int) -> np.ndarray:
+    return np.array(numbers, dtype=np.int64)
+
+
+def state(pool: PagedAllocator) -> tuple[int, list[int], list[bool]]:
+    return pool.free_pages, pool._stack[: pool.free_pages].tolist(), pool._held.tolist()
+
+
+def test_pages_start_at_one_and_come_in_order():
+    pool = PagedAllocator("full", 4)
+    assert pool.alloc(2).tolist() == [1, 2]
+    assert pool.alloc(2).tolist() == [3, 4]
+    assert (pool.free_pages, pool.held_pages) == (0, 4)
+    pool.check()
+
+
+def test_the_pages_freed_last_are_reused_first():
+    pool = PagedAllocator("full", 4)
+    pool.alloc(4)
+    pool.free(pages(2, 3))
+    assert (pool.free_pages, pool.held_pages) == (2, 2)
+    assert pool.is_held(pages(0, 1, 2, 3, 4)).tolist() == [False, True, False, False, True]
+    assert pool.alloc(2).tolist() == [2, 3]
+    pool.check()
+
+
+def test_alloc_of_none_and_free_of_none_change_nothing():
+    pool = PagedAllocator("full", 2)
+    before = state(pool)
+    assert pool.alloc(0).tolist() == []
+    pool.free(pages())
+    assert state(pool) == before
+
+
+def test_an_empty_pool_gives_nothing():
+    pool = PagedAllocator("swa", 0)
+    pool.check()
+    with pytest.raises(OutOfSlotsError, match="swa pool: 1 pages wanted, 0 of 0 free"):
+        pool.alloc(1)
+
+
+def test_too_many_pages_wanted_takes_none():
+    pool = PagedAllocator("full", 4)
+    pool.alloc(2)
+    before = state(pool)
+    with pytest.raises(OutOfSlotsError, match="full pool: 3 pages wanted, 2 of 4 free"):
+        pool.alloc(3)
+    assert state(pool) == before
+    assert pool.alloc(2).tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [(3,), (1, 3), (1, 1), (0,), (1, 0), (5,), (-1,), (-4,)],
+    ids=["free", "one-free", "twice", "sink", "one-sink", "beyond", "negative", "negative-held"],
+)
+def test_wrong_pages_are_refused_and_none_is_freed(wrong: tuple[int, ...]):
+    pool = PagedAllocator("full", 4)
+    pool.alloc(2)
+    before = state(pool)
+    with pytest.raises(DoubleFreeError, match=r"full pool: pages .* not held, or named twice"):
+        pool.free(pages(*wrong))
+    assert state(pool) == before
+
+
+def test_freeing_twice_raises():
+    pool = PagedAllocator("full", 4)
+    taken = pool.alloc(2)
+    pool.free(taken)
+    with pytest.raises(DoubleFreeError, match=r"pages \[1, 2\] are not held"):
+        pool.free(taken)
+    pool.check()
+
+
+def test_alloc_returns_its_own_array():
+    pool = PagedAllocator("full", 4)
+    taken = pool.alloc(2)
+    taken[:] = 9
+    pool.check()
+    assert pool.alloc(2).tolist() == [3, 4]
+
+
+def free_twice(pool: PagedAllocator) -> None:
+    pool._stack[0] = pool._stack[1]
+
+
+def free_and_held(pool: PagedAllocator) -> None:
+    pool._held[pool._stack[0]] = True
+
+
+def sink_held(pool: PagedAllocator) -> None:
+    pool._held[0] = True
+
+
+def page_lost(pool: PagedAllocator) -> None:
+    pool._free -= 1
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (free_twice, "a page is free twice"),
+        (free_and_held, "a free page is held"),
+        (sink_held, "the sink page is held"),
+        (page_lost, r"held 2 \+ free 1 != 4"),
+    ],
+)
+def test_check_finds(corrupt, message: str):
+    pool = PagedAllocator("full", 4)
+    pool.alloc(2)
+    pool.check()
+    corrupt(pool)
+    with pytest.raises(AssertionError, match=message):
+        pool.check()
+
+
+def test_random_run_agrees_with_a_set():
+    rng = np.random.default_rng(0)
+    pool, held = PagedAllocator("full", 13), set()
+    for _ in range(2000):
+        if rng.random() < 0.5:
+            count = int(rng.integers(0, 6))
+            if count > 13 - len(held):
+                with pytest.raises(OutOfSlotsError):
+                    pool.alloc(count)
+            else:
+                fresh = set(pool.alloc(count).tolist())
+                assert len(fresh) == count
+                assert not fresh & held
+                held |= fresh
+        else:
+            given = rng.permutation(sorted(held))[: rng.integers(0, 6)].astype(np.int64)
+            pool.free(given)
+            held -= set(given.tolist())
+        pool.check()
+        assert set(np.flatnonzero(pool._held).tolist()) == held

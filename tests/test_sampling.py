@@ -1,0 +1,335 @@
+"""Sampling: the processed distribution is that of transformers, the noise is a fixed function, and so is the output.
+
+`test_law_*` compare drawn frequencies with the exact law by a chi-square statistic at p = 1e-4; seeds are fixed, so the
+outcome is too.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specdec import DraftTree, SamplingParams
+from specdec.sampling import SamplingBatch, gumbel_noise, seen_tokens
+
+CPU = torch.device("cpu")
+
+
+def batch_of(*params, seeds=None):
+    return SamplingBatch.of(params, list(range(len(params))) if seeds is None else seeds, CPU)
+
+
+# the law after the filters
+
+
+def transformers_log_p(params, logits, history):
+    """logits [V] of one request through HF's processors, in the order in which generate applies them."""
+    steps = LogitsProcessorList()
+    if params.repetition_penalty != 1.0:
+        steps.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    steps.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k:
+        steps.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        steps.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        steps.append(MinPLogitsWarper(params.min_p))
+    return steps(torch.tensor([history]), logits[None].clone())[0].log_softmax(-1)
+
+
+FILTERS = [
+    {},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 1000},
+    {"top_p": 0.9},
+    {"top_p": 0.3},
+    {"top_p": 1e-6},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.7},
+    {"top_k": 7, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.2},
+]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("settings", FILTERS, ids=lambda s: "-".join(f"{k}={v}" for k, v in s.items()) or "plain")
+def test_filters_are_those_of_transformers(settings, temperature):
+    torch.manual_seed(0)
+    params = SamplingParams(temperature=temperature, **settings)
+    plain = SamplingParams(temperature=0.9, top_k=3, top_p=0.5)  # a neighbour in the batch with other settings
+    logits = torch.randn(2, 50, 40) * 3  # [B, K, V]
+    history = torch.randint(0, 40, (2, 12))
+    sampling = batch_of(params, plain)
+    seen = seen_tokens(history, torch.tensor([12, 5]), 40, None)
+    got = sampling.log_weights(sampling.penalised(logits, seen)).log_softmax(-1)
+    for row, one in enumerate((params, plain)):
+        known = history[row, : (12, 5)[row]].tolist()
+        expected = torch.stack([transformers_log_p(one, x, known) for x in logits[row]])
+        torch.testing.assert_close(got[row], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 6])
+def test_ties_with_the_kth_token_stay_as_in_transformers(k):
+    logits = torch.tensor([[[1.0, 3.0, 2.0, 3.0, 2.0, 2.0, -1.0]]])
+    params = SamplingParams(temperature=1.0, top_k=k)
+    got = batch_of(params).log_weights(logits).log_softmax(-1)[0, 0]
+    torch.testing.assert_close(got, transformers_log_p(params, logits[0, 0], [0]))
+
+
+def test_ties_at_the_border_of_the_nucleus_keep_the_lowest_ids():
+    """transformers keeps as many, but which ones depends on an unstable sort."""
+    logits = torch.tensor([[[0.0, 2.0, 2.0, 2.0, 2.0, 0.0]]])
+    for top_p, kept in ((0.2, [1]), (0.4, [1, 2]), (0.6, [1, 2, 3]), (0.9, [1, 2, 3, 4])):
+        params = SamplingParams(temperature=1.0, top_p=top_p)
+        log_p = batch_of(params).log_weights(logits)[0, 0]
+        assert torch.isfinite(log_p).nonzero()[:, 0].tolist() == kept
+        assert torch.isfinite(transformers_log_p(params, logits[0, 0], [0])).sum() == len(kept)
+
+
+def test_penalty_counts_the_path_of_each_node():
+    """root 5; 1 and 2 are children of the root, 3 a child of 1: each node knows the history and its own ancestors."""
+    history, length = torch.tensor([[4, 5, 9, 9]]), torch.tensor([2])  # the 9s are behind the end
+    tree = DraftTree.from_parents(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[-1, 0, 0, 1]]))
+    seen = seen_tokens(history, length, 10, tree)[0]
+    assert [row.nonzero()[:, 0].tolist() for row in seen] == [[4, 5], [4, 5, 6], [4, 5, 7], [4, 5, 6, 8]]
+
+
+def test_greedy_is_the_lowest_of_equal_logits_whatever_the_neighbours():
+    logits = torch.tensor([[[0.0, 7.0, 7.0]], [[0.0, 7.0, 7.0]]])
+    for other in (0.0, 1.0):
+        sampling = batch_of(SamplingParams(), SamplingParams(temperature=other, top_k=2))
+        assert sampling.sample(logits, torch.tensor([[3], [3]]))[0].tolist() == [1]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-10, 1e-30, 1e-38, 1e-42, 1e-60])
+def test_a_tiny_temperature_is_greedy(temperature):
+    torch.manual_seed(0)
+    logits = torch.randn(1, 200, 50) * 10
+    for extra in ({}, {"top_k": 10, "top_p": 0.9, "min_p": 0.1}):
+        drawn = batch_of(SamplingParams(temperature=temperature, **extra)).sample(logits, torch.arange(200)[None])
+        assert drawn.tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("top_p", [1e-3, 1e-30, 1e-60])
+def test_a_tiny_nucleus_is_the_best_token(top_p):
+    torch.manual_seed(0)
+    logits = torch.randn(1, 200, 50) * 3
+    drawn = batch_of(SamplingParams(temperature=1.0, top_p=top_p)).sample(logits, torch.arange(200)[None])
+    assert drawn.tolist() == logits.argmax(-1).tolist()
+
+
+# the noise
+
+MASK = (1 << 64) - 1
+GAMMA = 0x9E3779B97F4A7C15
+
+
+def splitmix64(x):
+    """Steele, Lea, Flood (2014), on Python integers."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def uniform(seed, position, token):
+    stream = splitmix64((splitmix64((seed + GAMMA) & MASK) + position * GAMMA) & MASK)
+    bits = splitmix64((stream + (token + 1) * GAMMA) & MASK) >> 12
+    return (bits + 0.5) * 2.0**-52
+
+
+def test_splitmix64_is_the_published_one():
+    """The first outputs for state 1234567, as published with the generator."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert [splitmix64((1234567 + i * GAMMA) & MASK) for i in range(1, 5)] == published
+
+
+def test_noise_on_paper():
+    seeds, positions, vocab = [0, 1, 42, (1 << 63) - 1], [0, 1, 4095, 1 << 40], 7
+    noise = gumbel_noise(torch.tensor(seeds), torch.tensor([positions] * 4), vocab)
+    expected = [[[-math.log(-math.log(uniform(s, p, v))) for v in range(vocab)] for p in positions] for s in seeds]
+    torch.testing.assert_close(noise, torch.tensor(expected), atol=1e-6, rtol=1e-6)
+
+
+def test_noise_does_not_depend_on_the_batch():
+    seeds, positions = torch.arange(5), torch.arange(30).view(5, 6)
+    whole = gumbel_noise(seeds, positions, 11)
+    assert whole.dtype == torch.float32 and whole.shape == (5, 6, 11)
+    for b, k in itertools.product(range(5), range(6)):
+        one = gumbel_noise(seeds[b : b + 1], positions[b : b + 1, k : k + 1], 11)
+        assert torch.equal(one[0, 0], whole[b, k])
+    assert torch.equal(gumbel_noise(seeds, positions, 20)[:, :, :11], whole)  # nor on the size of the vocabulary
+
+
+def test_noise_is_uniform_and_uncorrelated():
+    """Moments of u = exp(-exp(-g)) over consecutive seeds, positions and tokens, within 4 standard errors."""
+    noise = gumbel_noise(torch.arange(64), torch.arange(64).expand(64, 64), 64).double()
+    u = torch.exp(-torch.exp(-noise))
+    count = u.numel()
+    assert abs(u.mean() - 1 / 2) < 4 * math.sqrt(1 / 12 / count)
+    assert abs((u**2).mean() - 1 / 3) < 4 * math.sqrt(4 / 45 / count)
+    assert abs((u**3).mean() - 1 / 4) < 4 * math.sqrt(9 / 112 / count)
+    centred = (u - 1 / 2) * math.sqrt(12)
+    for axis in range(3):
+        for lag in (1, 2, 7):
+            length = 64 - lag
+            pairs = centred.narrow(axis, 0, length) * centred.narrow(axis, lag, length)
+            assert abs(pairs.mean()) < 4 / math.sqrt(pairs.numel()), f"{axis=} {lag=}"
+
+
+# the output is a function of model, prompt, parameters and seed
+
+SETTINGS = {
+    "plain": {"temperature": 0.7},
+    "top-k": {"temperature": 1.0, "top_k": 12},
+    "top-p": {"temperature": 1.3, "top_p": 0.8},
+    "min-p": {"temperature": 1.1, "min_p": 0.05},
+    "penalty": {"temperature": 0.9, "repetition_penalty": 1.4},
+    "all": {"temperature": 1.2, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
+    "greedy-penalty": {"repetition_penalty": 1.5},
+}
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_same_tokens_with_and_without_speculation(
+    setting, page_size, make_target, make_assistant, make_engine, random_prompt, scripted, tree_script
+):
+    model = make_target("gemma4-e2b")
+    prompts = [random_prompt(n) for n in (4, 13, 30)]
+    params = [SamplingParams(max_new_tokens=24, seed=seed, **SETTINGS[setting]) for seed in (0, 7, 1 << 62)]
+    plain = [make_engine(model).generate(p, one)[0].token_ids for p, one in zip(prompts, params, strict=True)]
+    assert all(len(set(out)) > 5 for out in plain)
+
+    trees = scripted(tree_script([p + out for p, out in zip(prompts, plain, strict=True)]))
+    for drafter in (None, "ngram", make_assistant(model), make_assistant(model, ordered=True), trees):
+        for batch in (1, 3):
+            engine = make_engine(model, drafter, page_size=page_size, max_batch_size=batch, num_steps=5)
+            outputs = engine.generate(prompts, params)
+            assert [out.token_ids for out in outputs] == plain, f"{drafter=} {batch=}"
+    assert sum(sum(out.stats.accepted_counts) for out in outputs) > 20  # of the trees: speculation took part
+
+
+def test_a_fitting_drafter_draws_what_the_target_draws(make_target, make_engine, random_prompt):
+    """With the target's own logits a drafter that samples through `batch.sample` is always accepted."""
+    model = make_target("llama")
+
+    class Clairvoyant:
+        name, view = "clairvoyant", None
+
+        def start(self, max_requests):
+            pass
+
+        def observe(self, seen):
+            pass
+
+        def propose(self, batch):
+            tokens = batch.history
+            assert len(tokens) == 1
+            for step in range(batch.num_steps):
+                logits = model(tokens, use_cache=False).logits[:, -1:]
+                drawn = batch.sample(logits, batch.history_len[:, None] + step)
+                tokens = torch.cat([tokens, drawn], dim=1)
+            return DraftTree.chain(tokens[:, -1 - batch.num_steps :])
+
+    params = SamplingParams(max_new_tokens=13, temperature=1.2, top_p=0.9, seed=3)
+    [out] = make_engine(model, Clairvoyant(), num_steps=3).generate(random_prompt(9), params)
+    assert out.stats.acceptance_length == 4
+    assert out.token_ids == make_engine(model).generate(random_prompt(9), params)[0].token_ids
+
+
+def test_seeds_differ_and_none_draws_one(make_target, make_engine, random_prompt):
+    engine = make_engine(make_target("llama"))
+    prompts = [random_prompt(9)] * 6
+    params = [SamplingParams(max_new_tokens=12, temperature=1.3, seed=s) for s in (1, 1, 2, 3, None, None)]
+    first, same, *others = [tuple(out.token_ids) for out in engine.generate(prompts, params)]
+    assert first == same
+    assert len({first, *others}) == 5
+
+
+# the law of what is drawn
+
+
+def wilson_hilferty(df, z=3.719):
+    """The quantile of the chi-square law with `df` degrees of freedom at p = 1e-4 (z: of the normal law)."""
+    return df * (1 - 2 / (9 * df) + z * math.sqrt(2 / (9 * df))) ** 3
+
+
+def assert_follows(counts, law):
+    """Pearson's statistic of counts [cells] under law [cells] stays below its 1 - 1e-4 quantile."""
+    counts, law = counts.double(), law.double()
+    assert abs(law.sum() - 1) < 1e-5
+    assert counts[law == 0].sum() == 0, "something impossible was drawn"
+    expected = law * counts.sum()
+    rare = expected < 5
+    pooled = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    seen = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    keep = pooled > 0.5
+    statistic = ((seen - pooled) ** 2 / pooled.clamp(min=1e-9))[keep].sum()
+    df = int(keep.sum()) - 1
+    assert df >= 1
+    assert statistic < wilson_hilferty(df), f"chi-square {statistic:.1f} at {df} degrees of freedom"
+
+
+def test_the_chi_square_test_rejects():
+    law = torch.tensor([0.5, 0.25, 0.125, 0.125])
+    assert_follows(torch.tensor([5010, 2490, 1250, 1250]), law)
+    with pytest.raises(AssertionError, match="chi-square"):
+        assert_follows(torch.tensor([5300, 2300, 1200, 1200]), law)
+    with pytest.raises(AssertionError, match="impossible"):
+        assert_follows(torch.tensor([5, 5, 1]), torch.tensor([0.5, 0.5, 0.0]))
+    assert wilson_hilferty(10) == pytest.approx(35.56, rel=0.02)  # tabulated
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}], ids=str)
+@pytest.mark.parametrize("axis", ["seeds", "positions"])
+def test_law_of_a_draw(settings, axis):
+    torch.manual_seed(0)
+    logits, draws = torch.randn(8) * 1.5, 30_000
+    params = SamplingParams(temperature=0.8, **settings)
+    if axis == "seeds":
+        sampling = batch_of(*[params] * draws)
+        drawn = sampling.sample(logits.expand(draws, 1, 8), torch.full((draws, 1), 17))
+    else:
+        drawn = batch_of(params).sample(logits.expand(1, draws, 8), torch.arange(draws)[None])
+    assert_follows(drawn.flatten().bincount(minlength=8), transformers_log_p(params, logits, [0]).exp())
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.8, "repetition_penalty": 1.3}], ids=str)
+@pytest.mark.parametrize("drafter", ["mtp", "tree", "ngram"])
+def test_law_of_three_tokens(
+    drafter, settings, make_target, make_assistant, make_engine, hf_forward, scripted, tree_script
+):
+    """Three tokens jointly, 8^3 cells, over 6,000 seeds, drafted by something that knows nothing of the target."""
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "hidden_size": 16}
+    model = make_target("gemma4-31b", vocab_size=8, sliding_window=3, **layers)
+    prompt, draws = [3, 1, 4, 1, 5], 6000
+    params = SamplingParams(max_new_tokens=3, temperature=1.3, **settings)
+
+    law = torch.ones(8, 8, 8)
+    for a in range(8):
+        for b in range(8):
+            logits = hf_forward(model, [*prompt, a, b]).logits[0, -3:]
+            p1, p2, p3 = (
+                transformers_log_p(params, x, known).exp()
+                for x, known in zip(logits, (prompt, [*prompt, a], [*prompt, a, b]), strict=True)
+            )
+            law[a, b] = p1[a] * p2[b] * p3
+    truths = [[*prompt, a, b, c] for a, b, c in itertools.product(range(8), repeat=3)]
+    chosen = {"mtp": make_assistant(model), "tree": scripted(tree_script(truths, 8)), "ngram": "ngram"}[drafter]
+    engine = make_engine(model, chosen, num_steps=4, max_batch_size=2000, max_model_len=32)
+    seeded = [SamplingParams(max_new_tokens=3, temperature=1.3, seed=s, **settings) for s in range(draws)]
+    outputs = engine.generate([prompt] * draws, seeded)
+    assert sum(sum(out.stats.accepted_counts) for out in outputs) > draws / 50
+    cells = torch.tensor([out.token_ids for out in outputs]) @ torch.tensor([64, 8, 1])
+    assert_follows(cells.bincount(minlength=512), law.flatten())

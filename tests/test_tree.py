@@ -1,0 +1,209 @@
+"""Draft trees, and the walk that accepts a path of one, as matrices and token lists to check by eye."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec.attention.tree import DraftTree
+from specdec.verify import accept
+
+QUICK = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+
+
+def matrix(*rows: str) -> torch.Tensor:
+    """ "TF FT" style rows of ancestors."""
+    return torch.tensor([[letter == "T" for letter in row] for row in rows])[None]
+
+
+def long(rows: list[list[int]]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def worked() -> DraftTree:
+    """The tree in the docstring of attention/tree.py."""
+    return DraftTree.from_parents(long([[10, 11, 12, 13, 14]]), long([[-1, 0, 0, 1, 3]]))
+
+
+def test_worked_tree():
+    tree = worked()
+    assert tree.depth.tolist() == [[0, 1, 1, 2, 3]]
+    assert torch.equal(tree.ancestors, matrix("TFFFF", "TTFFF", "TFTFF", "TTFTF", "TTFTT"))
+    assert (tree.num_nodes, tree.max_depth) == (5, 4)
+    tree.check()
+
+
+def test_chain():
+    tree = DraftTree.chain(long([[5, 6, 7], [5, 5, 5]]))
+    assert tree.parents.tolist() == [[-1, 0, 1]] * 2
+    assert tree.depth.tolist() == [[0, 1, 2]] * 2
+    assert torch.equal(tree.ancestors, matrix("TFF", "TTF", "TTT").expand(2, 3, 3))
+    tree.check()
+
+
+def test_a_root_alone_is_a_tree():
+    for tree in (DraftTree.chain(long([[5]])), DraftTree.from_parents(long([[5]]), long([[-1]]))):
+        assert (tree.parents.tolist(), tree.depth.tolist()) == ([[-1]], [[0]])
+        assert torch.equal(tree.ancestors, matrix("T"))
+        tree.check()
+
+
+def test_a_chain_is_a_tree():
+    tokens = long([[1, 2, 3, 4], [4, 3, 2, 1]])
+    chain, tree = DraftTree.chain(tokens), DraftTree.from_parents(tokens, long([[-1, 0, 1, 2]] * 2))
+    for name in ("tokens", "parents", "depth", "ancestors"):
+        torch.testing.assert_close(getattr(chain, name), getattr(tree, name))
+
+
+def test_each_tree_of_a_batch_has_its_own_shape():
+    tree = DraftTree.from_parents(long([[0, 1, 2, 3]] * 3), long([[-1, 0, 0, 0], [-1, 0, 0, 2], [-1, 0, 1, 1]]))
+    assert tree.depth.tolist() == [[0, 1, 1, 1], [0, 1, 1, 2], [0, 1, 2, 2]]
+    assert torch.equal(tree.ancestors[0:1], matrix("TFFF", "TTFF", "TFTF", "TFFT"))
+    assert torch.equal(tree.ancestors[1:2], matrix("TFFF", "TTFF", "TFTF", "TFTT"))
+    assert torch.equal(tree.ancestors[2:3], matrix("TFFF", "TTFF", "TTTF", "TTFT"))
+    tree.check()
+
+
+def test_equal_tokens_are_allowed_unless_they_are_siblings():
+    DraftTree.from_parents(long([[7, 7, 8, 7, 7]]), long([[-1, 0, 0, 1, 2]])).check()
+
+
+def changed(**fields: torch.Tensor) -> DraftTree:
+    tree = worked()
+    names = ("tokens", "parents", "depth", "ancestors")
+    return DraftTree(**{name: fields.get(name, getattr(tree, name)) for name in names})
+
+
+def flipped(i: int, j: int) -> torch.Tensor:
+    ancestors = worked().ancestors.clone()
+    ancestors[0, i, j] ^= True
+    return ancestors
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (changed(parents=long([[0, 0, 0, 1, 3]])), "node 0 is not the root"),
+        (changed(depth=long([[1, 1, 1, 2, 3]])), "node 0 is not the root"),
+        (changed(parents=long([[-1, 0, 3, 1, 3]])), "a parent after its child"),
+        (changed(parents=long([[-1, 0, 2, 1, 3]])), "a parent after its child"),  # its own parent
+        (changed(parents=long([[-1, 0, -1, 1, 3]])), "a parent after its child"),  # a second root
+        (changed(parents=long([[-1, 0, 0, 1]])), "shape"),
+        (changed(depth=long([[0, 1, 1, 2, 2]])), "depth disagrees with parents"),
+        (changed(ancestors=flipped(4, 1)), "ancestors disagree with parents"),
+        (changed(ancestors=flipped(4, 2)), "ancestors disagree with parents"),
+        (changed(ancestors=flipped(2, 2)), "ancestors disagree with parents"),
+        (changed(tokens=long([[10, 11, 11, 13, 14]])), "equal siblings"),
+    ],
+    ids=[
+        "root-with-parent",
+        "root-with-depth",
+        "parent-after",
+        "own-parent",
+        "two-roots",
+        "shape",
+        "depth",
+        "missing-ancestor",
+        "false-ancestor",
+        "not-its-own-ancestor",
+        "equal-siblings",
+    ],
+)
+def test_check_finds(tree: DraftTree, message: str):
+    with pytest.raises(AssertionError, match=message):
+        tree.check()
+
+
+# accept
+
+
+@pytest.mark.parametrize(
+    ("drawn", "path", "emitted"),
+    [
+        ([99, 99, 99, 99, 99], [0], [99]),
+        ([11, 99, 99, 99, 99], [0, 1], [11, 99]),
+        ([12, 13, 99, 99, 99], [0, 2], [12, 99]),  # node 2 is a leaf: what node 1 draws is of no account
+        ([11, 13, 99, 99, 14], [0, 1, 3], [11, 13, 99]),
+        ([11, 13, 99, 14, 77], [0, 1, 3, 4], [11, 13, 14, 77]),
+        ([99, 13, 99, 14, 77], [0], [99]),  # a matching tail behind a rejected node
+        ([11, 99, 99, 14, 77], [0, 1], [11, 99]),
+        ([10, 10, 10, 10, 10], [0], [10]),  # the root's own token is no draft
+    ],
+)
+def test_accept_on_the_worked_tree(drawn: list[int], path: list[int], emitted: list[int]):
+    accepted = accept(worked(), long([drawn]))
+    length = len(path)
+    assert accepted.length.tolist() == [length]
+    assert accepted.path.tolist() == [path + [0] * (5 - length)]
+    assert accepted.tokens[0, :length].tolist() == emitted
+
+
+def test_accept_on_a_chain():
+    chain = DraftTree.chain(long([[1, 2, 3], [1, 2, 3], [1, 2, 3]]))
+    accepted = accept(chain, long([[2, 3, 4], [2, 9, 4], [9, 3, 4]]))
+    assert accepted.length.tolist() == [3, 2, 1]
+    assert accepted.path.tolist() == [[0, 1, 2], [0, 1, 0], [0, 0, 0]]
+    assert [row[:n] for row, n in zip(accepted.tokens.tolist(), [3, 2, 1], strict=True)] == [[2, 3, 4], [2, 9], [9]]
+
+
+def test_a_root_alone_emits_the_bonus():
+    accepted = accept(DraftTree.chain(long([[1], [2]])), long([[5], [6]]))
+    assert (accepted.path.tolist(), accepted.length.tolist(), accepted.tokens.tolist()) == (
+        [[0]] * 2,
+        [1] * 2,
+        [[5], [6]],
+    )
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
+    """tokens, parents and drawn tokens of a tree over few tokens, so that long paths are common."""
+    size = draw(st.integers(1, 9))
+    tokens, parents = [draw(st.integers(0, 3))], [-1]
+    while len(tokens) < size:
+        parent = draw(st.integers(0, len(tokens) - 1))
+        taken = [t for t, p in zip(tokens, parents, strict=True) if p == parent]
+        tokens.append(draw(st.sampled_from([t for t in range(10) if t not in taken])))
+        parents.append(parent)
+    children = [[t for t, p in zip(tokens, parents, strict=True) if p == node] for node in range(size)]
+    drawn = [draw(st.sampled_from([*kids, 11]) | st.integers(0, 10)) for kids in children]
+    return tokens, parents, drawn
+
+
+def walk(tokens: list[int], parents: list[int], drawn: list[int]) -> tuple[list[int], list[int]]:
+    path, emitted = [0], [drawn[0]]
+    while True:
+        following = [n for n in range(1, len(tokens)) if parents[n] == path[-1] and tokens[n] == emitted[-1]]
+        if not following:
+            return path, emitted
+        path.append(following[0])
+        emitted.append(drawn[following[0]])
+
+
+@given(trees())
+@QUICK
+def test_from_parents_against_a_walk_to_the_root(case: tuple[list[int], list[int], list[int]]):
+    tokens, parents, _ = case
+    tree = DraftTree.from_parents(long([tokens]), long([parents]))
+    tree.check()
+    for node in range(len(tokens)):
+        line = [node]
+        while parents[line[-1]] >= 0:
+            line.append(parents[line[-1]])
+        assert torch.nonzero(tree.ancestors[0, node]).flatten().tolist() == sorted(line)
+        assert tree.depth[0, node] == len(line) - 1
+
+
+@given(st.lists(trees(), min_size=1, max_size=4))
+@QUICK
+def test_accept_against_a_plain_walk(cases: list[tuple[list[int], list[int], list[int]]]):
+    size = min(len(case[0]) for case in cases)  # a prefix of a tree is a tree
+    cases = [(tokens[:size], parents[:size], drawn[:size]) for tokens, parents, drawn in cases]
+    tree = DraftTree.from_parents(long([c[0] for c in cases]), long([c[1] for c in cases]))
+    accepted = accept(tree, long([c[2] for c in cases]))
+    for b, case in enumerate(cases):
+        path, emitted = walk(*case)
+        length = len(path)
+        assert accepted.length[b] == length
+        assert accepted.path[b].tolist() == path + [0] * (size - length)
+        assert accepted.tokens[b, :length].tolist() == emitted
