@@ -63,7 +63,7 @@ def specdec_attention(
     specdec_ctx: AttentionContext | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The registered attention function: [1, Hq, T, D] queries in, [1, T, Hq, D] out."""
+    """The registered attention function: queries [1, Hq, B*N, D] or [B, Hq, N, D] in, heads after rows out."""
     if specdec_ctx is None:
         raise SpecDecError(
             "the attention implementation 'specdec' works inside a specdec engine only; "
@@ -124,10 +124,12 @@ class ForwardContext:
             )
         pool_k, pool_v, _ = self.view.layer(layer)
         num_heads, head_dim = query.shape[1], query.shape[3]
-        q = query.view(num_heads, batch, num_rows, head_dim).transpose(0, 1)  # [B, Hq, N, D]
+        q = query  # [B, Hq, N, D]
+        if len(query) != batch:  # packed: [1, Hq, B*N, D]
+            q = query.view(num_heads, batch, num_rows, head_dim).transpose(0, 1)
         keys = self.keys[self.windows[layer]]
         out = reference_attention(q, pool_k, pool_v, keys, scaling=scaling, softcap=softcap, sinks=sinks)
-        return out.reshape(1, batch * num_rows, num_heads, head_dim)
+        return out.reshape(len(query), -1, num_heads, head_dim)
 
 
 @dataclass(slots=True)

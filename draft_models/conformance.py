@@ -1,7 +1,7 @@
 """Does an implementation of `Drafter` keep the rules? For tests, also of drafters that live outside this package.
 
-    drafter = MyDrafter(...)              # bound, started, and told (`observe`) of the last prefill
-    check_drafter(drafter, batch)         # a DraftBatch over a request table with committed K/V
+    drafter = MyDrafter(...)                # bound to `target`, started, and told (`observe`) of the last prefill
+    check_drafter(drafter, batch, target)   # a DraftBatch over a request table with committed K/V
 
 The rules hold for any guess. Whether the guesses are good is not checked: an engine's output does not depend on it.
 """
@@ -9,46 +9,37 @@ The rules hold for any guess. Whether the guesses are good is not checked: an en
 import torch
 
 from specdec.attention.tree import DraftTree
-from specdec.draft_models.base import DraftBatch, Drafter, Observation
+from specdec.draft_models.base import DraftBatch, Drafter, Observation, TargetInfo
 
 
-def check_drafter(drafter: Drafter, batch: DraftBatch, *, vocab_size: int, hidden_size: int) -> DraftTree:
+def check_drafter(drafter: Drafter, batch: DraftBatch, target: TargetInfo) -> DraftTree:
     """Assert the rules of the protocol for one batch; returns the tree that was proposed.
 
     1. A tree of at most 1 + num_steps nodes a request: parents first, distinct siblings, `batch.root` on top, known tokens.
     2. The same batch gives the same tree.
     3. Proposing reads: the batch, the request table and every K/V row keep their values, no slot is taken or freed.
     4. Afterwards the cache is not frozen and the drafter holds the view that it held before.
-    5. `observe` takes any accepted path, also a shorter one than was proposed, and changes no K/V of the target.
-    """
-    allocator = batch.table.allocator
-    view = drafter.view
-    before = _state(batch)
+    5. `observe` takes any accepted path, also one shorter than the tree, and changes no K/V of the target.
 
+    The drafter's own state is that of the last of these observations (hidden states of zeros) afterwards.
+    """
+    before, view = _state(batch), drafter.view
     tree = drafter.propose(batch)
-    _check_tree(tree, batch, vocab_size)
+    _check_tree(tree, batch, target.vocab_size)
     again = drafter.propose(batch)
     assert torch.equal(tree.tokens, again.tokens), f"{drafter.name}: other tokens for the same batch"
     assert torch.equal(tree.parents, again.parents), f"{drafter.name}: another tree for the same batch"
-    assert not allocator.frozen, f"{drafter.name} left the cache frozen"
-    assert drafter.view is view, f"{drafter.name} kept a view: {drafter.view} before it was {view}"
+    assert not batch.table.allocator.frozen, f"{drafter.name} left the cache frozen"
+    assert drafter.view is view, f"{drafter.name} came back with another view"
     batch.table.check()
     _check_same(drafter, before, _state(batch))
 
-    num_requests, num_nodes = tree.tokens.shape
-    nodes = torch.arange(num_nodes, device=tree.tokens.device).expand(num_requests, num_nodes)
-    for length in (1, num_nodes):
-        hidden = torch.zeros(
-            (num_requests, num_nodes, hidden_size), dtype=_kv_dtype(batch), device=tree.tokens.device
-        )
-        drafter.observe(
-            Observation(
-                row_index=batch.row_index,
-                hidden=hidden,
-                path=nodes.masked_fill(nodes >= length, 0),
-                length=torch.full_like(batch.root, length),
-            )
-        )
+    size = (*tree.tokens.shape, target.hidden_size)
+    nodes = torch.arange(tree.num_nodes, device=target.device).expand(tree.tokens.shape)
+    for length in (1, tree.num_nodes):
+        hidden = torch.zeros(size, dtype=target.dtype, device=target.device)
+        path, lengths = nodes.masked_fill(nodes >= length, 0), torch.full_like(batch.root, length)
+        drafter.observe(Observation(row_index=batch.row_index, hidden=hidden, path=path, length=lengths))
     _check_same(drafter, before, _state(batch))
     return tree
 
@@ -70,15 +61,11 @@ def _state(batch: DraftBatch) -> dict[str, torch.Tensor]:
     state |= {name: torch.from_numpy(getattr(batch.table, name)) for name in ("committed_len", "capacity")}
     state |= {"rows": torch.from_numpy(batch.rows), "slots": batch.table.slots.device}
     for space, pool in batch.table.allocator.pools.items():
-        for kind, tensors in (("K", pool.k), ("V", pool.v)):
-            state |= {f"{space.value} {kind} of layer {layer}": rows for layer, rows in tensors.items()}
+        for kind, layers in (("K", pool.k), ("V", pool.v)):
+            state |= {f"{space.value} {kind} of layer {layer}": rows for layer, rows in layers.items()}
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
 def _check_same(drafter: Drafter, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]), f"{drafter.name} changed {name}"
-
-
-def _kv_dtype(batch: DraftBatch) -> torch.dtype:
-    return next(rows.dtype for pool in batch.table.allocator.pools.values() for rows in pool.k.values())

@@ -44,7 +44,8 @@ class Gemma4MTPDrafter:
 
     def __init__(self, assistant: nn.Module, target: TargetInfo) -> None:
         self.view: KVView | None = None
-        self.assistant: Any = assistant.eval()
+        self.assistant: Any = assistant
+        assistant.eval()
         self.embed = target.embed
         self.config: Any = assistant.config.get_text_config()  # type: ignore[operator, union-attr]
         self.layer_map, self.windows = bind_layers(assistant, target)
@@ -81,13 +82,13 @@ class Gemma4MTPDrafter:
         """One draft step: token [B], hidden [B, Ht], positions [B, 1] -> logits [B, V], next hidden [B, Ht]."""
         inputs = self.assistant.pre_projection(torch.cat([self.embed(token), hidden], dim=-1))  # [B, H]
         out = self.assistant.model(
-            inputs_embeds=inputs[None],
-            position_ids=positions.reshape(1, -1),
+            inputs_embeds=inputs[:, None],
+            position_ids=positions,
             attention_mask=self._masks,
             shared_kv_states=self._unused_kv,
             use_cache=False,
             specdec_ctx=context,
-        ).last_hidden_state[0]  # [B, H]
+        ).last_hidden_state[:, 0]  # [B, H]
         return self._head(out), self.assistant.post_projection(out)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:

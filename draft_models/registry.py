@@ -1,11 +1,11 @@
 """From what a user names ("ngram", a module, a checkpoint's config) to a drafter bound to a target."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
-from transformers import Gemma4TextConfig
+from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig
 
 from specdec.draft_models.base import Drafter, TargetInfo
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
@@ -53,13 +53,20 @@ def constructible_assistants() -> Iterator[None]:
     Some releases (5.23 among them) compute `kv_sharing_modes` from the layers that are not shared and raise for a model
     that has none; an assistant is one. There the answer is plainly that every layer reuses.
     """
-    config_class: Any = Gemma4TextConfig
+    with ExitStack() as stack:
+        for config_class in (Gemma4TextConfig, Gemma4UnifiedTextConfig):
+            stack.enter_context(_all_layers_may_share(config_class))
+        yield
+
+
+@contextmanager
+def _all_layers_may_share(config_class: Any) -> Iterator[None]:
     stock = vars(config_class).get("kv_sharing_modes")
     if stock is None:
         yield
         return
 
-    def kv_sharing_modes(config: Gemma4TextConfig) -> list[str | None]:
+    def kv_sharing_modes(config: Any) -> list[str | None]:
         if config.num_kv_shared_layers >= config.num_hidden_layers:
             return ["reuse"] * config.num_hidden_layers
         modes: list[str | None] = stock.fget(config)

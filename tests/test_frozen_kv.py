@@ -281,10 +281,10 @@ def test_a_lent_view_refuses_to_write(layer: int):
     before = state(table)
     slots = owned(table, row)
     k = torch.full((1, 1, 1), 99.0)
-    with frozen_kv(table.allocator, worker, [0, 1]) as view:
-        with pytest.raises(FrozenKVError, match=f"write to layer {layer} through a frozen view"):
-            view.write(layer, slots, table.allocator.translate(slots), k, k)
-    with pytest.raises(FrozenKVError):
+    message = f"write to layer {layer} through a frozen view"
+    with frozen_kv(table.allocator, worker, [0, 1]) as view, pytest.raises(FrozenKVError, match=message):
+        view.write(layer, slots, table.allocator.translate(slots), k, k)
+    with pytest.raises(FrozenKVError):  # nor afterwards
         view.write(layer, slots, table.allocator.translate(slots), k, k)
     assert state(table) == before
 
@@ -357,10 +357,9 @@ def test_a_frozen_view_resolves_through_the_allocator():
 def test_prefix_and_draft_are_both_translated_exactly_once(page_size: int):
     """#24617: of a table made of prefix ++ draft only one part was translated."""
     table = make(page_size)
-    old = opened(table, 12)
+    old = opened(table, 16)
     table.evict(ints(old))
     row = opened(table, 6)
-    table.evict(ints(row))
     plan = chain(table, ints(row))
     slots = table.slots.host[row]
     once = table.allocator.full_to_swa.host

@@ -1,0 +1,484 @@
+"""The engine around the rounds: queueing, streams, stop conditions, statistics, capacity, and what it leaves behind."""
+
+import copy
+import gc
+
+import pytest
+import torch
+
+from specdec import SamplingParams, SpecDecError
+from specdec.kvcache.errors import CapacityError
+from specdec.scheduler import slots_needed
+
+NEW = 16
+
+
+@pytest.fixture
+def perfect(greedy_oracle, scripted):
+    """perfect(model, prompts, n): a drafter whose drafts are all right for n tokens behind each prompt."""
+
+    def make(model, prompts, n):
+        whole = [[*p, *greedy_oracle(model, p, n + 8)] for p in prompts]
+
+        def script(known, steps):
+            truth = next(w for w in whole if w[: len(known)] == known)
+            return truth[len(known) : len(known) + steps], None
+
+        return scripted(script)
+
+    return make
+
+
+def assert_empty(engine):
+    engine.table.check()
+    assert engine.scheduler.idle
+    allocator = engine.table.allocator
+    assert allocator.full.held_pages == 0 and (allocator.swa is None or allocator.swa.held_pages == 0)
+
+
+# generate
+
+
+def test_results_come_in_the_order_of_the_prompts(make_target, make_engine, greedy_oracle, random_prompt):
+    model = make_target("llama")
+    prompts = [random_prompt(n) for n in (30, 2, 17, 4, 9)]
+    params = [SamplingParams(max_new_tokens=n) for n in (3, 12, 1, 7, 2)]  # they finish in another order
+    engine = make_engine(model, "ngram", max_batch_size=2)
+    outputs = engine.generate(prompts, params)
+    assert [out.prompt_token_ids for out in outputs] == prompts
+    assert [out.token_ids for out in outputs] == [greedy_oracle(model, p, n) for p, n in zip(prompts, (3, 12, 1, 7, 2), strict=True)]
+    assert engine.generate([]) == []
+
+
+def test_kinds_of_prompts(make_target, make_engine, greedy_oracle, pair_tokenizer):
+    model = make_target("llama")
+    engine = make_engine(model, tokenizer=pair_tokenizer)
+    params, ids = SamplingParams(max_new_tokens=4), [1, 0, 35, 17, 94]
+    want = greedy_oracle(model, ids, 4)
+    for prompt in ("b_a0d5b7j4".replace("b_", "a1"), ids, tuple(ids), torch.tensor(ids)):
+        [out] = engine.generate(prompt, params)
+        assert out.token_ids == want and out.prompt_token_ids == ids
+    for prompts in ([ids, "a1a0d5b7j4"], torch.tensor([ids, ids]), [torch.tensor(ids), tuple(ids)]):
+        assert [out.token_ids for out in engine.generate(prompts, params)] == [want, want]
+    assert out.text == ""  or out.text == pair_tokenizer.decode(want)
+
+
+@pytest.mark.parametrize("stage", ["propose", "target"])
+def test_an_exception_aborts_what_it_hit_and_no_more(
+    stage, make_target, make_engine, greedy_oracle, random_prompt, monkeypatch
+):
+    model, prompts = make_target("gemma4-e2b"), [random_prompt(n) for n in (5, 20, 30)]
+    engine = make_engine(model, "ngram", max_batch_size=2)
+    stream = engine.stream(prompts[0], SamplingParams(max_new_tokens=NEW))
+    got = list(next(stream).token_ids)
+    owner, name = (engine.drafter, "propose") if stage == "propose" else (engine.target, "logits")
+    with monkeypatch.context() as broken:
+        broken.setattr(owner, name, lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.generate(prompts[1:], SamplingParams(max_new_tokens=NEW))
+    assert len(engine.scheduler.running) == 1  # the stream
+    engine.table.check()
+    [out] = engine.generate(prompts[1], SamplingParams(max_new_tokens=NEW))
+    assert out.token_ids == greedy_oracle(model, prompts[1], NEW)
+    got += [token for delta in stream for token in delta.token_ids]
+    assert got == greedy_oracle(model, prompts[0], NEW)
+    assert_empty(engine)
+
+
+def test_one_new_token_needs_no_round(make_target, make_engine, greedy_oracle, random_prompt):
+    model, prompt = make_target("gemma4-e2b"), random_prompt(20)
+    [out] = make_engine(model, "ngram").generate(prompt, SamplingParams(max_new_tokens=1))
+    assert out.token_ids == greedy_oracle(model, prompt, 1)
+    assert (out.stats.rounds, out.stats.acceptance_length, out.finish_reason) == (0, 0.0, "length")
+    assert out.drafted == [False]
+
+
+# streams
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram", "perfect"])
+@pytest.mark.parametrize("stop", [False, True])
+def test_deltas_add_up_to_the_output(
+    drafter, stop, make_target, make_engine, greedy_oracle, random_prompt, pair_tokenizer, perfect
+):
+    model, prompt = make_target("gemma4-e2b"), random_prompt(9)
+    text = pair_tokenizer.decode(greedy_oracle(model, prompt, NEW))
+    params = SamplingParams(max_new_tokens=NEW, stop=[text[17:21], "zz"] if stop else ())
+    if drafter == "perfect":
+        drafter = perfect(model, [prompt], NEW)
+    engine = make_engine(model, drafter, tokenizer=pair_tokenizer)
+    deltas = list(engine.stream(prompt, params))
+    out = deltas[-1].output
+    assert all(delta.output is None and delta.token_ids for delta in deltas[:-1])
+    assert "".join(delta.text for delta in deltas) == out.text == (text[: text.find(text[17:21])] if stop else text)
+    assert [token for delta in deltas for token in delta.token_ids] == out.token_ids
+    assert [flag for delta in deltas for flag in delta.drafted] == out.drafted
+    assert out.finish_reason == ("stop" if stop else "length")
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("end", range(2, 13))
+def test_no_piece_of_a_stop_string_is_streamed(end, make_target, make_engine, greedy_oracle, random_prompt, pair_tokenizer):
+    """The output begins with the stop string, so nothing may ever be handed out."""
+    model, prompt = make_target("gemma4-e2b"), random_prompt(9)
+    text = pair_tokenizer.decode(greedy_oracle(model, prompt, NEW))
+    engine = make_engine(model, tokenizer=pair_tokenizer)
+    deltas = list(engine.stream(prompt, SamplingParams(max_new_tokens=NEW, stop=text[:end])))
+    assert deltas[-1].output.text == "" and deltas[-1].finish_reason == "stop"
+    assert [delta.text for delta in deltas] == [""] * len(deltas)
+
+
+def test_text_of_split_characters(make_target, make_engine, random_prompt, byte_tokenizer, greedy_oracle):
+    """Random bytes: most are broken characters. What is streamed is what the whole decodes to."""
+    model = make_target("llama", vocab_size=257)
+    engine = make_engine(model, "ngram", tokenizer=byte_tokenizer)
+    for seed in range(5):
+        prompt = random_prompt(6, seed=seed, vocab=256)
+        deltas = list(engine.stream(prompt, SamplingParams(max_new_tokens=30, temperature=1.5, seed=seed, ignore_eos=True)))
+        out = deltas[-1].output
+        assert out.text == byte_tokenizer.decode(out.token_ids, skip_special_tokens=True)
+        assert "".join(delta.text for delta in deltas) == out.text
+
+
+def test_characters_of_several_tokens_come_whole(make_target, make_engine, byte_tokenizer, scripted):
+    """The target is replaced by a script that writes three- and four-byte characters."""
+    text = "Grüße, 世界 🎉!"
+    ids = byte_tokenizer(text)["input_ids"]
+    model = make_target("llama", vocab_size=257)
+    engine = make_engine(model, tokenizer=byte_tokenizer)
+
+    def logits(hidden):
+        out = torch.full((*hidden.shape[:-1], 257), -1.0)
+        request = engine.scheduler.running[0]
+        out[..., ids[request.num_output]] = 1.0
+        return out
+
+    engine.target.logits = logits
+    deltas = list(engine.stream([1, 2, 3], SamplingParams(max_new_tokens=len(ids))))
+    assert "".join(delta.text for delta in deltas) == text == deltas[-1].output.text
+    assert all("\ufffd" not in delta.text for delta in deltas)
+    assert {"ü", "世", "🎉"} <= {delta.text for delta in deltas}
+
+
+@pytest.mark.parametrize("how", ["close", "drop", "unstarted", "unstarted-close"])
+def test_an_abandoned_stream_frees_all_slots(how, make_target, make_engine, random_prompt):
+    engine = make_engine(make_target("gemma4-e2b"), "ngram")
+    stream = engine.stream(random_prompt(20), SamplingParams(max_new_tokens=NEW))
+    if not how.startswith("unstarted"):
+        next(stream)
+        next(stream)
+        assert engine.table.allocator.full.held_pages > 20
+    if how.endswith("close"):
+        stream.close()
+    del stream
+    gc.collect()
+    assert_empty(engine)
+
+
+def test_streams_and_generate_share_rounds(make_target, make_engine, greedy_oracle, random_prompt):
+    model = make_target("gemma4-e2b")
+    prompts = [random_prompt(n) for n in (3, 21, 40)]
+    engine = make_engine(model, "ngram")
+    streams = [engine.stream(p, SamplingParams(max_new_tokens=NEW)) for p in prompts[:2]]
+    got = [list(next(s).token_ids) for s in streams]
+    [out] = engine.generate(prompts[2], SamplingParams(max_new_tokens=NEW))
+    assert out.token_ids == greedy_oracle(model, prompts[2], NEW)
+    for tokens, stream in zip(got, streams, strict=True):
+        tokens += [token for delta in stream for token in delta.token_ids]
+    assert got == [greedy_oracle(model, p, NEW) for p in prompts[:2]]
+    assert_empty(engine)
+
+
+# stop conditions
+
+
+@pytest.mark.parametrize("drafter", [None, "perfect"])
+@pytest.mark.parametrize(("start", "end"), [(0, 2), (4, 6), (5, 6), (5, 8), (1, 12), (12, 17), (31, 32)])
+def test_stop_strings_across_token_borders(
+    start, end, drafter, make_target, make_engine, greedy_oracle, random_prompt, pair_tokenizer, perfect
+):
+    model, prompt = make_target("gemma4-e2b"), random_prompt(9)
+    ids = greedy_oracle(model, prompt, NEW)
+    text = pair_tokenizer.decode(ids)
+    stop = text[start:end]
+    at = text.find(stop)
+    engine = make_engine(model, perfect(model, [prompt], NEW) if drafter else None, tokenizer=pair_tokenizer)
+    [out] = engine.generate(prompt, SamplingParams(max_new_tokens=NEW, stop=stop))
+    assert out.text == text[:at]
+    assert out.token_ids == ids[: (at + len(stop) + 1) // 2]  # up to the token that completes it
+    assert out.finish_reason == "stop"
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("drafter", [None, "perfect"])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("at", range(10))
+def test_end_tokens_cut_an_accepted_path(
+    at, page_size, drafter, make_target, make_engine, greedy_oracle, random_prompt, perfect
+):
+    """Wherever in the path it stands: the prefill's token, a draft, the bonus; then the engine goes on as ever."""
+    model, prompt = make_target("gemma4-e2b"), random_prompt(9)
+    ids = greedy_oracle(model, prompt, NEW)
+    other = random_prompt(20)
+    engine = make_engine(
+        model, perfect(model, [prompt, other], NEW) if drafter else None, page_size=page_size, max_batch_size=2
+    )
+    first = ids.index(ids[at])
+    params = SamplingParams(max_new_tokens=NEW, stop_token_ids=[ids[at]])
+    long, out = engine.generate([other, prompt], [SamplingParams(max_new_tokens=NEW), params])
+    assert out.token_ids == ids[: first + 1] and out.finish_reason == "stop"
+    assert len(out.drafted) == first + 1
+    assert long.token_ids == greedy_oracle(model, other, NEW)
+    assert_empty(engine)
+    assert engine.generate(prompt, SamplingParams(max_new_tokens=NEW))[0].token_ids == ids
+
+
+@pytest.mark.parametrize("source", ["generation_config", "list", "config", "tokenizer"])
+def test_end_tokens_come_from_the_model(
+    source, make_target, make_engine, greedy_oracle, random_prompt, pair_tokenizer
+):
+    model, prompt = make_target("llama", fresh=True), random_prompt(9)
+    ids = greedy_oracle(model, prompt, NEW)
+    end, tokenizer = ids[5], None
+    if source == "generation_config":
+        model.generation_config.eos_token_id = end
+    elif source == "list":
+        model.generation_config.eos_token_id = [end, ids[9]]
+    elif source == "config":
+        model.config.eos_token_id = end
+    else:
+        tokenizer = copy.deepcopy(pair_tokenizer)
+        tokenizer.add_special_tokens({"eos_token": tokenizer.convert_ids_to_tokens(end)})
+    engine = make_engine(model, "ngram", tokenizer=tokenizer)
+    cut, whole = engine.generate(
+        [prompt, prompt],
+        [SamplingParams(max_new_tokens=NEW), SamplingParams(max_new_tokens=NEW, ignore_eos=True)],
+    )
+    assert cut.token_ids == ids[: ids.index(end) + 1] and cut.finish_reason == "stop"
+    assert whole.token_ids == ids and whole.finish_reason == "length"
+    if tokenizer is not None:
+        assert cut.text == pair_tokenizer.decode(cut.token_ids[:-1])  # special tokens are no text
+
+
+def test_stop_token_ids_work_with_ignore_eos(make_target, make_engine, greedy_oracle, random_prompt):
+    model, prompt = make_target("llama"), random_prompt(9)
+    ids = greedy_oracle(model, prompt, NEW)
+    params = SamplingParams(max_new_tokens=NEW, ignore_eos=True, stop_token_ids=(ids[3],))
+    assert make_engine(model).generate(prompt, params)[0].token_ids == ids[: ids.index(ids[3]) + 1]
+
+
+# figures
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("asked", [0, 1, 5, 200])
+def test_logprobs_are_those_of_transformers(
+    asked, temperature, make_target, make_engine, random_prompt, hf_forward, scripted, tree_script, greedy_oracle
+):
+    """Of the unmodified logits, whatever the temperature; neighbours that ask for none get none."""
+    model, prompt = make_target("gemma4-e2b"), random_prompt(9)
+    trees = scripted(tree_script([prompt + greedy_oracle(model, prompt, NEW)]))
+    engine = make_engine(model, trees, num_steps=6, page_size=4)
+    params = SamplingParams(max_new_tokens=NEW, temperature=temperature, top_k=20, seed=1, logprobs=asked)
+    out, silent = engine.generate([prompt, random_prompt(20)], [params, SamplingParams(max_new_tokens=9)])
+    assert silent.logprobs is None
+    assert [item.token_id for item in out.logprobs] == out.token_ids
+    log_p = hf_forward(model, prompt + out.token_ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    for item, row in zip(out.logprobs, log_p, strict=True):
+        assert item.logprob == pytest.approx(float(row[item.token_id]), abs=1e-4)
+        best = row.topk(min(asked, 96))
+        assert list(item.top) == best.indices.tolist()
+        assert list(item.top.values()) == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_statistics_add_up(make_target, make_engine, greedy_oracle, random_prompt, scripted, tree_script):
+    model = make_target("gemma4-e2b")
+    prompts = [random_prompt(n) for n in (3, 21, 40, 8)]
+    trees = scripted(tree_script([p + greedy_oracle(model, p, NEW) for p in prompts]))
+    engine = make_engine(model, trees, num_steps=6, max_batch_size=3)
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=NEW))
+    for out, prompt in zip(outputs, prompts, strict=True):
+        stats = out.stats
+        assert stats.prompt_tokens == len(prompt) and stats.output_tokens == len(out.token_ids) == NEW
+        assert stats.round_tokens == NEW - 1  # the first comes from the prefill
+        assert stats.acceptance_length == stats.round_tokens / stats.rounds
+        assert sum(stats.accepted_counts) == stats.round_tokens - stats.rounds
+        assert sorted(stats.accepted_counts, reverse=True) == stats.accepted_counts
+        assert min(stats.prefill_seconds, stats.draft_seconds, stats.verify_seconds, stats.other_seconds) > 0
+    total = engine.stats()
+    for name in ("rounds", "round_tokens", "output_tokens", "prompt_tokens", "verify_seconds"):
+        assert getattr(total, name) == pytest.approx(sum(getattr(out.stats, name) for out in outputs))
+    counts = [sum(column) for column in zip(*(out.stats.accepted_counts for out in outputs), strict=True)]
+    assert total.accepted_counts == counts
+    total.rounds = 0
+    assert engine.stats().rounds > 0  # a copy
+
+
+@pytest.mark.parametrize("new", range(2, 12))
+def test_drafted_flags_are_the_accepted_drafts(new, make_target, make_engine, random_prompt, perfect):
+    """Also when the last path is cut by an end token or by max_new_tokens while a neighbour drafts on."""
+    model, prompts = make_target("gemma4-e2b"), [random_prompt(9), random_prompt(20)]
+    engine = make_engine(model, perfect(model, prompts, 32))
+    params = [SamplingParams(max_new_tokens=new), SamplingParams(max_new_tokens=24)]
+    for out in engine.generate(prompts, params):
+        assert sum(out.stats.accepted_counts) == sum(out.drafted)
+
+
+# capacity
+
+
+def test_preempted_samples_are_the_same(make_target, make_engine, random_prompt, pair_tokenizer):
+    model = make_target("gemma4-e2b")
+    prompts = [random_prompt(n) for n in (11, 25, 40)]
+    params = [
+        SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=s, repetition_penalty=1.2, logprobs=1) for s in range(3)
+    ]
+    roomy = make_engine(model, "ngram", tokenizer=pair_tokenizer)
+    want = [(out.token_ids, out.text) for out in roomy.generate(prompts, params)]
+    full, swa = slots_needed(roomy.table, 4, 40, NEW)
+    engine = make_engine(model, "ngram", tokenizer=pair_tokenizer, full_slots=full, swa_slots=2 * swa)
+    outputs = engine.generate(prompts, params)
+    assert [(out.token_ids, out.text) for out in outputs] == want
+    assert engine.stats().preemptions > 0
+    for out in outputs:
+        assert [item.token_id for item in out.logprobs] == out.token_ids
+        assert out.stats.output_tokens == NEW
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_long_text_holds_a_window_of_swa_slots(
+    page_size, make_target, make_engine, random_prompt, hf_forward, monkeypatch
+):
+    """2,000 tokens in an SWA pool that is more than 95 % used, checked against one HF forward over the whole text."""
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    model, prompt = make_target("gemma4-31b", **layers), random_prompt(30)
+    sizes = {"page_size": page_size, "max_model_len": 2200}
+    full, swa = slots_needed(make_engine(model, "ngram", **sizes).table, 4, len(prompt), 2000)
+    assert swa < 8 + 4 + 5 * page_size
+    engine = make_engine(model, "ngram", **sizes, full_slots=full, swa_slots=swa)
+    allocator, held, forward = engine.table.allocator, [], engine.target.forward
+
+    def counting(*args):
+        held.append(allocator.swa.held_pages)
+        if len(held) % 100 == 0:
+            engine.table.check()
+        return forward(*args)
+
+    monkeypatch.setattr(engine.target, "forward", counting)
+    [output] = engine.generate(prompt, SamplingParams(max_new_tokens=2000))
+    assert len(output.token_ids) == 2000 and output.stats.preemptions == 0
+    assert max(held) > 0.95 * allocator.swa.capacity
+    assert sum(count > 0.95 * allocator.swa.capacity for count in held) > len(held) / 8
+    assert min(held[5:]) >= 8 // page_size
+    logits = hf_forward(model, prompt + output.token_ids[:-1]).logits[0, len(prompt) - 1 :]
+    top = logits.topk(2).values
+    clear = top[:, 0] - top[:, 1] > 1e-4
+    assert clear.sum() > 1990
+    assert torch.equal(logits.argmax(-1)[clear], torch.tensor(output.token_ids)[clear])
+    assert len(set(output.token_ids)) > 20
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize(
+    ("config", "prompt_len", "new", "numbers"),
+    [
+        ({"max_model_len": 50}, 40, 20, ["40", "60", "50", "10 new tokens"]),
+        ({"max_model_len": 50}, 60, 1, ["60", "61", "50", "0 new tokens"]),
+        ({"full_slots": 40}, 30, 20, ["30", "52 full", "40", "full_slots"]),
+        ({"swa_slots": 12}, 30, 20, ["30", "14 swa", "12", "swa_slots"]),
+        ({"full_slots": 40, "page_size": 16}, 30, 20, ["64 full", "32", "page size 16"]),
+    ],
+    ids=["length", "prompt", "full", "swa", "pages"],
+)
+def test_what_can_never_fit_is_refused_with_the_numbers(
+    config, prompt_len, new, numbers, make_target, make_engine, greedy_oracle, random_prompt
+):
+    model = make_target("gemma4-e2b")
+    engine = make_engine(model, "ngram", **config)
+    prompts = [random_prompt(6), random_prompt(prompt_len)]
+    for ask in (
+        lambda: engine.generate(prompts, [SamplingParams(max_new_tokens=2), SamplingParams(max_new_tokens=new)]),
+        lambda: engine.stream(prompts[1], SamplingParams(max_new_tokens=new)),
+    ):
+        with pytest.raises(CapacityError) as error:
+            ask()
+        assert all(number in str(error.value) for number in numbers), str(error.value)
+        assert_empty(engine)
+    assert engine.stats().output_tokens == 0  # not even the one that fits
+    [out] = engine.generate(prompts[0], SamplingParams(max_new_tokens=4))
+    assert out.token_ids == greedy_oracle(model, prompts[0], 4)
+
+
+def test_the_longest_that_fits_is_served(make_target, make_engine, greedy_oracle, random_prompt):
+    model, prompt = make_target("gemma4-e2b"), random_prompt(40)
+    engine = make_engine(model, "ngram", max_model_len=50)
+    assert engine.generate(prompt, SamplingParams(max_new_tokens=10))[0].token_ids == greedy_oracle(model, prompt, 10)
+
+
+# what it leaves behind
+
+
+@pytest.mark.parametrize("name", ["gemma4-e2b", "gemma4-multimodal", "gpt_oss", "llama"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_the_model_is_as_it_was(name, implementation, make_target, make_assistant, make_engine, random_prompt):
+    if (name, implementation) == ("gpt_oss", "sdpa"):
+        pytest.skip("transformers has no sdpa attention with sinks")
+    model = make_target(name, fresh=True)
+    model.set_attn_implementation(implementation)
+    prompt = torch.tensor([random_prompt(20)])
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    before = model.generate(prompt, **settings)
+    weights = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    configs = [model.config._attn_implementation, model.config.get_text_config()._attn_implementation]
+
+    drafter = make_assistant(model) if name == "gemma4-e2b" else "ngram"
+    with make_engine(model, drafter) as engine:
+        out = engine.generate(prompt[0].tolist(), SamplingParams(max_new_tokens=8))[0]
+        between = model.generate(prompt, **settings)
+        stream = engine.stream(prompt[0].tolist(), SamplingParams(max_new_tokens=8))
+        next(stream)
+        assert torch.equal(model.generate(prompt, **settings), before)
+    assert torch.equal(between, before) and torch.equal(model.generate(prompt, **settings), before)
+    assert out.token_ids == before[0, 20:].tolist()
+    assert [model.config._attn_implementation, model.config.get_text_config()._attn_implementation] == configs
+    assert not model.training
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[key]), key
+
+
+def test_a_failing_forward_restores_the_attention(make_target, make_engine, random_prompt, monkeypatch):
+    model = make_target("llama", fresh=True)
+    engine = make_engine(model)
+    before = model.config._attn_implementation
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(random_prompt(5), SamplingParams(max_new_tokens=4))
+    handle.remove()
+    assert model.config._attn_implementation == before
+    assert_empty(engine)
+
+
+def test_two_engines_share_a_model(make_target, make_assistant, make_engine, greedy_oracle, random_prompt):
+    model, prompts = make_target("gemma4-e2b"), [random_prompt(20), random_prompt(7)]
+    engines = [make_engine(model, make_assistant(model)), make_engine(model, "ngram", page_size=4)]
+    streams = [e.stream(p, SamplingParams(max_new_tokens=NEW)) for e, p in zip(engines, prompts, strict=True)]
+    got = [[], []]
+    for _ in range(NEW):
+        for tokens, stream in zip(got, streams, strict=True):
+            tokens += [token for delta in (next(stream, None),) if delta for token in delta.token_ids]
+    assert got == [greedy_oracle(model, p, NEW) for p in prompts]
+
+
+def test_a_closed_engine_says_so(make_target, make_engine, random_prompt):
+    engine = make_engine(make_target("llama"), "ngram")
+    stream = engine.stream(random_prompt(9), SamplingParams(max_new_tokens=NEW))
+    next(stream)
+    engine.close()
+    engine.close()
+    last = list(stream)[-1]
+    assert last.finish_reason == "abort" and last.output.finish_reason == "abort"
+    for ask in (engine.generate, engine.stream):
+        with pytest.raises(SpecDecError, match="closed"):
+            ask([1, 2, 3])
+    assert engine.stats().rounds == 0
