@@ -63,16 +63,25 @@ class DraftBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What the target made of the last forward (a verify, or a prefill chunk).
+    """What the target made of the last forward (a verify, or a prefill chunk), once it is committed.
 
-    row_index: [B] rows, on the device. hidden: [B, N, H] target states after the final norm, by node.
-    path: [B, D] accepted nodes in order, root first; length: [B] how many of them count.
+    rows: [B] rows of the request table, on the host; row_index: the same on the device; start: [B] S before the commit.
+    tokens: [B, N] what was fed; hidden: [B, N, H] target states after the final norm; taps: [B, N, T * H] the states that
+    the drafter asked for, concatenated, or None.
+    path: [B, D] accepted nodes in order, root first; length: [B] how many of them count, now committed at start, ...
+    next_token: [B] the token behind the last of them: the new bonus, or the next one of the prompt.
     """
 
+    table: RequestTable
+    rows: IntArray
     row_index: torch.Tensor
+    start: torch.Tensor
+    tokens: torch.Tensor
     hidden: torch.Tensor
+    taps: torch.Tensor | None
     path: torch.Tensor
     length: torch.Tensor
+    next_token: torch.Tensor
 
     def last_hidden(self) -> torch.Tensor:
         """[B, H]: the state at the last committed token, the one that predicted the new bonus."""
@@ -81,10 +90,15 @@ class Observation:
 
 
 class Drafter(Protocol):
-    """One way of guessing. `view` is the KV it may read just now (None: none)."""
+    """One way of guessing.
+
+    `view`: the KV it may read just now (None: none). `taps`: target states it wants to see besides the final one, each
+    named by the layer it enters (`num_layers`: what leaves the last layer, before the final norm).
+    """
 
     name: str
     view: KVView | None
+    taps: tuple[int, ...]
 
     def start(self, max_requests: int) -> None:
         """Make room for the state of that many rows; called once, before the first request."""

@@ -15,13 +15,13 @@ from specdec.draft_models.base import DraftBatch, Drafter, Observation, TargetIn
 def check_drafter(drafter: Drafter, batch: DraftBatch, target: TargetInfo) -> DraftTree:
     """Assert the rules of the protocol for one batch; returns the tree that was proposed.
 
-    1. A tree of at most 1 + num_steps nodes a request: parents first, distinct siblings, `batch.root` on top, known tokens.
+    1. A tree of at most 1 + num_steps nodes a request: parents first, distinct siblings, `batch.root` on top.
     2. The same batch gives the same tree.
     3. Proposing reads: the batch, the request table and every K/V row keep their values, no slot is taken or freed.
     4. Afterwards the cache is not frozen and the drafter holds the view that it held before.
-    5. `observe` takes any accepted path, also one shorter than the tree, and changes no K/V of the target.
+    5. `observe` takes paths of any length, a rejected node behind them, and changes no K/V of the target.
 
-    The drafter's own state is that of the last of these observations (hidden states of zeros) afterwards.
+    The observations name the newest committed tokens, with target states of zeros; so does the drafter afterwards.
     """
     before, view = _state(batch), drafter.view
     tree = drafter.propose(batch)
@@ -34,12 +34,9 @@ def check_drafter(drafter: Drafter, batch: DraftBatch, target: TargetInfo) -> Dr
     batch.table.check()
     _check_same(drafter, before, _state(batch))
 
-    size = (*tree.tokens.shape, target.hidden_size)
-    nodes = torch.arange(tree.num_nodes, device=target.device).expand(tree.tokens.shape)
-    for length in (1, tree.num_nodes):
-        hidden = torch.zeros(size, dtype=target.dtype, device=target.device)
-        path, lengths = nodes.masked_fill(nodes >= length, 0), torch.full_like(batch.root, length)
-        drafter.observe(Observation(row_index=batch.row_index, hidden=hidden, path=path, length=lengths))
+    committed = batch.table.committed_len[batch.rows]
+    for length in {1, min(tree.num_nodes, int(committed.min()))}:
+        drafter.observe(_newest(batch, drafter, target, length, torch.from_numpy(committed).to(target.device)))
     _check_same(drafter, before, _state(batch))
     return tree
 
@@ -53,6 +50,27 @@ def _check_tree(tree: DraftTree, batch: DraftBatch, vocab_size: int) -> None:
     tree.check()
     assert torch.equal(tree.tokens[:, 0], batch.root), "node 0 is not the root of the batch"
     assert int(tree.tokens.min()) >= 0 and int(tree.tokens.max()) < vocab_size, "a token outside the vocabulary"
+
+
+def _newest(
+    batch: DraftBatch, drafter: Drafter, target: TargetInfo, length: int, committed: torch.Tensor
+) -> Observation:
+    """As if the newest `length` committed tokens of each request had just been accepted, and one more node rejected."""
+    nodes = torch.arange(length + 1, device=target.device)
+    start = committed - length
+    zeros = torch.zeros((len(batch.rows), length + 1, target.hidden_size), dtype=target.dtype, device=target.device)
+    return Observation(
+        table=batch.table,
+        rows=batch.rows,
+        row_index=batch.row_index,
+        start=start,
+        tokens=batch.history.gather(1, start[:, None] + nodes),
+        hidden=zeros,
+        taps=zeros.repeat(1, 1, len(drafter.taps)) if drafter.taps else None,
+        path=nodes.masked_fill(nodes >= length, 0).repeat(len(batch.rows), 1),
+        length=torch.full_like(batch.root, length),
+        next_token=batch.root,
+    )
 
 
 def _state(batch: DraftBatch) -> dict[str, torch.Tensor]:

@@ -41,6 +41,7 @@ class Gemma4MTPDrafter:
     """
 
     name = "gemma4_mtp"
+    taps: tuple[int, ...] = ()
 
     def __init__(self, assistant: nn.Module, target: TargetInfo) -> None:
         self.view: KVView | None = None

@@ -16,6 +16,7 @@ class NgramDrafter:
     """Proposes a chain by lookup, for all requests at once and without a host synchronisation."""
 
     name = "ngram"
+    taps: tuple[int, ...] = ()
 
     def __init__(self, max_ngram: int = 3) -> None:
         self.view: KVView | None = None
@@ -31,11 +32,12 @@ class NgramDrafter:
         tokens, length = batch.history, batch.history_len
         after = length - 1  # [B] where the continuation of the match starts; the root repeats when nothing matches
         found = torch.zeros_like(length, dtype=torch.bool)
+        columns = torch.arange(tokens.shape[1], device=tokens.device)
         for size in range(min(self.max_ngram, tokens.shape[1] - 1), 0, -1):
             windows = tokens.unfold(1, size, 1)  # [B, L - size + 1, size]
-            starts = torch.arange(windows.shape[1], device=tokens.device)
+            starts = columns[: windows.shape[1]]
             suffix_start = (length - size).clamp(min=0)
-            suffix = tokens.gather(1, suffix_start[:, None] + starts[:size])  # [B, size]
+            suffix = tokens.gather(1, suffix_start[:, None] + columns[:size])  # [B, size]
             earlier = starts < (length - size)[:, None]  # a proper occurrence, with a token behind it
             match = (windows == suffix[:, None]).all(-1) & earlier
             latest = torch.where(match, starts, -1).amax(-1)

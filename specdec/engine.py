@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 from transformers import PreTrainedModel
@@ -113,18 +114,19 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        progress: bool = False,
+        progress: bool | None = None,
     ) -> list[GenerationOutput]:
         """Continue every prompt (text or token ids); results in the order of the prompts.
 
         `params`: one for all, or one each. More prompts than `max_batch_size` queue. Every prompt is checked before
         any runs: ConfigError (empty, ids outside the vocabulary), CapacityError (can never fit).
+        `progress`: a bar on standard error; None shows it on a terminal when there is more than one prompt.
         """
         requests = self._make_requests(prompts, params)
         try:
             for request in requests:
                 self.scheduler.submit(request)
-            with _progress_bar(len(requests), enabled=progress) as advance:
+            with _progress_bar(len(requests), enabled=len(requests) > 1 if progress is None else progress) as advance:
                 finished = 0
                 while finished < len(requests):
                     self._step()
@@ -314,11 +316,18 @@ def _require_same(name: str, wanted: object, actual: object) -> None:
 
 
 class _progress_bar:
-    """A bar on standard error that counts finished requests; nothing when disabled."""
+    """A bar on standard error that counts finished requests; nothing when disabled or off a terminal."""
 
     def __init__(self, total: int, *, enabled: bool) -> None:
+        console = Console(stderr=True)
         self._bar = Progress(
-            TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), disable=not enabled
+            TextColumn("generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not (enabled and console.is_terminal),
         )
         self._task = self._bar.add_task("generate", total=total)
 

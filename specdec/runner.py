@@ -31,6 +31,7 @@ class Runner:
         self.drafter = drafter
         self.table = table
         self.num_nodes = num_nodes
+        self.taps = drafter.taps if drafter is not None else ()
         self.view = target_view(table.allocator)
         self.history = MirroredArray(table.slots.host.shape, table.allocator.device)  # token ids by row and position
         self.clock = StageClock(table.allocator.device)
@@ -53,22 +54,22 @@ class Runner:
         tokens = np.zeros((len(rows), width), dtype=np.int64)
         for i, row in enumerate(rows):
             tokens[i, : chunk_len[i]] = self.history.host[row, done[i] : done[i] + chunk_len[i]]
-        hidden = self.target.forward(self._upload(tokens), plan, self.view)  # [B, N, H]
-        length = self._upload(chunk_len)
-        path = torch.arange(width, device=hidden.device).expand(len(rows), width)
-        seen = Observation(row_index=row_index, hidden=hidden, path=path, length=length)
-        if self.drafter is not None:
-            self.drafter.observe(seen)
+        fed = self._upload(tokens)
+        hidden, taps = self.target.forward(fed, plan, self.view, self.taps)
         self.table.commit(rows, chunk_len)
         self.table.evict(rows)
 
-        through = [i for i, r in enumerate(requests) if self.table.committed_len[r.row] == r.prefill_target]
-        first = [i for i in through if requests[i].num_output == 0]
+        through = [r for r in requests if self.table.committed_len[r.row] == r.prefill_target]
+        first = [i for i, r in enumerate(requests) if r in through and r.num_output == 0]
         if first:
-            self._draw_first([requests[i] for i in first], seen.last_hidden()[self._upload(np.array(first))])
-        for i in through:
-            if requests[i].state is RequestState.PREFILL:
-                requests[i].state = RequestState.DECODE
+            last = hidden[self._upload(np.array(first)), self._upload(chunk_len[first] - 1)]
+            self._draw_first([requests[i] for i in first], last)
+        for request in through:
+            if request.state is RequestState.PREFILL:
+                request.state = RequestState.DECODE
+        if self.drafter is not None:
+            path = torch.arange(width, device=hidden.device).expand(len(rows), width)
+            self._tell_drafter(rows, done, fed, hidden, taps, path, chunk_len)
         seconds = self.clock.stop()["prefill"] / len(requests)
         for request in requests:
             request.stats.prefill_seconds += seconds
@@ -106,7 +107,7 @@ class Runner:
 
         self.clock.mark("verify")
         plan = plan_verify(self.table, rows, tree)
-        hidden = self.target.forward(tree.tokens, plan, self.view)  # [B, N, H]
+        hidden, taps = self.target.forward(tree.tokens, plan, self.view, self.taps)  # [B, N, H]
         logits = self.target.logits(hidden)  # [B, N, V]
 
         self.clock.mark("other")
@@ -114,10 +115,6 @@ class Runner:
         if sampling.any_penalty:
             scores = sampling.penalised(logits, seen_tokens(history, history_len, logits.shape[-1], tree))
         accepted = accept(tree, sampling.sample(scores, plan.positions + 1))
-        if self.drafter is not None:
-            self.drafter.observe(
-                Observation(row_index=row_index, hidden=hidden, path=accepted.path, length=accepted.length)
-            )
         # the round's only device-to-host copy
         packed = torch.cat([accepted.length[:, None], accepted.path, accepted.tokens], dim=1).cpu().numpy()
         logprobs = self._logprobs(requests, logits, accepted.path, accepted.tokens)
@@ -132,11 +129,40 @@ class Runner:
             self.history[request.row, committed[i] + 1 : committed[i] + 1 + taken[i]] = tokens[i, : taken[i]]
         self.table.commit(rows, taken, path)
         self.table.evict(rows)
+        if self.drafter is not None:
+            self._tell_drafter(rows, committed, tree.tokens, hidden, taps, accepted.path, taken)
         seconds = self.clock.stop()
         for request in requests:
             request.stats.draft_seconds += seconds["draft"] / len(requests)
             request.stats.verify_seconds += seconds["verify"] / len(requests)
             request.stats.other_seconds += seconds["other"] / len(requests)
+
+    def _tell_drafter(
+        self,
+        rows: IntArray,
+        start: IntArray,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        taps: torch.Tensor | None,
+        path: torch.Tensor,
+        length: IntArray,
+    ) -> None:
+        """After a commit of `length` [B] tokens: what the target saw there, and which token comes next."""
+        assert self.drafter is not None
+        self.drafter.observe(
+            Observation(
+                table=self.table,
+                rows=rows,
+                row_index=self._upload(rows),
+                start=self._upload(start),
+                tokens=tokens,
+                hidden=hidden,
+                taps=taps,
+                path=path,
+                length=self._upload(length),
+                next_token=self._upload(self.history.host[rows, start + length]),
+            )
+        )
 
     def _draw_first(self, requests: Sequence[Request], hidden: torch.Tensor) -> None:
         """The token behind the prompt, from the state at its last token: hidden [B, H]."""

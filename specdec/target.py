@@ -5,7 +5,8 @@ them under a plan. It does not know drafters, sampling or requests. Invariant: o
 exactly as it was handed in.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +31,10 @@ UNSUPPORTED_ATTRIBUTES = {
 
 
 class TargetOutput(NamedTuple):
-    """Of one forward: logits and hidden (after the final norm) of the rows asked for, and of all rows."""
+    """Of one forward: states after the final norm [B, N, H], and the tapped states side by side [B, N, T * H]."""
 
-    logits: torch.Tensor
     hidden: torch.Tensor
+    taps: torch.Tensor | None
 
 
 class TargetModel:
@@ -85,10 +86,16 @@ class TargetModel:
         weight: torch.Tensor = self.embed.weight  # type: ignore[assignment]
         return weight.dtype
 
-    def forward(self, tokens: torch.Tensor, plan: KVPlan, view: KVView) -> torch.Tensor:
-        """Run tokens [B, N] under `plan`, write their K/V, return hidden states after the final norm [B, N, H]."""
+    def forward(self, tokens: torch.Tensor, plan: KVPlan, view: KVView, taps: Sequence[int] = ()) -> TargetOutput:
+        """Run tokens [B, N] under `plan` and write their K/V.
+
+        `taps`: hidden states to report as well, each the state that enters that layer (num_layers: leaves the last).
+        """
         context = ForwardContext.of(plan, view, self.windows, self.dtype)
-        return self._run(tokens, plan.positions, context)
+        with self._tapped(taps) as tapped:
+            hidden = self._run(tokens, plan.positions, context)
+        states = torch.cat([tapped[tap] for tap in taps], dim=-1).view(*tokens.shape, -1) if taps else None
+        return TargetOutput(hidden, states)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [..., H] -> logits [..., V] in the model's dtype, softcapped where the model does so."""
@@ -109,6 +116,24 @@ class TargetModel:
             )
         hidden: torch.Tensor = out.last_hidden_state
         return hidden.view(batch, num_rows, -1)
+
+    @contextmanager
+    def _tapped(self, taps: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+        """Collect the first argument of the modules that the taps enter, for the length of the block."""
+        found: dict[int, torch.Tensor] = {}
+
+        def keep(tap: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                found[tap] = args[0] if args else kwargs["hidden_states"]
+
+            return hook
+
+        with ExitStack() as stack:
+            for tap in taps:
+                module = self.decoder.norm if tap == len(self.layout.layers) else self.decoder.layers[tap]  # type: ignore[index]
+                handle = module.register_forward_pre_hook(keep(tap), with_kwargs=True)  # type: ignore[union-attr, operator]
+                stack.callback(handle.remove)
+            yield found
 
     def _find_decoder(self) -> nn.Module:
         """The text stack: `get_decoder()`, or the language model inside it for multimodal checkpoints."""

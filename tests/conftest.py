@@ -99,9 +99,10 @@ def shared_data() -> Path:
 VOCAB = 96
 WINDOW = 8
 SLIDING, FULL = "sliding_attention", "full_attention"
-FAMILIES = (
-    "gemma4-e2b gemma4-31b gemma4-moe gemma4-multimodal gemma3 gemma2 gpt_oss llama qwen2 qwen3 qwen3_moe mistral".split()
-)
+FAMILIES = [
+    *("gemma4-e2b", "gemma4-31b", "gemma4-moe", "gemma4-multimodal", "gemma3", "gemma2"),
+    *("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe", "mistral"),
+]
 GEMMA4_FAMILIES = [family for family in FAMILIES if family.startswith("gemma4")]
 
 
@@ -213,7 +214,10 @@ def spread(model: PreTrainedModel) -> PreTrainedModel:
 
 @pytest.fixture(scope="session")
 def make_target() -> Callable[..., PreTrainedModel]:
-    """make_target(family, seed=0, **overrides): a tiny random target, window 8, no end token. Cached: do not change it."""
+    """make_target(family, seed=0, fresh=False, **overrides): a tiny random target, window 8, no end token.
+
+    Cached, so not to be changed unless `fresh`. `overrides` go to the text config.
+    """
     built: dict[str, PreTrainedModel] = {}
 
     def make(family: str, seed: int = 0, *, fresh: bool = False, **overrides: Any) -> PreTrainedModel:
@@ -340,8 +344,10 @@ def random_prompt() -> Callable[..., list[int]]:
 
 @pytest.fixture(scope="session")
 def make_engine() -> Callable[..., Engine]:
-    """make_engine(model, drafter=None, *, num_steps=3, tokenizer=None, **engine_config): modules and names, or any object
-    with `propose` as a drafter."""
+    """make_engine(model, drafter=None, *, num_steps=3, tokenizer=None, **engine_config).
+
+    `drafter`: a module or a name, or any object with `propose`.
+    """
 
     def make(
         model: PreTrainedModel, drafter: Any = None, *, num_steps: int = 3, tokenizer: Any = None, **config: Any
@@ -362,6 +368,7 @@ class ScriptedDrafter:
     """
 
     name = "scripted"
+    taps: tuple[int, ...] = ()
 
     def __init__(self, script: Callable[[list[int], int], tuple[list[int], list[int] | None]]) -> None:
         self.view: KVView | None = None
@@ -394,8 +401,8 @@ def scripted() -> type[ScriptedDrafter]:
 def tree_script() -> Callable[..., Callable[[list[int], int], tuple[list[int], list[int] | None]]]:
     """tree_script(truths, vocab=96, hit=0.7): a script of random branching trees.
 
-    `truths` are whole sequences; a draft whose path is one's continuation so far goes on with it with probability `hit`,
-    from a random place among its siblings. A pure function of the tokens, so the same in any batch.
+    `truths` are whole sequences: a draft behind a path that follows one of them follows it too with probability `hit`,
+    in a random place among its siblings. A pure function of the tokens, so the same in any batch.
     """
 
     def make(

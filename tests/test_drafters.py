@@ -90,7 +90,7 @@ class Checked:
     """A drafter that checks another one at every round of an engine, and drafts like it."""
 
     def __init__(self, drafter):
-        self.inner, self.name, self.view = drafter, drafter.name, None
+        self.inner, self.name, self.view, self.taps = drafter, drafter.name, None, drafter.taps
         self.target = None
         self.rounds = 0
 
@@ -121,9 +121,7 @@ def drafter_of(make_assistant, make_engine, scripted, tree_script):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("name", ["ngram", "mtp", "mtp-centroid", "trees"])
-def test_conformance(
-    name, page_size, temperature, make_target, make_engine, greedy_oracle, random_prompt, drafter_of
-):
+def test_conformance(name, page_size, temperature, make_target, make_engine, greedy_oracle, random_prompt, drafter_of):
     model = make_target("gemma4-e2b")
     drafter = Checked(drafter_of(name, model))
     engine = make_engine(model, drafter, page_size=page_size, max_batch_size=3, num_steps=4)
@@ -195,7 +193,7 @@ def faulty(fault, engine):
         if fault == "observe":
             next(iter(allocator.pools.values())).v[1][3] += 1
 
-    return SimpleNamespace(name=fault, view=None, propose=propose, observe=observe, start=good.start)
+    return SimpleNamespace(name=fault, view=None, taps=(), propose=propose, observe=observe, start=good.start)
 
 
 FAULTS = {

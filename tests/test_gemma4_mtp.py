@@ -1,7 +1,7 @@
 """The MTP drafter computes, at every draft step of every round, what transformers' assistant computes on the true K/V.
 
-The K/V that the reference reads come from a fresh forward of the HF target over exactly the committed tokens, so a stale,
-rejected or missing key, a wrong page, window or layer shows as a difference of logits.
+The K/V that the reference reads come from a fresh forward of the HF target over exactly the committed tokens, so a
+stale, rejected or missing key, a wrong page, window or layer shows as a difference of logits.
 """
 
 from dataclasses import dataclass, field
@@ -142,7 +142,9 @@ def test_frozen_inside_a_step_and_detached_outside(make_target, make_assistant, 
     assert engine.drafter.view is None and not engine.table.allocator.frozen
 
 
-def test_a_failing_step_thaws_the_cache(make_target, make_assistant, make_engine, greedy_oracle, random_prompt, monkeypatch):
+def test_a_failing_step_thaws_the_cache(
+    make_target, make_assistant, make_engine, greedy_oracle, random_prompt, monkeypatch
+):
     target, prompt = make_target("gemma4-e2b"), random_prompt(9)
     engine = make_engine(target, make_assistant(target))
     with monkeypatch.context() as broken:

@@ -50,18 +50,14 @@ def test_families(family, drafter, page_size, make_target, make_engine, greedy_o
 
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("ordered", [False, True], ids=["dense", "centroid"])
-def test_mtp(
-    gemma4_family, ordered, page_size, make_target, make_assistant, make_engine, greedy_oracle, prompts
-):
+def test_mtp(gemma4_family, ordered, page_size, make_target, make_assistant, make_engine, greedy_oracle, prompts):
     model = make_target(gemma4_family)
     engine = make_engine(model, make_assistant(model, ordered), page_size=page_size, max_batch_size=3)
     assert tokens(run(engine, prompts)) == [greedy_oracle(model, p, NEW) for p in prompts]
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 4])
-def test_random_trees(
-    family, page_size, make_target, make_engine, greedy_oracle, prompts, scripted, tree_script
-):
+def test_random_trees(family, page_size, make_target, make_engine, greedy_oracle, prompts, scripted, tree_script):
     """Branches of which some are right, in any order: the accepted nodes are scattered over the tree."""
     model = make_target(family)
     want = [greedy_oracle(model, p, NEW) for p in prompts]
@@ -96,9 +92,7 @@ def test_right_drafts_are_all_accepted(
 
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("name", ["gemma4-e2b", "gpt_oss", "llama", "mistral"])
-def test_wrong_drafts_are_never_accepted(
-    name, page_size, make_target, make_engine, greedy_oracle, prompts, scripted
-):
+def test_wrong_drafts_are_never_accepted(name, page_size, make_target, make_engine, greedy_oracle, prompts, scripted):
     model = make_target(name)
     whole = [p + greedy_oracle(model, p, NEW + 3) for p in prompts]
 
@@ -151,9 +145,7 @@ def test_pools_just_large_enough(
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("name", ["gemma4-e2b", "gpt_oss", "llama", "mistral"])
 @pytest.mark.parametrize("factor", [1.0, 1.5])
-def test_preemption(
-    name, page_size, factor, make_target, make_engine, greedy_oracle, prompts, scripted, tree_script
-):
+def test_preemption(name, page_size, factor, make_target, make_engine, greedy_oracle, prompts, scripted, tree_script):
     """Rows for all, slots for little more than one: requests throw each other out, and nothing shows."""
     model = make_target(name)
     want = [greedy_oracle(model, p, NEW) for p in prompts]

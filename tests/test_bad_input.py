@@ -1,0 +1,461 @@
+"""A user's mistake is one sentence with the value and what is allowed, raised before anything changes."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BloomConfig,
+    CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    DiffLlamaConfig,
+    FalconConfig,
+    Gemma3TextConfig,
+    GPT2Config,
+    GraniteConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaModel,
+    MambaConfig,
+    MiniMaxConfig,
+    MptConfig,
+    NemotronConfig,
+    Qwen3NextConfig,
+    RecurrentGemmaConfig,
+    StableLmConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig, SpecDecError
+from specdec.kvcache.errors import CheckpointError, ConfigError, UnsupportedModelError
+
+NAN, INF = float("nan"), float("inf")
+SMALL = EngineConfig(max_model_len=64)
+SHORT = SamplingParams(max_new_tokens=3)
+
+
+def assert_one_sentence(error, *parts):
+    """A single line that holds all the parts and no leftovers of an f-string or a traceback."""
+    text = str(error.value)
+    assert isinstance(error.value, SpecDecError)
+    assert "\n" not in text and 15 < len(text) < 400, text
+    for part in parts:
+        assert part in text, f"{part!r} is not in {text!r}"
+
+
+@pytest.fixture
+def engine(make_target, make_engine):
+    return make_engine(make_target("llama"), max_batch_size=2)
+
+
+def is_untouched(engine):
+    engine.table.check()
+    return engine.scheduler.idle and engine.table.allocator.full.held_pages == 0 and engine.stats().rounds == 0
+
+
+# prompts
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parts"),
+    [
+        ([[]], ["prompt 0 is empty", "at least one token"]),
+        ([[1, 2], []], ["prompt 1 is empty"]),
+        ([96], ["96", "vocabulary of 96"]),
+        ([[1], [3, -1]], ["prompt 1", "-1", "vocabulary of 96"]),
+        ([1 << 70], [str(1 << 70), "96"]),
+        ([1.5], ["1.5"]),
+        ([[1, 2.0]], ["2.0", "integers"]),
+        ([[True]], ["True", "integers"]),
+        ([True, False], ["True"]),
+        ([1, "a"], ["1"]),
+        ([["a"]], ["'a'", "integers"]),
+        ([None], ["None", "list of token ids"]),
+        (5, ["5", "list of token ids"]),
+        (None, ["None", "list of token ids"]),
+        (torch.tensor([1.5]), ["1.5"]),
+        (torch.tensor(3), ["3"]),
+        ([[torch.tensor(1.5)]], ["1.5", "integers"]),
+        ([np.array([1, 2]), np.array([3])], ["list of token ids"]),
+        (b"abc", ["b'abc'"]),
+        ({"input_ids": [1]}, ["list of token ids"]),
+        ("a0b1", ["tokenizer=", "token ids"]),
+        (["a0b1"], ["tokenizer=", "token ids"]),
+    ],
+    ids=str,
+)
+def test_prompts(prompt, parts, engine):
+    with pytest.raises(ConfigError) as error:
+        engine.generate(prompt, SHORT)
+    assert_one_sentence(error, *parts)
+    assert is_untouched(engine)
+
+
+def test_an_empty_text(make_target, make_engine, pair_tokenizer):
+    engine = make_engine(make_target("llama"), tokenizer=pair_tokenizer)
+    for ask in (engine.generate, engine.stream):
+        with pytest.raises(ConfigError, match="prompt 0 is empty"):
+            ask("")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(make_target, make_engine, byte_tokenizer):
+    engine = make_engine(make_target("llama"), tokenizer=byte_tokenizer)
+    with pytest.raises(ConfigError) as error:
+        engine.generate("\u00ff" * 3)
+    assert_one_sentence(error, "vocabulary of 96")
+
+
+@pytest.mark.parametrize(
+    ("params", "parts"),
+    [
+        ([SHORT] * 3, ["3 SamplingParams for 2 prompts"]),
+        ([], ["0 SamplingParams for 2 prompts"]),
+        ([{"max_new_tokens": 1}] * 2, ["max_new_tokens", "SamplingParams"]),
+        ({"max_new_tokens": 1}, ["SamplingParams"]),
+        ([None, None], ["None", "SamplingParams"]),
+        (5, ["5", "SamplingParams"]),
+    ],
+    ids=["many", "none", "dicts", "dict", "nones", "number"],
+)
+def test_params(params, parts, engine):
+    with pytest.raises(ConfigError) as error:
+        engine.generate([[1, 2], [3]], params)
+    assert_one_sentence(error, *parts)
+    assert is_untouched(engine)
+
+
+def test_stop_strings_need_a_tokenizer(engine):
+    for ask in (engine.generate, engine.stream):
+        with pytest.raises(ConfigError) as error:
+            ask([1, 2], SamplingParams(stop="x"))
+        assert_one_sentence(error, "tokenizer=", "stop_token_ids")
+        assert is_untouched(engine)
+
+
+# settings
+
+NUMBERS = {
+    "max_new_tokens": ([0, -1, True, "5", 1.0, None, NAN], "integer from 1"),
+    "temperature": ([-0.1, NAN, INF, -INF, True, "1", None], "finite number from 0"),
+    "top_k": ([-1, 1.5, True, "3", None], "integer from 0"),
+    "top_p": ([0, 0.0, -1, 1.5, NAN, True, "x", None], "above 0 to 1"),
+    "min_p": ([-0.1, 1.1, NAN, True, "x", None], "from 0 to 1"),
+    "repetition_penalty": ([0, -1, NAN, INF, True, "1", None], "above 0"),
+    "seed": ([-1, 1 << 63, True, "1", 1.0], "integer from 0"),
+    "logprobs": ([-1, True, "1", 2000, 0.5], "integer from 0 to 1024"),
+    "stop": (["", [""], ["a", ""], [1], 5, b"x", None], "non-empty string"),
+    "stop_token_ids": (["1", 3, 3.0, [1.0], [True], [-1], ["1"], None], ""),
+    "ignore_eos": ([1, 0, "yes", None], "True or False"),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, (bad, _) in NUMBERS.items() for value in bad])
+def test_sampling_params(name, value):
+    with pytest.raises(ConfigError) as error:
+        SamplingParams(**{name: value})
+    inside = value[-1] if isinstance(value, list) else value
+    assert_one_sentence(error, name, repr(inside), NUMBERS[name][1])
+
+
+CONFIG = {
+    "max_batch_size": ([0, -1, True, "8", 1.0, None], "integer from 1"),
+    "page_size": ([0, True, 1 << 20, "1"], "integer from 1 to 1024"),
+    "prefill_chunk": ([0, True, None], "integer from 1"),
+    "max_model_len": ([0, -5, True, "x"], "integer from 1"),
+    "full_slots": ([0, -5, True, "x"], "integer from 1"),
+    "swa_slots": ([0, -5, True, "x"], "integer from 1"),
+    "attention": (["flash", None, ""], "torch"),
+    "cuda_graphs": ([True, "on", None], "'auto' or False"),
+    "deterministic": ([True, 1, "yes"], "False"),
+    "dtype": (["float32", torch.int8, 32], "torch.dtype"),
+    "device": (["gpu", 7.5, ""], "device"),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, (bad, _) in CONFIG.items() for value in bad])
+def test_engine_config(name, value, make_target):
+    with pytest.raises(ConfigError) as error:
+        Engine.from_pretrained(make_target("llama"), config=EngineConfig(**{name: value}))
+    assert_one_sentence(error, name, repr(value), CONFIG[name][1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"num_steps": 0}, ["num_steps=0", "1 to 63"]),
+        ({"num_steps": 64}, ["num_steps=64", "1 to 63"]),
+        ({"num_steps": True}, ["True", "integer"]),
+        ({"num_steps": "4"}, ["'4'", "integer"]),
+        ({"topk": 0}, ["topk=0", "integer"]),
+        ({"topk": 2}, ["topk=2", "chains"]),
+        ({"num_draft_tokens": 1}, ["num_draft_tokens=1", "2 to 64"]),
+        ({"num_draft_tokens": 6}, ["num_draft_tokens=6", "4 steps", "5 nodes"]),
+    ],
+    ids=str,
+)
+def test_spec_config(settings, parts):
+    with pytest.raises(ConfigError) as error:
+        SpecConfig(**settings)
+    assert_one_sentence(error, *parts)
+
+
+def test_pools_too_small_for_a_page(make_target):
+    with pytest.raises(SpecDecError) as error:
+        Engine.from_pretrained(make_target("mistral"), config=EngineConfig(full_slots=8, swa_slots=3, page_size=4))
+    assert_one_sentence(error, "3 SWA slots", "page of 4", "swa_slots")
+
+
+def test_a_loaded_model_is_not_converted_behind_the_users_back(make_target):
+    model = make_target("llama")
+    with pytest.raises(ConfigError) as error:
+        Engine.from_pretrained(model, config=EngineConfig(dtype=torch.bfloat16))
+    assert_one_sentence(error, "bfloat16", "float32")
+    assert model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("argument", ["spec", "config"])
+def test_settings_of_the_wrong_type(argument, make_target):
+    with pytest.raises(ConfigError) as error:
+        Engine.from_pretrained(make_target("llama"), **{argument: {"num_steps": 3}})
+    assert_one_sentence(error, argument, "num_steps")
+
+
+# names
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "no/such-model"])
+def test_unknown_target(name):
+    with pytest.raises(CheckpointError) as error:
+        Engine.from_pretrained(name)
+    assert_one_sentence(error, repr(name), "tiny-gemma4")
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./no-such-folder", "a/b/c"])
+def test_missing_folder(name):
+    with pytest.raises(CheckpointError) as error:
+        Engine.from_pretrained(name)
+    assert_one_sentence(error, repr(name), "not a folder")
+
+
+@pytest.mark.parametrize("name", ["ngrm", "no/such-drafter"])
+def test_unknown_drafter(name, make_target):
+    with pytest.raises(SpecDecError) as error:
+        Engine.from_pretrained(make_target("llama"), name)
+    assert_one_sentence(error, repr(name), "tiny-gemma4-mtp", "ngram")
+
+
+@pytest.mark.parametrize("value", [5, None, b"x"], ids=str)
+def test_target_of_the_wrong_type(value):
+    with pytest.raises(ConfigError) as error:
+        Engine.from_pretrained(value)
+    assert_one_sentence(error, repr(value), "transformers model")
+
+
+def test_drafter_of_the_wrong_type(make_target):
+    model = make_target("llama")
+    with pytest.raises(ConfigError) as error:
+        Engine.from_pretrained(model, 5)
+    assert_one_sentence(error, "5", "ngram")
+    for module, name in ((nn.Linear(2, 2), "Linear"), (make_target("qwen3"), "qwen3")):
+        with pytest.raises(UnsupportedModelError) as error:
+            Engine.from_pretrained(model, module)
+        assert_one_sentence(error, name, "gemma4_assistant", "ngram")
+
+
+def test_unknown_tokenizer(make_target):
+    with pytest.raises(SpecDecError) as error:
+        Engine.from_pretrained(make_target("llama"), tokenizer="no-such-tokenizer")
+    assert_one_sentence(error, "'no-such-tokenizer'")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "values"),
+    [
+        ("gemma4-31b", {"backbone_hidden_size": 40}, ["40", "32"]),
+        ("gemma4-31b", {"vocab_size": 120}, ["120", "96"]),
+        ("llama", {}, ["sliding_attention", "full_attention"]),
+    ],
+    ids=["hidden", "vocab", "layer-types"],
+)
+def test_a_drafter_for_another_target(family, changes, values, make_target, make_assistant, tmp_path):
+    """As a module and as a folder; the assistant itself is fit for the 31b target."""
+    assistant = make_assistant(make_target("gemma4-31b"), **changes)
+    assistant.save_pretrained(tmp_path)
+    for drafter in (assistant, str(tmp_path)):
+        with pytest.raises(UnsupportedModelError) as error:
+            Engine.from_pretrained(make_target(family), drafter, config=SMALL)
+        assert_one_sentence(error, *values)
+
+
+# checkpoints
+
+
+@pytest.fixture
+def checkpoint(make_target, tmp_path):
+    make_target("llama").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change_tensors(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def refused(folder, *parts, drafter_of=None):
+    with pytest.raises(CheckpointError) as error:
+        if drafter_of is None:
+            Engine.from_pretrained(str(folder), config=SMALL)
+        else:
+            Engine.from_pretrained(drafter_of, str(folder), config=SMALL)
+    assert_one_sentence(error, str(folder), *parts)
+    assert isinstance(error.value, OSError)
+
+
+def test_a_whole_checkpoint_is_loaded(checkpoint, make_target, greedy_oracle):
+    engine = Engine.from_pretrained(str(checkpoint), config=SMALL)
+    [out] = engine.generate([1, 2, 3, 4, 5], SamplingParams(max_new_tokens=5))
+    assert out.token_ids == greedy_oracle(make_target("llama"), [1, 2, 3, 4, 5], 5)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        engine.generate("text")
+
+
+def test_folder_without_config(checkpoint):
+    (checkpoint / "config.json").unlink()
+    refused(checkpoint, "config.json")
+
+
+@pytest.mark.parametrize("text", ["{nope", "{}", '{"model_type": "no-such-type"}'])
+def test_config_that_says_nothing(text, checkpoint):
+    (checkpoint / "config.json").write_text(text)
+    with pytest.raises(SpecDecError) as error:
+        Engine.from_pretrained(str(checkpoint))
+    assert_one_sentence(error, str(checkpoint))
+    assert "not a folder" not in str(error.value)
+
+
+def test_config_without_weights(checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    refused(checkpoint, "model.safetensors")
+
+
+@pytest.mark.parametrize("keep", [0, 100, 5000])
+def test_weights_cut_short(keep, checkpoint):
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    refused(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"])
+def test_a_missing_tensor_is_not_made_up(name, checkpoint):
+    change_tensors(checkpoint, lambda tensors: tensors.pop(name))
+    refused(checkpoint, name, "1 tensor")
+
+
+def test_many_missing_tensors(checkpoint):
+    change_tensors(checkpoint, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".layers.2." in name])
+    refused(checkpoint, "9 tensors", "model.layers.2.")
+
+
+def test_a_tensor_of_another_shape(checkpoint):
+    name = "model.layers.1.mlp.up_proj.weight"
+    change_tensors(checkpoint, lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))
+    refused(checkpoint)
+
+
+def test_a_config_with_more_layers_than_the_weights(checkpoint):
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 4}))
+    refused(checkpoint, "model.layers.3.")
+
+
+@pytest.mark.parametrize("name", ["masked_embedding.token_ordering", "pre_projection.weight"])
+def test_a_drafter_checkpoint_lacking_a_tensor(name, make_target, make_assistant, tmp_path):
+    target = make_target("gemma4-e2b")
+    make_assistant(target, ordered=True).save_pretrained(tmp_path)
+    assert Engine.from_pretrained(target, str(tmp_path), config=SMALL).drafter is not None
+    change_tensors(tmp_path, lambda tensors: tensors.pop(name))
+    refused(tmp_path, name, drafter_of=target)
+
+
+def test_a_target_is_no_drafter(checkpoint, make_target):
+    with pytest.raises(UnsupportedModelError) as error:
+        Engine.from_pretrained(make_target("llama"), str(checkpoint))
+    assert_one_sentence(error, str(checkpoint), "'llama'", "gemma4_assistant")
+
+
+# architectures
+
+BASE = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+MLA = {
+    "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}  # fmt: skip
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+OLD = {"vocab_size": 96, "hidden_size": 32, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+UNSUPPORTED = {
+    "alibi-bloom": (lambda: BloomConfig(**OLD, n_layer=2, n_head=4), "Bloom"),
+    "alibi-mpt": (lambda: MptConfig(vocab_size=96, d_model=32, n_layers=2, n_heads=4), "Mpt"),
+    "alibi-falcon": (lambda: FalconConfig(**OLD, num_hidden_layers=2, num_attention_heads=4, alibi=True), "Falcon"),
+    "gpt2": (lambda: GPT2Config(**{**OLD, "n_embd": 32}, n_layer=2, n_head=4), "GPT2"),
+    "bert": (lambda: BertConfig(**{**BASE, "is_decoder": True}), "Bert"),
+    "mamba": (lambda: MambaConfig(**OLD, num_hidden_layers=2, state_size=4), "mamba"),
+    "qwen3-next": (lambda: Qwen3NextConfig(**BASE, **LINEAR), "linear_attention"),
+    "minimax": (lambda: MiniMaxConfig(**BASE, head_dim=8, num_local_experts=2), "linear_attention"),
+    "recurrent-gemma": (
+        lambda: RecurrentGemmaConfig(**{**BASE, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8}),
+        "RecurrentGemma",
+    ),
+    "mla-deepseek-v2": (lambda: DeepseekV2Config(**{**BASE, **MLA}), "DeepseekV2"),
+    "mla-deepseek-v3": (lambda: DeepseekV3Config(**{**BASE, **MLA}, n_group=1, topk_group=1), "DeepseekV3"),
+    "two-attentions-a-layer": (lambda: DiffLlamaConfig(**BASE), "DiffLlama"),
+    "chunked-llama4": (
+        lambda: Llama4TextConfig(**BASE, head_dim=8, intermediate_size_mlp=48, num_local_experts=2),
+        "attention_chunk_size=8192",
+    ),
+    "scaled-cohere": (lambda: CohereConfig(**BASE), "logit_scale=0.0625"),
+    "scaled-granite": (lambda: GraniteConfig(**BASE, logits_scaling=2.0), "logits_scaling=2.0"),
+    "bidirectional-gemma3": (
+        lambda: Gemma3TextConfig(**BASE, head_dim=8, sliding_window=8, use_bidirectional_attention=True),
+        "use_bidirectional_attention=True",
+    ),
+    "own-attention-stablelm": (lambda: StableLmConfig(**BASE), "StableLm"),
+    "own-attention-nemotron": (lambda: NemotronConfig(**BASE), "Nemotron"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_architectures_are_refused_at_construction(name):
+    make, part = UNSUPPORTED[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(make()).eval()
+    with pytest.raises(UnsupportedModelError) as error:
+        Engine.from_pretrained(model, config=SMALL)
+    assert_one_sentence(error, part)
+    assert "set_attn_implementation" not in str(error.value)  # that would not help
+
+
+def test_models_that_are_no_causal_lm():
+    with pytest.raises(UnsupportedModelError) as error:
+        Engine.from_pretrained(LlamaModel(LlamaConfig(**BASE)), config=SMALL)
+    assert_one_sentence(error, "LlamaModel", "no language-model head")
+    config = T5Config(vocab_size=96, d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8)
+    with pytest.raises(UnsupportedModelError) as error:
+        Engine.from_pretrained(T5ForConditionalGeneration(config), config=SMALL)
+    assert_one_sentence(error, "T5")

@@ -1,0 +1,51 @@
+"""What the benchmark reads, grades, and refuses to print."""
+
+import json
+
+import pytest
+
+from specdec import SpecDecError
+from specdec.bench import Contestant, _require_parity, final_number, read_prompts
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("6*7 = 42\n#### 42", "42"),
+        ("#### 1,234", "1234"),
+        ("#### -5", "-5"),
+        ("#### 3.5 dollars", "3.5"),
+        ("#### 1\nno, wait\n#### 2", "2"),
+        ("the answer is 42", None),
+        ("", None),
+    ],
+)
+def test_the_answer_is_the_number_behind_the_last_marker(text, number):
+    assert final_number(text) == number
+
+
+def test_prompts_come_from_the_three_usual_keys(tmp_path):
+    path = tmp_path / "data.jsonl"
+    rows = [{"question": "a", "answer": "#### 1"}, {"prompt": "b"}, {"turns": ["c", "d"]}]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    assert [(p.text, p.answer) for p in read_prompts(path)] == [("a", "#### 1"), ("b", None), ("c", None)]
+    assert len(read_prompts(path, limit=2)) == 2
+
+
+def test_a_line_without_a_prompt_is_named(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "a"}\n{"text": "b"}\n')
+    with pytest.raises(SpecDecError, match=r"data.jsonl:2.*text"):
+        read_prompts(path)
+
+
+def test_no_figures_when_an_output_differs():
+    def contestant(name, outputs):
+        made = Contestant(name, lambda prompts: prompts)
+        made.outputs = outputs
+        return made
+
+    plain = contestant("specdec, no drafter", [[1, 2], [3, 4]])
+    _require_parity([plain, contestant("specdec, x", [[1, 2], [3, 4]])])
+    with pytest.raises(SpecDecError, match="prompt 1 differs from plain decoding at token 1"):
+        _require_parity([plain, contestant("specdec, x", [[1, 2], [3, 5]])])
