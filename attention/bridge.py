@@ -63,7 +63,7 @@ def specdec_attention(
     specdec_ctx: AttentionContext | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The registered attention function: queries [1, Hq, B*N, D] or [B, Hq, N, D] in, heads after rows out."""
+    """The registered attention function: queries [1, Hq, B*N, D] or [B*N, Hq, 1, D] in, heads after rows out."""
     if specdec_ctx is None:
         raise SpecDecError(
             "the attention implementation 'specdec' works inside a specdec engine only; "
@@ -124,9 +124,8 @@ class ForwardContext:
             )
         pool_k, pool_v, _ = self.view.layer(layer)
         num_heads, head_dim = query.shape[1], query.shape[3]
-        q = query  # [B, Hq, N, D]
-        if len(query) != batch:  # packed: [1, Hq, B*N, D]
-            q = query.view(num_heads, batch, num_rows, head_dim).transpose(0, 1)
+        # rows come packed [1, Hq, B*N, D] or as a batch [B*N, Hq, 1, D]
+        q = query.transpose(1, 2).reshape(batch, num_rows, num_heads, head_dim).transpose(1, 2)  # [B, Hq, N, D]
         keys = self.keys[self.windows[layer]]
         out = reference_attention(q, pool_k, pool_v, keys, scaling=scaling, softcap=softcap, sinks=sinks)
         return out.reshape(len(query), -1, num_heads, head_dim)

@@ -238,13 +238,13 @@ class Engine:
         requests: list[Request] = []
         for index, (prompt, one) in enumerate(zip(many, params, strict=True)):
             ids = self.encode(prompt) if isinstance(prompt, str) else [_as_int(token) for token in prompt]
-            if not ids:
+            if not prompt or not ids:
                 raise ConfigError(f"prompt {index} is empty; at least one token is needed to continue from")
-            outside = [token for token in ids if not 0 <= token < self.target.vocab_size]
-            if outside:
-                raise ConfigError(
-                    f"prompt {index} holds token id {outside[0]}, outside the vocabulary of {self.target.vocab_size}"
-                )
+            vocab_size = self.target.vocab_size
+            for what, tokens in ((f"prompt {index} holds", ids), ("stop_token_ids holds", one.stop_token_ids)):
+                outside = [token for token in tokens if not 0 <= token < vocab_size]
+                if outside:
+                    raise ConfigError(f"{what} token id {outside[0]}, outside the vocabulary 0..{vocab_size - 1}")
             if one.stop_strings and self.tokenizer is None:
                 raise ConfigError("stop strings need a tokenizer; pass tokenizer=..., or use stop_token_ids")
             self.scheduler.require_fits(len(ids), one.max_new_tokens)

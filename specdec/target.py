@@ -52,6 +52,9 @@ class TargetModel:
             value = getattr(self.config, attribute, None)
             if value not in (None, 1, 1.0, False):
                 raise UnsupportedModelError(f"{self.name} {what} ({attribute}={value}), which specdec does not support")
+        devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+        if len(devices) > 1:
+            raise UnsupportedModelError(f"{self.name} is spread over {sorted(devices)}; specdec runs on one device")
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Module):
             raise UnsupportedModelError(f"{self.name} ({type(model).__name__}) has no language-model head")

@@ -194,6 +194,10 @@ def test_views_may_be_left_in_any_order():
     one.__exit__(None, None, None)
     assert (first.view, table.allocator.frozen) == (None, True)
     assert second.view.layer(0).space is Space.FULL
+    with frozen_kv(table.allocator, first, [0]):  # has none now
+        pass
+    with pytest.raises(FrozenKVError, match="already holds"):
+        frozen_kv(table.allocator, second, [0]).__enter__()
     two.__exit__(None, None, None)
     assert (second.view, table.allocator.frozen) == (None, False)
 
@@ -220,7 +224,8 @@ def test_keys_tell_views_apart():
     table, other = make(), make()
     with frozen_kv(table.allocator, Worker(), [0, 1]) as lent, frozen_kv(table.allocator, Worker(), [1, 0]) as swapped:
         with frozen_kv(other.allocator, Worker(), [0, 1]) as elsewhere:
-            views = [target_view(table.allocator), target_view(other.allocator), lent, swapped, elsewhere]
+            own = [target_view(a.allocator) for a in (table, other)]
+            views = [*own, KVView(table.allocator, [0, 1], writable=True), lent, swapped, elsewhere]
             assert len({view.key for view in views}) == len(views)
         with frozen_kv(table.allocator, Worker(), [0, 1]) as again:
             assert again.key == lent.key  # the same pools through the same map: a captured graph may be replayed

@@ -382,6 +382,26 @@ def test_pages_are_one_id_for_each_page_of_columns(page_size: int):
                 assert page * page_size + column % page_size == int(prefix.slots[b, column])
 
 
+def test_tables_stay_inside_rows_that_are_full():
+    """Rows of 16 slots and no reserve: padded columns of the chunk and of the SWA table would lie past the end."""
+    layout = KVLayout((spec(SLIDING_LAYER, 6), spec(FULL_LAYER, None)))
+    cpu = torch.device("cpu")
+    allocator = HybridAllocator(layout, full_pages=8, swa_pages=8, page_size=4, dtype=torch.float32, device=cpu)
+    table = RequestTable(allocator, max_requests=2, max_len=16, reserve=0)
+    for row, length in ((0, 12), (1, 15)):
+        table.ensure(table.open(), 16)
+        table.commit(ints([row]), ints([length]))
+    rows = ints([0, 1])
+    plan = plan_prefill(table, rows, ints([4, 1]))
+    slots = table.slots.host
+    assert plan.write_full.tolist() == [*slots[0, 12:].tolist(), slots[1, 15], 0, 0, 0]
+    table.commit(rows, ints([2, 0]))
+    plan = plan_frozen(table, rows, position_offset=0, window_shift=2)
+    assert plan.prefix_swa.start.tolist() == [4, 8]  # 14 - 7 and 15 - 7, in whole pages
+    assert plan.prefix_swa.slots.shape == (2, 10)
+    assert plan.prefix_swa.slots[1, :7].tolist() == allocator.full_to_swa.host[slots[1, 8:15]].tolist()
+
+
 def test_pages_by_hand():
     slots = torch.tensor([[8, 9, 10, 11, 4, 5], [12, 13, 14, 15, 0, 0]])
     table = PageTable(FullLoc(slots), torch.tensor([0, 4]), 4)

@@ -1,0 +1,252 @@
+r"""Attention over a paged prefix and the block of new rows, as one call: decode, trees, frozen drafting, prefill.
+
+For request b, query row i at position q_i, keys at position p in page `pages[b, (p - start_b) // page_size]`, window w:
+
+    visible(i, p) = start_b <= p < S_b      and q_i - p < w     a committed key; S_b = committed_len[b]
+    visible(i, j) = bit j of ancestors[b,i] and q_i - q_j < w   a row of the block; without ancestors: j <= i < block_len
+    out_i = sum_j e^{x_ij} v_j / (e^{sink} + sum_j e^{x_ij}),   x_ij = cap(scaling * q_i . k_j),  cap(x) = c tanh(x / c)
+
+The keys are cut into splits s that run side by side, each a softmax of its own, with lse_s = log sum_{j in s} e^{x_ij}:
+
+    out = sum_s e^{lse_s} out_s / sum_s e^{lse_s}
+
+The sink belongs to split 0 and the block to the last one. Rows that see nothing are 0. The launcher synchronises with
+nothing and reads nothing back: shapes alone decide the launch, so it can be captured in a CUDA graph.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+try:
+    from specdec.attention import paged_attention_kernels as kernels
+except ImportError:  # no triton here: `paged_attention` is the reference
+    kernels = None  # type: ignore[assignment]
+
+MAX_TREE_NODES = 64
+"""One int64 of ancestor bits a row."""
+
+
+class Tiles(NamedTuple):
+    """How the kernel is cut; chosen by `choose_tiles`, given by hand only in tests and when tuning."""
+
+    block_m: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    waves: float = 2.0  # programs to aim at, per multiprocessor
+
+
+def ancestor_bits(ancestors: torch.Tensor) -> torch.Tensor:
+    """[B, N, N] bool -> [B, N] int64, bit j of row i: i sees row j."""
+    num_rows = ancestors.shape[-1]
+    assert num_rows <= MAX_TREE_NODES, f"{num_rows} rows do not fit {MAX_TREE_NODES} bits"
+    return (ancestors.long() << torch.arange(num_rows, device=ancestors.device)).sum(-1)
+
+
+def reference_paged_attention(
+    query: torch.Tensor,
+    block_k: torch.Tensor | None,
+    block_v: torch.Tensor | None,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    pages: torch.Tensor,
+    start: torch.Tensor,
+    committed_len: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    page_size: int,
+    scaling: float,
+    ancestors: torch.Tensor | None = None,
+    block_len: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`paged_attention` by the definition, in float32, or in float64 if the query is."""
+    batch, num_heads, num_rows, _ = query.shape
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    rows, columns = (torch.arange(n, device=query.device) for n in (num_rows, pages.shape[1] * page_size))
+    valid = torch.ones_like(positions, dtype=torch.bool) if block_len is None else rows < block_len[:, None]  # [B, N]
+    key_pos = start[:, None] + columns  # [B, L]
+    slots = pages.long()[:, columns // page_size] * page_size + columns % page_size
+    visible = (key_pos < committed_len[:, None])[:, None].expand(-1, num_rows, -1)  # [B, N, L]
+    k, v = pool_k[slots].transpose(1, 2), pool_v[slots].transpose(1, 2)  # [B, Hkv, L, D]
+    if block_k is not None and block_v is not None:
+        key_pos = torch.cat([key_pos, positions], 1)
+        seen = rows[:, None] >= rows if ancestors is None else (ancestors[..., None] >> rows) & 1 == 1
+        visible = torch.cat([visible, seen & valid[:, None, :]], 2)
+        k, v = torch.cat([k, block_k], 2), torch.cat([v, block_v], 2)
+    visible = visible & valid[:, :, None]
+    if window is not None:
+        visible = visible & (positions[:, :, None] - key_pos[:, None] < window)
+    unseen = ~visible.any(1)[:, None, :, None]  # such a row may hold anything, NaN too
+    group = num_heads // k.shape[1]
+    k, v = (x.to(dtype).masked_fill(unseen, 0.0).repeat_interleave(group, 1) for x in (k, v))  # [B, Hq, L, D]
+    scores = query.to(dtype) @ k.transpose(2, 3) * scaling  # [B, Hq, N, L]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(dtype).view(1, -1, 1, 1).expand(batch, -1, num_rows, 1)], 3)
+    weights = scores.softmax(3)[..., : k.shape[2]].masked_fill(~visible[:, None], 0.0)
+    return (weights @ v).transpose(1, 2).contiguous().to(query.dtype)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    block_k: torch.Tensor | None,
+    block_v: torch.Tensor | None,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    pages: torch.Tensor,
+    start: torch.Tensor,
+    committed_len: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    page_size: int,
+    scaling: float,
+    ancestors: torch.Tensor | None = None,
+    block_len: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    split_len: int | None = None,
+    tiles: Tiles | None = None,
+) -> torch.Tensor:
+    """Attend -> [B, N, Hq, D] in the query's dtype.
+
+    query: [B, Hq, N, D], any strides.             block_k, block_v: [B, Hkv, N, D], any strides, or None.
+    pool_k, pool_v: [slots, Hkv, D], any strides.  pages: [B, P] page ids of the space of these pools.
+    start: [B], the position of the first key of the table; page-aligned, behind every window.
+    committed_len: [B], keys of the prefix.        positions: [B, N] of the queries, and so of the block's keys.
+    ancestors: [B, N] int64 (`ancestor_bits`), N <= 64; None: the block is causal, its positions rising by one a row.
+    block_len: [B], rows of the block that exist (None: all N); the others see nothing and nobody sees them.
+    window: keys fewer than this many positions behind are visible.  softcap: c above.  sinks: [Hq] logits.
+    split_len: a fixed number of keys a split, so that no result depends on the batch; None: fill the device.
+    """
+    if kernels is None or not (query.is_cuda or kernels.INTERPRETED):
+        return reference_paged_attention(
+            query,
+            block_k,
+            block_v,
+            pool_k,
+            pool_v,
+            pages,
+            start,
+            committed_len,
+            positions,
+            page_size=page_size,
+            scaling=scaling,
+            ancestors=ancestors,
+            block_len=block_len,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+    batch, num_heads, num_rows, head_dim = query.shape
+    kv_heads, num_pages = pool_k.shape[1], pages.shape[1]
+    assert num_heads % kv_heads == 0, f"{num_heads} query heads do not group over {kv_heads}"
+    assert pool_k.shape == pool_v.shape and pool_k.shape[2] == head_dim, f"{pool_k.shape=} {pool_v.shape=}"
+    assert pages.shape[0] == batch and start.shape == committed_len.shape == (batch,), f"{pages.shape=} {start.shape=}"
+    assert positions.shape == (batch, num_rows), f"{positions.shape=}, queries {tuple(query.shape)}"
+    assert query.dtype == pool_k.dtype == pool_v.dtype, f"{query.dtype=} {pool_k.dtype=} {pool_v.dtype=}"
+    assert start.is_contiguous() and committed_len.is_contiguous()
+    assert block_len is None or (block_len.shape == (batch,) and block_len.is_contiguous())
+    assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
+    if block_k is not None:
+        assert block_v is not None and block_k.shape == block_v.shape == (batch, kv_heads, num_rows, head_dim)
+        assert block_k.dtype == block_v.dtype == query.dtype, f"{block_k.dtype=} {block_v.dtype=}"
+    if ancestors is not None:
+        assert ancestors.shape == (batch, num_rows) and num_rows <= MAX_TREE_NODES, f"{ancestors.shape=}"
+        assert ancestors.dtype == torch.int64, f"{ancestors.dtype=}"
+
+    group = num_heads // kv_heads
+    block_d = _power_of_two(head_dim)
+    tiles = tiles or choose_tiles(num_rows * group, block_d, query.element_size())
+    row_tiles = -(-num_rows * group // tiles.block_m)
+    num_keys = num_pages * page_size if window is None else min(num_pages * page_size, window + num_rows)
+    if split_len is not None:
+        assert split_len % tiles.block_k == 0, f"{split_len=} must be a multiple of {tiles.block_k}"
+        num_splits = -(-num_keys // split_len) + 1  # the first one may be cut by an unaligned start
+    else:
+        num_splits = choose_splits(row_tiles * batch * kv_heads, num_keys, tiles.waves, query.device)
+
+    out = torch.empty((batch, num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
+    part, lse = out, None
+    if num_splits > 1:
+        part = torch.empty((num_splits, *out.shape), dtype=torch.float32, device=query.device)
+        lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=query.device)
+    with torch.cuda.device_of(query):
+        kernels.attend_kernel[(row_tiles, batch * kv_heads, num_splits)](
+            query,
+            block_k,
+            block_v,
+            pool_k,
+            pool_v,
+            pages,
+            start,
+            committed_len,
+            positions,
+            ancestors,
+            block_len,
+            sinks,
+            part,
+            lse,
+            scaling,
+            softcap,
+            window,
+            split_len or 0,
+            num_rows,
+            num_splits,
+            num_pages,
+            *query.stride(),
+            *((0,) * 4 if block_k is None else block_k.stride()),
+            *((0,) * 4 if block_v is None else block_v.stride()),
+            *pool_k.stride(),
+            *pool_v.stride(),
+            *pages.stride(),
+            *positions.stride(),
+            *((0, 0) if ancestors is None else ancestors.stride()),
+            PAGE_SIZE=page_size,
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            BLOCK_M=tiles.block_m,
+            BLOCK_K=tiles.block_k,
+            BLOCK_D=block_d,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+        if num_splits > 1:
+            kernels.merge_kernel[(batch * num_rows * num_heads,)](
+                part, lse, out, num_splits, HEAD_DIM=head_dim, BLOCK_D=block_d, num_warps=max(1, block_d // 128)
+            )
+    return out
+
+
+def choose_tiles(num_rows: int, block_d: int, item_size: int) -> Tiles:
+    """Tiles for `num_rows` packed rows of `block_d` elements; measured on an H200, see tools/gpu_attention.py."""
+    row_bytes = block_d * item_size
+    if item_size > 2:  # float32 multiplies without tensor cores: small tiles, or the registers spill
+        return Tiles(16, 32 if row_bytes <= 512 else 16, 4, 2)
+    if num_rows <= 64:
+        return Tiles(max(16, _power_of_two(num_rows)), 32 if row_bytes <= 512 else 16, 4, 3)
+    if block_d <= 128:
+        return Tiles(128, 64, 8, 3)
+    return Tiles(64, 32, 4 if block_d <= 256 else 8, 2)
+
+
+def choose_splits(programs: int, num_keys: int, waves: float, device: torch.device) -> int:
+    """Splits of the prefix that fill the device, from numbers the host knows without asking it."""
+    return max(1, min(int(waves * _num_processors(device)) // programs, -(-num_keys // 128), 64))
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+def _power_of_two(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length())

@@ -1,0 +1,229 @@
+"""The Triton kernels behind `paged_attention`, which holds the math, the reference and the launch.
+
+    grid of attend_kernel (row tiles, B * Hkv, splits)
+
+    rows     0 ............................ N * G       the G query heads of a kv head, packed node-major, so that each
+             |tile 0     |tile 1     |tile 2            K/V tile is read once for all of them
+    keys     lo ....................... hi | block      positions; lo is the oldest key that a row of the tile can see
+             |split 0 |split 1 |split 2 |split 3 + block|
+
+Key tiles begin at multiples of BLOCK_K in absolute positions, wherever the table starts. The running maximum and
+denominator of split 0 start from the sink, so it enters once. A row that saw nothing has lse = -inf: its partial is
+neither written nor read. Lengths are run-time values, so no length compiles anything.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether the kernels below run in Triton's interpreter, on CPU tensors too; settled when they are defined."""
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _absorb(
+    b_q: tl.tensor,
+    b_k: tl.tensor,
+    b_v: tl.tensor,
+    m_seen: tl.tensor,
+    b_max: tl.tensor,
+    b_sum: tl.tensor,
+    b_acc: tl.tensor,
+    scaling: tl.tensor,
+    softcap: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One step of the online softmax, base 2: b_q [BM, BD], b_k and b_v [BK, BD], m_seen [BM, BK]."""
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
+    if softcap is not None:
+        b_s = softcap * (2.0 * tl.sigmoid(2.0 / softcap * b_s) - 1.0)  # c tanh(s / c)
+    b_s = tl.where(m_seen, b_s * LOG2E, float("-inf"))
+    b_new = tl.maximum(b_max, tl.max(b_s, 1))
+    b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_p = tl.exp2(b_s - b_shift[:, None])
+    b_decay = tl.exp2(b_max - b_shift)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="ieee")
+    return b_new, b_sum * b_decay + tl.sum(b_p, 1), b_acc
+
+
+@triton.jit(
+    do_not_specialize=["window", "split_len", "num_rows", "num_splits", "num_pages"]
+    + ["s_page_b", "s_page", "s_pos_b", "s_pos", "s_anc_b", "s_anc"]
+)
+def attend_kernel(
+    p_q: tl.tensor,  # [B, Hq, N, D]
+    p_block_k: tl.tensor,  # [B, Hkv, N, D] or None
+    p_block_v: tl.tensor,
+    p_pool_k: tl.tensor,  # [slots, Hkv, D]
+    p_pool_v: tl.tensor,
+    p_pages: tl.tensor,  # [B, P]
+    p_start: tl.tensor,  # [B]
+    p_committed_len: tl.tensor,  # [B]
+    p_positions: tl.tensor,  # [B, N]
+    p_ancestors: tl.tensor,  # [B, N] or None
+    p_block_len: tl.tensor,  # [B] or None
+    p_sinks: tl.tensor,  # [Hq] or None
+    p_out: tl.tensor,  # [splits, B, N, Hq, D]
+    p_lse: tl.tensor,  # [splits, B, N, Hq] or None when there is one split
+    scaling: tl.tensor,
+    softcap: tl.tensor,  # or None
+    window: tl.tensor,  # or None
+    split_len: tl.tensor,  # keys of a split, 0: divide what each request has
+    num_rows: tl.tensor,
+    num_splits: tl.tensor,
+    num_pages: tl.tensor,
+    s_q_b: tl.tensor,
+    s_q_h: tl.tensor,
+    s_q_n: tl.tensor,
+    s_q_d: tl.tensor,
+    s_bk_b: tl.tensor,
+    s_bk_h: tl.tensor,
+    s_bk_n: tl.tensor,
+    s_bk_d: tl.tensor,
+    s_bv_b: tl.tensor,
+    s_bv_h: tl.tensor,
+    s_bv_n: tl.tensor,
+    s_bv_d: tl.tensor,
+    s_pk_t: tl.tensor,
+    s_pk_h: tl.tensor,
+    s_pk_d: tl.tensor,
+    s_pv_t: tl.tensor,
+    s_pv_h: tl.tensor,
+    s_pv_d: tl.tensor,
+    s_page_b: tl.tensor,
+    s_page: tl.tensor,
+    s_pos_b: tl.tensor,
+    s_pos: tl.tensor,
+    s_anc_b: tl.tensor,
+    s_anc: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    i_tile, i_split = tl.program_id(0), tl.program_id(2)
+    i_b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
+    i_h = (tl.program_id(1) % KV_HEADS).to(tl.int64)
+
+    o_row = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_node, o_head = o_row // GROUP, i_h * GROUP + o_row % GROUP
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < HEAD_DIM
+    valid_rows = num_rows
+    if p_block_len is not None:
+        valid_rows = tl.minimum(num_rows, tl.load(p_block_len + i_b).to(tl.int32))
+    m_row = o_node < valid_rows
+    b_pos = tl.load(p_positions + i_b * s_pos_b + o_node * s_pos, mask=m_row, other=0).to(tl.int32)  # [BM]
+    p_q += i_b * s_q_b + o_head[:, None] * s_q_h + o_node[:, None].to(tl.int64) * s_q_n + o_d[None, :] * s_q_d
+    b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
+
+    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if p_sinks is not None:
+        b_sink = tl.load(p_sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32) * LOG2E
+        b_max = tl.where(i_split == 0, b_sink, b_max)
+    b_sum = tl.full([BLOCK_M], 1.0, tl.float32)  # of the sink; scaled away by the first key where there is none
+    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    # the prefix: keys [lo, hi) by position, of which this split takes [begin, end)
+    start = tl.load(p_start + i_b).to(tl.int32)
+    lo = start
+    if window is not None:
+        lo = tl.maximum(lo, tl.min(tl.where(m_row, b_pos, 2147483647), 0) - window + 1)
+    hi = tl.minimum(tl.load(p_committed_len + i_b).to(tl.int32), start + num_pages * PAGE_SIZE)
+    hi = tl.where(i_tile * BLOCK_M < valid_rows * GROUP, hi, lo)
+    align = tl.maximum(split_len, BLOCK_K)
+    begin = lo // align * align
+    chunk = tl.cdiv(tl.cdiv(tl.maximum(hi - begin, 0), num_splits), BLOCK_K) * BLOCK_K
+    chunk = tl.where(split_len > 0, split_len, chunk)
+    begin += i_split * chunk
+    end = tl.minimum(begin + chunk, hi)
+    for i_key in range(begin, end, BLOCK_K):
+        o_key = i_key + tl.arange(0, BLOCK_K)
+        m_key = (o_key >= lo) & (o_key < hi)
+        o_col = o_key - start
+        b_page = tl.load(p_pages + i_b * s_page_b + (o_col // PAGE_SIZE).to(tl.int64) * s_page, mask=m_key, other=0)
+        b_slot = (b_page.to(tl.int64) * PAGE_SIZE + o_col % PAGE_SIZE)[:, None]
+        m_kv = m_key[:, None] & m_d[None, :]
+        b_k = tl.load(p_pool_k + b_slot * s_pk_t + i_h * s_pk_h + o_d[None, :] * s_pk_d, mask=m_kv, other=0.0)
+        b_v = tl.load(p_pool_v + b_slot * s_pv_t + i_h * s_pv_h + o_d[None, :] * s_pv_d, mask=m_kv, other=0.0)
+        m_seen = m_row[:, None] & m_key[None, :]
+        if window is not None:
+            m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)
+        b_max, b_sum, b_acc = _absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
+
+    # the block: rows [first, last) of this forward's own keys, in the last split
+    if p_block_k is not None:
+        first = 0
+        last = tl.where(i_split == num_splits - 1, valid_rows, 0)
+        if p_ancestors is None:
+            last = tl.minimum(last, (i_tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+            if window is not None:  # positions of a causal block rise by one a row
+                first = tl.maximum(i_tile * BLOCK_M // GROUP - window + 1, 0) // BLOCK_K * BLOCK_K
+        else:
+            b_bits = tl.load(p_ancestors + i_b * s_anc_b + o_node * s_anc, mask=m_row, other=0)  # [BM]
+        for i_key in range(first, last, BLOCK_K):
+            o_key = i_key + tl.arange(0, BLOCK_K)
+            m_key = o_key < valid_rows
+            if p_ancestors is None:
+                m_seen = o_node[:, None] >= o_key[None, :]
+            else:
+                m_seen = ((b_bits[:, None] >> tl.minimum(o_key, 63)[None, :]) & 1) != 0
+            m_seen = m_seen & m_row[:, None] & m_key[None, :]
+            if window is not None:
+                b_key_pos = tl.load(p_positions + i_b * s_pos_b + o_key * s_pos, mask=m_key, other=0).to(tl.int32)
+                m_seen = m_seen & (b_pos[:, None] - b_key_pos[None, :] < window)
+            if p_ancestors is not None:  # a row that nobody sees may hold anything
+                m_key = tl.max(m_seen.to(tl.int32), 0) > 0
+            o_kv = o_key[:, None].to(tl.int64)
+            m_kv = m_key[:, None] & m_d[None, :]
+            o_bk = i_b * s_bk_b + i_h * s_bk_h + o_kv * s_bk_n + o_d[None, :] * s_bk_d
+            o_bv = i_b * s_bv_b + i_h * s_bv_h + o_kv * s_bv_n + o_d[None, :] * s_bv_d
+            b_k = tl.load(p_block_k + o_bk, mask=m_kv, other=0.0)
+            b_v = tl.load(p_block_v + o_bv, mask=m_kv, other=0.0)
+            b_max, b_sum, b_acc = _absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
+
+    b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)  # a row that saw nothing
+    o_out = (i_b * num_rows + o_node) * (KV_HEADS * GROUP) + o_head
+    m_out = o_node < num_rows
+    if p_lse is not None:
+        o_out += i_split * (tl.num_programs(1) * GROUP).to(tl.int64) * num_rows
+        b_lse = b_max + tl.log2(b_sum)
+        tl.store(p_lse + o_out, b_lse, mask=m_out)
+        m_out = m_out & (b_lse > float("-inf"))
+    b_out = (b_acc / b_sum[:, None]).to(p_out.dtype.element_ty)
+    tl.store(p_out + o_out[:, None] * HEAD_DIM + o_d[None, :], b_out, mask=m_out[:, None] & m_d[None, :])
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def merge_kernel(
+    p_part: tl.tensor,  # [splits, rows, D]
+    p_lse: tl.tensor,  # [splits, rows]
+    p_out: tl.tensor,  # [rows, D]
+    num_splits: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program a row: out = sum_s 2^lse_s part_s / sum_s 2^lse_s, in the order of the splits."""
+    i_row = tl.program_id(0).to(tl.int64)
+    num_rows = tl.num_programs(0)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < HEAD_DIM
+    b_max, b_sum = float("-inf"), 0.0
+    b_acc = tl.zeros([BLOCK_D], tl.float32)
+    for i_split in tl.range(0, num_splits, loop_unroll_factor=8):
+        i_part = i_split.to(tl.int64) * num_rows + i_row
+        b_lse = tl.load(p_lse + i_part)
+        b_part = tl.load(p_part + i_part * HEAD_DIM + o_d, mask=m_d & (b_lse > float("-inf")), other=0.0)
+        b_new = tl.maximum(b_max, b_lse)
+        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_decay, b_weight = tl.exp2(b_max - b_shift), tl.exp2(b_lse - b_shift)
+        b_acc = b_acc * b_decay + b_part * b_weight
+        b_sum = b_sum * b_decay + b_weight
+        b_max = b_new
+    b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)
+    tl.store(p_out + i_row * HEAD_DIM + o_d, b_out.to(p_out.dtype.element_ty), mask=m_d)

@@ -1,0 +1,176 @@
+"""Walks over draft trees, one program per request where plain torch needs a launch per hop.
+
+    tree_fields   parents -> depth, ancestors, and ancestors as bits: bits[n] = bits[parents[n]] | 1 << n
+    accept_walk   node 0 is accepted; from an accepted node go to the child that carries the token the target drew
+                  there, else stop. What was drawn at the end of the path is the bonus.
+
+Bits are int64, so a tree has at most 64 nodes; node 63 is the sign bit.
+
+    node      0  1  2  3  4       bits  0b00001 0b00011 0b00101 0b01011 0b11011
+    parent   -1  0  0  1  3
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec.attention.tree import DraftTree
+
+MAX_NODES = 64
+
+
+class TreeFields(NamedTuple):
+    """depth [B, N] int64; ancestors [B, N, N] bool, self included; bits [B, N] int64: the same, bit j for column j."""
+
+    depth: torch.Tensor
+    ancestors: torch.Tensor
+    bits: torch.Tensor
+
+
+class Walk(NamedTuple):
+    """path [B, N]: accepted nodes in order, root first, then 0s; length [B]: how many.
+
+    tokens [B, N]: tokens[:, i] is what the target drew after path[:, i].
+    """
+
+    path: torch.Tensor
+    length: torch.Tensor
+    tokens: torch.Tensor
+
+
+def reference_tree_fields(parents: torch.Tensor) -> TreeFields:
+    """parents [B, N], -1 at node 0 and parents[n] < n elsewhere."""
+    tree = DraftTree.from_parents(parents, parents)  # any tokens will do
+    bits = torch.ones_like(parents[0]) << torch.arange(parents.shape[1], device=parents.device)
+    return TreeFields(tree.depth, tree.ancestors, (tree.ancestors * bits).sum(dim=-1))
+
+
+def reference_accept_walk(tree: DraftTree, target_tokens: torch.Tensor) -> Walk:
+    """Walk B trees at once: target_tokens [B, N], the token the target draws after each node."""
+    batch, num_nodes = tree.tokens.shape
+    drawn_at_parent = target_tokens.gather(1, tree.parents.clamp(min=0))
+    matches = (tree.tokens == drawn_at_parent) | (tree.parents < 0)  # the root is given
+    accepted = (matches[:, None, :] | ~tree.ancestors).all(dim=-1)  # [B, N]: itself and all its ancestors
+    nodes = torch.arange(num_nodes, device=target_tokens.device).expand(batch, num_nodes)
+    by_depth = torch.where(accepted, tree.depth, num_nodes)  # column num_nodes takes the rejected
+    path = nodes.new_zeros((batch, num_nodes + 1)).scatter_(1, by_depth, nodes)[:, :num_nodes]
+    length = accepted.sum(dim=-1)
+    path = path.masked_fill(nodes >= length[:, None], 0)
+    return Walk(path, length, target_tokens.gather(1, path))
+
+
+@triton.jit(do_not_specialize=["num_nodes", "max_depth"])
+def _tree_fields_kernel(
+    p_parents: tl.tensor,
+    p_depth: tl.tensor,
+    p_ancestors: tl.tensor,
+    p_bits: tl.tensor,
+    stride_parents: tl.tensor,
+    num_nodes: tl.tensor,
+    max_depth: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    i_request = tl.program_id(0).to(tl.int64)
+    o_node = tl.arange(0, BLOCK).to(tl.int64)
+    m_node = o_node < num_nodes
+    p_parents += i_request * stride_parents
+    one = tl.full([BLOCK], 1, tl.int64)
+    bits = one << o_node
+    depth = tl.zeros([BLOCK], tl.int64)
+    above = tl.load(p_parents + o_node, mask=m_node, other=-1).to(tl.int64)  # [BLOCK], -1 past the root
+    for _ in range(max_depth):  # one hop towards the root for every node at once
+        bits |= tl.where(above >= 0, one << tl.maximum(above, 0), 0)
+        depth += tl.where(above >= 0, 1, 0)
+        above = tl.load(p_parents + above, mask=above >= 0, other=-1).to(tl.int64)
+    o_out = i_request * num_nodes + o_node
+    tl.store(p_depth + o_out, depth, mask=m_node)
+    tl.store(p_bits + o_out, bits, mask=m_node)
+    ancestors = ((bits[:, None] >> o_node[None, :]) & 1) != 0  # [BLOCK, BLOCK]
+    tl.store(
+        p_ancestors + o_out[:, None] * num_nodes + o_node[None, :], ancestors, mask=m_node[:, None] & m_node[None, :]
+    )
+
+
+@triton.jit(do_not_specialize=["num_nodes"])
+def _accept_walk_kernel(
+    p_tokens: tl.tensor,
+    p_parents: tl.tensor,
+    p_target: tl.tensor,
+    p_path: tl.tensor,
+    p_length: tl.tensor,
+    p_out: tl.tensor,
+    stride_tokens: tl.tensor,
+    stride_parents: tl.tensor,
+    stride_target: tl.tensor,
+    num_nodes: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    i_request = tl.program_id(0).to(tl.int64)
+    o_node = tl.arange(0, BLOCK).to(tl.int64)
+    m_node = o_node < num_nodes
+    b_tokens = tl.load(p_tokens + i_request * stride_tokens + o_node, mask=m_node, other=0)
+    b_parents = tl.load(p_parents + i_request * stride_parents + o_node, mask=m_node, other=-1)
+    p_target += i_request * stride_target
+    path = tl.zeros([BLOCK], tl.int64)
+    length = i_request * 0
+    node = i_request * 0
+    while node >= 0:  # ends: a child comes after its parent
+        path = tl.where(o_node == length, node, path)
+        length += 1
+        drawn = tl.load(p_target + node)
+        m_child = m_node & (o_node > node) & (b_parents == node) & (b_tokens == drawn)
+        node = tl.max(tl.where(m_child, o_node, -1), axis=0)
+    o_out = i_request * num_nodes + o_node
+    tl.store(p_path + o_out, path, mask=m_node)
+    tl.store(p_out + o_out, tl.load(p_target + path, mask=m_node, other=0), mask=m_node)
+    tl.store(p_length + i_request, length)
+
+
+def tree_fields(parents: torch.Tensor, *, max_depth: int | None = None) -> TreeFields:
+    """parents [B, N] int64, -1 at node 0 and parents[n] < n elsewhere; no node is deeper than `max_depth`."""
+    batch, num_nodes = parents.shape
+    assert num_nodes <= MAX_NODES, f"{num_nodes} nodes, at most {MAX_NODES} fit the bits of an int64"
+    assert num_nodes == 1 or parents.stride(1) == 1, f"{parents.stride()=}"
+    if not parents.is_cuda and not triton.knobs.runtime.interpret:
+        return reference_tree_fields(parents)
+    depth = parents.new_empty((batch, num_nodes))
+    bits = parents.new_empty((batch, num_nodes))
+    ancestors = parents.new_empty((batch, num_nodes, num_nodes), dtype=torch.bool)
+    _tree_fields_kernel[(batch,)](
+        parents,
+        depth,
+        ancestors,
+        bits,
+        parents.stride(0),
+        num_nodes,
+        num_nodes - 1 if max_depth is None else min(max_depth, num_nodes - 1),
+        BLOCK=triton.next_power_of_2(num_nodes),
+        num_warps=2,
+    )
+    return TreeFields(depth, ancestors, bits)
+
+
+def accept_walk(tree: DraftTree, target_tokens: torch.Tensor) -> Walk:
+    """The accepted path of each tree: target_tokens [B, N] int64, the token the target draws after each node."""
+    batch, num_nodes = tree.tokens.shape
+    assert target_tokens.shape == tree.tokens.shape, f"{target_tokens.shape=} {tree.tokens.shape=}"
+    if not target_tokens.is_cuda and not triton.knobs.runtime.interpret:
+        return reference_accept_walk(tree, target_tokens)
+    rows = (tree.tokens, tree.parents, target_tokens)
+    assert num_nodes == 1 or all(row.stride(1) == 1 for row in rows), f"{[row.stride() for row in rows]}"
+    path = target_tokens.new_empty((batch, num_nodes))
+    length = target_tokens.new_empty((batch,))
+    tokens = target_tokens.new_empty((batch, num_nodes))
+    _accept_walk_kernel[(batch,)](
+        *rows,
+        path,
+        length,
+        tokens,
+        *(row.stride(0) for row in rows),
+        num_nodes,
+        BLOCK=triton.next_power_of_2(num_nodes),
+        num_warps=1,
+    )
+    return Walk(path, length, tokens)

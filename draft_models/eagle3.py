@@ -1,0 +1,301 @@
+"""The EAGLE-3 drafter: a small transformer over the target's own hidden states, with K/V of its own.
+
+Its K/V are indexed by the target's full slots (shared slots, private storage), so paging, eviction and commit of the
+request table are the whole bookkeeping. Who writes what:
+
+    positions      [0, S)  committed                             S, S+1, ...  the draft in progress
+    K/V in         private storage, slot table.slots[row, p]     a scratch block that lives for one `propose`
+    written by     `observe`, from true target features          `propose`, from the head's own feedback
+    visible to     every row behind it, within the draft window  descendants in the draft tree
+
+A verify's accepted rows go through `observe` as a prefill chunk does, so a draft leaves nothing behind: no page is copied,
+nothing is rolled back. Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the same tokens.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from specdec.attention.reference import VisibleKeys, reference_attention
+from specdec.attention.tree import DraftTree
+from specdec.attention.tree_build import Growth
+from specdec.draft_models.base import DraftBatch, Observation, TargetInfo
+from specdec.draft_models.eagle3_format import Eagle3Checkpoint, TargetShape, read_head
+from specdec.draft_models.eagle3_model import Eagle3Head, draft_kv_bytes, embed_raw, load_head
+from specdec.kvcache.errors import UnsupportedModelError
+from specdec.kvcache.frozen import KVView
+from specdec.kvcache.spaces import SINK_SLOT
+from specdec.kvcache.table import RequestTable
+
+
+class EagleTarget(TargetInfo, Protocol):
+    """A target whose head an EAGLE-3 head may share."""
+
+    @property
+    def head(self) -> nn.Module: ...
+
+
+class Storage(NamedTuple):
+    """K and V rows of each draft layer, [slots, Hkv, D], by full slot of one request table."""
+
+    table: RequestTable
+    k: tuple[torch.Tensor, ...]
+    v: tuple[torch.Tensor, ...]
+
+
+class Eagle3Drafter:
+    """A head bound to a target. Make one with `eagle3_drafter`."""
+
+    name = "eagle3"
+
+    def __init__(self, head: Eagle3Head, target_ids: torch.Tensor | None, target: EagleTarget) -> None:
+        self.view: KVView | None = None
+        self.head = head
+        self.spec = head.spec
+        self.taps: tuple[int, ...] = self.spec.aux_layers
+        table = target.embed if head.embed_tokens is None else head.embed_tokens
+        self.embedding: torch.Tensor = table.weight  # type: ignore[assignment]
+        self.target_head = target.head
+        self.vocab_size = target.vocab_size
+        self.target_ids = None if target_ids is None else target_ids.to(target.device)
+        self.bytes_per_slot = draft_kv_bytes(self.spec, target.dtype)
+        self._scaling = self.spec.head_dim**-0.5
+        self._max_requests = 0
+        self._storage: Storage | None = None
+        self._hidden = torch.empty(0)  # [rows + 1, H]: a of the last committed position
+
+    def start(self, max_requests: int) -> None:
+        self._hidden = self.embedding.new_zeros((max_requests + 1, self.spec.hidden_size))
+        self._storage = None
+
+    @torch.inference_mode()
+    def observe(self, seen: Observation) -> None:
+        table, path, width = seen.table, seen.path, seen.path.shape[1]
+        steps = torch.arange(width, device=path.device)
+        positions = seen.start[:, None] + steps  # [B, D]
+        tokens = seen.tokens.gather(1, path)
+        behind = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1)  # the token behind each
+        behind = behind.scatter(1, (seen.length - 1)[:, None], seen.next_token[:, None])
+        source = seen.hidden if seen.taps is None else seen.taps
+        states = source.gather(1, path[:, :, None].expand(-1, -1, source.shape[-1]))  # [B, D, T * Ht]
+
+        k_rows, v_rows = self._rows(table)
+        max_pos = table.slots.device.shape[1] - 1
+        write = table.slots.device[seen.row_index[:, None], positions.clamp(max=max_pos)]
+        write = write.masked_fill(steps >= seen.length[:, None], SINK_SLOT).reshape(-1)
+        length = int(table.committed_len[seen.rows].max())
+        keys = {
+            window: committed_keys(
+                table, seen.row_index, positions, seen.start + seen.length, length, window, self.dtype
+            )
+            for window in set(self.spec.windows)
+        }
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            k_rows[layer].index_copy_(0, write, k.transpose(1, 2).flatten(0, 1))
+            v_rows[layer].index_copy_(0, write, v.transpose(1, 2).flatten(0, 1))
+            visible = keys[self.spec.windows[layer]]
+            return reference_attention(q, k_rows[layer], v_rows[layer], visible, scaling=self._scaling)
+
+        embeds = embed_raw(self.embedding, behind)
+        a = self.head(embeds, self.head.features(states), positions, attend)  # [B, D, H]
+        last = (seen.length - 1)[:, None, None].expand(-1, 1, a.shape[-1])
+        self._hidden[seen.row_index] = a.gather(1, last)[:, 0]
+
+    def propose(self, batch: DraftBatch) -> DraftTree:
+        return self.grow(batch, topk=1, num_nodes=1 + batch.num_steps)
+
+    @torch.inference_mode()
+    def grow(self, batch: DraftBatch, *, topk: int, num_nodes: int) -> DraftTree:
+        """A tree of at most `num_nodes` from `num_steps` levels, each expanding the best `topk` nodes of the one above.
+
+        Level l needs the states of level l - 1, so there are num_steps - 1 forwards, of topk rows a request.
+        """
+        root_pos = batch.history_len[:, None] - 1  # [B, 1]
+        a = self._hidden[batch.row_index][:, None]  # [B, 1, H], of position S - 1
+        tokens, scores = self._children(batch, a, root_pos + 1, topk)  # [B, 1, K]
+        growth = Growth(batch.root)
+        chain = [batch.root[:, None], tokens[:, 0]]
+        scratch = None
+        for level in range(1, batch.num_steps):
+            if topk == 1:
+                beam, origin = tokens[:, 0], torch.zeros_like(tokens[:, 0])  # [B, 1]
+            else:
+                beam, origin = growth.add_level(tokens, scores)  # [B, K]
+            if scratch is None:
+                scratch = ScratchBlock(self, batch, topk * (batch.num_steps - 1))
+            parent = origin[:, :, None].expand(-1, -1, a.shape[-1])
+            hidden = self.head.feedback(a).gather(1, parent)
+            positions = root_pos + (level - 1)
+            scratch.enter_level(positions, origin, topk)
+            embeds = embed_raw(self.embedding, beam)
+            a = self.head(embeds, hidden, positions.expand(-1, topk), scratch.attend)  # [B, K, H]
+            tokens, scores = self._children(batch, a, (positions + 2).expand(-1, topk), topk)  # [B, K, K]
+            chain.append(tokens[:, 0])
+        if topk == 1:
+            return DraftTree.chain(torch.cat(chain, dim=1)[:, :num_nodes])
+        growth.add_level(tokens, scores)
+        candidates = topk + topk * topk * (batch.num_steps - 1)
+        return growth.select(min(num_nodes, 1 + candidates)).tree
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._hidden.dtype
+
+    def storage(self, table: RequestTable) -> Storage:
+        """K/V of all slots of `table`, made when first asked for."""
+        if self._storage is None or self._storage.table is not table:
+            shape = (len(table.allocator.full_to_swa.host), self.spec.num_kv_heads, self.spec.head_dim)
+            k, v = (tuple(self._hidden.new_zeros(shape) for _ in range(self.spec.num_layers)) for _ in "kv")
+            self._storage = Storage(table, k, v)
+        return self._storage
+
+    def _rows(self, table: RequestTable) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        storage = self.storage(table)
+        return storage.k, storage.v
+
+    def _children(
+        self, batch: DraftBatch, a: torch.Tensor, positions: torch.Tensor, topk: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`topk` distinct tokens behind each of a [B, M, H], drawn for `positions` [B, M], and their log q: [B, M, K]."""
+        logits = self.head.logits(a, self.target_head)
+        if self.target_ids is not None:  # the rest of the vocabulary cannot be drawn
+            full = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
+            logits = full.index_copy_(2, self.target_ids, logits)
+        if topk == 1:
+            tokens = batch.sample(logits, positions)[:, :, None]
+            return tokens, torch.zeros_like(tokens, dtype=torch.float32)
+        left, drawn = logits.clone(), []
+        for _ in range(topk):  # the best of what is left: the K best under the request's noise
+            drawn.append(batch.sample(left, positions)[:, :, None])
+            left.scatter_(2, drawn[-1], -torch.inf)
+        tokens = torch.cat(drawn, dim=2)
+        return tokens, logits.float().log_softmax(-1).gather(2, tokens)
+
+
+class ScratchBlock:
+    """K/V of one draft in progress: for each layer, a copy of the committed keys in sight and the rows drafted so far.
+
+    `ancestors` [B, K, M]: which scratch rows each node of the present level sees, itself included.
+    """
+
+    def __init__(self, drafter: Eagle3Drafter, batch: DraftBatch, num_rows: int) -> None:
+        spec, table = drafter.spec, batch.table
+        storage = drafter.storage(table)
+        self.windows = spec.windows
+        self.scaling = spec.head_dim**-0.5
+        self.num_rows, self.filled = num_rows, 0
+        length = batch.history_len - 1  # [B]
+        self.key_pos = length.new_zeros((len(length), num_rows))
+        self.ancestors = length.new_zeros((len(length), 1, num_rows), dtype=torch.bool)
+        max_len = int(table.committed_len[batch.rows].max())
+        self.dtype = drafter.dtype
+        self._positions = length[:, None]
+        self._bias: dict[int | None, torch.Tensor] = {}
+        self._committed: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}  # position, is it committed: [B, L]
+        self._k: list[torch.Tensor] = []
+        self._v: list[torch.Tensor] = []
+        for layer, window in enumerate(spec.windows):
+            slots, key_pos = key_columns(table, batch.row_index, length, max_len, 1, window)
+            committed = key_pos < length[:, None]
+            slots = torch.where(committed, slots, table.slots.device[batch.row_index, 0][:, None])
+            self._committed[window] = (key_pos, committed)
+            for rows, copies in ((storage.k[layer], self._k), (storage.v[layer], self._v)):
+                part = rows.index_select(0, slots.reshape(-1)).view(*slots.shape, *rows.shape[1:]).transpose(1, 2)
+                copies.append(torch.cat([part, part.new_zeros((*part.shape[:2], num_rows, part.shape[3]))], dim=2))
+
+    def enter_level(self, positions: torch.Tensor, origin: torch.Tensor, topk: int) -> None:
+        """The next `topk` rows: all at `positions` [B, 1], children of the rows `origin` [B, K] of the level above."""
+        rows = torch.arange(self.filled, self.filled + topk, device=origin.device)
+        index = origin[:, :, None].expand(-1, -1, self.num_rows)
+        self.ancestors = self.ancestors.gather(1, index).index_put((..., torch.arange(topk), rows), torch.tensor(True))
+        self.key_pos[:, self.filled : self.filled + topk] = positions
+        self._positions = positions
+        self.filled += topk
+        self._bias.clear()
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Of the present level's rows: q [B, Hq, K, D], k and v [B, Hkv, K, D] -> [B, K, Hq, D]."""
+        window, topk = self.windows[layer], q.shape[2]
+        prefix = self._k[layer].shape[2] - self.num_rows
+        end = prefix + self.filled
+        self._k[layer][:, :, end - topk : end] = k
+        self._v[layer][:, :, end - topk : end] = v
+        keys, values = self._k[layer][:, :, :end], self._v[layer][:, :, :end]
+        bias = self._bias_of(window)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=self.scaling, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    def _bias_of(self, window: int | None) -> torch.Tensor:
+        if window not in self._bias:
+            key_pos, committed = self._committed[window]
+            topk = self.ancestors.shape[1]
+            visible = torch.cat(
+                [committed[:, None].expand(-1, topk, -1), self.ancestors[:, :, : self.filled]], dim=2
+            )  # [B, K, L + M]
+            if window is not None:
+                all_pos = torch.cat([key_pos, self.key_pos[:, : self.filled]], dim=1)
+                visible = visible & (self._positions - all_pos < window)[:, None]
+            bias = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
+            self._bias[window] = bias.masked_fill_(~visible, -torch.inf)[:, None]
+        return self._bias[window]
+
+
+def key_columns(
+    table: RequestTable, row_index: torch.Tensor, start: torch.Tensor, max_len: int, num_rows: int, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots and positions [B, L] that queries at start, ..., start + num_rows - 1 may see among the first `max_len`.
+
+    O(window) wide on a sliding layer: the oldest key in sight of `start` comes first.
+    """
+    first, width = torch.zeros_like(start), max_len
+    if window is not None:
+        first = (start - (window - 1)).clamp(min=0)
+        width = min(max_len, window - 2 + num_rows)
+    positions = first[:, None] + torch.arange(width, device=start.device)
+    columns = positions.clamp(max=table.slots.device.shape[1] - 1)
+    return table.slots.device[row_index[:, None], columns], positions
+
+
+def committed_keys(
+    table: RequestTable,
+    row_index: torch.Tensor,
+    positions: torch.Tensor,
+    committed_len: torch.Tensor,
+    max_len: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> VisibleKeys:
+    """What rows at `positions` [B, D], just written to their slots, see: themselves and all before, within the window."""
+    slots, key_pos = key_columns(table, row_index, positions[:, 0], max_len, positions.shape[1] + 1, window)
+    committed = key_pos < committed_len[:, None]
+    visible = committed[:, None] & (key_pos[:, None] <= positions[:, :, None])  # [B, D, L]
+    if window is not None:
+        visible = visible & (positions[:, :, None] - key_pos[:, None] < window)
+    bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+    return VisibleKeys(torch.where(committed, slots, slots[:, :1]), bias[:, None])
+
+
+def eagle3_drafter(folder: str | Path, target: EagleTarget, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:
+    """Read the head in `folder` and bind it to `target`. `aux_layers`: see `Eagle3Spec`; None: what the files say."""
+    shape = TargetShape(
+        name=target.name,
+        num_layers=len(target.layout.layers),
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+    )
+    return bind_head(read_head(folder, shape, aux_layers), target)
+
+
+def bind_head(checkpoint: Eagle3Checkpoint, target: EagleTarget) -> Eagle3Drafter:
+    """A drafter from a checkpoint that was read for this target."""
+    if checkpoint.spec.target_hidden_size != target.hidden_size or checkpoint.spec.vocab_size != target.vocab_size:
+        raise UnsupportedModelError(
+            f"this head was read for a target of hidden size {checkpoint.spec.target_hidden_size} and "
+            f"{checkpoint.spec.vocab_size} tokens; {target.name} has {target.hidden_size} and {target.vocab_size}"
+        )
+    return Eagle3Drafter(load_head(checkpoint, target.device, target.dtype), checkpoint.target_ids, target)

@@ -1,0 +1,225 @@
+"""Page tables, write locations and node rows: literal cases, and equality with attention/plan.py on real tables."""
+
+import numpy as np
+import pytest
+import torch
+import triton
+
+from specdec.attention import page_table as page_table_module
+from specdec.attention.node_rows import NodeRows, build_node_rows, reference_build_node_rows
+from specdec.attention.page_table import PageTables, build_page_tables, reference_build_page_tables
+from specdec.attention.plan import plan_verify
+from specdec.attention.tree import DraftTree
+from specdec.kvcache.hybrid import HybridAllocator
+from specdec.kvcache.layout import KVLayout, LayerSpec
+from specdec.kvcache.table import RequestTable
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PARENTS = [-1, 0, 0, 1, 3]  # the tree in attention/tree.py: a fork at the root, then a chain
+DEPTH = [0, 1, 1, 2, 3]
+
+pytestmark = pytest.mark.usefixtures("poison_empty")
+
+
+@pytest.fixture(autouse=True)
+def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        kernel = page_table_module._page_tables_kernel
+        assert not isinstance(kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
+    monkeypatch.setattr("specdec.attention.page_table.BLOCK", 8)  # several programs for small tables
+    monkeypatch.setattr("specdec.attention.node_rows.BLOCK", 8)
+
+
+def long(values: object) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=DEVICE)
+
+
+def spec(layer: int, window: int | None) -> LayerSpec:
+    kind = "full_attention" if window is None else "sliding_attention"
+    return LayerSpec(layer=layer, owner=layer, layer_type=kind, num_kv_heads=1, head_dim=1, window=window)
+
+
+def filled(page_size: int, window: int | None, lengths: list[int], reserve: int) -> tuple[RequestTable, np.ndarray]:
+    """Requests of these lengths, interleaved in the pools and evicted as the engine does, in shuffled rows."""
+    layout = KVLayout((spec(0, window), spec(1, None)))
+    pages = sum(-(-(n + reserve) // page_size) + 1 for n in lengths)
+    allocator = HybridAllocator(
+        layout, full_pages=pages, swa_pages=pages, page_size=page_size, dtype=torch.float32, device=DEVICE
+    )
+    table = RequestTable(allocator, max_requests=len(lengths) + 1, max_len=max(lengths) + 1, reserve=reserve)
+    rows = [table.open() for _ in lengths]
+    for done in range(0, max(lengths), 5):  # in turns, so that pages interleave
+        for row, length in zip(rows, lengths, strict=True):
+            step = np.array([min(5, max(length - done, 0))])
+            table.ensure(row, int(table.committed_len[row] + step[0]) + reserve)
+            table.commit(np.array([row]), step)
+            table.evict(np.array([row]))
+    for row in rows:
+        table.ensure(row, int(table.committed_len[row]) + reserve)
+    table.check()
+    return table, np.array(rows[::-1])
+
+
+def tables_of(table: RequestTable, rows: np.ndarray, num_nodes: int, full_width: int, swa_width: int) -> PageTables:
+    allocator = table.allocator
+    arguments = (
+        table.slots.device,
+        None if table.retain is None else allocator.full_to_swa.device,
+        torch.from_numpy(rows).to(DEVICE),
+        torch.from_numpy(table.committed_len[rows]).to(DEVICE),
+    )
+    options = {"num_nodes": num_nodes, "retain": table.retain, "page_size": allocator.page_size}
+    got = build_page_tables(*arguments, **options, full_width=full_width, swa_width=swa_width)
+    same(got, reference_build_page_tables(*arguments, **options, full_width=full_width, swa_width=swa_width))
+    return got
+
+
+def same(got: tuple[torch.Tensor | None, ...], want: tuple[torch.Tensor | None, ...]) -> None:
+    for name, one, other in zip(type(got)._fields, got, want, strict=True):
+        assert (one is None) == (other is None), name
+        if one is not None:
+            torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_page_tables_by_eye():
+    """Pages of 2: a request of 5 tokens in pages 3, 1, 4 (and 2 for drafts), SWA pages 6, 5, 7 behind an evicted 3."""
+    slots = long([[6, 7, 2, 3, 8, 9, 4, 5], [0] * 8])
+    full_to_swa = long([0, 0, 12, 13, 14, 15, 0, 0, 10, 11])
+    rows, lengths = long([0, 1]), long([5, 3])  # row 1 is for padding: its length is ignored
+    got = build_page_tables(
+        slots, full_to_swa, rows, lengths, num_nodes=3, retain=2, page_size=2, full_width=4, swa_width=3
+    )
+    assert got.full_pages.tolist() == [[3, 1, 4, 0], [0, 0, 0, 0]]
+    assert got.swa_start.tolist() == [2, 0]
+    assert got.swa_pages.tolist() == [[6, 5, 0], [0, 0, 0]]
+    assert got.write_full.tolist() == [[9, 4, 5], [0, 0, 0]]
+    assert got.write_swa.tolist() == [[11, 14, 15], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("window", [1, 3, 9, 60])
+@pytest.mark.parametrize("page_size", [1, 3, 4, 16])
+def test_page_tables_are_what_the_plan_computes(page_size: int, window: int):
+    num_nodes, lengths = 5, [0, 1, 7, 23, 50]
+    table, rows = filled(page_size, window, lengths, num_nodes)
+    tree = DraftTree.chain(torch.zeros((len(rows), num_nodes), dtype=torch.int64, device=DEVICE))
+    plan = plan_verify(table, rows, tree)
+    full_width = -(-max(lengths) // page_size)
+    swa_width = 1 + -(-table.retain // page_size)
+    got = tables_of(table, rows, num_nodes, full_width + 3, swa_width)
+    assert torch.equal(got.write_full.reshape(-1), plan.write_full)
+    assert torch.equal(got.write_swa.reshape(-1), plan.write_swa)
+    assert torch.equal(got.swa_start, plan.prefix_swa.start)
+    for pages, prefix in ((got.full_pages, plan.prefix_full), (got.swa_pages, plan.prefix_swa)):
+        first = prefix.start[:, None] + torch.arange(pages.shape[1], device=DEVICE) * page_size
+        held = first < plan.committed_len[:, None]
+        width = prefix.pages.shape[1]
+        assert torch.equal(pages[:, :width], prefix.pages.masked_fill(~held[:, :width], 0))
+        assert not held[:, width:].any() and not pages[:, width:].any()
+        assert (pages[held] > 0).all()  # nothing in the table was evicted
+
+
+def test_page_tables_without_swa_layers():
+    table, rows = filled(3, None, [4, 11], 2)
+    got = tables_of(table, rows, 2, 5, 7)
+    assert (got.swa_pages, got.swa_start, got.write_swa) == (None, None, None)
+    assert (got.full_pages > 0).sum(dim=1).tolist() == [4, 2]
+
+
+def test_widths_may_be_anything():
+    """No width at all (a step without full layers), more nodes than one program takes, rows that end in the drafts."""
+    table, rows = filled(1, 4, [3, 20], 19)
+    got = tables_of(table, rows, 19, 0, 1)
+    assert got.full_pages.shape == (2, 0) and got.write_full.shape == (2, 19)
+    assert tables_of(table, rows, 30, 64, 40).write_full[:, -7:].tolist() == [[0] * 7] * 2  # past the row: the sink
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_padding_row_is_all_sink(page_size: int):
+    table, rows = filled(page_size, 6, [9, 30], 4)
+    table.committed_len[table.padding_row] = 17  # whatever a padded request carries
+    got = tables_of(table, np.append(rows, table.padding_row), 4, 12, 12)
+    for part in got:
+        assert not part[-1].any()
+        assert part[:2].any()
+
+
+# one row per node
+
+
+def node_rows_of(table: RequestTable, rows: np.ndarray, tree: DraftTree, window: int | None, width: int) -> NodeRows:
+    arguments = (
+        table.slots.device,
+        table.allocator.full_to_swa.device if window is not None else None,
+        torch.from_numpy(rows).to(DEVICE),
+        torch.from_numpy(table.committed_len[rows]).to(DEVICE),
+        tree.parents,
+        tree.depth,
+    )
+    got = build_node_rows(*arguments, window=window, width=width)
+    same(got, reference_build_node_rows(*arguments, window=window, width=width))
+    return got
+
+
+def naive_row(table: RequestTable, row: int, node: int, window: int | None) -> list[int]:
+    """The slots that a node sees, key by key."""
+    length = int(table.committed_len[row])
+    path = [node]
+    while path[0]:
+        path.insert(0, PARENTS[path[0]])
+    keys = [(p, p) for p in range(length)] + [(length + depth, length + n) for depth, n in enumerate(path)]
+    query = length + DEPTH[node]
+    seen = [int(table.slots.host[row, column]) for pos, column in keys if window is None or query - pos < window]
+    return seen if window is None else [int(table.allocator.full_to_swa.host[slot]) for slot in seen]
+
+
+def worked(batch: int) -> DraftTree:
+    return DraftTree.from_parents(long([[7, 1, 2, 3, 4]] * batch), long([PARENTS] * batch))
+
+
+def test_node_rows_by_eye():
+    """3 committed keys in slots 11, 12, 13 and the worked tree in 21..25; a window of 3 sees 3 keys of each path."""
+    slots = long([[11, 12, 13, 21, 22, 23, 24, 25], [0] * 8])
+    arguments = (slots, None, long([0]), long([3]), long([PARENTS]), long([DEPTH]))
+    full = build_node_rows(*arguments, window=None, width=8)
+    assert full.slots.tolist() == [
+        [
+            [11, 12, 13, 21, 0, 0, 0, 0],
+            [11, 12, 13, 21, 22, 0, 0, 0],
+            [11, 12, 13, 21, 23, 0, 0, 0],
+            [11, 12, 13, 21, 22, 24, 0, 0],
+            [11, 12, 13, 21, 22, 24, 25, 0],
+        ]
+    ]
+    assert full.lengths.tolist() == [[4, 5, 5, 6, 7]]
+    sliding = build_node_rows(*arguments, window=3, width=4)
+    assert sliding.slots.tolist() == [
+        [[12, 13, 21, 0], [13, 21, 22, 0], [13, 21, 23, 0], [21, 22, 24, 0], [22, 24, 25, 0]]
+    ]
+    assert sliding.lengths.tolist() == [[3, 3, 3, 3, 3]]
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 9, 60])
+def test_node_rows_are_the_visible_keys(window: int | None):
+    lengths = [0, 1, 2, 8, 31]
+    table, rows = filled(1, window, lengths, len(PARENTS))
+    width = max(lengths) + 4 if window is None else min(window, max(lengths) + 4)
+    got = node_rows_of(table, rows, worked(len(rows)), window, width)
+    for i, row in enumerate(rows):
+        for node in range(len(PARENTS)):
+            want = naive_row(table, row, node, window)
+            assert got.lengths[i, node] == len(want)
+            assert got.slots[i, node].tolist() == want + [0] * (width - len(want))
+
+
+def test_node_rows_of_padding_and_chains():
+    """A padded request has rows of sinks, not empty ones; a chain's parents and depth are expanded views."""
+    table, rows = filled(1, 4, [6], 5)
+    rows = np.append(rows, table.padding_row)
+    chain = DraftTree.chain(long([[1, 2, 3, 4, 5]] * 2))
+    assert chain.parents.stride(0) == 0
+    got = node_rows_of(table, rows, chain, 4, 9)
+    assert not got.slots[1].any()
+    assert got.lengths.tolist() == [[4, 4, 4, 4, 4], [1, 2, 3, 4, 4]]
+    root = DraftTree.chain(long([[1]] * 2))
+    assert node_rows_of(table, rows, root, None, 7).lengths.tolist() == [[7], [1]]

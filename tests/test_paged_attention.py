@@ -1,0 +1,308 @@
+"""The paged attention kernels and their reference against one softmax a row, in float64, over a plain list of keys.
+
+On a machine without a GPU the kernels run in Triton's interpreter, from a copy of their module made for these tests
+alone, so that what the other tests import is left as it was.
+"""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.attention import paged_attention as launcher
+from specdec.attention.paged_attention import Tiles, ancestor_bits, paged_attention, reference_paged_attention
+from specdec.attention.tree import DraftTree
+
+triton = pytest.importorskip("triton")
+
+CUDA = torch.cuda.is_available()
+SMALL = Tiles(16, 16, 4, 1, waves=3.0)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(scope="module")
+def _interpreted() -> Iterator[Any]:
+    """The kernels' module, defined again under TRITON_INTERPRET=1, with an interpreted library beneath it."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        for module in [m for name, m in list(sys.modules.items()) if name.startswith("triton.language")]:
+            for name, value in list(vars(module).items()):
+                if isinstance(value, JITFunction):
+                    patch.setattr(module, name, InterpretedFunction(value.fn))
+        path = inspect.getfile(launcher).replace("paged_attention.py", "paged_attention_kernels.py")
+        found = importlib.util.spec_from_file_location("interpreted_kernels", path)
+        assert found is not None
+        assert found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        patch.setitem(sys.modules, found.name, module)
+        found.loader.exec_module(module)
+        yield module
+
+
+@pytest.fixture(autouse=True)
+def _kernels_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, poison_empty: None) -> None:
+    if not CUDA:
+        monkeypatch.setattr(launcher, "kernels", request.getfixturevalue("_interpreted"))
+
+
+def chain(num_rows: int) -> list[int]:
+    return [i - 1 for i in range(num_rows)]
+
+
+def bushy(num_rows: int, seed: int = 0) -> list[int]:
+    g = torch.Generator().manual_seed(seed)
+    return [-1] + [int(torch.randint(0, i, (), generator=g)) for i in range(1, num_rows)]
+
+
+class Case:
+    """B requests over pools whose free slots hold NaN, and the keys of each as a list (position, K, V, node)."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        num_rows: int,
+        *,
+        kind: str = "tree",  # tree | causal | frozen
+        parents: list[int] | None = None,
+        block_len: Sequence[int] | None = None,
+        starts: Sequence[int] | None = None,
+        page_size: int = 1,
+        heads: tuple[int, int] = (2, 1),
+        head_dim: int = 8,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        dtype: torch.dtype = torch.float32,
+        spare_pages: int = 0,
+        seed: int = 0,
+    ) -> None:
+        g = torch.Generator().manual_seed(seed)
+        hq, hkv = heads
+        batch = len(lengths)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=g).to(dtype)
+
+        self.lengths, self.starts = lengths, starts or [0] * batch
+        counts = [-(-(n - s) // page_size) if n > s else 0 for n, s in zip(lengths, self.starts, strict=True)]
+        num_slots = (1 + sum(counts) + 3) * page_size
+        free = (torch.randperm(sum(counts) + 2, generator=g) + 1).tolist()
+        pool_k, pool_v = (torch.full((num_slots, hkv, head_dim), float("nan"), dtype=dtype) for _ in range(2))
+        pages = torch.zeros(batch, max(counts) + spare_pages, dtype=torch.int64)
+        self.keys: list[list[tuple[int, torch.Tensor, torch.Tensor]]] = []
+        for b, (length, start) in enumerate(zip(lengths, self.starts, strict=True)):
+            keys = []
+            for p in range(start, length):
+                page, offset = divmod(p - start, page_size)
+                if offset == 0:
+                    pages[b, page] = free.pop()
+                slot = int(pages[b, page]) * page_size + offset
+                pool_k[slot], pool_v[slot] = normal(hkv, head_dim), normal(hkv, head_dim)
+                keys.append((p, pool_k[slot], pool_v[slot]))
+            self.keys.append(keys)
+        committed = torch.tensor(lengths)
+        self.valid = list(block_len) if block_len is not None else [num_rows] * batch
+        parents = parents or chain(num_rows)
+        tree = DraftTree.from_parents(torch.zeros(batch, num_rows).long(), torch.tensor([parents] * batch))
+        depth = tree.depth if kind == "tree" else torch.arange(num_rows).expand(batch, num_rows)
+        if kind == "frozen":
+            depth = torch.zeros_like(depth)
+        self.sees = tree.ancestors if kind == "tree" else torch.ones(num_rows, num_rows).tril().bool().expand(batch, -1, -1)
+        # queries and block keys as a packed projection leaves them: [B, N, H, D], transposed
+        block = kind != "frozen"
+        self.args: dict[str, Any] = {
+            "query": normal(batch, num_rows, hq, head_dim).transpose(1, 2),
+            "block_k": normal(batch, num_rows, hkv, head_dim).transpose(1, 2) if block else None,
+            "block_v": normal(batch, num_rows, hkv, head_dim).transpose(1, 2) if block else None,
+            "pool_k": pool_k,
+            "pool_v": pool_v,
+            "pages": pages,
+            "start": torch.tensor(self.starts),
+            "committed_len": committed,
+            "positions": committed[:, None] + depth,
+            "page_size": page_size,
+            "scaling": head_dim**-0.5 * 1.5,
+            "ancestors": ancestor_bits(tree.ancestors) if kind == "tree" else None,
+            "block_len": torch.tensor(block_len) if block_len is not None else None,
+            "window": window,
+            "softcap": softcap,
+            "sinks": normal(hq) if sinks else None,
+        }
+        if block_len is not None and block:
+            for b, n in enumerate(block_len):  # what padded rows hold is nobody's business
+                self.args["block_k"][b, :, n:] = float("nan")
+                self.args["block_v"][b, :, n:] = float("nan")
+
+    def dense(self) -> torch.Tensor:
+        """Every output by the definition: one query, one list of visible keys, one softmax."""
+        a = self.args
+        query, window, softcap = a["query"].double(), a["window"], a["softcap"]
+        batch, hq, num_rows, head_dim = query.shape
+        group = hq // a["pool_k"].shape[1]
+        out = torch.zeros(batch, num_rows, hq, head_dim, dtype=torch.float64)
+        for b in range(batch):
+            for i in range(self.valid[b]):
+                position = int(a["positions"][b, i])
+                seen = [(p, k, v) for p, k, v in self.keys[b]]
+                if a["block_k"] is not None:
+                    for j in range(self.valid[b]):
+                        if self.sees[b, i, j]:
+                            seen.append((int(a["positions"][b, j]), a["block_k"][b, :, j], a["block_v"][b, :, j]))
+                seen = [key for key in seen if window is None or position - key[0] < window]
+                if not seen:
+                    continue
+                k = torch.stack([k for _, k, _ in seen]).double()  # [L, Hkv, D]
+                v = torch.stack([v for _, _, v in seen]).double()
+                for h in range(hq):
+                    x = k[:, h // group] @ query[b, h, i] * a["scaling"]
+                    if softcap is not None:
+                        x = softcap * (x / softcap).tanh()
+                    if a["sinks"] is not None:
+                        x = torch.cat([x, a["sinks"][h].double().view(1)])
+                    out[b, i, h] = x.softmax(0)[: len(seen)] @ v[:, h // group]
+        return out
+
+    def run(self, **options: Any) -> torch.Tensor:
+        device = torch.device("cuda" if CUDA else "cpu")
+        moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.args.items()}
+        return paged_attention(**moved, **options).cpu()
+
+    def check(self, **options: Any) -> None:
+        """Kernel and reference against the definition."""
+        expected = self.dense()
+        tolerance = TOLERANCE[self.args["query"].dtype]
+        for out in (self.run(**options), reference_paged_attention(**self.args)):
+            assert out.is_contiguous()
+            assert out.dtype == self.args["query"].dtype
+            torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 17, 63, 64, 65])
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
+def test_trees_behind_prefixes_of_odd_length(length: int, num_rows: int) -> None:
+    Case([length, 5], num_rows, parents=bushy(num_rows)).check(tiles=SMALL)
+
+
+def test_a_tree_of_every_bit() -> None:
+    Case([20], 64, parents=bushy(64)).check(tiles=SMALL)
+    Case([1], 63, parents=chain(63)).check(tiles=SMALL)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1), (8, 1), (6, 2)], ids=str)
+def test_page_sizes_and_groups(page_size: int, heads: tuple[int, int]) -> None:
+    Case([37, 16, 0], 3, parents=[-1, 0, 0], page_size=page_size, heads=heads).check(tiles=SMALL)
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+@pytest.mark.parametrize("window", [1, 2, 4, 18])
+def test_windows_go_by_depth_and_may_be_smaller_than_the_tree(window: int, page_size: int) -> None:
+    parents = [-1, 0, 0, 2, 1, 4, 5, 3]  # depths 0 1 1 2 2 3 4 3
+    Case([40, 3, 0], 8, parents=parents, window=window, page_size=page_size).check(tiles=SMALL)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("kind", ["tree", "frozen", "causal"])
+def test_evicted_prefixes(kind: str, page_size: int) -> None:
+    starts = [page_size * (60 // page_size), 0, page_size]
+    Case([75, 4, 40], 3, kind=kind, starts=starts, window=12, page_size=page_size, sinks=True).check(tiles=SMALL)
+
+
+def test_a_query_whose_window_holds_nothing_is_zero() -> None:
+    case = Case([40, 2], 2, kind="frozen", window=3, sinks=True)
+    case.args["positions"] += torch.tensor([[0], [9]])  # row 1 looks from far behind its two keys
+    case.check(tiles=SMALL)
+    torch.testing.assert_close(case.run(tiles=SMALL)[1], torch.zeros(2, 2, 8))
+
+
+@pytest.mark.parametrize("extras", [{"softcap": 1.5}, {"sinks": True}, {"softcap": 2.0, "sinks": True, "window": 9}], ids=str)
+@pytest.mark.parametrize("kind", ["tree", "causal"])
+def test_softcap_and_sinks(kind: str, extras: dict[str, Any]) -> None:
+    Case([50, 0, 1], 5, kind=kind, heads=(4, 2), **extras).check(tiles=SMALL)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 17])
+def test_frozen_queries_read_the_committed_prefix_only(num_rows: int) -> None:
+    Case([33, 1, 0], num_rows, kind="frozen", heads=(4, 2), spare_pages=3).check(tiles=SMALL)
+
+
+@pytest.mark.parametrize("window", [None, 5, 20])
+@pytest.mark.parametrize("num_rows", [1, 17, 63])
+def test_prefill_chunks(num_rows: int, window: int | None) -> None:
+    block_len = [num_rows, max(1, num_rows // 2), 0]
+    Case([0, 21, 9], num_rows, kind="causal", block_len=block_len, window=window, heads=(3, 1)).check(tiles=SMALL)
+
+
+@pytest.mark.parametrize("head_dim", [16, 40, 80, 512])
+def test_head_sizes(head_dim: int) -> None:
+    Case([18], 2, head_dim=head_dim).check(tiles=SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and not CUDA:
+        pytest.skip("the interpreter multiplies bfloat16 matrices as integers")
+    Case([35, 4], 3, dtype=dtype, head_dim=16, heads=(4, 2), window=30).check(tiles=SMALL)
+
+
+@pytest.mark.parametrize("split_len", [None, 16, 48])
+def test_default_tiles_and_fixed_splits(split_len: int | None) -> None:
+    tiles = None if split_len is None else SMALL
+    Case([150, 7], 3, starts=[15, 0], page_size=3, heads=(4, 2)).check(split_len=split_len, tiles=tiles)
+
+
+def test_fixed_splits_do_not_see_the_batch_the_table_or_the_eviction() -> None:
+    """The same request, bitwise: alone, beside a longer one, in a wider table, with its unseen keys evicted."""
+    alone, beside = Case([50], 2, window=20), Case([50, 90], 2, window=20, spare_pages=5)
+    for name in ("query", "block_k", "block_v"):
+        beside.args[name][:1] = alone.args[name]
+    for (_, k, v), (_, k_other, v_other) in zip(alone.keys[0], beside.keys[0], strict=True):
+        k_other.copy_(k), v_other.copy_(v)
+    evicted = Case([50], 2, window=20)
+    evicted.args["start"] = torch.tensor([29])
+    evicted.args["pages"] = evicted.args["pages"][:, 29:]
+    expected = alone.run(split_len=16, tiles=SMALL)
+    torch.testing.assert_close(beside.run(split_len=16, tiles=SMALL)[:1], expected, atol=0, rtol=0)
+    torch.testing.assert_close(evicted.run(split_len=16, tiles=SMALL), expected, atol=0, rtol=0)
+
+
+def test_strides_and_index_dtypes() -> None:
+    case = Case([30, 9], 3, page_size=3, heads=(4, 2))
+    a = case.args
+    expected = case.run(tiles=SMALL)
+    a["pages"], a["positions"] = a["pages"].int().t().contiguous().t(), a["positions"].int()
+    a["committed_len"], a["start"] = a["committed_len"].int(), a["start"].int()
+    a["pool_k"] = a["pool_k"].transpose(0, 1).contiguous().transpose(0, 1)  # heads first
+    a["pool_v"] = torch.stack([a["pool_v"], a["pool_v"]], -1)[..., 1]  # every other element
+    a["query"] = a["query"].transpose(0, 3).contiguous().transpose(0, 3)
+    a["block_k"] = a["block_k"].contiguous()
+    torch.testing.assert_close(case.run(tiles=SMALL), expected)
+
+
+def test_rows_that_nobody_sees_cannot_leak() -> None:
+    case = Case([12], 4, parents=[-1, 0, 0, 2])
+    case.args["ancestors"][0, 3] = 0  # a padded node: sees no row, seen by none
+    case.sees = case.sees.clone()
+    case.sees[0, 3] = False
+    case.args["block_k"][:, :, 3] = float("nan")
+    case.args["block_v"][:, :, 3] = float("nan")
+    case.check(tiles=SMALL)
+
+
+def test_ancestor_bits_are_the_rows_of_the_mask() -> None:
+    tree = DraftTree.from_parents(torch.zeros(1, 5).long(), torch.tensor([[-1, 0, 0, 1, 3]]))
+    assert ancestor_bits(tree.ancestors).tolist() == [[0b00001, 0b00011, 0b00101, 0b01011, 0b11011]]
+    assert ancestor_bits(torch.ones(1, 64, 64).tril().bool())[0, 63] == -1  # bit 63 is the sign
+
+
+def test_without_a_gpu_or_triton_the_reference_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case([9], 2)
+    monkeypatch.setattr(launcher, "kernels", None)
+    torch.testing.assert_close(paged_attention(**case.args), reference_paged_attention(**case.args), atol=0, rtol=0)

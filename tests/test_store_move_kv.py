@@ -1,0 +1,131 @@
+"""store_kv and move_kv: the kernels, run by Triton's interpreter without a GPU, against what torch does row by row."""
+
+import pytest
+import torch
+import triton
+
+from specdec.kvcache import move_kv as move_module
+from specdec.kvcache.move_kv import PoolRows, move_kv, reference_move_kv
+from specdec.kvcache.spaces import FullLoc
+from specdec.kvcache.store_kv import reference_store_kv, store_kv
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+pytestmark = pytest.mark.usefixtures("poison_empty")
+
+
+@pytest.fixture(autouse=True)
+def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert not isinstance(move_module._copy_rows_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
+
+
+def slots(*values: int) -> FullLoc:
+    return FullLoc(torch.tensor(values, dtype=torch.int64, device=DEVICE))
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def test_store_by_eye():
+    pool_k, pool_v = torch.zeros(4, 1, 2, device=DEVICE), torch.zeros(4, 1, 2, device=DEVICE)
+    k = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]], device=DEVICE)
+    store_kv(k, 10 * k, slots(3, 1), pool_k, pool_v)
+    assert pool_k[:, 0].tolist() == [[0, 0], [3, 4], [0, 0], [1, 2]]
+    assert pool_v[:, 0].tolist() == [[0, 0], [30, 40], [0, 0], [10, 20]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "dim"), [(1, 1), (3, 5), (2, 64), (1, 127), (3, 400)])
+def test_store_is_the_reference(heads: int, dim: int, dtype: torch.dtype):
+    torch.manual_seed(heads * 1000 + dim)
+    k, v, pool_k, pool_v = (numbers(n, heads, dim, dtype=dtype) for n in (7, 7, 20, 20))
+    where = FullLoc(1 + torch.randperm(19, device=DEVICE)[:7])
+    want_k, want_v = pool_k.clone(), pool_v.clone()
+    reference_store_kv(k, v, where, want_k, want_v)
+    store_kv(k, v, where, pool_k, pool_v)
+    torch.testing.assert_close((pool_k, pool_v), (want_k, want_v), rtol=0, atol=0)
+
+
+def test_store_takes_any_strides():
+    """K as attention hands it over (heads before tokens), V sliced out of a fused projection, slots in a column."""
+    k = numbers(1, 3, 5, 8)[0].transpose(0, 1)
+    v = numbers(5, 3, 30)[:, :, 2:17:2]
+    where = FullLoc(torch.tensor([[4, 0], [9, 0], [2, 0], [1, 0], [7, 0]], device=DEVICE)[:, 0])
+    pool_k, pool_v = torch.zeros(10, 3, 8, device=DEVICE), torch.zeros(10, 3, 8, device=DEVICE)
+    store_kv(k, v, where, pool_k, pool_v)
+    torch.testing.assert_close((pool_k[where], pool_v[where]), (k, v), rtol=0, atol=0)
+    others = slots(0, 3, 5, 6, 8)
+    assert not pool_k[others].any() and not pool_v[others].any()
+
+
+def test_padded_rows_share_the_sink():
+    pool_k, pool_v = torch.zeros(4, 2, 3, device=DEVICE), torch.zeros(4, 2, 3, device=DEVICE)
+    k, v = numbers(5, 2, 3), numbers(5, 2, 3)
+    store_kv(k, v, slots(0, 2, 0, 0, 3), pool_k, pool_v)
+    torch.testing.assert_close(pool_k[[2, 3]], k[[1, 4]], rtol=0, atol=0)
+    torch.testing.assert_close(pool_v[[2, 3]], v[[1, 4]], rtol=0, atol=0)
+    assert not pool_k[1].any()
+
+
+def test_nothing_to_store():
+    pool = torch.ones(2, 1, 2, device=DEVICE)
+    store_kv(numbers(0, 1, 2), numbers(0, 1, 2), slots(), pool, pool)
+    assert pool.tolist() == torch.ones(2, 1, 2).tolist()
+
+
+def test_move_by_eye():
+    """Node path 0, 2, 3 behind 4 committed tokens: rows 6 and 7 go to 5 and 6, so 6 is read before it is written."""
+    pool = torch.arange(8, dtype=torch.float32, device=DEVICE).view(8, 1, 1)
+    move_kv([pool], slots(6, 7), slots(5, 6))
+    assert pool.flatten().tolist() == [0, 1, 2, 3, 4, 6, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"),
+    [
+        ((1, 2, 3), (2, 3, 4)),
+        ((4, 3, 2), (5, 4, 3)),
+        ((1, 2, 3), (3, 1, 2)),
+        ((5, 0, 6, 0), (5, 0, 1, 0)),
+        ((9,), (1,)),
+    ],
+    ids=["up", "up-reversed", "cycle", "sink-and-self", "one"],
+)
+def test_moves_that_overlap(source: tuple[int, ...], destination: tuple[int, ...]):
+    torch.manual_seed(0)
+    pools = [numbers(10, heads, dim) for heads, dim in [(1, 1), (2, 3), (1, 700), (4, 300)]]
+    want = [pool.clone() for pool in pools]
+    reference_move_kv(want, slots(*source), slots(*destination))
+    move_kv(pools, slots(*source), slots(*destination))
+    for pool, expected in zip(pools, want, strict=True):
+        torch.testing.assert_close(pool, expected, rtol=0, atol=0)
+
+
+def test_move_copies_bits_of_any_dtype():
+    """bf16 rows of 3 numbers are moved as 2-byte words, NaN payloads and all; a table built before serves twice."""
+    torch.manual_seed(0)
+    pools = [numbers(6, 1, 3, dtype=torch.bfloat16), numbers(6, 2, 4, dtype=torch.float32)]
+    pools[0].view(torch.int16)[2, 0, 1] = 0x7FC1  # a NaN
+    want = [pool.view(torch.int16).clone() for pool in pools]
+    rows = PoolRows.of(pools)
+    assert (rows.word, rows.longest, rows.total) == (torch.int16, 16, 19)
+    for source, destination in ((slots(2, 3), slots(3, 2)), (slots(3, 5), slots(1, 0))):
+        move_kv(rows, source, destination)
+        reference_move_kv(want, source, destination)
+    for pool, expected in zip(pools, want, strict=True):
+        assert torch.equal(pool.view(torch.int16), expected)
+
+
+def test_words_are_as_large_as_all_rows_allow():
+    assert PoolRows.of([numbers(3, 2, 8), numbers(3, 1, 2)]).word == torch.int64
+    assert PoolRows.of([numbers(3, 2, 8), numbers(3, 1, 3)]).word == torch.int32
+
+
+def test_nothing_to_move():
+    pool = numbers(3, 1, 2)
+    want = pool.clone()
+    move_kv([pool], slots(), slots())
+    torch.testing.assert_close(pool, want)

@@ -1,0 +1,247 @@
+"""Growing draft trees and walking them: literal trees, and properties against a naive best-first search."""
+
+import heapq
+
+import pytest
+import torch
+import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec.attention import tree_walk as tree_walk_module
+from specdec.attention.tree import DraftTree
+from specdec.attention.tree_build import Growth, reference_select_nodes, select_tree
+from specdec.attention.tree_walk import accept_walk, reference_accept_walk, reference_tree_fields, tree_fields
+from specdec.verify import accept
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+QUICK = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels_run():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if DEVICE.type == "cpu":
+            monkeypatch.setenv("TRITON_INTERPRET", "1")
+            kernel = tree_walk_module._accept_walk_kernel
+            assert not isinstance(kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
+        yield
+
+
+def long(values: object) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=DEVICE)
+
+
+def candidates(topk: int, levels: int, beams: list[list[int]]) -> list[int]:
+    """Parents of all candidates, for the beam (numbers within its level) after each level."""
+    parents, first = [-1] * topk, 0
+    for level in range(1, levels):
+        parents += [first + chosen for chosen in beams[level - 1] for _ in range(topk)]
+        first += topk if level == 1 else topk * topk
+    return parents
+
+
+def naive_best_first(scores: list[float], parents: list[int], num_nodes: int) -> list[int]:
+    """Candidates taken, in number order: always the best one whose parent is taken, lowest number first on ties."""
+    key = {}
+    for number, score in enumerate(scores):
+        score = -3.4028234663852886e38 if score != score or score == -INF else score
+        key[number] = (max(-score, key[parents[number]][0] if parents[number] >= 0 else -INF), number)
+    heap = [key[number] for number, parent in enumerate(parents) if parent < 0]
+    heapq.heapify(heap)
+    taken: list[int] = []
+    while len(taken) < num_nodes - 1:
+        number = heapq.heappop(heap)[1]
+        taken.append(number)
+        for child, parent in enumerate(parents):
+            if parent == number:
+                heapq.heappush(heap, key[child])
+    return sorted(taken)
+
+
+def test_select_by_eye():
+    """The example in the docstring of attention/tree_build.py."""
+    grown = select_tree(
+        long([9]),
+        long([[10, 11, 12, 13, 14, 15]]),
+        torch.tensor([[-0.1, -2.0, -0.1, -3.0, -2.0, -9.0]], device=DEVICE),
+        long([candidates(2, 2, [[0, 1]])]),
+        num_nodes=4,
+    )
+    assert grown.tree.tokens.tolist() == [[9, 10, 11, 12]]
+    assert grown.tree.parents.tolist() == [[-1, 0, 0, 1]]
+    assert grown.tree.depth.tolist() == [[0, 1, 1, 2]]
+    assert grown.ancestor_bits.tolist() == [[0b0001, 0b0011, 0b0101, 0b1011]]
+    grown.tree.check()
+
+
+@pytest.mark.parametrize("score", [0.0, -1.5, -INF, NAN], ids=str)
+def test_equal_scores_fill_the_tree_level_by_level(score: float):
+    parents = long([candidates(2, 3, [[0, 1], [0, 1]])])
+    scores = torch.full((1, 10), score, device=DEVICE)
+    grown = select_tree(long([0]), torch.arange(10, device=DEVICE)[None], scores, parents, num_nodes=8, num_levels=3)
+    assert grown.tree.tokens.tolist() == [[0, 0, 1, 2, 3, 4, 5, 6]]
+    assert grown.tree.parents.tolist() == [[-1, 0, 0, 1, 1, 2, 2, 3]]
+    grown.tree.check()
+
+
+def test_a_child_is_never_better_than_its_parent():
+    """A child of 0.0 under a parent of -5 waits for it, and counts as -5 then."""
+    grown = select_tree(
+        long([0]),
+        long([[1, 2, 3, 4]]),
+        torch.tensor([[-5.0, -4.0, -INF, 0.0]], device=DEVICE),
+        long([[-1, -1, -1, 0]]),
+        num_nodes=3,
+    )
+    assert grown.tree.tokens.tolist() == [[0, 1, 2]]
+    assert grown.tree.parents.tolist() == [[-1, 0, 0]]
+
+
+def test_smallest_and_largest_trees():
+    tokens, scores = long([[4, 5], [6, 7]]), torch.tensor([[-1.0, -2.0], [-2.0, -1.0]], device=DEVICE)
+    parents = long([[-1, -1], [-1, 0]])
+    alone = select_tree(long([1, 2]), tokens, scores, parents, num_nodes=1)
+    assert alone.tree.tokens.tolist() == [[1], [2]] and alone.tree.parents.tolist() == [[-1], [-1]]
+    everything = select_tree(long([1, 2]), tokens, scores, parents, num_nodes=3)
+    assert everything.tree.parents.tolist() == [[-1, 0, 0], [-1, 0, 1]]
+    with pytest.raises(AssertionError, match="2 candidates cannot fill 4 nodes"):
+        select_tree(long([1, 2]), tokens, scores, parents, num_nodes=4)
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> tuple[list[list[float]], list[list[int]], int, int]:
+    """Scores (few values, so many ties; not monotone; -inf and NaN among them) and parents of two requests."""
+    topk, levels = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    beams = st.permutations(range(topk))
+    parents = [candidates(topk, levels, [draw(beams) for _ in range(levels)]) for _ in range(2)]
+    count = len(parents[0])
+    values = draw(st.sampled_from([[0.0, -1.0], [0.0, -0.0], [-1.0, -2.0, -3.0, -INF], [-0.5, NAN, 0.25, INF, -9.0]]))
+    scores = [draw(st.lists(st.sampled_from(values), min_size=count, max_size=count)) for _ in range(2)]
+    return scores, parents, draw(st.integers(1, min(count + 1, 64))), levels
+
+
+@QUICK
+@given(forests())
+def test_select_is_a_naive_best_first_search(forest: tuple[list[list[float]], list[list[int]], int, int]):
+    scores, parents, num_nodes, levels = forest
+    count = len(scores[0])
+    tokens = torch.arange(2 * count, device=DEVICE).view(2, count)
+    inputs = (long([7, 8]), tokens, torch.tensor(scores, device=DEVICE), long(parents))
+    grown = select_tree(*inputs, num_nodes=num_nodes, num_levels=levels)
+    grown.tree.check()  # legal: closed, parents first, depth and ancestors right, siblings distinct
+    for b in range(2):
+        taken = naive_best_first(scores[b], parents[b], num_nodes)
+        assert (grown.tree.tokens[b, 1:] - b * count).tolist() == taken
+    for bound in (None, levels):
+        reference = reference_select_nodes(*inputs, num_nodes=num_nodes, num_levels=bound)
+        assert torch.equal(grown.tree.tokens, reference[0]) and torch.equal(grown.tree.parents, reference[1])
+    shifted = (grown.ancestor_bits[:, :, None] >> torch.arange(num_nodes, device=DEVICE)) & 1
+    assert torch.equal(shifted.bool(), grown.tree.ancestors)
+
+
+@QUICK
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000), st.booleans())
+def test_growth_keeps_the_best_paths(topk: int, levels: int, seed: int, ties: bool):
+    """Expanding with a table of log-probabilities: beams are the best of their level, scores sum along paths."""
+    generator = torch.Generator().manual_seed(seed)
+    growth = Growth(long([3, 4]))
+    path_score = torch.zeros(2, 1)
+    for level in range(levels):
+        width = 1 if level == 0 else topk
+        log_p = -torch.randint(0, 3, (2, width, topk), generator=generator).float() if ties else None
+        log_p = (
+            torch.randn(2, width, 50, generator=generator).log_softmax(-1).topk(topk).values if log_p is None else log_p
+        )
+        tokens = torch.rand(2, width, 50, generator=generator).argsort(-1)[:, :, :topk]
+        beam = growth.add_level(tokens.to(DEVICE), log_p.to(DEVICE))
+        scores = (path_score[:, :, None] + log_p).flatten(1)
+        best = scores.sort(dim=1, descending=True, stable=True)
+        assert torch.equal(beam.tokens.cpu(), tokens.flatten(1).gather(1, best.indices[:, :topk]))
+        assert torch.equal(beam.origin.cpu(), best.indices[:, :topk] // topk)
+        path_score = best.values[:, :topk]
+    most = topk + (levels - 1) * topk * topk
+    for num_nodes in {1, 2, min(most, 9), min(most + 1, 64)}:
+        grown = growth.select(num_nodes)
+        grown.tree.check()
+        assert grown.tree.tokens[:, 0].tolist() == [3, 4]
+        assert int(grown.tree.depth.max()) <= levels
+
+
+def test_growth_without_branches_is_a_chain():
+    growth = Growth(long([5]))
+    for token in (6, 7, 8):
+        beam = growth.add_level(long([[[token]]]), torch.tensor([[[-0.5]]], device=DEVICE))
+        assert beam.tokens.tolist() == [[token]] and beam.origin.tolist() == [[0]]
+    tree, chain = growth.select(4).tree, DraftTree.chain(long([[5, 6, 7, 8]]))
+    for name in ("tokens", "parents", "depth", "ancestors"):
+        torch.testing.assert_close(getattr(tree, name), getattr(chain, name))
+
+
+# walks
+
+
+def random_tree(batch: int, num_nodes: int, seed: int) -> DraftTree:
+    generator = torch.Generator().manual_seed(seed)
+    parents = [
+        [-1] + [int(torch.randint(0, n, (), generator=generator)) for n in range(1, num_nodes)] for _ in range(batch)
+    ]
+    siblings = [[row[:n].count(row[n]) for n in range(num_nodes)] for row in parents]  # distinct tokens in few values
+    return DraftTree.from_parents(long(siblings), long(parents))
+
+
+def test_fields_by_eye(poison_empty: None):
+    fields = tree_fields(long([[-1, 0, 0, 1, 3]]))
+    assert fields.depth.tolist() == [[0, 1, 1, 2, 3]]
+    assert fields.bits.tolist() == [[0b00001, 0b00011, 0b00101, 0b01011, 0b11011]]
+    true, false = True, False
+    assert fields.ancestors.tolist() == [
+        [
+            [true, false, false, false, false],
+            [true, true, false, false, false],
+            [true, false, true, false, false],
+            [true, true, false, true, false],
+            [true, true, false, true, true],
+        ]
+    ]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 17, 33, 63, 64])
+def test_fields_are_the_reference(num_nodes: int, poison_empty: None):
+    chain = DraftTree.chain(torch.zeros((2, num_nodes), dtype=torch.int64, device=DEVICE))
+    for tree in (random_tree(3, num_nodes, seed=num_nodes), chain):
+        want = reference_tree_fields(tree.parents)
+        for bound in (None, int(tree.depth.max()), 100):
+            got = tree_fields(tree.parents, max_depth=bound)
+            for one, other in zip(got, want, strict=True):
+                torch.testing.assert_close(one, other)
+    assert want.bits[0, -1] == (-1 if num_nodes == 64 else 2**num_nodes - 1)
+
+
+def test_more_nodes_than_bits():
+    with pytest.raises(AssertionError, match="65 nodes, at most 64"):
+        tree_fields(DraftTree.chain(torch.zeros((1, 65), dtype=torch.int64)).parents)
+
+
+def test_walk_by_eye(poison_empty: None):
+    """The tree of specdec/verify.py, walked to the end, part of the way, and not at all."""
+    tree = DraftTree.from_parents(long([[0, 1, 2, 3]] * 3), long([[-1, 0, 0, 1]] * 3))
+    walk = accept_walk(tree, long([[1, 3, 8, 9], [2, 3, 8, 9], [7, 3, 8, 9]]))
+    assert walk.path.tolist() == [[0, 1, 3, 0], [0, 2, 0, 0], [0, 0, 0, 0]]
+    assert walk.length.tolist() == [3, 2, 1]
+    assert walk.tokens.tolist() == [[1, 3, 9, 1], [2, 8, 2, 2], [7, 7, 7, 7]]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 5, 17, 63, 64, 100])
+def test_walk_is_what_verify_accepts(num_nodes: int, poison_empty: None):
+    for seed in range(4):
+        tree = random_tree(5, num_nodes, seed)
+        target = torch.randint(0, 3, (5, num_nodes), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        got = accept_walk(tree, target)
+        for want in (accept(tree, target), reference_accept_walk(tree, target)):
+            for one, other in zip(got, want, strict=True):
+                torch.testing.assert_close(one, other)
+    chain = DraftTree.chain(torch.zeros((2, num_nodes), dtype=torch.int64, device=DEVICE))
+    target = torch.zeros((2, num_nodes), dtype=torch.int64, device=DEVICE)
+    assert accept_walk(chain, target).length.tolist() == [num_nodes] * 2
