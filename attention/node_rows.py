@@ -108,7 +108,7 @@ def _node_rows_kernel(
     for hop in range(hops):
         o_pos = tl.where(o_column == prefix_len + path_len - 1 - hop, length + node, o_pos)
         node = tl.load(p_parents + node, mask=node >= 0, other=-1).to(tl.int64)
-    m_held = (o_pos < row_width) & real
+    m_held = o_pos < tl.where(real, row_width, 0)
     slot = tl.load(p_req_to_slot + row * row_width + o_pos, mask=m_held, other=0)
     if TRANSLATE:
         slot = tl.load(p_full_to_swa + slot, mask=m_held, other=0)

@@ -99,25 +99,26 @@ def _page_tables_kernel(
     row = tl.load(p_rows + i_request).to(tl.int64)
     real = row != padding_row
     length = tl.where(real, tl.load(p_committed_len + i_request), 0).to(tl.int64)
+    row_end = tl.where(real, row_width, 0).to(tl.int64)
     p_req_to_slot += row * row_width
     start = (tl.maximum(length - retain, 0) // PAGE_SIZE) * PAGE_SIZE
     if i_block < full_blocks:  # the prefix in full space
         o_page = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         o_pos = o_page * PAGE_SIZE
-        slot = tl.load(p_req_to_slot + o_pos, mask=o_pos < tl.minimum(length, row_width), other=0)
+        slot = tl.load(p_req_to_slot + o_pos, mask=o_pos < tl.minimum(length, row_end), other=0)
         tl.store(p_full_pages + i_request * full_width + o_page, slot // PAGE_SIZE, mask=o_page < full_width)
     if HAS_SWA:  # noqa: SIM102 - a constexpr: without SWA the body does not compile
         if (i_block >= full_blocks) & (i_block < full_blocks + swa_blocks):  # the newest of it in SWA space
             o_page = (i_block - full_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
             o_pos = start + o_page * PAGE_SIZE
-            m_page = (o_page < swa_width) & (o_pos < tl.minimum(length, row_width))
+            m_page = (o_page < swa_width) & (o_pos < tl.minimum(length, row_end))
             slot = tl.load(p_req_to_slot + o_pos, mask=m_page, other=0)
             swa_slot = tl.load(p_full_to_swa + slot, mask=m_page, other=0)
             tl.store(p_swa_pages + i_request * swa_width + o_page, swa_slot // PAGE_SIZE, mask=o_page < swa_width)
     if i_block >= full_blocks + swa_blocks:  # the draft nodes, in both
         o_node = (i_block - full_blocks - swa_blocks) * BLOCK + tl.arange(0, BLOCK)
         m_node = o_node < num_nodes
-        m_held = m_node & real & (length + o_node < row_width)
+        m_held = m_node & (length + o_node < row_end)
         slot = tl.load(p_req_to_slot + length + o_node, mask=m_held, other=0)
         tl.store(p_write_full + i_request * num_nodes + o_node, slot, mask=m_node)
         if HAS_SWA:

@@ -3,7 +3,7 @@ r"""Attention over a paged prefix and the block of new rows, as one call: decode
 For request b, query row i at position q_i, keys at position p in page `pages[b, (p - start_b) // page_size]`, window w:
 
     visible(i, p) = start_b <= p < S_b      and q_i - p < w     a committed key; S_b = committed_len[b]
-    visible(i, j) = bit j of ancestors[b,i] and q_i - q_j < w   a row of the block; without ancestors: j <= i < block_len
+    visible(i, j) = bit j of ancestors[b,i] and q_i - q_j < w   a row of the block; no ancestors: j <= i < block_len
     out_i = sum_j e^{x_ij} v_j / (e^{sink} + sum_j e^{x_ij}),   x_ij = cap(scaling * q_i . k_j),  cap(x) = c tanh(x / c)
 
 The keys are cut into splits s that run side by side, each a softmax of its own, with lse_s = log sum_{j in s} e^{x_ij}:
@@ -29,7 +29,7 @@ MAX_TREE_NODES = 64
 
 
 class Tiles(NamedTuple):
-    """How the kernel is cut; chosen by `choose_tiles`, given by hand only in tests and when tuning."""
+    """How the work is cut; chosen by `choose_tiles`, given by hand only in tests and when tuning."""
 
     block_m: int
     block_k: int
@@ -227,15 +227,20 @@ def paged_attention(
 
 
 def choose_tiles(num_rows: int, block_d: int, item_size: int) -> Tiles:
-    """Tiles for `num_rows` packed rows of `block_d` elements; measured on an H200, see tools/gpu_attention.py."""
-    row_bytes = block_d * item_size
-    if item_size > 2:  # float32 multiplies without tensor cores: small tiles, or the registers spill
-        return Tiles(16, 32 if row_bytes <= 512 else 16, 4, 2)
-    if num_rows <= 64:
-        return Tiles(max(16, _power_of_two(num_rows)), 32 if row_bytes <= 512 else 16, 4, 3)
-    if block_d <= 128:
-        return Tiles(128, 64, 8, 3)
-    return Tiles(64, 32, 4 if block_d <= 256 else 8, 2)
+    """Tiles for `num_rows` packed rows of `block_d` channels on a Hopper GPU.
+
+    Decoding waits for memory: with `waves` 2, two programs share a multiprocessor (113 KB and 32 K registers each), and
+    `num_stages - 1` tiles of K and V are on their way. Prefill computes: one program, the largest tiles that fit.
+    """
+    if item_size > 2:  # float32 multiplies without tensor cores
+        return Tiles(16, 16, 4 if block_d <= 256 else 8, 2)
+    if num_rows > 64:
+        return Tiles(128, 64, 8, 3 if block_d <= 128 else 2, 1.0) if block_d <= 256 else Tiles(64, 32, 8, 2, 1.0)
+    if num_rows > 32:
+        return Tiles(64, min(64, 4096 // block_d), 4, 4) if block_d <= 256 else Tiles(64, 16, 8, 4, 1.0)
+    if num_rows > 16:
+        return Tiles(32, min(64, 8192 // block_d), 4, 3) if block_d <= 256 else Tiles(32, 16, 8, 4, 1.0)
+    return Tiles(16, min(64, 8192 // block_d), 4, 4)
 
 
 def choose_splits(programs: int, num_keys: int, waves: float, device: torch.device) -> int:

@@ -49,8 +49,10 @@ def _absorb(
 
 
 @triton.jit(
-    do_not_specialize=["window", "split_len", "num_rows", "num_splits", "num_pages"]
-    + ["s_page_b", "s_page", "s_pos_b", "s_pos", "s_anc_b", "s_anc"]
+    do_not_specialize=[
+        *("window", "split_len", "num_rows", "num_splits", "num_pages"),
+        *("s_page_b", "s_page", "s_pos_b", "s_pos", "s_anc_b", "s_anc"),
+    ]
 )
 def attend_kernel(
     p_q: tl.tensor,  # [B, Hq, N, D]
@@ -113,7 +115,7 @@ def attend_kernel(
     o_row = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     o_node, o_head = o_row // GROUP, i_h * GROUP + o_row % GROUP
     o_d = tl.arange(0, BLOCK_D)
-    m_d = o_d < HEAD_DIM
+    m_d = tl.full([BLOCK_D], True, tl.int1) if HEAD_DIM == BLOCK_D else o_d < HEAD_DIM
     valid_rows = num_rows
     if p_block_len is not None:
         valid_rows = tl.minimum(num_rows, tl.load(p_block_len + i_b).to(tl.int32))
@@ -142,12 +144,16 @@ def attend_kernel(
     chunk = tl.where(split_len > 0, split_len, chunk)
     begin += i_split * chunk
     end = tl.minimum(begin + chunk, hi)
+    o_key = begin + tl.arange(0, BLOCK_K)
+    o_col = o_key - start
+    p_page = p_pages + i_b * s_page_b
+    b_page = tl.load(p_page + (o_col // PAGE_SIZE).to(tl.int64) * s_page, mask=(o_key >= lo) & (o_key < end), other=0)
     for i_key in range(begin, end, BLOCK_K):
         o_key = i_key + tl.arange(0, BLOCK_K)
         m_key = (o_key >= lo) & (o_key < hi)
-        o_col = o_key - start
-        b_page = tl.load(p_pages + i_b * s_page_b + (o_col // PAGE_SIZE).to(tl.int64) * s_page, mask=m_key, other=0)
-        b_slot = (b_page.to(tl.int64) * PAGE_SIZE + o_col % PAGE_SIZE)[:, None]
+        b_slot = (b_page.to(tl.int64) * PAGE_SIZE + (o_key - start) % PAGE_SIZE)[:, None]
+        o_next = o_key + BLOCK_K
+        b_page = tl.load(p_page + ((o_next - start) // PAGE_SIZE).to(tl.int64) * s_page, mask=o_next < end, other=0)
         m_kv = m_key[:, None] & m_d[None, :]
         b_k = tl.load(p_pool_k + b_slot * s_pk_t + i_h * s_pk_h + o_d[None, :] * s_pk_d, mask=m_kv, other=0.0)
         b_v = tl.load(p_pool_v + b_slot * s_pv_t + i_h * s_pv_h + o_d[None, :] * s_pv_d, mask=m_kv, other=0.0)
@@ -210,15 +216,16 @@ def merge_kernel(
 ) -> None:
     """One program a row: out = sum_s 2^lse_s part_s / sum_s 2^lse_s, in the order of the splits."""
     i_row = tl.program_id(0).to(tl.int64)
-    num_rows = tl.num_programs(0)
+    num_rows = tl.num_programs(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < HEAD_DIM
     b_max, b_sum = float("-inf"), 0.0
     b_acc = tl.zeros([BLOCK_D], tl.float32)
     for i_split in tl.range(0, num_splits, loop_unroll_factor=8):
-        i_part = i_split.to(tl.int64) * num_rows + i_row
+        i_part = i_split * num_rows + i_row
         b_lse = tl.load(p_lse + i_part)
-        b_part = tl.load(p_part + i_part * HEAD_DIM + o_d, mask=m_d & (b_lse > float("-inf")), other=0.0)
+        m_part = m_d & (tl.full([BLOCK_D], b_lse, tl.float32) > float("-inf"))
+        b_part = tl.load(p_part + i_part * HEAD_DIM + o_d, mask=m_part, other=0.0)
         b_new = tl.maximum(b_max, b_lse)
         b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_decay, b_weight = tl.exp2(b_max - b_shift), tl.exp2(b_lse - b_shift)

@@ -16,7 +16,7 @@ import torch
 from specdec.attention.tree import DraftTree
 from specdec.kvcache.mirror import IntArray
 from specdec.kvcache.spaces import SINK_SLOT, FullLoc, PageTable, SwaLoc
-from specdec.kvcache.table import RequestTable
+from specdec.kvcache.table import FROZEN_EXTRA_KEYS, RequestTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +51,14 @@ def plan_prefill(table: RequestTable, rows: IntArray, chunk_len: IntArray) -> KV
 
 def plan_verify(table: RequestTable, rows: IntArray, tree: DraftTree) -> KVPlan:
     """One tree a request. Node n writes at slot index S + n and sits at position S + depth[n]."""
+    owned = table.capacity[rows] - table.committed_len[rows]
+    assert ((owned >= tree.num_nodes) | (rows == table.padding_row)).all(), f"{owned=} slots for {tree.num_nodes} nodes"
     return _plan(table, rows, depth=tree.depth, ancestors=tree.ancestors, valid=None)
 
 
 def plan_frozen(table: RequestTable, rows: IntArray, *, position_offset: int, window_shift: int) -> KVPlan:
     """One query a request at position S + `position_offset`, on the committed prefix [0, S) and nothing else."""
+    assert window_shift - position_offset <= FROZEN_EXTRA_KEYS, f"eviction keeps too little for {window_shift=}"
     committed_len = _upload(table, table.committed_len[rows])
     prefix_full, prefix_swa = _prefix_tables(table, rows, committed_len)
     return KVPlan(

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.attention.plan import KVPlan
-from specdec.kvcache.spaces import FullLoc, PageTable, SwaLoc
+from specdec.kvcache.spaces import SINK_SLOT, FullLoc, PageTable, SwaLoc
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class VisibleKeys:
                 block = block & (query_pos - plan.positions[:, None, :] < window)
             visible = torch.cat([visible, block], dim=-1)
             block_slots = write.view(batch, num_rows)
+            block_slots = torch.where(block_slots == SINK_SLOT, block_slots[:, :1], block_slots)  # padded rows
             slots = torch.cat([torch.where(committed, slots, block_slots[:, :1]), block_slots], dim=1)
         bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
         return cls(slots, bias[:, None])

@@ -180,7 +180,7 @@ def select_tree(
             num_nodes,
             LOWEST=LOWEST,
             BLOCK=block,
-            num_warps=4 if block >= 256 else 1,
+            num_warps=max(1, min(block // 256, 8)),
         )
     fields = tree_fields(node_parents, max_depth=num_levels)
     return GrownTree(DraftTree(node_tokens, node_parents, fields.depth, fields.ancestors), fields.bits)

@@ -56,9 +56,7 @@ def reference_accept_walk(tree: DraftTree, target_tokens: torch.Tensor) -> Walk:
     nodes = torch.arange(num_nodes, device=target_tokens.device).expand(batch, num_nodes)
     by_depth = torch.where(accepted, tree.depth, num_nodes)  # column num_nodes takes the rejected
     path = nodes.new_zeros((batch, num_nodes + 1)).scatter_(1, by_depth, nodes)[:, :num_nodes]
-    length = accepted.sum(dim=-1)
-    path = path.masked_fill(nodes >= length[:, None], 0)
-    return Walk(path, length, target_tokens.gather(1, path))
+    return Walk(path, accepted.sum(dim=-1), target_tokens.gather(1, path))
 
 
 @triton.jit(do_not_specialize=["num_nodes", "max_depth"])

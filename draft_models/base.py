@@ -66,8 +66,8 @@ class Observation:
     """What the target made of the last forward (a verify, or a prefill chunk), once it is committed.
 
     rows: [B] rows of the request table, on the host; row_index: the same on the device; start: [B] S before the commit.
-    tokens: [B, N] what was fed; hidden: [B, N, H] target states after the final norm; taps: [B, N, T * H] the states that
-    the drafter asked for, concatenated, or None.
+    tokens: [B, N] what was fed; hidden: [B, N, H] target states after the final norm; taps: [B, N, T * H] the states
+    that the drafter asked for, side by side, or None.
     path: [B, D] accepted nodes in order, root first; length: [B] how many of them count, now committed at start, ...
     next_token: [B] the token behind the last of them: the new bonus, or the next one of the prompt.
     """

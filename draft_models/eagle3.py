@@ -8,8 +8,8 @@ request table are the whole bookkeeping. Who writes what:
     written by     `observe`, from true target features          `propose`, from the head's own feedback
     visible to     every row behind it, within the draft window  descendants in the draft tree
 
-A verify's accepted rows go through `observe` as a prefill chunk does, so a draft leaves nothing behind: no page is copied,
-nothing is rolled back. Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the same tokens.
+A verify's accepted rows go through `observe` as a prefill chunk does, so a draft leaves nothing behind: no page is
+copied, nothing is rolled back. Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the tokens.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,8 @@ from specdec.attention.reference import VisibleKeys, reference_attention
 from specdec.attention.tree import DraftTree
 from specdec.attention.tree_build import Growth
 from specdec.draft_models.base import DraftBatch, Observation, TargetInfo
-from specdec.draft_models.eagle3_format import Eagle3Checkpoint, TargetShape, read_head
+from specdec.draft_models.eagle3_config import TargetShape
+from specdec.draft_models.eagle3_format import Eagle3Checkpoint, read_head
 from specdec.draft_models.eagle3_model import Eagle3Head, draft_kv_bytes, embed_raw, load_head
 from specdec.kvcache.errors import UnsupportedModelError
 from specdec.kvcache.frozen import KVView
@@ -61,6 +62,7 @@ class Eagle3Drafter:
         self.embedding: torch.Tensor = table.weight  # type: ignore[assignment]
         self.target_head = target.head
         self.vocab_size = target.vocab_size
+        self.dtype = target.dtype
         self.target_ids = None if target_ids is None else target_ids.to(target.device)
         self.bytes_per_slot = draft_kv_bytes(self.spec, target.dtype)
         self._scaling = self.spec.head_dim**-0.5
@@ -142,15 +144,12 @@ class Eagle3Drafter:
         candidates = topk + topk * topk * (batch.num_steps - 1)
         return growth.select(min(num_nodes, 1 + candidates)).tree
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._hidden.dtype
-
     def storage(self, table: RequestTable) -> Storage:
         """K/V of all slots of `table`, made when first asked for."""
         if self._storage is None or self._storage.table is not table:
             shape = (len(table.allocator.full_to_swa.host), self.spec.num_kv_heads, self.spec.head_dim)
-            k, v = (tuple(self._hidden.new_zeros(shape) for _ in range(self.spec.num_layers)) for _ in "kv")
+            with torch.inference_mode(False):  # ordinary tensors, whoever asks first
+                k, v = (tuple(self._hidden.new_zeros(shape) for _ in range(self.spec.num_layers)) for _ in "kv")
             self._storage = Storage(table, k, v)
         return self._storage
 
@@ -161,7 +160,7 @@ class Eagle3Drafter:
     def _children(
         self, batch: DraftBatch, a: torch.Tensor, positions: torch.Tensor, topk: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`topk` distinct tokens behind each of a [B, M, H], drawn for `positions` [B, M], and their log q: [B, M, K]."""
+        """`topk` distinct tokens behind a [B, M, H], drawn for `positions` [B, M], and their log q: [B, M, K]."""
         logits = self.head.logits(a, self.target_head)
         if self.target_ids is not None:  # the rest of the vocabulary cannot be drawn
             full = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
@@ -212,7 +211,8 @@ class ScratchBlock:
         """The next `topk` rows: all at `positions` [B, 1], children of the rows `origin` [B, K] of the level above."""
         rows = torch.arange(self.filled, self.filled + topk, device=origin.device)
         index = origin[:, :, None].expand(-1, -1, self.num_rows)
-        self.ancestors = self.ancestors.gather(1, index).index_put((..., torch.arange(topk), rows), torch.tensor(True))
+        columns = torch.arange(self.num_rows, device=origin.device)
+        self.ancestors = self.ancestors.gather(1, index) | (rows[:, None] == columns)
         self.key_pos[:, self.filled : self.filled + topk] = positions
         self._positions = positions
         self.filled += topk
@@ -270,7 +270,7 @@ def committed_keys(
     window: int | None,
     dtype: torch.dtype,
 ) -> VisibleKeys:
-    """What rows at `positions` [B, D], just written to their slots, see: themselves and all before, within the window."""
+    """What rows at `positions` [B, D], just written to their slots, see: themselves and what is before them."""
     slots, key_pos = key_columns(table, row_index, positions[:, 0], max_len, positions.shape[1] + 1, window)
     committed = key_pos < committed_len[:, None]
     visible = committed[:, None] & (key_pos[:, None] <= positions[:, :, None])  # [B, D, L]

@@ -1,11 +1,11 @@
 """The EAGLE-3 head as a module; where its keys and values live is the caller's business (`Attend`).
 
-    g_i = fc( cat(states_i) )            states: what enters the target layers `aux_layers`, at position i. norm_before_fc: one
-                                         RMSNorm of the whole first; fc_norm: one of each state first. Never on feedback
+    g_i = fc( cat(states_i) )            states: what enters the target layers `aux_layers`, at position i
+                                         norm_before_fc: cat is normed first, fc_norm: each state is; never the feedback
     e_i = input_layernorm(embed(x_{i+1}))
     u_i = hidden_norm(h_i)               h_i = g_i after a target forward, the feedback of row i - 1 while drafting
     r_i = h_i                            norm_before_residual: u_i
-    y_i = r_i + attention(cat[e_i, u_i]) RoPE at i, causal, K/V of the head's own; q, k normed per head in Qwen3-type heads
+    y_i = r_i + attention(cat[e_i, u_i]) RoPE at i, causal, own K/V; Qwen3-type heads norm q and k of each head
     a_i = y_i + mlp(post_attention_layernorm(y_i))                      layers behind the first are ordinary, H wide
     logits of x_{i+2} = lm_head(norm(a_i));   feedback_i = a_i          norm_output: norm(a_i)
 
@@ -25,7 +25,8 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from specdec.draft_models.eagle3_format import Eagle3Checkpoint, Eagle3Spec
+from specdec.draft_models.eagle3_config import Eagle3Spec
+from specdec.draft_models.eagle3_format import Eagle3Checkpoint
 from specdec.kvcache.errors import CheckpointError
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -184,4 +185,5 @@ def load_head(checkpoint: Eagle3Checkpoint, device: torch.device, dtype: torch.d
 
 def draft_kv_bytes(spec: Eagle3Spec, dtype: torch.dtype) -> int:
     """Bytes that the head stores for one slot."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    numbers = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+    return numbers * torch.empty((), dtype=dtype).element_size()

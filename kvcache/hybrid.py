@@ -77,6 +77,7 @@ class HybridAllocator:
         Raises OutOfSlotsError, with nothing taken, when either pool has fewer.
         """
         self.require_unfrozen("alloc")
+        assert num_pages >= 0, f"{num_pages=}"
         if num_pages > self.available_pages:
             swa = "" if self.swa is None else f", {self.swa.free_pages} of {self.swa.capacity} in the SWA pool"
             raise OutOfSlotsError(
@@ -91,8 +92,7 @@ class HybridAllocator:
         """Give back whole pages, named by all their slots. Raises DoubleFreeError when one is not held."""
         self.require_unfrozen("free")
         pages = self._pages(slots, "free")
-        if not self.full.is_held(np.clip(pages, 0, self.full.capacity)).all() or len(np.unique(pages)) != len(pages):
-            raise DoubleFreeError(f"full pool: pages {pages.tolist()} are not all held, or named twice")
+        self.full.require_held(pages)
         self._release_swa(pages)
         self.full.free(pages)
 
@@ -102,9 +102,9 @@ class HybridAllocator:
         pages = self._pages(slots, "evict")
         if self.swa is None:
             return
-        heads = self.full_to_swa.host[pages * self.page_size]
-        if not self.full.is_held(pages).all() or (heads == 0).any():
-            raise DoubleFreeError(f"SWA pool: pages {pages.tolist()} are not all held and mapped")
+        self.full.require_held(pages)
+        if (self.full_to_swa.host[pages * self.page_size] == 0).any():
+            raise DoubleFreeError(f"SWA pool: pages {pages.tolist()} are not all mapped; some were evicted before")
         self._release_swa(pages)
 
     def translate(self, slots: FullLoc) -> SwaLoc:

@@ -98,7 +98,8 @@ def layout_from_config(config: Any) -> KVLayout:
             if not same_type:
                 raise UnsupportedModelError(
                     f"{config.model_type}: kv-shared layer {layer} ({layer_type}) has no earlier layer of its type to "
-                    f"read from (layers 0..{first_shared - 1} are {sorted(set(layer_types[:first_shared]))})"
+                    f"read from; the {first_shared} layers before the shared ones are "
+                    f"{sorted(set(layer_types[:first_shared]))}"
                 )
             owner = same_type[-1]
         heads, head_dim = _kv_geometry(config, owner)

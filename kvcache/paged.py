@@ -32,6 +32,7 @@ class PagedAllocator:
 
     def alloc(self, count: int) -> IntArray:
         """Take `count` pages, [count] int64. Raises OutOfSlotsError and takes none when there are fewer."""
+        assert count >= 0, f"{count=}"
         if count > self._free:
             raise OutOfSlotsError(f"{self.name} pool: {count} pages wanted, {self._free} of {self.capacity} free")
         pages = self._stack[self._free - count : self._free][::-1].copy()
@@ -41,15 +42,17 @@ class PagedAllocator:
 
     def free(self, pages: IntArray) -> None:
         """Give `pages` back. Raises DoubleFreeError, and frees none, when one is not held or named twice."""
-        if len(pages) == 0:
-            return
+        self.require_held(pages)
+        self._held[pages] = False
+        self._stack[self._free : self._free + len(pages)] = pages[::-1]
+        self._free += len(pages)
+
+    def require_held(self, pages: IntArray) -> None:
+        """Raise DoubleFreeError unless all `pages` are held and none is named twice."""
         in_range = (pages >= 1) & (pages <= self.capacity)
         if not in_range.all() or not self._held[pages].all() or len(np.unique(pages)) != len(pages):
             bad = [int(p) for p in pages if not (1 <= p <= self.capacity) or not self._held[p]]
             raise DoubleFreeError(f"{self.name} pool: pages {bad or pages.tolist()} are not held, or named twice")
-        self._held[pages] = False
-        self._stack[self._free : self._free + len(pages)] = pages[::-1]
-        self._free += len(pages)
 
     def check(self) -> None:
         """free + held = capacity, and no page is both or twice."""

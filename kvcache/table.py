@@ -103,6 +103,8 @@ class RequestTable:
         if path is not None:
             columns = np.arange(path.shape[1])
             taken = columns < lengths[:, None]  # [B, D]
+            if (taken & ((path < 0) | (start[:, None] + path >= self.capacity[rows][:, None]))).any():
+                raise KVStateError(f"rows {rows.tolist()}: a path names nodes past the slots they own: {path.tolist()}")
             displaced = taken & (path != columns)
             if displaced.any():
                 self._bring_forward(rows, start, path, taken, displaced)
@@ -156,8 +158,11 @@ class RequestTable:
                 assert capacity == length == evicted == 0, f"{row=} is closed but owns something"
                 continue
             assert evicted <= length <= capacity, f"{row=}: {evicted=} {length=} {capacity=}"
-            pages = np.unique(slots[:capacity] // page_size)
-            assert len(pages) * page_size == capacity and 0 not in pages, f"{row=}: not whole pages"
+            by_page = slots[:capacity].reshape(-1, page_size)  # [pages, page_size]
+            in_order = by_page == by_page[:, :1] + np.arange(page_size)
+            assert in_order.all() and (by_page[:, 0] % page_size == 0).all(), f"{row=}: not whole pages in order"
+            pages = by_page[:, 0] // page_size
+            assert 0 not in pages, f"{row=}: owns the sink"
             owned.extend(pages.tolist())
             if self.retain is not None:
                 window_start = max(0, length - self.retain)
@@ -178,12 +183,12 @@ class RequestTable:
     ) -> None:
         """Put the K/V of path node i at position start + i, for every i taken."""
         if self.allocator.page_size == 1:
-            width = int(min(self.reserve, (self.capacity[rows] - start).min()))
+            width = int(np.where(taken, path, 0).max()) + 1
             rank = np.tile(np.arange(width) + width, (len(rows), 1))  # nodes off the path keep their order, behind it
             i_row, i_step = np.nonzero(taken)
             rank[i_row, path[i_row, i_step]] = i_step
             order = np.argsort(rank, axis=1, kind="stable")  # [B, width]
-            columns = start[:, None] + np.arange(width)
+            columns = np.minimum(start[:, None] + np.arange(width), self.slots.host.shape[1] - 1)
             window = self.slots.host[rows[:, None], columns]
             self.slots[rows[:, None], columns] = np.take_along_axis(window, order, axis=1)
         else:

@@ -1,6 +1,6 @@
 """Where a round's time goes, by stage, without slowing the round: CUDA events on a GPU, the host clock on a CPU.
 
-clock.mark("draft"); ...; clock.mark("verify"); ...; seconds = clock.stop()      # {"draft": s, "verify": s}
+clock.start("draft"); ...; clock.mark("verify"); ...; seconds = clock.stop()      # {"draft": s, "verify": s}
 """
 
 import time
@@ -14,6 +14,11 @@ class StageClock:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._marks: list[tuple[str, float, torch.cuda.Event | None]] = []
+
+    def start(self, stage: str) -> None:
+        """Begin with this stage, whatever an interrupted round left behind."""
+        self._marks.clear()
+        self.mark(stage)
 
     def mark(self, stage: str) -> None:
         """A new stage begins, and the one before it ends."""

@@ -1,8 +1,9 @@
 """What a user may set, validated on construction. Frozen: "auto" values are resolved by making a new config."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 
@@ -85,6 +86,8 @@ class EngineConfig:
                 f"deterministic={self.deterministic!r}: batch-invariant kernels are not available in this version; "
                 "use False"
             )
+        if self.device is not None:
+            _require_device(self.device)
         dtype: object = self.dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(f"dtype={self.dtype!r}: a floating torch.dtype is wanted, such as torch.bfloat16")
@@ -122,18 +125,31 @@ class SamplingParams:
             _require_int("seed", self.seed, 0, (1 << 63) - 1)
         if self.logprobs is not None:
             _require_int("logprobs", self.logprobs, 0, 1024)
-        stops: tuple[object, ...] = self.stop_strings
-        for stop in stops:
-            if not (isinstance(stop, str) and stop):
-                raise ConfigError(f"stop={self.stop!r}: a non-empty string, or a sequence of them, is wanted")
-        if isinstance(self.stop_token_ids, (str, int)):
-            raise ConfigError(f"stop_token_ids={self.stop_token_ids!r}: a sequence of token ids is wanted")
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos={self.ignore_eos!r}: True or False is wanted")
+        stops: object = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not (_is_collection(stops) and all(isinstance(stop, str) and stop for stop in stops)):
+            raise ConfigError(f"stop={self.stop!r}: a non-empty string, or a sequence of them, is wanted; () for none")
+        if not _is_collection(self.stop_token_ids):
+            raise ConfigError(f"stop_token_ids={self.stop_token_ids!r}: a sequence of token ids is wanted; () for none")
         for token in self.stop_token_ids:
             _require_int("stop_token_ids", token, 0, 1 << 40)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _is_collection(value: object) -> TypeGuard[Collection[object]]:
+    return isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
+
+
+def _require_device(device: object) -> None:
+    try:
+        if not isinstance(device, torch.device):
+            torch.device(device if isinstance(device, str) else "")
+    except RuntimeError:
+        raise ConfigError(f"device={device!r}: a torch device is wanted, such as 'cpu', 'cuda' or 'cuda:1'") from None
 
 
 def _require_int(name: str, value: object, low: int, high: int) -> None:

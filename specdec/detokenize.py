@@ -44,7 +44,7 @@ class Detokenizer:
             text = self.final_text(output_ids, stops)
         else:
             longest = max((len(stop) for stop in stops), default=1)
-            text = self.text[: len(self.text) - (longest - 1)]
+            text = self.text[: max(0, len(self.text) - (longest - 1))]
         new = text[self._streamed :]
         self._streamed += len(new)
         return new

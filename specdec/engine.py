@@ -27,15 +27,14 @@ from specdec.draft_models.registry import (
     model_free_drafter,
     require_known_drafter,
 )
-from specdec.kvcache.errors import ConfigError, SpecDecError
+from specdec.kvcache.errors import CheckpointError, ConfigError, SpecDecError
 from specdec.loading import load_config, load_model, load_tokenizer, pick_device, pick_dtype
+from specdec.prompts import Prompt, as_prompt_list
 from specdec.request import GenerationOutput, Request, RequestState, RequestStats, StreamDelta
 from specdec.runner import Runner
 from specdec.scheduler import Scheduler
 from specdec.sizing import make_table
 from specdec.target import TargetModel
-
-Prompt = str | Sequence[int]
 
 
 class Engine:
@@ -89,6 +88,8 @@ class Engine:
         exactly, a drafter for another target), ConfigError (bad settings).
         """
         config = config or EngineConfig()
+        _require_type("spec", spec, SpecConfig)
+        _require_type("config", config, EngineConfig)
         if isinstance(target, str):
             device = pick_device(config.device)
             dtype = pick_dtype(config.dtype, device, load_config(target))
@@ -143,7 +144,6 @@ class Engine:
         Leaving the loop early aborts the request and frees its slots. Bad input raises here, not at the first delta.
         """
         [request] = self._make_requests([prompt], params)
-        self.scheduler.submit(request)
         return self._deltas(request)
 
     def chat_prompt(self, text: str) -> list[int]:
@@ -204,6 +204,7 @@ class Engine:
 
     def _deltas(self, request: Request) -> Iterator[StreamDelta]:
         sent = 0
+        self.scheduler.submit(request)  # not before the first delta is asked for: a stream nobody reads holds nothing
         try:
             while True:
                 while request.num_output == sent and request.state is not RequestState.FINISHED:
@@ -230,21 +231,17 @@ class Engine:
     ) -> list[Request]:
         if self._closed:
             raise SpecDecError("this engine is closed; make a new one")
-        many = _as_prompt_list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(many)
-        if len(params) != len(many):
-            raise ConfigError(f"{len(params)} SamplingParams for {len(many)} prompts; give one for all, or one each")
+        many = as_prompt_list(prompts)
         requests: list[Request] = []
-        for index, (prompt, one) in enumerate(zip(many, params, strict=True)):
-            ids = self.encode(prompt) if isinstance(prompt, str) else [_as_int(token) for token in prompt]
+        for index, (prompt, one) in enumerate(zip(many, _params_for(params, len(many)), strict=True)):
+            ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
             if not prompt or not ids:
                 raise ConfigError(f"prompt {index} is empty; at least one token is needed to continue from")
             vocab_size = self.target.vocab_size
             for what, tokens in ((f"prompt {index} holds", ids), ("stop_token_ids holds", one.stop_token_ids)):
                 outside = [token for token in tokens if not 0 <= token < vocab_size]
                 if outside:
-                    raise ConfigError(f"{what} token id {outside[0]}, outside the vocabulary 0..{vocab_size - 1}")
+                    raise ConfigError(f"{what} token id {outside[0]}, outside the vocabulary of {vocab_size}")
             if one.stop_strings and self.tokenizer is None:
                 raise ConfigError("stop strings need a tokenizer; pass tokenizer=..., or use stop_token_ids")
             self.scheduler.require_fits(len(ids), one.max_new_tokens)
@@ -270,7 +267,11 @@ def _bind_drafter(drafter: str | nn.Module | None, target: TargetModel) -> Draft
         )
     if drafter in MODEL_FREE_DRAFTERS:
         return model_free_drafter(drafter)
-    require_known_drafter(str(load_config(drafter).model_type), drafter)
+    try:
+        config = load_config(drafter)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; drafters by name: {', '.join(MODEL_FREE_DRAFTERS)}") from error
+    require_known_drafter(str(config.model_type), drafter)
     return drafter_from_module(load_model(drafter, dtype=target.dtype, device=target.device), target)
 
 
@@ -283,29 +284,20 @@ def _end_tokens(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]
     return frozenset()
 
 
-def _as_prompt_list(prompts: Any) -> list[Prompt]:
-    """One prompt (a string, or a flat list of ids) or many, as a list."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if hasattr(prompts, "tolist"):  # a tensor or an array of ids
-        prompts = prompts.tolist()
-    listed: list[Any] = list(prompts)
-    if listed and all(_is_int(item) for item in listed):
-        return [listed]
-    for item in listed:
-        if not isinstance(item, (str, Sequence)):
-            raise ConfigError(f"prompt {item!r}: a string or a list of token ids is wanted")
-    return listed
+def _params_for(params: Any, count: int) -> list[SamplingParams]:
+    """One SamplingParams for each of `count` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise ConfigError(f"params={params!r}: a SamplingParams for all prompts, or a list of one each, is wanted")
+    if len(params) != count:
+        raise ConfigError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one each")
+    return list(params)
 
 
-def _is_int(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, (bool, torch.Tensor))
-
-
-def _as_int(value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ConfigError(f"a prompt holds {value!r}; token ids are integers")
-    return int(value)
+def _require_type(name: str, value: object, wanted: type) -> None:
+    if value is not None and not isinstance(value, wanted):
+        raise ConfigError(f"{name}={value!r}: a {wanted.__name__} is wanted")
 
 
 def _require_same(name: str, wanted: object, actual: object) -> None:

@@ -79,7 +79,8 @@ def generate(
 
     prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]
     new_tokens = _max_new_tokens(config, input_ids.shape[1])
-    ends = _as_ids(config.eos_token_id)
+    vocab_size = model.config.get_text_config().vocab_size
+    ends = tuple(token for token in _as_ids(config.eos_token_id) if token < vocab_size)
     pad = config.pad_token_id if config.pad_token_id is not None else (ends[0] if ends else 0)
     if config.do_sample and seed is None:
         seed = int(torch.randint(0, 2**62, ()).item())
@@ -104,9 +105,12 @@ def generate(
     if engine_config is None:
         longest = max((len(prompt) for prompt in prompts), default=0) + new_tokens
         engine_config = EngineConfig(max_batch_size=max(len(prompts), 1), max_model_len=longest)
-    engine = Engine.from_pretrained(model, drafter, tokenizer=tokenizer, spec=spec, config=engine_config)
-    with engine:
-        outputs = engine.generate(prompts, params)
+    training = model.training
+    try:
+        with Engine.from_pretrained(model, drafter, tokenizer=tokenizer, spec=spec, config=engine_config) as engine:
+            outputs = engine.generate(prompts, params)
+    finally:
+        model.train(training)
     longest_new = max((len(out.token_ids) for out in outputs), default=0)
     generated = input_ids.new_full((len(prompts), longest_new), int(pad))
     for row, out in enumerate(outputs):

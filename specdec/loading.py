@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.bundled import BUNDLED_NAMES, resolve_name
@@ -21,19 +22,26 @@ logger = logging.getLogger("specdec")
 def load_config(name: str) -> Any:
     """The HF config behind a bundled name, a local path or a hub id. Raises CheckpointError in one sentence."""
     path = resolve_name(name)
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not Path(path).is_dir():
-        raise CheckpointError(f"{name!r} is not a folder; give a checkpoint folder, a hub id or one of {BUNDLED_NAMES}")
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+    known = f"give a checkpoint folder, a hub id, or one of {', '.join(BUNDLED_NAMES)}"
+    local = Path(path).is_dir()
+    if not local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise CheckpointError(f"{name!r} is not a folder; {known}")
+    if local and not (Path(path) / "config.json").is_file():
         raise CheckpointError(f"{name!r} holds no config.json, so it is not a Hugging Face checkpoint")
     try:
         return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(
-            f"no checkpoint {name!r}: not a folder, not a bundled name ({', '.join(BUNDLED_NAMES)}), and the hub "
-            f"did not give it ({reason})"
-        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = _first_line(error)
+        if local:
+            raise CheckpointError(f"the config.json of {name!r} cannot be used: {reason}") from error
+        raise CheckpointError(f"no checkpoint {name!r} here or on the hub; {known} ({reason})") from error
+
+
+def _first_line(error: Exception, most: int = 200) -> str:
+    """The first sentence of another library's message, at a readable length."""
+    lines = str(error).strip().splitlines()
+    line = lines[0] if lines else type(error).__name__
+    return line if len(line) <= most else line[:most] + "..."
 
 
 def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -44,10 +52,9 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> PreTra
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 resolve_name(name), config=config, dtype=dtype, output_loading_info=True
             )
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         kind = UnsupportedModelError if isinstance(error, ValueError) else CheckpointError
-        raise kind(f"{name!r} ({config.model_type}) cannot be loaded: {reason}") from error
+        raise kind(f"{name!r} ({config.model_type}) cannot be loaded: {_first_line(error)}") from error
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:

@@ -45,13 +45,13 @@ class RequestStats:
         """Share of rounds in which each draft position was accepted."""
         return [count / self.rounds for count in self.accepted_counts] if self.rounds else []
 
-    def record_round(self, emitted: int, num_drafts: int) -> None:
-        """A verify emitted that many tokens, the last of them not a draft."""
+    def record_round(self, emitted: int, accepted: int, num_drafts: int) -> None:
+        """A verify emitted that many tokens, the first `accepted` of them out of `num_drafts` drafts."""
         self.rounds += 1
         self.round_tokens += emitted
         if len(self.accepted_counts) < num_drafts:
             self.accepted_counts += [0] * (num_drafts - len(self.accepted_counts))
-        for i in range(emitted - 1):
+        for i in range(accepted):
             self.accepted_counts[i] += 1
 
     def add(self, other: "RequestStats", sign: int = 1) -> None:

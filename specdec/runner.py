@@ -45,9 +45,8 @@ class Runner:
     @torch.inference_mode()
     def prefill(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
         """Make K/V of the next `chunk_len` [B] tokens of each request; those that are through draw a first token."""
-        self.clock.mark("prefill")
+        self.clock.start("prefill")
         rows = _rows(requests)
-        row_index = self._upload(rows)
         done = self.table.committed_len[rows]
         plan = plan_prefill(self.table, rows, chunk_len)
         width = int(chunk_len.max())
@@ -77,7 +76,7 @@ class Runner:
     @torch.inference_mode()
     def decode(self, requests: Sequence[Request]) -> None:
         """One round: every request gains at least one token."""
-        self.clock.mark("other")
+        self.clock.start("other")
         rows = _rows(requests)
         row_index = self._upload(rows)
         committed = self.table.committed_len[rows]
@@ -124,7 +123,7 @@ class Runner:
         for i, request in enumerate(requests):
             emitted = tokens[i, : length[i]].tolist()
             taken[i] = request.append(emitted, num_drafts=num_nodes - 1)
-            request.stats.record_round(int(taken[i]), num_nodes - 1)
+            request.stats.record_round(int(taken[i]), min(int(taken[i]), int(length[i]) - 1), num_nodes - 1)
             request.logprobs += logprobs[i][: taken[i]]
             self.history[request.row, committed[i] + 1 : committed[i] + 1 + taken[i]] = tokens[i, : taken[i]]
         self.table.commit(rows, taken, path)

@@ -92,7 +92,9 @@ class SamplingBatch:
     def log_weights(self, logits: torch.Tensor) -> torch.Tensor:
         """log P up to a constant, [B, K, V] float32, -inf where filtered; rows at temperature 0 are meaningless."""
         temperature = torch.where(self.temperature > 0, self.temperature, 1.0)
-        scores = logits.float() / temperature[:, None, None]
+        scores = logits.float()
+        # the best token stays at 0 however small the temperature, so that nothing overflows
+        scores = (scores - scores.amax(-1, keepdim=True)) / temperature[:, None, None]
         if self.any_sorted:
             scores = self._top_k_top_p(scores)
         if self.any_min_p:  # P_v < min_p * max P
@@ -115,7 +117,9 @@ class SamplingBatch:
         weights = ordered.softmax(dim=-1)
         before = weights.cumsum(dim=-1) - weights  # mass of strictly better-ranked tokens
         nucleus = self.top_p[:, None, None]
-        ordered = ordered.masked_fill((before >= nucleus) & (nucleus < 1), -torch.inf)
+        outside = (before >= nucleus) & (nucleus < 1)
+        outside[..., 0] = False  # the best token stays, also where top_p rounds to 0
+        ordered = ordered.masked_fill(outside, -torch.inf)
         return torch.empty_like(scores).scatter_(-1, order, ordered)
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from specdec.attention.bridge import ForwardContext, ProbeContext, attention_installed, text_configs
 from specdec.attention.plan import KVPlan
-from specdec.kvcache.errors import UnsupportedModelError
+from specdec.kvcache.errors import SpecDecError, UnsupportedModelError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout, layout_from_config
 
@@ -157,9 +157,10 @@ class TargetModel:
         tokens = torch.zeros((1, 2), dtype=torch.int64, device=self.device)
         try:
             self._run(tokens, torch.arange(2, device=self.device)[None], probe)
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, KeyError, AttributeError, RuntimeError, SpecDecError) as error:
+            reason = "it drops the keyword arguments of a forward" if isinstance(error, SpecDecError) else str(error)
             raise UnsupportedModelError(
                 f"{self.name}: {type(self.model).__name__} does not run through the attention interface of transformers"
-                f" ({type(error).__name__}: {error})"
+                f" ({type(error).__name__}: {reason})"
             ) from error
         probe.verify(self.name)

@@ -36,6 +36,4 @@ def accept(tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
     nodes = torch.arange(num_nodes, device=target_tokens.device).expand(batch, num_nodes)
     by_depth = torch.where(accepted, tree.depth, num_nodes)  # column num_nodes takes the rejected
     path = nodes.new_zeros((batch, num_nodes + 1)).scatter_(1, by_depth, nodes)[:, :num_nodes]
-    length = accepted.sum(dim=-1)
-    path = path.masked_fill(nodes >= length[:, None], 0)
-    return Accepted(path, length, target_tokens.gather(1, path))
+    return Accepted(path, accepted.sum(dim=-1), target_tokens.gather(1, path))

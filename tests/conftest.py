@@ -5,6 +5,7 @@ import os
 # read at import by the libraries below
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run in the interpreter where there is no GPU
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import random

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -77,13 +76,12 @@ def is_untouched(engine):
         ([True, False], ["True"]),
         ([1, "a"], ["1"]),
         ([["a"]], ["'a'", "integers"]),
-        ([None], ["None", "list of token ids"]),
+        ([None], ["None", "token ids are integers"]),
         (5, ["5", "list of token ids"]),
         (None, ["None", "list of token ids"]),
         (torch.tensor([1.5]), ["1.5"]),
         (torch.tensor(3), ["3"]),
         ([[torch.tensor(1.5)]], ["1.5", "integers"]),
-        ([np.array([1, 2]), np.array([3])], ["list of token ids"]),
         (b"abc", ["b'abc'"]),
         ({"input_ids": [1]}, ["list of token ids"]),
         ("a0b1", ["tokenizer=", "token ids"]),
@@ -311,11 +309,9 @@ def change_tensors(folder, change):
 
 
 def refused(folder, *parts, drafter_of=None):
+    pair = (str(folder), None) if drafter_of is None else (drafter_of, str(folder))
     with pytest.raises(CheckpointError) as error:
-        if drafter_of is None:
-            Engine.from_pretrained(str(folder), config=SMALL)
-        else:
-            Engine.from_pretrained(drafter_of, str(folder), config=SMALL)
+        Engine.from_pretrained(*pair, config=SMALL)
     assert_one_sentence(error, str(folder), *parts)
     assert isinstance(error.value, OSError)
 

@@ -158,8 +158,8 @@ def plain(**changes: object) -> SimpleNamespace:
             transformers.Gemma4TextConfig(
                 **GQA, num_hidden_layers=4, layer_types=[FULL, FULL, SLIDING, FULL], num_kv_shared_layers=2
             ),
-            r"kv-shared layer 2 \(sliding_attention\) has no earlier layer of its type to read from "
-            r"\(layers 0\.\.1 are \['full_attention'\]\)",
+            r"kv-shared layer 2 \(sliding_attention\) has no earlier layer of its type to read from; "
+            r"the 2 layers before the shared ones are \['full_attention'\]",
         ),
         (plain(num_kv_shared_layers=4), r"kv-shared layer 0 \(full_attention\) has no earlier layer"),
         (plain(layer_types=[SLIDING] * 4), "sliding layers need a positive sliding_window, got None"),

@@ -299,7 +299,7 @@ def test_random_histories(page_size: int, window: int | None):
     name = f"KVMachine{page_size}{'Hybrid' if window else 'Full'}"
     machine = type(name, (KVMachine,), {"page_size": page_size, "window": window})
     machine.TestCase.settings = settings(
-        max_examples=100 if window else 30,
+        max_examples=60 if window else 20,
         stateful_step_count=50,
         deadline=None,
         derandomize=True,

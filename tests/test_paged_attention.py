@@ -114,7 +114,9 @@ class Case:
         depth = tree.depth if kind == "tree" else torch.arange(num_rows).expand(batch, num_rows)
         if kind == "frozen":
             depth = torch.zeros_like(depth)
-        self.sees = tree.ancestors if kind == "tree" else torch.ones(num_rows, num_rows).tril().bool().expand(batch, -1, -1)
+        self.sees = (
+            tree.ancestors if kind == "tree" else torch.ones(num_rows, num_rows).tril().bool().expand(batch, -1, -1)
+        )
         # queries and block keys as a packed projection leaves them: [B, N, H, D], transposed
         block = kind != "frozen"
         self.args: dict[str, Any] = {
@@ -222,7 +224,9 @@ def test_a_query_whose_window_holds_nothing_is_zero() -> None:
     torch.testing.assert_close(case.run(tiles=SMALL)[1], torch.zeros(2, 2, 8))
 
 
-@pytest.mark.parametrize("extras", [{"softcap": 1.5}, {"sinks": True}, {"softcap": 2.0, "sinks": True, "window": 9}], ids=str)
+@pytest.mark.parametrize(
+    "extras", [{"softcap": 1.5}, {"sinks": True}, {"softcap": 2.0, "sinks": True, "window": 9}], ids=str
+)
 @pytest.mark.parametrize("kind", ["tree", "causal"])
 def test_softcap_and_sinks(kind: str, extras: dict[str, Any]) -> None:
     Case([50, 0, 1], 5, kind=kind, heads=(4, 2), **extras).check(tiles=SMALL)

@@ -15,7 +15,7 @@ from specdec.attention.tree_walk import accept_walk, reference_accept_walk, refe
 from specdec.verify import accept
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-QUICK = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+QUICK = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 INF, NAN = float("inf"), float("nan")
 
 
@@ -141,7 +141,7 @@ def test_select_is_a_naive_best_first_search(forest: tuple[list[list[float]], li
     assert torch.equal(shifted.bool(), grown.tree.ancestors)
 
 
-@QUICK
+@settings(QUICK, max_examples=20)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000), st.booleans())
 def test_growth_keeps_the_best_paths(topk: int, levels: int, seed: int, ties: bool):
     """Expanding with a table of log-probabilities: beams are the best of their level, scores sum along paths."""
@@ -162,7 +162,7 @@ def test_growth_keeps_the_best_paths(topk: int, levels: int, seed: int, ties: bo
         assert torch.equal(beam.origin.cpu(), best.indices[:, :topk] // topk)
         path_score = best.values[:, :topk]
     most = topk + (levels - 1) * topk * topk
-    for num_nodes in {1, 2, min(most, 9), min(most + 1, 64)}:
+    for num_nodes in {min(most, 2), min(most + 1, 24)}:
         grown = growth.select(num_nodes)
         grown.tree.check()
         assert grown.tree.tokens[:, 0].tolist() == [3, 4]

@@ -1,0 +1,548 @@
+"""The EAGLE-3 drafter against an independent dense head in float64, over prefill, drafting and partial acceptance."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.draft_models.base import DraftBatch, Observation
+from specdec.draft_models.eagle3 import Eagle3Drafter, eagle3_drafter
+from specdec.sampling import SamplingBatch
+from specdec.target import TargetModel
+
+V = 96
+H = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One published head: how it is written, and what its equations are."""
+
+    format: str
+    aux: tuple[int, ...] | None  # boundaries; None: the final state
+    written: dict[str, Any] = dataclasses.field(default_factory=dict)  # top level of config.json
+    nested: dict[str, Any] = dataclasses.field(default_factory=dict)  # eagle_config
+    layers: int = 1
+    hidden: int = H
+    draft_vocab: int | None = 40
+    fc: bool = True
+    embed: bool = False
+    qk_norm: bool = False
+    bias: bool = False
+    binary: bool = False
+    windows: tuple[int | None, ...] = (None, None)
+    theta: float = 10000.0
+    stretch: float = 1.0
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    last_norm: bool = True
+
+    heads, kv_heads, head_dim, inner, eps = 4, 2, 10, 24, 1e-5
+
+
+CASES = {
+    # yuhuili: nothing but llama fields; the default layers 2, n // 2, n - 3
+    "safeailab": Case("specforge", (2, 2, 1), binary=True, written={"architectures": ["LlamaForCausalLM"]}),
+    "specforge": Case(
+        "specforge",
+        (2, 3, 4),
+        nested={"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "use_aux_hidden_state": True},
+        written={"attention_bias": True, "rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 500.0},
+        bias=True,
+        theta=500.0,
+        stretch=4.0,
+    ),
+    "specforge-3.1": Case(
+        "specforge",
+        (2, 0, 3),
+        nested={"eagle_aux_hidden_state_layer_ids": [1, -1, 2]},
+        written={"fc_norm": True, "norm_output": True, "sliding_window": 5, "model_type": "qwen3"},
+        qk_norm=True,
+        fc_norm=True,
+        norm_output=True,
+        windows=(5,),
+    ),
+    "modelopt": Case(
+        "modelopt",
+        (2, 1, 4),
+        nested={
+            "eagle_aux_hidden_state_layer_ids": [2, 1, 4],
+            "use_aux_hidden_state": True,
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "use_mtp_layernorm": False,
+            "parallel_draft_step": 1,
+            "norm_before_fc": True,
+        },
+        norm_before_fc=True,
+        layers=2,
+        hidden=24,
+        embed=True,
+        written={"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},
+        windows=(None, 6),
+    ),
+    "modelopt-final": Case(
+        "modelopt",
+        None,
+        nested={"use_aux_hidden_state": False, "use_last_layernorm": False, "has_lm_head": False},
+        fc=False,
+        draft_vocab=None,
+        last_norm=False,
+    ),
+    "speculators": Case(
+        "speculators",
+        (2, 1, 3, 4),
+        written={
+            "eagle_aux_hidden_state_layer_ids": [2, 1, 3, 4],
+            "norm_before_residual": True,
+            "norm_before_fc": False,
+        },
+        norm_before_residual=True,
+        layers=2,
+        qk_norm=True,
+        embed=True,
+    ),
+}
+
+
+def tensors_of(case: Case, seed: int, target_size: int) -> dict[str, torch.Tensor]:
+    """Random weights under speculators' names."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=rng) * (1.5 / math.sqrt(columns))
+
+    def norm(size: int) -> torch.Tensor:
+        return 1 + 0.2 * torch.randn(size, generator=rng)
+
+    states = len(case.aux) if case.aux else 1
+    out: dict[str, torch.Tensor] = {}
+    if case.fc:
+        out["fc.weight"] = matrix(case.hidden, states * target_size)
+    if case.norm_before_fc:
+        out["input_norm.weight"] = norm(states * target_size)
+    if case.fc_norm:
+        out |= {f"fc_norm.{i}.weight": norm(target_size) for i in range(states)}
+    for i in range(case.layers):
+        width = case.hidden * (2 if i == 0 else 1)
+        for part, heads in (("q", case.heads), ("k", case.kv_heads), ("v", case.kv_heads)):
+            out[f"layers.{i}.self_attn.{part}_proj.weight"] = matrix(heads * case.head_dim, width)
+        out[f"layers.{i}.self_attn.o_proj.weight"] = matrix(case.hidden, case.heads * case.head_dim)
+        if case.bias:
+            for part in "qkvo":
+                rows = len(out[f"layers.{i}.self_attn.{part}_proj.weight"])
+                out[f"layers.{i}.self_attn.{part}_proj.bias"] = torch.randn(rows, generator=rng)
+        if case.qk_norm:
+            out |= {f"layers.{i}.self_attn.{part}_norm.weight": norm(case.head_dim) for part in "qk"}
+        for part in ("gate", "up"):
+            out[f"layers.{i}.mlp.{part}_proj.weight"] = matrix(case.inner, case.hidden)
+        out[f"layers.{i}.mlp.down_proj.weight"] = matrix(case.hidden, case.inner)
+        for part in ("input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if i == 0 else [])):
+            out[f"layers.{i}.{part}.weight"] = norm(case.hidden)
+    if case.last_norm:
+        out["norm.weight"] = norm(case.hidden)
+    if case.draft_vocab is not None:
+        out["lm_head.weight"] = 3 * matrix(case.draft_vocab, case.hidden)
+        ids = torch.randperm(V, generator=rng)[: case.draft_vocab].sort().values
+        out["d2t"] = ids - torch.arange(case.draft_vocab)
+        out["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill_(0, ids, True)
+    if case.embed:
+        out["embed_tokens.weight"] = torch.randn(V, case.hidden, generator=rng)
+    return out
+
+
+def write(case: Case, folder: Path, target_size: int = H, seed: int = 0) -> dict[str, torch.Tensor]:
+    """The head on disk as its makers write it; returns the tensors under speculators' names."""
+    tensors = tensors_of(case, seed, target_size)
+    layer = {
+        "model_type": "qwen3" if case.qk_norm else "llama",
+        "hidden_size": case.hidden,
+        "intermediate_size": case.inner,
+        "num_hidden_layers": case.layers,
+        "num_attention_heads": case.heads,
+        "num_key_value_heads": case.kv_heads,
+        "head_dim": case.head_dim,
+        "rms_norm_eps": case.eps,
+        "vocab_size": V,
+        "hidden_act": "silu",
+    }
+    if case.format == "speculators":
+        config = {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.3.0",
+            "transformer_layer_config": layer,
+            "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "x"}},
+            "draft_vocab_size": case.draft_vocab,
+        }
+    else:
+        config = {"architectures": ["LlamaForCausalLMEagle3"], **layer, "draft_vocab_size": case.draft_vocab or V}
+        if case.nested:
+            config["eagle_config"] = case.nested
+    config |= case.written
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = tensors
+    if case.format != "speculators" and case.layers == 1:
+        stored = {key.replace("layers.0.", "midlayer."): tensor for key, tensor in tensors.items()}
+    if case.binary:
+        torch.save(stored, folder / "pytorch_model.bin")
+    else:
+        save_file(stored, folder / "model.safetensors")
+    return tensors
+
+
+class Dense:
+    """The head by its equations, row by row in float64. Row: (token behind, hidden state, position, rows it sees)."""
+
+    def __init__(self, case: Case, tensors: dict[str, torch.Tensor], target: Any) -> None:
+        self.case = case
+        self.w = {key: tensor.double() for key, tensor in tensors.items() if key not in ("d2t", "t2d")}
+        raw = target.get_input_embeddings().weight
+        self.table = self.w.get("embed_tokens.weight", raw.detach().double())
+        self.head = self.w.get("lm_head.weight", target.get_output_embeddings().weight.detach().double())
+        ids = torch.arange(V) if "d2t" not in tensors else torch.arange(case.draft_vocab or 0) + tensors["d2t"]
+        self.ids = ids
+        self.k: list[list[torch.Tensor]] = [[] for _ in range(case.layers)]
+        self.v: list[list[torch.Tensor]] = [[] for _ in range(case.layers)]
+        self.positions: list[int] = []
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean() + self.case.eps) * self.w[name]
+
+    def feature(self, states: torch.Tensor) -> torch.Tensor:
+        """States [T, Ht] of one position -> g."""
+        if self.case.fc_norm:
+            states = torch.stack([self.norm(s, f"fc_norm.{i}.weight") for i, s in enumerate(states)])
+        x = states.flatten()
+        if self.case.norm_before_fc:
+            x = self.norm(x, "input_norm.weight")
+        return self.w["fc.weight"] @ x if self.case.fc else x
+
+    def rotate(self, x: torch.Tensor, position: int) -> torch.Tensor:
+        """x [heads, D]: pairs (i, i + D/2) turned by position * theta^(-2i/D)."""
+        half = x.shape[1] // 2
+        out = torch.empty_like(x)
+        for i in range(half):
+            angle = position / self.case.stretch * self.case.theta ** (-2 * i / x.shape[1])
+            cos, sin = math.cos(angle), math.sin(angle)
+            out[:, i] = x[:, i] * cos - x[:, i + half] * sin
+            out[:, i + half] = x[:, i + half] * cos + x[:, i] * sin
+        return out
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        out = self.w[f"{name}.weight"] @ x
+        return out + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else out
+
+    def row(self, token: int, hidden: torch.Tensor, position: int, sees: Sequence[int]) -> torch.Tensor:
+        """Append a row that sees the rows `sees` and itself; returns its a."""
+        case, me = self.case, len(self.positions)
+        self.positions.append(position)
+        for i in range(case.layers):
+            at = f"layers.{i}"
+            if i == 0:
+                e = self.norm(self.table[token], f"{at}.input_layernorm.weight")
+                u = self.norm(hidden, f"{at}.hidden_norm.weight")
+                residual, x = (u if case.norm_before_residual else hidden), torch.cat([e, u])
+            else:
+                residual, x = hidden, self.norm(hidden, f"{at}.input_layernorm.weight")
+            q = self.linear(x, f"{at}.self_attn.q_proj").view(case.heads, case.head_dim)
+            k = self.linear(x, f"{at}.self_attn.k_proj").view(case.kv_heads, case.head_dim)
+            v = self.linear(x, f"{at}.self_attn.v_proj").view(case.kv_heads, case.head_dim)
+            if case.qk_norm:
+                q = torch.stack([self.norm(head, f"{at}.self_attn.q_norm.weight") for head in q])
+                k = torch.stack([self.norm(head, f"{at}.self_attn.k_norm.weight") for head in k])
+            q, k = self.rotate(q, position), self.rotate(k, position)
+            self.k[i].append(k)
+            self.v[i].append(v)
+            window = case.windows[i] if i < len(case.windows) else None
+            rows = [j for j in (*sees, me) if window is None or position - self.positions[j] < window]
+            heads = []
+            for h in range(case.heads):
+                g = h // (case.heads // case.kv_heads)
+                scores = torch.stack([q[h] @ self.k[i][j][g] for j in rows]) * case.head_dim**-0.5
+                weights = scores.softmax(0)
+                heads.append(sum(w * self.v[i][j][g] for w, j in zip(weights, rows, strict=True)))
+            y = residual + self.linear(torch.cat(heads), f"{at}.self_attn.o_proj")
+            x = self.norm(y, f"{at}.post_attention_layernorm.weight")
+            gate = torch.nn.functional.silu(self.linear(x, f"{at}.mlp.gate_proj"))
+            hidden = y + self.linear(gate * self.linear(x, f"{at}.mlp.up_proj"), f"{at}.mlp.down_proj")
+        return hidden
+
+    def logits(self, a: torch.Tensor) -> torch.Tensor:
+        """Over the target's vocabulary, -inf outside the draft's."""
+        out = torch.full((V,), -torch.inf, dtype=torch.float64)
+        out[self.ids] = self.head @ (self.norm(a, "norm.weight") if self.case.last_norm else a)
+        return out
+
+    def feedback(self, a: torch.Tensor) -> torch.Tensor:
+        return self.norm(a, "norm.weight") if self.case.norm_output else a
+
+
+class Spy:
+    """An Eagle3Drafter that records what it proposes from; `script` replaces its tree, so that drafts get accepted."""
+
+    name = "spy"
+    view = None
+
+    def __init__(self, inner: Eagle3Drafter, topk: int = 1, script: Callable[..., Any] | None = None) -> None:
+        self.inner, self.topk, self.script = inner, topk, script
+        self.taps = inner.taps
+        self.records: list[tuple[list[int], list[torch.Tensor], DraftTree, list[torch.Tensor]]] = []
+        self.accepted: list[int] = []
+
+    def start(self, max_requests: int) -> None:
+        self.inner.start(max_requests)
+
+    def observe(self, seen: Observation) -> None:
+        self.inner.observe(seen)
+        self.accepted += seen.length.tolist()
+
+    def propose(self, batch: DraftBatch) -> DraftTree:
+        drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def sample(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            drawn.append((logits.clone(), positions.clone()))
+            return batch.sample(logits, positions)
+
+        spied = dataclasses.replace(batch, sample=sample)
+        tree = self.inner.grow(spied, topk=self.topk, num_nodes=1 + batch.num_steps)
+        storage = self.inner.storage(batch.table)
+        for i, (row, length) in enumerate(zip(batch.rows, batch.history_len.tolist(), strict=True)):
+            levels = [logits[i] for logits, _ in drawn[:: self.topk]]
+            for level, (_, positions) in enumerate(drawn[:: self.topk]):
+                assert positions[i].tolist() == [length + level] * levels[level].shape[0]
+            slots = batch.table.slots.device[int(row), : length - 1]
+            kv = [rows[slots] for rows in (*storage.k, *storage.v)]
+            one = DraftTree(*(x[i : i + 1] for x in (tree.tokens, tree.parents, tree.depth, tree.ancestors)))
+            self.records.append((batch.history[i, :length].tolist(), levels, one, kv))
+        if self.script is None:
+            return tree
+        tokens, parents = [], []
+        for history, length in zip(batch.history.tolist(), batch.history_len.tolist(), strict=True):
+            drafts, above = self.script(history[:length], batch.num_steps)
+            tokens.append([history[length - 1], *drafts])
+            parents.append([-1, *(range(batch.num_steps) if above is None else above)])
+        return DraftTree.from_parents(torch.tensor(tokens), torch.tensor(parents))
+
+
+@torch.no_grad()
+def states_of(model: Any, ids: list[int], boundaries: tuple[int, ...] | None, hf_forward: Any) -> torch.Tensor:
+    """Target states [S, T, Ht] in float64, from hooks of our own on an eager forward."""
+    decoder = TargetModel(model).decoder
+    seen: dict[int, torch.Tensor] = {}
+    with ExitStack() as stack:
+        modules = [*decoder.layers, decoder.norm]
+        for i, module in enumerate(modules):
+            hook = module.register_forward_pre_hook(
+                lambda m, args, kwargs, i=i: seen.__setitem__(i, args[0] if args else kwargs["hidden_states"]),
+                with_kwargs=True,
+            )
+            stack.callback(hook.remove)
+        final = decoder.norm.register_forward_hook(lambda m, args, out: seen.__setitem__(-1, out))
+        stack.callback(final.remove)
+        hf_forward(model, ids)
+    wanted = (-1,) if boundaries is None else boundaries
+    return torch.stack([seen[i][0] for i in wanted], dim=1).double()
+
+
+def check_record(
+    record: tuple[list[int], list[torch.Tensor], DraftTree, list[torch.Tensor]],
+    case: Case,
+    tensors: dict[str, torch.Tensor],
+    model: Any,
+    hf_forward: Any,
+    topk: int,
+) -> None:
+    """One proposal against the dense head, computed from nothing but the tokens so far."""
+    tokens, levels, tree, kv = record
+    length = len(tokens) - 1  # S
+    states = states_of(model, tokens[:length], case.aux, hf_forward)
+    dense = Dense(case, tensors, model)
+    for i in range(length):
+        a = dense.row(tokens[i + 1], dense.feature(states[i]), i, range(i))
+    for layer in range(case.layers):
+        for stored, true in ((kv[layer], dense.k[layer]), (kv[case.layers + layer], dense.v[layer])):
+            torch.testing.assert_close(stored.double(), torch.stack(true), atol=2e-3, rtol=1e-3)
+    beam = [(a, 0.0, list(range(length)), tokens[length])]  # a, score, rows it sees, its token
+    candidates = []  # (score, tokens on the path)
+    paths: list[list[int]] = [[]]
+    for level, logits in enumerate(levels):
+        found = []
+        for m, (a, score, sees, _) in enumerate(beam):
+            expected = dense.logits(a)
+            torch.testing.assert_close(logits[m].double(), expected, atol=2e-3, rtol=1e-3)
+            best = expected.sort(descending=True, stable=True).indices[:topk].tolist()
+            log_q = expected.log_softmax(0)
+            found += [(score + float(log_q[token]), a, sees, token, [*paths[m], token]) for token in best]
+        candidates += [(score, path) for score, *_, path in found]
+        found.sort(key=lambda entry: -entry[0])
+        if level + 1 == len(levels):
+            break
+        beam, paths = [], []
+        for score, a, sees, token, path in found[:topk]:
+            me = len(dense.positions)
+            child = dense.row(token, dense.feedback(a), length + level, sees)
+            beam.append((child, score, [*sees, me], token))
+            paths.append(path)
+    got = []
+    for node in range(1, tree.num_nodes):
+        on_path = tree.ancestors[0, node].nonzero()[:, 0].tolist()
+        got.append([int(tree.tokens[0, j]) for j in on_path[1:]])
+    if topk == 1:
+        assert got == [candidates[i][1] for i in range(len(got))]
+    else:
+        worst = sorted((score for score, _ in candidates), reverse=True)[len(got) - 1]
+        scores = {tuple(path): score for score, path in candidates}
+        assert all(scores[tuple(path)] >= worst - 1e-3 for path in got) and len({tuple(p) for p in got}) == len(got)
+
+
+def make_spy(case: Case, folder: Path, model: Any, **kwargs: Any) -> tuple[Spy, dict[str, torch.Tensor]]:
+    tensors = write(case, folder)
+    aux = case.aux if case.nested.get("eagle_aux_hidden_state_layer_ids") == [1, -1, 2] else None
+    return Spy(eagle3_drafter(folder, TargetModel(model), aux_layers=aux), **kwargs), tensors
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize(("kind", "page_size"), [*((kind, 1) for kind in CASES), ("specforge", 4), ("modelopt", 4)])
+def test_logits_and_kv_equal_a_dense_head(
+    kind: str, topk: int, page_size: int, tmp_path, make_target, greedy_oracle, hf_forward, random_prompt, tree_script
+) -> None:
+    case = CASES[kind]
+    model = make_target("gemma4-31b" if kind in ("specforge", "modelopt-final") else "gpt_oss")
+    prompts = [random_prompt(19, seed=1), random_prompt(5, seed=2)]
+    truths = [prompt + greedy_oracle(model, prompt, 12) for prompt in prompts]
+    spy, tensors = make_spy(case, tmp_path, model, topk=topk, script=tree_script(truths))
+    engine = Engine(
+        TargetModel(model),
+        spy,
+        spec=SpecConfig(num_steps=4),
+        config=EngineConfig(max_model_len=64, prefill_chunk=8, page_size=page_size, max_batch_size=2),
+    )
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=10))
+    for output, prompt, truth in zip(outputs, prompts, truths, strict=True):
+        assert output.token_ids == truth[len(prompt) : len(prompt) + 10]
+    assert any(1 < n < 5 for n in spy.accepted), "no round accepted a part of its tree"
+    assert len(spy.records) >= 4
+    for record in spy.records[:: max(1, len(spy.records) // 4)]:
+        check_record(record, case, tensors, model, hf_forward, topk)
+
+
+def test_an_auxiliary_layer_off_by_one_is_caught(tmp_path, make_target, hf_forward, random_prompt) -> None:
+    case, model = CASES["specforge"], make_target("gpt_oss")
+    tensors = write(case, tmp_path)
+    prompt = random_prompt(9)
+    seen = []
+    for aux in (None, [1, 2, 3]):
+        spy = Spy(eagle3_drafter(tmp_path, TargetModel(model), aux_layers=aux))
+        engine = Engine(TargetModel(model), spy, config=EngineConfig(max_model_len=64, max_batch_size=1))
+        engine.generate(prompt, SamplingParams(max_new_tokens=3))
+        seen.append(spy)
+    right, wrong = (spy.records[0] for spy in seen)
+    assert seen[0].taps == (2, 3, 4) and seen[1].taps == (1, 2, 3)
+    check_record(right, case, tensors, model, hf_forward, 1)
+    with pytest.raises(AssertionError):
+        check_record(wrong, case, tensors, model, hf_forward, 1)
+    ids = torch.isfinite(right[1][0][0])
+    assert float((right[1][0][0] - wrong[1][0][0])[ids].abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("target", ["llama", "gemma4-e2b", "gpt_oss", "qwen3"])
+def test_output_is_that_of_the_target(
+    target: str, tmp_path, make_target, make_engine, greedy_oracle, random_prompt
+) -> None:
+    model = make_target(target)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    case = dataclasses.replace(CASES["speculators"], aux=(2, 1, 3, num_layers))
+    case = dataclasses.replace(
+        case, written={**case.written, "eagle_aux_hidden_state_layer_ids": [2, 1, 3, num_layers]}
+    )
+    write(case, tmp_path)
+    prompts = [random_prompt(n, seed=n) for n in (3, 21, 9)]
+    for page_size in (1, 4):
+        drafter = eagle3_drafter(tmp_path, TargetModel(model))
+        engine = make_engine(model, drafter, page_size=page_size, max_batch_size=2)
+        plain = make_engine(model, page_size=page_size, max_batch_size=2)
+        outputs = engine.generate(prompts, SamplingParams(max_new_tokens=16))
+        assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, 16) for prompt in prompts]
+        params = [SamplingParams(max_new_tokens=16, temperature=t, seed=7 + i) for i, t in enumerate((0.7, 1.0, 1.5))]
+        sampled = [out.token_ids for out in engine.generate(prompts, params)]
+        assert sampled == [out.token_ids for out in plain.generate(prompts, params)]
+        assert sampled != [out.token_ids for out in outputs]
+        engine.table.check()
+
+
+def test_drafts_draw_with_the_noise_of_the_request(tmp_path, make_target, random_prompt) -> None:
+    """A head drafts what the target would draw from the head's logits: same seed, same position."""
+    model = make_target("qwen3")
+    spy, _ = make_spy(dataclasses.replace(CASES["safeailab"], aux=(2, 1, 0)), tmp_path, model)
+    engine = Engine(TargetModel(model), spy, config=EngineConfig(max_model_len=64, max_batch_size=1))
+    engine.generate(random_prompt(8), SamplingParams(max_new_tokens=8, temperature=1.0, seed=3))
+    batch = SamplingBatch.of([SamplingParams(temperature=1.0, seed=3)], [3], torch.device("cpu"))
+    drafts = 0
+    for tokens, levels, tree, _ in spy.records:
+        for level, logits in enumerate(levels):
+            want = batch.sample(logits[None], torch.tensor([[len(tokens) + level]]))
+            assert int(tree.tokens[0, level + 1]) == int(want[0, 0])
+            assert bool(torch.isfinite(logits[0, int(want)])), "outside the draft vocabulary"
+            drafts += int(want[0, 0]) != int(logits[0].argmax())
+    assert drafts, "nothing was drawn but the likeliest"
+
+
+def test_another_request_in_the_batch_changes_nothing(tmp_path, make_target, random_prompt) -> None:
+    """Rows, slots and scratch of requests do not touch, whatever lies in slots that were used before."""
+    model = make_target("gpt_oss")
+    prompts = [random_prompt(n, seed=40 + n) for n in (12, 4, 30, 7)]
+    runs = []
+    for batch_size in (1, 3):
+        spy, _ = make_spy(CASES["modelopt"], tmp_path, model, topk=2)
+        config = EngineConfig(max_model_len=64, prefill_chunk=16, max_batch_size=batch_size)
+        engine = Engine(TargetModel(model), spy, spec=SpecConfig(num_steps=3), config=config)
+        engine.generate(prompts[0], SamplingParams(max_new_tokens=2))
+        storage = spy.inner.storage(engine.table)
+        for rows in (*storage.k, *storage.v):
+            rows.fill_(torch.nan)
+        spy.records.clear()
+        engine.generate(prompts, SamplingParams(max_new_tokens=6))
+        runs.append({tuple(tokens): (levels, tree) for tokens, levels, tree, _ in spy.records})
+    assert runs[0].keys() == runs[1].keys()
+    for key, (levels, tree) in runs[0].items():
+        other_levels, other_tree = runs[1][key]
+        assert torch.equal(tree.tokens, other_tree.tokens) and torch.equal(tree.parents, other_tree.parents)
+        for one, other in zip(levels, other_levels, strict=False):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_preempted_requests_start_over(tmp_path, make_target, make_engine, greedy_oracle, random_prompt) -> None:
+    model = make_target("gpt_oss")
+    write(CASES["specforge"], tmp_path)
+    drafter = eagle3_drafter(tmp_path, TargetModel(model))
+    engine = make_engine(model, drafter, max_batch_size=3, full_slots=70, swa_slots=70)
+    prompts = [random_prompt(15, seed=i) for i in range(3)]
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=20))
+    assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, 20) for prompt in prompts]
+    assert sum(out.stats.preemptions for out in outputs) > 0
+
+
+def test_two_engines_one_drafter(tmp_path, make_target, make_engine, greedy_oracle, random_prompt) -> None:
+    """Storage belongs to a request table; a new engine gets a new one."""
+    model = make_target("qwen3")
+    write(dataclasses.replace(CASES["safeailab"], aux=(2, 1, 0)), tmp_path)
+    drafter = eagle3_drafter(tmp_path, TargetModel(model))
+    prompt = random_prompt(10)
+    for slots in (80, 300):
+        engine = make_engine(model, drafter, max_batch_size=1, max_model_len=64, full_slots=slots)
+        assert engine.generate(prompt, SamplingParams(max_new_tokens=8))[0].token_ids == greedy_oracle(model, prompt, 8)
+        assert len(drafter.storage(engine.table).k[0]) == len(engine.table.allocator.full_to_swa.host)
+        assert np.isfinite(drafter.storage(engine.table).k[0].numpy()).all()

@@ -1,0 +1,360 @@
+"""Reading EAGLE-3 heads: the auxiliary-layer rule as a table, what is honoured, and every refusal with its message."""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specdec.draft_models.eagle3_config import Eagle3Spec, TargetShape, is_eagle3_config, resolve_aux_ids
+from specdec.draft_models.eagle3_format import Eagle3Checkpoint, read_head, write_head
+from specdec.draft_models.eagle3_model import Eagle3Head, draft_kv_bytes, load_head
+from specdec.kvcache.errors import CheckpointError, SpecDecError, UnsupportedModelError
+
+TARGET = TargetShape(name="target", num_layers=8, hidden_size=16, vocab_size=60)
+SPEC = Eagle3Spec(
+    hidden_size=16,
+    target_hidden_size=16,
+    vocab_size=60,
+    intermediate_size=24,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    aux_layers=(2, 4, 5),
+    draft_vocab_size=20,
+)
+IDS = torch.arange(0, 60, 3)
+AUX = "eagle_aux_hidden_state_layer_ids"
+
+
+def fresh(spec: Eagle3Spec = SPEC) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return Eagle3Head(spec).state_dict()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A head in the SpecForge format, for tests to spoil."""
+    write_head(tmp_path, SPEC, fresh(), TARGET, IDS)
+    return tmp_path
+
+
+@pytest.fixture
+def edit(folder: Path) -> Callable[..., Path]:
+    """edit(config={...}, tensors={...}): change entries; None removes one."""
+
+    def change(config: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> Path:
+        stored = json.loads((folder / "config.json").read_text()) | (config or {})
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in stored.items() if v is not None}))
+        state = load_file(folder / "model.safetensors") | (tensors or {})
+        save_file({k: v.contiguous() for k, v in state.items() if v is not None}, folder / "model.safetensors")
+        return folder
+
+    return change
+
+
+def load(folder: Path, **kwargs: Any) -> Eagle3Checkpoint:
+    checkpoint = read_head(folder, TARGET, **kwargs)
+    load_head(checkpoint, torch.device("cpu"), torch.float32)
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    ("config", "num_layers", "override", "boundaries", "warns"),
+    [
+        ({}, 32, None, (2, 16, 29), False),  # yuhuili: nothing said
+        ({"eagle_config": {"use_aux_hidden_state": True}}, 36, None, (2, 18, 33), False),
+        ({"eagle_config": {AUX: [1, 15, 28]}}, 32, None, (2, 16, 29), False),  # SpecForge: outputs
+        ({"eagle_config": {AUX: [1, 17, 32]}}, 36, None, (2, 18, 33), False),  # gpt-oss-120b, long context
+        ({"eagle_config": {AUX: [24, 30, 36]}}, 36, None, (24, 30, 36), False),  # gpt-oss-120b v3: 36 leaves the last
+        ({"eagle_config": {AUX: [2, 16, 29]}}, 32, None, (2, 16, 29), False),  # written as boundaries
+        ({"eagle_config": {AUX: [5, 10, 20]}}, 32, None, (6, 11, 21), True),  # could be either
+        ({"eagle_config": {AUX: [5, 10, 20]}}, 32, [5, 10, 20], (5, 10, 20), False),  # the user knows
+        ({AUX: [2, 30, 57]}, 60, None, (2, 30, 57), False),  # speculators: boundaries
+        ({AUX: [2, 46, 91, 93]}, 94, None, (2, 46, 91, 93), False),
+        ({AUX: [1, 15, 28]}, 32, None, (1, 15, 28), False),  # the top level is never shifted
+        ({AUX: None, "eagle_config": None}, 12, None, (2, 6, 9), False),
+        ({AUX: [0, 1, 12]}, 12, None, (0, 1, 12), False),
+        ({"eagle_config": {AUX: [1, 5, 11]}}, 12, None, (2, 6, 12), False),  # output of the last layer
+    ],
+)
+def test_the_rule_of_auxiliary_layers(config, num_layers, override, boundaries, warns, caplog) -> None:
+    with caplog.at_level(logging.WARNING, "specdec"):
+        assert resolve_aux_ids(config, num_layers, override) == boundaries
+    assert bool(caplog.records) is warns
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 33], [-2, 1, 2], [], [1.5], [True, 2]])
+def test_auxiliary_layers_out_of_range(ids) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"states 0\.\.32"):
+        resolve_aux_ids({}, 32, ids)
+
+
+@pytest.mark.parametrize(
+    ("config", "answer"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, True),
+        ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000}, True),
+        ({"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}, True),
+        ({"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3"}, True),
+        ({"architectures": ["EagleSpeculator"], "speculators_model_type": "eagle"}, False),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, False),
+        ({"model_type": "gemma4_assistant"}, False),
+    ],
+)
+def test_recognition(config, answer) -> None:
+    assert is_eagle3_config(config) is answer
+
+
+def varied(**changes: Any) -> Eagle3Spec:
+    return replace(SPEC, **changes)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SPEC,
+        varied(draft_vocab_size=None),
+        varied(draft_vocab_size=60),
+        varied(qk_norm=True, norm_before_residual=True, norm_before_fc=True),
+        varied(fc_norm=True, norm_output=True, windows=(None, 7)),
+        varied(hidden_size=20, owns_embed=True, head_dim=5),
+        varied(aux_layers=(2, 3, 6, 8)),
+        varied(rope={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}, rms_norm_eps=1e-5),
+        varied(biases=frozenset(f"layers.0.self_attn.{p}_proj" for p in "qkv")),
+    ],
+    ids=lambda spec: f"{spec.aux_layers}-{spec.windows}-{spec.draft_vocab_size}-{spec.hidden_size}",
+)
+def test_what_is_written_is_read_again(spec: Eagle3Spec, tmp_path: Path) -> None:
+    state = fresh(spec)
+    ids = IDS if spec.draft_vocab_size == 20 else None
+    write_head(tmp_path, spec, state, TARGET, ids)
+    again = load(tmp_path)
+    assert again.spec == spec
+    assert again.state.keys() == state.keys()
+    for key, tensor in state.items():
+        torch.testing.assert_close(again.state[key], tensor, atol=0, rtol=0)
+    assert (again.target_ids is None) == (ids is None)
+    if ids is not None:
+        assert torch.equal(again.target_ids, ids)
+    assert draft_kv_bytes(spec, torch.bfloat16) == 2 * spec.num_layers * 2 * spec.head_dim * 2
+
+
+def test_a_written_head_has_published_names(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and is_eagle3_config(config)
+    assert config["eagle_config"] == {AUX: [1, 3, 4], "use_aux_hidden_state": True}
+    tensors = load_file(folder / "model.safetensors")
+    assert {"midlayer.self_attn.q_proj.weight", "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"} < set(
+        tensors
+    )
+    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
+    assert tensors["midlayer.self_attn.k_proj.weight"].shape == (12, 32)
+
+
+def test_states_that_the_format_cannot_say_are_not_written(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="begin with state 2"):
+        write_head(tmp_path, varied(aux_layers=(3, 4, 5)), fresh(), TARGET, IDS)
+
+
+def test_pytorch_files_and_prefixes(folder: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    more = {"model.rotary_emb.inv_freq": torch.ones(3), "verifier_lm_head.weight": torch.ones(2, 2)}
+    torch.save({f"model.{k}" if k[0] == "m" else k: v for k, v in state.items()} | more, folder / "pytorch_model.bin")
+    assert load(folder).spec == SPEC
+
+
+def test_legacy_names_of_state_norms(folder: Path, edit) -> None:
+    names = {f"aux_norm_{part}.weight": torch.full((16,), float(i)) for i, part in enumerate(("low", "mid", "high"))}
+    checkpoint = load(edit({"fc_norm": True}, names))
+    assert [float(checkpoint.state[f"fc_norm.{i}.weight"][0]) for i in range(3)] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("layer", "windows"),
+    [
+        ({}, (None,)),
+        ({"sliding_window": 9}, (9,)),
+        ({"sliding_window": 9, "use_sliding_window": False}, (None,)),
+        ({"sliding_window": 9, "layer_types": ["full_attention"]}, (None,)),
+        ({"sliding_window": 9, "layer_types": ["sliding_attention"] * 4}, (9,)),  # the target's list, cut
+    ],
+)
+def test_sliding_windows(layer, windows, edit) -> None:
+    assert load(edit(layer)).spec.windows == windows
+
+
+@pytest.mark.parametrize(
+    ("config", "rope"),
+    [
+        ({"rope_theta": 500000.0, "rope_scaling": None}, {"rope_type": "default", "rope_theta": 500000.0}),
+        (
+            {"rope_theta": 500000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000.0},
+        ),
+        (
+            {"rope_theta": 10000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            {"rope_type": "default", "rope_theta": 1e6},
+        ),
+    ],
+)
+def test_rope_spellings(config, rope, edit) -> None:
+    assert load(edit(config)).spec.rope == rope
+
+
+def test_nvidia_flags_that_change_nothing(edit) -> None:
+    flags = {
+        AUX: [1, 3, 4],
+        "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "use_mtp_layernorm": False,
+        "next_layer_regular": True,
+        "parallel_draft_step": 1,
+        "parallel_draft_heads_num_layers": None,
+        "has_lm_head": True,
+    }
+    assert load(edit({"eagle_config": flags})).spec == SPEC
+
+
+def test_a_head_on_the_final_state(edit) -> None:
+    flags = {"eagle_config": {"use_aux_hidden_state": False}}
+    spec = load(edit(flags, {"fc.weight": torch.ones(16, 16)})).spec
+    assert spec.aux_layers == () and spec.has_fc and spec.feature_size == 16
+    assert not load(edit(flags, {"fc.weight": None})).spec.has_fc
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], type[SpecDecError], str]] = {
+    "unknown flag": ({"use_attention_gate": True}, {}, UnsupportedModelError, "use_attention_gate=True is not known"),
+    "unknown false flag": (
+        {"use_hidden_norm": False},
+        {},
+        UnsupportedModelError,
+        "use_hidden_norm=False .*norm_output",
+    ),
+    "unknown eagle flag": (
+        {"eagle_config": {"layer_ids": [1, 3, 4]}},
+        {},
+        UnsupportedModelError,
+        r"eagle_config.layer_ids=\[1, 3, 4\] is not known",
+    ),
+    "scaled logits": ({"logit_scale": 0.5}, {}, UnsupportedModelError, "logit_scale=0.5; .* 1.0 only"),
+    "mtp norm": ({"eagle_config": {"use_mtp_layernorm": True}}, {}, UnsupportedModelError, "use_mtp_layernorm=True"),
+    "parallel": ({"eagle_config": {"parallel_draft_step": 4}}, {}, UnsupportedModelError, "parallel_draft_step=4"),
+    "no first norm": (
+        {"eagle_config": {"use_input_layernorm_in_first_layer": False}},
+        {},
+        UnsupportedModelError,
+        "use_input_layernorm_in_first_layer=False",
+    ),
+    "two answers": (
+        {"norm_before_fc": False, "eagle_config": {"norm_before_fc": True}},
+        {},
+        CheckpointError,
+        "norm_before_fc is False in one place of its config and True in another",
+    ),
+    "quantised": ({"quantization_config": {"bits": 8}}, {}, UnsupportedModelError, "quantised"),
+    "fp8": (
+        {},
+        {"fc.weight": torch.ones(16, 48).to(torch.float8_e4m3fn)},
+        CheckpointError,
+        "fc.weight is torch.float8",
+    ),
+    "rope": ({"rope_scaling": {"rope_type": "dynamic"}}, {}, UnsupportedModelError, "rope_type='dynamic'.*llama3"),
+    "partial rope": ({"partial_rotary_factor": 0.5}, {}, UnsupportedModelError, "partial_rotary_factor=0.5"),
+    "MLA": (
+        {"model_type": "deepseek_v3", "architectures": ["Eagle3DeepseekV2ForCausalLM"]},
+        {},
+        UnsupportedModelError,
+        "deepseek_v3 layers .Eagle3DeepseekV2ForCausalLM.; specdec runs Llama- and Qwen3-type",
+    ),
+    "other target": (
+        {},
+        {"fc.weight": torch.ones(16, 96)},
+        CheckpointError,
+        r"fc takes 96 numbers, but the states \[2, 4, 5\] of target target \(hidden size 16\) give 48",
+    ),
+    "state norms missing": ({"fc_norm": True}, {}, CheckpointError, "fc_norm=True, but fc_norm.0.weight is missing"),
+    "input norm there": (
+        {},
+        {"input_norm.weight": torch.ones(48)},
+        CheckpointError,
+        "norm_before_fc=False, but .* is there",
+    ),
+    "last norm": (
+        {"eagle_config": {"use_last_layernorm": False}},
+        {},
+        CheckpointError,
+        "use_last_layernorm=False, but norm.weight is there",
+    ),
+    "no last norm": ({}, {"norm.weight": None}, CheckpointError, "use_last_layernorm=True, but norm.weight is missing"),
+    "states": ({"num_aux_hidden_states": 4}, {}, CheckpointError, "num_aux_hidden_states=4, but 3"),
+    "bias": ({"attention_bias": True}, {}, CheckpointError, "attention_bias=True, but there is no"),
+    "missing": ({}, {"midlayer.mlp.up_proj.weight": None}, CheckpointError, "layers.0.mlp.up_proj.weight is missing"),
+    "P-EAGLE": ({}, {"mask_hidden": torch.ones(1, 48)}, CheckpointError, "mask_hidden is not known"),
+    "shape": (
+        {"num_key_value_heads": 4},
+        {},
+        CheckpointError,
+        r"k_proj.weight is \[12, 32\], the config says \[24, 32\]",
+    ),
+    "small table": ({}, {"embed_tokens.weight": torch.ones(50, 16)}, CheckpointError, "embeds 50 tokens, .* has 60"),
+    "no d2t": ({}, {"d2t": None}, CheckpointError, "lm_head has 20 rows, the target 60 tokens, and no d2t"),
+    "no lm_head": ({}, {"lm_head.weight": None}, CheckpointError, "d2t maps 20 draft tokens, lm_head has no rows"),
+    "d2t of ids": ({}, {"d2t": IDS, "t2d": None}, CheckpointError, r"tokens 0\.\.76, .* offsets, not ids"),
+    "d2t twice": ({}, {"d2t": -torch.arange(20), "t2d": None}, CheckpointError, "two draft tokens to one"),
+    "t2d": ({}, {"t2d": torch.arange(60) % 3 == 1}, CheckpointError, "d2t and t2d disagree"),
+    "no table of its own": (
+        {"hidden_size": 20},
+        {"fc.weight": torch.ones(20, 48)},
+        CheckpointError,
+        "hidden size 20 differs from the target's 16, and it has no embed_tokens",
+    ),
+    "no fc": ({}, {"fc.weight": None}, CheckpointError, "no fc.weight, needed to bring 48"),
+    "layer types": (
+        {"sliding_window": 4, "layer_types": ["chunked_attention"]},
+        {},
+        UnsupportedModelError,
+        "sliding_window=4 with layer_types=.'chunked_attention'.",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_refusals(kind: str, edit) -> None:
+    config, tensors, error, message = REFUSALS[kind]
+    with pytest.raises(error, match=message):
+        load(edit(config, tensors))
+
+
+def test_folders_that_are_no_heads(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        read_head(tmp_path, TARGET)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match="an object is wanted"):
+        read_head(tmp_path, TARGET)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
+        read_head(tmp_path, TARGET)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"broken")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_head(tmp_path, TARGET)
+
+
+def test_a_pickle_that_runs_code_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"fc.weight": print}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_head(folder, TARGET)
+
+
+def test_frequencies_stay_float32_in_bf16(folder: Path) -> None:
+    head = load_head(read_head(folder, TARGET), torch.device("cpu"), torch.bfloat16)
+    assert head.fc.weight.dtype == torch.bfloat16
+    assert head.rotary_emb.inv_freq.dtype == torch.float32

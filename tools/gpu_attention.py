@@ -1,0 +1,324 @@
+"""Check the paged attention kernels on a GPU against float64, then time them against measured bandwidth.
+
+    python tools/gpu_attention.py [--check] [--time] [--tune CASE] [--json FILE]
+
+Bytes count every visible K and V once, and nothing else; the time is that of a CUDA graph that runs the call on
+several pools in turn, together far larger than the L2 cache, divided by the number of calls. Nothing is timed when a
+check fails.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import json
+import statistics
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+ROOT = Path(__file__).resolve().parent.parent
+DTYPES = {"bf16": (torch.bfloat16, 1e-2), "fp16": (torch.float16, 2e-3), "fp32": (torch.float32, 2e-6)}
+
+
+def load(name: str) -> types.ModuleType:
+    """A module of `attention/` by path: these two need torch and triton alone, specdec itself needs more."""
+    full = f"specdec.attention.{name}"
+    for parent in ("specdec", "specdec.attention"):
+        sys.modules.setdefault(parent, types.ModuleType(parent))
+    spec = importlib.util.spec_from_file_location(full, ROOT / "attention" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[full] = module
+    spec.loader.exec_module(module)
+    setattr(sys.modules["specdec.attention"], name, module)
+    return module
+
+
+kernels = load("paged_attention_kernels")
+pa = load("paged_attention")
+
+
+def make(
+    batch: int,
+    length: int,
+    num_rows: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    kind: str = "tree",
+    page_size: int = 1,
+    window: int | None = None,
+    ragged: bool = False,
+    seed: int = 0,
+    **extra: Any,
+) -> dict[str, Any]:
+    """Arguments of `paged_attention`: shuffled pages, NaN in every slot that holds no committed key."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    hq, hkv = heads
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g, device="cuda", dtype=torch.float32).to(dtype)
+
+    committed = torch.full((batch,), length, device="cuda")
+    if ragged:
+        committed = torch.randint(0, length + 1, (batch,), generator=g, device="cuda")
+    start = torch.zeros_like(committed)
+    width = length
+    if window is not None:
+        start = (committed - window - num_rows).clamp(min=0) // page_size * page_size
+        width = min(length, window + num_rows + page_size)
+    num_pages = -(-width // page_size)
+    pages = torch.randperm(batch * num_pages, generator=g, device="cuda").view(batch, num_pages) + 1
+    slots = (pages[:, :, None] * page_size + torch.arange(page_size, device="cuda")).flatten(1)
+    held = start[:, None] + torch.arange(slots.shape[1], device="cuda") < committed[:, None]
+    pool_k, pool_v = (
+        torch.full(((batch * num_pages + 1) * page_size, hkv, head_dim), torch.nan, device="cuda", dtype=dtype)
+        for _ in range(2)
+    )
+    pool_k[slots[held]], pool_v[slots[held]] = (normal(int(held.sum()), hkv, head_dim) for _ in range(2))
+    rows = torch.arange(num_rows, device="cuda")
+    depth, ancestors = rows.expand(batch, -1), None
+    if kind == "tree":  # node n hangs under node (n - 1) // 2
+        chains = [[0]]
+        for n in range(1, num_rows):
+            chains.append([*chains[(n - 1) // 2], n])
+        bits = [sum(1 << n for n in chain) for chain in chains]
+        bits = [b - (1 << 64) if b >= 1 << 63 else b for b in bits]
+        ancestors = torch.tensor(bits, device="cuda").repeat(batch, 1)
+        depth = torch.tensor([len(chain) - 1 for chain in chains], device="cuda").expand(batch, -1)
+    block = [None, None] if kind == "frozen" else [normal(batch, num_rows, hkv, head_dim).transpose(1, 2) for _ in "kv"]
+    return {
+        "query": normal(batch, num_rows, hq, head_dim).transpose(1, 2),
+        "block_k": block[0],
+        "block_v": block[1],
+        "pool_k": pool_k,
+        "pool_v": pool_v,
+        "pages": pages,
+        "start": start,
+        "committed_len": committed,
+        "positions": committed[:, None] + (torch.zeros_like(depth) if kind == "frozen" else depth),
+        "page_size": page_size,
+        "scaling": head_dim**-0.5,
+        "ancestors": ancestors,
+        "window": window,
+        **extra,
+    }
+
+
+def case(batch: int, length: int, num_rows: int, heads: tuple[int, int], head_dim: int, **extra: Any) -> dict[str, Any]:
+    shape = {"batch": batch, "length": length, "num_rows": num_rows, "heads": heads, "head_dim": head_dim}
+    return {**shape, **extra}
+
+
+CHECKS: dict[str, dict[str, Any]] = {
+    "verify": case(3, 1000, 16, (8, 2), 256),
+    "verify, ragged, 64 nodes": case(5, 700, 64, (8, 2), 256, ragged=True),
+    "decode": case(4, 3001, 1, (8, 1), 128, ragged=True),
+    "window < depth": case(2, 300, 63, (4, 4), 64, window=3),
+    "window, pages of 16": case(3, 900, 17, (8, 2), 256, window=512, page_size=16),
+    "pages of 3": case(3, 500, 3, (4, 2), 96, page_size=3),
+    "head 512": case(2, 777, 16, (8, 2), 512),
+    "head 512, one head": case(2, 777, 4, (8, 1), 512, page_size=16),
+    "head 80": case(2, 333, 5, (6, 2), 80, ragged=True),
+    "softcap, sinks": case(2, 300, 7, (8, 8), 64, softcap=20.0, sinks=1),
+    "frozen": case(3, 400, 4, (4, 2), 256, kind="frozen", window=128),
+    "prefill": case(2, 300, 500, (8, 2), 256, kind="causal"),
+    "prefill, window": case(2, 600, 700, (8, 2), 256, kind="causal", window=128),
+    "prefill, head 512": case(1, 64, 257, (8, 2), 512, kind="causal"),
+    "prefill, head 128": case(1, 0, 333, (8, 8), 128, kind="causal"),
+    "nothing": case(2, 0, 1, (8, 2), 256, kind="frozen"),
+}
+
+
+def error(shape: dict[str, Any], dtype: torch.dtype) -> float:
+    """|out - reference| / |reference|, the reference in float64."""
+    shape = dict(shape)
+    sinks = shape.pop("sinks", None)
+    args = make(**shape, dtype=dtype)
+    if sinks:
+        args["sinks"] = torch.linspace(-1, 2, args["query"].shape[1], device="cuda").to(dtype)
+    if shape.get("kind") == "causal":
+        args["block_len"] = torch.arange(shape["batch"], device="cuda") * -7 + shape["num_rows"]
+    poison = torch.full((64 << 20,), torch.nan, device="cuda")  # what torch.empty will hand out
+    del poison
+    out = pa.paged_attention(**args).double()
+    exact = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in args.items()}
+    expected = pa.reference_paged_attention(**exact)
+    if not out.isfinite().all():
+        return float("nan")
+    return float((out - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def check() -> bool:
+    good = True
+    for name, shape in CHECKS.items():
+        cells = []
+        for label, (dtype, limit) in DTYPES.items():
+            try:
+                e = error(shape, dtype)
+            except Exception as exception:  # every case, then the verdict
+                e, cells = float("nan"), [*cells, f"{type(exception).__name__} {str(exception)[:200]}"]
+            cells.append(f"{label} {e:.1e}{'' if e < limit else '  FAILED'}")
+            good &= e < limit
+        print(f"{name:26} {'   '.join(cells)}", flush=True)
+    before = len(compiled())
+    for length, num_rows in itertools.product([5, 16, 1024, 2000], [9, 16]):
+        pa.paged_attention(**make(2, length, num_rows, (8, 2), 256))
+        pa.paged_attention(**make(2, length, num_rows, (8, 2), 256, window=64))
+    print(f"variants compiled for 16 launches of other lengths: {len(compiled()) - before}", flush=True)
+    print("ALL CHECKS PASSED" if good else "CHECKS FAILED", flush=True)
+    return good
+
+
+def compiled() -> Any:
+    return kernels.attend_kernel.device_caches[torch.cuda.current_device()][0]
+
+
+@triton.jit
+def read_kernel(p_x: tl.tensor, p_out: tl.tensor, steps: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """Read everything, write what nobody needs if it is there."""
+    i = tl.program_id(0).to(tl.int64)
+    b_sum = tl.zeros([BLOCK], tl.float32)
+    for i_step in tl.range(0, steps, num_stages=4):
+        b_sum += tl.load(p_x + (i * steps + i_step) * BLOCK + tl.arange(0, BLOCK))
+    tl.store(p_out + i, tl.sum(b_sum, 0))
+
+
+def graph_time(calls: list[Callable[[], Any]], replays: int = 15) -> float:
+    """Median seconds of one call, all of them replayed in turn from one CUDA graph."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(replays + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / len(calls))
+    return statistics.median(times[3:])
+
+
+def bandwidth() -> tuple[float, float]:
+    """(read, copy counted both ways), bytes a second, on 4 GiB."""
+    x, y = (torch.randn(1 << 30, device="cuda") for _ in range(2))
+    copy = 2 * x.nbytes / graph_time([lambda: torch.mul(x, 1.5, out=y)], 8)  # a kernel, not the copy engine
+    rates = []
+    for programs in (132 * 8, 1 << 14):
+        steps = x.numel() // programs // 2048
+        out = torch.empty(programs, device="cuda")
+        seconds = graph_time(
+            [lambda p=programs, s=steps, o=out: read_kernel[(p,)](x, o, s, BLOCK=2048, num_warps=4)], 8
+        )
+        rates.append(programs * steps * 2048 * 4 / seconds)
+    rates.append(x.nbytes / graph_time([lambda: x.sum()], 8))
+    return max(rates), copy
+
+
+TIMED: dict[str, dict[str, Any]] = {
+    "verify": case(8, 8192, 16, (8, 2), 256),
+    "decode": case(8, 8192, 1, (8, 2), 256),
+    "verify 64 nodes": case(8, 8192, 64, (8, 2), 256),
+    "verify pages of 16": case(8, 8192, 16, (8, 2), 256, page_size=16),
+    "frozen": case(8, 8192, 1, (4, 2), 256, kind="frozen"),
+    "verify window 1024": case(8, 8192, 16, (8, 2), 256, window=1024),
+    "verify head 512": case(8, 8192, 16, (8, 2), 512),
+    "decode head 512": case(8, 8192, 1, (8, 2), 512),
+    "verify head 128": case(8, 8192, 16, (32, 8), 128),
+    "decode head 128": case(8, 8192, 1, (32, 8), 128),
+    "verify batch 1": case(1, 8192, 16, (8, 2), 256),
+    "verify batch 1, 64k": case(1, 65536, 16, (8, 2), 256),
+    "prefill 2048": case(1, 0, 2048, (8, 2), 256, kind="causal"),
+    "prefill 2048 on 8k": case(1, 8192, 2048, (8, 2), 256, kind="causal"),
+    "prefill 2048 window": case(1, 8192, 2048, (8, 2), 256, kind="causal", window=1024),
+    "prefill 2048 head 512": case(1, 0, 2048, (8, 2), 512, kind="causal"),
+}
+
+
+def kv_bytes(shape: dict[str, Any]) -> int:
+    """Bytes of K and V that some row of the shape can see, each once."""
+    keys = shape["length"] if shape.get("window") is None else min(shape["length"], shape["window"] - 1)
+    keys += 0 if shape.get("kind") == "frozen" else shape["num_rows"]
+    return 2 * shape["batch"] * keys * shape["heads"][1] * shape["head_dim"] * 2
+
+
+def flops(shape: dict[str, Any]) -> int:
+    """Of a causal shape: four operations a pair of visible row and key, head and channel."""
+    window = shape.get("window") or 1 << 40
+    pairs = sum(min(shape["length"] + i + 1, window) for i in range(shape["num_rows"]))
+    return 4 * shape["batch"] * pairs * shape["heads"][0] * shape["head_dim"]
+
+
+def seconds_of(shape: dict[str, Any], **options: Any) -> float:
+    sets = max(4, min(64, -(-400_000_000 // kv_bytes(shape))))
+    calls = []
+    for seed in range(sets):
+        args = make(**shape, seed=seed)
+        calls.append(lambda args=args: pa.paged_attention(**args, **options))
+    return graph_time(calls)
+
+
+def tune(name: str, read: float) -> None:
+    """Every sensible tiling of one shape, best first."""
+    shape = TIMED[name]
+    packed = shape["num_rows"] * shape["heads"][0] // shape["heads"][1]
+    rows = sorted({min(m, pa._power_of_two(packed)) for m in (16, 32, 64, 128)})
+    found = []
+    for m, k, w, s, waves in itertools.product(rows, (16, 32, 64), (4, 8), (2, 3, 4, 5), (1.0, 2.0, 4.0)):
+        if m < min(64, packed) or (m * k < 512 and w == 8) or s * k * shape["head_dim"] * 4 > 230_000:
+            continue
+        try:
+            found.append((seconds_of(shape, tiles=pa.Tiles(m, k, w, s, waves)), (m, k, w, s, waves)))
+        except Exception as exception:
+            if "OutOfResources" not in type(exception).__name__:
+                print(type(exception).__name__, (m, k, w, s), flush=True)
+    for seconds, tiles in sorted(found)[:12]:
+        share = kv_bytes(shape) / seconds / read
+        print(f"{name:22} {tiles!s:24} {seconds * 1e6:8.1f} us  {share:6.1%}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="only check")
+    parser.add_argument("--tune", action="append", default=[], choices=sorted(TIMED), help="only try tilings of a case")
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    options = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
+    if not options.tune and (not check() or options.check):
+        return 0 if options.check else 1
+    read, copy = bandwidth()
+    print(f"measured: read {read / 1e9:.0f} GB/s, copy {copy / 1e9:.0f} GB/s read and written", flush=True)
+    for name in options.tune:
+        tune(name, read)
+    if options.tune:
+        return 0
+    print(f"{'case, bf16':24} {'MB of K, V':>10} {'us':>9} {'GB/s':>7} {'of read':>8} {'TFLOP/s':>8}")
+    figures = []
+    for name, shape in TIMED.items():
+        seconds = seconds_of(shape)
+        rate = kv_bytes(shape) / seconds
+        speed = f"{flops(shape) / seconds / 1e12:8.0f}" if shape.get("kind") == "causal" else ""
+        print(
+            f"{name:24} {kv_bytes(shape) / 1e6:10.1f} {seconds * 1e6:9.1f} {rate / 1e9:7.0f} {rate / read:8.1%} {speed}"
+        )
+        figures.append({"case": name, **shape, "bytes": kv_bytes(shape), "seconds": seconds, "of_read": rate / read})
+    if options.json:
+        options.json.write_text(json.dumps({"read": read, "copy": copy, "cases": figures}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""Check the small kernels against their references on a GPU, then time them: `python tools/gpu_tables.py`.
+
+Times are medians of CUDA-graph replays; a graph holds `LAUNCHES` calls that rotate over `SETS` sets of inputs, so at
+long contexts nothing is left in the cache. Exits with 1 when a check fails or when a page table takes 20 us or more.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+
+from specdec.attention.node_rows import build_node_rows, reference_build_node_rows
+from specdec.attention.page_table import build_page_tables, reference_build_page_tables
+from specdec.attention.tree import DraftTree
+from specdec.attention.tree_build import reference_select_nodes, select_tree
+from specdec.attention.tree_walk import accept_walk, reference_accept_walk, reference_tree_fields, tree_fields
+from specdec.kvcache.move_kv import PoolRows, move_kv, reference_move_kv
+from specdec.kvcache.spaces import FullLoc
+from specdec.kvcache.store_kv import reference_store_kv, store_kv
+
+BATCH, NODES, WINDOW, RETAIN = 8, 16, 1024, 1025
+CONTEXTS, PAGE_SIZES = (1024, 8192, 32768, 131072), (1, 16)
+SETS, LAUNCHES, REPLAYS = 8, 64, 20
+LIMIT_US = 20.0
+CUDA = torch.device("cuda")
+
+
+def random_slots(context: int, page_size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """req_to_slot [B + 1, W] and full_to_swa [slots] with pages in random order; the last row is for padding."""
+    generator = torch.Generator(CUDA).manual_seed(seed)
+    pages = -(-(context + NODES) // page_size)
+    offsets = torch.arange(page_size, device=CUDA)
+    order = 1 + torch.randperm(BATCH * pages, generator=generator, device=CUDA).view(BATCH, pages)
+    slots = torch.zeros((BATCH + 1, pages * page_size), dtype=torch.int64, device=CUDA)
+    slots[:BATCH] = (order[:, :, None] * page_size + offsets).view(BATCH, -1)
+    peers = 1 + torch.randperm(BATCH * pages, generator=generator, device=CUDA)
+    mapping = torch.zeros((BATCH * pages + 1, page_size), dtype=torch.int64, device=CUDA)
+    mapping[1:] = peers[:, None] * page_size + offsets
+    return slots, mapping.view(-1)
+
+
+def random_parents(batch: int, num_nodes: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    parents = (torch.rand(batch, num_nodes, generator=generator) * torch.arange(num_nodes)).long()
+    parents[:, 0] = -1
+    return parents.to(CUDA)
+
+
+def same(name: str, got: Any, want: Any) -> None:
+    """Exact equality of tensors, tuples of them (None too) and trees."""
+    if isinstance(got, torch.Tensor):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, msg=lambda text: f"{name}: {text}")
+    elif isinstance(got, tuple):
+        for i, (one, other) in enumerate(zip(got, want, strict=True)):
+            same(f"{name}[{i}]", one, other)
+    else:
+        assert got is None and want is None, f"{name}: {got} {want}"
+
+
+def microseconds(call: Callable[[int], object]) -> float:
+    """Median time of one `call(set)` in a CUDA graph of many."""
+    for i in range(SETS):
+        call(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(LAUNCHES):
+            call(i % SETS)
+    times = []
+    for _ in range(REPLAYS + 3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / LAUNCHES)
+    return statistics.median(times[3:])
+
+
+def check_tables() -> int:
+    """Odd lengths, the padding row, widths of all kinds; returns how many times the kernels were compiled for them."""
+    compiled = 0
+
+    def count(*_: object, **__: object) -> None:
+        nonlocal compiled
+        compiled += 1
+
+    triton.knobs.runtime.jit_post_compile_hook = count
+    rows = torch.tensor([3, 0, BATCH, 1, 7], device=CUDA)
+    for page_size in PAGE_SIZES:
+        slots, mapping = random_slots(5000, page_size, seed=page_size)
+        for lengths, nodes, retain in (
+            ([0, 1, 99, 63, 127], 1, 1),
+            ([5000, 4097, 7, 1025, 1026], 16, RETAIN),
+            ([16, 15, 0, 17, 4999], 64, 33),
+        ):
+            length = torch.tensor(lengths, device=CUDA)
+            for full_width, swa_width in ((-(-5000 // page_size), 2 + retain), (0, 1), (16, 3000)):
+                arguments = (slots, mapping, rows, length)
+                options = {"num_nodes": nodes, "retain": retain, "page_size": page_size}
+                widths = {"full_width": full_width, "swa_width": swa_width}
+                got = build_page_tables(*arguments, **options, **widths)
+                same("page tables", got, reference_build_page_tables(*arguments, **options, **widths))
+            parents = random_parents(len(rows), nodes, seed=nodes)
+            depth = reference_tree_fields(parents).depth
+            for window, width in ((retain, retain), (None, 5100)):
+                arguments = (slots, None if window is None else mapping, rows, length, parents, depth)
+                got = build_node_rows(*arguments, window=window, width=width)
+                same("node rows", got, reference_build_node_rows(*arguments, window=window, width=width))
+    triton.knobs.runtime.jit_post_compile_hook = None
+    return compiled
+
+
+def check_kv() -> None:
+    for heads, dim, dtype in ((2, 256, torch.bfloat16), (4, 512, torch.bfloat16), (3, 5, torch.float32)):
+        k = torch.randn(1, heads, 77, dim, device=CUDA).to(dtype)[0].transpose(0, 1)
+        v = torch.randn(77, 2 * heads, dim, device=CUDA).to(dtype)[:, ::2]
+        slots = FullLoc(1 + torch.randperm(500, device=CUDA)[:77])
+        pools = [torch.randn(501, heads, dim, device=CUDA).to(dtype) for _ in range(2)]
+        want = [pool.clone() for pool in pools]
+        reference_store_kv(k, v, slots, *want)
+        store_kv(k, v, slots, *pools)
+        same("store", tuple(pools), tuple(want))
+        pools += [torch.randn(501, 1, 64, device=CUDA).to(dtype)]
+        want = [pool.clone() for pool in pools]
+        window = 1 + torch.randperm(300, device=CUDA)
+        source, destination = FullLoc(window[3:80]), FullLoc(window[:77])  # overlap
+        reference_move_kv(want, source, destination)
+        move_kv(pools, source, destination)
+        same("move", tuple(pools), tuple(want))
+
+
+def tree_inputs(topk: int, levels: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """root, tokens, scores (with many ties) and parents of `BATCH` requests."""
+    count = topk + (levels - 1) * topk * topk
+    number = torch.arange(count, device=CUDA)
+    level = torch.where(number < topk, 0, 1 + (number - topk) // (topk * topk))
+    first = torch.where(level <= 1, 0, topk + (level - 2) * topk * topk)
+    beam = torch.where(level <= 1, 1, topk) * ((number - topk) % (topk * topk) // topk)
+    parents = torch.where(level == 0, -1, first + beam).expand(BATCH, count).contiguous()
+    generator = torch.Generator(CUDA).manual_seed(seed)
+    scores = -torch.randint(0, 6, (BATCH, count), generator=generator, device=CUDA) - 2.0 * level
+    tokens = number.expand(BATCH, count).contiguous()
+    return torch.zeros(BATCH, dtype=torch.int64, device=CUDA), tokens, scores, parents
+
+
+def random_walks(num_nodes: int, seed: int) -> tuple[DraftTree, torch.Tensor]:
+    """Trees, and drawn tokens that accept about half of each level."""
+    parents = random_parents(BATCH, num_nodes, seed)
+    siblings = (parents[:, :, None] == parents[:, None, :]).tril(-1).sum(-1)  # tokens are distinct among siblings
+    target = torch.randint(0, 2, (BATCH, num_nodes), device=CUDA)
+    return DraftTree.from_parents(siblings, parents), target
+
+
+def check_trees() -> None:
+    for topk, levels in ((1, 7), (2, 3), (4, 5), (8, 8), (10, 6)):
+        inputs = tree_inputs(topk, levels, seed=topk)
+        for num_nodes in {2, 1 + topk, min(64, inputs[1].shape[1] + 1)}:
+            got = select_tree(*inputs, num_nodes=num_nodes, num_levels=levels)
+            got.tree.check()
+            same("select", (got.tree.tokens, got.tree.parents), reference_select_nodes(*inputs, num_nodes=num_nodes))
+    for num_nodes in (1, 2, 7, 16, 33, 64):
+        for seed in range(10):
+            tree, target = random_walks(num_nodes, seed)
+            same("fields", tuple(tree_fields(tree.parents)), tuple(reference_tree_fields(tree.parents)))
+            same("walk", tuple(accept_walk(tree, target)), tuple(reference_accept_walk(tree, target)))
+
+
+def page_table_rows() -> Iterator[tuple[str, float, float]]:
+    """(what, us, us for the SWA part and the write locations alone)."""
+    rows = torch.arange(BATCH, device=CUDA)
+    for page_size in PAGE_SIZES:
+        for context in CONTEXTS:
+            sets = [random_slots(context, page_size, seed) for seed in range(SETS)]
+            length = torch.full((BATCH,), context, device=CUDA)
+            swa_width = 1 + -(-RETAIN // page_size)
+            options = {"num_nodes": NODES, "retain": RETAIN, "page_size": page_size, "swa_width": swa_width}
+            keep: list[Any] = [None] * SETS  # outputs rotate too
+
+            def call(i: int, full_width: int, sets=sets, length=length, options=options, keep=keep) -> None:
+                keep[i] = build_page_tables(*sets[i], rows, length, **options, full_width=full_width)
+
+            full_width = -(-context // page_size)
+            whole = microseconds(lambda i, call=call, width=full_width: call(i, width))
+            swa = microseconds(lambda i, call=call: call(i, 0))
+            yield f"build_page_tables  page_size {page_size:2}, context {context:6}", whole, swa
+
+
+def other_rows() -> Iterator[tuple[str, float, float]]:
+    """(what, us, us of the plain torch reference in a graph)."""
+    rows, slots_of = torch.arange(BATCH, device=CUDA), [random_slots(32768, 1, seed) for seed in range(SETS)]
+    length = torch.full((BATCH,), 32768, device=CUDA)
+    tree, target = random_walks(NODES, seed=0)
+    nodes = (rows, length, tree.parents, tree.depth)
+    yield (
+        "build_node_rows    SWA, window 1024, context 32768",
+        microseconds(lambda i: build_node_rows(*slots_of[i], *nodes, window=WINDOW, width=WINDOW)),
+        microseconds(lambda i: reference_build_node_rows(*slots_of[i], *nodes, window=WINDOW, width=WINDOW)),
+    )
+    pools = [torch.randn(20000, 2, 256, device=CUDA, dtype=torch.bfloat16) for _ in range(60)]
+    k, v = (torch.randn(2, 128, 256, device=CUDA, dtype=torch.bfloat16).transpose(0, 1) for _ in range(2))
+    where = [FullLoc(1 + torch.randperm(19999, device=CUDA)[:128]) for _ in range(SETS)]
+    yield (
+        "store_kv           128 rows of 2 x 256 bf16",
+        microseconds(lambda i: store_kv(k, v, where[i], pools[2 * i], pools[2 * i + 1])),
+        microseconds(lambda i: reference_store_kv(k, v, where[i], pools[2 * i], pools[2 * i + 1])),
+    )
+    table = PoolRows.of(pools)
+    yield (
+        "move_kv            32 rows in 60 pools of 2 x 256 bf16",
+        microseconds(lambda i: move_kv(table, where[i][:32], where[i][16:48])),
+        microseconds(lambda i: reference_move_kv(pools, where[i][:32], where[i][16:48])),
+    )
+    for topk, levels, num_nodes in ((4, 4, 16), (8, 8, 64)):
+        inputs = tree_inputs(topk, levels, seed=0)
+
+        def reference(_: int, inputs=inputs, num_nodes=num_nodes, levels=levels) -> None:
+            reference_tree_fields(reference_select_nodes(*inputs, num_nodes=num_nodes, num_levels=levels)[1])
+
+        yield (
+            f"select_tree        topk {topk}, {levels} levels, {num_nodes} nodes (with fields)",
+            microseconds(
+                lambda _, inputs=inputs, num_nodes=num_nodes, levels=levels: select_tree(
+                    *inputs, num_nodes=num_nodes, num_levels=levels
+                )
+            ),
+            microseconds(reference),
+        )
+    for num_nodes in (16, 64):
+        tree, target = random_walks(num_nodes, seed=0)
+        yield (
+            f"tree_fields        {num_nodes} nodes",
+            microseconds(lambda _, tree=tree: tree_fields(tree.parents)),
+            microseconds(lambda _, tree=tree: reference_tree_fields(tree.parents)),
+        )
+        yield (
+            f"accept_walk        {num_nodes} nodes",
+            microseconds(lambda _, tree=tree, target=target: accept_walk(tree, target)),
+            microseconds(lambda _, tree=tree, target=target: reference_accept_walk(tree, target)),
+        )
+
+
+def main() -> int:
+    torch.manual_seed(0)
+    compiled = check_tables()
+    check_kv()
+    check_trees()
+    name = torch.cuda.get_device_name()
+    print(f"checks passed on {name}, torch {torch.__version__}, triton {triton.__version__}")
+    print(f"page tables and node rows: {compiled} compilations over all lengths, widths and node counts")
+    print(f"batch {BATCH}, {NODES} nodes, window {WINDOW}; us per call, median of CUDA-graph replays")
+    print(f"{'':62}{'us':>8}{'SWA part':>10}{'torch':>10}")
+    slowest = 0.0
+    for what, us, swa in page_table_rows():
+        print(f"{what:62}{us:8.2f}{swa:10.2f}")
+        slowest = max(slowest, us)
+    for what, us, reference in other_rows():
+        print(f"{what:62}{us:8.2f}{'':10}{reference:10.2f}")
+    if slowest >= LIMIT_US:
+        print(f"build_page_tables: {slowest:.2f} us, at most {LIMIT_US} wanted", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
