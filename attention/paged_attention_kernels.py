@@ -124,6 +124,8 @@ def attend_kernel(
     p_q += i_b * s_q_b + o_head[:, None] * s_q_h + o_node[:, None].to(tl.int64) * s_q_n + o_d[None, :] * s_q_d
     b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
 
+    if p_ancestors is not None:
+        b_bits = tl.load(p_ancestors + i_b * s_anc_b + o_node * s_anc, mask=m_row, other=0)  # [BM]
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if p_sinks is not None:
         b_sink = tl.load(p_sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32) * LOG2E
@@ -170,8 +172,6 @@ def attend_kernel(
             last = tl.minimum(last, (i_tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
             if window is not None:  # positions of a causal block rise by one a row
                 first = tl.maximum(i_tile * BLOCK_M // GROUP - window + 1, 0) // BLOCK_K * BLOCK_K
-        else:
-            b_bits = tl.load(p_ancestors + i_b * s_anc_b + o_node * s_anc, mask=m_row, other=0)  # [BM]
         for i_key in range(first, last, BLOCK_K):
             o_key = i_key + tl.arange(0, BLOCK_K)
             m_key = o_key < valid_rows

@@ -56,14 +56,16 @@ def plan_verify(table: RequestTable, rows: IntArray, tree: DraftTree) -> KVPlan:
     return _plan(table, rows, depth=tree.depth, ancestors=tree.ancestors, valid=None)
 
 
-def plan_frozen(table: RequestTable, rows: IntArray, *, position_offset: int, window_shift: int) -> KVPlan:
-    """One query a request at position S + `position_offset`, on the committed prefix [0, S) and nothing else."""
+def plan_frozen(
+    table: RequestTable, rows: IntArray, *, position_offset: int, window_shift: int, num_rows: int = 1
+) -> KVPlan:
+    """`num_rows` queries a request, all at S + `position_offset`, on the committed prefix [0, S) and nothing else."""
     assert window_shift - position_offset <= FROZEN_EXTRA_KEYS, f"eviction keeps too little for {window_shift=}"
     committed_len = _upload(table, table.committed_len[rows])
     prefix_full, prefix_swa = _prefix_tables(table, rows, committed_len)
     return KVPlan(
         committed_len=committed_len,
-        positions=(committed_len + position_offset)[:, None],
+        positions=(committed_len + position_offset)[:, None].expand(-1, num_rows),
         ancestors=None,
         write_full=None,
         write_swa=None,

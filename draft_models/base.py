@@ -22,6 +22,10 @@ Sample = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits [B, K, V], positions [B, K] of the tokens being drawn) -> tokens [B, K], with the requests' own parameters
 and noise: a drafter that draws through it proposes what the target would draw from the same logits."""
 
+Scores = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""The same arguments -> [B, K, V] float32 log-probabilities given the noise: their argmax is the draw, the runners-up
+what the target draws where its logits differ a little. Trees branch by them."""
+
 
 class TargetInfo(Protocol):
     """What a drafter may know about the target."""
@@ -48,6 +52,7 @@ class DraftBatch:
 
     rows: [B] rows of the request table, on the host; row_index: the same on the device.
     root: [B] the previous bonus token, at position S, whose K/V does not exist yet.
+    num_steps, topk, num_nodes: levels, branches and size (with the root) of the tree that is wanted; topk 1 is a chain.
     history: [B, L] every token of each request by position (root at index S); history_len: [B], S + 1.
     """
 
@@ -58,7 +63,10 @@ class DraftBatch:
     history: torch.Tensor
     history_len: torch.Tensor
     num_steps: int
+    topk: int
+    num_nodes: int
     sample: Sample
+    log_scores: Scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +112,7 @@ class Drafter(Protocol):
         """Make room for the state of that many rows; called once, before the first request."""
 
     def propose(self, batch: DraftBatch) -> DraftTree:
-        """Guess: a tree of 1 + num_steps nodes a request whose root is `batch.root`."""
+        """Guess: a tree of at most `num_nodes` nodes and `num_steps` levels a request, whose root is `batch.root`."""
 
     def observe(self, seen: Observation) -> None:
         """Learn what was committed."""

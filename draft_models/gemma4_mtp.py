@@ -19,6 +19,7 @@ from torch import nn
 from specdec.attention.bridge import ForwardContext, attention_installed, text_configs
 from specdec.attention.plan import plan_frozen
 from specdec.attention.tree import DraftTree
+from specdec.attention.tree_build import Growth
 from specdec.draft_models.base import DraftBatch, Observation, TargetInfo
 from specdec.kvcache.errors import UnsupportedModelError
 from specdec.kvcache.frozen import KVView, frozen_kv
@@ -65,45 +66,74 @@ class Gemma4MTPDrafter:
         self._seed_hidden[seen.row_index] = seen.last_hidden()
 
     def propose(self, batch: DraftBatch) -> DraftTree:
-        plan = plan_frozen(batch.table, batch.rows, position_offset=QUERY_POSITION_OFFSET, window_shift=WINDOW_SHIFT)
-        root_pos = plan.committed_len[:, None]  # [B, 1]
-        token, hidden = batch.root, self._seed_hidden[batch.row_index]
-        tokens = [token]
-        with frozen_kv(batch.table.allocator, self, self.layer_map) as view, attention_installed(self._configs):
-            context = ForwardContext.of(plan, view, self.windows, self._seed_hidden.dtype)
-            for step in range(batch.num_steps):
-                logits, hidden = self.step(token, hidden, plan.positions, context)
-                token = batch.sample(logits[:, None], root_pos + step + 1)[:, 0]
-                tokens.append(token)
-        return DraftTree.chain(torch.stack(tokens, dim=1))
+        hidden = self._seed_hidden[batch.row_index][:, None]  # [B, M, Ht], M = 1, then topk
+        allocator = batch.table.allocator
+        with frozen_kv(allocator, self, self.layer_map) as view, attention_installed(self._configs):
+            if batch.topk == 1:
+                return self._chain(batch, hidden, view)
+            return self._tree(batch, hidden, view)
+
+    def _chain(self, batch: DraftBatch, hidden: torch.Tensor, view: KVView) -> DraftTree:
+        context = self._context(batch, view, 1)
+        root_pos = context.plan.committed_len[:, None]  # [B, 1]
+        tokens = [batch.root[:, None]]
+        for step in range(1, batch.num_steps + 1):
+            logits, hidden = self.step(tokens[-1], hidden, context)
+            tokens.append(batch.sample(logits, root_pos + step))
+        return DraftTree.chain(torch.cat(tokens, dim=1))
+
+    def _tree(self, batch: DraftBatch, hidden: torch.Tensor, view: KVView) -> DraftTree:
+        """Every node of a level attends to the same frozen prefix: only tokens, states and scores branch."""
+        growth = Growth(batch.root)
+        tokens = batch.root[:, None]
+        for step in range(1, batch.num_steps + 1):
+            if step <= 2:  # one row for the root, then topk
+                context = self._context(batch, view, tokens.shape[1])
+            logits, hidden = self.step(tokens, hidden, context)
+            positions = (context.plan.committed_len[:, None] + step).expand_as(tokens)
+            best = batch.log_scores(logits, positions).topk(batch.topk, dim=-1)  # [B, M, K]
+            tokens, origin = growth.add_level(best.indices, best.values)
+            hidden = hidden.gather(1, origin[:, :, None].expand(-1, -1, hidden.shape[-1]))
+        return growth.select(batch.num_nodes).tree
+
+    def _context(self, batch: DraftBatch, view: KVView, num_rows: int) -> ForwardContext:
+        """`num_rows` queries a request, all at the same position of the same prefix."""
+        plan = plan_frozen(
+            batch.table,
+            batch.rows,
+            num_rows=num_rows,
+            position_offset=QUERY_POSITION_OFFSET,
+            window_shift=WINDOW_SHIFT,
+        )
+        return ForwardContext.of(plan, view, self.windows, self._seed_hidden.dtype)
 
     def step(
-        self, token: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+        self, tokens: torch.Tensor, hidden: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One draft step: token [B], hidden [B, Ht], positions [B, 1] -> logits [B, V], next hidden [B, Ht]."""
-        inputs = self.assistant.pre_projection(torch.cat([self.embed(token), hidden], dim=-1))  # [B, H]
+        """One draft step of M rows a request: tokens [B, M], hidden [B, M, Ht] -> logits [B, M, V], next hidden."""
+        inputs = self.assistant.pre_projection(torch.cat([self.embed(tokens), hidden], dim=-1))  # [B, M, H]
         out = self.assistant.model(
-            inputs_embeds=inputs[:, None],
-            position_ids=positions,
+            inputs_embeds=inputs.flatten(0, 1)[:, None],  # a batch of single rows: [B * M, 1, H]
+            position_ids=context.plan.positions.reshape(-1, 1),
             attention_mask=self._masks,
             shared_kv_states=self._unused_kv,
             use_cache=False,
             specdec_ctx=context,
-        ).last_hidden_state[:, 0]  # [B, H]
+        ).last_hidden_state.view(*tokens.shape, -1)  # [B, M, H]
         return self._head(out), self.assistant.post_projection(out)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, H] -> [B, V]; tokens outside the chosen centroids get -inf, so that a draw cannot pick them."""
+        """[B, M, H] -> [B, M, V]; tokens outside the chosen centroids get -inf, so that a draw cannot pick them."""
         ordered = self.assistant.masked_embedding
         if ordered is None:
             dense: torch.Tensor = self.assistant.lm_head(hidden)
             return dense
-        best = ordered.centroids(hidden).topk(ordered.centroid_intermediate_top_k, dim=-1).indices  # [B, K]
+        best = ordered.centroids(hidden).topk(ordered.centroid_intermediate_top_k, dim=-1).indices  # [B, M, K]
         clusters = ordered.token_ordering.view(ordered.num_centroids, -1)  # [C, V / C]
-        selected = clusters[best].flatten(1)  # [B, K * V / C] token ids
+        selected = clusters[best].flatten(2)  # [B, M, K * V / C] token ids
         weight: torch.Tensor = self.assistant.lm_head.weight
-        scores = torch.einsum("bkh,bh->bk", weight[selected], hidden)
-        return scores.new_full((len(scores), weight.shape[0]), -torch.inf).scatter_(1, selected, scores)
+        scores = torch.einsum("bmkh,bmh->bmk", weight[selected], hidden)
+        return scores.new_full((*hidden.shape[:2], weight.shape[0]), -torch.inf).scatter_(2, selected, scores)
 
 
 def bind_layers(assistant: Any, target: TargetInfo) -> tuple[tuple[int, ...], tuple[int | None, ...]]:

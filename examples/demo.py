@@ -10,6 +10,7 @@ import argparse
 import time
 
 from rich.console import Console
+from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.bench import final_number, read_prompts
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=5, help="how many held-out problems to solve")
     count = parser.parse_args().count
 
+    transformers_logging.disable_progress_bar()
     console = Console(highlight=False)
     config = EngineConfig(max_batch_size=1)
     speculative = Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=SpecConfig(num_steps=4), config=config)
@@ -60,7 +62,8 @@ def main() -> None:
         f"{tokens / seconds['speculative']:.0f} tokens/s, {tokens / seconds['plain']:.0f} without drafts"
     )
     console.print(
-        f"acceptance length {stats.acceptance_length:.2f}, identical to plain decoding: {'yes' if identical else 'NO'}, "
+        f"acceptance length {stats.acceptance_length:.2f}, "
+        f"identical to plain decoding: {'yes' if identical else 'NO'}, "
         f"speed-up {seconds['plain'] / seconds['speculative']:.2f}x"
     )
     if not identical:

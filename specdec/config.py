@@ -17,9 +17,10 @@ ATTENTION_BACKENDS = ("auto", "torch")
 
 @dataclass(frozen=True, slots=True)
 class SpecConfig:
-    """Shape of the draft: `num_steps` draft forwards, `topk` branches, `num_draft_tokens` verified nodes with the root.
+    """Shape of the draft: `num_steps` levels, `topk` branches a node, `num_draft_tokens` verified nodes with the root.
 
-    None verifies 1 + topk * num_steps nodes, at most 64. topk = 1 is a chain, the only shape of this version.
+    topk = 1 is a chain. Otherwise the best `topk` nodes of each level are expanded, and the best nodes of all levels
+    are verified. num_draft_tokens None: 1 + topk * num_steps nodes, at most 64.
     """
 
     num_steps: int = 4
@@ -29,22 +30,28 @@ class SpecConfig:
     def __post_init__(self) -> None:
         _require_int("num_steps", self.num_steps, 1, MAX_TREE_NODES - 1)
         _require_int("topk", self.topk, 1, MAX_TREE_NODES - 1)
-        if self.topk != 1:
-            raise ConfigError(
-                f"topk={self.topk}: this version drafts chains (topk=1); draft trees are not available yet"
-            )
         if self.num_draft_tokens is not None:
             _require_int("num_draft_tokens", self.num_draft_tokens, 2, MAX_TREE_NODES)
-            if self.num_draft_tokens > 1 + self.num_steps:
+            if self.num_draft_tokens > 1 + self._candidates(self.num_steps):
                 raise ConfigError(
-                    f"num_draft_tokens={self.num_draft_tokens}: a chain of {self.num_steps} steps has at most "
-                    f"{1 + self.num_steps} nodes, the root included; raise num_steps or lower num_draft_tokens"
+                    f"num_draft_tokens={self.num_draft_tokens}: {self.num_steps} steps of topk={self.topk} propose at "
+                    f"most {1 + self._candidates(self.num_steps)} nodes, the root included; raise num_steps or topk, "
+                    "or lower num_draft_tokens"
                 )
 
     @property
     def num_nodes(self) -> int:
         """Verify width, the root included."""
         return self.num_draft_tokens or min(1 + self.topk * self.num_steps, MAX_TREE_NODES)
+
+    def shortened(self, depth: int) -> tuple[int, int]:
+        """(steps, nodes with the root) of a draft that no request can use beyond `depth` tokens."""
+        steps = min(self.num_steps, depth, self.num_nodes - 1)
+        return steps, min(self.num_nodes, 1 + self._candidates(steps))
+
+    def _candidates(self, num_steps: int) -> int:
+        """Nodes that `num_steps` levels propose: topk children of the root, then topk of each of topk nodes."""
+        return self.topk + (num_steps - 1) * self.topk**2 if num_steps else 0
 
 
 @dataclass(frozen=True, slots=True)

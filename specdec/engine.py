@@ -65,7 +65,7 @@ class Engine:
             max_model_len=self.max_model_len,
             prefill_chunk=self.config.prefill_chunk,
         )
-        self.runner = Runner(target, drafter, self.table, num_nodes=num_nodes)
+        self.runner = Runner(target, drafter, self.table, self.spec)
         self.end_tokens = _end_tokens(target.model, tokenizer)
         self._totals = RequestStats()
         self._closed = False

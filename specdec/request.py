@@ -46,11 +46,10 @@ class RequestStats:
         return [count / self.rounds for count in self.accepted_counts] if self.rounds else []
 
     def record_round(self, emitted: int, accepted: int, num_drafts: int) -> None:
-        """A verify emitted that many tokens, the first `accepted` of them out of `num_drafts` drafts."""
+        """A verify emitted that many tokens, the first `accepted` of them out of drafts `num_drafts` deep."""
         self.rounds += 1
         self.round_tokens += emitted
-        if len(self.accepted_counts) < num_drafts:
-            self.accepted_counts += [0] * (num_drafts - len(self.accepted_counts))
+        self.accepted_counts += [0] * (max(num_drafts, accepted) - len(self.accepted_counts))
         for i in range(accepted):
             self.accepted_counts[i] += 1
 
@@ -140,11 +139,11 @@ class Request:
         """Tokens whose K/V prefill must make: the prompt, or after a preemption all but the newest token."""
         return len(self.prompt) if self.num_output == 0 else len(self.tokens) - 1
 
-    def append(self, tokens: Sequence[int], *, num_drafts: int) -> int:
+    def append(self, tokens: Sequence[int]) -> int:
         """Take emitted tokens until a stop condition; the last one given is no draft. Returns how many were taken."""
         for taken, token in enumerate(tokens, start=1):
             self.tokens.append(token)
-            self.drafted.append(taken < len(tokens) and num_drafts > 0)
+            self.drafted.append(taken < len(tokens))
             self.stats.output_tokens += 1
             if self._stops(token):
                 self.state = RequestState.FINISHED

@@ -13,6 +13,7 @@ import torch
 from specdec.attention.plan import plan_prefill, plan_verify
 from specdec.attention.tree import DraftTree
 from specdec.clock import StageClock
+from specdec.config import SpecConfig
 from specdec.draft_models.base import DraftBatch, Drafter, Observation
 from specdec.kvcache.frozen import target_view
 from specdec.kvcache.mirror import IntArray, MirroredArray
@@ -24,13 +25,13 @@ from specdec.verify import accept
 
 
 class Runner:
-    """Runs target and drafter over one request table. `num_nodes` is the verify width, the root included."""
+    """Runs target and drafter over one request table. `spec`: the shape of the drafts."""
 
-    def __init__(self, target: TargetModel, drafter: Drafter | None, table: RequestTable, *, num_nodes: int) -> None:
+    def __init__(self, target: TargetModel, drafter: Drafter | None, table: RequestTable, spec: SpecConfig) -> None:
         self.target = target
         self.drafter = drafter
         self.table = table
-        self.num_nodes = num_nodes
+        self.spec = spec
         self.taps = drafter.taps if drafter is not None else ()
         self.view = target_view(table.allocator)
         self.history = MirroredArray(table.slots.host.shape, table.allocator.device)  # token ids by row and position
@@ -88,7 +89,7 @@ class Runner:
         self.clock.mark("draft")
         # no request can use more drafts than it has tokens to go, less the bonus
         to_go = max(r.params.max_new_tokens - r.num_output for r in requests)
-        num_steps = min(self.num_nodes, to_go) - 1
+        num_steps, num_nodes = self.spec.shortened(to_go - 1) if self.drafter is not None else (0, 1)
         if self.drafter is not None and num_steps > 0:
             batch = DraftBatch(
                 table=self.table,
@@ -98,7 +99,10 @@ class Runner:
                 history=history,
                 history_len=history_len,
                 num_steps=num_steps,
+                topk=self.spec.topk,
+                num_nodes=num_nodes,
                 sample=sampling.sample,
+                log_scores=sampling.log_scores,
             )
             tree = self.drafter.propose(batch)
         else:
@@ -117,13 +121,12 @@ class Runner:
         # the round's only device-to-host copy
         packed = torch.cat([accepted.length[:, None], accepted.path, accepted.tokens], dim=1).cpu().numpy()
         logprobs = self._logprobs(requests, logits, accepted.path, accepted.tokens)
-        num_nodes = tree.num_nodes
-        length, path, tokens = packed[:, 0], packed[:, 1 : 1 + num_nodes], packed[:, 1 + num_nodes :]
+        length, path, tokens = packed[:, 0], packed[:, 1 : 1 + tree.num_nodes], packed[:, 1 + tree.num_nodes :]
         taken = np.zeros(len(rows), dtype=np.int64)
         for i, request in enumerate(requests):
             emitted = tokens[i, : length[i]].tolist()
-            taken[i] = request.append(emitted, num_drafts=num_nodes - 1)
-            request.stats.record_round(int(taken[i]), min(int(taken[i]), int(length[i]) - 1), num_nodes - 1)
+            taken[i] = request.append(emitted)
+            request.stats.record_round(int(taken[i]), min(int(taken[i]), int(length[i]) - 1), num_steps)
             request.logprobs += logprobs[i][: taken[i]]
             self.history[request.row, committed[i] + 1 : committed[i] + 1 + taken[i]] = tokens[i, : taken[i]]
         self.table.commit(rows, taken, path)
@@ -179,7 +182,7 @@ class Runner:
         for i, request in enumerate(requests):
             request.logprobs += logprobs[i]
             self.history[request.row, len(request.tokens)] = int(tokens[i, 0])
-            request.append(tokens[i].tolist(), num_drafts=0)
+            request.append(tokens[i].tolist())
 
     def _sampling(self, requests: Sequence[Request]) -> SamplingBatch:
         return SamplingBatch.of([r.params for r in requests], [r.seed for r in requests], self.table.allocator.device)

@@ -83,11 +83,17 @@ class SamplingBatch:
 
     def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Draw the token of each position: logits [B, K, V], positions [B, K] -> [B, K] int64."""
-        greedy = logits.argmax(dim=-1)
-        if not self.any_sampled:
-            return greedy
-        scores = self.log_weights(logits) + gumbel_noise(self.seed, positions, logits.shape[-1])
-        return torch.where(self.temperature[:, None] > 0, scores.argmax(dim=-1), greedy)
+        return (logits if not self.any_sampled else self._perturbed(logits, positions)).argmax(dim=-1)
+
+    def log_scores(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities [B, K, V] float32 of being drawn, the noise given; their argmax is what `sample` draws."""
+        scores = logits.float() if not self.any_sampled else self._perturbed(logits, positions)
+        return scores.log_softmax(dim=-1)
+
+    def _perturbed(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits where greedy, log P plus noise elsewhere: [B, K, V] float32."""
+        noisy = self.log_weights(logits) + gumbel_noise(self.seed, positions, logits.shape[-1])
+        return torch.where(self.temperature[:, None, None] > 0, noisy, logits.float())
 
     def log_weights(self, logits: torch.Tensor) -> torch.Tensor:
         """log P up to a constant, [B, K, V] float32, -inf where filtered; rows at temperature 0 are meaningless."""

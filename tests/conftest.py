@@ -5,7 +5,9 @@ import os
 # read at import by the libraries below
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run in the interpreter where there is no GPU
+# kernels run in the interpreter where there is no GPU: triton reads this when it is imported, and the launchers at each
+# call, so only the tests of kernels set it again (see `interpreted` there)
+os.environ["TRITON_INTERPRET"] = "0" if os.path.exists("/dev/nvidiactl") else "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import random
@@ -60,6 +62,7 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -345,15 +348,21 @@ def random_prompt() -> Callable[..., list[int]]:
 
 @pytest.fixture(scope="session")
 def make_engine() -> Callable[..., Engine]:
-    """make_engine(model, drafter=None, *, num_steps=3, tokenizer=None, **engine_config).
+    """make_engine(model, drafter=None, *, num_steps=3, spec=None, tokenizer=None, **engine_config).
 
     `drafter`: a module or a name, or any object with `propose`.
     """
 
     def make(
-        model: PreTrainedModel, drafter: Any = None, *, num_steps: int = 3, tokenizer: Any = None, **config: Any
+        model: PreTrainedModel,
+        drafter: Any = None,
+        *,
+        num_steps: int = 3,
+        spec: SpecConfig | None = None,
+        tokenizer: Any = None,
+        **config: Any,
     ) -> Engine:
-        spec = SpecConfig(num_steps=num_steps)
+        spec = spec or SpecConfig(num_steps=num_steps)
         settings = EngineConfig(**{"max_model_len": 256, "prefill_chunk": 16, **config})
         if hasattr(drafter, "propose"):
             return Engine(TargetModel(model), drafter, tokenizer=tokenizer, spec=spec, config=settings)

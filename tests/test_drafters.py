@@ -24,7 +24,8 @@ def lookup(*histories, steps=4, max_ngram=3):
     rows = np.arange(len(histories))
     batch = DraftBatch(
         table=None, rows=rows, row_index=torch.from_numpy(rows), root=torch.tensor([h[-1] for h in histories]),
-        history=padded, history_len=lengths, num_steps=steps, sample=None,
+        history=padded, history_len=lengths, num_steps=steps, topk=1, num_nodes=1 + steps,
+        sample=None, log_scores=None,
     )  # fmt: skip
     tree = NgramDrafter(max_ngram).propose(batch)
     tree.check()

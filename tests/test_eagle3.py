@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import DraftBatch, Observation
+from specdec.draft_models.conformance import check_drafter
 from specdec.draft_models.eagle3 import Eagle3Drafter, eagle3_drafter
 from specdec.sampling import SamplingBatch
 from specdec.target import TargetModel
@@ -522,6 +523,19 @@ def test_another_request_in_the_batch_changes_nothing(tmp_path, make_target, ran
         assert torch.equal(tree.tokens, other_tree.tokens) and torch.equal(tree.parents, other_tree.parents)
         for one, other in zip(levels, other_levels, strict=False):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_conformance(tmp_path, make_target, random_prompt) -> None:
+    class Checked(Spy):
+        def propose(self, batch: DraftBatch) -> DraftTree:
+            return check_drafter(self.inner, batch, target)
+
+    model = make_target("gpt_oss")
+    write(CASES["modelopt"], tmp_path)
+    target = TargetModel(model)
+    drafter = Checked(eagle3_drafter(tmp_path, target))
+    engine = Engine(target, drafter, config=EngineConfig(max_model_len=64, page_size=4, max_batch_size=2))
+    engine.generate([random_prompt(11), random_prompt(6)], SamplingParams(max_new_tokens=8))
 
 
 def test_preempted_requests_start_over(tmp_path, make_target, make_engine, greedy_oracle, random_prompt) -> None:

@@ -40,12 +40,12 @@ def spy(monkeypatch):
     record = Spy()
     step, propose = Gemma4MTPDrafter.step, Gemma4MTPDrafter.propose
 
-    def spying_step(self, token, hidden, positions, context):
-        logits, after = step(self, token, hidden, positions, context)
+    def spying_step(self, tokens, hidden, context):
+        logits, after = step(self, tokens, hidden, context)
         this = record.rounds[-1]
-        this.fed.append(token.clone())
-        this.positions.append(positions.clone())
-        this.logits.append(logits.clone())
+        this.fed.append(tokens[:, 0].clone())
+        this.positions.append(context.plan.positions.clone())
+        this.logits.append(logits[:, 0].clone())
         allocator = context.view._allocator
         record.states.append((allocator.frozen, self.view is context.view and not self.view.writable))
         return logits, after
@@ -166,7 +166,7 @@ def test_a_step_cannot_change_the_cache(
     engine = make_engine(target, make_assistant(target))
     table, step = engine.table, Gemma4MTPDrafter.step
 
-    def meddling(self, token, hidden, positions, context):
+    def meddling(self, tokens, hidden, context):
         if operation == "alloc":
             table.allocator.alloc(1)
         elif operation == "commit":
@@ -174,7 +174,7 @@ def test_a_step_cannot_change_the_cache(
         else:
             k, v, _ = self.view.layer(0)
             self.view.write(0, torch.ones(1, dtype=torch.int64), None, k[:1], v[:1])
-        return step(self, token, hidden, positions, context)
+        return step(self, tokens, hidden, context)
 
     monkeypatch.setattr(Gemma4MTPDrafter, "step", meddling)
     with pytest.raises(FrozenKVError, match=r"frozen"):

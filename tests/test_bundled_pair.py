@@ -1,0 +1,111 @@
+"""The checkpoints in the package: what they are, that they solve problems, and that the drafter knows its target.
+
+Acceptance is asserted: a drafter that reads the wrong K/V, position or window still gives the right text, only slowly.
+"""
+
+import json
+import re
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.bench import final_number, read_prompts
+from specdec.bundled import BUNDLED_DIR, BUNDLED_NAMES, HELD_OUT_PROBLEMS
+from specdec.draft_models import gemma4_mtp
+
+SOLVED = 12
+HARD = [  # not from the generator's templates: less predictable, so that a tree has something to add
+    "A snail climbs 5 feet up a 30 foot wall each day and slips back 2 feet each night. How far is it after 4 days?",
+    "Half of the 24 birds on a wire fly away, then a third of the rest. How many birds are still on the wire?",
+    "My grandmother baked 3 dozen cookies. We ate 10 at once and 8 more after dinner. How many did she have left?",
+]
+
+
+def run(prompts, **spec):
+    config = EngineConfig(max_batch_size=len(prompts))
+    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=SpecConfig(**spec), config=config) as engine:
+        outputs = engine.generate([engine.chat_prompt(p) for p in prompts], SamplingParams(max_new_tokens=160))
+        return outputs, engine.stats()
+
+
+@pytest.fixture(scope="module")
+def problems():
+    return read_prompts(HELD_OUT_PROBLEMS)
+
+
+@pytest.fixture(scope="module")
+def solved(problems):
+    return run([problem.text for problem in problems[:SOLVED]])
+
+
+def test_the_pair_is_small():
+    total = sum(path.stat().st_size for name in BUNDLED_NAMES for path in (BUNDLED_DIR / name).iterdir())
+    assert total <= 25e6
+
+
+def test_the_target_has_every_feature_of_its_family():
+    config = AutoConfig.from_pretrained(BUNDLED_DIR / "tiny-gemma4")
+    sliding = config.layer_types.count("sliding_attention")
+    assert config.model_type == "gemma4_text"
+    assert sliding >= 3 * config.layer_types.count("full_attention") > 0
+    assert config.num_kv_shared_layers > 0
+    assert config.hidden_size_per_layer_input > 0
+    assert config.sliding_window <= 64
+    assert len({config.per_layer_config[i].head_dim for i in range(config.num_hidden_layers)}) == 2
+
+
+def test_held_out_problems_are_200_and_their_arithmetic_is_right(problems):
+    assert len({problem.text for problem in problems}) == 200
+    for line in HELD_OUT_PROBLEMS.read_text().splitlines():
+        answer = json.loads(line)["answer"]
+        for expression, value in re.findall(r"<<([\d+\-*/(). ]+)=(-?[\d.]+)>>", answer):
+            assert eval(expression) == pytest.approx(float(value)), answer
+        assert final_number(answer) is not None
+
+
+def test_it_solves_most_held_out_problems(problems, solved):
+    right = [final_number(out.text) == final_number(p.answer) for out, p in zip(solved[0], problems, strict=False)]
+    assert sum(right) >= 0.6 * SOLVED
+
+
+def test_the_drafter_is_accepted(solved):
+    assert solved[1].acceptance_length >= 2.5
+
+
+@pytest.mark.parametrize(("name", "value"), [("WINDOW_SHIFT", -44), ("QUERY_POSITION_OFFSET", -9)])
+def test_a_wrong_convention_costs_acceptance(name, value, problems, solved, monkeypatch):
+    """Seeded defects, so that the check above can fail."""
+    monkeypatch.setattr(gemma4_mtp, name, value)
+    if name == "QUERY_POSITION_OFFSET":
+        monkeypatch.setattr(gemma4_mtp, "WINDOW_SHIFT", gemma4_mtp.WINDOW_SHIFT + value)
+    outputs, stats = run([problem.text for problem in problems[:SOLVED]])
+    assert [out.token_ids for out in outputs] == [out.token_ids for out in solved[0]]  # never the text
+    assert stats.acceptance_length < solved[1].acceptance_length - 0.1
+
+
+def test_layers_swapped_between_spaces_cost_acceptance(problems, solved, monkeypatch):
+    """The sliding layer reading another sliding layer's K/V: right shapes, wrong keys."""
+    bind = gemma4_mtp.bind_layers
+
+    def earlier_layers(assistant, target):
+        layers, windows = bind(assistant, target)
+        return tuple(layer - 5 for layer in layers), windows
+
+    monkeypatch.setattr(gemma4_mtp, "bind_layers", earlier_layers)
+    assert run([problem.text for problem in problems[:SOLVED]])[1].acceptance_length < 2.5
+
+
+def test_a_tree_is_accepted_further_than_a_chain():
+    chain, chain_stats = run(HARD, num_steps=4)
+    tree, tree_stats = run(HARD, num_steps=4, topk=4, num_draft_tokens=16)
+    assert [out.token_ids for out in tree] == [out.token_ids for out in chain]
+    assert tree_stats.acceptance_length > chain_stats.acceptance_length + 0.2
+
+
+def test_transformers_gives_the_same_text_with_the_same_pair(problems, solved):
+    model, assistant = (AutoModelForCausalLM.from_pretrained(BUNDLED_DIR / name).float() for name in BUNDLED_NAMES)
+    ids = torch.tensor([solved[0][0].prompt_token_ids])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=assistant, max_new_tokens=160)
+    assert out[0, ids.shape[1] :].tolist() == solved[0][0].token_ids
