@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from specdec.attention.hf_norms import DECOMPOSED_NORMS, fused_rms_norm
 from specdec.attention.plan import KVPlan
 from specdec.attention.reference import VisibleKeys, reference_attention
 from specdec.kvcache.errors import SpecDecError, UnsupportedModelError
@@ -198,15 +199,20 @@ class ProbeContext:
 
 @contextmanager
 def attention_installed(configs: Iterable[Any]) -> Iterator[None]:
-    """Switch the modules that hold these HF configs to our attention function for the length of the block."""
+    """In the block, modules that hold these HF configs call our attention, and decomposed norms are one operator."""
     previous = [(config, config._attn_implementation_internal) for config in configs]
+    forwards = [(norm, norm.forward) for norm in DECOMPOSED_NORMS]
     try:
         for config, _ in previous:
             config._attn_implementation_internal = ATTENTION_NAME
+        for norm, _ in forwards:
+            norm.forward = fused_rms_norm
         yield
     finally:
         for config, name in previous:
             config._attn_implementation_internal = name
+        for norm, forward in forwards:
+            norm.forward = forward
 
 
 def text_configs(module: nn.Module) -> list[Any]:

@@ -13,10 +13,9 @@ is no mask, no sort, and a row costs O(window + N) whatever the context. Rows ar
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from specdec.kvcache.spaces import SINK_SLOT
+from specdec.kvcache.triton_shim import tl, triton
 
 BLOCK = 512
 

@@ -15,10 +15,9 @@ and lengths are run-time values: no shape of a batch compiles anything. `node_ro
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from specdec.kvcache.spaces import SINK_SLOT, FullLoc, SwaLoc
+from specdec.kvcache.triton_shim import tl, triton
 
 BLOCK = 1024
 

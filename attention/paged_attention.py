@@ -19,10 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-try:
-    from specdec.attention import paged_attention_kernels as kernels
-except ImportError:  # no triton here: `paged_attention` is the reference
-    kernels = None  # type: ignore[assignment]
+from specdec.attention.paged_attention_kernels import attend_kernel, merge_kernel
+from specdec.kvcache.triton_shim import triton
 
 MAX_TREE_NODES = 64
 """One int64 of ancestor bits a row."""
@@ -126,7 +124,7 @@ def paged_attention(
     window: keys fewer than this many positions behind are visible.  softcap: c above.  sinks: [Hq] logits.
     split_len: a fixed number of keys a split, so that no result depends on the batch; None: fill the device.
     """
-    if kernels is None or not (query.is_cuda or kernels.INTERPRETED):
+    if not query.is_cuda and not triton.knobs.runtime.interpret:
         return reference_paged_attention(
             query,
             block_k,
@@ -166,10 +164,10 @@ def paged_attention(
     block_d = _power_of_two(head_dim)
     tiles = tiles or choose_tiles(num_rows * group, block_d, query.element_size())
     row_tiles = -(-num_rows * group // tiles.block_m)
-    num_keys = num_pages * page_size if window is None else min(num_pages * page_size, window + num_rows)
+    num_keys = num_pages * page_size
     if split_len is not None:
         assert split_len % tiles.block_k == 0, f"{split_len=} must be a multiple of {tiles.block_k}"
-        num_splits = -(-num_keys // split_len) + 1  # the first one may be cut by an unaligned start
+        num_splits = -(-num_keys // split_len) + 2  # a start may lie within one, and the block has its own
     else:
         num_splits = choose_splits(row_tiles * batch * kv_heads, num_keys, tiles.waves, query.device)
 
@@ -179,7 +177,7 @@ def paged_attention(
         part = torch.empty((num_splits, *out.shape), dtype=torch.float32, device=query.device)
         lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=query.device)
     with torch.cuda.device_of(query):
-        kernels.attend_kernel[(row_tiles, batch * kv_heads, num_splits)](
+        attend_kernel[(row_tiles, batch * kv_heads, num_splits)](
             query,
             block_k,
             block_v,
@@ -220,7 +218,7 @@ def paged_attention(
             num_stages=tiles.num_stages,
         )
         if num_splits > 1:
-            kernels.merge_kernel[(batch * num_rows * num_heads,)](
+            merge_kernel[(batch * num_rows * num_heads,)](
                 part, lse, out, num_splits, HEAD_DIM=head_dim, BLOCK_D=block_d, num_warps=max(1, block_d // 128)
             )
     return out
@@ -237,7 +235,7 @@ def choose_tiles(num_rows: int, block_d: int, item_size: int) -> Tiles:
     if num_rows > 64:
         return Tiles(128, 64, 8, 3 if block_d <= 128 else 2, 1.0) if block_d <= 256 else Tiles(64, 32, 8, 2, 1.0)
     if num_rows > 32:
-        return Tiles(64, min(64, 4096 // block_d), 4, 4) if block_d <= 256 else Tiles(64, 16, 8, 4, 1.0)
+        return Tiles(64, min(64, 4096 // block_d), 4, 5) if block_d <= 256 else Tiles(64, 16, 8, 4, 1.0)
     if num_rows > 16:
         return Tiles(32, min(64, 8192 // block_d), 4, 3) if block_d <= 256 else Tiles(32, 16, 8, 4, 1.0)
     return Tiles(16, min(64, 8192 // block_d), 4, 4)

@@ -12,13 +12,7 @@ denominator of split 0 start from the sink, so it enters once. A row that saw no
 neither written nor read. Lengths are run-time values, so no length compiles anything.
 """
 
-import os
-
-import triton
-import triton.language as tl
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether the kernels below run in Triton's interpreter, on CPU tensors too; settled when they are defined."""
+from specdec.kvcache.triton_shim import tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -124,7 +118,7 @@ def attend_kernel(
     p_q += i_b * s_q_b + o_head[:, None] * s_q_h + o_node[:, None].to(tl.int64) * s_q_n + o_d[None, :] * s_q_d
     b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
 
-    if p_ancestors is not None:
+    if p_ancestors is not None:  # here and not where it is used: between the loops, ptxas would serialise every wgmma
         b_bits = tl.load(p_ancestors + i_b * s_anc_b + o_node * s_anc, mask=m_row, other=0)  # [BM]
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if p_sinks is not None:
@@ -146,9 +140,11 @@ def attend_kernel(
     chunk = tl.where(split_len > 0, split_len, chunk)
     begin += i_split * chunk
     end = tl.minimum(begin + chunk, hi)
+    begin = tl.maximum(begin, lo // BLOCK_K * BLOCK_K)
     o_key = begin + tl.arange(0, BLOCK_K)
     o_col = o_key - start
     p_page = p_pages + i_b * s_page_b
+    # page ids one tile ahead in registers: loaded within the step that needs them, they would halve the pipeline
     b_page = tl.load(p_page + (o_col // PAGE_SIZE).to(tl.int64) * s_page, mask=(o_key >= lo) & (o_key < end), other=0)
     for i_key in range(begin, end, BLOCK_K):
         o_key = i_key + tl.arange(0, BLOCK_K)
@@ -172,7 +168,7 @@ def attend_kernel(
             last = tl.minimum(last, (i_tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
             if window is not None:  # positions of a causal block rise by one a row
                 first = tl.maximum(i_tile * BLOCK_M // GROUP - window + 1, 0) // BLOCK_K * BLOCK_K
-        for i_key in range(first, last, BLOCK_K):
+        for i_key in tl.range(first, last, BLOCK_K, num_stages=1 if p_ancestors is not None else None):
             o_key = i_key + tl.arange(0, BLOCK_K)
             m_key = o_key < valid_rows
             if p_ancestors is None:

@@ -19,11 +19,10 @@ numbered in candidate order, so parents come before children; siblings are disti
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from specdec.attention.tree import DraftTree
 from specdec.attention.tree_walk import tree_fields
+from specdec.kvcache.triton_shim import tl, triton
 
 MAX_CANDIDATES = 4096
 LOWEST = torch.finfo(torch.float32).min

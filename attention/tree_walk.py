@@ -13,10 +13,9 @@ Bits are int64, so a tree has at most 64 nodes; node 63 is the sign bit.
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from specdec.attention.tree import DraftTree
+from specdec.kvcache.triton_shim import tl, triton
 
 MAX_NODES = 64
 

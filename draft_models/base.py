@@ -37,6 +37,8 @@ class TargetInfo(Protocol):
     @property
     def embed(self) -> nn.Module: ...
     @property
+    def head(self) -> nn.Module: ...
+    @property
     def hidden_size(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
@@ -102,11 +104,13 @@ class Drafter(Protocol):
 
     `view`: the KV it may read just now (None: none). `taps`: target states it wants to see besides the final one, each
     named by the layer it enters (`num_layers`: what leaves the last layer, before the final norm).
+    `bytes_per_slot`: K/V of its own, one row for each full slot of the target.
     """
 
     name: str
     view: KVView | None
     taps: tuple[int, ...]
+    bytes_per_slot: int
 
     def start(self, max_requests: int) -> None:
         """Make room for the state of that many rows; called once, before the first request."""

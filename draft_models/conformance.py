@@ -44,7 +44,7 @@ def check_drafter(drafter: Drafter, batch: DraftBatch, target: TargetInfo) -> Dr
 def _check_tree(tree: DraftTree, batch: DraftBatch, vocab_size: int) -> None:
     num_requests, num_nodes = tree.tokens.shape
     assert num_requests == len(batch.rows), f"{num_requests} trees for {len(batch.rows)} requests"
-    assert 1 <= num_nodes <= 1 + batch.num_steps, f"{num_nodes} nodes, at most {1 + batch.num_steps} may be verified"
+    assert 1 <= num_nodes <= batch.num_nodes, f"{num_nodes} nodes, at most {batch.num_nodes} may be verified"
     for name in ("tokens", "parents", "depth"):
         assert getattr(tree, name).dtype == torch.int64, f"{name} is {getattr(tree, name).dtype}, int64 is wanted"
     tree.check()

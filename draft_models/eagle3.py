@@ -14,11 +14,10 @@ copied, nothing is rolled back. Invariant: after `observe`, K/V of [0, S) are th
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from specdec.attention.reference import VisibleKeys, reference_attention
 from specdec.attention.tree import DraftTree
@@ -31,13 +30,6 @@ from specdec.kvcache.errors import UnsupportedModelError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.spaces import SINK_SLOT
 from specdec.kvcache.table import RequestTable
-
-
-class EagleTarget(TargetInfo, Protocol):
-    """A target whose head an EAGLE-3 head may share."""
-
-    @property
-    def head(self) -> nn.Module: ...
 
 
 class Storage(NamedTuple):
@@ -53,7 +45,7 @@ class Eagle3Drafter:
 
     name = "eagle3"
 
-    def __init__(self, head: Eagle3Head, target_ids: torch.Tensor | None, target: EagleTarget) -> None:
+    def __init__(self, head: Eagle3Head, target_ids: torch.Tensor | None, target: TargetInfo) -> None:
         self.view: KVView | None = None
         self.head = head
         self.spec = head.spec
@@ -66,7 +58,6 @@ class Eagle3Drafter:
         self.target_ids = None if target_ids is None else target_ids.to(target.device)
         self.bytes_per_slot = draft_kv_bytes(self.spec, target.dtype)
         self._scaling = self.spec.head_dim**-0.5
-        self._max_requests = 0
         self._storage: Storage | None = None
         self._hidden = torch.empty(0)  # [rows + 1, H]: a of the last committed position
 
@@ -108,41 +99,32 @@ class Eagle3Drafter:
         last = (seen.length - 1)[:, None, None].expand(-1, 1, a.shape[-1])
         self._hidden[seen.row_index] = a.gather(1, last)[:, 0]
 
-    def propose(self, batch: DraftBatch) -> DraftTree:
-        return self.grow(batch, topk=1, num_nodes=1 + batch.num_steps)
-
     @torch.inference_mode()
-    def grow(self, batch: DraftBatch, *, topk: int, num_nodes: int) -> DraftTree:
-        """A tree of at most `num_nodes` from `num_steps` levels, each expanding the best `topk` nodes of the one above.
-
-        Level l needs the states of level l - 1, so there are num_steps - 1 forwards, of topk rows a request.
-        """
+    def propose(self, batch: DraftBatch) -> DraftTree:
+        """Level l needs the states of level l - 1, so there are num_steps - 1 forwards, of topk rows a request."""
         root_pos = batch.history_len[:, None] - 1  # [B, 1]
         a = self._hidden[batch.row_index][:, None]  # [B, 1, H], of position S - 1
-        tokens, scores = self._children(batch, a, root_pos + 1, topk)  # [B, 1, K]
+        topk, levels = batch.topk, batch.num_steps
         growth = Growth(batch.root)
-        chain = [batch.root[:, None], tokens[:, 0]]
-        scratch = None
-        for level in range(1, batch.num_steps):
+        chain = [batch.root[:, None]]
+        scratch = ScratchBlock(self, batch, topk * (levels - 1)) if levels > 1 else None
+        for level in range(levels):
+            positions = root_pos + level  # of the rows that come next; their children are drawn two further on
+            logits = self._logits(a)
             if topk == 1:
-                beam, origin = tokens[:, 0], torch.zeros_like(tokens[:, 0])  # [B, 1]
+                beam = batch.sample(logits, positions + 1)  # [B, 1]
+                origin = torch.zeros_like(beam)
+                chain.append(beam)
             else:
-                beam, origin = growth.add_level(tokens, scores)  # [B, K]
-            if scratch is None:
-                scratch = ScratchBlock(self, batch, topk * (batch.num_steps - 1))
-            parent = origin[:, :, None].expand(-1, -1, a.shape[-1])
-            hidden = self.head.feedback(a).gather(1, parent)
-            positions = root_pos + (level - 1)
-            scratch.enter_level(positions, origin, topk)
-            embeds = embed_raw(self.embedding, beam)
-            a = self.head(embeds, hidden, positions.expand(-1, topk), scratch.attend)  # [B, K, H]
-            tokens, scores = self._children(batch, a, (positions + 2).expand(-1, topk), topk)  # [B, K, K]
-            chain.append(tokens[:, 0])
-        if topk == 1:
-            return DraftTree.chain(torch.cat(chain, dim=1)[:, :num_nodes])
-        growth.add_level(tokens, scores)
-        candidates = topk + topk * topk * (batch.num_steps - 1)
-        return growth.select(min(num_nodes, 1 + candidates)).tree
+                drawn_pos = (positions + 1).expand(-1, a.shape[1])
+                best = batch.log_scores(logits, drawn_pos).topk(topk, dim=-1)  # [B, M, K]
+                beam, origin = growth.add_level(best.indices, best.values)  # [B, K]
+            if scratch is not None and level + 1 < levels:
+                hidden = self.head.feedback(a).gather(1, origin[:, :, None].expand(-1, -1, a.shape[-1]))
+                scratch.enter_level(positions, origin)
+                embeds = embed_raw(self.embedding, beam)
+                a = self.head(embeds, hidden, positions.expand(-1, topk), scratch.attend)  # [B, K, H]
+        return DraftTree.chain(torch.cat(chain, dim=1)) if topk == 1 else growth.select(batch.num_nodes).tree
 
     def storage(self, table: RequestTable) -> Storage:
         """K/V of all slots of `table`, made when first asked for."""
@@ -157,23 +139,13 @@ class Eagle3Drafter:
         storage = self.storage(table)
         return storage.k, storage.v
 
-    def _children(
-        self, batch: DraftBatch, a: torch.Tensor, positions: torch.Tensor, topk: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`topk` distinct tokens behind a [B, M, H], drawn for `positions` [B, M], and their log q: [B, M, K]."""
+    def _logits(self, a: torch.Tensor) -> torch.Tensor:
+        """a [B, M, H] -> [B, M, V] over the target's vocabulary, -inf for tokens outside the draft's."""
         logits = self.head.logits(a, self.target_head)
-        if self.target_ids is not None:  # the rest of the vocabulary cannot be drawn
-            full = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
-            logits = full.index_copy_(2, self.target_ids, logits)
-        if topk == 1:
-            tokens = batch.sample(logits, positions)[:, :, None]
-            return tokens, torch.zeros_like(tokens, dtype=torch.float32)
-        left, drawn = logits.clone(), []
-        for _ in range(topk):  # the best of what is left: the K best under the request's noise
-            drawn.append(batch.sample(left, positions)[:, :, None])
-            left.scatter_(2, drawn[-1], -torch.inf)
-        tokens = torch.cat(drawn, dim=2)
-        return tokens, logits.float().log_softmax(-1).gather(2, tokens)
+        if self.target_ids is None:
+            return logits
+        full = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
+        return full.index_copy_(2, self.target_ids, logits)
 
 
 class ScratchBlock:
@@ -207,8 +179,9 @@ class ScratchBlock:
                 part = rows.index_select(0, slots.reshape(-1)).view(*slots.shape, *rows.shape[1:]).transpose(1, 2)
                 copies.append(torch.cat([part, part.new_zeros((*part.shape[:2], num_rows, part.shape[3]))], dim=2))
 
-    def enter_level(self, positions: torch.Tensor, origin: torch.Tensor, topk: int) -> None:
-        """The next `topk` rows: all at `positions` [B, 1], children of the rows `origin` [B, K] of the level above."""
+    def enter_level(self, positions: torch.Tensor, origin: torch.Tensor) -> None:
+        """The next K rows: all at `positions` [B, 1], children of the rows `origin` [B, K] of the level above."""
+        topk = origin.shape[1]
         rows = torch.arange(self.filled, self.filled + topk, device=origin.device)
         index = origin[:, :, None].expand(-1, -1, self.num_rows)
         columns = torch.arange(self.num_rows, device=origin.device)
@@ -280,7 +253,7 @@ def committed_keys(
     return VisibleKeys(torch.where(committed, slots, slots[:, :1]), bias[:, None])
 
 
-def eagle3_drafter(folder: str | Path, target: EagleTarget, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:
+def eagle3_drafter(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:
     """Read the head in `folder` and bind it to `target`. `aux_layers`: see `Eagle3Spec`; None: what the files say."""
     shape = TargetShape(
         name=target.name,
@@ -291,7 +264,7 @@ def eagle3_drafter(folder: str | Path, target: EagleTarget, aux_layers: Sequence
     return bind_head(read_head(folder, shape, aux_layers), target)
 
 
-def bind_head(checkpoint: Eagle3Checkpoint, target: EagleTarget) -> Eagle3Drafter:
+def bind_head(checkpoint: Eagle3Checkpoint, target: TargetInfo) -> Eagle3Drafter:
     """A drafter from a checkpoint that was read for this target."""
     if checkpoint.spec.target_hidden_size != target.hidden_size or checkpoint.spec.vocab_size != target.vocab_size:
         raise UnsupportedModelError(

@@ -43,6 +43,7 @@ class Gemma4MTPDrafter:
 
     name = "gemma4_mtp"
     taps: tuple[int, ...] = ()
+    bytes_per_slot = 0
 
     def __init__(self, assistant: nn.Module, target: TargetInfo) -> None:
         self.view: KVView | None = None
@@ -51,7 +52,7 @@ class Gemma4MTPDrafter:
         self.embed = target.embed
         self.config: Any = assistant.config.get_text_config()  # type: ignore[operator, union-attr]
         self.layer_map, self.windows = bind_layers(assistant, target)
-        self._configs = text_configs(self.assistant.model)
+        self._configs = text_configs(assistant)
         self._masks: dict[str, None] = dict.fromkeys(self.config.layer_types)
         # every layer is kv-shared and reads these unless our attention function ignores them, as it does
         unused = torch.zeros((1, 1, 1, 1), dtype=target.dtype, device=target.device)

@@ -10,7 +10,7 @@ from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig
 from specdec.draft_models.base import Drafter, TargetInfo
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.ngram import NgramDrafter
-from specdec.kvcache.errors import ConfigError, UnsupportedModelError
+from specdec.kvcache.errors import UnsupportedModelError
 
 MODEL_FREE_DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
 """Drafters named by a word."""
@@ -26,8 +26,8 @@ def require_known_drafter(model_type: str, name: str) -> None:
     """Raise UnsupportedModelError unless a checkpoint of this type is a drafter."""
     if model_type not in MODULE_DRAFTERS:
         raise UnsupportedModelError(
-            f"drafter {name!r} has model_type {model_type!r}; supported are {', '.join(MODULE_DRAFTERS)}, "
-            f"and by name {', '.join(MODEL_FREE_DRAFTERS)}"
+            f"drafter {name!r} has model_type {model_type!r}; supported are {', '.join(MODULE_DRAFTERS)}, EAGLE-3 "
+            f"heads, and by name {', '.join(MODEL_FREE_DRAFTERS)}"
         )
 
 
@@ -37,13 +37,6 @@ def drafter_from_module(module: nn.Module, target: TargetInfo) -> Drafter:
     model_type = str(getattr(config, "model_type", type(module).__name__))
     require_known_drafter(model_type, type(module).__name__)
     return MODULE_DRAFTERS[model_type](module, target)
-
-
-def model_free_drafter(name: str) -> Drafter:
-    """A drafter named by a word. Raises ConfigError for an unknown one."""
-    if name not in MODEL_FREE_DRAFTERS:
-        raise ConfigError(f"drafter {name!r} is unknown; by name there are {', '.join(MODEL_FREE_DRAFTERS)}")
-    return MODEL_FREE_DRAFTERS[name]()
 
 
 @contextmanager

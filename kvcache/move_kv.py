@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
 from specdec.kvcache.spaces import FullLoc, SwaLoc
+from specdec.kvcache.triton_shim import tl, triton
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 

@@ -7,10 +7,9 @@ as often as they like: which of them it keeps is undefined, and nobody reads it.
 """
 
 import torch
-import triton
-import triton.language as tl
 
 from specdec.kvcache.spaces import FullLoc, SwaLoc
+from specdec.kvcache.triton_shim import tl, triton
 
 
 def reference_store_kv(

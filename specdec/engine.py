@@ -21,14 +21,9 @@ from specdec.bundled import resolve_name
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.detokenize import Detokenizer
 from specdec.draft_models.base import Drafter
-from specdec.draft_models.registry import (
-    MODEL_FREE_DRAFTERS,
-    drafter_from_module,
-    model_free_drafter,
-    require_known_drafter,
-)
-from specdec.kvcache.errors import CheckpointError, ConfigError, SpecDecError
-from specdec.loading import load_config, load_model, load_tokenizer, pick_device, pick_dtype
+from specdec.draft_models.registry import drafter_from_module
+from specdec.kvcache.errors import ConfigError, SpecDecError
+from specdec.loading import load_config, load_drafter, load_model, load_tokenizer, pick_device, pick_dtype
 from specdec.prompts import Prompt, as_prompt_list
 from specdec.request import GenerationOutput, Request, RequestState, RequestStats, StreamDelta
 from specdec.runner import Runner
@@ -58,7 +53,8 @@ class Engine:
         self.spec = spec or SpecConfig()
         self.config = config or EngineConfig()
         num_nodes = self.spec.num_nodes if drafter is not None else 1
-        self.table, self.max_model_len = make_table(target, self.config, num_nodes)
+        draft_bytes = drafter.bytes_per_slot if drafter is not None else 0
+        self.table, self.max_model_len = make_table(target, self.config, num_nodes, draft_bytes)
         self.scheduler = Scheduler(
             self.table,
             num_nodes=num_nodes,
@@ -265,14 +261,7 @@ def _bind_drafter(drafter: str | nn.Module | None, target: TargetModel) -> Draft
         raise ConfigError(
             f"drafter={drafter!r}: a hub id, a folder, a bundled name, 'ngram', a module or None is wanted"
         )
-    if drafter in MODEL_FREE_DRAFTERS:
-        return model_free_drafter(drafter)
-    try:
-        config = load_config(drafter)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; drafters by name: {', '.join(MODEL_FREE_DRAFTERS)}") from error
-    require_known_drafter(str(config.model_type), drafter)
-    return drafter_from_module(load_model(drafter, dtype=target.dtype, device=target.device), target)
+    return load_drafter(drafter, target)
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:

@@ -9,32 +9,50 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
 from specdec.bundled import BUNDLED_NAMES, resolve_name
-from specdec.draft_models.registry import constructible_assistants
+from specdec.draft_models.base import Drafter, TargetInfo
+from specdec.draft_models.eagle3 import eagle3_drafter
+from specdec.draft_models.eagle3_config import is_eagle3_config
+from specdec.draft_models.eagle3_format import read_config
+from specdec.draft_models.registry import (
+    MODEL_FREE_DRAFTERS,
+    constructible_assistants,
+    drafter_from_module,
+    require_known_drafter,
+)
 from specdec.kvcache.errors import CheckpointError, UnsupportedModelError
 
 logger = logging.getLogger("specdec")
 
 
-def load_config(name: str) -> Any:
-    """The HF config behind a bundled name, a local path or a hub id. Raises CheckpointError in one sentence."""
+def find_config(name: str) -> Path:
+    """The config.json behind a bundled name, a local path or a hub id. Raises CheckpointError in one sentence."""
     path = resolve_name(name)
     known = f"give a checkpoint folder, a hub id, or one of {', '.join(BUNDLED_NAMES)}"
-    local = Path(path).is_dir()
-    if not local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+    if Path(path).is_dir():
+        if not (Path(path) / "config.json").is_file():
+            raise CheckpointError(f"{name!r} holds no config.json, so it is not a Hugging Face checkpoint")
+        return Path(path) / "config.json"
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise CheckpointError(f"{name!r} is not a folder; {known}")
-    if local and not (Path(path) / "config.json").is_file():
-        raise CheckpointError(f"{name!r} holds no config.json, so it is not a Hugging Face checkpoint")
     try:
-        return AutoConfig.from_pretrained(path)
+        return Path(str(cached_file(path, "config.json")))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"no checkpoint {name!r} here or on the hub; {known} ({_first_line(error)})") from error
+
+
+def load_config(name: str) -> Any:
+    """The HF config behind a bundled name, a local path or a hub id. Raises CheckpointError in one sentence."""
+    find_config(name)
+    try:
+        return AutoConfig.from_pretrained(resolve_name(name))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = _first_line(error)
-        if local:
-            raise CheckpointError(f"the config.json of {name!r} cannot be used: {reason}") from error
-        raise CheckpointError(f"no checkpoint {name!r} here or on the hub; {known} ({reason})") from error
+        raise CheckpointError(f"the config.json of {name!r} cannot be used: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception, most: int = 200) -> str:
@@ -66,6 +84,23 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> PreTra
         logger.info("%s: %d tensors of the checkpoint are not used", name, len(info["unexpected_keys"]))
     ready: PreTrainedModel = model.to(device=device).eval()
     return ready
+
+
+def load_drafter(name: str, target: TargetInfo) -> Drafter:
+    """A drafter by word ("ngram"), bundled name, folder or hub id, bound to the target."""
+    if name in MODEL_FREE_DRAFTERS:
+        return MODEL_FREE_DRAFTERS[name]()
+    try:
+        folder = find_config(name).parent
+        if is_eagle3_config(read_config(folder)):  # in formats that AutoConfig cannot read
+            if not Path(resolve_name(name)).is_dir():
+                folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "pytorch_model*.bin"]))
+            return eagle3_drafter(folder, target)
+        model_type = str(load_config(name).model_type)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; drafters by name: {', '.join(MODEL_FREE_DRAFTERS)}") from error
+    require_known_drafter(model_type, name)
+    return drafter_from_module(load_model(name, dtype=target.dtype, device=target.device), target)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:

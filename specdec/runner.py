@@ -132,7 +132,7 @@ class Runner:
         self.table.commit(rows, taken, path)
         self.table.evict(rows)
         if self.drafter is not None:
-            self._tell_drafter(rows, committed, tree.tokens, hidden, taps, accepted.path, taken)
+            self._tell_drafter(rows, committed, tree.tokens, hidden, taps, accepted.path[:, : int(taken.max())], taken)
         seconds = self.clock.stop()
         for request in requests:
             request.stats.draft_seconds += seconds["draft"] / len(requests)

@@ -17,11 +17,17 @@ FALLBACK_MODEL_LEN = 4096
 """For a model that states no limit."""
 
 
-def make_table(target: TargetModel, config: EngineConfig, num_nodes: int) -> tuple[RequestTable, int]:
-    """Allocator and request table for one engine, and the longest sequence they serve (tokens)."""
+def make_table(
+    target: TargetModel, config: EngineConfig, num_nodes: int, draft_bytes: int = 0
+) -> tuple[RequestTable, int]:
+    """Allocator and request table for one engine, and the longest sequence they serve (tokens).
+
+    num_nodes: verify width. draft_bytes: what the drafter stores for each full slot.
+    """
     layout, page_size = target.layout, config.page_size
     item = torch.empty((), dtype=target.dtype).element_size()
     full_bytes, swa_bytes = (layout.numbers_per_slot(space) * item for space in (Space.FULL, Space.SWA))
+    full_bytes += draft_bytes
     limit = target.max_position_embeddings or FALLBACK_MODEL_LEN
     max_len = min(config.max_model_len or limit, limit)
 

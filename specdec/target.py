@@ -134,7 +134,7 @@ class TargetModel:
         with ExitStack() as stack:
             for tap in taps:
                 module = self.decoder.norm if tap == len(self.layout.layers) else self.decoder.layers[tap]  # type: ignore[index]
-                handle = module.register_forward_pre_hook(keep(tap), with_kwargs=True)  # type: ignore[union-attr, operator]
+                handle = module.register_forward_pre_hook(keep(tap), with_kwargs=True)  # type: ignore[union-attr]
                 stack.callback(handle.remove)
             yield found
 

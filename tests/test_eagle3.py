@@ -297,8 +297,8 @@ class Spy:
     name = "spy"
     view = None
 
-    def __init__(self, inner: Eagle3Drafter, topk: int = 1, script: Callable[..., Any] | None = None) -> None:
-        self.inner, self.topk, self.script = inner, topk, script
+    def __init__(self, inner: Eagle3Drafter, script: Callable[..., Any] | None = None) -> None:
+        self.inner, self.script = inner, script
         self.taps = inner.taps
         self.records: list[tuple[list[int], list[torch.Tensor], DraftTree, list[torch.Tensor]]] = []
         self.accepted: list[int] = []
@@ -313,16 +313,20 @@ class Spy:
     def propose(self, batch: DraftBatch) -> DraftTree:
         drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def sample(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            drawn.append((logits.clone(), positions.clone()))
-            return batch.sample(logits, positions)
+        def spied(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            def record(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+                drawn.append((logits.clone(), positions.clone()))
+                return draw(logits, positions)
 
-        spied = dataclasses.replace(batch, sample=sample)
-        tree = self.inner.grow(spied, topk=self.topk, num_nodes=1 + batch.num_steps)
+            return record
+
+        watched = dataclasses.replace(batch, sample=spied(batch.sample), log_scores=spied(batch.log_scores))
+        tree = self.inner.propose(watched)
+        assert len(drawn) == batch.num_steps and tree.num_nodes == batch.num_nodes
         storage = self.inner.storage(batch.table)
         for i, (row, length) in enumerate(zip(batch.rows, batch.history_len.tolist(), strict=True)):
-            levels = [logits[i] for logits, _ in drawn[:: self.topk]]
-            for level, (_, positions) in enumerate(drawn[:: self.topk]):
+            levels = [logits[i] for logits, _ in drawn]
+            for level, (_, positions) in enumerate(drawn):
                 assert positions[i].tolist() == [length + level] * levels[level].shape[0]
             slots = batch.table.slots.device[int(row), : length - 1]
             kv = [rows[slots] for rows in (*storage.k, *storage.v)]
@@ -332,9 +336,9 @@ class Spy:
             return tree
         tokens, parents = [], []
         for history, length in zip(batch.history.tolist(), batch.history_len.tolist(), strict=True):
-            drafts, above = self.script(history[:length], batch.num_steps)
+            drafts, above = self.script(history[:length], batch.num_nodes - 1)
             tokens.append([history[length - 1], *drafts])
-            parents.append([-1, *(range(batch.num_steps) if above is None else above)])
+            parents.append([-1, *above])
         return DraftTree.from_parents(torch.tensor(tokens), torch.tensor(parents))
 
 
@@ -424,17 +428,17 @@ def test_logits_and_kv_equal_a_dense_head(
     model = make_target("gemma4-31b" if kind in ("specforge", "modelopt-final") else "gpt_oss")
     prompts = [random_prompt(19, seed=1), random_prompt(5, seed=2)]
     truths = [prompt + greedy_oracle(model, prompt, 12) for prompt in prompts]
-    spy, tensors = make_spy(case, tmp_path, model, topk=topk, script=tree_script(truths))
+    spy, tensors = make_spy(case, tmp_path, model, script=tree_script(truths))
     engine = Engine(
         TargetModel(model),
         spy,
-        spec=SpecConfig(num_steps=4),
+        spec=SpecConfig(num_steps=4, topk=topk, num_draft_tokens=7 if topk > 1 else None),
         config=EngineConfig(max_model_len=64, prefill_chunk=8, page_size=page_size, max_batch_size=2),
     )
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=10))
     for output, prompt, truth in zip(outputs, prompts, truths, strict=True):
         assert output.token_ids == truth[len(prompt) : len(prompt) + 10]
-    assert any(1 < n < 5 for n in spy.accepted), "no round accepted a part of its tree"
+    assert any(1 < n < 4 for n in spy.accepted), "no round accepted a part of its tree"
     assert len(spy.records) >= 4
     for record in spy.records[:: max(1, len(spy.records) // 4)]:
         check_record(record, case, tensors, model, hf_forward, topk)
@@ -471,9 +475,11 @@ def test_output_is_that_of_the_target(
     )
     write(case, tmp_path)
     prompts = [random_prompt(n, seed=n) for n in (3, 21, 9)]
-    for page_size in (1, 4):
+    for page_size, topk in ((1, 1), (4, 3)):
         drafter = eagle3_drafter(tmp_path, TargetModel(model))
-        engine = make_engine(model, drafter, page_size=page_size, max_batch_size=2)
+        spec = SpecConfig(num_steps=4, topk=topk, num_draft_tokens=8 if topk > 1 else None)
+        config = EngineConfig(max_model_len=64, prefill_chunk=16, page_size=page_size, max_batch_size=2)
+        engine = Engine(TargetModel(model), drafter, spec=spec, config=config)
         plain = make_engine(model, page_size=page_size, max_batch_size=2)
         outputs = engine.generate(prompts, SamplingParams(max_new_tokens=16))
         assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, 16) for prompt in prompts]
@@ -507,9 +513,9 @@ def test_another_request_in_the_batch_changes_nothing(tmp_path, make_target, ran
     prompts = [random_prompt(n, seed=40 + n) for n in (12, 4, 30, 7)]
     runs = []
     for batch_size in (1, 3):
-        spy, _ = make_spy(CASES["modelopt"], tmp_path, model, topk=2)
+        spy, _ = make_spy(CASES["modelopt"], tmp_path, model)
         config = EngineConfig(max_model_len=64, prefill_chunk=16, max_batch_size=batch_size)
-        engine = Engine(TargetModel(model), spy, spec=SpecConfig(num_steps=3), config=config)
+        engine = Engine(TargetModel(model), spy, spec=SpecConfig(num_steps=3, topk=2), config=config)
         engine.generate(prompts[0], SamplingParams(max_new_tokens=2))
         storage = spy.inner.storage(engine.table)
         for rows in (*storage.k, *storage.v):
@@ -525,7 +531,8 @@ def test_another_request_in_the_batch_changes_nothing(tmp_path, make_target, ran
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
-def test_conformance(tmp_path, make_target, random_prompt) -> None:
+@pytest.mark.parametrize("topk", [1, 3])
+def test_conformance(topk, tmp_path, make_target, random_prompt) -> None:
     class Checked(Spy):
         def propose(self, batch: DraftBatch) -> DraftTree:
             return check_drafter(self.inner, batch, target)
@@ -534,7 +541,8 @@ def test_conformance(tmp_path, make_target, random_prompt) -> None:
     write(CASES["modelopt"], tmp_path)
     target = TargetModel(model)
     drafter = Checked(eagle3_drafter(tmp_path, target))
-    engine = Engine(target, drafter, config=EngineConfig(max_model_len=64, page_size=4, max_batch_size=2))
+    spec, config = SpecConfig(num_steps=3, topk=topk), EngineConfig(max_model_len=64, page_size=4, max_batch_size=2)
+    engine = Engine(target, drafter, spec=spec, config=config)
     engine.generate([random_prompt(11), random_prompt(6)], SamplingParams(max_new_tokens=8))
 
 

@@ -1,55 +1,31 @@
-"""The paged attention kernels and their reference against one softmax a row, in float64, over a plain list of keys.
+"""The paged attention kernels, run by Triton's interpreter without a GPU, and their reference.
 
-On a machine without a GPU the kernels run in Triton's interpreter, from a copy of their module made for these tests
-alone, so that what the other tests import is left as it was.
+Both against one softmax a row, in float64, over a plain list of visible keys.
 """
 
-import importlib.util
-import inspect
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import triton
 
-from specdec.attention import paged_attention as launcher
+from specdec.attention import paged_attention_kernels as kernels
 from specdec.attention.paged_attention import Tiles, ancestor_bits, paged_attention, reference_paged_attention
 from specdec.attention.tree import DraftTree
-
-triton = pytest.importorskip("triton")
 
 CUDA = torch.cuda.is_available()
 SMALL = Tiles(16, 16, 4, 1, waves=3.0)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
-
-@pytest.fixture(scope="module")
-def _interpreted() -> Iterator[Any]:
-    """The kernels' module, defined again under TRITON_INTERPRET=1, with an interpreted library beneath it."""
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        for module in [m for name, m in list(sys.modules.items()) if name.startswith("triton.language")]:
-            for name, value in list(vars(module).items()):
-                if isinstance(value, JITFunction):
-                    patch.setattr(module, name, InterpretedFunction(value.fn))
-        path = inspect.getfile(launcher).replace("paged_attention.py", "paged_attention_kernels.py")
-        found = importlib.util.spec_from_file_location("interpreted_kernels", path)
-        assert found is not None
-        assert found.loader is not None
-        module = importlib.util.module_from_spec(found)
-        patch.setitem(sys.modules, found.name, module)
-        found.loader.exec_module(module)
-        yield module
+pytestmark = pytest.mark.usefixtures("poison_empty")
 
 
 @pytest.fixture(autouse=True)
-def _kernels_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, poison_empty: None) -> None:
+def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     if not CUDA:
-        monkeypatch.setattr(launcher, "kernels", request.getfixturevalue("_interpreted"))
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert not isinstance(kernels.attend_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
 
 
 def chain(num_rows: int) -> list[int]:
@@ -306,7 +282,8 @@ def test_ancestor_bits_are_the_rows_of_the_mask() -> None:
     assert ancestor_bits(torch.ones(1, 64, 64).tril().bool())[0, 63] == -1  # bit 63 is the sign
 
 
-def test_without_a_gpu_or_triton_the_reference_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(CUDA, reason="the kernels run on CUDA tensors")
+def test_without_a_gpu_the_reference_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case([9], 2)
-    monkeypatch.setattr(launcher, "kernels", None)
+    monkeypatch.delenv("TRITON_INTERPRET")
     torch.testing.assert_close(paged_attention(**case.args), reference_paged_attention(**case.args), atol=0, rtol=0)

@@ -1,6 +1,6 @@
 """Check the paged attention kernels on a GPU against float64, then time them against measured bandwidth.
 
-    python tools/gpu_attention.py [--check] [--time] [--tune CASE] [--json FILE]
+    python tools/gpu_attention.py [--check] [--tune CASE] [--json FILE]
 
 Bytes count every visible K and V once, and nothing else; the time is that of a CUDA graph that runs the call on
 several pools in turn, together far larger than the L2 cache, divided by the number of calls. Nothing is timed when a
