@@ -100,7 +100,7 @@ class Observation:
 
 
 class Drafter(Protocol):
-    """One way of guessing.
+    """One way of guessing. A class that names this one as its base inherits the defaults.
 
     `view`: the KV it may read just now (None: none). `taps`: target states it wants to see besides the final one, each
     named by the layer it enters (`num_layers`: what leaves the last layer, before the final norm).
@@ -109,8 +109,8 @@ class Drafter(Protocol):
 
     name: str
     view: KVView | None
-    taps: tuple[int, ...]
-    bytes_per_slot: int
+    taps: tuple[int, ...] = ()
+    bytes_per_slot: int = 0
 
     def start(self, max_requests: int) -> None:
         """Make room for the state of that many rows; called once, before the first request."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec import DraftTree, SamplingParams
-from specdec.draft_models.base import DraftBatch, Observation
+from specdec.draft_models.base import DraftBatch, Drafter, Observation
 from specdec.draft_models.conformance import check_drafter
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.kvcache.frozen import frozen_kv
@@ -87,7 +87,7 @@ def test_lookup_is_the_same_alone_and_in_a_batch(max_ngram):
 # the protocol
 
 
-class Checked:
+class Checked(Drafter):
     """A drafter that checks another one at every round of an engine, and drafts like it."""
 
     def __init__(self, drafter):
@@ -194,7 +194,9 @@ def faulty(fault, engine):
         if fault == "observe":
             next(iter(allocator.pools.values())).v[1][3] += 1
 
-    return SimpleNamespace(name=fault, view=None, taps=(), propose=propose, observe=observe, start=good.start)
+    return SimpleNamespace(
+        name=fault, view=None, taps=(), bytes_per_slot=0, propose=propose, observe=observe, start=good.start
+    )
 
 
 FAULTS = {

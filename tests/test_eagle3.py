@@ -299,7 +299,7 @@ class Spy:
 
     def __init__(self, inner: Eagle3Drafter, script: Callable[..., Any] | None = None) -> None:
         self.inner, self.script = inner, script
-        self.taps = inner.taps
+        self.taps, self.bytes_per_slot = inner.taps, inner.bytes_per_slot
         self.records: list[tuple[list[int], list[torch.Tensor], DraftTree, list[torch.Tensor]]] = []
         self.accepted: list[int] = []
 
