@@ -9,7 +9,7 @@ the function only for the length of a forward (`attention_installed`), so a user
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -32,22 +32,29 @@ IGNORED_KWARGS = frozenset(
 """Keywords of an attention call that do not change what it computes here; any other tensor is refused."""
 
 
-class AttentionContext(Protocol):
-    """What the attention function delegates to. Tensors as transformers passes them: [1, H, T, D]."""
+class AttentionCall(NamedTuple):
+    """What one layer asks of attention, as transformers passes it.
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        sinks: torch.Tensor | None,
-        softcap: float | None,
-        extra: dict[str, Any],
-    ) -> torch.Tensor: ...
+    query [X, Hq, T, D], key and value [X, Hkv, T, D] after RoPE, with rows packed [1, B*N] or as a batch [B*N, 1];
+    sinks [Hq] or None; extra: the keywords that specdec has no name for.
+    """
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scaling: float
+    sliding_window: int | None
+    sinks: torch.Tensor | None
+    softcap: float | None
+    extra: dict[str, Any]
+
+
+class AttentionContext(Protocol):
+    """What the attention function delegates to."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """-> [X, T, Hq, D]."""
 
 
 def specdec_attention(
@@ -70,18 +77,18 @@ def specdec_attention(
             "the attention implementation 'specdec' works inside a specdec engine only; "
             "restore the model with model.set_attn_implementation('sdpa') to call it yourself"
         )
-    out = specdec_ctx.attend(
-        module,
-        query,
-        key,
-        value,
+    call = AttentionCall(
+        layer=int(getattr(module, "layer_idx", -1)),
+        query=query,
+        key=key,
+        value=value,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
         sinks=s_aux,
         softcap=softcap,
         extra=extra,
     )
-    return out, None
+    return specdec_ctx.attend(call), None
 
 
 AttentionInterface.register(ATTENTION_NAME, specdec_attention)
@@ -104,31 +111,17 @@ class ForwardContext:
         """`windows[i]` is the sliding window of worker layer i, None on full layers; dtype: the model's."""
         return cls(plan, view, windows, {window: VisibleKeys.of(plan, window, dtype) for window in set(windows)})
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        sinks: torch.Tensor | None,
-        softcap: float | None,
-        extra: dict[str, Any],
-    ) -> torch.Tensor:
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        query, layer = call.query, call.layer
         batch, num_rows = self.plan.positions.shape
-        if self.view.owns(layer) and self.plan.write_full is not None:
-            self.view.write(
-                layer, self.plan.write_full, self.plan.write_swa, key[0].transpose(0, 1), value[0].transpose(0, 1)
-            )
-        pool_k, pool_v, _ = self.view.layer(layer)
         num_heads, head_dim = query.shape[1], query.shape[3]
-        # rows come packed [1, Hq, B*N, D] or as a batch [B*N, Hq, 1, D]
+        if self.view.owns(layer) and self.plan.write_full is not None:
+            k, v = (x.transpose(1, 2).flatten(0, 1) for x in (call.key, call.value))  # [B*N, Hkv, D]
+            self.view.write(layer, self.plan.write_full, self.plan.write_swa, k, v)
+        pool_k, pool_v, _ = self.view.layer(layer)
         q = query.transpose(1, 2).reshape(batch, num_rows, num_heads, head_dim).transpose(1, 2)  # [B, Hq, N, D]
         keys = self.keys[self.windows[layer]]
-        out = reference_attention(q, pool_k, pool_v, keys, scaling=scaling, softcap=softcap, sinks=sinks)
+        out = reference_attention(q, pool_k, pool_v, keys, scaling=call.scaling, softcap=call.softcap, sinks=call.sinks)
         return out.reshape(len(query), -1, num_heads, head_dim)
 
 
@@ -139,49 +132,29 @@ class ProbeContext:
     layout: KVLayout
     seen: dict[int, str | None] = field(default_factory=dict)  # layer -> what is wrong with it
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        sinks: torch.Tensor | None,
-        softcap: float | None,
-        extra: dict[str, Any],
-    ) -> torch.Tensor:
-        layer = int(getattr(module, "layer_idx", -1))
-        if layer in self.seen:
-            self.seen[layer] = "calls attention more than once in a forward, and has one K/V slot a token"
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        if call.layer in self.seen:
+            self.seen[call.layer] = "calls attention more than once in a forward, and has one K/V slot a token"
         else:
-            self.seen[layer] = self._fault(layer, query, key, value, sliding_window, sinks, extra)
-        return query.new_zeros((len(query), query.shape[2], query.shape[1], value.shape[3]))  # [1, T, Hq, Dv]
+            self.seen[call.layer] = self._fault(call)
+        query = call.query
+        return query.new_zeros((len(query), query.shape[2], query.shape[1], call.value.shape[3]))  # [1, T, Hq, Dv]
 
-    def _fault(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sliding_window: int | None,
-        sinks: torch.Tensor | None,
-        extra: dict[str, Any],
-    ) -> str | None:
-        if not 0 <= layer < len(self.layout.layers):
-            return f"reports layer_idx {layer}, but the config has {len(self.layout.layers)} layers"
-        spec = self.layout.layers[layer]
+    def _fault(self, call: AttentionCall) -> str | None:
+        if not 0 <= call.layer < len(self.layout.layers):
+            return f"reports layer_idx {call.layer}, but the config has {len(self.layout.layers)} layers"
+        spec = self.layout.layers[call.layer]
+        query, key, value = call.query, call.key, call.value
         kv_shape = (spec.num_kv_heads, spec.head_dim)
         if (key.shape[1], key.shape[3]) != kv_shape or value.shape != key.shape:
             return f"has K {tuple(key.shape)} and V {tuple(value.shape)}, but the config says heads x size {kv_shape}"
         if query.shape[3] != spec.head_dim or query.shape[1] % spec.num_kv_heads:
             return f"has queries {tuple(query.shape)} that do not group over {kv_shape} keys"
-        if sliding_window != spec.window:
-            return f"uses sliding_window={sliding_window}, but the config says {spec.window}"
-        if sinks is not None and sinks.shape != (query.shape[1],):
-            return f"has attention sinks of shape {tuple(sinks.shape)}; one per query head is supported"
-        odd = sorted(k for k, v in extra.items() if k not in IGNORED_KWARGS and isinstance(v, torch.Tensor))
+        if call.sliding_window != spec.window:
+            return f"uses sliding_window={call.sliding_window}, but the config says {spec.window}"
+        if call.sinks is not None and call.sinks.shape != (query.shape[1],):
+            return f"has attention sinks of shape {tuple(call.sinks.shape)}; one per query head is supported"
+        odd = sorted(k for k, v in call.extra.items() if k not in IGNORED_KWARGS and isinstance(v, torch.Tensor))
         return f"passes {odd} to attention, which specdec does not know how to honour" if odd else None
 
     def verify(self, name: str) -> None:

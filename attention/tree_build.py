@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.attention.tree import DraftTree
-from specdec.attention.tree_walk import tree_fields
+from specdec.attention.tree_walk import reference_tree_fields, tree_fields
 from specdec.kvcache.triton_shim import tl, triton
 
 MAX_CANDIDATES = 4096
@@ -70,7 +70,12 @@ class Growth:
     def select(self, num_nodes: int) -> GrownTree:
         """The best tree of `num_nodes` nodes, root included."""
         tokens, scores, parents = (torch.cat(part, dim=1) for part in zip(*self._levels, strict=True))
-        return select_tree(self.root, tokens, scores, parents, num_nodes=num_nodes, num_levels=len(self._levels))
+        # plain torch until `select_tree` has been measured on a GPU
+        node_tokens, node_parents = reference_select_nodes(
+            self.root, tokens, scores, parents, num_nodes=num_nodes, num_levels=len(self._levels)
+        )
+        fields = reference_tree_fields(node_parents)
+        return GrownTree(DraftTree(node_tokens, node_parents, fields.depth, fields.ancestors), fields.bits)
 
 
 def reference_select_nodes(

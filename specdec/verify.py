@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.attention.tree import DraftTree
+from specdec.attention.tree_walk import reference_accept_walk
 
 
 class Accepted(NamedTuple):
@@ -29,11 +30,4 @@ class Accepted(NamedTuple):
 
 def accept(tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
     """Walk B trees at once: target_tokens [B, N] -> the accepted path of each."""
-    batch, num_nodes = tree.tokens.shape
-    drawn_at_parent = target_tokens.gather(1, tree.parents.clamp(min=0))
-    matches = (tree.tokens == drawn_at_parent) | (tree.parents < 0)  # the root is given
-    accepted = (matches[:, None, :] | ~tree.ancestors).all(dim=-1)  # [B, N]: itself and all its ancestors
-    nodes = torch.arange(num_nodes, device=target_tokens.device).expand(batch, num_nodes)
-    by_depth = torch.where(accepted, tree.depth, num_nodes)  # column num_nodes takes the rejected
-    path = nodes.new_zeros((batch, num_nodes + 1)).scatter_(1, by_depth, nodes)[:, :num_nodes]
-    return Accepted(path, accepted.sum(dim=-1), target_tokens.gather(1, path))
+    return Accepted(*reference_accept_walk(tree, target_tokens))
