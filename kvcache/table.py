@@ -23,6 +23,16 @@ FROZEN_EXTRA_KEYS = 2
 """Committed keys kept in SWA beyond the target's need (window - 1): a frozen drafter sees the window + 1 newest."""
 
 
+def retained_keys(window: int) -> int:
+    """Newest committed keys that must stay in SWA for a sliding window of this size."""
+    return window - 1 + FROZEN_EXTRA_KEYS
+
+
+def swa_slots_held(window: int, num_nodes: int, page_size: int) -> int:
+    """Most SWA slots a decoding request holds: retained keys, one page of slack, rounding at both ends, its reserve."""
+    return retained_keys(window) + num_nodes + 3 * page_size - 2
+
+
 class RequestTable:
     """Rows of full slots, `max_len` tokens and a reserve of `reserve` slots each.
 
@@ -41,7 +51,7 @@ class RequestTable:
         self.evicted_len: IntArray = np.zeros(max_requests + 1, dtype=np.int64)
         self._active = np.zeros(max_requests + 1, dtype=np.bool_)
         window = allocator.layout.window
-        self.retain = None if window is None else window - 1 + FROZEN_EXTRA_KEYS
+        self.retain = None if window is None else retained_keys(window)
 
     @property
     def padding_row(self) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 from specdec.kvcache.errors import CapacityError
 from specdec.kvcache.mirror import IntArray
-from specdec.kvcache.table import RequestTable
+from specdec.kvcache.table import RequestTable, swa_slots_held
 from specdec.request import Request, RequestState
 
 
@@ -135,6 +135,5 @@ def slots_needed(table: RequestTable, num_nodes: int, prompt_len: int, max_new_t
     full = -(-longest // page_size) * page_size
     if table.retain is None:
         return full, 0
-    # committed slots not yet evicted: retain, one page of slack, and rounding at both ends
-    window = table.retain + num_nodes + 3 * page_size - 2
-    return full, min(full, -(-window // page_size) * page_size)
+    held = swa_slots_held(table.allocator.layout.window or 0, num_nodes, page_size)
+    return full, min(full, -(-held // page_size) * page_size)

@@ -8,7 +8,7 @@ from specdec.config import EngineConfig
 from specdec.kvcache.errors import CapacityError
 from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.spaces import Space
-from specdec.kvcache.table import FROZEN_EXTRA_KEYS, RequestTable
+from specdec.kvcache.table import RequestTable, swa_slots_held
 from specdec.target import TargetModel
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
@@ -31,20 +31,22 @@ def make_table(
     limit = target.max_position_embeddings or FALLBACK_MODEL_LEN
     max_len = min(config.max_model_len or limit, limit)
 
-    window = layout.window
-    swa_each = 0  # slots one request needs in SWA: window, a chunk in flight, its reserve, page rounding
-    if window is not None:
-        chunk = max(config.prefill_chunk, num_nodes)
-        swa_each = min(window + FROZEN_EXTRA_KEYS + chunk + num_nodes, max_len + num_nodes) + 3 * page_size
+    def whole_pages(slots: int) -> int:
+        return -(-slots // page_size) * page_size
+
+    batch, window = config.max_batch_size, layout.window
+    full_each = whole_pages(max_len + num_nodes)
+    swa_each = 0
+    if window is not None:  # what one request holds while it decodes, and a prefill chunk in flight
+        swa_each = whole_pages(swa_slots_held(window, num_nodes, page_size)) + whole_pages(config.prefill_chunk)
+        swa_each = min(swa_each, full_each)
     budget = int(_free_bytes(target.device) * MEMORY_SHARE.get(target.device.type, 0.5))
-    batch = config.max_batch_size
     full_slots, swa_slots = config.full_slots, config.swa_slots
     if swa_slots is None:
-        affordable = budget // max(2 * swa_bytes, 1)
-        swa_slots = min(swa_each * batch, affordable) if window is not None else 0
+        swa_slots = min(swa_each * batch, budget // max(2 * swa_bytes, 1))
     if full_slots is None:
         rest = max(budget - swa_slots * swa_bytes, 0)
-        full_slots = min((max_len + num_nodes + page_size) * batch, rest // max(full_bytes, 1))
+        full_slots = min(full_each * batch, rest // max(full_bytes, 1))
     if config.max_model_len is None:
         max_len = max(min(max_len, full_slots - num_nodes), 1)
     if full_slots < page_size or (window is not None and swa_slots < page_size):

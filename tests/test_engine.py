@@ -509,3 +509,14 @@ def test_a_prompt_may_be_any_kind_of_row_of_ids(given, make_target, make_engine)
     [want] = engine.generate([[5, 9, 3]], params)
     assert engine.generate(given, params)[0].token_ids == want.token_ids
     assert [out.token_ids for out in engine.generate([given, [5, 9, 3]], params)] == [want.token_ids] * 2
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma4-e2b", "mistral", "llama"])
+@pytest.mark.parametrize("page_size", [1, 8, 32])
+@pytest.mark.parametrize("num_steps", [1, 9])
+def test_pools_sized_by_the_engine_serve_the_longest_request(family, page_size, num_steps, make_target, make_engine):
+    """A one-request engine with small windows and large pages once made an SWA pool that no request fitted."""
+    settings = {"max_batch_size": 1, "page_size": page_size, "prefill_chunk": 1, "max_model_len": 100}
+    engine = make_engine(make_target(family), "ngram", num_steps=num_steps, **settings)
+    [out] = engine.generate([[7] * 80], SamplingParams(max_new_tokens=20))
+    assert len(out.token_ids) == 20 and out.stats.preemptions == 0
