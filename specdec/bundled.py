@@ -3,7 +3,7 @@
 from pathlib import Path
 
 BUNDLED_DIR = Path(__file__).parent / "bundled"
-BUNDLED_NAMES = ("tiny-gemma4", "tiny-gemma4-mtp")
+BUNDLED_NAMES = ("tiny-gemma4", "tiny-gemma4-mtp", "tiny-gemma4-eagle3")
 HELD_OUT_PROBLEMS = BUNDLED_DIR / "word_problems_heldout.jsonl"
 
 

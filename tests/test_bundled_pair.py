@@ -5,6 +5,7 @@ Acceptance is asserted: a drafter that reads the wrong K/V, position or window s
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -23,9 +24,9 @@ HARD = [  # not from the generator's templates: less predictable, so that a tree
 ]
 
 
-def run(prompts, **spec):
+def run(prompts, drafter="tiny-gemma4-mtp", **spec):
     config = EngineConfig(max_batch_size=len(prompts))
-    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=SpecConfig(**spec), config=config) as engine:
+    with Engine.from_pretrained("tiny-gemma4", drafter, spec=SpecConfig(**spec), config=config) as engine:
         outputs = engine.generate([engine.chat_prompt(p) for p in prompts], SamplingParams(max_new_tokens=160))
         return outputs, engine.stats()
 
@@ -40,7 +41,7 @@ def solved(problems):
     return run([problem.text for problem in problems[:SOLVED]])
 
 
-def test_the_pair_is_small():
+def test_the_models_are_small():
     total = sum(path.stat().st_size for name in BUNDLED_NAMES for path in (BUNDLED_DIR / name).iterdir())
     assert total <= 25e6
 
@@ -104,8 +105,32 @@ def test_a_tree_is_accepted_further_than_a_chain():
     assert tree_stats.acceptance_length > chain_stats.acceptance_length + 0.2
 
 
+def test_the_eagle3_head_is_accepted_and_a_tree_further(problems, solved):
+    prompts = [problem.text for problem in problems[:SOLVED]]
+    chain, chain_stats = run(prompts, "tiny-gemma4-eagle3", num_steps=4)
+    tree, tree_stats = run(prompts, "tiny-gemma4-eagle3", num_steps=4, topk=4, num_draft_tokens=16)
+    plain = [out.token_ids for out in solved[0]]
+    assert [out.token_ids for out in chain] == [out.token_ids for out in tree] == plain
+    assert chain_stats.acceptance_length >= 2.5
+    assert tree_stats.acceptance_length >= chain_stats.acceptance_length + 0.4
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_aux_layers_off_by_one_cost_acceptance(shift, problems, solved, tmp_path):
+    """The trap of published heads: the same numbers read as outputs or as inputs of layers."""
+    shutil.copytree(BUNDLED_DIR / "tiny-gemma4-eagle3", tmp_path / "head")
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    boundaries = [1 + layer for layer in config["eagle_config"].pop("eagle_aux_hidden_state_layer_ids")]
+    config["eagle_aux_hidden_state_layer_ids"] = [layer + shift for layer in boundaries]  # at the top: boundaries
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config))
+    outputs, stats = run([problem.text for problem in problems[:SOLVED]], str(tmp_path / "head"))
+    assert [out.token_ids for out in outputs] == [out.token_ids for out in solved[0]]
+    assert stats.acceptance_length < 2.5
+
+
 def test_transformers_gives_the_same_text_with_the_same_pair(problems, solved):
-    model, assistant = (AutoModelForCausalLM.from_pretrained(BUNDLED_DIR / name).float() for name in BUNDLED_NAMES)
+    names = ("tiny-gemma4", "tiny-gemma4-mtp")
+    model, assistant = (AutoModelForCausalLM.from_pretrained(BUNDLED_DIR / name).float() for name in names)
     ids = torch.tensor([solved[0][0].prompt_token_ids])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=assistant, max_new_tokens=160)
     assert out[0, ids.shape[1] :].tolist() == solved[0][0].token_ids
