@@ -185,6 +185,7 @@ class Engine:
 
     def _step(self) -> None:
         """One forward: prefill first, so that a waiting prompt joins the batch as soon as it can."""
+        self._require_open()
         for request in self.scheduler.admit():
             self.runner.load_history(request)
         requests, chunk_len = self.scheduler.next_prefill()
@@ -225,8 +226,7 @@ class Engine:
     def _make_requests(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
-        if self._closed:
-            raise SpecDecError("this engine is closed; make a new one")
+        self._require_open()
         many = as_prompt_list(prompts)
         requests: list[Request] = []
         for index, (prompt, one) in enumerate(zip(many, _params_for(params, len(many)), strict=True)):
@@ -245,6 +245,10 @@ class Engine:
             seed = secrets.randbits(63) if one.seed is None else one.seed
             requests.append(Request(ids, one, seed, Detokenizer(self.tokenizer), ends))
         return requests
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise SpecDecError("this engine is closed; make a new one")
 
     def _require_tokenizer(self) -> Any:
         if self.tokenizer is None:

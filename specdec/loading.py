@@ -109,7 +109,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(resolve_name(name))
     except (OSError, ValueError, KeyError):
         return None
-    return tokenizer
+    # for some model types transformers makes up a tokenizer of special tokens alone where there are no files
+    return tokenizer if len(tokenizer) > len(set(tokenizer.all_special_ids)) else None
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
