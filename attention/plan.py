@@ -16,7 +16,7 @@ import torch
 from specdec.attention.tree import DraftTree
 from specdec.kvcache.mirror import IntArray
 from specdec.kvcache.spaces import SINK_SLOT, FullLoc, PageTable, SwaLoc
-from specdec.kvcache.table import FROZEN_EXTRA_KEYS, RequestTable
+from specdec.kvcache.table import RequestTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ def plan_frozen(
     table: RequestTable, rows: IntArray, *, position_offset: int, window_shift: int, num_rows: int = 1
 ) -> KVPlan:
     """`num_rows` queries a request, all at S + `position_offset`, on the committed prefix [0, S) and nothing else."""
-    assert window_shift - position_offset <= FROZEN_EXTRA_KEYS, f"eviction keeps too little for {window_shift=}"
+    assert window_shift - position_offset <= table.extra_keys, f"eviction keeps too little for {window_shift=}"
     committed_len = _upload(table, table.committed_len[rows])
     prefix_full, prefix_swa = _prefix_tables(table, rows, committed_len)
     return KVPlan(

@@ -104,13 +104,15 @@ class Drafter(Protocol):
 
     `view`: the KV it may read just now (None: none). `taps`: target states it wants to see besides the final one, each
     named by the layer it enters (`num_layers`: what leaves the last layer, before the final norm).
-    `bytes_per_slot`: K/V of its own, one row for each full slot of the target.
+    `bytes_per_slot`: K/V of its own, one row for each full slot of the target. `extra_keys`: committed keys on sliding
+    layers that it reads beyond the target's own window.
     """
 
     name: str
     view: KVView | None
     taps: tuple[int, ...] = ()
     bytes_per_slot: int = 0
+    extra_keys: int = 0
 
     def start(self, max_requests: int) -> None:
         """Make room for the state of that many rows; called once, before the first request."""

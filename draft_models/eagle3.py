@@ -44,6 +44,7 @@ class Eagle3Drafter:
     """A head bound to a target. Make one with `eagle3_drafter`."""
 
     name = "eagle3"
+    extra_keys = 0
 
     def __init__(self, head: Eagle3Head, target_ids: torch.Tensor | None, target: TargetInfo) -> None:
         self.view: KVView | None = None

@@ -44,6 +44,7 @@ class Gemma4MTPDrafter:
     name = "gemma4_mtp"
     taps: tuple[int, ...] = ()
     bytes_per_slot = 0
+    extra_keys = WINDOW_SHIFT - QUERY_POSITION_OFFSET
 
     def __init__(self, assistant: nn.Module, target: TargetInfo) -> None:
         self.view: KVView | None = None

@@ -18,6 +18,7 @@ class NgramDrafter:
     name = "ngram"
     taps: tuple[int, ...] = ()
     bytes_per_slot = 0
+    extra_keys = 0
 
     def __init__(self, max_ngram: int = 3) -> None:
         self.view: KVView | None = None

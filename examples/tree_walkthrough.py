@@ -28,7 +28,7 @@ class Witness:
         assert engine.drafter is not None
         self.drafter = engine.drafter
         self.name, self.view, self.taps = engine.drafter.name, None, engine.drafter.taps
-        self.bytes_per_slot = engine.drafter.bytes_per_slot
+        self.bytes_per_slot, self.extra_keys = engine.drafter.bytes_per_slot, engine.drafter.extra_keys
         self.best: tuple[int, DraftTree, KVPlan, list[int], int] | None = None
         self._last: tuple[DraftTree, KVPlan] | None = None
 

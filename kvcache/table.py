@@ -20,26 +20,30 @@ from specdec.kvcache.mirror import IntArray, MirroredArray
 from specdec.kvcache.spaces import FullLoc
 
 FROZEN_EXTRA_KEYS = 2
-"""Committed keys kept in SWA beyond the target's need (window - 1): a frozen drafter sees the window + 1 newest."""
+"""What a frozen drafter reads beyond the target's need (window - 1 committed keys): it sees the window + 1 newest."""
 
 
-def retained_keys(window: int) -> int:
-    """Newest committed keys that must stay in SWA for a sliding window of this size."""
-    return window - 1 + FROZEN_EXTRA_KEYS
-
-
-def swa_slots_held(window: int, num_nodes: int, page_size: int) -> int:
-    """Most SWA slots a decoding request holds: retained keys, one page of slack, rounding at both ends, its reserve."""
-    return retained_keys(window) + num_nodes + 3 * page_size - 2
+def swa_slots_held(retain: int, num_nodes: int, page_size: int) -> int:
+    """Fewest SWA slots a decoding request can do with: retained keys, its reserve, rounding to pages at both ends."""
+    return retain + num_nodes + 2 * page_size - 2
 
 
 class RequestTable:
     """Rows of full slots, `max_len` tokens and a reserve of `reserve` slots each.
 
+    `extra_keys`: committed keys to keep in SWA beyond the target's own window, for a drafter that reads them.
     `rows` arguments are int64 arrays of row numbers; `slots` has one extra row (the last), all sink slots, for padding.
     """
 
-    def __init__(self, allocator: HybridAllocator, *, max_requests: int, max_len: int, reserve: int) -> None:
+    def __init__(
+        self,
+        allocator: HybridAllocator,
+        *,
+        max_requests: int,
+        max_len: int,
+        reserve: int,
+        extra_keys: int = FROZEN_EXTRA_KEYS,
+    ) -> None:
         self.allocator = allocator
         self.reserve = reserve
         self.max_requests = max_requests
@@ -51,7 +55,8 @@ class RequestTable:
         self.evicted_len: IntArray = np.zeros(max_requests + 1, dtype=np.int64)
         self._active = np.zeros(max_requests + 1, dtype=np.bool_)
         window = allocator.layout.window
-        self.retain = None if window is None else retained_keys(window)
+        self.extra_keys = extra_keys
+        self.retain = None if window is None else window - 1 + extra_keys
 
     @property
     def padding_row(self) -> int:
@@ -142,17 +147,22 @@ class RequestTable:
             self.slots[row, keep : int(self.capacity[row])] = 0
             self.capacity[row] = keep
 
-    def evict(self, rows: IntArray) -> None:
-        """Free the SWA slots of tokens that no future query can see, with one page of slack behind the window."""
+    def evict(self, rows: IntArray, *, slack_pages: int = 1) -> int:
+        """Free the SWA slots of tokens that no future query can see; returns how many pages that were.
+
+        `slack_pages` pages behind the window stay: one in the usual course, none when the pool is short.
+        """
         self.allocator.require_unfrozen("evict")
         if self.retain is None:
-            return
+            return 0
         page_size = self.allocator.page_size
-        target = (self.committed_len[rows] - self.retain) // page_size * page_size - page_size
+        target = ((self.committed_len[rows] - self.retain) // page_size - slack_pages) * page_size
         behind = target > self.evicted_len[rows]
+        before = self.evicted_len[rows].sum()
         for row, end in zip(rows[behind].tolist(), target[behind].tolist(), strict=True):
             self.allocator.evict(self._owned(row, int(self.evicted_len[row]), end))
             self.evicted_len[row] = end
+        return int(self.evicted_len[rows].sum() - before) // page_size
 
     def check(self) -> None:
         """Assert the allocator's invariants, that rows own disjoint held pages, and invariant 3 (windows mapped)."""

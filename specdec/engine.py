@@ -53,8 +53,7 @@ class Engine:
         self.spec = spec or SpecConfig()
         self.config = config or EngineConfig()
         num_nodes = self.spec.num_nodes if drafter is not None else 1
-        draft_bytes = drafter.bytes_per_slot if drafter is not None else 0
-        self.table, self.max_model_len = make_table(target, self.config, num_nodes, draft_bytes)
+        self.table, self.max_model_len = make_table(target, drafter, self.config, num_nodes)
         self.scheduler = Scheduler(
             self.table,
             num_nodes=num_nodes,

@@ -93,7 +93,7 @@ class Scheduler:
                     self.table.ensure(request.row, done + chunk)
                     chosen.append((request, chunk))
                     break
-                self._preempt_youngest()
+                self._make_room()
         chosen = [(request, chunk) for request, chunk in chosen if request.state is RequestState.PREFILL]
         return [request for request, _ in chosen], np.array([chunk for _, chunk in chosen], dtype=np.int64)
 
@@ -105,7 +105,7 @@ class Scheduler:
                 if self.table.pages_needed(request.row, wanted) <= self.table.allocator.available_pages:
                     self.table.ensure(request.row, wanted)
                     break
-                self._preempt_youngest()
+                self._make_room()
         return [request for request in self.running if request.state is RequestState.DECODE]
 
     def release(self, request: Request) -> None:
@@ -117,7 +117,10 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
 
-    def _preempt_youngest(self) -> None:
+    def _make_room(self) -> None:
+        """Give up the slack behind the windows, and when that frees nothing, the youngest request."""
+        if self.table.evict(self.table.active_rows, slack_pages=0):
+            return
         victim = self.running[-1]
         self.release(victim)
         victim.state = RequestState.WAITING
@@ -135,5 +138,5 @@ def slots_needed(table: RequestTable, num_nodes: int, prompt_len: int, max_new_t
     full = -(-longest // page_size) * page_size
     if table.retain is None:
         return full, 0
-    held = swa_slots_held(table.allocator.layout.window or 0, num_nodes, page_size)
+    held = swa_slots_held(table.retain, num_nodes, page_size)
     return full, min(full, -(-held // page_size) * page_size)

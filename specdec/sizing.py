@@ -5,6 +5,7 @@ import os
 import torch
 
 from specdec.config import EngineConfig
+from specdec.draft_models.base import Drafter
 from specdec.kvcache.errors import CapacityError
 from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.spaces import Space
@@ -18,16 +19,17 @@ FALLBACK_MODEL_LEN = 4096
 
 
 def make_table(
-    target: TargetModel, config: EngineConfig, num_nodes: int, draft_bytes: int = 0
+    target: TargetModel, drafter: Drafter | None, config: EngineConfig, num_nodes: int
 ) -> tuple[RequestTable, int]:
     """Allocator and request table for one engine, and the longest sequence they serve (tokens).
 
-    num_nodes: verify width. draft_bytes: what the drafter stores for each full slot.
+    num_nodes: verify width, the root included.
     """
     layout, page_size = target.layout, config.page_size
     item = torch.empty((), dtype=target.dtype).element_size()
     full_bytes, swa_bytes = (layout.numbers_per_slot(space) * item for space in (Space.FULL, Space.SWA))
-    full_bytes += draft_bytes
+    full_bytes += drafter.bytes_per_slot if drafter is not None else 0
+    extra_keys = drafter.extra_keys if drafter is not None else 0
     limit = target.max_position_embeddings or FALLBACK_MODEL_LEN
     max_len = min(config.max_model_len or limit, limit)
 
@@ -37,8 +39,9 @@ def make_table(
     batch, window = config.max_batch_size, layout.window
     full_each = whole_pages(max_len + num_nodes)
     swa_each = 0
-    if window is not None:  # what one request holds while it decodes, and a prefill chunk in flight
-        swa_each = whole_pages(swa_slots_held(window, num_nodes, page_size)) + whole_pages(config.prefill_chunk)
+    if window is not None:  # what one request holds while it decodes, the slack, and a prefill chunk in flight
+        held = swa_slots_held(window - 1 + extra_keys, num_nodes, page_size)
+        swa_each = whole_pages(held + page_size + config.prefill_chunk)
         swa_each = min(swa_each, full_each)
     budget = int(_free_bytes(target.device) * MEMORY_SHARE.get(target.device.type, 0.5))
     full_slots, swa_slots = config.full_slots, config.swa_slots
@@ -62,7 +65,8 @@ def make_table(
         dtype=target.dtype,
         device=target.device,
     )
-    return RequestTable(allocator, max_requests=batch, max_len=max_len, reserve=num_nodes), max_len
+    table = RequestTable(allocator, max_requests=batch, max_len=max_len, reserve=num_nodes, extra_keys=extra_keys)
+    return table, max_len
 
 
 def _free_bytes(device: torch.device) -> int:

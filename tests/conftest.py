@@ -380,6 +380,7 @@ class ScriptedDrafter:
     name = "scripted"
     taps: tuple[int, ...] = ()
     bytes_per_slot = 0
+    extra_keys = 0
 
     def __init__(self, script: Callable[[list[int], int], tuple[list[int], list[int] | None]]) -> None:
         self.view: KVView | None = None

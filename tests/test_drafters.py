@@ -12,6 +12,7 @@ from specdec.draft_models.base import DraftBatch, Drafter, Observation
 from specdec.draft_models.conformance import check_drafter
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.kvcache.frozen import frozen_kv
+from specdec.kvcache.table import FROZEN_EXTRA_KEYS
 
 # prompt lookup
 
@@ -92,6 +93,7 @@ class Checked(Drafter):
 
     def __init__(self, drafter):
         self.inner, self.name, self.view, self.taps = drafter, drafter.name, None, drafter.taps
+        self.extra_keys = drafter.extra_keys
         self.target = None
         self.rounds = 0
 
@@ -144,6 +146,8 @@ def round_of(make_target, make_engine, random_prompt, scripted):
     caught = []
 
     class Catch(scripted):
+        extra_keys = FROZEN_EXTRA_KEYS  # for any drafter that a test hands the batch to
+
         def propose(self, batch):
             caught.append(batch)
             raise InterruptedError

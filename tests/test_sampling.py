@@ -225,7 +225,7 @@ def test_a_fitting_drafter_draws_what_the_target_draws(make_target, make_engine,
     model = make_target("llama")
 
     class Clairvoyant:
-        name, view, taps, bytes_per_slot = "clairvoyant", None, (), 0
+        name, view, taps, bytes_per_slot, extra_keys = "clairvoyant", None, (), 0, 0
 
         def start(self, max_requests):
             pass
