@@ -1,3 +1,19 @@
-"""The drafters and the protocol they share."""
+"""The Drafter protocol, the drafters, and their checkpoint formats."""
+
+from specdec.draft_models.base import DraftBatch, Drafter, Observation
+from specdec.draft_models.conformance import check_drafter
+from specdec.draft_models.eagle3 import Eagle3Drafter
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.draft_models.ngram import NgramDrafter
 
 assert __name__ == "specdec.draft_models", "import specdec.draft_models, not draft_models"
+
+__all__ = [
+    "DraftBatch",
+    "Drafter",
+    "Eagle3Drafter",
+    "Gemma4MTPDrafter",
+    "NgramDrafter",
+    "Observation",
+    "check_drafter",
+]

@@ -323,7 +323,7 @@ def test_a_frozen_plan_sees_the_committed_prefix_and_writes_nothing():
         assert view.layer(0).k[plan.prefix_swa.slots[0], 0, 0].tolist() == [10.5, 11.5, 12.5, 13.5, 14.5]
 
 
-# Regressions: one for each known defect of a neighbour (FACTS 3.0)
+# Regressions: one for each known defect of a neighbouring engine
 
 
 def test_locations_of_the_two_spaces_are_never_one_tensor():
