@@ -29,11 +29,6 @@ class DraftTree:
     def num_nodes(self) -> int:
         return self.tokens.shape[1]
 
-    @property
-    def max_depth(self) -> int:
-        """An upper bound on the depth of any node, known without looking at the device."""
-        return self.num_nodes - 1
-
     @classmethod
     def chain(cls, tokens: torch.Tensor) -> "DraftTree":
         """The tree without branches: tokens [B, N], root first."""
