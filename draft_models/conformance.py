@@ -15,7 +15,7 @@ from specdec.draft_models.base import DraftBatch, Drafter, Observation, TargetIn
 def check_drafter(drafter: Drafter, batch: DraftBatch, target: TargetInfo) -> DraftTree:
     """Assert the rules of the protocol for one batch; returns the tree that was proposed.
 
-    1. A tree of at most 1 + num_steps nodes a request: parents first, distinct siblings, `batch.root` on top.
+    1. A tree of at most num_nodes nodes a request: parents first, distinct siblings, `batch.root` on top.
     2. The same batch gives the same tree.
     3. Proposing reads: the batch, the request table and every K/V row keep their values, no slot is taken or freed.
     4. Afterwards the cache is not frozen and the drafter holds the view that it held before.

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from tiny_gemma4_data import ANSWER, QUESTION, Document, masks, pack
+from tiny_gemma4_data import ANSWER, QUESTION, Document, masks, pack, to_arrays
 
 from specdec.draft_models.eagle3_model import Eagle3Head, embed_raw
 from specdec.target import TargetModel
@@ -42,18 +42,8 @@ class Lesson(NamedTuple):
 
 def pack_rows(documents: list[Document], length: int) -> Batch:
     """Whole documents packed into rows, on the host; the padding behind the last is one more document."""
-    rows = pack(documents, length)
-    ids, kind = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), np.uint8)
-    pos = np.zeros((len(rows), length), np.int32)
-    for r, row in enumerate(rows):
-        at = 0
-        for tokens, prompt_len in row:
-            end = at + len(tokens)
-            ids[r, at:end], pos[r, at:end] = tokens, np.arange(len(tokens))
-            kind[r, at : at + prompt_len], kind[r, at + prompt_len : end] = QUESTION, ANSWER
-            at = end
-        pos[r, at:] = np.arange(length - at)
-    return Batch(*(torch.from_numpy(array) for array in (ids, pos, kind)))
+    arrays = to_arrays(pack(documents, length), length, np.int32)
+    return Batch(*(torch.from_numpy(arrays[name]) for name in Batch._fields))
 
 
 @torch.no_grad()

@@ -93,11 +93,16 @@ def pack(documents: list[Document], length: int) -> list[list[Document]]:
     return rows
 
 
-def to_arrays(rows: list[list[Document]], length: int) -> dict[str, np.ndarray]:
-    """ids, positions inside the document, and kind; the padding behind the last document is one more document."""
+def to_arrays(
+    rows: list[list[Document]], length: int, dtype: type[np.signedinteger] = np.int16
+) -> dict[str, np.ndarray]:
+    """ids, positions inside the document, and kind; the padding behind the last document is one more document.
+
+    `dtype` of ids and positions: int16 holds the bundled vocabulary, int32 any.
+    """
     shape = (len(rows), length)
-    ids, kind = np.full(shape, PAD, np.int16), np.zeros(shape, np.uint8)
-    pos = np.zeros(shape, np.int16)
+    ids, kind = np.full(shape, PAD, dtype), np.zeros(shape, np.uint8)
+    pos = np.zeros(shape, dtype)
     for r, row in enumerate(rows):
         at = 0
         for tokens, prompt_len in row:

@@ -78,7 +78,12 @@ def read_prompts(path: Path, limit: int = 0) -> list[BenchPrompt]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
-        record = json.loads(line)
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}:{number}: not a line of JSON ({error})") from error
+        if not isinstance(record, dict):
+            raise ConfigError(f"{path}:{number}: an object is wanted, not {line.strip()[:40]}")
         text = record.get("question") or record.get("prompt") or (record.get("turns") or [None])[0]
         if not text:
             raise ConfigError(f"{path}:{number}: no 'question', 'prompt' or 'turns'; keys are {sorted(record)}")
@@ -109,7 +114,7 @@ def run_bench(
 ) -> BenchReport:
     """Run every contestant on every prompt, greedily. Raises SpecDecError when an output is not plain decoding's."""
     engine = Engine.from_pretrained(target, drafter, spec=spec, config=config)
-    plain = Engine(engine.target, None, tokenizer=engine.tokenizer, config=config)
+    plain = engine if drafter is None else Engine(engine.target, None, tokenizer=engine.tokenizer, config=config)
     params = SamplingParams(max_new_tokens=max_new_tokens)
     contestants = [Contestant("specdec, no drafter", _runner(plain, params))]
     if drafter is not None:

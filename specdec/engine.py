@@ -87,8 +87,9 @@ class Engine:
         _require_type("config", config, EngineConfig)
         if isinstance(target, str):
             device = pick_device(config.device)
-            dtype = pick_dtype(config.dtype, device, load_config(target))
-            model = load_model(target, dtype=dtype, device=device)
+            model_config = load_config(target)
+            dtype = pick_dtype(config.dtype, device, model_config)
+            model = load_model(target, dtype=dtype, device=device, config=model_config)
             tokenizer = load_tokenizer(target) if tokenizer is None else tokenizer
         elif isinstance(target, PreTrainedModel):
             _require_same("device", config.device and torch.device(config.device).type, target.device.type)

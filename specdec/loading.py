@@ -62,9 +62,12 @@ def _first_line(error: Exception, most: int = 200) -> str:
     return line if len(line) <= most else line[:most] + "..."
 
 
-def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A target or a drafter, in the causal-LM class of its config, with every tensor from the checkpoint."""
-    config = load_config(name)
+def load_model(name: str, *, dtype: torch.dtype, device: torch.device, config: Any = None) -> PreTrainedModel:
+    """A target or a drafter, in the causal-LM class of its config, with every tensor from the checkpoint.
+
+    `config`: what `load_config(name)` gave, if it was read before.
+    """
+    config = load_config(name) if config is None else config
     try:
         with constructible_assistants():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -96,11 +99,11 @@ def load_drafter(name: str, target: TargetInfo) -> Drafter:
             if not Path(resolve_name(name)).is_dir():
                 folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "pytorch_model*.bin"]))
             return eagle3_drafter(folder, target)
-        model_type = str(load_config(name).model_type)
+        config = load_config(name)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; drafters by name: {', '.join(MODEL_FREE_DRAFTERS)}") from error
-    require_known_drafter(model_type, name)
-    return drafter_from_module(load_model(name, dtype=target.dtype, device=target.device), target)
+    require_known_drafter(str(config.model_type), name)
+    return drafter_from_module(load_model(name, dtype=target.dtype, device=target.device, config=config), target)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:

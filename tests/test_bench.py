@@ -49,3 +49,13 @@ def test_no_figures_when_an_output_differs():
     _require_parity([plain, contestant("specdec, x", [[1, 2], [3, 4]])])
     with pytest.raises(SpecDecError, match="prompt 1 differs from plain decoding at token 1"):
         _require_parity([plain, contestant("specdec, x", [[1, 2], [3, 5]])])
+
+
+@pytest.mark.parametrize(
+    ("line", "says"), [("{'question': 1}", "not a line of JSON"), ("[1, 2]", "an object is wanted")]
+)
+def test_a_line_that_is_no_record_is_named(line, says, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "a"}\n' + line + "\n")
+    with pytest.raises(SpecDecError, match=f"data.jsonl:2: {says}"):
+        read_prompts(path)
