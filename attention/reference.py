@@ -82,7 +82,10 @@ def reference_attention(
     k = pool_k.index_select(0, flat).view(batch, length, *pool_k.shape[1:]).transpose(1, 2)  # [B, Hkv, L, D]
     v = pool_v.index_select(0, flat).view(batch, length, *pool_v.shape[1:]).transpose(1, 2)
     if softcap is None and sinks is None:
-        out = F.scaled_dot_product_attention(query, k, v, attn_mask=keys.bias, scale=scaling, enable_gqa=True)
+        bias = keys.bias
+        if query.device.type == "cpu":  # its fused operator is several times slower in 16 bits than in 32
+            query, k, v, bias = (x.float() for x in (query, k, v, bias))
+        out = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scaling, enable_gqa=True).to(pool_v.dtype)
     else:
         out = _attention_with_extras(query, k, v, keys.bias, scaling, softcap, sinks)
     return out.transpose(1, 2)
