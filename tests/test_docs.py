@@ -1,0 +1,329 @@
+"""What the pages in docs/ and the README show is what the code does.
+
+Python   the ```python blocks of a page run in order, in one namespace, in an empty folder, on the bundled models. A
+         block behind `<!-- not executed: why -->` must only compile.
+Output   a ```text (or ```console) block right behind a ```python block is what that block prints; `...` stands for
+         anything and white space is not compared, as in doctest.
+Shell    a ```sh block is parsed: commands, options and values of `specdec`, options of scripts, targets of `make`. With
+         a ```text block right behind it, it is run as well (`specdec` commands only) and its output compared.
+Links    a relative link leads to a file, and its #anchor to a heading there. A path in backticks exists.
+
+A page that is added to docs/ is held to the same rules, and must be in the index, docs/README.md.
+"""
+
+import contextlib
+import doctest
+import io
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import specdec
+from specdec.bundled import BUNDLED_DIR
+from specdec.cli import app
+from specdec.loading import load_model
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [str(path.relative_to(ROOT)) for path in sorted([*ROOT.glob("README.md"), *(ROOT / "docs").rglob("*.md")])]
+GUIDES = [page for page in PAGES if page != "docs/log.md" and not page.startswith("docs/results/")]  # the rest: records
+FOLDERS = ("attention", "docs", "draft_models", "examples", "kvcache", "specdec", "tests", "tools")
+
+pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="needs the checkout")
+
+
+class Block(NamedTuple):
+    """A fenced block: the line its code starts on, and the block of output right behind it, if there is one."""
+
+    language: str
+    line: int
+    code: str
+    skipped: bool
+    output: str | None
+
+
+OUTPUTS = ("text", "console")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SKIP = re.compile(r"<!-- not executed: [^<>]+ -->\n\Z")
+
+
+def blocks(text: str) -> list[Block]:
+    found = list(FENCE.finditer(text))
+    result = []
+    for i, fence in enumerate(found):
+        behind = found[i + 1] if i + 1 < len(found) else None
+        is_output = behind is not None and behind[1] in OUTPUTS and not text[fence.end() : behind.start()].strip()
+        result.append(
+            Block(
+                language=fence[1],
+                line=text.count("\n", 0, fence.start(2)) + 1,
+                code=fence[2],
+                skipped=SKIP.search(text[: fence.start()]) is not None,
+                output=behind[2] if is_output and behind is not None else None,
+            )
+        )
+    return result
+
+
+def require_output(where: str, wanted: str, got: str) -> None:
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    if not doctest.OutputChecker().check_output(wanted, got, flags):
+        raise AssertionError(f"{where}: the page says\n{wanted}and the code prints\n{got}")
+
+
+def run_python(text: str, name: str, namespace: dict[str, Any]) -> None:
+    """Run the python blocks of a page; a traceback names the page and its line."""
+    for block in blocks(text):
+        if block.language != "python":
+            continue
+        code = compile("\n" * (block.line - 1) + block.code, name, "exec")
+        if block.skipped:
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(code, namespace)
+        if block.output is not None:
+            require_output(f"{name}:{block.line}", block.output, printed.getvalue())
+
+
+def commands(code: str) -> list[list[str]]:
+    """The commands of a shell block as words, without comments, assignments in front and a prompt."""
+    lines = code.replace("\\\n", " ").splitlines()
+    split = (shlex.split(line.removeprefix("$ "), comments=True) for line in lines)
+    bare = ([*words[next((i for i, w in enumerate(words) if "=" not in w), len(words)) :]] for words in split)
+    return [words for words in bare if words]
+
+
+def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise where a `specdec`, `make` or script command could not be started as written."""
+    script = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+    if "specdec.cli" in words:  # accelerate launch -m specdec.cli ...
+        words = ["specdec", *words[words.index("specdec.cli") + 1 :]]
+    if words[0] == "specdec":
+        command: Any = typer.main.get_command(app)
+        name, *arguments = words
+        while hasattr(command, "commands") and arguments != ["--help"]:
+            assert arguments, f"{name} alone does nothing"
+            name, *arguments = arguments
+            assert name in command.commands, f"no command {name!r}; there are {', '.join(command.commands)}"
+            command = command.commands[name]
+        if "--help" not in arguments:
+            command.make_context(name, arguments).close()
+    elif words[0] == "make":
+        targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+        for target in (word for word in words[1:] if "=" not in word):
+            assert target in targets, f"no make target {target!r}"
+    elif script is not None:
+        text = help_of(words[script], monkeypatch)
+        for option in (word.partition("=")[0] for word in words[script + 1 :] if word.startswith("--")):
+            assert re.search(rf"{option}(?![\w-])", text), f"{words[script]} has no option {option}"
+
+
+def help_of(script: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What `python SCRIPT --help` prints."""
+    printed = io.StringIO()
+    with monkeypatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", [script, "--help"])
+        patch.setenv("COLUMNS", "200")
+        patch.syspath_prepend(str((ROOT / script).parent))
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert not stop.value.code, f"{script} --help ends with {stop.value.code}"
+    return printed.getvalue()
+
+
+def run_shell(text: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for block in blocks(text):
+        if block.language != "sh":
+            continue
+        printed = ""
+        for words in commands(block.code):
+            where = f"{name}:{block.line}: {shlex.join(words)}"
+            try:
+                check_command(words, monkeypatch)
+            except Exception as error:
+                raise AssertionError(f"{where}: {error}") from error
+            if block.output is not None and not block.skipped:
+                assert words[0] == "specdec", f"{where}: only specdec commands are run; leave out the output"
+                result = CliRunner().invoke(app, words[1:])
+                assert result.exit_code == 0, f"{where}: {result.output}"
+                printed += result.stdout
+        if block.output is not None and not block.skipped:
+            require_output(f"{name}:{block.line}", block.output, printed)
+
+
+def anchors(text: str) -> set[str]:
+    """The ids that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ +(.+?) *$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(text: str, page: Path) -> list[str]:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        found = target.exists() and (not anchor or anchor in anchors(target.read_text("utf-8")))
+        broken += [] if found else [link]
+    return broken
+
+
+def missing_paths(text: str) -> list[str]:
+    """Files that a page names in backticks, from the root, and that are not there."""
+    named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*\w)`", FENCE.sub("", text))
+    return [path for path in named if not (ROOT / path).exists()]
+
+
+def with_blocks(language: str) -> list[str]:
+    return [page for page in PAGES if any(b.language == language for b in blocks((ROOT / page).read_text("utf-8")))]
+
+
+@pytest.fixture
+def readers_names() -> dict[str, Any]:
+    """What the reader of the README has already, where it changes one line of working Hugging Face code."""
+    float32, cpu = torch.float32, torch.device("cpu")
+    model = load_model("tiny-gemma4", dtype=float32, device=cpu)
+    assistant = load_model("tiny-gemma4-mtp", dtype=float32, device=cpu)
+    input_ids = torch.tensor([[0, 2, 531, 17], [2, 531, 17, 1728]])
+    return {"specdec": specdec, "model": model, "assistant": assistant, "input_ids": input_ids, "mask": input_ids > 0}
+
+
+@pytest.mark.parametrize("page", with_blocks("python"))
+def test_python_runs_and_prints_what_the_page_says(page, request, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = request.getfixturevalue("readers_names") if page == "README.md" else {}
+    run_python((ROOT / page).read_text("utf-8"), str(ROOT / page), {"__name__": "docs", **names})
+
+
+@pytest.mark.parametrize("page", with_blocks("sh"))
+def test_shell_commands_exist(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_shell((ROOT / page).read_text("utf-8"), page, monkeypatch)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_resolve(page):
+    assert broken_links((ROOT / page).read_text("utf-8"), ROOT / page) == []
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_named_files_exist(page):
+    assert missing_paths((ROOT / page).read_text("utf-8")) == []
+
+
+def test_index_names_every_page():
+    index = (ROOT / "docs" / "README.md").read_text("utf-8")
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert sorted(page for page in pages if f"({page})" not in index) == []
+
+
+# the checks themselves
+
+PAGE = """# A page: of `two` parts
+
+```python
+print(1 / 4)
+```
+
+```text
+0.25
+```
+
+Words.
+
+```text
+not the output of anything
+```
+
+<!-- not executed: needs a download -->
+```python
+this_does_not_exist()
+```
+"""
+
+
+def test_blocks_of_a_page():
+    assert blocks(PAGE) == [
+        Block("python", 4, "print(1 / 4)\n", False, "0.25\n"),
+        Block("text", 8, "0.25\n", False, None),
+        Block("text", 14, "not the output of anything\n", False, None),
+        Block("python", 19, "this_does_not_exist()\n", True, None),
+    ]
+    run_python(PAGE, "page", {})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (("1 / 4", "1 / 5"), AssertionError, r"page:4: the page says\n0\.25\nand the code prints\n0\.2\n"),
+        (("1 / 4", "1 / 0"), ZeroDivisionError, "division by zero"),
+        (("this_does_not_exist()", "this does not compile"), SyntaxError, r"\(page, line 19\)"),
+        (("needs a download", ""), NameError, "this_does_not_exist"),  # no reason, no skip
+    ],
+    ids=["output", "exception", "syntax", "skip-without-reason"],
+)
+def test_run_python_finds(change, error, message):
+    with pytest.raises(error, match=message):
+        run_python(PAGE.replace(*change), "page", {})
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("specdec bench --limit 3 --peer", None),
+        ("$ specdec --help", None),
+        ("OMP_NUM_THREADS=1 specdec generate 'How many?' \\\n    --show-drafts  # --not-an-option", None),
+        ("make demo JOBS=2", None),
+        ("accelerate launch --num_processes 2 examples/eagle3.py --topk 4", None),
+        ("pip install anything", None),
+        ("accelerate launch -m specdec.cli bench --limit 3", None),
+        ("specdec bench --limits 3", "--limits"),
+        ("specdec bench --limit three", "three"),
+        ("accelerate launch -m specdec.cli bench --limits 3", "--limits"),
+        ("specdec benchmark", "no command 'benchmark'"),
+        ("make dem", "no make target 'dem'"),
+        ("python examples/eagle3.py --top 4", "no option --top"),
+        ("python examples/no_such_script.py", "no_such_script.py"),
+    ],
+)
+def test_run_shell_finds(line, fault, monkeypatch):
+    text = f"```sh\n{line}\n```\n"
+    if fault is None:
+        run_shell(text, "page", monkeypatch)
+    else:
+        with pytest.raises(AssertionError, match=fault):
+            run_shell(text, "page", monkeypatch)
+
+
+def test_run_shell_compares_output(monkeypatch):
+    text = f"```sh\nspecdec bench --data {BUNDLED_DIR / 'nothing.jsonl'}\n```\n\n```text\nanything\n```\n"
+    with pytest.raises(AssertionError, match="no such file"):
+        run_shell(text, "page", monkeypatch)
+    text = "```sh\nspecdec --help\n```\n\n```text\n...generate...bench...\n```\n"
+    run_shell(text, "page", monkeypatch)
+    with pytest.raises(AssertionError, match=r"the page says\n\.\.\.nonsense"):
+        run_shell(text.replace("...generate", "...nonsense"), "page", monkeypatch)
+
+
+def test_broken_links_finds():
+    page = ROOT / "docs" / "a_page.md"
+    text = (
+        "[a](log.md) [b](../README.md#limits) [c](https://example.org/x) [d](no.md) [e](../README.md#no-such-heading)"
+    )
+    assert broken_links(text, page) == ["no.md", "../README.md#no-such-heading"]
+    assert anchors(PAGE) == {"a-page-of-two-parts"}
+
+
+def test_missing_paths_finds():
+    assert missing_paths("`kvcache/table.py`, `kvcache/tables.py`, `docs/results/`, `DIR/file.py`") == [
+        "kvcache/tables.py"
+    ]
