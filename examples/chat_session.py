@@ -1,0 +1,205 @@
+"""What gemma4_mtp.py and eagle3.py share: a table of pairs, the flags, streamed answers, the comparison.
+
+Knows nothing about the kind of drafter: a `Pair` names a target, a drafter and the settings that suit them. A short
+name, a hub id or a folder stands for a pair; what the table does not know needs `--drafter`.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from transformers.utils import logging as transformers_logging
+
+from specdec import Engine, EngineConfig, GenerationOutput, RequestStats, SamplingParams, SpecConfig, SpecDecError
+from specdec.bundled import BUNDLED_NAMES
+from specdec.cli import DRAFTED_STYLE
+from specdec.detokenize import Detokenizer
+from specdec.kvcache.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target and its drafter. num_steps: drafts a round. memory: weights of both in `dtype`."""
+
+    name: str
+    target: str
+    drafter: str
+    num_steps: int
+    dtype: str
+    memory: str
+
+
+def pair_table(pairs: Sequence[Pair]) -> str:
+    """The pairs as lines of text, columns aligned."""
+    rows = [("name", "target", "drafter", "steps", "memory")]
+    rows += [(p.name, p.target, p.drafter, str(p.num_steps), f"{p.memory} {p.dtype}") for p in pairs]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def find_pair(pairs: Sequence[Pair], model: str, drafter: str | None) -> Pair:
+    """The pair meant by a short name, a hub id, or a folder or hub id whose last part is a target's of the table."""
+    last = model.rstrip("/").rpartition("/")[2].lower()
+    for pair in pairs:
+        if last in (pair.name.lower(), pair.target.rpartition("/")[2].lower()):
+            target = pair.target if model.lower() == pair.name.lower() else model
+            return replace(pair, target=target, drafter=drafter or pair.drafter)
+    if drafter is None:
+        names = ", ".join(pair.name for pair in pairs)
+        raise ConfigError(f"--model {model!r} is not in the table ({names}); name its drafter too, with --drafter")
+    return Pair(model, model, drafter, num_steps=4, dtype="", memory="")
+
+
+class MarkedText:
+    """The text of tokens as they come, accepted drafts in colour."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._reader = Detokenizer(engine.tokenizer)
+        self._ids: list[int] = []
+
+    def read(self, token_ids: Sequence[int], drafted: Sequence[bool]) -> Text:
+        """The whole characters that these tokens complete."""
+        piece = Text()
+        for token, from_draft in zip(token_ids, drafted, strict=True):
+            before = len(self._reader.text)
+            self._ids.append(token)
+            self._reader.update(self._ids)
+            piece.append(self._reader.text[before:], style=DRAFTED_STYLE if from_draft else None)
+        return piece
+
+
+def answer(
+    engine: Engine, prompt: list[int], params: SamplingParams, show: Callable[[Text], None] | None = None
+) -> tuple[GenerationOutput, float]:
+    """One streamed answer and its seconds; `show` gets the text round by round, and its time does not count."""
+    marked, seconds, output = MarkedText(engine), 0.0, None
+    start = time.perf_counter()
+    for delta in engine.stream(prompt, params):
+        seconds += time.perf_counter() - start
+        if show is not None:
+            show(marked.read(delta.token_ids, delta.drafted))
+        output = delta.output
+        start = time.perf_counter()
+    assert output is not None, "a stream ends with its output"
+    return output, seconds
+
+
+def chat_prompt(engine: Engine, text: str, system: str | None) -> list[int]:
+    """Token ids of one user turn, behind a system turn if there is one."""
+    if system is None:
+        return engine.chat_prompt(text)
+    if not getattr(engine.tokenizer, "chat_template", None):
+        raise ConfigError("--system needs a tokenizer with a chat template, and this target has none; leave it out")
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+    ids = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return [int(token) for token in ids]
+
+
+def first_difference(ours: Sequence[int], reference: Sequence[int]) -> int | None:
+    """The first token at which two outputs part; None when they are equal."""
+    if ours == reference:
+        return None
+    shorter = min(len(ours), len(reference))
+    return next((i for i in range(shorter) if ours[i] != reference[i]), shorter)
+
+
+def chat(pair: Pair, args: argparse.Namespace) -> bool:
+    """Answer every prompt, with `--compare` also without drafts; False when an answer differs."""
+    console = Console(highlight=False, soft_wrap=True)
+    if pair.target in BUNDLED_NAMES:  # of a large model the bar tells how far its download is
+        transformers_logging.disable_progress_bar()
+    config = EngineConfig(
+        max_batch_size=1, dtype=getattr(torch, args.dtype) if args.dtype else None, device=args.device
+    )
+    params = SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+    )
+    spec = SpecConfig(args.steps or pair.num_steps, args.topk, args.nodes)
+    engine = Engine.from_pretrained(pair.target, pair.drafter, spec=spec, config=config)
+    prompts = [chat_prompt(engine, text, args.system) for text in args.prompt]
+    plain = Engine(engine.target, None, tokenizer=engine.tokenizer, config=config) if args.compare else None
+    if plain is not None:
+        for contestant in (engine, plain):
+            contestant.generate(prompts[0], replace(params, max_new_tokens=8))  # warm up
+
+    total, identical = RequestStats(), True
+    seconds = {"drafts": 0.0, "plain": 0.0}
+    for text, prompt in zip(args.prompt, prompts, strict=True):
+        console.print(Text(text, style="bold"))
+        out, took = answer(engine, prompt, params, lambda piece: console.print(piece, end=""))
+        seconds["drafts"] += took
+        total.add(out.stats)
+        console.print(
+            f"\n[dim]{len(out.token_ids)} tokens, {sum(out.drafted)} of them [/][{DRAFTED_STYLE}]accepted drafts[/]"
+            f"[dim]; {out.stats.rounds} target forwards in {took:.2f} s[/]\n"
+        )
+        if plain is not None:
+            reference, took = answer(plain, prompt, params)
+            seconds["plain"] += took
+            at = first_difference(out.token_ids, reference.token_ids)
+            if at is not None:
+                identical = False
+                ours, theirs = (engine.decode(ids[at : at + 1]) for ids in (out.token_ids, reference.token_ids))
+                console.print(Text(f"differs from plain decoding at token {at}: {ours!r}, without drafts {theirs!r}"))
+
+    by_position = ", ".join(f"{share:.2f}" for share in total.accepted_per_position)
+    console.print(f"acceptance length {total.acceptance_length:.2f} (by position {by_position})")
+    if plain is not None:
+        console.print(
+            f"identical to plain decoding: {'yes' if identical else 'NO'}, "
+            f"{total.output_tokens / seconds['drafts']:.0f} tokens/s, "
+            f"speed-up {seconds['plain'] / seconds['drafts']:.2f}x"
+        )
+    if not identical and engine.target.dtype != torch.float32:
+        console.print("in 16 bits two tokens that score within rounding may swap: --dtype float32 tells")
+    return identical
+
+
+def run(doc: str, pairs: Sequence[Pair], default: Pair, prompt: str) -> None:
+    """The command line of both scripts; exit code 1 when a comparison finds a difference, 2 for a mistake."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--model", "--target", default=default.name, help="short name, hub id or folder of the target")
+    parser.add_argument("--drafter", help="hub id or folder; default: the one in the table")
+    parser.add_argument("--models", action="store_true", help="print the table and stop")
+    parser.add_argument("--prompt", action="append", help="may be given several times")
+    parser.add_argument("--system", help="a system prompt, through the chat template")
+    tree = parser.add_argument_group("draft")
+    tree.add_argument("--steps", type=int, help="levels of the draft; default: the table's")
+    tree.add_argument("--topk", type=int, default=1, help="branches a node; 1 is a chain (not --top-k)")
+    tree.add_argument("--nodes", type=int, help="verified nodes, the root included; default: 1 + topk * steps")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-new-tokens", type=int, default=256)
+    sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    sampling.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens; 0: all")
+    sampling.add_argument("--top-p", type=float, default=1.0)
+    sampling.add_argument("--min-p", type=float, default=0.0)
+    sampling.add_argument("--repetition-penalty", type=float, default=1.0)
+    sampling.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compare", action="store_true", help="decode without drafts as well: same text? how fast?")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on the CPU")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ...; default: the first GPU, else the CPU")
+    args = parser.parse_args()
+    args.prompt = args.prompt or [prompt]
+    if args.models:
+        print(pair_table(pairs))
+        return
+    try:
+        identical = chat(find_pair((default, *pairs), args.model, args.drafter), args)
+    except SpecDecError as error:
+        parser.error(str(error))
+    if not identical:
+        raise SystemExit(1)

@@ -1,0 +1,223 @@
+"""Every program in examples/ runs on the bundled models and says what a reader can verify; a difference is an error.
+
+They run in this process, as `python examples/NAME ARGS` would, so that torch is imported once. A new program without
+an entry in RUNS or ELSEWHERE fails.
+"""
+
+import importlib
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from specdec import Engine, EngineConfig, SamplingParams
+from specdec.bundled import HELD_OUT_PROBLEMS
+from specdec.cli import coloured
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text("utf-8"))
+
+# program -> runs of it: (arguments, a pattern that the output must have)
+RUNS: dict[str, list[tuple[str, str]]] = {
+    "demo.py": [("--count 1", r"identical to plain decoding: yes, speed-up [\d.]+x")],
+    "tree_walkthrough.py": [("", r"accepted path \[\d.*\], bonus .*: \d tokens from one target forward")],
+    "gemma4_mtp.py": [
+        ("", r"3\*12=36.*\n.*36-7=29.*\n#### 29\n\d+ tokens, \d+ of them accepted drafts"),
+        (
+            "--compare --topk 3 --nodes 10 --steps 5 --system hi --prompt one --prompt two --max-new-tokens 24 "
+            "--temperature 0.8 --top-k 20 --top-p 0.9 --seed 3",
+            r"(?s)^one\n.*\ntwo\n.*identical to plain decoding: yes, \d+ tokens/s, speed-up [\d.]+x",
+        ),
+    ],
+    "eagle3.py": [
+        ("", r"\d+ tokens, \d+ of them accepted drafts"),
+        ("--compare --topk 4 --nodes 16 --max-new-tokens 48", r"identical to plain decoding: yes"),
+    ],
+    "hf_drop_in.py": [("", r"identical to model.generate: yes")],
+    "batch_stream.py": [
+        ("", r"8 answers, at most 4 at a time: \d+ tokens"),
+        (
+            "--compare --limit 3 --batch-size 2 --max-new-tokens 40",
+            r"identical to plain decoding: yes, speed-up [\d.]+x",
+        ),
+    ],
+    "gsm8k.py": [("--limit 4", r"(?i)accuracy")],
+}
+ELSEWHERE = {
+    "train_eagle3.py": "test_train_eagle3.py trains a small head with it",
+    "train_drafter.py": "test_train_drafter.py trains small drafters with it",
+    "train_tiny_gemma4.py": "needs a GPU for an hour; made the bundled target once",
+    "word_problems.py": "test_the_held_out_problems_are_made_again",
+}
+COMPARING = (
+    "demo.py --count 1",
+    "gemma4_mtp.py --compare",
+    "eagle3.py --compare",
+    "hf_drop_in.py",
+    "batch_stream.py --compare",
+)
+
+pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="needs the checkout")
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs a program in a folder of its own: (exit code, standard output, standard error)."""
+
+    def run_program(name: str, *args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [name, *args])
+        code = 0
+        try:
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # a script finds its neighbours
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    return run_program
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_runs_and_says_what_it_should(name, run):
+    if name in ELSEWHERE:
+        pytest.skip(ELSEWHERE[name])
+    assert name in RUNS, f"examples/{name} has no entry in RUNS; add arguments and a line to look for"
+    for args, pattern in RUNS[name]:
+        code, out, err = run(name, *args.split())
+        assert code == 0, err
+        assert re.search(pattern, out), out
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_has_help_and_usage_lines(name, run):
+    code, out, _ = run(name, "--help")
+    assert code == 0
+    assert out.startswith("usage:")
+    assert f"python examples/{name}" in (EXAMPLES / name).read_text("utf-8").split('"""')[1]
+
+
+def test_a_script_starts_from_any_folder(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "gemma4_mtp.py"), "--max-new-tokens", "8"],
+        cwd=tmp_path,  # not the checkout
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "acceptance length" in done.stdout
+
+
+def test_the_held_out_problems_are_made_again(run, tmp_path):
+    code, out, err = run("word_problems.py", "--heldout", "--out", str(tmp_path / "again.jsonl"))
+    assert code == 0, err
+    assert out.startswith("200 problems")
+    assert (tmp_path / "again.jsonl").read_text("utf-8") == HELD_OUT_PROBLEMS.read_text("utf-8")
+
+
+@pytest.mark.parametrize("command", COMPARING)
+def test_a_difference_is_an_error(command, run, monkeypatch):
+    whole = Engine._make_requests
+
+    def cut_short(engine, prompts, params):
+        requests = whole(engine, prompts, params)
+        for request in requests:
+            if engine.drafter is not None:
+                request.params = replace(request.params, max_new_tokens=10)
+        return requests
+
+    monkeypatch.setattr(Engine, "_make_requests", cut_short)
+    code, out, _ = run(*command.split())
+    assert code == 1
+    assert re.search(r"identical to (plain decoding|model.generate): NO", out)
+
+
+@pytest.mark.parametrize("name", ["gemma4_mtp", "eagle3"])
+def test_the_table_of_models_is_the_one_in_the_docstring(name, run, module):
+    code, out, _ = run(f"{name}.py", "--models")
+    assert code == 0
+    assert out in module(name).__doc__
+
+
+@pytest.mark.parametrize(
+    ("model", "drafter", "want"),
+    [
+        ("E4B", None, ("google/gemma-4-E4B-it", "google/gemma-4-E4B-it-assistant", 4)),
+        ("e2b", None, ("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant", 2)),
+        ("google/gemma-4-31B-it", None, ("google/gemma-4-31B-it", "google/gemma-4-31B-it-assistant", 8)),
+        ("/models/gemma-4-31B-it/", "/models/a", ("/models/gemma-4-31B-it/", "/models/a", 8)),
+        ("12B", "ngram", ("google/gemma-4-12B-it", "ngram", 4)),
+        ("./mine", "./head", ("./mine", "./head", 4)),
+    ],
+)
+def test_short_names_hub_ids_and_folders_find_their_pair(model, drafter, want, module):
+    pair = module("chat_session").find_pair(module("gemma4_mtp").PAIRS, model, drafter)
+    assert (pair.target, pair.drafter, pair.num_steps) == want
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("gemma4_mtp.py --model nobody", "--model 'nobody' is not in the table (tiny-gemma4, E2B, E4B, 12B, 26B-A4B"),
+        ("eagle3.py --drafter ./nowhere", "'./nowhere' is not a folder"),
+        ("gemma4_mtp.py --temperature nan", "temperature=nan"),
+        ("batch_stream.py --batch-size 0", "max_batch_size=0"),
+        ("batch_stream.py --data missing.jsonl", "missing.jsonl"),
+    ],
+)
+def test_mistakes_get_one_sentence_and_exit_code_2(command, says, run):
+    code, _, err = run(*command.split())
+    assert code == 2
+    assert says in err.splitlines()[-1]
+
+
+def test_streamed_colours_are_those_of_the_finished_output(module):
+    pieces = []
+    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", config=EngineConfig(max_batch_size=1)) as engine:
+        prompt = engine.chat_prompt("Tom has 3 boxes of 12 pencils. He gives away 7 pencils. How many are left?")
+        out, _ = module("chat_session").answer(engine, prompt, SamplingParams(), pieces.append)
+        assert len(pieces) > 3
+        assert "".join(piece.plain for piece in pieces) == out.text
+        assert "".join(piece.markup for piece in pieces) == coloured(out, engine.tokenizer).markup
+
+
+@pytest.mark.parametrize(
+    ("ours", "reference", "want"),
+    [([1, 2], [1, 2], None), ([1, 3, 2], [1, 2, 2], 1), ([1, 2], [1, 2, 3], 2), ([1], [], 0)],
+)
+def test_first_difference(ours, reference, want, module):
+    assert module("chat_session").first_difference(ours, reference) == want
+
+
+def test_streams_advance_together_and_no_more_than_a_batch_is_open(module):
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    config = EngineConfig(max_batch_size=2, max_model_len=64)
+    with Engine.from_pretrained("tiny-gemma4", config=config) as engine:  # plain: one token a round
+        prompts = [engine.encode(text) for text in ("one", "two and", "three")]
+        want = [out.token_ids for out in engine.generate(prompts, params)]
+        got = [[], [], []]
+        order = []
+        for row, delta in module("batch_stream").stream_all(engine, prompts, params):
+            order.append(row)
+            got[row] += delta.token_ids
+            assert len(engine.scheduler.running) <= 2
+    assert got == want
+    assert order[:8] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert set(order[-12:]) == {2}
