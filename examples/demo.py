@@ -13,9 +13,10 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.bench import final_number, read_prompts
+from specdec.bench import read_prompts
 from specdec.bundled import HELD_OUT_PROBLEMS
 from specdec.cli import DRAFTED_STYLE, coloured
+from specdec.scoring import is_correct
 
 
 def main() -> None:
@@ -47,7 +48,7 @@ def main() -> None:
         seconds["plain"] += time.perf_counter() - middle
         tokens += len(out.token_ids)
         identical &= out.token_ids == reference.token_ids
-        right = final_number(out.text) == final_number(problem.answer or "")
+        right = is_correct(out.text, problem.answer or "")
         console.print(f"\n[bold]{problem.text}[/bold]")
         console.print(coloured(out, speculative.tokenizer))
         console.print(

@@ -7,7 +7,6 @@ ratios, not the absolute figures. Peers from transformers run one prompt at a ti
 import copy
 import json
 import platform
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +22,9 @@ from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.engine import Engine
 from specdec.kvcache.errors import ConfigError, SpecDecError
+from specdec.scoring import final_number, is_correct
 
-STRICT_ANSWER = re.compile(r"#### *(-?[\d,]*\.?\d+)")
+VERSIONS = f"torch {torch.__version__}, transformers {transformers.__version__}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,6 @@ class Contestant:
     tokens: int = 0
     outputs: list[list[int]] = field(default_factory=list)
 
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
-
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
@@ -57,7 +53,7 @@ class BenchReport:
     target: str
     drafter: str | None
     prompts: int
-    num_steps: int
+    spec: SpecConfig
     batch_size: int
     tokens_per_second: dict[str, float]
     acceptance_length: float
@@ -93,12 +89,6 @@ def read_prompts(path: Path, limit: int = 0) -> list[BenchPrompt]:
     if not prompts:
         raise ConfigError(f"data={str(path)!r} holds no prompt")
     return prompts
-
-
-def final_number(text: str) -> str | None:
-    """The number behind the last '####', without thousands separators: how GSM8K marks an answer."""
-    found = STRICT_ANSWER.findall(text)
-    return found[-1].replace(",", "") if found else None
 
 
 def run_bench(
@@ -138,20 +128,21 @@ def run_bench(
     stats = engine.stats()
     stats.add(warm_up, sign=-1)
     texts = [engine.decode(out) for out in contestants[0].outputs]
-    graded = [final_number(text) == final_number(p.answer) for p, text in zip(prompts, texts, strict=True) if p.answer]
+    answers = [p.answer or "" for p in prompts]
+    graded = [is_correct(text, a) for text, a in zip(texts, answers, strict=True) if final_number(a) is not None]
     return BenchReport(
         target=target,
         drafter=drafter,
         prompts=len(prompts),
-        num_steps=spec.num_steps,
+        spec=spec,
         batch_size=config.max_batch_size,
-        tokens_per_second={c.name: c.tokens_per_second for c in contestants},
+        tokens_per_second={c.name: c.tokens / c.seconds for c in contestants},
         acceptance_length=stats.acceptance_length,
         accepted_per_position=stats.accepted_per_position,
         accuracy=sum(graded) / len(graded) if graded else None,
         identical_to_plain=True,
-        hardware=_hardware(engine.target.device),
-        versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
+        hardware=hardware(engine.target.device),
+        versions=VERSIONS,
     )
 
 
@@ -164,7 +155,8 @@ def markdown_table(report: BenchReport) -> str:
     accuracy = "" if report.accuracy is None else f"; accuracy {100 * report.accuracy:.1f} %"
     lines += [
         "",
-        f"{report.target}, {report.prompts} prompts, batch {report.batch_size}, greedy, {report.num_steps} drafts: "
+        f"{report.target}, {report.prompts} prompts, batch {report.batch_size}, greedy, "
+        f"{report.spec.num_steps} steps of topk {report.spec.topk}, {report.spec.num_nodes} nodes: "
         f"acceptance length {report.acceptance_length:.2f} (by position {positions}){accuracy}; "
         f"identical to plain decoding: yes. {report.hardware}, {report.versions}.",
     ]
@@ -220,7 +212,8 @@ def _require_parity(contestants: Sequence[Contestant]) -> None:
                 )
 
 
-def _hardware(device: torch.device) -> str:
+def hardware(device: torch.device) -> str:
+    """What a figure was measured on."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

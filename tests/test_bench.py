@@ -5,23 +5,7 @@ import json
 import pytest
 
 from specdec import SpecDecError
-from specdec.bench import Contestant, _require_parity, final_number, read_prompts
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("6*7 = 42\n#### 42", "42"),
-        ("#### 1,234", "1234"),
-        ("#### -5", "-5"),
-        ("#### 3.5 dollars", "3.5"),
-        ("#### 1\nno, wait\n#### 2", "2"),
-        ("the answer is 42", None),
-        ("", None),
-    ],
-)
-def test_the_answer_is_the_number_behind_the_last_marker(text, number):
-    assert final_number(text) == number
+from specdec.bench import Contestant, _require_parity, read_prompts
 
 
 def test_prompts_come_from_the_three_usual_keys(tmp_path):

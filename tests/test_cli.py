@@ -75,7 +75,12 @@ def test_a_seed_makes_sampling_repeatable_with_and_without_drafts():
         (("generate", "x", "--temperature", "nan"), "temperature=nan"),
         (("generate", "x", "--max-new-tokens", "0"), "max_new_tokens=0"),
         (("generate", "x", "--max-new-tokens", "999999"), "max_model_len"),
+        (("generate", "x", "--num-draft-tokens", "9"), "num_draft_tokens=9"),
         (("bench", "--data", "missing.jsonl"), "missing.jsonl"),
+        (("eval", "gsm8k", "--data", "missing.jsonl"), "missing.jsonl"),
+        (("eval", "gsm8k", "--shots", "9"), "shots=9"),
+        (("eval", "gsm8k", "--compare", "--drafter", "none"), "drafter"),
+        (("eval", "gsm8k", "--target", "./nowhere"), "./nowhere"),
     ],
 )
 def test_mistakes_get_one_sentence_and_exit_code_2(args, says):
@@ -95,3 +100,55 @@ def test_bench_reports_speed_acceptance_and_accuracy():
     assert report["acceptance_length"] > 1
     assert report["identical_to_plain"]
     assert 0 <= report["accuracy"] <= 1
+
+
+def test_a_tree_gives_the_same_tokens(answer):
+    tree = ("--num-steps", "3", "--topk", "4", "--num-draft-tokens", "12")
+    out = json.loads(run("generate", QUESTION, "--json", "--max-new-tokens", "48", *tree).stdout)
+    assert out["token_ids"] == answer["token_ids"]
+    assert len(out["stats"]["accepted_per_position"]) == 3
+    report = json.loads(run("bench", "--limit", "2", "--max-new-tokens", "16", "--json", *tree).stdout)
+    assert report["spec"] == {"num_steps": 3, "topk": 4, "num_draft_tokens": 12}
+
+
+EVAL = ("eval", "gsm8k", "--limit", "2", "--max-new-tokens", "16")
+
+
+def test_eval_writes_its_report_three_ways(tmp_path):
+    files = {name: str(tmp_path / f"report.{name}") for name in ("json", "markdown", "png")}
+    options = [word for name, path in files.items() for word in (f"--{name}", path)]
+    result = run(*EVAL, "--compare", "--topk", "2", "--temperature", "0.5", "--seed", "3", *options)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    wanted = {"problems": 2, "compare": True, "topk": 2, "temperature": 0.5, "seed": 3, "max_new_tokens": 16}
+    assert {key: report["settings"][key] for key in wanted} == wanted
+    assert set(report["runs"]) == {"speculative", "plain"}
+    text = (tmp_path / "report.markdown").read_text()
+    assert text.startswith("| run | strict accuracy")
+    assert result.stdout == ""  # asked for in files
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_eval_prints_a_table_or_one_json_object():
+    table = run(*EVAL, "--drafter", "none")
+    assert table.stdout.startswith("| run | strict accuracy")
+    assert "| plain |" in table.stdout
+    assert "speculative" not in table.stdout
+    report = json.loads(run(*EVAL, "--json", "-").stdout)
+    assert list(report["runs"]) == ["speculative"]
+    assert report["comparison"] is None
+
+
+def test_eval_says_no_before_it_works(tmp_path, monkeypatch):
+    nowhere = run(*EVAL, "--json", str(tmp_path / "nowhere" / "report.json"))
+    assert nowhere.exit_code == 2
+    assert "nowhere" in nowhere.stderr
+    monkeypatch.setattr("specdec.eval_report.find_spec", lambda name: None)
+    no_plots = run(*EVAL, "--png", str(tmp_path / "report.png"))
+    assert no_plots.exit_code == 2
+    assert "specdec-runtime[plots]" in no_plots.stderr
+    folder = str(tmp_path / "transcripts")
+    assert run(*EVAL, "--transcripts", folder).exit_code == 0
+    other = run(*EVAL, "--transcripts", folder, "--seed", "1")
+    assert other.exit_code == 2
+    assert "seed 0, now 1" in other.stderr
