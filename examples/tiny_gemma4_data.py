@@ -1,8 +1,4 @@
-"""Tokenizer, packing and answer generation for the bundled tiny Gemma 4 pair.
-
-It turns word problems into rows of token ids with in-document positions, and prompts into answers. It knows nothing of
-optimisers or of the drafter. Invariant: a document never spans two rows, and position 0 starts a new document.
-"""
+"""Tokenizer, batches and answers of the bundled tiny Gemma 4; it knows nothing of optimisers."""
 
 from __future__ import annotations
 
@@ -15,19 +11,18 @@ import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.utils.data import DataLoader, IterableDataset
+from training_data import Document, pack, to_arrays
 from transformers import Gemma4ForCausalLM, PreTrainedTokenizerFast
 from word_problems import final_answer, generate, heldout_questions, stream
 
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]
 PAD, EOS, BOS, UNK, TURN, TURN_END = range(6)
 VOCAB = 2048
-QUESTION, ANSWER = 1, 2  # kind of each token; 0 is padding
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{{ '<|turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\\n' + m['content'] + '<turn|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|turn>model\\n' }}{% endif %}"
 )
-Document = tuple[np.ndarray, int]  # token ids, number of those that belong to the prompt
 
 
 def prompt_text(question: str) -> str:
@@ -75,45 +70,6 @@ def encode(tokenizer: Tokenizer, problems: list[dict[str, str]], limit: int) -> 
     return [(np.array([*q, *a, TURN_END], np.int32), len(q)) for q, a in pairs if len(q) + len(a) < limit]
 
 
-def pack(documents: list[Document], length: int) -> list[list[Document]]:
-    """First fit, longest first: rows of whole documents."""
-    rows: list[list[Document]] = []
-    room: list[int] = []
-    first = 0  # rows before it are too full for even a short document
-    for doc in sorted(documents, key=lambda d: -len(d[0])):
-        row = next((i for i in range(first, len(rows)) if room[i] >= len(doc[0])), None)
-        if row is None:
-            rows.append([])
-            room.append(length)
-            row = len(rows) - 1
-        rows[row].append(doc)
-        room[row] -= len(doc[0])
-        while first < len(rows) and room[first] < 40:
-            first += 1
-    return rows
-
-
-def to_arrays(
-    rows: list[list[Document]], length: int, dtype: type[np.signedinteger] = np.int16
-) -> dict[str, np.ndarray]:
-    """ids, positions inside the document, and kind; the padding behind the last document is one more document.
-
-    `dtype` of ids and positions: int16 holds the bundled vocabulary, int32 any.
-    """
-    shape = (len(rows), length)
-    ids, kind = np.full(shape, PAD, dtype), np.zeros(shape, np.uint8)
-    pos = np.zeros(shape, dtype)
-    for r, row in enumerate(rows):
-        at = 0
-        for tokens, prompt_len in row:
-            end = at + len(tokens)
-            ids[r, at:end], pos[r, at:end] = tokens, np.arange(len(tokens))
-            kind[r, at : at + prompt_len], kind[r, at + prompt_len : end] = QUESTION, ANSWER
-            at = end
-        pos[r, at:] = np.arange(length - at)
-    return {"ids": ids, "pos": pos, "kind": kind}
-
-
 class PackedProblems(IterableDataset):
     """Endless batches: fresh generated problems with a share of GSM8K documents, encoded in the worker process."""
 
@@ -137,7 +93,7 @@ class PackedProblems(IterableDataset):
             rng.shuffle(rows)
             # rows beyond the batch wait for the next one, so nothing is lost and no row is half empty
             waiting = [doc for row in rows[self.rows :] for doc in row]
-            yield to_arrays(rows[: self.rows], self.length)
+            yield to_arrays(rows[: self.rows], self.length, np.int16)
 
 
 def _same(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -147,24 +103,6 @@ def _same(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def batches(dataset: PackedProblems, workers: int) -> Iterator[dict[str, np.ndarray]]:
     prefetch = 8 if workers else None
     return iter(DataLoader(dataset, batch_size=None, num_workers=workers, collate_fn=_same, prefetch_factor=prefetch))
-
-
-def masks(pos: torch.Tensor, window: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Additive causal masks [B, 1, T, T] of packed rows; a sliding layer sees `window` keys including itself."""
-    doc = (pos == 0).cumsum(1)
-    t = torch.arange(pos.shape[1], device=pos.device)
-    behind = t[:, None] - t[None, :]
-    full = (doc[:, :, None] == doc[:, None, :]) & (behind >= 0)
-    return {
-        "full_attention": additive(full, dtype),
-        "sliding_attention": additive(full & (behind < window), dtype),
-    }
-
-
-def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[B, T, T] bool -> [B, 1, T, T] of 0 and -inf."""
-    zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-    return zeros.masked_fill_(~allowed, float("-inf")).unsqueeze(1)
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
-"""Train the bundled pair: a tiny Gemma 4 that solves word problems, then its MTP drafter, inside a time limit.
+"""Train the bundled target: a tiny Gemma 4 that solves word problems, inside a time limit.
 
-Stages: tokenizer, target, answers (the target's own), drafter, report. All schedules follow the clock, so a run ends
-decayed and saved whatever the speed of the machine. Only GSM8K's training file is read; its last 200 problems and the
-held-out generated ones are never trained on.
+Stages: tokenizer, target, report. The schedule follows the clock, so a run ends decayed and saved whatever the speed of
+the machine. Only GSM8K's training file is read; its last 200 problems and the held-out generated ones are never trained
+on. Its drafters come from train_drafter.py.
 
     python examples/train_tiny_gemma4.py --gsm8k-train train.jsonl --out out --minutes 9
 """
@@ -23,24 +23,22 @@ import torch
 import torch.nn.functional as F
 import transformers
 from tiny_gemma4_data import (
-    ANSWER,
     VOCAB,
-    Document,
     PackedProblems,
     accuracy,
     batches,
     encode,
-    masks,
     read_gsm8k,
     tokenizer_corpus,
     train_tokenizer,
 )
-from tiny_gemma4_model import MixedOptimizer, compile_layers, merge_shards, new_drafter, new_target, save, schedule
-from train_tiny_drafter import collect_answers, simulate, train_drafter
+from tiny_gemma4_model import compile_layers, merge_shards, new_target, save
+from training_data import ANSWER, causal_masks
+from training_optimizer import MixedOptimizer, schedule
 from transformers import Gemma4ForCausalLM, PreTrainedTokenizerFast
 from word_problems import generate, heldout, heldout_questions
 
-STAGES = ("tokenizer", "target", "answers", "drafter", "report")
+STAGES = ("tokenizer", "target", "report")
 
 
 @dataclass
@@ -52,7 +50,6 @@ class Run:
     device: torch.device
     tokenizer: PreTrainedTokenizerFast | None = None
     target: Gemma4ForCausalLM | None = None
-    answers: list[Document] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     result: dict[str, object] = field(default_factory=dict)
 
@@ -109,7 +106,7 @@ def train_target(run: Run, gsm8k: list[dict[str, str]], seconds: float) -> None:
         hidden = model.model(
             input_ids=batch["ids"],
             position_ids=batch["pos"],
-            attention_mask=masks(batch["pos"], model.config.sliding_window, torch.bfloat16),
+            attention_mask=causal_masks(batch["pos"], model.config.sliding_window, torch.bfloat16),
             use_cache=False,
         ).last_hidden_state
         loss = loss_fn(hidden, model.lm_head.weight, labels, weights, model.config.final_logit_softcapping)
@@ -154,26 +151,13 @@ def train_target(run: Run, gsm8k: list[dict[str, str]], seconds: float) -> None:
     }
 
 
-def score_target(run: Run, dev: list[dict[str, str]]) -> dict[str, list[list[int]]]:
+def score_target(run: Run, dev: list[dict[str, str]]) -> None:
     """Greedy accuracy in bfloat16 on held-out and GSM8K dev problems, in float32 on the held-out ones."""
     sets = {"heldout": heldout()[: run.args.report_count], "gsm8k_dev": dev[: run.args.report_count]}
-    answers = {}
     for name, problems in sets.items():
-        score, answers[name] = accuracy(run.target, run.tokenizer, problems, run.args.max_new)
-        run.result[f"{name}_accuracy_bf16"] = score
+        run.result[f"{name}_accuracy_bf16"] = accuracy(run.target, run.tokenizer, problems, run.args.max_new)[0]
     wide = Gemma4ForCausalLM.from_pretrained(run.target_dir, dtype=torch.float32).to(run.device).eval()
     run.result["heldout_accuracy_fp32"] = accuracy(wide, run.tokenizer, sets["heldout"], run.args.max_new)[0]
-    return answers
-
-
-def pair_up(
-    tokenizer: PreTrainedTokenizerFast, problems: list[dict[str, str]], answers: list[list[int]]
-) -> list[Document]:
-    documents = encode(tokenizer.backend_tokenizer, [{**p, "answer": ""} for p in problems], 4096)
-    return [
-        (torch.tensor([*ids[:cut].tolist(), *new]).numpy(), cut)
-        for (ids, cut), new in zip(documents, answers, strict=True)
-    ]
 
 
 def load_or_make(run: Run, gsm8k: list[dict[str, str]]) -> None:
@@ -230,42 +214,23 @@ def main() -> None:
     load_or_make(run, gsm8k)
     save(run.target, run.tokenizer, run.target_dir, args.shard_size)
     timed("tokenizer", began)
-    answer_s, drafter_s = (60 * m for m in (args.answer_minutes, args.drafter_minutes))
-    reserve = 5 + args.report_seconds * ("report" in stages) + answer_s * ("answers" in stages)
     if "target" in stages:
         began = time.perf_counter()
-        train_target(run, gsm8k, run.left() - reserve - drafter_s * ("drafter" in stages))
+        train_target(run, gsm8k, run.left() - 5 - args.report_seconds * ("report" in stages))
         timed("target", began)
     run.target.requires_grad_(False).eval()
-    if "answers" in stages:
-        began = time.perf_counter()
-        run.answers = collect_answers(run.target, run.tokenizer, gsm8k, args, answer_s)
-        timed("answers", began)
-    drafter = None
-    if "drafter" in stages:
-        began = time.perf_counter()
-        drafter = new_drafter(run.target)
-        seconds = run.left() - 5 - args.report_seconds * ("report" in stages)
-        run.result["drafter_training"] = train_drafter(run.target, drafter, run.answers, args, seconds)
-        timed("drafter", began)
     if "report" in stages:
         began = time.perf_counter()
-        answers = score_target(run, dev)
-        for name, problems in {"heldout": heldout(), "gsm8k_dev": dev}.items():
-            if drafter is not None:
-                documents = pair_up(run.tokenizer, problems[: args.report_count], answers[name])
-                run.result[f"drafter_{name}"] = simulate(run.target, drafter, documents, args.length)
+        score_target(run, dev)
         timed("report", began)
     report(run)
 
 
 def parse_args() -> argparse.Namespace:
-    p = argparse.ArgumentParser(description="Train the bundled tiny Gemma 4 and its MTP drafter.")
+    p = argparse.ArgumentParser(description="Train the bundled tiny Gemma 4.")
     p.add_argument("--gsm8k-train", type=Path)
     p.add_argument("--out", type=Path)
     p.add_argument("--minutes", type=float, default=9.0, help="limit of the whole call, compilation included")
-    p.add_argument("--answer-minutes", type=float, default=1.5)
-    p.add_argument("--drafter-minutes", type=float, default=2.5)
     p.add_argument("--report-seconds", type=float, default=50.0, help="time set aside for the report")
     p.add_argument("--stages", default=",".join(STAGES))
     p.add_argument("--init-from", type=Path, help="folder of a target and its tokenizer to go on from")
@@ -273,14 +238,12 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--lr", type=float, default=3e-3, help="peak rate of AdamW")
     p.add_argument("--muon-lr", type=float, default=1e-2, help="peak rate of Muon")
     p.add_argument("--lr-scale", type=float, default=1.0, help="lower both peaks, when going on")
-    p.add_argument("--drafter-lr", type=float, default=2e-3)
     p.add_argument("--question-weight", type=float, default=0.1)
     p.add_argument("--gsm8k-share", type=float, default=0.1)
     p.add_argument("--rows", type=int, default=128)
     p.add_argument("--length", type=int, default=512)
     p.add_argument("--workers", type=int, default=max(0, min(14, (os.cpu_count() or 2) - 2)))
     p.add_argument("--max-new", type=int, default=256)
-    p.add_argument("--answer-batch", type=int, default=4096)
     p.add_argument("--val-count", type=int, default=128)
     p.add_argument("--report-count", type=int, default=200)
     p.add_argument("--eval-every", type=float, default=110.0)

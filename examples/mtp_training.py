@@ -1,0 +1,146 @@
+"""Frozen-KV drafters for any target: a Gemma 4 assistant's layers on the target's own K/V, all positions at once.
+
+Position S stands for one drafting round: token x_S has no K/V yet, every step sits at RoPE position S, reads the
+committed keys [0, S) (the newest window + 1 of them in a sliding layer), and only the recurrent state h moves:
+
+    h_0 = target hidden of S - 1;   step t: (embed(x_{S+t}), h_t) -> law of x_{S+t+1}, h_{t+1}
+
+The assistant has queries only, so its heads, head sizes and RoPE are those of the target layers that it reads.
+Invariant: the parallel forward equals the drafter's own step on K/V cut to [0, S) (tests/test_train_drafter.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from drafter_lessons import Lesson, run_target
+from training_data import Batch, additive, same_document
+from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, GenerationConfig
+
+from specdec.draft_models.registry import constructible_assistants
+from specdec.kvcache.errors import UnsupportedModelError
+from specdec.target import TargetModel
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def new_assistant(
+    target: TargetModel, *, hidden: int, intermediate: int, layers: int, heads: int
+) -> Gemma4AssistantForCausalLM:
+    """Sliding layers where the target has some, and a full one last, as in the published assistants."""
+    owners = {kind: owner for kind in (FULL, SLIDING) if (owner := target.layout.last_owner(kind)) is not None}
+    if FULL not in owners:
+        raise UnsupportedModelError(
+            f"{target.name} has only {sorted(owners)} layers; an assistant ends in a full_attention layer"
+        )
+    full, other = owners[FULL], owners.get(SLIDING, owners[FULL])
+    kinds = [SLIDING if SLIDING in owners else FULL] * (layers - 1) + [FULL]
+    rope = dict(target.config.rope_parameters)
+    if rope.get("truncate") is False:  # transformers reads it from flat RoPE parameters only, and these are nested
+        raise UnsupportedModelError(
+            f"{target.name}: its RoPE (truncate=False) cannot be written into an assistant; train an EAGLE-3 head"
+        )
+    by_kind = rope if any(isinstance(value, dict) for value in rope.values()) else dict.fromkeys((FULL, SLIDING), rope)
+    text = Gemma4TextConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        layer_types=kinds,
+        num_attention_heads=heads,
+        num_key_value_heads=other.num_kv_heads,
+        num_global_key_value_heads=full.num_kv_heads,
+        head_dim=other.head_dim,
+        global_head_dim=full.head_dim,
+        sliding_window=target.layout.window or 512,
+        num_kv_shared_layers=layers,
+        attention_k_eq_v=full.num_kv_heads != other.num_kv_heads,  # only then are the global heads counted apart
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=0,
+        rope_parameters={kind: dict(by_kind[kind]) for kind in {*kinds}},
+        max_position_embeddings=target.max_position_embeddings or 4096,
+        tie_word_embeddings=True,
+        **{f"{name}_token_id": getattr(target.config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")},
+    )
+    with constructible_assistants():
+        model = Gemma4AssistantForCausalLM(
+            Gemma4AssistantConfig(text_config=text, backbone_hidden_size=target.hidden_size)
+        )
+    model.generation_config = GenerationConfig.from_model_config(text)
+    _initialise(model, target)
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if "inv_freq" not in name:  # the frequencies of RoPE stay float32, which `.to(bfloat16)` would round
+            tensor.data = tensor.data.bfloat16()
+    return model.to(target.device)
+
+
+@torch.no_grad()
+def _initialise(model: Any, target: TargetModel) -> None:
+    """q_norm carries the scale of attention, which is 1 here; the head starts as the target's main directions."""
+    for name, weight in model.named_parameters():
+        if name.endswith("q_norm.weight"):
+            weight.fill_(weight.numel() ** -0.5)
+        elif "post_" in name and name.endswith("norm.weight"):
+            weight.fill_(0.2)
+    table = target.head.weight.float().cpu()
+    if model.config.get_text_config().hidden_size <= table.shape[1]:
+        _, vectors = torch.linalg.eigh(table.T @ table)
+        directions = vectors[:, -model.config.get_text_config().hidden_size :]  # [H target, H], the strongest last
+        model.lm_head.weight.copy_(table @ directions)
+
+
+def drafter_masks(pos: torch.Tensor, window: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Row S sees keys [0, S), in a sliding layer the newest window + 1; S = 0 sees itself to stay finite, unused."""
+    same, behind = same_document(pos)
+    lone = (pos == 0)[:, :, None] & (behind == 0)
+    return {
+        FULL: additive(same & (behind >= 1) | lone, dtype),
+        SLIDING: additive(same & (behind >= 1) & (behind <= window + 1) | lone, dtype),
+    }
+
+
+@dataclass
+class MTPRecipe:
+    """An assistant and its target. Row S drafts the token behind its own, hence one ahead."""
+
+    module: Gemma4AssistantForCausalLM
+    target: TargetModel
+    target_ids: torch.Tensor | None = None
+    ahead: int = 1
+
+    def teach(self, batch: Batch) -> Lesson:
+        kinds = sorted(set(self.module.config.get_text_config().layer_types))
+        owners = tuple(self.target.layout.last_owner(kind).layer for kind in kinds)
+        hidden, _, kv = run_target(self.target, batch, owners=owners)
+        lesson = {"hidden": hidden}
+        for kind, (k, v) in zip(kinds, kv, strict=True):
+            lesson |= {f"k {kind}": k, f"v {kind}": v}
+        return lesson
+
+    def drafts(self, batch: Batch, lesson: Lesson, steps: int) -> Iterator[torch.Tensor]:
+        model, config = self.module, self.module.config.get_text_config()
+        mask = drafter_masks(batch.pos, config.sliding_window, lesson["hidden"].dtype)
+        kv = {kind: (lesson[f"k {kind}"], lesson[f"v {kind}"]) for kind in set(config.layer_types)}
+        hidden = lesson["hidden"].roll(1, 1)
+        for step in range(steps):
+            embeds = self.target.embed(batch.ids.roll(-step, 1)).to(hidden.dtype)
+            y = model.model(
+                inputs_embeds=model.pre_projection(torch.cat([embeds, hidden], -1)),
+                position_ids=batch.pos,
+                attention_mask=mask,
+                shared_kv_states=kv,
+                use_cache=False,
+            ).last_hidden_state
+            yield y
+            hidden = model.post_projection(y)
+
+    def score(self, states: torch.Tensor) -> torch.Tensor:
+        return self.module.lm_head(states)
+
+    def save(self, folder: Path) -> None:
+        self.module.save_pretrained(folder)

@@ -1,0 +1,302 @@
+"""Train a drafter for any Hugging Face causal LM that specdec runs: an EAGLE-3 head or a frozen-KV (MTP) drafter.
+
+    python examples/train_drafter.py --target DIR --prompts prompts.jsonl --out head
+    python examples/train_drafter.py --target DIR --prompts prompts.jsonl --out mtp --kind mtp
+    accelerate launch --num_processes 4 examples/train_drafter.py ...
+
+Stages: the target's own answers to the prompts (nothing else is learnt from), training-time test on them, and a report
+on prompts kept aside, by the engine that will serve the drafter. Stages are limited by time and leave their state under
+OUT/training: the same command again goes on where it was stopped, or only reports. A prompt file needs no answers: one
+JSON object a line with "question", "prompt" or "messages".
+
+The drafter is saved in a published format (SpecForge's EAGLE-3, or transformers' Gemma4Assistant), to be used as
+`Engine.from_pretrained(target, drafter=OUT)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from drafter_lessons import Lesson, Recipe, draft_loss
+from eagle3_training import Eagle3Recipe
+from mtp_training import MTPRecipe, new_assistant
+from training_data import (
+    WORD_PROBLEMS,
+    Batch,
+    Document,
+    collect_answers,
+    encode,
+    pack_rows,
+    prompt_source,
+    read_answers,
+)
+from training_optimizer import MixedOptimizer, Team, schedule
+
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.draft_models.eagle3_config import Eagle3Spec
+from specdec.loading import load_drafter, load_model, load_tokenizer
+from specdec.target import TargetModel
+
+SAVE_EVERY = 60.0  # seconds
+FREE_SETTINGS = frozenset(
+    {"out", "minutes", "answer_minutes", "answers", "steps", "log_every", "device", "report_count", "cache_gb", "batch"}
+)
+"""What a run may change when it goes on."""
+SHAPES = {"chain of 4": SpecConfig(4), "tree, topk 4, 16 nodes": SpecConfig(4, 4, 16)}
+
+
+class Lessons:
+    """Batches with what the target says about them; kept when they fit `cache_gb`, else asked for again."""
+
+    def __init__(self, recipe: Recipe, documents: list[Document], args: argparse.Namespace, team: Team) -> None:
+        self.recipe, self.team, self.seed = recipe, team, args.seed
+        self.device = recipe.target.device
+        self.data = pack_rows(documents, args.length)
+        self.count = len(self.data.ids)
+        self.rows = min(args.rows, max(1, self.count // team.size))
+        self.keep = args.cache_gb * 1e9 / team.size
+        self.kept: dict[int, Lesson] = {}
+        self.kept_bytes = 0
+
+    def from_step(self, step: int) -> Iterator[tuple[Batch, Lesson]]:
+        """Endless; each process takes its own rows of every batch, in an order that only the step decides."""
+        width = self.rows * self.team.size
+        for number in itertools.count(step):
+            epoch, at = divmod(number, max(1, self.count // width))
+            order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + epoch))
+            index = order[at * width + self.team.rank : (at + 1) * width : self.team.size]
+            lessons = [self._lesson(int(i)) for i in index]
+            lesson = {name: torch.cat([x[name] for x in lessons]).to(self.device) for name in lessons[0]}
+            yield self._batch(index), lesson
+
+    def _batch(self, index: torch.Tensor) -> Batch:
+        return Batch(*(x[index].to(self.device).long() for x in self.data))
+
+    def _lesson(self, row: int) -> Lesson:
+        if row in self.kept:
+            return self.kept[row]
+        lesson = {k: x.bfloat16() for k, x in self.recipe.teach(self._batch(torch.tensor([row]))).items()}
+        size = sum(x.numel() * x.element_size() for x in lesson.values())
+        if self.kept_bytes + size <= self.keep:
+            self.kept[row] = lesson
+            self.kept_bytes += size
+        return lesson
+
+
+def train(recipe: Recipe, lessons: Lessons, args: argparse.Namespace, team: Team) -> dict[str, Any]:
+    """Train until the clock (or --steps) says so; the schedule follows whichever is nearer its end."""
+    named = dict(recipe.module.named_children())
+    optimizer = MixedOptimizer(torch.nn.ModuleDict(named), args.lr, args.muon_lr, args.optimizer == "muon")
+    state_file = args.out / "training" / "state.pt"
+    step, spent, value = 0, 0.0, float("nan")
+    if state_file.exists():
+        state = torch.load(state_file, map_location=recipe.target.device, weights_only=True)
+        optimizer.load_state_dict(state["optimizer"])
+        recipe.target_ids = state["target_ids"]  # more answers since then would have chosen others
+        step, spent, value = state["step"], state["seconds"], state["loss"]
+        print(f"going on from step {step}, {spent:.0f} s of training", flush=True)
+
+    def save(seconds: float) -> None:
+        if team.main:
+            recipe.save(args.out)
+            part = state_file.with_suffix(".part")
+            record = {"step": step, "seconds": seconds, "loss": value, "target_ids": recipe.target_ids}
+            torch.save(record | {"optimizer": optimizer.state_dict()}, part)
+            part.replace(state_file)  # whole or not at all
+
+    def fraction() -> float:
+        seconds = time.perf_counter() - start
+        return team.most(max(seconds / (60 * args.minutes), step / args.steps if args.steps else 0.0))
+
+    recipe.module.train()
+    start = shown = saved = time.perf_counter() - spent
+    shown = saved = time.perf_counter()
+    done = fraction()
+    for batch, lesson in lessons.from_step(step) if done < 1 else ():
+        loss = draft_loss(recipe, recipe.target, batch, lesson, args.draft_steps)
+        loss.backward()
+        team.average_gradients(optimizer.parameters)
+        optimizer.step(schedule(done))
+        step, value, now = step + 1, loss.item(), time.perf_counter()
+        if now - shown > args.log_every and team.main:
+            epoch = step * lessons.rows * team.size / lessons.count
+            print(f"{now - start:6.0f} s  step {step}  loss {value:.4f}  epoch {epoch:.2f}", flush=True)
+            shown = now
+        if now - saved > SAVE_EVERY:
+            save(now - start)
+            saved = now
+        done = fraction()
+        if done >= 1:
+            save(now - start)
+            break
+    recipe.module.eval()
+    team.wait()
+    return {"steps": step, "loss": round(value, 4), "rows": lessons.count}
+
+
+def measure(
+    target: TargetModel, tokenizer: Any, args: argparse.Namespace, prompts: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Acceptance of the saved drafter on prompts kept aside, greedy, by the engine."""
+    found: dict[str, Any] = {}
+    for name, spec in SHAPES.items():
+        config = EngineConfig(max_batch_size=args.batch, max_model_len=args.length)
+        with Engine(
+            target, load_drafter(str(args.out), target), tokenizer=tokenizer, spec=spec, config=config
+        ) as engine:
+            ids = [p for prompt in prompts if len(p := encode(engine, prompt)) + 16 <= args.length]
+            params = [SamplingParams(max_new_tokens=min(args.max_new, args.length - len(p))) for p in ids]
+            engine.generate(ids, params)
+            stats = engine.stats()
+        found[name] = {
+            "prompts": len(ids),
+            "acceptance_length": round(stats.acceptance_length, 3),
+            "accepted_per_position": [round(share, 3) for share in stats.accepted_per_position],
+        }
+        print(f"{name}: acceptance length {stats.acceptance_length:.2f} over {len(ids)} prompts", flush=True)
+    return found
+
+
+def new_recipe(target: TargetModel, documents: list[Document], args: argparse.Namespace) -> Recipe:
+    hidden, config, num_layers = args.hidden, target.config, len(target.layout.layers)
+    owner = target.layout.layers[-1]
+    heads = args.heads or int(config.num_attention_heads)
+    if args.kind == "mtp":
+        hidden = hidden or max(64, target.hidden_size // 2)
+        layers, intermediate = args.layers or 2, args.intermediate or 4 * hidden
+        return MTPRecipe(
+            new_assistant(target, hidden=hidden, intermediate=intermediate, layers=layers, heads=heads), target
+        )
+    hidden = hidden or target.hidden_size
+    spec = Eagle3Spec(
+        hidden_size=hidden,
+        target_hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        intermediate_size=args.intermediate or 3 * hidden,
+        num_heads=heads,
+        num_kv_heads=args.kv_heads or owner.num_kv_heads,
+        head_dim=args.head_dim or hidden // heads,
+        aux_layers=(2, num_layers // 2, num_layers - 3),
+        windows=(None,) * (args.layers or 1),
+        draft_vocab_size=min(args.draft_vocab, target.vocab_size),
+        max_position_embeddings=target.max_position_embeddings or 4096,
+        owns_embed=hidden != target.hidden_size,
+        fc_norm=True,
+        norm_output=True,
+    )
+    return Eagle3Recipe.new(target, documents, spec, args.draft_vocab)
+
+
+def remember_settings(args: argparse.Namespace) -> None:
+    """Refuse to go on from a run that had other settings."""
+    settings = {k: v for k, v in vars(args).items() if k not in FREE_SETTINGS}
+    settings["prompts"] = [_fingerprint(name) for name in args.prompts]
+    file = args.out / "training" / "settings.json"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+        return
+    before = json.loads(file.read_text("utf-8"))
+    changed = [f"{k}: {before.get(k)} before, {v} now" for k, v in settings.items() if before.get(k) != v]
+    if changed:
+        raise SystemExit(
+            f"{args.out} holds a run with other settings ({'; '.join(changed)}); give another --out, or those settings"
+        )
+
+
+def _fingerprint(name: str) -> str:
+    return name if name == WORD_PROBLEMS else hashlib.sha256(Path(name).read_bytes()).hexdigest()
+
+
+def main() -> None:
+    args = parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    team = Team(cpu=args.device == "cpu")
+    if team.main:
+        remember_settings(args)
+    torch.manual_seed(args.seed)
+    device = torch.device(team.state.device if args.device == "cuda" else args.device)
+    model = load_model(args.target, dtype=getattr(torch, args.dtype), device=device).requires_grad_(False)
+    tokenizer, target = load_tokenizer(args.tokenizer or args.target), TargetModel(model)
+    source, kept = prompt_source(args.prompts, args.seed)
+    config = EngineConfig(max_batch_size=args.batch, max_model_len=args.length)
+    with Engine(target, None, tokenizer=tokenizer, config=config) as engine:
+        collect_answers(
+            engine,
+            itertools.islice(source, team.rank, None, team.size),
+            args.out / "training" / f"answers-{team.rank}.jsonl",
+            count=-(-args.answers // team.size),
+            seconds=60 * args.answer_minutes,
+            length=args.length,
+            max_new=args.max_new,
+            temperature=args.temperature,
+            seed=args.seed + team.rank * 10**6,
+        )
+    team.wait()
+    documents = read_answers(args.out / "training", args.length)
+    tokens = sum(len(d) - cut for d, cut in documents)
+    recipe = new_recipe(target, documents, args)
+    parameters = sum(p.numel() for p in recipe.module.parameters())
+    if team.main:
+        print(
+            f"{len(documents)} answers, {tokens} tokens; {parameters / 1e6:.2f} million parameters to train", flush=True
+        )
+    result: dict[str, Any] = {"target": args.target, "kind": args.kind, "parameters": parameters}
+    result |= {"answers": len(documents), "answer_tokens": tokens, "processes": team.size}
+    result |= train(recipe, Lessons(recipe, documents, args, team), args, team)
+    if team.main:
+        result["held_out"] = measure(target, tokenizer, args, kept[: args.report_count])
+        result |= {"device": str(device), "torch": torch.__version__, "transformers": transformers.__version__}
+        (args.out / "training" / "report.json").write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+    team.wait()
+
+
+def parse_args() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--target", required=True, help="hub id, folder or bundled name")
+    p.add_argument("--tokenizer", help="default: the target's")
+    p.add_argument("--prompts", nargs="+", required=True, help=f"JSON-lines files, or {WORD_PROBLEMS}; they take turns")
+    p.add_argument("--out", type=Path, required=True, help="the drafter's folder")
+    p.add_argument("--kind", choices=("eagle3", "mtp"), default="eagle3")
+    p.add_argument("--answers", type=int, default=4000, help="most answers to collect")
+    p.add_argument("--answer-minutes", type=float, default=10.0, help="most time to spend on them")
+    p.add_argument("--minutes", type=float, default=10.0, help="time to train")
+    p.add_argument("--steps", type=int, default=0, help="also stop after so many optimiser steps; 0: by time alone")
+    p.add_argument("--batch", type=int, default=64, help="answers at a time")
+    p.add_argument("--max-new", type=int, default=256, help="longest answer")
+    p.add_argument("--temperature", type=float, default=1.0, help="of every eighth answer; the others are greedy")
+    p.add_argument("--length", type=int, default=512, help="longest prompt and answer together; length of a packed row")
+    p.add_argument("--rows", type=int, default=16, help="packed rows a step and process")
+    p.add_argument("--draft-steps", type=int, default=5, help="draft steps learnt at once")
+    p.add_argument("--draft-vocab", type=int, default=8192, help="EAGLE-3: most frequent tokens that it can draft")
+    p.add_argument("--hidden", type=int, help="default: the target's; for mtp half of it")
+    p.add_argument("--intermediate", type=int, help="default: 3 times hidden; for mtp 4 times")
+    p.add_argument("--layers", type=int, help="default: 1; for mtp 2")
+    p.add_argument("--heads", type=int, help="query heads; default: the target's")
+    p.add_argument("--kv-heads", type=int, help="EAGLE-3 only; default: the target's")
+    p.add_argument("--head-dim", type=int, help="EAGLE-3 only; default: hidden / heads")
+    p.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
+    p.add_argument("--lr", type=float, default=1e-3, help="peak rate of AdamW")
+    p.add_argument("--muon-lr", type=float, default=1e-2, help="peak rate of Muon")
+    p.add_argument("--report-count", type=int, default=64, help="prompts kept aside to report on")
+    p.add_argument("--cache-gb", type=float, default=8.0, help="memory for the target's states")
+    p.add_argument("--log-every", type=float, default=15.0, help="seconds")
+    p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the target and the drafter")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return p.parse_args()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main()

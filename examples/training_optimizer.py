@@ -1,0 +1,135 @@
+"""A mixed-precision optimiser for small models, its schedule, and averaging over processes.
+
+The weights in use are in the model's own dtype, as they will be saved; the optimiser keeps a float32 master of each, so
+that what is measured during training is what is shipped. It knows nothing of data or losses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import nn
+
+
+def orthogonalise(g: torch.Tensor) -> torch.Tensor:
+    """Newton-Schulz iteration of Muon on a stack of matrices [N, R, C]: all singular values towards 1."""
+    x = g.bfloat16()
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(5):
+        a = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return (x.mT if tall else x).float()
+
+
+class MixedOptimizer:
+    """Muon on the matrices of layers, stacked by shape; AdamW on tables, heads and norms; masters in float32."""
+
+    def __init__(self, model: nn.Module, lr: float, muon_lr: float, muon: bool = True, betas=(0.9, 0.95)) -> None:
+        by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+        decayed: list[nn.Parameter] = []
+        plain: list[nn.Parameter] = []
+        for name, weight in model.named_parameters():
+            table = "embed" in name or "lm_head" in name
+            if weight.ndim == 2 and not table and muon:
+                by_shape[weight.shape].append(weight)
+            elif weight.ndim == 2 and not table:
+                decayed.append(weight)
+            else:
+                plain.append(weight)
+        self.lr, self.muon_lr = lr, muon_lr
+        self.stacks = [(ws, torch.stack([w.detach().float() for w in ws])) for ws in by_shape.values()]
+        self.momenta = [torch.zeros_like(master) for _, master in self.stacks]
+        self.weights = [*decayed, *plain]
+        self.masters = [nn.Parameter(w.detach().float()) for w in self.weights]
+        cuda = self.weights[0].is_cuda
+        groups = [
+            {"params": self.masters[: len(decayed)], "weight_decay": 0.1},
+            {"params": self.masters[len(decayed) :], "weight_decay": 0.0},
+        ]
+        groups = [g for g in groups if g["params"]]
+        self.adam = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-10, fused=cuda)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [*self.weights, *(w for ws, _ in self.stacks for w in ws)]
+
+    @torch.no_grad()
+    def step(self, scale: float) -> None:
+        """One update at `scale` times the peak rates; clears the gradients."""
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            master.grad = weight.grad.float()
+        nn.utils.clip_grad_norm_(self.masters, 1.0)
+        for group in self.adam.param_groups:
+            group["lr"] = self.lr * scale
+        self.adam.step()
+        for (weights, master), momentum in zip(self.stacks, self.momenta, strict=True):
+            grad = torch.stack([w.grad for w in weights]).float()
+            momentum.lerp_(grad, 0.05)
+            update = orthogonalise(grad.lerp(momentum, 0.95))
+            rate = self.muon_lr * scale
+            master.mul_(1 - 0.05 * rate).add_(update, alpha=-rate * max(1.0, master.shape[1] / master.shape[2]) ** 0.5)
+        self._write_weights()
+        for weight in self.parameters:
+            weight.grad = None
+
+    @torch.no_grad()
+    def _write_weights(self) -> None:
+        torch._foreach_copy_(self.weights, self.masters)
+        for weights, master in self.stacks:
+            torch._foreach_copy_(weights, list(master.unbind(0)))
+
+    def state_dict(self) -> dict[str, Any]:
+        stacks = [master for _, master in self.stacks]
+        return {"masters": self.masters, "stacks": stacks, "momenta": self.momenta, "adam": self.adam.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`, weights included."""
+        ours = [*self.masters, *(master for _, master in self.stacks), *self.momenta]
+        theirs = [*state["masters"], *state["stacks"], *state["momenta"]]
+        for mine, saved in zip(ours, theirs, strict=True):
+            mine.copy_(saved)
+        self.adam.load_state_dict(state["adam"])
+        self._write_weights()
+
+
+def schedule(fraction: float) -> float:
+    """Warm-up over the first 2 %, then half a cosine down to 0."""
+    if fraction < 0.02:
+        return 0.05 + 0.95 * fraction / 0.02
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (fraction - 0.02) / 0.98)))
+
+
+class Team:
+    """The processes that `accelerate launch` started, or this one alone."""
+
+    def __init__(self, cpu: bool) -> None:
+        self.state = PartialState(cpu=cpu)
+        self.rank, self.size = self.state.process_index, self.state.num_processes
+        self.main = self.rank == 0
+
+    def average_gradients(self, parameters: list[nn.Parameter]) -> None:
+        if self.size == 1:
+            return
+        flat = torch.cat([p.grad.flatten().float() for p in parameters])
+        torch.distributed.all_reduce(flat)
+        flat /= self.size
+        for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            p.grad.copy_(part.view_as(p))
+
+    def most(self, value: float) -> float:
+        """The largest of everybody's values, so that all decide alike."""
+        if self.size == 1:
+            return value
+        shared = torch.tensor([value], dtype=torch.float64, device=self.state.device)
+        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX)
+        return float(shared)
+
+    def wait(self) -> None:
+        self.state.wait_for_everyone()

@@ -1,0 +1,391 @@
+"""Training of drafters: the parallel forwards are the sequential drafters, runs can be stopped and go on, and what they
+leave loads and drafts."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specdec import Engine, EngineConfig, SamplingParams
+from specdec.draft_models.eagle3 import Eagle3Drafter
+from specdec.draft_models.eagle3_config import Eagle3Spec
+from specdec.draft_models.eagle3_model import Eagle3Head, embed_raw
+from specdec.draft_models.gemma4_mtp import WINDOW_SHIFT, Gemma4MTPDrafter
+from specdec.kvcache.errors import UnsupportedModelError
+from specdec.target import TargetModel
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+MODULES = ("training_data", "drafter_lessons", "eagle3_training", "mtp_training", "train_drafter")
+
+pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="needs the checkout")
+
+
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """The training modules, imported as the scripts import each other."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return {name: importlib.import_module(name) for name in MODULES}
+
+
+def documents(lengths: list[tuple[int, int]]) -> list[tuple[np.ndarray, int]]:
+    rng = np.random.default_rng(0)
+    return [(rng.integers(1, 96, n).astype(np.int32), cut) for n, cut in lengths]
+
+
+def batch_of(training_data: ModuleType, docs: list[tuple[np.ndarray, int]], length: int) -> Any:
+    return training_data.Batch(*(x.long() for x in training_data.pack_rows(docs, length)))
+
+
+def packed_documents(batch: Any) -> list[tuple[int, int, list[int]]]:
+    """(row, first column, token ids) of every document in a batch."""
+    found = []
+    for row in range(len(batch.ids)):
+        for start in (batch.pos[row] == 0).nonzero()[:, 0].tolist():
+            end = next((j for j in range(start + 1, batch.ids.shape[1]) if batch.pos[row, j] == 0), batch.ids.shape[1])
+            if batch.kind[row, start] != 0:  # not padding
+                found.append((row, start, batch.ids[row, start:end].tolist()))
+    return found
+
+
+@torch.no_grad()
+def sequential_head(
+    head: Eagle3Head, table: torch.Tensor, states: torch.Tensor, ids: list[int], i: int, steps: int
+) -> Any:
+    """Logits of a chain drafted behind position i from true tokens, one row at a time over growing K/V."""
+    k: list[list[torch.Tensor]] = [[] for _ in head.spec.windows]
+    v: list[list[torch.Tensor]] = [[] for _ in head.spec.windows]
+
+    def run(token: int, hidden: torch.Tensor, position: int) -> torch.Tensor:
+        def attend(layer: int, q: torch.Tensor, new_k: torch.Tensor, new_v: torch.Tensor) -> torch.Tensor:
+            k[layer].append(new_k)
+            v[layer].append(new_v)
+            first = max(0, len(k[layer]) - (head.spec.windows[layer] or 1 << 30))
+            keys, values = (torch.cat(rows[layer][first:], dim=2) for rows in (k, v))
+            group = q.shape[1] // keys.shape[1]
+            keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+            weights = (q @ keys.mT * q.shape[-1] ** -0.5).softmax(-1)
+            return (weights @ values).transpose(1, 2)
+
+        return head(embed_raw(table, torch.tensor([[token]])), hidden, torch.tensor([[position]]), attend)
+
+    features = head.features(states)
+    for j in range(i + 1):
+        a = run(ids[j + 1], features[None, j : j + 1], j)
+    out = [head.logits(a)[0, 0]]
+    for step in range(1, steps):
+        a = run(ids[i + 1 + step], head.feedback(a), i + step)
+        out.append(head.logits(a)[0, 0])
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4-e2b", "gpt_oss", "mistral"])
+def test_the_parallel_eagle3_forward_is_the_sequential_head(family, examples, make_target) -> None:
+    target = TargetModel(make_target(family))
+    spec = Eagle3Spec(
+        hidden_size=32,
+        target_hidden_size=32,
+        vocab_size=96,
+        intermediate_size=24,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        aux_layers=(2, 1, len(target.layout.layers)),
+        windows=(None, 5) if family == "llama" else (None,),
+        draft_vocab_size=40,
+        fc_norm=True,
+        norm_output=family != "mistral",
+    )
+    torch.manual_seed(1)
+    recipe = examples["eagle3_training"].Eagle3Recipe(Eagle3Head(spec).eval(), target, None)
+    batch = batch_of(examples["training_data"], documents([(17, 6), (13, 4), (9, 3), (25, 20)]), 40)
+    lesson, steps = recipe.teach(batch), 4
+    with torch.no_grad():
+        logits = torch.stack([recipe.score(a) for a in recipe.drafts(batch, lesson, steps)])
+    checked = 0
+    for row, start, ids in packed_documents(batch):
+        end = len(ids)
+        alone = type(batch)(torch.tensor([ids]), torch.arange(end)[None], torch.ones(1, end, dtype=torch.long))
+        states = recipe.teach(alone)["states"][0]
+        torch.testing.assert_close(lesson["states"][row, start : start + end], states, atol=1e-3, rtol=1e-3)
+        for i in (0, 3, end - steps - 2):
+            want = sequential_head(recipe.module, target.embed.weight, states, ids, i, steps)
+            torch.testing.assert_close(logits[:, row, start + i], want, atol=1e-4, rtol=1e-4)
+            checked += 1
+    assert checked == 12
+
+
+class CutContext:
+    """Attention of an assistant's layers over K/V of one document cut to [0, S), written from the definition."""
+
+    def __init__(self, kv: list[tuple[torch.Tensor, torch.Tensor]], windows: list[int | None], position: int) -> None:
+        self.kv, self.windows, self.position = kv, windows, position
+
+    def attend(self, call: Any) -> torch.Tensor:
+        k, v = (x[:, : self.position] for x in self.kv[call.layer])  # [Hkv, S, D]
+        window = self.windows[call.layer]
+        if window is not None:  # as the drafter does: its query at S sees keys with S - p < window + shift
+            k, v = (x[:, max(0, self.position - window - WINDOW_SHIFT + 1) :] for x in (k, v))
+        group = call.query.shape[1] // k.shape[0]
+        k, v = (x.repeat_interleave(group, 0) for x in (k, v))
+        weights = (call.query[0] @ k.mT * call.scaling).softmax(-1)
+        return (weights @ v).transpose(0, 1)[None]  # [1, 1, Hq, D]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4-e2b", "gemma2", "gemma3"])
+def test_the_parallel_mtp_forward_is_the_drafters_own_step(family, examples, make_target) -> None:
+    """For targets that no assistant was published for as well: the same heads, RoPE, window and recurrence."""
+    mtp = examples["mtp_training"]
+    target = TargetModel(make_target(family))
+    torch.manual_seed(2)
+    model = mtp.new_assistant(target, hidden=24, intermediate=40, layers=2, heads=4).float()
+    for name, weight in model.named_parameters():
+        if "norm" not in name:
+            weight.data.normal_(0, 0.3)
+    recipe = mtp.MTPRecipe(model.eval(), target)
+    drafter = Gemma4MTPDrafter(model, target)
+    batch = batch_of(examples["training_data"], documents([(17, 6), (23, 4), (9, 3)]), 40)
+    lesson, steps = recipe.teach(batch), 3
+    with torch.no_grad():
+        logits = torch.stack([recipe.score(y) for y in recipe.drafts(batch, lesson, steps)])
+    kinds, checked = model.config.get_text_config().layer_types, 0
+    for row, start, ids in packed_documents(batch):
+        for s in (1, 4, len(ids) - steps):
+            here = slice(start, start + len(ids))
+            kv = [(lesson[f"k {kind}"][row, :, here], lesson[f"v {kind}"][row, :, here]) for kind in kinds]
+            context = CutContext(kv, list(drafter.windows), s)
+            context.plan = type("Plan", (), {"positions": torch.tensor([[s]])})
+            hidden = lesson["hidden"][row, start + s - 1][None, None]
+            for step in range(steps):
+                with (
+                    torch.no_grad(),
+                    importlib.import_module("specdec.attention.bridge").attention_installed(drafter._configs),
+                ):
+                    want, hidden = drafter.step(torch.tensor([[ids[s + step]]]), hidden, context)
+                torch.testing.assert_close(logits[step, row, start + s], want[0, 0], atol=1e-4, rtol=1e-4)
+                checked += 1
+    assert checked == 27
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "gemma4-31b"])
+def test_an_assistant_rotates_queries_as_the_target_rotates_keys(family, examples, make_target) -> None:
+    target = TargetModel(make_target(family))
+    model = examples["mtp_training"].new_assistant(target, hidden=16, intermediate=16, layers=2, heads=4).float()
+    x, pos = torch.zeros(1, 40, 32), torch.arange(40)[None]
+    for kind in set(model.config.get_text_config().layer_types):
+        rotary = target.decoder.rotary_emb
+        nested = any(isinstance(value, dict) for value in dict(target.config.rope_parameters).values())
+        theirs = rotary(x, pos, kind) if nested else rotary(x, pos)
+        for ours, want in zip(model.model.rotary_emb(x, pos, kind), theirs, strict=True):
+            # some models keep one half of the frequencies, which both halves of a head share
+            torch.testing.assert_close(ours[..., : want.shape[-1]], want)
+
+
+@pytest.mark.parametrize(("family", "reason"), [("mistral", "full_attention"), ("gpt_oss", "truncate=False")])
+def test_targets_that_an_assistant_cannot_read_are_refused(family, reason, examples, make_target) -> None:
+    target = TargetModel(make_target(family))
+    with pytest.raises(UnsupportedModelError, match=reason):
+        examples["mtp_training"].new_assistant(target, hidden=16, intermediate=16, layers=1, heads=4)
+
+
+def test_predicted_rows_are_those_of_answers(examples) -> None:
+    batch = batch_of(examples["training_data"], documents([(7, 3)]), 10)
+    T, F = True, False
+    # positions 0..6 hold the document, its answer is 3..6; EAGLE-3's row i predicts i + 2 at step 0, i + 3 at step 1
+    assert [r[0].tolist() for r in examples["training_data"].predicted_rows(batch, 2, 2)] == [
+        [F, T, T, T, T, F, F, F, F, F],
+        [T, T, T, T, F, F, F, F, F, F],
+    ]
+    # a frozen-KV drafter's row i predicts i + 1 at step 0
+    assert examples["training_data"].predicted_rows(batch, 1, 1)[0][0].tolist() == [F, F, T, T, T, T, F, F, F, F]
+
+
+class Constant:
+    """A recipe whose drafter always scores the same, to check the loss by hand."""
+
+    ahead = 2
+
+    def __init__(self, scores: list[float], target_ids: torch.Tensor | None) -> None:
+        self.scores, self.target_ids = torch.tensor(scores), target_ids
+
+    def drafts(self, batch, lesson, steps):
+        yield from [lesson["hidden"]] * steps
+
+    def score(self, states):
+        return self.scores.expand(*states.shape[:-1], -1)
+
+
+def test_the_loss_is_the_cross_entropy_with_the_targets_law(examples, make_target) -> None:
+    target = TargetModel(make_target("llama"))
+    batch = batch_of(examples["training_data"], documents([(7, 3)]), 10)
+    hidden = torch.randn(1, 10, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        law = target.logits(hidden)[0].softmax(-1)  # row j: the law of token j + 1
+    scores = torch.linspace(-1, 1, 96).tolist()
+    want = -(law[2:6] * torch.tensor(scores).log_softmax(-1)).sum(-1).mean()  # the answer's tokens are 3, 4, 5, 6
+    draft_loss = examples["drafter_lessons"].draft_loss
+    got = draft_loss(Constant(scores, None), target, batch, {"hidden": hidden}, 1)
+    torch.testing.assert_close(got, want)
+    # rows whose best token is outside the draft vocabulary do not count, and the law is that of the others alone
+    best = law[2:6].argmax(-1)
+    ids = torch.tensor(sorted({*range(48), int(best[0])} - {int(best[1])}))
+    rows = [i for i in range(4) if int(best[i]) in ids.tolist()]
+    restricted = law[2:6][rows][:, ids]
+    restricted = restricted / restricted.sum(-1, keepdim=True)
+    few = torch.linspace(-1, 1, len(ids))
+    want = -(restricted * few.log_softmax(-1)).sum(-1).mean()
+    got = draft_loss(Constant(few.tolist(), ids), target, batch, {"hidden": hidden}, 1)
+    assert 0 < len(rows) < 4
+    torch.testing.assert_close(got, want)
+
+
+@pytest.fixture
+def checkpoint(tmp_path, make_target, byte_tokenizer) -> Path:
+    """A random target with a tokenizer on disk."""
+    model = make_target("gemma4-31b", vocab_size=258, fresh=True)
+    model.generation_config.eos_token_id = 257
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(tmp_path / "target")
+    byte_tokenizer.save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"question": f"What is {i} times {i}?"}) for i in range(40)))
+    return file
+
+
+SMALL = "--answers 24 --batch 8 --minutes 5 --steps 4 --rows 4 --length 96 --max-new 24 --heads 4 --draft-vocab 64"
+SMALL += " --report-count 2 --draft-steps 3 --device cpu --dtype float32"
+
+
+def run(examples, monkeypatch, target: Path, prompts: Path, out: Path, more: str = "") -> dict[str, Any]:
+    argv = f"--target {target} --prompts {prompts} --out {out} {SMALL} {more}"
+    monkeypatch.setattr(sys, "argv", ["train_drafter.py", *argv.split()])
+    examples["train_drafter"].main()
+    return json.loads((out / "training" / "report.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_a_run_leaves_a_drafter_that_loads(
+    kind, examples, monkeypatch, checkpoint, prompts, tmp_path, byte_tokenizer
+) -> None:
+    """The whole script on a random target: answers, vocabulary, training, file, report by the engine."""
+    out = tmp_path / kind
+    report = run(examples, monkeypatch, checkpoint, prompts, out, f"--kind {kind} --kv-heads 2 --head-dim 8")
+    assert report["steps"] == 4 and report["answers"] == 24 and 0 < report["loss"] < 10
+    assert set(report["held_out"]) == {"chain of 4", "tree, topk 4, 16 nodes"}
+    assert all(1 <= r["acceptance_length"] <= 5 and r["prompts"] == 2 for r in report["held_out"].values())
+    engine = Engine.from_pretrained(str(checkpoint), str(out), config=EngineConfig(max_batch_size=1, max_model_len=64))
+    plain = Engine(engine.target, None, config=EngineConfig(max_batch_size=1, max_model_len=64))
+    prompt = byte_tokenizer("What is 3?")["input_ids"]
+    params = SamplingParams(max_new_tokens=12)
+    assert engine.generate(prompt, params)[0].token_ids == plain.generate(prompt, params)[0].token_ids
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_a_stopped_run_goes_on(kind, examples, monkeypatch, checkpoint, prompts, tmp_path) -> None:
+    """Stopped among the answers and then in training, it asks for no answer twice and ends with the same number of
+    steps; other settings are refused."""
+    out = tmp_path / "stopped"
+    first = f"--kind {kind} --answers 16 --steps 2"
+    run(examples, monkeypatch, checkpoint, prompts, out, first)
+    answers = out / "training" / "answers-0.jsonl"
+    lines = answers.read_text().splitlines()
+    answers.write_text("\n".join(lines[:11]) + "\n" + lines[11][:20])  # torn while the twelfth was written
+    report = run(examples, monkeypatch, checkpoint, prompts, out, f"--kind {kind}")
+    assert report["answers"] == 24 and report["steps"] == 4
+    whole = run(examples, monkeypatch, checkpoint, prompts, tmp_path / "whole", f"--kind {kind}")
+    texts = [
+        [json.loads(x)["answer"] for x in (folder / "training/answers-0.jsonl").read_text().splitlines()]
+        for folder in (out, tmp_path / "whole")
+    ]
+    assert texts[0] == texts[1] and whole["steps"] == 4
+    with pytest.raises(SystemExit, match=r"lr: 0\.001 before, 0\.5 now"):
+        run(examples, monkeypatch, checkpoint, prompts, out, f"--kind {kind} --lr 0.5")
+
+
+def test_two_processes_train_one_head(checkpoint, prompts, tmp_path) -> None:
+    """Each takes its own prompts and rows; averaged gradients keep one set of weights, which the first one saves."""
+    out = tmp_path / "pair"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    argv = f"{EXAMPLES / 'train_drafter.py'} --target {checkpoint} --prompts {prompts} --out {out} {SMALL}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launch, *argv.split()], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads((out / "training" / "report.json").read_text())
+    assert report["processes"] == 2 and report["answers"] == 24 and report["steps"] == 4
+    parts = [(out / f"training/answers-{rank}.jsonl").read_text().splitlines() for rank in range(2)]
+    assert [len(part) for part in parts] == [12, 12]
+    asked = [json.loads(line)["prompt"] for part in parts for line in part]
+    assert len({tuple(p) for p in asked}) == 24
+
+
+def test_averaged_halves_are_the_whole_batch(examples, make_target) -> None:
+    """What two processes add up: the mean of the gradients of two halves is that of the batch when they are alike."""
+    target = TargetModel(make_target("llama"))
+    spec = examples["train_drafter"].new_recipe.__globals__["Eagle3Spec"](
+        hidden_size=32, target_hidden_size=32, vocab_size=96, intermediate_size=24, num_heads=4, num_kv_heads=2,
+        head_dim=8, aux_layers=(2, 1, 1), draft_vocab_size=96,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    recipe = examples["eagle3_training"].Eagle3Recipe(Eagle3Head(spec), target, None)
+    batch = batch_of(examples["training_data"], documents([(20, 8), (20, 8)]), 20)
+    loss = examples["drafter_lessons"].draft_loss
+    gradients = []
+    for rows in ([0, 1], [0], [1]):
+        part = type(batch)(*(x[rows] for x in batch))
+        recipe.module.zero_grad()
+        loss(recipe, target, part, recipe.teach(part), 3).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in recipe.module.parameters()]))
+    torch.testing.assert_close(gradients[0], (gradients[1] + gradients[2]) / 2, atol=1e-6, rtol=1e-4)
+
+
+def test_a_trained_head_is_accepted_and_an_off_by_one_layer_is_not(examples, make_target, greedy_oracle) -> None:
+    """Training and engine agree about what position i holds; reading the states one layer early shows."""
+    model = make_target("llama")
+    target = TargetModel(model)
+    prompts = [[7 * i % 96, 5, 3 * i % 96, i] for i in range(6)]
+    docs = [(np.array(p + greedy_oracle(model, p, 24), np.int32), len(p)) for p in prompts]
+    spec = Eagle3Spec(
+        hidden_size=32,
+        target_hidden_size=32,
+        vocab_size=96,
+        intermediate_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        aux_layers=(2, 1, 3),
+        draft_vocab_size=96,
+        fc_norm=True,
+        norm_output=True,
+    )
+    torch.manual_seed(0)
+    recipe = examples["eagle3_training"].Eagle3Recipe(Eagle3Head(spec), target, None)
+    batch = batch_of(examples["training_data"], docs, 60)
+    lesson = {name: x.detach() for name, x in recipe.teach(batch).items()}
+    optimizer = torch.optim.Adam(recipe.module.parameters(), lr=1e-2)
+    for _ in range(70):
+        optimizer.zero_grad()
+        examples["drafter_lessons"].draft_loss(recipe, target, batch, lesson, 4).backward()
+        optimizer.step()
+    recipe.module.eval()
+    lengths = []
+    for taps in ((2, 1, 3), (1, 0, 2)):
+        drafter = Eagle3Drafter(recipe.module, None, target)
+        drafter.taps = taps
+        engine = Engine(target, drafter, config=EngineConfig(max_batch_size=3, max_model_len=64))
+        outputs = engine.generate(prompts, SamplingParams(max_new_tokens=24))
+        assert [out.token_ids for out in outputs] == [list(map(int, doc[cut:])) for doc, cut in docs]
+        lengths.append(engine.stats().acceptance_length)
+    right, wrong = lengths
+    assert right > 2.5 and wrong < 0.6 * right
