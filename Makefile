@@ -11,16 +11,19 @@ INSTALL := $(PIP) install -q -c constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint format types size layout clean
+.PHONY: help demo test gpu-test check lint format types size layout clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*##/\1/p' $(MAKEFILE_LIST) | awk '{ name = $$1; $$1 = ""; printf "%-8s%s\n", name, $$0 }'
+	@sed -n 's/^\([a-z-]*\):.*##/\1/p' $(MAKEFILE_LIST) | awk '{ name = $$1; $$1 = ""; printf "%-9s%s\n", name, $$0 }'
 
 demo: $(VENV)/.run  ## install into .venv and run examples/demo.py
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.test  ## install with the test extra and run the tests (JOBS=2 processes)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(ARGS)
+
+gpu-test: $(VENV)/.run  ## on a CUDA device: kernels, timings and the engine as one table (ARGS="--out FILE")
+	$(BIN)/python tools/gpu_test.py $(ARGS)
 
 check: lint size layout types  ## lint, format, size budget, layout, types
 

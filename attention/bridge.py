@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from specdec.attention.backend import Attend, attention_by_window
 from specdec.attention.hf_norms import DECOMPOSED_NORMS, fused_rms_norm
 from specdec.attention.plan import KVPlan
-from specdec.attention.reference import VisibleKeys, reference_attention
 from specdec.kvcache.errors import SpecDecError, UnsupportedModelError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout
@@ -98,31 +98,44 @@ AttentionInterface.register(ATTENTION_NAME, specdec_attention)
 class ForwardContext:
     """One forward: its plan, the view it reads and writes KV through, and each layer's window.
 
-    `keys` maps a window (None: full attention) to what layers with it see; made here, for this forward.
+    `by_window` maps a window (None: full attention) to the attention of layers with it; made here, for this forward.
+    `lent` holds the new K/V [B, Hkv, N, D] of the layers whose K/V later layers share, once they have run.
     """
 
     plan: KVPlan
     view: KVView
     windows: Sequence[int | None]
-    keys: dict[int | None, VisibleKeys]
+    by_window: dict[int | None, Attend]
+    lent: dict[int, tuple[torch.Tensor, torch.Tensor] | None]
 
     @classmethod
     def of(cls, plan: KVPlan, view: KVView, windows: Sequence[int | None], dtype: torch.dtype) -> "ForwardContext":
         """`windows[i]` is the sliding window of worker layer i, None on full layers; dtype: the model's."""
-        return cls(plan, view, windows, {window: VisibleKeys.of(plan, window, dtype) for window in set(windows)})
+        lenders = {owner for layer, owner in enumerate(view.layer_map) if owner != layer}
+        return cls(plan, view, windows, attention_by_window(plan, windows, dtype), dict.fromkeys(lenders))
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        query, layer = call.query, call.layer
-        batch, num_rows = self.plan.positions.shape
-        num_heads, head_dim = query.shape[1], query.shape[3]
-        if self.view.owns(layer) and self.plan.write_full is not None:
-            k, v = (x.transpose(1, 2).flatten(0, 1) for x in (call.key, call.value))  # [B*N, Hkv, D]
-            self.view.write(layer, self.plan.write_full, self.plan.write_swa, k, v)
+        layer = call.layer
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (call.query, call.key, call.value))  # [B*N, heads, D]
+        block = None
+        if self.plan.write_full is not None:
+            if self.view.owns(layer):
+                self.view.write(layer, self.plan.write_full, self.plan.write_swa, k, v)
+                block = self._by_request(k), self._by_request(v)
+                if layer in self.lent:
+                    self.lent[layer] = block
+            else:
+                block = self.lent[self.view.layer_map[layer]]
+        block_k, block_v = block or (None, None)
         pool_k, pool_v, _ = self.view.layer(layer)
-        q = query.transpose(1, 2).reshape(batch, num_rows, num_heads, head_dim).transpose(1, 2)  # [B, Hq, N, D]
-        keys = self.keys[self.windows[layer]]
-        out = reference_attention(q, pool_k, pool_v, keys, scaling=call.scaling, softcap=call.softcap, sinks=call.sinks)
-        return out.reshape(len(query), -1, num_heads, head_dim)
+        options = {"scaling": call.scaling, "softcap": call.softcap, "sinks": call.sinks}
+        attend = self.by_window[self.windows[layer]]
+        out = attend(self._by_request(q), block_k, block_v, pool_k, pool_v, **options)  # [B, N, Hq, D]
+        return out.reshape(len(call.query), -1, *out.shape[2:])
+
+    def _by_request(self, rows: torch.Tensor) -> torch.Tensor:
+        """[B*N, H, D] -> [B, H, N, D], a view."""
+        return rows.view(*self.plan.positions.shape, *rows.shape[1:]).transpose(1, 2)
 
 
 @dataclass(slots=True)
@@ -148,6 +161,8 @@ class ProbeContext:
         kv_shape = (spec.num_kv_heads, spec.head_dim)
         if (key.shape[1], key.shape[3]) != kv_shape or value.shape != key.shape:
             return f"has K {tuple(key.shape)} and V {tuple(value.shape)}, but the config says heads x size {kv_shape}"
+        if not query.dtype == key.dtype == value.dtype:
+            return f"has queries in {query.dtype}, K in {key.dtype} and V in {value.dtype}; one dtype is supported"
         if query.shape[3] != spec.head_dim or query.shape[1] % spec.num_kv_heads:
             return f"has queries {tuple(query.shape)} that do not group over {kv_shape} keys"
         if call.sliding_window != spec.window:

@@ -139,10 +139,6 @@ def build_node_rows(
     )
     assert rows.shape == committed_len.shape == (batch,), f"{rows.shape=} {committed_len.shape=}"
     assert req_to_slot.is_contiguous() and rows.is_contiguous() and committed_len.is_contiguous(), "not contiguous"
-    if not req_to_slot.is_cuda and not triton.knobs.runtime.interpret:
-        return reference_build_node_rows(
-            req_to_slot, full_to_swa, rows, committed_len, parents, depth, window=window, width=width
-        )
     slots = req_to_slot.new_empty((batch, num_nodes, width))
     lengths = req_to_slot.new_empty((batch, num_nodes))
     _node_rows_kernel[(batch * num_nodes, max(triton.cdiv(width, BLOCK), 1))](

@@ -149,18 +149,6 @@ def build_page_tables(
     assert committed_len.shape == rows.shape == (batch,), f"{rows.shape=} {committed_len.shape=}"
     assert req_to_slot.is_contiguous() and rows.is_contiguous() and committed_len.is_contiguous(), "not contiguous"
     assert (full_to_swa is None) == (retain is None), f"{full_to_swa is None=} {retain=}"
-    if not req_to_slot.is_cuda and not triton.knobs.runtime.interpret:
-        return reference_build_page_tables(
-            req_to_slot,
-            full_to_swa,
-            rows,
-            committed_len,
-            num_nodes=num_nodes,
-            retain=retain,
-            page_size=page_size,
-            full_width=full_width,
-            swa_width=swa_width,
-        )
     full_pages = req_to_slot.new_empty((batch, full_width))
     write_full = req_to_slot.new_empty((batch, num_nodes))
     swa_pages = swa_start = write_swa = None

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 
 from specdec.attention.paged_attention_kernels import attend_kernel, merge_kernel
-from specdec.kvcache.triton_shim import triton
 
 MAX_TREE_NODES = 64
 """One int64 of ancestor bits a row."""
@@ -124,25 +123,6 @@ def paged_attention(
     window: keys fewer than this many positions behind are visible.  softcap: c above.  sinks: [Hq] logits.
     split_len: a fixed number of keys a split, so that no result depends on the batch; None: fill the device.
     """
-    if not query.is_cuda and not triton.knobs.runtime.interpret:
-        return reference_paged_attention(
-            query,
-            block_k,
-            block_v,
-            pool_k,
-            pool_v,
-            pages,
-            start,
-            committed_len,
-            positions,
-            page_size=page_size,
-            scaling=scaling,
-            ancestors=ancestors,
-            block_len=block_len,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-        )
     batch, num_heads, num_rows, head_dim = query.shape
     kv_heads, num_pages = pool_k.shape[1], pages.shape[1]
     assert num_heads % kv_heads == 0, f"{num_heads} query heads do not group over {kv_heads}"

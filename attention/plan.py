@@ -6,6 +6,9 @@ made on the device from the request table by one of three builders:
     plan_prefill   B prompt chunks, causal, padded to the longest; padded rows write to the sink in both spaces
     plan_verify    B trees of N nodes behind their committed prefixes
     plan_frozen    one query a request on the committed prefix only: what a frozen-KV drafter reads
+
+Where the engine runs on Triton kernels, a plan has page tables, made with the write locations in one launch; plain
+torch reads tables of slots.
 """
 
 from dataclasses import dataclass
@@ -13,9 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from specdec.attention.page_table import PageTables, build_page_tables
 from specdec.attention.tree import DraftTree
 from specdec.kvcache.mirror import IntArray
-from specdec.kvcache.spaces import SINK_SLOT, FullLoc, PageTable, SwaLoc
+from specdec.kvcache.spaces import SINK_SLOT, FullLoc, PageTable, Space, SwaLoc
 from specdec.kvcache.table import RequestTable
 
 
@@ -26,7 +30,10 @@ class KVPlan:
     committed_len: [B] keys in the prefix.      positions: [B, N] of the queries.
     ancestors: [B, N, N] bool, which rows of the block a row sees; None when the queries bring no keys of their own.
     write_full, write_swa: [B * N] where the block's K/V go; None when nothing is written.
-    prefix_full, prefix_swa: page tables of the committed prefix; SWA is O(window) wide.
+    page_size: slots a page.
+    prefix_full, prefix_swa: slot tables of the committed prefix; SWA is O(window) wide.
+    page_tables: the same by page, for kernels. A plan has the one or the other.
+    block_len: [B] rows of each block that exist, and the block is causal; None: all of them.
     window_shift: added to the sliding window of every sliding layer (0 except for a frozen drafter's convention).
     """
 
@@ -35,9 +42,17 @@ class KVPlan:
     ancestors: torch.Tensor | None
     write_full: FullLoc | None
     write_swa: SwaLoc | None
-    prefix_full: PageTable[FullLoc]
-    prefix_swa: PageTable[SwaLoc] | None
+    page_size: int
+    prefix_full: PageTable[FullLoc] | None = None
+    prefix_swa: PageTable[SwaLoc] | None = None
+    page_tables: PageTables | None = None
+    block_len: torch.Tensor | None = None
     window_shift: int = 0
+
+
+def runs_kernels(table: RequestTable) -> bool:
+    """Whether the engine of this table chose the Triton kernels: its pools know."""
+    return table.allocator.pools[Space.FULL].kernels
 
 
 def plan_prefill(table: RequestTable, rows: IntArray, chunk_len: IntArray) -> KVPlan:
@@ -45,15 +60,15 @@ def plan_prefill(table: RequestTable, rows: IntArray, chunk_len: IntArray) -> KV
     num_nodes = int(chunk_len.max())
     steps = torch.arange(num_nodes, device=table.allocator.device)
     causal = (steps[:, None] >= steps[None, :]).expand(len(rows), num_nodes, num_nodes)
-    valid = steps[None, :] < _upload(table, chunk_len)[:, None]
-    return _plan(table, rows, depth=steps.expand(len(rows), num_nodes), ancestors=causal, valid=valid)
+    depth = steps.expand(len(rows), num_nodes)
+    return _plan(table, rows, depth, causal, block_len=_upload(table, chunk_len))
 
 
 def plan_verify(table: RequestTable, rows: IntArray, tree: DraftTree) -> KVPlan:
     """One tree a request. Node n writes at slot index S + n and sits at position S + depth[n]."""
     owned = table.capacity[rows] - table.committed_len[rows]
     assert ((owned >= tree.num_nodes) | (rows == table.padding_row)).all(), f"{owned=} slots for {tree.num_nodes} nodes"
-    return _plan(table, rows, depth=tree.depth, ancestors=tree.ancestors, valid=None)
+    return _plan(table, rows, tree.depth, tree.ancestors)
 
 
 def plan_frozen(
@@ -61,42 +76,67 @@ def plan_frozen(
 ) -> KVPlan:
     """`num_rows` queries a request, all at S + `position_offset`, on the committed prefix [0, S) and nothing else."""
     assert window_shift - position_offset <= table.extra_keys, f"eviction keeps too little for {window_shift=}"
-    committed_len = _upload(table, table.committed_len[rows])
-    prefix_full, prefix_swa = _prefix_tables(table, rows, committed_len)
-    return KVPlan(
-        committed_len=committed_len,
-        positions=(committed_len + position_offset)[:, None].expand(-1, num_rows),
-        ancestors=None,
-        write_full=None,
-        write_swa=None,
-        prefix_full=prefix_full,
-        prefix_swa=prefix_swa,
-        window_shift=window_shift,
-    )
+    depth = torch.full((len(rows), num_rows), position_offset, device=table.allocator.device)
+    return _plan(table, rows, depth, None, window_shift=window_shift)
 
 
 def _plan(
-    table: RequestTable, rows: IntArray, *, depth: torch.Tensor, ancestors: torch.Tensor, valid: torch.Tensor | None
+    table: RequestTable,
+    rows: IntArray,
+    depth: torch.Tensor,
+    ancestors: torch.Tensor | None,
+    *,
+    block_len: torch.Tensor | None = None,
+    window_shift: int = 0,
 ) -> KVPlan:
-    committed_len = _upload(table, table.committed_len[rows])
+    """Queries at S + `depth` [B, N]; the N rows are written, unless they see no `ancestors`."""
     num_nodes = depth.shape[1]
-    # node n of the block lives at slot index S + n, whatever its depth
-    columns = committed_len[:, None] + torch.arange(num_nodes, device=committed_len.device)  # [B, N]
-    if valid is not None:
+    committed_len = _upload(table, table.committed_len[rows])
+    prefix_full, prefix_swa, tables = None, None, None
+    if runs_kernels(table):
+        tables = _page_tables(table, rows, committed_len, num_nodes)
+        full, swa = tables.write_full, tables.write_swa
+    else:
+        prefix_full, prefix_swa = _prefix_tables(table, rows, committed_len)
+        # node n of the block lives at slot index S + n, whatever its depth
+        columns = committed_len[:, None] + torch.arange(num_nodes, device=committed_len.device)  # [B, N]
         columns = columns.clamp(max=table.slots.device.shape[1] - 1)
-    write = table.slots.device[_upload(table, rows)[:, None], columns]
-    if valid is not None:
-        write = write.masked_fill(~valid, SINK_SLOT)
-    write_full = FullLoc(write.reshape(-1))
-    prefix_full, prefix_swa = _prefix_tables(table, rows, committed_len)
+        full = FullLoc(table.slots.device[_upload(table, rows)[:, None], columns])
+        swa = table.allocator.translate(full) if table.allocator.layout.has_swa else None
+    if block_len is not None:
+        padding = depth >= block_len[:, None]  # in a chunk, depth is the row
+        full = FullLoc(full.masked_fill(padding, SINK_SLOT))
+        swa = None if swa is None else SwaLoc(swa.masked_fill(padding, SINK_SLOT))
+    written = ancestors is not None
     return KVPlan(
         committed_len=committed_len,
         positions=committed_len[:, None] + depth,
         ancestors=ancestors,
-        write_full=write_full,
-        write_swa=table.allocator.translate(write_full) if table.allocator.layout.has_swa else None,
+        write_full=FullLoc(full.reshape(-1)) if written else None,
+        write_swa=SwaLoc(swa.reshape(-1)) if written and swa is not None else None,
+        page_size=table.allocator.page_size,
         prefix_full=prefix_full,
         prefix_swa=prefix_swa,
+        page_tables=tables,
+        block_len=block_len,
+        window_shift=window_shift,
+    )
+
+
+def _page_tables(table: RequestTable, rows: IntArray, committed_len: torch.Tensor, num_nodes: int) -> PageTables:
+    """Tables and write locations from the kernel, as wide as the longest prefix and as the window."""
+    page_size, retain = table.allocator.page_size, table.retain
+    full_width = -(-int(table.committed_len[rows].max()) // page_size)
+    return build_page_tables(
+        table.slots.device,
+        None if retain is None else table.allocator.full_to_swa.device,
+        _upload(table, rows),
+        committed_len,
+        num_nodes=num_nodes,
+        retain=retain,
+        page_size=page_size,
+        full_width=full_width,
+        swa_width=0 if retain is None else min(full_width, 1 + -(-retain // page_size)),
     )
 
 

@@ -14,6 +14,7 @@ column gathers a key of its own request: a stale row of another one, however bro
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,12 +38,13 @@ class VisibleKeys:
     def of(cls, plan: KVPlan, window: int | None, dtype: torch.dtype) -> "VisibleKeys":
         """The keys that layers with this window (None: full attention) see under `plan`."""
         if window is None:
-            table: PageTable[FullLoc] | PageTable[SwaLoc] = plan.prefix_full
+            table: PageTable[FullLoc] | PageTable[SwaLoc] | None = plan.prefix_full
             write: torch.Tensor | None = plan.write_full
         else:
             assert plan.prefix_swa is not None, "a sliding layer, but the plan has no SWA page table"
             table, write = plan.prefix_swa, plan.write_swa
             window += plan.window_shift
+        assert table is not None, "a plan of page tables holds no slots"
         batch, num_rows = plan.positions.shape
         key_pos = table.positions()  # [B, L]
         committed = key_pos < plan.committed_len[:, None]
@@ -65,6 +67,12 @@ class VisibleKeys:
         bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
         return cls(slots, bias[:, None])
 
+    def attend(
+        self, query: torch.Tensor, _k: object, _v: object, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        """`Attend` of `backend.py`: the block, _k and _v, is read back from the pools."""
+        return reference_attention(query, pool_k, pool_v, self, **options)
+
 
 def reference_attention(
     query: torch.Tensor,
@@ -85,7 +93,9 @@ def reference_attention(
         bias = keys.bias
         if query.device.type == "cpu":  # its fused operator is several times slower in 16 bits than in 32
             query, k, v, bias = (x.float() for x in (query, k, v, bias))
-        out = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scaling, enable_gqa=True).to(pool_v.dtype)
+        out = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scaling, enable_gqa=True).to(
+            pool_v.dtype
+        )
     else:
         out = _attention_with_extras(query, k, v, keys.bias, scaling, softcap, sinks)
     return out.transpose(1, 2)

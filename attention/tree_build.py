@@ -67,15 +67,12 @@ class Growth:
         self._num_candidates += width * topk
         return Beam(flat.gather(1, chosen), chosen // topk)
 
-    def select(self, num_nodes: int) -> GrownTree:
+    def select(self, num_nodes: int, *, kernels: bool = False) -> GrownTree:
         """The best tree of `num_nodes` nodes, root included."""
         tokens, scores, parents = (torch.cat(part, dim=1) for part in zip(*self._levels, strict=True))
-        # plain torch until `select_tree` has been measured on a GPU
-        node_tokens, node_parents = reference_select_nodes(
-            self.root, tokens, scores, parents, num_nodes=num_nodes, num_levels=len(self._levels)
+        return select_tree(
+            self.root, tokens, scores, parents, num_nodes=num_nodes, num_levels=len(self._levels), kernels=kernels
         )
-        fields = reference_tree_fields(node_parents)
-        return GrownTree(DraftTree(node_tokens, node_parents, fields.depth, fields.ancestors), fields.bits)
 
 
 def reference_select_nodes(
@@ -154,37 +151,37 @@ def select_tree(
     *,
     num_nodes: int,
     num_levels: int | None = None,
+    kernels: bool = True,
 ) -> GrownTree:
     """The best tree of N = `num_nodes` nodes among C >= N - 1 candidates.
 
     root [B] int64; tokens, parents [B, C] int64, scores [B, C]; parents[c] < c is a candidate, or -1 for the root.
-    `num_levels`: no candidate is deeper (default: not known).
+    `num_levels`: no candidate is deeper (default: not known). Plain torch sorts more than MAX_CANDIDATES.
     """
     batch, num_candidates = tokens.shape
     assert 1 <= num_nodes <= num_candidates + 1, f"{num_candidates} candidates cannot fill {num_nodes} nodes"
     assert tokens.shape == scores.shape == parents.shape and root.shape == (batch,), f"{scores.shape=} {parents.shape=}"
-    assert num_candidates <= MAX_CANDIDATES, f"{num_candidates} candidates, at most {MAX_CANDIDATES}"
-    if not tokens.is_cuda and not triton.knobs.runtime.interpret:
-        node_tokens, node_parents = reference_select_nodes(
-            root, tokens, scores, parents, num_nodes=num_nodes, num_levels=num_levels
-        )
-    else:
-        assert tokens.is_contiguous() and scores.is_contiguous() and parents.is_contiguous(), "not contiguous"
-        node_tokens = tokens.new_empty((batch, num_nodes))
-        node_parents = tokens.new_empty((batch, num_nodes))
-        block = triton.next_power_of_2(num_candidates)
-        _select_nodes_kernel[(batch,)](
-            root,
-            tokens,
-            scores,
-            parents,
-            node_tokens,
-            node_parents,
-            num_candidates,
-            num_nodes,
-            LOWEST=LOWEST,
-            BLOCK=block,
-            num_warps=max(1, min(block // 256, 8)),
-        )
+    kernels = kernels and num_candidates <= MAX_CANDIDATES
+    if not kernels or not (tokens.is_cuda or triton.knobs.runtime.interpret):
+        nodes = reference_select_nodes(root, tokens, scores, parents, num_nodes=num_nodes, num_levels=num_levels)
+        fields = reference_tree_fields(nodes[1])
+        return GrownTree(DraftTree(*nodes, fields.depth, fields.ancestors), fields.bits)
+    assert all(x.is_contiguous() for x in (root, tokens, scores, parents)), "not contiguous"
+    node_tokens = tokens.new_empty((batch, num_nodes))
+    node_parents = tokens.new_empty((batch, num_nodes))
+    block = triton.next_power_of_2(num_candidates)
+    _select_nodes_kernel[(batch,)](
+        root,
+        tokens,
+        scores,
+        parents,
+        node_tokens,
+        node_parents,
+        num_candidates,
+        num_nodes,
+        LOWEST=LOWEST,
+        BLOCK=block,
+        num_warps=max(1, min(block // 256, 8)),
+    )
     fields = tree_fields(node_parents, max_depth=num_levels)
     return GrownTree(DraftTree(node_tokens, node_parents, fields.depth, fields.ancestors), fields.bits)

@@ -153,8 +153,6 @@ def accept_walk(tree: DraftTree, target_tokens: torch.Tensor) -> Walk:
     """The accepted path of each tree: target_tokens [B, N] int64, the token the target draws after each node."""
     batch, num_nodes = tree.tokens.shape
     assert target_tokens.shape == tree.tokens.shape, f"{target_tokens.shape=} {tree.tokens.shape=}"
-    if not target_tokens.is_cuda and not triton.knobs.runtime.interpret:
-        return reference_accept_walk(tree, target_tokens)
     rows = (tree.tokens, tree.parents, target_tokens)
     assert num_nodes == 1 or all(row.stride(1) == 1 for row in rows), f"{[row.stride() for row in rows]}"
     path = target_tokens.new_empty((batch, num_nodes))

@@ -13,13 +13,17 @@ copied, nothing is rolled back. Invariant: after `observe`, K/V of [0, S) are th
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from specdec.attention.reference import VisibleKeys, reference_attention
+from specdec.attention.backend import MAX_HEAD_DIM, Attend
+from specdec.attention.paged_attention import paged_attention
+from specdec.attention.plan import runs_kernels
+from specdec.attention.reference import VisibleKeys
 from specdec.attention.tree import DraftTree
 from specdec.attention.tree_build import Growth
 from specdec.draft_models.base import DraftBatch, Observation, TargetInfo
@@ -28,7 +32,8 @@ from specdec.draft_models.eagle3_format import Eagle3Checkpoint, read_head
 from specdec.draft_models.eagle3_model import Eagle3Head, draft_kv_bytes, embed_raw, load_head
 from specdec.kvcache.errors import UnsupportedModelError
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.spaces import SINK_SLOT
+from specdec.kvcache.spaces import SINK_SLOT, FullLoc
+from specdec.kvcache.store_kv import reference_store_kv, store_kv
 from specdec.kvcache.table import RequestTable
 
 
@@ -80,20 +85,15 @@ class Eagle3Drafter:
         k_rows, v_rows = self._rows(table)
         max_pos = table.slots.device.shape[1] - 1
         write = table.slots.device[seen.row_index[:, None], positions.clamp(max=max_pos)]
-        write = write.masked_fill(steps >= seen.length[:, None], SINK_SLOT).reshape(-1)
-        length = int(table.committed_len[seen.rows].max())
-        keys = {
-            window: committed_keys(
-                table, seen.row_index, positions, seen.start + seen.length, length, window, self.dtype
-            )
-            for window in set(self.spec.windows)
-        }
+        write = FullLoc(write.masked_fill(steps >= seen.length[:, None], SINK_SLOT).reshape(-1))
+        kernels = runs_kernels(table) and self.spec.head_dim <= MAX_HEAD_DIM
+        by_window = extend_attention(self, seen, positions, kernels=kernels)
+        store = store_kv if kernels else reference_store_kv
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            k_rows[layer].index_copy_(0, write, k.transpose(1, 2).flatten(0, 1))
-            v_rows[layer].index_copy_(0, write, v.transpose(1, 2).flatten(0, 1))
-            visible = keys[self.spec.windows[layer]]
-            return reference_attention(q, k_rows[layer], v_rows[layer], visible, scaling=self._scaling)
+            new_k, new_v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))  # [B*D, Hkv, head_dim]
+            store(new_k, new_v, write, k_rows[layer], v_rows[layer])
+            return by_window[self.spec.windows[layer]](q, k, v, k_rows[layer], v_rows[layer], scaling=self._scaling)
 
         embeds = embed_raw(self.embedding, behind)
         a = self.head(embeds, self.head.features(states), positions, attend)  # [B, D, H]
@@ -125,7 +125,9 @@ class Eagle3Drafter:
                 scratch.enter_level(positions, origin)
                 embeds = embed_raw(self.embedding, beam)
                 a = self.head(embeds, hidden, positions.expand(-1, topk), scratch.attend)  # [B, K, H]
-        return DraftTree.chain(torch.cat(chain, dim=1)) if topk == 1 else growth.select(batch.num_nodes).tree
+        if topk == 1:
+            return DraftTree.chain(torch.cat(chain, dim=1))
+        return growth.select(batch.num_nodes, kernels=runs_kernels(batch.table)).tree
 
     def storage(self, table: RequestTable) -> Storage:
         """K/V of all slots of `table`, made when first asked for."""
@@ -152,6 +154,8 @@ class Eagle3Drafter:
 class ScratchBlock:
     """K/V of one draft in progress: for each layer, a copy of the committed keys in sight and the rows drafted so far.
 
+    Attention here is plain torch, always: the kernel wants as many queries as block keys, and the few rows of a level
+    see those of all levels before.
     `ancestors` [B, K, M]: which scratch rows each node of the present level sees, itself included.
     """
 
@@ -235,23 +239,29 @@ def key_columns(
     return table.slots.device[row_index[:, None], columns], positions
 
 
-def committed_keys(
-    table: RequestTable,
-    row_index: torch.Tensor,
-    positions: torch.Tensor,
-    committed_len: torch.Tensor,
-    max_len: int,
-    window: int | None,
-    dtype: torch.dtype,
-) -> VisibleKeys:
-    """What rows at `positions` [B, D], just written to their slots, see: themselves and what is before them."""
-    slots, key_pos = key_columns(table, row_index, positions[:, 0], max_len, positions.shape[1] + 1, window)
-    committed = key_pos < committed_len[:, None]
-    visible = committed[:, None] & (key_pos[:, None] <= positions[:, :, None])  # [B, D, L]
-    if window is not None:
-        visible = visible & (positions[:, :, None] - key_pos[:, None] < window)
-    bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-    return VisibleKeys(torch.where(committed, slots, slots[:, :1]), bias[:, None])
+def extend_attention(
+    drafter: Eagle3Drafter, seen: Observation, positions: torch.Tensor, *, kernels: bool
+) -> dict[int | None, Attend]:
+    """By window, the attention of rows at `positions` [B, D], stored just before: to themselves and what is before."""
+    table, windows = seen.table, set(drafter.spec.windows)
+    max_len = int(table.committed_len[seen.rows].max())
+    if kernels:  # pages of full space, whatever the window, and the new rows as a block
+        page_size = table.allocator.page_size
+        width = -(-max_len // page_size)
+        pages = table.slots.device[seen.row_index, : width * page_size : page_size] // page_size  # [B, P]
+        paged: Attend = partial(paged_attention, pages=pages, start=torch.zeros_like(seen.start))
+        paged = partial(paged, committed_len=seen.start, positions=positions, page_size=page_size)
+        return {window: partial(paged, block_len=seen.length, window=window) for window in windows}
+    attention: dict[int | None, Attend] = {}
+    for window in windows:
+        slots, key_pos = key_columns(table, seen.row_index, positions[:, 0], max_len, positions.shape[1] + 1, window)
+        committed = key_pos < (seen.start + seen.length)[:, None]
+        visible = committed[:, None] & (key_pos[:, None] <= positions[:, :, None])  # [B, D, L]
+        if window is not None:
+            visible = visible & (positions[:, :, None] - key_pos[:, None] < window)
+        bias = torch.zeros(visible.shape, dtype=drafter.dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+        attention[window] = VisibleKeys(torch.where(committed, slots, slots[:, :1]), bias[:, None]).attend
+    return attention
 
 
 def eagle3_drafter(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:

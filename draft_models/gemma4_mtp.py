@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from specdec.attention.bridge import ForwardContext, attention_installed, text_configs
-from specdec.attention.plan import plan_frozen
+from specdec.attention.plan import plan_frozen, runs_kernels
 from specdec.attention.tree import DraftTree
 from specdec.attention.tree_build import Growth
 from specdec.draft_models.base import DraftBatch, Observation, TargetInfo
@@ -96,7 +96,7 @@ class Gemma4MTPDrafter:
             best = batch.log_scores(logits, positions).topk(batch.topk, dim=-1)  # [B, M, K]
             tokens, origin = growth.add_level(best.indices, best.values)
             hidden = hidden.gather(1, origin[:, :, None].expand(-1, -1, hidden.shape[-1]))
-        return growth.select(batch.num_nodes).tree
+        return growth.select(batch.num_nodes, kernels=runs_kernels(batch.table)).tree
 
     def _context(self, batch: DraftBatch, view: KVView, num_rows: int) -> ForwardContext:
         """`num_rows` queries a request, all at the same position of the same prefix."""

@@ -2,11 +2,13 @@
 
     python examples/tree_walkthrough.py [--steps 3] [--topk 2] [--nodes 7] [--prompt "..."]
 
-Uses the bundled pair. Every value printed is read from the engine while it generates; nothing is made up for show.
+Uses the bundled pair. Behind each token stand the drafter's probability of it, and of the whole path to it. Every
+value printed is read from the engine while it generates; nothing is made up for show.
 """
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Console
@@ -16,9 +18,29 @@ from transformers.utils import logging as transformers_logging
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.plan import KVPlan, plan_verify
+from specdec.attention.tree_build import Growth
 from specdec.draft_models.base import DraftBatch, Observation
 
 PROMPT = "A snail climbs 5 feet up a wall each day and slips back 2 feet each night. How far is it after 4 days?"
+
+
+TokenPath = tuple[int, ...]
+"""Tokens behind the root."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round saw. log_prob: of every path that the drafter scored, the sum of its tokens' log-probabilities."""
+
+    tree: DraftTree
+    plan: KVPlan
+    log_prob: dict[TokenPath, float]
+    accepted: tuple[int, ...] = ()
+    bonus: int = -1
+
+    def path_of(self, node: int) -> TokenPath:
+        ancestors = self.tree.ancestors[0, node].nonzero()[1:, 0]
+        return tuple(self.tree.tokens[0, ancestors].tolist())
 
 
 class Witness:
@@ -29,35 +51,62 @@ class Witness:
         self.drafter = engine.drafter
         self.name, self.view, self.taps = engine.drafter.name, None, engine.drafter.taps
         self.bytes_per_slot, self.extra_keys = engine.drafter.bytes_per_slot, engine.drafter.extra_keys
-        self.best: tuple[int, DraftTree, KVPlan, list[int], int] | None = None
-        self._last: tuple[DraftTree, KVPlan] | None = None
+        self.best: Round | None = None
+        self._last: Round | None = None
 
     def start(self, max_requests: int) -> None:
         self.drafter.start(max_requests)
 
     def propose(self, batch: DraftBatch) -> DraftTree:
-        tree = self.drafter.propose(batch)
-        self._last = (tree, plan_verify(batch.table, batch.rows, tree))
+        levels: list[torch.Tensor] = []  # log-probabilities [B, M, V] of the children of each level's M nodes
+
+        def log_scores(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            levels.append(batch.log_scores(logits, positions))
+            return levels[-1]
+
+        def sample(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # what a chain calls
+            log_scores(logits, positions)
+            return batch.sample(logits, positions)
+
+        tree = self.drafter.propose(replace(batch, log_scores=log_scores, sample=sample))
+        plan = plan_verify(batch.table, batch.rows, tree)
+        self._last = Round(tree, plan, path_log_probs(batch.root, levels, batch.topk))
         return tree
 
     def observe(self, seen: Observation) -> None:
         self.drafter.observe(seen)
-        length = int(seen.length[0])
-        if self._last is not None and (self.best is None or length > self.best[0]):
-            path = seen.path[0, :length].tolist()
-            branches = bool((torch.tensor(path) != torch.arange(length)).any())  # prefer a path that is no plain chain
-            if branches or self.best is None:
-                self.best = (length, *self._last, path, int(seen.next_token[0]))
+        path = seen.path[0, : int(seen.length[0])].tolist()
+        branches = path != list(range(len(path)))  # prefer a path that is no plain chain
+        if self._last is not None and (self.best is None or (branches and len(path) > len(self.best.accepted))):
+            self.best = replace(self._last, accepted=tuple(path), bonus=int(seen.next_token[0]))
 
 
-def draw_tree(tree: DraftTree, path: list[int], text: Callable[[int], str]) -> Tree:
-    """The draft with accepted nodes in green."""
-    tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
+def path_log_probs(root: torch.Tensor, levels: list[torch.Tensor], topk: int) -> dict[TokenPath, float]:
+    """Replay the growth of the (only) tree from the scores that the drafter branched by."""
+    growth = Growth(root)
+    log_prob: dict[TokenPath, float] = {(): 0.0}
+    beam: list[TokenPath] = [()]
+    for scores in levels:
+        best = scores.topk(topk, dim=-1)  # [1, M, K]
+        for above, tokens, values in zip(beam, best.indices[0].tolist(), best.values[0].tolist(), strict=True):
+            log_prob |= {(*above, token): log_prob[above] + value for token, value in zip(tokens, values, strict=True)}
+        chosen = growth.add_level(best.indices, best.values)
+        pairs = zip(chosen.tokens[0].tolist(), chosen.origin[0].tolist(), strict=True)
+        beam = [(*beam[origin], token) for token, origin in pairs]
+    return log_prob
+
+
+def draw_tree(seen: Round, text: Callable[[int], str]) -> Tree:
+    """The draft with accepted nodes in green; the probability of each token, and of the path up to it."""
+    tokens, parents = seen.tree.tokens[0].tolist(), seen.tree.parents[0].tolist()
     drawn = Tree(f"[bold green]0 {text(tokens[0])!r}[/] (root, depth 0)")
     branches = {0: drawn}
-    for node in range(1, tree.num_nodes):
-        style = "bold green" if node in path else "dim"
-        label = f"[{style}]{node} {text(tokens[node])!r}[/] (depth {int(tree.depth[0, node])})"
+    for node in range(1, seen.tree.num_nodes):
+        style = "bold green" if node in seen.accepted else "dim"
+        path = seen.path_of(node)
+        whole = torch.tensor(seen.log_prob[path])
+        own = (whole - seen.log_prob[path[:-1]]).exp()
+        label = f"[{style}]{node} {text(tokens[node])!r}[/] {own:.3f} (depth {len(path)}, path {whole.exp():.3f})"
         branches[node] = branches[parents[node]].add(label)
     return drawn
 
@@ -81,7 +130,8 @@ def main() -> None:
     [out] = engine.generate(engine.chat_prompt(args.prompt), SamplingParams(max_new_tokens=120))
     if witness.best is None:
         raise SystemExit("the answer ended before a draft was verified; try another prompt")
-    _, tree, plan, path, bonus = witness.best
+    seen = witness.best
+    tree, plan = seen.tree, seen.plan
 
     def text(token: int) -> str:
         return str(engine.tokenizer.decode([token]))
@@ -89,7 +139,7 @@ def main() -> None:
     committed = int(plan.committed_len[0])
     console.print(f"[bold]{args.prompt}[/]\n{out.text}\n")
     console.print(f"A round behind S = {committed} committed tokens, sliding window {engine.target.layout.window}:")
-    console.print(draw_tree(tree, path, text))
+    console.print(draw_tree(seen, text))
 
     mask = Table(title="row sees column (ancestor or self)", show_header=True)
     mask.add_column("node")
@@ -99,13 +149,15 @@ def main() -> None:
         mask.add_row(str(node), *("T" if seen else "." for seen in row))
     console.print(mask)
 
-    assert plan.write_full is not None and plan.write_swa is not None and plan.prefix_swa is not None
+    assert plan.write_full is not None and plan.write_swa is not None
+    assert plan.prefix_full is not None and plan.prefix_swa is not None
     console.print("where the nodes' K/V go      full", plan.write_full.tolist(), " SWA", plan.write_swa.tolist())
     full, swa, start = plan.prefix_full.slots[0], plan.prefix_swa.slots[0], int(plan.prefix_swa.start[0])
     console.print(f"prefix page table, full      {len(full)} entries from position 0: {full[:6].tolist()} ...")
     console.print(f"prefix page table, SWA       {len(swa)} entries from position {start}: {swa[:6].tolist()} ...")
     console.print(
-        f"accepted path {path}, bonus {text(bonus)!r}: {len(path)} tokens from one target forward; "
+        f"accepted path {list(seen.accepted)}, bonus {text(seen.bonus)!r}: {len(seen.accepted)} tokens from one target "
+        "forward; "
         f"over the whole answer {out.stats.acceptance_length:.2f}"
     )
 

@@ -80,14 +80,11 @@ def _copy_rows_kernel(
 def move_kv(pools: PoolRows | Sequence[torch.Tensor], source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc) -> None:
     """Copy rows source [M] of pools [slots, Hkv, D] to destination [M]. A CUDA graph needs a `PoolRows` made before."""
     assert source.shape == destination.shape and source.dim() == 1, f"{source.shape=} {destination.shape=}"
-    if not source.is_cuda and not triton.knobs.runtime.interpret:
-        return reference_move_kv(pools.pools if isinstance(pools, PoolRows) else pools, source, destination)
     if len(source) == 0:
-        return None
+        return
     rows = pools if isinstance(pools, PoolRows) else PoolRows.of(pools)
     scratch = torch.empty((len(source), rows.total), dtype=rows.word, device=source.device)
     block = min(triton.next_power_of_2(rows.longest), 1024)
     grid = (len(source), len(rows.pools), triton.cdiv(rows.longest, block))
     for slots, gather in ((source, True), (destination, False)):
         _copy_rows_kernel[grid](rows.table, slots, scratch, slots.stride(0), rows.total, GATHER=gather, BLOCK=block)
-    return None

@@ -7,7 +7,9 @@ count and size, so each owner layer has its own tensors. Rows of page 0 are the 
 import torch
 
 from specdec.kvcache.layout import KVLayout
-from specdec.kvcache.spaces import Space
+from specdec.kvcache.move_kv import PoolRows, move_kv, reference_move_kv
+from specdec.kvcache.spaces import FullLoc, Space, SwaLoc
+from specdec.kvcache.store_kv import reference_store_kv, store_kv
 
 
 class KVPool:
@@ -20,6 +22,8 @@ class KVPool:
         self.num_slots = num_slots
         self.k: dict[int, torch.Tensor] = {}
         self.v: dict[int, torch.Tensor] = {}
+        self.kernels = False
+        self._rows: PoolRows | None = None  # where kernels find them
         for spec in layout.owners(space):
             shape = (num_slots, spec.num_kv_heads, spec.head_dim)  # [slots, Hkv, D]
             self.k[spec.layer] = torch.zeros(shape, dtype=dtype, device=device)
@@ -29,12 +33,19 @@ class KVPool:
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.k.values(), *self.v.values()))
 
-    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k, v [T, Hkv, D] at `slots` [T]."""
-        self.k[layer].index_copy_(0, slots, k)
-        self.v[layer].index_copy_(0, slots, v)
+    def use_kernels(self) -> None:
+        """From now on Triton kernels store and move the rows, and whoever plans for this pool plans for them."""
+        self.kernels = True
+        self._rows = PoolRows.of((*self.k.values(), *self.v.values())) if self.k else None
 
-    def move(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+    def write(self, layer: int, slots: FullLoc | SwaLoc, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k, v [T, Hkv, D] at `slots` [T]."""
+        store = store_kv if self.kernels else reference_store_kv
+        store(k, v, slots, self.k[layer], self.v[layer])
+
+    def move(self, source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc) -> None:
         """Copy rows `source` [M] to `destination` [M] in every layer: gather all, then scatter, so overlap is safe."""
-        for rows in (*self.k.values(), *self.v.values()):
-            rows.index_copy_(0, destination, rows.index_select(0, source))
+        if self._rows is None:
+            reference_move_kv((*self.k.values(), *self.v.values()), source, destination)
+        else:
+            move_kv(self._rows, source, destination)

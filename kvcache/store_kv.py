@@ -61,10 +61,8 @@ def store_kv(
     assert pool_k.shape == pool_v.shape and pool_k.shape[1:] == k.shape[1:], f"{k.shape=} {pool_k.shape=}"
     assert pool_k.is_contiguous() and pool_v.is_contiguous(), "a pool is contiguous"
     assert k.dtype == v.dtype == pool_k.dtype == pool_v.dtype, f"{k.dtype=} {v.dtype=} {pool_k.dtype=}"
-    if not k.is_cuda and not triton.knobs.runtime.interpret:
-        return reference_store_kv(k, v, slots, pool_k, pool_v)
     if num_tokens == 0:
-        return None
+        return
     row_len = num_heads * head_dim
     block = min(triton.next_power_of_2(row_len), 1024)
     _store_kv_kernel[(num_tokens, triton.cdiv(row_len, block))](
@@ -81,4 +79,3 @@ def store_kv(
         BLOCK=block,
         num_warps=4,
     )
-    return None

@@ -12,7 +12,7 @@ from specdec.kvcache.errors import ConfigError
 MAX_TREE_NODES = 64
 """Verify width including the root: one 64-bit ancestor mask a node."""
 
-ATTENTION_BACKENDS = ("auto", "torch")
+ATTENTION_BACKENDS = ("auto", "torch", "triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,8 @@ class EngineConfig:
     full_slots, swa_slots: usable KV slots (tokens) of each pool; None: enough for `max_batch_size` requests of
     `max_model_len`, within a share of the free memory. dtype: None is float32 on the CPU, the checkpoint's elsewhere.
     prefill_chunk: most prompt tokens of one request in one forward.
+    attention: "torch" runs anywhere; "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a
+    CPU, TRITON_INTERPRET=1); "auto" is "torch" in this version.
     """
 
     max_batch_size: int = 8

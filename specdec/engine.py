@@ -8,6 +8,7 @@ One engine serves one thread. Requests of an open `stream` and of `generate` sha
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.attention.backend import use_kernels
 from specdec.bundled import resolve_name
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.detokenize import Detokenizer
@@ -52,6 +54,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.spec = spec or SpecConfig()
         self.config = config or EngineConfig()
+        head_dims = [layer.head_dim for layer in target.layout.layers]
+        kernels = use_kernels(self.config.attention, target.device, target.dtype, max(head_dims))
         num_nodes = self.spec.num_nodes if drafter is not None else 1
         self.table, self.max_model_len = make_table(target, drafter, self.config, num_nodes)
         self.scheduler = Scheduler(
@@ -60,6 +64,8 @@ class Engine:
             max_model_len=self.max_model_len,
             prefill_chunk=self.config.prefill_chunk,
         )
+        for pool in self.table.allocator.pools.values() if kernels else ():
+            pool.use_kernels()
         self.runner = Runner(target, drafter, self.table, self.spec)
         self.end_tokens = _end_tokens(target.model, tokenizer)
         self._totals = RequestStats()
@@ -300,25 +306,11 @@ def _require_same(name: str, wanted: object, actual: object) -> None:
         )
 
 
-class _progress_bar:
+@contextmanager
+def _progress_bar(total: int, *, enabled: bool) -> Iterator[Callable[[int], None]]:
     """A bar on standard error that counts finished requests; nothing when disabled or off a terminal."""
-
-    def __init__(self, total: int, *, enabled: bool) -> None:
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("generating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not (enabled and console.is_terminal),
-        )
-        self._task = self._bar.add_task("generate", total=total)
-
-    def __enter__(self) -> Callable[[int], None]:
-        self._bar.start()
-        return lambda count: self._bar.advance(self._task, count)
-
-    def __exit__(self, *exc: object) -> None:
-        self._bar.stop()
+    console = Console(stderr=True)
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (enabled and console.is_terminal)) as bar:
+        task = bar.add_task("generate", total=total)
+        yield lambda count: bar.advance(task, count)

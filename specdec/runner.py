@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from specdec.attention.plan import plan_prefill, plan_verify
+from specdec.attention.plan import plan_prefill, plan_verify, runs_kernels
 from specdec.attention.tree import DraftTree
 from specdec.clock import StageClock
 from specdec.config import SpecConfig
@@ -117,7 +117,7 @@ class Runner:
         scores = logits
         if sampling.any_penalty:
             scores = sampling.penalised(logits, seen_tokens(history, history_len, logits.shape[-1], tree))
-        accepted = accept(tree, sampling.sample(scores, plan.positions + 1))
+        accepted = accept(tree, sampling.sample(scores, plan.positions + 1), kernels=runs_kernels(self.table))
         # the round's only device-to-host copy
         packed = torch.cat([accepted.length[:, None], accepted.path, accepted.tokens], dim=1).cpu().numpy()
         logprobs = self._logprobs(requests, logits, accepted.path, accepted.tokens)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.attention.tree import DraftTree
-from specdec.attention.tree_walk import reference_accept_walk
+from specdec.attention.tree_walk import accept_walk, reference_accept_walk
 
 
 class Accepted(NamedTuple):
@@ -28,6 +28,6 @@ class Accepted(NamedTuple):
     tokens: torch.Tensor
 
 
-def accept(tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
+def accept(tree: DraftTree, target_tokens: torch.Tensor, *, kernels: bool = False) -> Accepted:
     """Walk B trees at once: target_tokens [B, N] -> the accepted path of each."""
-    return Accepted(*reference_accept_walk(tree, target_tokens))
+    return Accepted(*(accept_walk if kernels else reference_accept_walk)(tree, target_tokens))

@@ -1,16 +1,49 @@
-"""Draft trees end to end: the text is that of plain decoding, whatever the tree, the window and the page size."""
+"""Draft trees end to end: the text is that of plain decoding, whatever the tree, the window and the page size.
+
+Windows (8) are smaller than the deepest tree (10) and than the longest prompt (40).
+"""
 
 import pytest
+import torch
 
 from specdec import SamplingParams, SpecConfig
+from specdec.draft_models.eagle3 import Eagle3Drafter
+from specdec.draft_models.eagle3_config import Eagle3Spec
+from specdec.draft_models.eagle3_model import Eagle3Head
+from specdec.target import TargetModel
 
 SPECS = [SpecConfig(3, 2), SpecConfig(10, 3, 16), SpecConfig(2, 8, 64)]
 LENGTHS = (1, 9, 40)
 NEW = 14
+FEW_TOKENS = 12  # so few that an untrained drafter is right now and then
 
 
 def spec_id(spec):
     return f"{spec.num_steps}x{spec.topk}"
+
+
+def eagle3(model, windows=(None, 6)):
+    """A random head of two layers that proposes most of a small vocabulary."""
+    target = TargetModel(model)
+    torch.manual_seed(3)
+    spec = Eagle3Spec(
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        intermediate_size=24,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=10,
+        aux_layers=(1, 2, len(target.layout.layers)),
+        windows=windows,
+        draft_vocab_size=FEW_TOKENS - 3,
+    )
+    head = Eagle3Head(spec)
+    for weight in head.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.4)
+    target_ids = torch.randperm(target.vocab_size)[: FEW_TOKENS - 3].sort().values
+    return Eagle3Drafter(head.place(target.device, target.dtype).eval(), target_ids, target)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -27,17 +60,39 @@ def test_greedy_trees_equal_the_eager_forward(
     assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
 
 
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("spec", SPECS[:2], ids=spec_id)
+def test_eagle3_trees_equal_the_eager_forward(
+    family, spec, page_size, make_target, make_engine, greedy_oracle, random_prompt
+):
+    model = make_target(family, vocab_size=FEW_TOKENS)
+    prompts = [random_prompt(n, vocab=FEW_TOKENS) for n in LENGTHS]
+    engine = make_engine(model, eagle3(model), spec=spec, page_size=page_size, max_batch_size=2)
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=NEW))
+    engine.table.check()
+    assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    if spec.topk == 3:
+        assert sum(sum(out.stats.accepted_counts) for out in outputs) > 0
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 @pytest.mark.parametrize("spec", SPECS[:2], ids=spec_id)
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [("gemma4-e2b", "mtp"), ("gemma4-e2b", "eagle3"), ("gpt_oss", "eagle3"), ("llama", "eagle3"), ("qwen2", "eagle3")],
+)
 def test_seeded_sampling_equals_plain_decoding(
-    spec, temperature, make_target, make_assistant, make_engine, random_prompt
+    name, drafter, spec, temperature, make_target, make_assistant, make_engine, random_prompt
 ):
-    model = make_target("gemma4-e2b")
-    prompts = [random_prompt(n) for n in LENGTHS]
+    model = make_target(name, vocab_size=FEW_TOKENS) if drafter == "eagle3" else make_target(name)
+    prompts = [random_prompt(n, vocab=FEW_TOKENS) for n in LENGTHS]
     params = [SamplingParams(max_new_tokens=NEW, temperature=temperature, top_p=0.9, seed=i) for i in range(3)]
     plain = make_engine(model, None).generate(prompts, params)
-    trees = make_engine(model, make_assistant(model), spec=spec).generate(prompts, params)
+    assistant = make_assistant(model) if drafter == "mtp" else eagle3(model)
+    trees = make_engine(model, assistant, spec=spec).generate(prompts, params)
     assert [out.token_ids for out in trees] == [out.token_ids for out in plain]
+    greedy = make_engine(model, None).generate(prompts, SamplingParams(max_new_tokens=NEW))
+    assert [out.token_ids for out in trees] != [out.token_ids for out in greedy]
 
 
 def test_a_draft_is_no_larger_than_what_is_left_to_generate():

@@ -280,10 +280,3 @@ def test_ancestor_bits_are_the_rows_of_the_mask() -> None:
     tree = DraftTree.from_parents(torch.zeros(1, 5).long(), torch.tensor([[-1, 0, 0, 1, 3]]))
     assert ancestor_bits(tree.ancestors).tolist() == [[0b00001, 0b00011, 0b00101, 0b01011, 0b11011]]
     assert ancestor_bits(torch.ones(1, 64, 64).tril().bool())[0, 63] == -1  # bit 63 is the sign
-
-
-@pytest.mark.skipif(CUDA, reason="the kernels run on CUDA tensors")
-def test_without_a_gpu_the_reference_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case([9], 2)
-    monkeypatch.delenv("TRITON_INTERPRET")
-    torch.testing.assert_close(paged_attention(**case.args), reference_paged_attention(**case.args), atol=0, rtol=0)

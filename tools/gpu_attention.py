@@ -8,41 +8,23 @@ check fails.
 """
 
 import argparse
-import importlib.util
 import itertools
 import json
 import statistics
 import sys
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gpu_setup import DEVICE, ON_CPU, Row, device_option, machine, require_device  # isort: skip - before triton
 import torch
 import triton
 import triton.language as tl
 
-ROOT = Path(__file__).resolve().parent.parent
+from specdec.attention import paged_attention as pa
+from specdec.attention import paged_attention_kernels as kernels
+
 DTYPES = {"bf16": (torch.bfloat16, 1e-2), "fp16": (torch.float16, 2e-3), "fp32": (torch.float32, 2e-6)}
-
-
-def load(name: str) -> types.ModuleType:
-    """A module of `attention/` by path: these two need torch and triton alone, specdec itself needs more."""
-    full = f"specdec.attention.{name}"
-    for parent in ("specdec", "specdec.attention"):
-        sys.modules.setdefault(parent, types.ModuleType(parent))
-    spec = importlib.util.spec_from_file_location(full, ROOT / "attention" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[full] = module
-    spec.loader.exec_module(module)
-    setattr(sys.modules["specdec.attention"], name, module)
-    return module
-
-
-kernels = load("paged_attention_kernels")
-pa = load("paged_attention")
 
 
 def make(
@@ -61,30 +43,30 @@ def make(
     **extra: Any,
 ) -> dict[str, Any]:
     """Arguments of `paged_attention`: shuffled pages, NaN in every slot that holds no committed key."""
-    g = torch.Generator("cuda").manual_seed(seed)
+    g = torch.Generator(DEVICE).manual_seed(seed)
     hq, hkv = heads
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=g, device="cuda", dtype=torch.float32).to(dtype)
+        return torch.randn(shape, generator=g, device=DEVICE, dtype=torch.float32).to(dtype)
 
-    committed = torch.full((batch,), length, device="cuda")
+    committed = torch.full((batch,), length, device=DEVICE)
     if ragged:
-        committed = torch.randint(0, length + 1, (batch,), generator=g, device="cuda")
+        committed = torch.randint(0, length + 1, (batch,), generator=g, device=DEVICE)
     start = torch.zeros_like(committed)
     width = length
     if window is not None:
         start = (committed - window - num_rows).clamp(min=0) // page_size * page_size
         width = min(length, window + num_rows + page_size)
     num_pages = -(-width // page_size)
-    pages = torch.randperm(batch * num_pages, generator=g, device="cuda").view(batch, num_pages) + 1
-    slots = (pages[:, :, None] * page_size + torch.arange(page_size, device="cuda")).flatten(1)
-    held = start[:, None] + torch.arange(slots.shape[1], device="cuda") < committed[:, None]
+    pages = torch.randperm(batch * num_pages, generator=g, device=DEVICE).view(batch, num_pages) + 1
+    slots = (pages[:, :, None] * page_size + torch.arange(page_size, device=DEVICE)).flatten(1)
+    held = start[:, None] + torch.arange(slots.shape[1], device=DEVICE) < committed[:, None]
     pool_k, pool_v = (
-        torch.full(((batch * num_pages + 1) * page_size, hkv, head_dim), torch.nan, device="cuda", dtype=dtype)
+        torch.full(((batch * num_pages + 1) * page_size, hkv, head_dim), torch.nan, device=DEVICE, dtype=dtype)
         for _ in range(2)
     )
     pool_k[slots[held]], pool_v[slots[held]] = (normal(int(held.sum()), hkv, head_dim) for _ in range(2))
-    rows = torch.arange(num_rows, device="cuda")
+    rows = torch.arange(num_rows, device=DEVICE)
     depth, ancestors = rows.expand(batch, -1), None
     if kind == "tree":  # node n hangs under node (n - 1) // 2
         chains = [[0]]
@@ -92,8 +74,8 @@ def make(
             chains.append([*chains[(n - 1) // 2], n])
         bits = [sum(1 << n for n in chain) for chain in chains]
         bits = [b - (1 << 64) if b >= 1 << 63 else b for b in bits]
-        ancestors = torch.tensor(bits, device="cuda").repeat(batch, 1)
-        depth = torch.tensor([len(chain) - 1 for chain in chains], device="cuda").expand(batch, -1)
+        ancestors = torch.tensor(bits, device=DEVICE).repeat(batch, 1)
+        depth = torch.tensor([len(chain) - 1 for chain in chains], device=DEVICE).expand(batch, -1)
     block = [None, None] if kind == "frozen" else [normal(batch, num_rows, hkv, head_dim).transpose(1, 2) for _ in "kv"]
     return {
         "query": normal(batch, num_rows, hq, head_dim).transpose(1, 2),
@@ -144,10 +126,10 @@ def error(shape: dict[str, Any], dtype: torch.dtype) -> float:
     sinks = shape.pop("sinks", None)
     args = make(**shape, dtype=dtype)
     if sinks:
-        args["sinks"] = torch.linspace(-1, 2, args["query"].shape[1], device="cuda").to(dtype)
+        args["sinks"] = torch.linspace(-1, 2, args["query"].shape[1], device=DEVICE).to(dtype)
     if shape.get("kind") == "causal":
-        args["block_len"] = torch.arange(shape["batch"], device="cuda") * -7 + shape["num_rows"]
-    poison = torch.full((64 << 20,), torch.nan, device="cuda")  # what torch.empty will hand out
+        args["block_len"] = torch.arange(shape["batch"], device=DEVICE) * -7 + shape["num_rows"]
+    poison = torch.full((1 if ON_CPU else 64 << 20,), torch.nan, device=DEVICE)  # what torch.empty will hand out
     del poison
     out = pa.paged_attention(**args).double()
     exact = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in args.items()}
@@ -157,23 +139,39 @@ def error(shape: dict[str, Any], dtype: torch.dtype) -> float:
     return float((out - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
-def check() -> bool:
-    good = True
+def reduced(shape: dict[str, Any]) -> dict[str, Any]:
+    """The same kind of case, small enough for a sanitizer or the interpreter."""
+    most = {"batch": 2, "length": 70, "num_rows": 20, "window": 24}
+    return {key: min(value, most.get(key, value)) if type(value) is int else value for key, value in shape.items()}
+
+
+def check_rows(quick: bool = False) -> Iterator[Row]:
+    """Every case in every dtype against float64."""
+    dtypes = {label: entry for label, entry in DTYPES.items() if not (ON_CPU and label == "bf16")}  # not interpreted
     for name, shape in CHECKS.items():
-        cells = []
-        for label, (dtype, limit) in DTYPES.items():
+        cells, good = [], True
+        for label, (dtype, limit) in dtypes.items():
             try:
-                e = error(shape, dtype)
+                e = error(reduced(shape) if quick else shape, dtype)
             except Exception as exception:  # every case, then the verdict
                 e, cells = float("nan"), [*cells, f"{type(exception).__name__} {str(exception)[:200]}"]
-            cells.append(f"{label} {e:.1e}{'' if e < limit else '  FAILED'}")
+            cells.append(f"{label} {e:.1e}")
             good &= e < limit
-        print(f"{name:26} {'   '.join(cells)}", flush=True)
+        yield Row(f"attention: {name}", ", ".join(cells), ok=good)
+    if ON_CPU:
+        return
     before = len(compiled())
     for length, num_rows in itertools.product([5, 16, 1024, 2000], [9, 16]):
         pa.paged_attention(**make(2, length, num_rows, (8, 2), 256))
         pa.paged_attention(**make(2, length, num_rows, (8, 2), 256, window=64))
-    print(f"variants compiled for 16 launches of other lengths: {len(compiled()) - before}", flush=True)
+    yield Row("attention: variants compiled for 16 launches of other lengths", str(len(compiled()) - before))
+
+
+def check() -> bool:
+    good = True
+    for row in check_rows():
+        print(f"{row.check:40} {row.error}{'' if row.ok else '  FAILED'}", flush=True)
+        good &= row.ok
     print("ALL CHECKS PASSED" if good else "CHECKS FAILED", flush=True)
     return good
 
@@ -214,12 +212,12 @@ def graph_time(calls: list[Callable[[], Any]], replays: int = 15) -> float:
 
 def bandwidth() -> tuple[float, float]:
     """(read, copy counted both ways), bytes a second, on 4 GiB."""
-    x, y = (torch.randn(1 << 30, device="cuda") for _ in range(2))
+    x, y = (torch.randn(1 << 30, device=DEVICE) for _ in range(2))
     copy = 2 * x.nbytes / graph_time([lambda: torch.mul(x, 1.5, out=y)], 8)  # a kernel, not the copy engine
     rates = []
     for programs in (132 * 8, 1 << 14):
         steps = x.numel() // programs // 2048
-        out = torch.empty(programs, device="cuda")
+        out = torch.empty(programs, device=DEVICE)
         seconds = graph_time(
             [lambda p=programs, s=steps, o=out: read_kernel[(p,)](x, o, s, BLOCK=2048, num_warps=4)], 8
         )
@@ -271,6 +269,21 @@ def seconds_of(shape: dict[str, Any], **options: Any) -> float:
     return graph_time(calls)
 
 
+def timed(read: float) -> Iterator[dict[str, Any]]:
+    """Figures of every timed shape; `read`: bytes a second that the device can read."""
+    for name, shape in TIMED.items():
+        seconds, size = seconds_of(shape), kv_bytes(shape)
+        work = flops(shape) if shape.get("kind") == "causal" else 0
+        yield {
+            "case": name,
+            **shape,
+            "bytes": size,
+            "flops": work,
+            "seconds": seconds,
+            "of_read": size / seconds / read,
+        }
+
+
 def tune(name: str, read: float) -> None:
     """Every sensible tiling of one shape, best first."""
     shape = TIMED[name]
@@ -291,14 +304,17 @@ def tune(name: str, read: float) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, parents=[device_option])
     parser.add_argument("--check", action="store_true", help="only check")
     parser.add_argument("--tune", action="append", default=[], choices=sorted(TIMED), help="only try tilings of a case")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     options = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
-    if not options.tune and (not check() or options.check):
-        return 0 if options.check else 1
+    require_device()
+    print(machine(), flush=True)
+    if not options.tune:
+        good = check()
+        if options.check or not good or ON_CPU:
+            return 0 if good else 1
     read, copy = bandwidth()
     print(f"measured: read {read / 1e9:.0f} GB/s, copy {copy / 1e9:.0f} GB/s read and written", flush=True)
     for name in options.tune:
@@ -307,14 +323,13 @@ def main() -> int:
         return 0
     print(f"{'case, bf16':24} {'MB of K, V':>10} {'us':>9} {'GB/s':>7} {'of read':>8} {'TFLOP/s':>8}")
     figures = []
-    for name, shape in TIMED.items():
-        seconds = seconds_of(shape)
-        rate = kv_bytes(shape) / seconds
-        speed = f"{flops(shape) / seconds / 1e12:8.0f}" if shape.get("kind") == "causal" else ""
+    for figure in timed(read):
+        speed = f"{figure['flops'] / figure['seconds'] / 1e12:8.0f}" if figure["flops"] else ""
         print(
-            f"{name:24} {kv_bytes(shape) / 1e6:10.1f} {seconds * 1e6:9.1f} {rate / 1e9:7.0f} {rate / read:8.1%} {speed}"
+            f"{figure['case']:24} {figure['bytes'] / 1e6:10.1f} {figure['seconds'] * 1e6:9.1f} "
+            f"{figure['bytes'] / figure['seconds'] / 1e9:7.0f} {figure['of_read']:8.1%} {speed}"
         )
-        figures.append({"case": name, **shape, "bytes": kv_bytes(shape), "seconds": seconds, "of_read": rate / read})
+        figures.append(figure)
     if options.json:
         options.json.write_text(json.dumps({"read": read, "copy": copy, "cases": figures}, indent=1))
     return 0

@@ -4,11 +4,13 @@ Times are medians of CUDA-graph replays; a graph holds `LAUNCHES` calls that rot
 long contexts nothing is left in the cache. Exits with 1 when a check fails or when a page table takes 20 us or more.
 """
 
+import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gpu_setup import DEVICE, ON_CPU, Row, device_option, machine, require_device  # isort: skip - before triton
 import torch
 import triton
 
@@ -25,19 +27,18 @@ BATCH, NODES, WINDOW, RETAIN = 8, 16, 1024, 1025
 CONTEXTS, PAGE_SIZES = (1024, 8192, 32768, 131072), (1, 16)
 SETS, LAUNCHES, REPLAYS = 8, 64, 20
 LIMIT_US = 20.0
-CUDA = torch.device("cuda")
 
 
 def random_slots(context: int, page_size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """req_to_slot [B + 1, W] and full_to_swa [slots] with pages in random order; the last row is for padding."""
-    generator = torch.Generator(CUDA).manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     pages = -(-(context + NODES) // page_size)
-    offsets = torch.arange(page_size, device=CUDA)
-    order = 1 + torch.randperm(BATCH * pages, generator=generator, device=CUDA).view(BATCH, pages)
-    slots = torch.zeros((BATCH + 1, pages * page_size), dtype=torch.int64, device=CUDA)
+    offsets = torch.arange(page_size, device=DEVICE)
+    order = 1 + torch.randperm(BATCH * pages, generator=generator, device=DEVICE).view(BATCH, pages)
+    slots = torch.zeros((BATCH + 1, pages * page_size), dtype=torch.int64, device=DEVICE)
     slots[:BATCH] = (order[:, :, None] * page_size + offsets).view(BATCH, -1)
-    peers = 1 + torch.randperm(BATCH * pages, generator=generator, device=CUDA)
-    mapping = torch.zeros((BATCH * pages + 1, page_size), dtype=torch.int64, device=CUDA)
+    peers = 1 + torch.randperm(BATCH * pages, generator=generator, device=DEVICE)
+    mapping = torch.zeros((BATCH * pages + 1, page_size), dtype=torch.int64, device=DEVICE)
     mapping[1:] = peers[:, None] * page_size + offsets
     return slots, mapping.view(-1)
 
@@ -46,7 +47,7 @@ def random_parents(batch: int, num_nodes: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     parents = (torch.rand(batch, num_nodes, generator=generator) * torch.arange(num_nodes)).long()
     parents[:, 0] = -1
-    return parents.to(CUDA)
+    return parents.to(DEVICE)
 
 
 def same(name: str, got: Any, want: Any) -> None:
@@ -80,7 +81,7 @@ def microseconds(call: Callable[[int], object]) -> float:
     return statistics.median(times[3:])
 
 
-def check_tables() -> int:
+def check_tables(quick: bool) -> int:
     """Odd lengths, the padding row, widths of all kinds; returns how many times the kernels were compiled for them."""
     compiled = 0
 
@@ -89,15 +90,16 @@ def check_tables() -> int:
         compiled += 1
 
     triton.knobs.runtime.jit_post_compile_hook = count
-    rows = torch.tensor([3, 0, BATCH, 1, 7], device=CUDA)
+    rows = torch.tensor([3, 0, BATCH, 1, 7], device=DEVICE)
     for page_size in PAGE_SIZES:
         slots, mapping = random_slots(5000, page_size, seed=page_size)
-        for lengths, nodes, retain in (
+        cases = [
             ([0, 1, 99, 63, 127], 1, 1),
-            ([5000, 4097, 7, 1025, 1026], 16, RETAIN),
             ([16, 15, 0, 17, 4999], 64, 33),
-        ):
-            length = torch.tensor(lengths, device=CUDA)
+            ([5000, 4097, 7, 1025, 1026], 16, RETAIN),
+        ]
+        for lengths, nodes, retain in cases[:1] if quick else cases:
+            length = torch.tensor(lengths, device=DEVICE)
             for full_width, swa_width in ((-(-5000 // page_size), 2 + retain), (0, 1), (16, 3000)):
                 arguments = (slots, mapping, rows, length)
                 options = {"num_nodes": nodes, "retain": retain, "page_size": page_size}
@@ -116,17 +118,17 @@ def check_tables() -> int:
 
 def check_kv() -> None:
     for heads, dim, dtype in ((2, 256, torch.bfloat16), (4, 512, torch.bfloat16), (3, 5, torch.float32)):
-        k = torch.randn(1, heads, 77, dim, device=CUDA).to(dtype)[0].transpose(0, 1)
-        v = torch.randn(77, 2 * heads, dim, device=CUDA).to(dtype)[:, ::2]
-        slots = FullLoc(1 + torch.randperm(500, device=CUDA)[:77])
-        pools = [torch.randn(501, heads, dim, device=CUDA).to(dtype) for _ in range(2)]
+        k = torch.randn(1, heads, 77, dim, device=DEVICE).to(dtype)[0].transpose(0, 1)
+        v = torch.randn(77, 2 * heads, dim, device=DEVICE).to(dtype)[:, ::2]
+        slots = FullLoc(1 + torch.randperm(500, device=DEVICE)[:77])
+        pools = [torch.randn(501, heads, dim, device=DEVICE).to(dtype) for _ in range(2)]
         want = [pool.clone() for pool in pools]
         reference_store_kv(k, v, slots, *want)
         store_kv(k, v, slots, *pools)
         same("store", tuple(pools), tuple(want))
-        pools += [torch.randn(501, 1, 64, device=CUDA).to(dtype)]
+        pools += [torch.randn(501, 1, 64, device=DEVICE).to(dtype)]
         want = [pool.clone() for pool in pools]
-        window = 1 + torch.randperm(300, device=CUDA)
+        window = 1 + torch.randperm(300, device=DEVICE)
         source, destination = FullLoc(window[3:80]), FullLoc(window[:77])  # overlap
         reference_move_kv(want, source, destination)
         move_kv(pools, source, destination)
@@ -136,34 +138,34 @@ def check_kv() -> None:
 def tree_inputs(topk: int, levels: int, seed: int) -> tuple[torch.Tensor, ...]:
     """root, tokens, scores (with many ties) and parents of `BATCH` requests."""
     count = topk + (levels - 1) * topk * topk
-    number = torch.arange(count, device=CUDA)
+    number = torch.arange(count, device=DEVICE)
     level = torch.where(number < topk, 0, 1 + (number - topk) // (topk * topk))
     first = torch.where(level <= 1, 0, topk + (level - 2) * topk * topk)
     beam = torch.where(level <= 1, 1, topk) * ((number - topk) % (topk * topk) // topk)
     parents = torch.where(level == 0, -1, first + beam).expand(BATCH, count).contiguous()
-    generator = torch.Generator(CUDA).manual_seed(seed)
-    scores = -torch.randint(0, 6, (BATCH, count), generator=generator, device=CUDA) - 2.0 * level
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    scores = -torch.randint(0, 6, (BATCH, count), generator=generator, device=DEVICE) - 2.0 * level
     tokens = number.expand(BATCH, count).contiguous()
-    return torch.zeros(BATCH, dtype=torch.int64, device=CUDA), tokens, scores, parents
+    return torch.zeros(BATCH, dtype=torch.int64, device=DEVICE), tokens, scores, parents
 
 
 def random_walks(num_nodes: int, seed: int) -> tuple[DraftTree, torch.Tensor]:
     """Trees, and drawn tokens that accept about half of each level."""
     parents = random_parents(BATCH, num_nodes, seed)
     siblings = (parents[:, :, None] == parents[:, None, :]).tril(-1).sum(-1)  # tokens are distinct among siblings
-    target = torch.randint(0, 2, (BATCH, num_nodes), device=CUDA)
+    target = torch.randint(0, 2, (BATCH, num_nodes), device=DEVICE)
     return DraftTree.from_parents(siblings, parents), target
 
 
-def check_trees() -> None:
-    for topk, levels in ((1, 7), (2, 3), (4, 5), (8, 8), (10, 6)):
+def check_trees(quick: bool) -> None:
+    for topk, levels in ((1, 7), (2, 3), (4, 5), (8, 8), (10, 6))[: 3 if quick else None]:
         inputs = tree_inputs(topk, levels, seed=topk)
         for num_nodes in {2, 1 + topk, min(64, inputs[1].shape[1] + 1)}:
             got = select_tree(*inputs, num_nodes=num_nodes, num_levels=levels)
             got.tree.check()
             same("select", (got.tree.tokens, got.tree.parents), reference_select_nodes(*inputs, num_nodes=num_nodes))
     for num_nodes in (1, 2, 7, 16, 33, 64):
-        for seed in range(10):
+        for seed in range(1 if quick else 10):
             tree, target = random_walks(num_nodes, seed)
             same("fields", tuple(tree_fields(tree.parents)), tuple(reference_tree_fields(tree.parents)))
             same("walk", tuple(accept_walk(tree, target)), tuple(reference_accept_walk(tree, target)))
@@ -171,11 +173,11 @@ def check_trees() -> None:
 
 def page_table_rows() -> Iterator[tuple[str, float, float]]:
     """(what, us, us for the SWA part and the write locations alone)."""
-    rows = torch.arange(BATCH, device=CUDA)
+    rows = torch.arange(BATCH, device=DEVICE)
     for page_size in PAGE_SIZES:
         for context in CONTEXTS:
             sets = [random_slots(context, page_size, seed) for seed in range(SETS)]
-            length = torch.full((BATCH,), context, device=CUDA)
+            length = torch.full((BATCH,), context, device=DEVICE)
             swa_width = 1 + -(-RETAIN // page_size)
             options = {"num_nodes": NODES, "retain": RETAIN, "page_size": page_size, "swa_width": swa_width}
             keep: list[Any] = [None] * SETS  # outputs rotate too
@@ -191,8 +193,8 @@ def page_table_rows() -> Iterator[tuple[str, float, float]]:
 
 def other_rows() -> Iterator[tuple[str, float, float]]:
     """(what, us, us of the plain torch reference in a graph)."""
-    rows, slots_of = torch.arange(BATCH, device=CUDA), [random_slots(32768, 1, seed) for seed in range(SETS)]
-    length = torch.full((BATCH,), 32768, device=CUDA)
+    rows, slots_of = torch.arange(BATCH, device=DEVICE), [random_slots(32768, 1, seed) for seed in range(SETS)]
+    length = torch.full((BATCH,), 32768, device=DEVICE)
     tree, target = random_walks(NODES, seed=0)
     nodes = (rows, length, tree.parents, tree.depth)
     yield (
@@ -200,9 +202,9 @@ def other_rows() -> Iterator[tuple[str, float, float]]:
         microseconds(lambda i: build_node_rows(*slots_of[i], *nodes, window=WINDOW, width=WINDOW)),
         microseconds(lambda i: reference_build_node_rows(*slots_of[i], *nodes, window=WINDOW, width=WINDOW)),
     )
-    pools = [torch.randn(20000, 2, 256, device=CUDA, dtype=torch.bfloat16) for _ in range(60)]
-    k, v = (torch.randn(2, 128, 256, device=CUDA, dtype=torch.bfloat16).transpose(0, 1) for _ in range(2))
-    where = [FullLoc(1 + torch.randperm(19999, device=CUDA)[:128]) for _ in range(SETS)]
+    pools = [torch.randn(20000, 2, 256, device=DEVICE, dtype=torch.bfloat16) for _ in range(60)]
+    k, v = (torch.randn(2, 128, 256, device=DEVICE, dtype=torch.bfloat16).transpose(0, 1) for _ in range(2))
+    where = [FullLoc(1 + torch.randperm(19999, device=DEVICE)[:128]) for _ in range(SETS)]
     yield (
         "store_kv           128 rows of 2 x 256 bf16",
         microseconds(lambda i: store_kv(k, v, where[i], pools[2 * i], pools[2 * i + 1])),
@@ -243,22 +245,53 @@ def other_rows() -> Iterator[tuple[str, float, float]]:
         )
 
 
+def check_rows(quick: bool = False) -> Iterator[Row]:
+    """Every small kernel against its reference, exactly."""
+    compiled = 0
+
+    def tables() -> None:
+        nonlocal compiled
+        compiled = check_tables(quick)
+
+    checks: dict[str, Callable[[], None]] = {
+        "page tables and node rows": tables,
+        "store_kv, move_kv": check_kv,
+        "tree selection, fields and accept walk": lambda: check_trees(quick),
+    }
+    for name, check in checks.items():
+        try:
+            check()
+            yield Row(name, "equal")
+        except Exception as exception:  # every check, then the verdict
+            yield Row(name, f"{type(exception).__name__} {str(exception)[:200]}", ok=False)
+    yield Row("page tables and node rows: variants compiled over all lengths, widths and node counts", str(compiled))
+
+
+def timed_rows() -> Iterator[tuple[str, float, float | None, float | None]]:
+    """(what, us, us of its SWA part, us of plain torch)."""
+    for what, us, swa in page_table_rows():
+        yield what, us, swa, None
+    for what, us, reference in other_rows():
+        yield what, us, None, reference
+
+
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0], parents=[device_option]).parse_args()
+    require_device()
     torch.manual_seed(0)
-    compiled = check_tables()
-    check_kv()
-    check_trees()
-    name = torch.cuda.get_device_name()
-    print(f"checks passed on {name}, torch {torch.__version__}, triton {triton.__version__}")
-    print(f"page tables and node rows: {compiled} compilations over all lengths, widths and node counts")
+    print(machine())
+    good = True
+    for row in check_rows():
+        print(f"{row.check}: {row.error}{'' if row.ok else '  FAILED'}")
+        good &= row.ok
+    if ON_CPU or not good:
+        return 0 if good else 1
     print(f"batch {BATCH}, {NODES} nodes, window {WINDOW}; us per call, median of CUDA-graph replays")
     print(f"{'':62}{'us':>8}{'SWA part':>10}{'torch':>10}")
     slowest = 0.0
-    for what, us, swa in page_table_rows():
-        print(f"{what:62}{us:8.2f}{swa:10.2f}")
-        slowest = max(slowest, us)
-    for what, us, reference in other_rows():
-        print(f"{what:62}{us:8.2f}{'':10}{reference:10.2f}")
+    for what, us, swa, reference in timed_rows():
+        print(f"{what:62}{us:8.2f}" + "".join(f"{'' if x is None else f'{x:.2f}':>10}" for x in (swa, reference)))
+        slowest = slowest if swa is None else max(slowest, us)
     if slowest >= LIMIT_US:
         print(f"build_page_tables: {slowest:.2f} us, at most {LIMIT_US} wanted", file=sys.stderr)
         return 1

@@ -1,0 +1,79 @@
+"""What an engine computes with: plain torch, or the Triton kernels. One choice an engine, made at construction.
+
+    attention   keys and values           attention            page tables         tree selection, accept walk
+    torch       index_copy_ by slot       SDPA over a gather   slots, by indexing  sorts and gathers
+    triton      store_kv, move_kv         paged_attention      one launch          one launch each
+
+The choice is a flag of the engine's pools (`runs_kernels`) and of nothing else. A plan over such pools has page tables,
+and whoever attends under it does so by the kernels; other plans have slot tables.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+
+from specdec.attention.paged_attention import ancestor_bits, paged_attention
+from specdec.attention.paged_attention_kernels import attend_kernel
+from specdec.attention.plan import KVPlan
+from specdec.attention.reference import VisibleKeys
+from specdec.kvcache.errors import ConfigError
+from specdec.kvcache.triton_shim import triton
+
+AUTO_ATTENTION = "torch"
+"""What "auto" stands for, on any device: the kernels compile for a GPU, but have not been measured on one yet."""
+
+MAX_HEAD_DIM = 512
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+Attend = Callable[..., torch.Tensor]
+"""Attention of one forward on layers of one window: (query [B, Hq, N, D], the forward's own new keys and values
+[B, Hkv, N, D] or None, pool_k, pool_v [slots, Hkv, D] that hold those already, *, scaling, softcap, sinks) ->
+[B, N, Hq, D]."""
+
+
+def attention_by_window(plan: KVPlan, windows: Iterable[int | None], dtype: torch.dtype) -> dict[int | None, Attend]:
+    """For each sliding window (None: full attention) what layers with it do under `plan`; dtype: the model's."""
+    tables = plan.page_tables
+    if tables is None:
+        return {window: VisibleKeys.of(plan, window, dtype).attend for window in set(windows)}
+    # a chunk is causal, and may be wider than the bits of a tree
+    bits = None if plan.ancestors is None or plan.block_len is not None else ancestor_bits(plan.ancestors)
+    full = partial(
+        paged_attention,
+        pages=tables.full_pages,
+        start=torch.zeros_like(plan.committed_len),
+        committed_len=plan.committed_len,
+        positions=plan.positions,
+        page_size=plan.page_size,
+        ancestors=bits,
+        block_len=plan.block_len,
+    )
+    sliding = partial(full, pages=tables.swa_pages, start=tables.swa_start)
+    return {w: full if w is None else partial(sliding, window=w + plan.window_shift) for w in set(windows)}
+
+
+def use_kernels(attention: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether `EngineConfig.attention` ("auto", "torch" or "triton") means the kernels.
+
+    Raises ConfigError when it does, and Triton cannot run on `device`, or they cannot do the dtype or the largest head.
+    """
+    if (AUTO_ATTENTION if attention == "auto" else attention) == "torch":
+        return False
+    refused = f"attention={attention!r}"
+    if not triton:
+        raise ConfigError(f"{refused}: Triton is not installed; install it, or use attention='torch'")
+    interpreted = not isinstance(attend_kernel, triton.JITFunction)  # decided when the kernels were imported
+    if interpreted != triton.knobs.runtime.interpret or not (interpreted or device.type == "cuda"):
+        raise ConfigError(
+            f"{refused} needs a CUDA device, and this model is on {device}; use attention='torch', or set "
+            "TRITON_INTERPRET=1 before Python starts to run the kernels, slowly, in Triton's interpreter"
+        )
+    dtypes = KERNEL_DTYPES[:2] if interpreted else KERNEL_DTYPES  # the interpreter multiplies bfloat16 as integers
+    if dtype not in dtypes:
+        raise ConfigError(f"{refused} works in {', '.join(map(str, dtypes))}, not {dtype}; use attention='torch'")
+    if head_dim > MAX_HEAD_DIM:
+        raise ConfigError(
+            f"{refused} takes heads of at most {MAX_HEAD_DIM}, this model has {head_dim}; use attention='torch'"
+        )
+    return True

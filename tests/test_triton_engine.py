@@ -1,0 +1,242 @@
+"""The engine on the Triton kernels, run by their interpreter: the text is that of the target alone.
+
+The kernels have tests of their own; here each serves real forwards: chunks of a prompt longer than the window (8),
+verification, frozen drafting, EAGLE-3's own pool. On a GPU `make gpu-test` does the same.
+"""
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import triton
+
+from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.attention import backend, page_table, paged_attention, reference, tree_build, tree_walk
+from specdec.attention.backend import use_kernels
+from specdec.attention.plan import plan_frozen, plan_prefill, plan_verify
+from specdec.draft_models.eagle3 import Eagle3Drafter
+from specdec.draft_models.eagle3_config import Eagle3Spec
+from specdec.draft_models.eagle3_model import Eagle3Head
+from specdec.kvcache import move_kv, store_kv
+from specdec.kvcache.errors import ConfigError
+from specdec.target import TargetModel
+
+VOCAB, NEW, LENGTHS = 12, 7, (13, 1)
+SLIDING, FULL = "sliding_attention", "full_attention"
+SMALL = {"vocab_size": VOCAB, "num_attention_heads": 2, "num_key_value_heads": 1}
+TARGETS = {
+    # two layers that own K/V and one of each type that shares; heads of 8 and 16
+    "gemma4-e2b": {**SMALL, "num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "num_kv_shared_layers": 2},
+    "llama": {**SMALL, "num_hidden_layers": 2},
+    "gpt_oss": {**SMALL, "num_hidden_layers": 2, "layer_types": [SLIDING, FULL]},
+    "gemma2": {**SMALL, "num_hidden_layers": 2, "layer_types": [SLIDING, FULL]},
+}
+KERNELS = {
+    "attention": (paged_attention, "attend_kernel"),
+    "tables": (page_table, "_page_tables_kernel"),
+    "store": (store_kv, "_store_kv_kernel"),
+    "move": (move_kv, "_copy_rows_kernel"),
+    "walk": (tree_walk, "_accept_walk_kernel"),
+    "select": (tree_build, "_select_nodes_kernel"),
+}
+CHAIN, TREE = SpecConfig(2), SpecConfig(3, 3, 8)
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here; see make gpu-test")
+
+
+class Counted:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel, name, launches):
+        self.kernel, self.name, self.launches = kernel, name, launches
+
+    def __getitem__(self, grid):
+        self.launches[self.name] += 1
+        return self.kernel[grid]
+
+
+@pytest.fixture(autouse=True)
+def launches(monkeypatch):
+    """How often each kernel ran."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    counter = Counter()
+    for name, (module, attribute) in KERNELS.items():
+        monkeypatch.setattr(module, attribute, Counted(getattr(module, attribute), name, counter))
+    return counter
+
+
+def eagle3(model, windows=(None, 6)):
+    target = TargetModel(model)
+    torch.manual_seed(3)
+    sizes = {"intermediate_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 6, "draft_vocab_size": 9}
+    spec = Eagle3Spec(
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        vocab_size=VOCAB,
+        aux_layers=(0, 1, len(target.layout.layers)),
+        windows=windows,
+        **sizes,
+    )
+    head = Eagle3Head(spec)
+    for weight in head.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.4)
+    return Eagle3Drafter(head.eval(), torch.randperm(VOCAB)[:9].sort().values, target)
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter", "spec", "page_size"),
+    [
+        ("gemma4-e2b", None, CHAIN, 4),
+        ("gemma4-e2b", "mtp", CHAIN, 4),
+        ("gemma4-e2b", "mtp", TREE, 1),
+        ("gemma4-e2b", "mtp", TREE, 4),
+        ("gemma4-e2b", "eagle3", TREE, 1),
+        ("llama", None, CHAIN, 1),
+        ("llama", "eagle3", CHAIN, 1),
+        ("llama", "eagle3", TREE, 4),
+        ("gpt_oss", "eagle3", TREE, 1),
+        ("gpt_oss", "eagle3", CHAIN, 4),
+        ("gemma2", None, CHAIN, 1),
+        ("gemma2", "eagle3", TREE, 4),
+    ],
+)
+def test_text_and_drafts_are_those_of_torch(
+    name, drafter, spec, page_size, launches, monkeypatch, make_target, make_assistant, greedy_oracle, random_prompt
+):
+    model = make_target(name, **TARGETS[name])
+    prompts = [random_prompt(n, vocab=VOCAB) for n in LENGTHS]
+    make = {None: lambda model: None, "mtp": make_assistant, "eagle3": eagle3}[drafter]
+    runs = {}
+    for attention in ("torch", "triton"):
+        bound, drafts = make(model), []
+        config = EngineConfig(
+            attention=attention, page_size=page_size, max_batch_size=2, max_model_len=64, prefill_chunk=7
+        )
+        if drafter == "mtp":
+            engine = Engine.from_pretrained(model, bound, spec=spec, config=config)
+        else:
+            engine = Engine(TargetModel(model), bound, spec=spec, config=config)
+        if drafter is not None:
+            propose = engine.drafter.propose
+            engine.drafter.propose = lambda batch, p=propose, d=drafts: d.append(p(batch)) or d[-1]
+        if attention == "triton":
+            launched = Counter(launches)
+            monkeypatch.setattr(reference, "reference_attention", lambda *_, **__: pytest.fail("torch attended"))
+        outputs = engine.generate(prompts, SamplingParams(max_new_tokens=NEW))
+        engine.table.check()
+        runs[attention] = [out.token_ids for out in outputs], [(d.tokens.tolist(), d.parents.tolist()) for d in drafts]
+        assert runs[attention][0] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    assert runs["triton"] == runs["torch"]
+    assert not launched, "torch launched kernels"
+    assert {"attention", "tables", "store", "walk"} <= set(launches)
+    assert ("select" in launches) == (drafter is not None and spec is TREE)
+    assert page_size == 1 or drafter != "eagle3" or spec is CHAIN or launches["move"], "nothing accepted had to move"
+
+
+def test_seeded_sampling_is_that_of_plain_decoding(make_target, random_prompt):
+    model = make_target("gpt_oss", **TARGETS["gpt_oss"])
+    prompts = [random_prompt(n, vocab=VOCAB) for n in LENGTHS]
+    params = [SamplingParams(max_new_tokens=NEW, temperature=0.8, seed=i) for i in range(2)]
+    texts = []
+    for attention, drafter in (("torch", None), ("triton", eagle3(model))):
+        config = EngineConfig(attention=attention, max_batch_size=2, max_model_len=64)
+        outputs = Engine(TargetModel(model), drafter, spec=TREE, config=config).generate(prompts, params)
+        texts.append([out.token_ids for out in outputs])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_plans_say_the_same_by_page(page_size, make_target):
+    """Write locations of both kinds of plan are equal, padding included, and so are pages that hold committed keys."""
+    model = make_target("gemma4-e2b", **TARGETS["gemma4-e2b"])
+    tables = []
+    for attention in ("torch", "triton"):
+        config = EngineConfig(attention=attention, page_size=page_size, max_batch_size=3, max_model_len=64)
+        table = Engine(TargetModel(model), config=config, spec=CHAIN).table
+        rows = np.array([table.open() for _ in range(3)])
+        for row, length in zip(rows, (21, 0, 6), strict=True):
+            table.ensure(row, length + 8)
+            table.commit(np.array([row]), np.array([length]))
+        table.evict(rows)
+        tables.append(table)
+    rows = np.append(rows, table.padding_row)
+    tree = DraftTree.from_parents(torch.zeros((4, 4), dtype=torch.int64), torch.tensor([[-1, 0, 0, 1]] * 4))
+    makers = {
+        "prefill": lambda table: plan_prefill(table, rows, np.array([2, 5, 4, 1])),
+        "verify": lambda table: plan_verify(table, rows, tree),
+        "frozen": lambda table: plan_frozen(table, rows, position_offset=0, window_shift=0, num_rows=3),
+    }
+    for name, make in makers.items():
+        slots, pages = (make(table) for table in tables)
+        assert slots.page_tables is None and pages.prefix_full is None and pages.prefix_swa is None
+        for field in ("committed_len", "positions", "ancestors", "write_full", "write_swa", "block_len"):
+            torch.testing.assert_close(getattr(pages, field), getattr(slots, field), rtol=0, atol=0)
+        if name == "prefill":  # rows past each chunk, and the padding row
+            assert (
+                pages.write_full.view(4, 5)[0, 2:].tolist() == pages.write_swa.view(4, 5)[0, 2:].tolist() == [0, 0, 0]
+            )
+            assert not pages.write_full.view(4, 5)[3].any() and not pages.write_swa.view(4, 5)[3].any()
+            assert (pages.write_full.view(4, 5)[1] > 0).all() and (pages.write_swa.view(4, 5)[1] > 0).all()
+        made = pages.page_tables
+        for prefix, got in ((slots.prefix_full, made.full_pages), (slots.prefix_swa, made.swa_pages)):
+            held = (
+                prefix.start[:, None] + torch.arange(prefix.pages.shape[1]) * page_size < slots.committed_len[:, None]
+            )
+            assert torch.equal(got[:, : held.shape[1]], prefix.pages * held)
+            assert not got[:, held.shape[1] :].any()
+        assert torch.equal(made.swa_start, slots.prefix_swa.start)
+        assert made.swa_pages.shape[1] <= 1 + -(-table.retain // page_size)
+
+
+def test_auto_is_torch(launches, make_target, random_prompt):
+    model = make_target("llama", **TARGETS["llama"])
+    engine = Engine(TargetModel(model), config=EngineConfig(max_model_len=64))
+    engine.generate(random_prompt(5, vocab=VOCAB), SamplingParams(max_new_tokens=3))
+    assert not launches
+
+
+def test_triton_is_refused_without_a_gpu(monkeypatch, make_target):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ConfigError, match=r"needs a CUDA device, and this model is on cpu; use attention='torch'"):
+        Engine(TargetModel(make_target("llama")), config=EngineConfig(attention="triton", max_model_len=64))
+
+
+CPU = torch.device("cpu")
+
+
+def test_triton_is_refused_when_the_interpreter_came_too_late(monkeypatch):
+    """TRITON_INTERPRET=1 set after the kernels were imported, which are then for a GPU."""
+    monkeypatch.setattr(backend, "attend_kernel", triton.JITFunction.__new__(triton.JITFunction))
+    with pytest.raises(ConfigError, match="before Python starts"):
+        use_kernels("triton", CPU, torch.float32, 64)
+
+
+def test_triton_is_refused_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(backend, "triton", None)
+    assert not use_kernels("torch", CPU, torch.float32, 64)
+    with pytest.raises(ConfigError, match=r"Triton is not installed; install it, or use attention='torch'"):
+        use_kernels("triton", CPU, torch.float32, 64)
+
+
+def test_dtypes_and_heads_that_the_kernels_cannot_do(make_target):
+    assert use_kernels("triton", CPU, torch.float32, 512) and use_kernels("triton", CPU, torch.float16, 64)
+    for dtype in (torch.bfloat16, torch.float64):  # the interpreter multiplies bfloat16 as integers
+        with pytest.raises(ConfigError, match=rf"works in torch.float32, torch.float16, not {dtype}"):
+            use_kernels("triton", CPU, dtype, 64)
+    wide = TargetModel(make_target("llama", head_dim=640))
+    Engine(wide, config=EngineConfig(max_model_len=64))
+    with pytest.raises(ConfigError, match=r"takes heads of at most 512, this model has 640; use attention='torch'"):
+        Engine(wide, config=EngineConfig(attention="triton", max_model_len=64))
+
+
+def test_the_gpu_script_says_that_there_is_no_gpu():
+    script = Path(__file__).resolve().parent.parent / "tools" / "gpu_test.py"
+    if not script.exists():
+        pytest.skip("needs the checkout")
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr.splitlines()[-1]) == (2, "no CUDA device: nothing was checked")

@@ -1,0 +1,56 @@
+"""What the GPU scripts share: the device, and `specdec` from an installation or from the checkout around this file.
+
+Import it before torch, triton and specdec. `--device cpu` on the command line runs the kernels in Triton's interpreter:
+to see that a script works, not what a GPU does. Timings are left out there.
+"""
+
+import argparse
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import MagicMock
+
+ROOT = Path(__file__).resolve().parent.parent
+
+device_option = argparse.ArgumentParser(add_help=False)
+device_option.add_argument(
+    "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: in Triton's interpreter, to debug a script"
+)
+ON_CPU = device_option.parse_known_args()[0].device == "cpu"
+if ON_CPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+if importlib.util.find_spec("specdec") is None:
+    sys.path.insert(0, str(ROOT))
+if importlib.util.find_spec("rich") is None:  # draws progress bars, nothing here needs
+    sys.modules |= {name: MagicMock() for name in ("rich", "rich.console", "rich.progress")}
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+
+DEVICE = torch.device("cpu" if ON_CPU else "cuda")
+
+
+class Row(NamedTuple):
+    """One line of the table of results."""
+
+    check: str
+    error: str
+    time: str = ""
+    ok: bool = True
+
+
+def require_device() -> None:
+    """Exit with 2, saying so, where there is no GPU to check anything on."""
+    if not ON_CPU and not torch.cuda.is_available():
+        print("no CUDA device: nothing was checked", file=sys.stderr)
+        sys.exit(2)
+
+
+def machine() -> str:
+    """The device and the versions, in words."""
+    name = "CPU, Triton's interpreter" if ON_CPU else torch.cuda.get_device_name()
+    return f"{name}, torch {torch.__version__}, triton {triton.__version__}"

@@ -1,0 +1,84 @@
+"""Everything that needs a GPU, in one run and one Markdown table: `make gpu-test`, or `python tools/gpu_test.py`.
+
+    kernels   paged attention against float64; page tables, store, move, trees and walks against plain torch
+    engine    attention "torch" and "triton" against transformers' eager forward, every drafter, chains and trees
+    timings   attention against measured read bandwidth, the small kernels in microseconds
+
+Exits with 1 when a check fails (and times nothing then), with 2 where there is no CUDA device. `--quick` keeps small
+shapes of everything and no timings, for the sanitizer:
+
+    compute-sanitizer --tool memcheck  --error-exitcode 1 python tools/gpu_test.py --quick --kernels
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tools/gpu_test.py --quick --kernels
+"""
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from gpu_setup import ON_CPU, Row, device_option, machine, require_device  # isort: skip - before triton
+import gpu_attention
+import gpu_engine
+import gpu_tables
+import torch
+
+
+def timing_rows() -> Iterator[Row]:
+    """Figures rather than checks, but for the limit on page tables."""
+    read, copy = gpu_attention.bandwidth()
+    yield Row("measured bandwidth", "", f"read {read / 1e9:.0f} GB/s, copy {copy / 1e9:.0f} GB/s")
+    for figure in gpu_attention.timed(read):
+        of_read = "" if figure["flops"] else f", {figure['of_read']:.0%} of read bandwidth"
+        speed = f", {figure['flops'] / figure['seconds'] / 1e12:.0f} TFLOP/s" if figure["flops"] else ""
+        yield Row(f"attention: {figure['case']}", "", f"{figure['seconds'] * 1e6:.1f} us{of_read}{speed}")
+    for what, us, swa, reference in gpu_tables.timed_rows():
+        late = swa is not None and us >= gpu_tables.LIMIT_US
+        parts = [f"{us:.2f} us", *([] if swa is None else [f"{swa:.2f} us without the full table"])]
+        parts += [] if reference is None else [f"plain torch {reference:.2f} us"]
+        error = f"slower than {gpu_tables.LIMIT_US:.0f} us" if late else ""
+        yield Row(" ".join(what.split()), error, ", ".join(parts), ok=not late)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[device_option]
+    )
+    parser.add_argument("--quick", action="store_true", help="small shapes, no timings")
+    parser.add_argument("--kernels", action="store_true", help="not the engine")
+    parser.add_argument("--out", type=Path, help="write the table there too")
+    options = parser.parse_args()
+    require_device()
+    quick = options.quick or ON_CPU
+    torch.manual_seed(0)
+    sources = [gpu_attention.check_rows(quick), gpu_tables.check_rows(quick)]
+    sources += [] if options.kernels else [gpu_engine.check_rows(quick)]
+    lines: list[str] = []
+    failed: list[str] = []
+
+    def write(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    def write_rows(rows: Iterable[Row]) -> None:
+        for row in rows:
+            cells = (*(cell.replace("|", "/") for cell in row[:3]), "ok" if row.ok else "**FAILED**")
+            write(f"| {' | '.join(cells)} |")
+            failed.extend([] if row.ok else [row.check])
+
+    begin = time.perf_counter()
+    write(f"{machine()}{', small shapes' if quick else ''}\n")
+    write("| check | worst error | time | |")
+    write("|---|---|---|---|")
+    write_rows(itertools.chain(*sources))
+    if not failed and not quick:  # no figure of what is wrong
+        write_rows(timing_rows())
+    write(f"\n{len(lines) - 3} rows, {len(failed)} failed, {time.perf_counter() - begin:.0f} s")
+    if options.out is not None:
+        options.out.write_text("\n".join(lines) + "\n", "utf-8")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
