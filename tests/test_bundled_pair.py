@@ -6,17 +6,23 @@ Acceptance is asserted: a drafter that reads the wrong K/V, position or window s
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.bench import final_number, read_prompts
+from specdec.attention.plan import plan_frozen
+from specdec.bench import read_prompts
 from specdec.bundled import BUNDLED_DIR, BUNDLED_NAMES, HELD_OUT_PROBLEMS
 from specdec.draft_models import gemma4_mtp
+from specdec.kvcache.spaces import PageTable, Space, SwaLoc
+from specdec.scoring import final_number
 
 SOLVED = 12
+MTP_ACCEPTANCE = 4.5  # of 5; all 200 held-out problems give 4.80
+EAGLE3_ACCEPTANCE, TOLERANCE = 2.928, 0.015  # of the first 24, in float32; other kernels may flip a tie or two
 HARD = [  # not from the generator's templates: less predictable, so that a tree has something to add
     "A snail climbs 5 feet up a 30 foot wall each day and slips back 2 feet each night. How far is it after 4 days?",
     "Half of the 24 birds on a wire fly away, then a third of the rest. How many birds are still on the wire?",
@@ -72,7 +78,7 @@ def test_it_solves_most_held_out_problems(problems, solved):
 
 
 def test_the_drafter_is_accepted(solved):
-    assert solved[1].acceptance_length >= 2.5
+    assert solved[1].acceptance_length >= MTP_ACCEPTANCE
 
 
 @pytest.mark.parametrize(("name", "value"), [("WINDOW_SHIFT", -44), ("QUERY_POSITION_OFFSET", -9)])
@@ -102,7 +108,7 @@ def test_a_tree_is_accepted_further_than_a_chain():
     chain, chain_stats = run(HARD, num_steps=4)
     tree, tree_stats = run(HARD, num_steps=4, topk=4, num_draft_tokens=16)
     assert [out.token_ids for out in tree] == [out.token_ids for out in chain]
-    assert tree_stats.acceptance_length > chain_stats.acceptance_length + 0.2
+    assert tree_stats.acceptance_length >= chain_stats.acceptance_length + 0.4
 
 
 def test_the_eagle3_head_is_accepted_and_a_tree_further(problems, solved):
@@ -115,22 +121,50 @@ def test_the_eagle3_head_is_accepted_and_a_tree_further(problems, solved):
     assert tree_stats.acceptance_length >= chain_stats.acceptance_length + 0.4
 
 
+def eagle3_acceptance(problems, folder="tiny-gemma4-eagle3"):
+    outputs, stats = run([problem.text for problem in problems[:24]], str(folder))
+    return [out.token_ids for out in outputs], stats.acceptance_length
+
+
 @pytest.fixture(scope="module")
-def right_length(problems):
-    return run([problem.text for problem in problems[:SOLVED]], "tiny-gemma4-eagle3")[1].acceptance_length
+def eagle3_text(problems):
+    """The outputs, after the check that a defect must fail: what the head reached when it was trained."""
+    text, length = eagle3_acceptance(problems)
+    assert length == pytest.approx(EAGLE3_ACCEPTANCE, abs=TOLERANCE)
+    return text
 
 
-@pytest.mark.parametrize("layers", [[27, 15, 2], [8, 21, 30]], ids=["reversed", "six later"])
-def test_wrong_aux_layers_cost_acceptance(layers, problems, solved, right_length, tmp_path):
-    """A head that is fed other layers' states drafts badly, and says nothing."""
+@pytest.mark.parametrize(
+    "layers", [[3, 16, 28], [1, 14, 26], [27, 15, 2]], ids=["one later", "one earlier", "reversed"]
+)
+def test_wrong_aux_layers_fail_the_acceptance_check(layers, problems, eagle3_text, tmp_path):
+    """A head that is fed other layers' states drafts worse, and says nothing. One layer off is the mistake of the field
+    (an id names a layer's output or its input); it costs this head little, so the check is narrow."""
     shutil.copytree(BUNDLED_DIR / "tiny-gemma4-eagle3", tmp_path / "head")
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     del config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     config["eagle_aux_hidden_state_layer_ids"] = layers  # at the top level: states that enter these layers; 2, 15, 27
     (tmp_path / "head" / "config.json").write_text(json.dumps(config))
-    outputs, stats = run([problem.text for problem in problems[:SOLVED]], str(tmp_path / "head"))
+    text, length = eagle3_acceptance(problems, tmp_path / "head")
+    assert text == eagle3_text  # never the text
+    assert length < EAGLE3_ACCEPTANCE - TOLERANCE
+
+
+def test_an_untranslated_page_table_fails_the_acceptance_check(problems, solved, monkeypatch):
+    """The frozen drafter's sliding table left in full space: the bug that every engine of the field has had."""
+
+    def untranslated(table, rows, **options):
+        plan = plan_frozen(table, rows, **options)
+        start, width = plan.prefix_swa.start, plan.prefix_swa.slots.shape[1]
+        columns = start[:, None] + torch.arange(width)
+        full = plan.prefix_full.slots.gather(1, columns.clamp(max=plan.prefix_full.slots.shape[1] - 1))
+        slots = full % table.allocator.pools[Space.SWA].num_slots  # the SWA pool is smaller
+        return replace(plan, prefix_swa=PageTable(SwaLoc(slots), start, 1))
+
+    monkeypatch.setattr(gemma4_mtp, "plan_frozen", untranslated)
+    outputs, stats = run([problem.text for problem in problems[:SOLVED]])
     assert [out.token_ids for out in outputs] == [out.token_ids for out in solved[0]]
-    assert stats.acceptance_length < right_length - 0.4
+    assert stats.acceptance_length < MTP_ACCEPTANCE <= solved[1].acceptance_length
 
 
 def test_transformers_gives_the_same_text_with_the_same_pair(problems, solved):
