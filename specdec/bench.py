@@ -54,6 +54,7 @@ class BenchReport:
     drafter: str | None
     prompts: int
     spec: SpecConfig
+    temperature: float
     batch_size: int
     tokens_per_second: dict[str, float]
     acceptance_length: float
@@ -98,19 +99,23 @@ def run_bench(
     prompts: Sequence[BenchPrompt],
     spec: SpecConfig,
     config: EngineConfig,
-    max_new_tokens: int,
+    params: SamplingParams,
     raw: bool = False,
     peer: bool = False,
 ) -> BenchReport:
-    """Run every contestant on every prompt, greedily. Raises SpecDecError when an output is not plain decoding's."""
+    """Run every contestant on every prompt. Raises SpecDecError when an output is not plain decoding's.
+
+    params: with a temperature above 0 they need a seed, without which no two outputs would be alike.
+    """
+    if params.temperature > 0 and params.seed is None:
+        raise ConfigError(f"temperature={params.temperature} without a seed: outputs could not be compared; give one")
     engine = Engine.from_pretrained(target, drafter, spec=spec, config=config)
     plain = engine if drafter is None else Engine(engine.target, None, tokenizer=engine.tokenizer, config=config)
-    params = SamplingParams(max_new_tokens=max_new_tokens)
     contestants = [Contestant("specdec, no drafter", _runner(plain, params))]
     if drafter is not None:
         contestants.append(Contestant(f"specdec, {drafter}", _runner(engine, params)))
     if peer:
-        contestants += _peers(engine, max_new_tokens, spec.num_steps)
+        contestants += _peers(engine, params, spec.num_steps)
     ids = [engine.encode(p.text) if raw else engine.chat_prompt(p.text) for p in prompts]
     for contestant in contestants:
         contestant.run(ids[:1])  # warm up: allocations, thread pools
@@ -135,6 +140,7 @@ def run_bench(
         drafter=drafter,
         prompts=len(prompts),
         spec=spec,
+        temperature=params.temperature,
         batch_size=config.max_batch_size,
         tokens_per_second={c.name: c.tokens / c.seconds for c in contestants},
         acceptance_length=stats.acceptance_length,
@@ -155,7 +161,7 @@ def markdown_table(report: BenchReport) -> str:
     accuracy = "" if report.accuracy is None else f"; accuracy {100 * report.accuracy:.1f} %"
     lines += [
         "",
-        f"{report.target}, {report.prompts} prompts, batch {report.batch_size}, greedy, "
+        f"{report.target}, {report.prompts} prompts, batch {report.batch_size}, temperature {report.temperature:g}, "
         f"{report.spec.num_steps} steps of topk {report.spec.topk}, {report.spec.num_nodes} nodes: "
         f"acceptance length {report.acceptance_length:.2f} (by position {positions}){accuracy}; "
         f"identical to plain decoding: yes. {report.hardware}, {report.versions}.",
@@ -167,7 +173,7 @@ def _runner(engine: Engine, params: SamplingParams) -> Callable[[list[list[int]]
     return lambda prompts: [out.token_ids for out in engine.generate(prompts, params)]
 
 
-def _peers(engine: Engine, max_new_tokens: int, num_steps: int) -> list[Contestant]:
+def _peers(engine: Engine, params: SamplingParams, num_steps: int) -> list[Contestant]:
     """transformers' own generate on the same weights: plain, and assisted by the same drafter where it is one."""
     model = engine.target.model
     ends = sorted(engine.end_tokens)
@@ -179,8 +185,9 @@ def _peers(engine: Engine, max_new_tokens: int, num_steps: int) -> list[Contesta
             out = model.generate(  # type: ignore[operator]
                 ids,
                 attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
+                do_sample=params.temperature > 0,
+                temperature=params.temperature or None,
+                max_new_tokens=params.max_new_tokens,
                 eos_token_id=ends,
                 pad_token_id=0,
                 **assistance,

@@ -117,6 +117,8 @@ def bench(
     ] = HELD_OUT_PROBLEMS,
     limit: Limit = 0,
     max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    seed: Annotated[int, typer.Option(help="Seeds every prompt of a temperature above 0.")] = 0,
     batch_size: BatchSize = 1,
     num_steps: NumSteps = 4,
     topk: TopK = 1,
@@ -127,7 +129,7 @@ def bench(
     dtype: DtypeName = None,
     device: Device = None,
 ) -> None:
-    """Measure tokens/s with and without the drafter, greedy; refuses to print figures if any output differs."""
+    """Measure tokens/s with and without the drafter; refuses to print figures if any output differs."""
     with _one_sentence_errors():
         prompts = read_prompts(data, limit)
         report = run_bench(
@@ -136,7 +138,7 @@ def bench(
             prompts=prompts,
             spec=SpecConfig(num_steps, topk, num_draft_tokens),
             config=EngineConfig(max_batch_size=batch_size, dtype=_dtype(dtype), device=device),
-            max_new_tokens=max_new_tokens,
+            params=SamplingParams(max_new_tokens, temperature, seed=seed),
             raw=raw,
             peer=peer,
         )
