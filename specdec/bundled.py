@@ -1,9 +1,9 @@
-"""The checkpoints that ship with the package, by name."""
+"""The checkpoints that ship with the package, by name: a tiny pair and its EAGLE-3 head, and a head for SmolLM2."""
 
 from pathlib import Path
 
 BUNDLED_DIR = Path(__file__).parent / "bundled"
-BUNDLED_NAMES = ("tiny-gemma4", "tiny-gemma4-mtp", "tiny-gemma4-eagle3")
+BUNDLED_NAMES = ("tiny-gemma4", "tiny-gemma4-mtp", "tiny-gemma4-eagle3", "smollm2-135m-eagle3")
 HELD_OUT_PROBLEMS = BUNDLED_DIR / "word_problems_heldout.jsonl"
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.plan import plan_frozen
@@ -48,8 +48,25 @@ def solved(problems):
 
 
 def test_the_models_are_small():
-    total = sum(path.stat().st_size for name in BUNDLED_NAMES for path in (BUNDLED_DIR / name).iterdir())
-    assert total <= 25e6
+    size = {name: sum(file.stat().st_size for file in (BUNDLED_DIR / name).iterdir()) for name in BUNDLED_NAMES}
+    assert size.pop("smollm2-135m-eagle3") <= 20e6
+    assert sum(size.values()) <= 25e6
+
+
+def test_the_smollm2_head_fits_a_target_of_its_shape():
+    """The target is not shipped, so a random one stands in, of the same width, depth and vocabulary."""
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=32, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    engines = [
+        Engine.from_pretrained(model, drafter, config=EngineConfig(max_batch_size=1, max_model_len=64))
+        for drafter in ("smollm2-135m-eagle3", None)
+    ]
+    drafts, plain = (engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=8)) for engine in engines)
+    assert engines[0].drafter.taps == (2, 15, 27)
+    assert drafts[0].token_ids == plain[0].token_ids
 
 
 def test_the_target_has_every_feature_of_its_family():
