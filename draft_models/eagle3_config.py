@@ -123,7 +123,7 @@ def resolve_aux_ids(config: Mapping[str, Any], num_layers: int, override: Sequen
         if num_layers not in ids and ids[0] != 2:
             if ids[0] != 1:
                 logger.warning(
-                    "%s=%s is read as the outputs of those layers; if acceptance is near zero, pass aux_layers=%s",
+                    "%s=%s is read as layers' outputs; if acceptance is near zero, try eagle3_drafter(aux_layers=%s)",
                     where,
                     ids,
                     ids,
@@ -134,7 +134,7 @@ def resolve_aux_ids(config: Mapping[str, Any], num_layers: int, override: Sequen
     if not ids or any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= num_layers for i in ids):
         raise UnsupportedModelError(
             f"EAGLE-3 auxiliary layers {ids} (from {where}): the target has states 0..{num_layers}, "
-            f"{num_layers} being what leaves its last layer; pass aux_layers=[...] to say which"
+            f"{num_layers} being what leaves its last layer; eagle3_drafter(..., aux_layers=[...]) says which"
         )
     return tuple(ids)
 

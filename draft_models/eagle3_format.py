@@ -170,7 +170,7 @@ def _make_spec(
         raise CheckpointError(
             f"{name}: fc takes {fc.shape[1]} numbers, but the states {list(ids) or 'after the final norm'} of target "
             f"{target.name} (hidden size {target.hidden_size}) give {width}; it was made for another target, or needs "
-            "aux_layers=[...]"
+            "eagle3_drafter(..., aux_layers=[...])"
         )
     if fc is None and (ids or hidden != target.hidden_size):
         raise CheckpointError(f"{name}: no fc.weight, needed to bring {width} target numbers to hidden size {hidden}")
