@@ -157,36 +157,13 @@ def paged_attention(
         part = torch.empty((num_splits, *out.shape), dtype=torch.float32, device=query.device)
         lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=query.device)
     with torch.cuda.device_of(query):
+        keys = (block_k, block_v, pool_k, pool_v, pages, start, committed_len)
+        numbers = (scaling, softcap, window, split_len or 0, num_rows, num_splits, num_pages)
+        ranks = ((query, 4), (block_k, 4), (block_v, 4), (pool_k, 3), (pool_v, 3), (pages, 2), (positions, 2))
         attend_kernel[(row_tiles, batch * kv_heads, num_splits)](
-            query,
-            block_k,
-            block_v,
-            pool_k,
-            pool_v,
-            pages,
-            start,
-            committed_len,
-            positions,
-            ancestors,
-            block_len,
-            sinks,
-            part,
-            lse,
-            scaling,
-            softcap,
-            window,
-            split_len or 0,
-            num_rows,
-            num_splits,
-            num_pages,
-            *query.stride(),
-            *((0,) * 4 if block_k is None else block_k.stride()),
-            *((0,) * 4 if block_v is None else block_v.stride()),
-            *pool_k.stride(),
-            *pool_v.stride(),
-            *pages.stride(),
-            *positions.stride(),
-            *((0, 0) if ancestors is None else ancestors.stride()),
+            *(query, *keys, positions, ancestors, block_len, sinks, part, lse),
+            *numbers,
+            *(stride for x, rank in (*ranks, (ancestors, 2)) for stride in ((0,) * rank if x is None else x.stride())),
             PAGE_SIZE=page_size,
             KV_HEADS=kv_heads,
             GROUP=group,

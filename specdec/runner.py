@@ -84,12 +84,12 @@ class Runner:
         history = self.history.device[row_index, : int(committed.max()) + 1]  # [B, L]
         history_len = self._upload(committed) + 1
         root = history.gather(1, history_len[:, None] - 1)[:, 0]
-        sampling = self._sampling(requests)
-
-        self.clock.mark("draft")
         # no request can use more drafts than it has tokens to go, less the bonus
         to_go = max(r.params.max_new_tokens - r.num_output for r in requests)
         num_steps, num_nodes = self.spec.shortened(to_go - 1) if self.drafter is not None else (0, 1)
+        sampling = self._sampling(requests).at(history_len, num_steps + 1, self.target.vocab_size)
+
+        self.clock.mark("draft")
         if self.drafter is not None and num_steps > 0:
             batch = DraftBatch(
                 table=self.table,

@@ -9,7 +9,7 @@ top-k, top-p and min-p, in that order, as transformers applies them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -50,7 +50,10 @@ def gumbel_noise(seed: torch.Tensor, positions: torch.Tensor, vocab_size: int) -
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The parameters of B requests as vectors [B] on the device, and which features any of them uses."""
+    """The parameters of B requests as vectors [B] on the device, and which features any of them uses.
+
+    noise: [B, W, V] of positions first [B] and behind, made once for all that draw there (`at`); None: made as needed.
+    """
 
     temperature: torch.Tensor
     top_k: torch.Tensor
@@ -62,6 +65,8 @@ class SamplingBatch:
     any_sorted: bool
     any_min_p: bool
     any_penalty: bool
+    first: torch.Tensor | None = None
+    noise: torch.Tensor | None = None
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> "SamplingBatch":
@@ -81,6 +86,13 @@ class SamplingBatch:
             any_penalty=any(p.repetition_penalty != 1 for p in params),
         )
 
+    def at(self, first: torch.Tensor, count: int, vocab_size: int) -> "SamplingBatch":
+        """The same for `count` positions from first [B] on: nodes of a tree and steps of a draft share their noise."""
+        if not self.any_sampled:
+            return self
+        positions = first[:, None] + torch.arange(count, device=first.device)
+        return replace(self, first=first, noise=gumbel_noise(self.seed, positions, vocab_size))
+
     def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Draw the token of each position: logits [B, K, V], positions [B, K] -> [B, K] int64."""
         return (logits if not self.any_sampled else self._perturbed(logits, positions)).argmax(dim=-1)
@@ -92,8 +104,11 @@ class SamplingBatch:
 
     def _perturbed(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits where greedy, log P plus noise elsewhere: [B, K, V] float32."""
-        noisy = self.log_weights(logits) + gumbel_noise(self.seed, positions, logits.shape[-1])
-        return torch.where(self.temperature[:, None, None] > 0, noisy, logits.float())
+        if self.noise is None or self.first is None:
+            noise = gumbel_noise(self.seed, positions, logits.shape[-1])
+        else:
+            noise = self.noise.gather(1, (positions - self.first[:, None])[:, :, None].expand_as(logits))
+        return torch.where(self.temperature[:, None, None] > 0, self.log_weights(logits) + noise, logits.float())
 
     def log_weights(self, logits: torch.Tensor) -> torch.Tensor:
         """log P up to a constant, [B, K, V] float32, -inf where filtered; rows at temperature 0 are meaningless."""
