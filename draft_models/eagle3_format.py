@@ -169,8 +169,12 @@ def _make_spec(
     if fc is not None and fc.shape[1] != width:
         raise CheckpointError(
             f"{name}: fc takes {fc.shape[1]} numbers, but the states {list(ids) or 'after the final norm'} of target "
-            f"{target.name} (hidden size {target.hidden_size}) give {width}; it was made for another target, or needs "
-            "eagle3_drafter(..., aux_layers=[...])"
+            f"{target.name} (hidden size {target.hidden_size}) give {width}; it was "
+            + (
+                "made for another target"
+                if fc.shape[1] % target.hidden_size
+                else "trained on other states: give eagle3_drafter(..., aux_layers=[...]), or made for another target"
+            )
         )
     if fc is None and (ids or hidden != target.hidden_size):
         raise CheckpointError(f"{name}: no fc.weight, needed to bring {width} target numbers to hidden size {hidden}")

@@ -6,8 +6,8 @@
 
 Stages: the target's own answers to the prompts (nothing else is learnt from), training-time test on them, and a report
 on prompts kept aside, by the engine that will serve the drafter. Stages are limited by time and leave their state under
-OUT/training: the same command again goes on where it was stopped, or only reports. A prompt file needs no answers: one
-JSON object a line with "question", "prompt" or "messages".
+OUT/training: the same command again goes on where it was stopped (Ctrl-C is fine), or only reports. A prompt file needs
+no answers: one JSON object a line with "question", "prompt", "turns" or "messages".
 
 The drafter is saved in a published format (SpecForge's EAGLE-3, or transformers' Gemma4Assistant), to be used as
 `Engine.from_pretrained(target, drafter=OUT)`.
@@ -20,6 +20,7 @@ import hashlib
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,8 +43,9 @@ from training_data import (
 )
 from training_optimizer import MixedOptimizer, Team, schedule
 
-from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig, SpecDecError
 from specdec.draft_models.eagle3_config import Eagle3Spec
+from specdec.kvcache.errors import ConfigError
 from specdec.loading import load_drafter, load_model, load_tokenizer
 from specdec.target import TargetModel
 
@@ -119,26 +121,30 @@ def train(recipe: Recipe, lessons: Lessons, args: argparse.Namespace, team: Team
         return team.most(max(seconds / (60 * args.minutes), step / args.steps if args.steps else 0.0))
 
     recipe.module.train()
-    start = shown = saved = time.perf_counter() - spent
+    start = time.perf_counter() - spent
     shown = saved = time.perf_counter()
     done = fraction()
-    for batch, lesson in lessons.from_step(step) if done < 1 else ():
-        loss = draft_loss(recipe, recipe.target, batch, lesson, args.draft_steps)
-        loss.backward()
-        team.average_gradients(optimizer.parameters)
-        optimizer.step(schedule(done))
-        step, value, now = step + 1, loss.item(), time.perf_counter()
-        if now - shown > args.log_every and team.main:
-            epoch = step * lessons.rows * team.size / lessons.count
-            print(f"{now - start:6.0f} s  step {step}  loss {value:.4f}  epoch {epoch:.2f}", flush=True)
-            shown = now
-        if now - saved > SAVE_EVERY:
-            save(now - start)
-            saved = now
-        done = fraction()
-        if done >= 1:
-            save(now - start)
-            break
+    try:
+        for batch, lesson in lessons.from_step(step) if done < 1 else ():
+            loss = draft_loss(recipe, recipe.target, batch, lesson, args.draft_steps)
+            loss.backward()
+            team.average_gradients(optimizer.parameters)
+            optimizer.step(schedule(done))
+            step, value, now = step + 1, loss.item(), time.perf_counter()
+            if now - shown > args.log_every and team.main:
+                epoch = step * lessons.rows * team.size / lessons.count
+                print(f"{now - start:6.0f} s  step {step}  loss {value:.4f}  epoch {epoch:.2f}", flush=True)
+                shown = now
+            if now - saved > SAVE_EVERY:
+                save(now - start)
+                saved = now
+            done = fraction()
+            if done >= 1:
+                save(now - start)
+                break
+    except KeyboardInterrupt:
+        save(time.perf_counter() - start)
+        raise
     recipe.module.eval()
     team.wait()
     return {"steps": step, "loss": round(value, 4), "rows": lessons.count}
@@ -165,6 +171,19 @@ def measure(
         }
         print(f"{name}: acceptance length {stats.acceptance_length:.2f} over {len(ids)} prompts", flush=True)
     return found
+
+
+def check_shape(target: TargetModel, args: argparse.Namespace) -> None:
+    """Say what cannot be made before any answer is asked for."""
+    heads, hidden = args.heads or int(target.config.num_attention_heads), args.hidden or target.hidden_size
+    kv_heads = {"--kv-heads": args.kv_heads or target.layout.layers[-1].num_kv_heads}
+    if args.kind == "mtp":
+        kv_heads = {f"the target's {spec.layer_type}": spec.num_kv_heads for spec in target.layout.layers}
+    elif args.head_dim is None and hidden % heads:
+        raise ConfigError(f"--heads {heads} does not divide --hidden {hidden}; give a divisor, or --head-dim")
+    for name, count in kv_heads.items():
+        if heads % count:
+            raise ConfigError(f"--heads {heads} does not group over {count} ({name}); give a multiple of {count}")
 
 
 def new_recipe(target: TargetModel, documents: list[Document], args: argparse.Namespace) -> Recipe:
@@ -207,10 +226,13 @@ def remember_settings(args: argparse.Namespace) -> None:
         file.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
         return
     before = json.loads(file.read_text("utf-8"))
-    changed = [f"{k}: {before.get(k)} before, {v} now" for k, v in settings.items() if before.get(k) != v]
+    names = [name for name, value in settings.items() if before.get(name) != value and name != "prompts"]
+    changed = [f"--{name.replace('_', '-')} was {before.get(name)}, is {settings[name]}" for name in names]
+    changed += ["the content of --prompts has changed"] if settings["prompts"] != before["prompts"] else []
     if changed:
-        raise SystemExit(
-            f"{args.out} holds a run with other settings ({'; '.join(changed)}); give another --out, or those settings"
+        raise ConfigError(
+            f"{args.out} holds a run with other settings ({'; '.join(changed)}); give another --out or those settings, "
+            f"or delete {args.out / 'training'} to start over"
         )
 
 
@@ -220,15 +242,30 @@ def _fingerprint(name: str) -> str:
 
 def main() -> None:
     args = parse_args()
+    try:
+        run(args)
+    except (SpecDecError, OSError) as error:
+        raise SystemExit(f"train_drafter.py: {error}") from error
+    except KeyboardInterrupt:
+        print(f"\nstopped; what is done is kept in {args.out / 'training'}, the same command goes on", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def run(args: argparse.Namespace) -> None:
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
     team = Team(cpu=args.device == "cpu")
-    if team.main:
-        remember_settings(args)
     torch.manual_seed(args.seed)
+    source, kept = prompt_source(args.prompts, args.seed)
     device = torch.device(team.state.device if args.device == "cuda" else args.device)
     model = load_model(args.target, dtype=getattr(torch, args.dtype), device=device).requires_grad_(False)
     tokenizer, target = load_tokenizer(args.tokenizer or args.target), TargetModel(model)
-    source, kept = prompt_source(args.prompts, args.seed)
+    if tokenizer is None:
+        raise ConfigError(f"{args.tokenizer or args.target!r} holds no tokenizer; give --tokenizer")
+    check_shape(target, args)
+    if team.main:
+        remember_settings(args)
+    team.wait()
     config = EngineConfig(max_batch_size=args.batch, max_model_len=args.length)
     with Engine(target, None, tokenizer=tokenizer, config=config) as engine:
         collect_answers(
@@ -262,7 +299,9 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     p.add_argument("--target", required=True, help="hub id, folder or bundled name")
     p.add_argument("--tokenizer", help="default: the target's")
     p.add_argument("--prompts", nargs="+", required=True, help=f"JSON-lines files, or {WORD_PROBLEMS}; they take turns")

@@ -1,7 +1,8 @@
 """Training data for drafters of any target: prompts, the target's own answers to them, packed rows.
 
-A prompt file holds one JSON object a line with "messages", or "question" or "prompt" (one user turn each). Answers are
-kept a line each as they come, so a run that was stopped goes on where it was. It knows nothing of drafters.
+A prompt file holds one JSON object a line with "messages" (a chat), or "question", "prompt" or "turns" (its first one).
+Answers are kept a line each, a batch at a time, so a run that was stopped goes on where it was. It knows nothing of
+drafters.
 
 Invariant: a document never spans two rows, and position 0 starts a new document.
 """
@@ -21,9 +22,13 @@ import torch
 from word_problems import heldout, heldout_questions, stream
 
 from specdec import Engine, SamplingParams
+from specdec.kvcache.errors import ConfigError
 
 WORD_PROBLEMS = "word-problems"
 QUESTION, ANSWER = 1, 2  # kind of each token; 0 is padding
+PROMPT_KEYS = ("question", "prompt", "turns", "messages")
+ROOM = 16  # tokens of an answer that must fit behind a prompt
+MOST_SKIPPED = 1000  # prompts in a row without ROOM: no more are looked at
 SAMPLED_EVERY = 8  # one answer in so many is sampled, the others are greedy
 Document = tuple[np.ndarray, int]  # token ids, number of those that belong to the prompt
 
@@ -40,19 +45,40 @@ def prompt_source(names: list[str], seed: int) -> tuple[Iterator[dict[str, Any]]
     """(training prompts, taking turns between the sources for ever; prompts that are kept for the report)."""
     sources: list[Iterator[dict[str, Any]]] = []
     kept: list[list[dict[str, Any]]] = []
-    for name in names:
+    for turn, name in enumerate(names):  # a name given twice counts twice, in another order
         if name == WORD_PROBLEMS:
-            sources.append(stream(seed + 88_888, heldout_questions()))
+            sources.append(stream(seed + turn + 88_888, heldout_questions()))
             kept.append(heldout())
         else:
-            lines = [json.loads(line) for line in Path(name).read_text("utf-8").splitlines() if line.strip()]
+            lines = read_prompt_file(Path(name))
             cut = max(1, min(200, len(lines) // 10))
             train = lines[:-cut]
-            random.Random(seed).shuffle(train)
+            random.Random(seed + turn).shuffle(train)
             sources.append(itertools.cycle(train))
             kept.append(lines[-cut:])
     turns = itertools.chain.from_iterable(zip(*sources, strict=False))
     return turns, [p for group in itertools.zip_longest(*kept) for p in group if p is not None]
+
+
+def read_prompt_file(path: Path) -> list[dict[str, Any]]:
+    """The objects of a prompt file, at least two. Raises ConfigError with the line that is none."""
+    if not path.is_file():
+        raise ConfigError(f"--prompts {path}: no such file")
+    prompts: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}:{number}: not a line of JSON ({error})") from error
+        if not isinstance(record, dict) or not any(record.get(key) for key in PROMPT_KEYS):
+            keys = f"keys are {sorted(record)}" if isinstance(record, dict) else f"it is {line.strip()[:40]}"
+            raise ConfigError(f"{path}:{number}: an object with one of {', '.join(PROMPT_KEYS)} is wanted; {keys}")
+        prompts.append(record)
+    if len(prompts) < 2:
+        raise ConfigError(f"{path} holds {len(prompts)} prompts; one is kept aside for the report, so 2 are the least")
+    return prompts
 
 
 def encode(engine: Engine, prompt: dict[str, Any]) -> list[int]:
@@ -63,8 +89,8 @@ def encode(engine: Engine, prompt: dict[str, Any]) -> list[int]:
                 prompt["messages"], add_generation_prompt=True, tokenize=True, return_dict=False
             )
         )
-    text = prompt.get("question") or prompt.get("prompt") or prompt["messages"][-1]["content"]
-    return engine.chat_prompt(text.strip())
+    text = prompt.get("question") or prompt.get("prompt") or (prompt.get("turns") or [None])[0]
+    return engine.chat_prompt((text or prompt["messages"][-1]["content"]).strip())
 
 
 def collect_answers(
@@ -83,10 +109,10 @@ def collect_answers(
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = _whole_lines(path)
     done, spent = len(lines), json.loads(lines[-1])["seconds"] if lines else 0.0
-    fitting = (ids for p in prompts if len(ids := encode(engine, p)) + 16 <= length)
-    waiting = itertools.islice(fitting, done, None)  # the prompts come in one order, so these have their answers
+    # the prompts come in one order, so the first ones have their answers
+    waiting = itertools.islice(_fitting(engine, prompts, length), done, None)
     began = time.perf_counter() - spent
-    chunk = 4 * engine.config.max_batch_size
+    chunk = engine.config.max_batch_size
     with path.open("a", encoding="utf-8") as file:
         while done < count and time.perf_counter() - began < seconds:
             ids = list(itertools.islice(waiting, min(chunk, count - done)))
@@ -108,6 +134,23 @@ def collect_answers(
             file.flush()
             done += len(ids)
             print(f"{time.perf_counter() - began:6.0f} s  {done} answers", flush=True)
+
+
+def _fitting(engine: Engine, prompts: Iterator[dict[str, Any]], length: int) -> Iterator[list[int]]:
+    """Token ids of the prompts that leave room for an answer. Raises ConfigError when none does."""
+    skipped, shortest = 0, 0
+    for prompt in prompts:
+        ids = encode(engine, prompt)
+        if len(ids) + ROOM <= length:
+            skipped = 0
+            yield ids
+            continue
+        skipped, shortest = skipped + 1, min(shortest, len(ids)) if skipped else len(ids)
+        if skipped == MOST_SKIPPED:
+            raise ConfigError(
+                f"--length {length}: {skipped} prompts in a row leave less than {ROOM} tokens for an answer; the "
+                f"shortest has {shortest} with its chat template; give --length {shortest + 4 * ROOM} or more"
+            )
 
 
 def _whole_lines(path: Path) -> list[str]:

@@ -105,7 +105,7 @@ def generate(
                 return
             if show_drafts:
                 console.print(coloured(out, engine.tokenizer))
-            _print_summary(out, show_drafts)
+            _print_summary(out, engine.drafter is not None, show_drafts)
 
 
 @app.command()
@@ -226,11 +226,11 @@ def _print_stream(engine: Engine, ids: list[int], params: SamplingParams) -> Gen
     return out
 
 
-def _print_summary(out: GenerationOutput, show_drafts: bool) -> None:
+def _print_summary(out: GenerationOutput, drafter: bool, show_drafts: bool) -> None:
     stats = out.stats
     line = Text(style="dim")
     line.append(f"{len(out.token_ids)} tokens, finished by {out.finish_reason}; {stats.rounds} target forwards")
-    line.append(f", acceptance length {stats.acceptance_length:.2f}")
+    line.append(f", acceptance length {stats.acceptance_length:.2f}" if drafter else "; no drafter (give --drafter)")
     if show_drafts:
         line.append("; ")
         line.append("from accepted drafts", style=DRAFTED_STYLE)

@@ -170,4 +170,6 @@ def _require_number(name: str, value: object, low: float, high: float, *, open_l
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not ok or value < low or value > high or (open_low and value == low):  # type: ignore[operator]
         span = f"above {low:g}" if open_low else f"from {low:g}"
-        raise ConfigError(f"{name}={value!r}: a finite number {span}" + (f" to {high:g}" * math.isfinite(high)))
+        raise ConfigError(
+            f"{name}={value!r}: a finite number {span}" + f" to {high:g}" * math.isfinite(high) + " is wanted"
+        )

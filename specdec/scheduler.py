@@ -41,10 +41,12 @@ class Scheduler:
     def require_fits(self, prompt_len: int, max_new_tokens: int) -> None:
         """Raise CapacityError unless a request of this size fits the empty pools and the model length."""
         asked = f"a prompt of {prompt_len} tokens with max_new_tokens={max_new_tokens}"
-        if prompt_len + max_new_tokens > self.max_model_len:
+        over = prompt_len + max_new_tokens - self.max_model_len
+        if over > 0:
+            fewer = f", ask for at most {max_new_tokens - over} new tokens" if over < max_new_tokens else ""
             raise CapacityError(
                 f"{asked} makes {prompt_len + max_new_tokens} tokens, more than max_model_len={self.max_model_len}; "
-                f"shorten the prompt, ask for at most {max(0, self.max_model_len - prompt_len)} new tokens, or raise it"
+                f"shorten the prompt by {over}{fewer}, or raise it"
             )
         allocator = self.table.allocator
         full, swa = slots_needed(self.table, self.num_nodes, prompt_len, max_new_tokens)

@@ -310,8 +310,63 @@ def test_a_stopped_run_goes_on(kind, examples, monkeypatch, checkpoint, prompts,
         for folder in (out, tmp_path / "whole")
     ]
     assert texts[0] == texts[1] and whole["steps"] == 4
-    with pytest.raises(SystemExit, match=r"lr: 0\.001 before, 0\.5 now"):
+    with pytest.raises(SystemExit, match=r"--lr was 0\.001, is 0\.5.*delete"):
         run(examples, monkeypatch, checkpoint, prompts, out, f"--kind {kind} --lr 0.5")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"question": "a"}\n{"text": "b"}\n', r"p\.jsonl:2: .*question, prompt, turns, messages.*'text'"),
+        ('{"question": "a"}\n{"question": \n', r"p\.jsonl:2: not a line of JSON"),
+        ('["a"]\n', r"p\.jsonl:1: an object .*\[\"a\"\]"),
+        ("\n", "holds 0 prompts"),
+        ('{"question": "a"}\n', "holds 1 prompts"),
+        (None, r"--prompts .*p\.jsonl: no such file"),
+    ],
+)
+def test_a_bad_prompt_file_is_one_sentence(text, says, examples, monkeypatch, checkpoint, tmp_path) -> None:
+    file = tmp_path / "p.jsonl"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit, match=says):
+        run(examples, monkeypatch, checkpoint, file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()  # the corrected file may use the same folder
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("--length 20", r"--length 20: 1000 prompts in a row.*the shortest has \d+"),
+        ("--heads 5 --kv-heads 5", "--heads 5 does not divide --hidden 32"),
+        ("--heads 4 --kv-heads 3", "--heads 4 does not group over 3"),
+        ("--target /nowhere", "'/nowhere' is not a folder"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_before_any_work(
+    more, says, examples, monkeypatch, checkpoint, prompts, tmp_path
+) -> None:
+    with pytest.raises(SystemExit, match=says):
+        run(examples, monkeypatch, checkpoint, prompts, tmp_path / "out", more)
+
+
+def test_an_interrupted_run_keeps_what_it_has(examples, monkeypatch, checkpoint, prompts, tmp_path, capsys) -> None:
+    script, calls = examples["train_drafter"], []
+
+    def loss(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return examples["drafter_lessons"].draft_loss(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "draft_loss", loss)
+        with pytest.raises(SystemExit, match="130"):
+            run(examples, monkeypatch, checkpoint, prompts, tmp_path / "out")
+    assert "the same command goes on" in capsys.readouterr().err
+    report = run(examples, monkeypatch, checkpoint, prompts, tmp_path / "out")
+    assert report["steps"] == 4
+    assert "going on from step 2" in capsys.readouterr().out
 
 
 def test_two_processes_train_one_head(checkpoint, prompts, tmp_path) -> None:
