@@ -61,7 +61,7 @@ def main() -> None:
             for name, engine in engines.items():
                 stats, mine = engine.stats(), speed[f"specdec, {name}"]
                 positions = ", ".join(f"{share:.2f}" for share in stats.accepted_per_position)
-                cells = [f"{path.parent.name}/{path.stem} ({len(ids)})", f"{temperature:g}", name]
+                cells = [f"{path.resolve().parent.name}/{path.stem} ({len(ids)})", f"{temperature:g}", name]
                 cells += [f"{stats.acceptance_length:.2f}", positions]
                 cells += [f"{mine:.1f}", f"{base:.1f}", f"{peer:.1f}", f"{mine / base:.2f}x"]
                 print(f"| {' | '.join(cells)} |", flush=True)
