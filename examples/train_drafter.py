@@ -32,6 +32,7 @@ from drafter_lessons import Lesson, Recipe, draft_loss
 from eagle3_training import Eagle3Recipe
 from mtp_training import MTPRecipe, new_assistant
 from training_data import (
+    ROOM,
     WORD_PROBLEMS,
     Batch,
     Document,
@@ -160,7 +161,7 @@ def measure(
         with Engine(
             target, load_drafter(str(args.out), target), tokenizer=tokenizer, spec=spec, config=config
         ) as engine:
-            ids = [p for prompt in prompts if len(p := encode(engine, prompt)) + 16 <= args.length]
+            ids = [p for prompt in prompts if len(p := encode(engine, prompt)) + ROOM <= args.length]
             params = [SamplingParams(max_new_tokens=min(args.max_new, args.length - len(p))) for p in ids]
             engine.generate(ids, params)
             stats = engine.stats()
@@ -331,7 +332,12 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--cache-gb", type=float, default=8.0, help="memory for the target's states")
     p.add_argument("--log-every", type=float, default=15.0, help="seconds")
     p.add_argument("--seed", type=int, default=1)
-    p.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the target and the drafter")
+    p.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float32"),
+        help="of the target; the drafter is trained in bfloat16",
+    )
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return p.parse_args()
 
