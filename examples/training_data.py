@@ -22,6 +22,7 @@ import torch
 from word_problems import heldout, heldout_questions, stream
 
 from specdec import Engine, SamplingParams
+from specdec.bench import json_lines
 from specdec.kvcache.errors import ConfigError
 
 WORD_PROBLEMS = "word-problems"
@@ -65,16 +66,10 @@ def read_prompt_file(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ConfigError(f"--prompts {path}: no such file")
     prompts: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}:{number}: not a line of JSON ({error})") from error
-        if not isinstance(record, dict) or not any(record.get(key) for key in PROMPT_KEYS):
-            keys = f"keys are {sorted(record)}" if isinstance(record, dict) else f"it is {line.strip()[:40]}"
-            raise ConfigError(f"{path}:{number}: an object with one of {', '.join(PROMPT_KEYS)} is wanted; {keys}")
+    for number, record in json_lines(path):
+        if not any(record.get(key) for key in PROMPT_KEYS):
+            wanted = f"an object with one of {', '.join(PROMPT_KEYS)} is wanted"
+            raise ConfigError(f"{path}:{number}: {wanted}; keys are {sorted(record)}")
         prompts.append(record)
     if len(prompts) < 2:
         raise ConfigError(f"{path} holds {len(prompts)} prompts; one is kept aside for the report, so 2 are the least")

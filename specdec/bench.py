@@ -8,8 +8,9 @@ import copy
 import json
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,18 @@ def read_prompts(path: Path, limit: int = 0) -> list[BenchPrompt]:
             f"data={str(path)!r}: no such file; a JSONL file with 'question', 'prompt' or 'turns' is wanted"
         )
     prompts: list[BenchPrompt] = []
+    for number, record in islice(json_lines(path), limit or None):
+        text = record.get("question") or record.get("prompt") or (record.get("turns") or [None])[0]
+        if not text:
+            raise ConfigError(f"{path}:{number}: no 'question', 'prompt' or 'turns'; keys are {sorted(record)}")
+        prompts.append(BenchPrompt(text, record.get("answer")))
+    if not prompts:
+        raise ConfigError(f"data={str(path)!r} holds no prompt")
+    return prompts
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of a JSONL file, without blank lines. Raises ConfigError at a line that is no object."""
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
@@ -81,15 +94,7 @@ def read_prompts(path: Path, limit: int = 0) -> list[BenchPrompt]:
             raise ConfigError(f"{path}:{number}: not a line of JSON ({error})") from error
         if not isinstance(record, dict):
             raise ConfigError(f"{path}:{number}: an object is wanted, not {line.strip()[:40]}")
-        text = record.get("question") or record.get("prompt") or (record.get("turns") or [None])[0]
-        if not text:
-            raise ConfigError(f"{path}:{number}: no 'question', 'prompt' or 'turns'; keys are {sorted(record)}")
-        prompts.append(BenchPrompt(text, record.get("answer")))
-        if limit and len(prompts) == limit:
-            break
-    if not prompts:
-        raise ConfigError(f"data={str(path)!r} holds no prompt")
-    return prompts
+        yield number, record
 
 
 def run_bench(
