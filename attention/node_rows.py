@@ -142,21 +142,8 @@ def build_node_rows(
     slots = req_to_slot.new_empty((batch, num_nodes, width))
     lengths = req_to_slot.new_empty((batch, num_nodes))
     _node_rows_kernel[(batch * num_nodes, max(triton.cdiv(width, BLOCK), 1))](
-        req_to_slot,
-        full_to_swa,
-        rows,
-        committed_len,
-        parents,
-        depth,
-        slots,
-        lengths,
-        parents.stride(0),
-        depth.stride(0),
-        num_rows - 1,
-        row_width,
-        num_nodes,
-        0 if window is None else window,
-        width,
+        *(req_to_slot, full_to_swa, rows, committed_len, parents, depth, slots, lengths),
+        *(parents.stride(0), depth.stride(0), num_rows - 1, row_width, num_nodes, window or 0, width),
         HAS_WINDOW=window is not None,
         TRANSLATE=full_to_swa is not None,
         BLOCK=BLOCK,

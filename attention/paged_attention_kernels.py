@@ -4,12 +4,13 @@
 
     rows     0 ............................ N * G       the G query heads of a kv head, packed node-major, so that each
              |tile 0     |tile 1     |tile 2            K/V tile is read once for all of them
-    keys     lo ....................... hi | block      positions; lo is the oldest key that a row of the tile can see
-             |split 0 |split 1 |split 2 |split 3 + block|
+    keys     block | lo ........................... hi  positions; lo is the oldest key that a row of the tile can see
+             |split 0    |split 1   |split 2   |split 3|
 
-Key tiles begin at multiples of BLOCK_K in absolute positions, wherever the table starts. The running maximum and
+Key tiles begin at multiples of BLOCK_K in absolute positions, wherever the table starts. Columns of a tile outside
+[lo, hi) read the nearest key inside, so that the loop's loads need no mask, and weigh nothing. The running maximum and
 denominator of split 0 start from the sink, so it enters once. A row that saw nothing has lse = -inf: its partial is
-neither written nor read. Lengths are run-time values, so no length compiles anything.
+not written. Lengths are run-time values, so no length compiles anything.
 """
 
 from specdec.kvcache.triton_shim import tl, triton
@@ -29,11 +30,13 @@ def _absorb(
     scaling: tl.tensor,
     softcap: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One step of the online softmax, base 2: b_q [BM, BD], b_k and b_v [BK, BD], m_seen [BM, BK]."""
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
-    if softcap is not None:
-        b_s = softcap * (2.0 * tl.sigmoid(2.0 / softcap * b_s) - 1.0)  # c tanh(s / c)
-    b_s = tl.where(m_seen, b_s * LOG2E, float("-inf"))
+    """One step of the online softmax, base 2: b_q [BM, BD], b_k and b_v [BK, BD], m_seen [BM, BK] or [1, BK]."""
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    if softcap is None:
+        b_s = b_s * (scaling * LOG2E)
+    else:
+        b_s = (softcap * LOG2E) * (2.0 * tl.sigmoid(2.0 / softcap * scaling * b_s) - 1.0)  # c tanh(s / c)
+    b_s = tl.where(m_seen, b_s, float("-inf"))
     b_new = tl.maximum(b_max, tl.max(b_s, 1))
     b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
     b_p = tl.exp2(b_s - b_shift[:, None])
@@ -45,7 +48,7 @@ def _absorb(
 @triton.jit(
     do_not_specialize=[
         *("window", "split_len", "num_rows", "num_splits", "num_pages"),
-        *("s_page_b", "s_page", "s_pos_b", "s_pos", "s_anc_b", "s_anc"),
+        *("s_page_b", "s_pos_b", "s_pos", "s_anc_b", "s_anc"),
     ]
 )
 def attend_kernel(
@@ -82,10 +85,10 @@ def attend_kernel(
     s_bv_h: tl.tensor,
     s_bv_n: tl.tensor,
     s_bv_d: tl.tensor,
-    s_pk_t: tl.tensor,
+    s_pk_t: tl.constexpr,
     s_pk_h: tl.tensor,
     s_pk_d: tl.tensor,
-    s_pv_t: tl.tensor,
+    s_pv_t: tl.constexpr,
     s_pv_h: tl.tensor,
     s_pv_d: tl.tensor,
     s_page_b: tl.tensor,
@@ -101,11 +104,14 @@ def attend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_STAGES: tl.constexpr,
 ) -> None:
     i_tile, i_split = tl.program_id(0), tl.program_id(2)
     i_b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
     i_h = (tl.program_id(1) % KV_HEADS).to(tl.int64)
 
+    start = tl.load(p_start + i_b).to(tl.int32)
+    committed_len = tl.load(p_committed_len + i_b).to(tl.int32)
     o_row = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     o_node, o_head = o_row // GROUP, i_h * GROUP + o_row % GROUP
     o_d = tl.arange(0, BLOCK_D)
@@ -128,48 +134,47 @@ def attend_kernel(
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     # the prefix: keys [lo, hi) by position, of which this split takes [begin, end)
-    start = tl.load(p_start + i_b).to(tl.int32)
     lo = start
     if window is not None:
         lo = tl.maximum(lo, tl.min(tl.where(m_row, b_pos, 2147483647), 0) - window + 1)
-    hi = tl.minimum(tl.load(p_committed_len + i_b).to(tl.int32), start + num_pages * PAGE_SIZE)
-    hi = tl.where(i_tile * BLOCK_M < valid_rows * GROUP, hi, lo)
+    hi = tl.minimum(committed_len, start + num_pages * PAGE_SIZE)
+    hi = tl.where((i_tile * BLOCK_M < valid_rows * GROUP) & (lo < hi), hi, 0)
     align = tl.maximum(split_len, BLOCK_K)
     begin = lo // align * align
-    chunk = tl.cdiv(tl.cdiv(tl.maximum(hi - begin, 0), num_splits), BLOCK_K) * BLOCK_K
-    chunk = tl.where(split_len > 0, split_len, chunk)
-    begin += i_split * chunk
+    spare = 0 if p_block_k is None else 4 * BLOCK_K  # so many keys fewer for split 0, which has the block
+    chunk = tl.cdiv(tl.cdiv(tl.maximum(hi - begin, 0) + spare, num_splits), BLOCK_K) * BLOCK_K
+    if split_len > 0:
+        spare, chunk = 0, split_len
+    begin += i_split * chunk - spare
     end = tl.minimum(begin + chunk, hi)
     begin = tl.maximum(begin, lo // BLOCK_K * BLOCK_K)
-    o_key = begin + tl.arange(0, BLOCK_K)
-    o_col = o_key - start
     p_page = p_pages + i_b * s_page_b
-    # page ids one tile ahead in registers: loaded within the step that needs them, they would halve the pipeline
-    b_page = tl.load(p_page + (o_col // PAGE_SIZE).to(tl.int64) * s_page, mask=(o_key >= lo) & (o_key < end), other=0)
+    p_pool_k += i_h * s_pk_h
+    p_pool_v += i_h * s_pv_h
     for i_key in range(begin, end, BLOCK_K):
         o_key = i_key + tl.arange(0, BLOCK_K)
         m_key = (o_key >= lo) & (o_key < hi)
-        b_slot = (b_page.to(tl.int64) * PAGE_SIZE + (o_key - start) % PAGE_SIZE)[:, None]
-        o_next = o_key + BLOCK_K
-        b_page = tl.load(p_page + ((o_next - start) // PAGE_SIZE).to(tl.int64) * s_page, mask=o_next < end, other=0)
-        m_kv = m_key[:, None] & m_d[None, :]
-        b_k = tl.load(p_pool_k + b_slot * s_pk_t + i_h * s_pk_h + o_d[None, :] * s_pk_d, mask=m_kv, other=0.0)
-        b_v = tl.load(p_pool_v + b_slot * s_pv_t + i_h * s_pv_h + o_d[None, :] * s_pv_d, mask=m_kv, other=0.0)
-        m_seen = m_row[:, None] & m_key[None, :]
+        o_col = tl.minimum(tl.maximum(o_key, lo), hi - 1) - start
+        b_page = tl.load(p_page + (o_col // PAGE_SIZE).to(tl.int64) * s_page)
+        b_slot = (b_page.to(tl.int64) * PAGE_SIZE + o_col % PAGE_SIZE)[:, None]
+        b_k = tl.load(p_pool_k + b_slot * s_pk_t + o_d[None, :] * s_pk_d, mask=m_d[None, :], other=0.0)
+        b_v = tl.load(p_pool_v + b_slot * s_pv_t + o_d[None, :] * s_pv_d, mask=m_d[None, :], other=0.0)
+        m_seen = m_key[None, :]
         if window is not None:
             m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)
         b_max, b_sum, b_acc = _absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
-    # the block: rows [first, last) of this forward's own keys, in the last split
+    # the block: rows [first, last) of this forward's own keys, in split 0
     if p_block_k is not None:
+        BLOCK_N: tl.constexpr = BLOCK_K if p_ancestors is None else 16
         first = 0
-        last = tl.where(i_split == num_splits - 1, valid_rows, 0)
+        last = tl.where(i_split == 0, valid_rows, 0)
         if p_ancestors is None:
             last = tl.minimum(last, (i_tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
             if window is not None:  # positions of a causal block rise by one a row
-                first = tl.maximum(i_tile * BLOCK_M // GROUP - window + 1, 0) // BLOCK_K * BLOCK_K
-        for i_key in tl.range(first, last, BLOCK_K, num_stages=1 if p_ancestors is not None else None):
-            o_key = i_key + tl.arange(0, BLOCK_K)
+                first = tl.maximum(i_tile * BLOCK_M // GROUP - window + 1, 0) // BLOCK_N * BLOCK_N
+        for i_key in tl.range(first, last, BLOCK_N, num_stages=BLOCK_STAGES):
+            o_key = i_key + tl.arange(0, BLOCK_N)
             m_key = o_key < valid_rows
             if p_ancestors is None:
                 m_seen = o_node[:, None] >= o_key[None, :]
@@ -190,14 +195,15 @@ def attend_kernel(
             b_max, b_sum, b_acc = _absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
     b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)  # a row that saw nothing
+    b_scale = tl.where(m_row, 1.0 / b_sum, 0.0)
     o_out = (i_b * num_rows + o_node) * (KV_HEADS * GROUP) + o_head
     m_out = o_node < num_rows
     if p_lse is not None:
         o_out += i_split * (tl.num_programs(1) * GROUP).to(tl.int64) * num_rows
-        b_lse = b_max + tl.log2(b_sum)
+        b_lse = tl.where(m_row, b_max + tl.log2(b_sum), float("-inf"))
         tl.store(p_lse + o_out, b_lse, mask=m_out)
         m_out = m_out & (b_lse > float("-inf"))
-    b_out = (b_acc / b_sum[:, None]).to(p_out.dtype.element_ty)
+    b_out = (b_acc * b_scale[:, None]).to(p_out.dtype.element_ty)
     tl.store(p_out + o_out[:, None] * HEAD_DIM + o_d[None, :], b_out, mask=m_out[:, None] & m_d[None, :])
 
 
@@ -210,23 +216,25 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """One program a row: out = sum_s 2^lse_s part_s / sum_s 2^lse_s, in the order of the splits."""
+    """One program a row: out = sum_s 2^lse_s part_s / sum_s 2^lse_s, 16 splits at a time."""
     i_row = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < HEAD_DIM
     b_max, b_sum = float("-inf"), 0.0
     b_acc = tl.zeros([BLOCK_D], tl.float32)
-    for i_split in tl.range(0, num_splits, loop_unroll_factor=8):
-        i_part = i_split * num_rows + i_row
-        b_lse = tl.load(p_lse + i_part)
-        m_part = m_d & (tl.full([BLOCK_D], b_lse, tl.float32) > float("-inf"))
-        b_part = tl.load(p_part + i_part * HEAD_DIM + o_d, mask=m_part, other=0.0)
-        b_new = tl.maximum(b_max, b_lse)
+    for i_split in range(0, num_splits, 16):
+        o_split = i_split + tl.arange(0, 16)
+        o_part = o_split * num_rows + i_row
+        b_lse = tl.load(p_lse + o_part, mask=o_split < num_splits, other=float("-inf"))
+        m_part = (o_split < num_splits)[:, None] & m_d[None, :]
+        b_part = tl.load(p_part + o_part[:, None] * HEAD_DIM + o_d[None, :], mask=m_part, other=0.0)
+        b_part = tl.where((b_lse > float("-inf"))[:, None], b_part, 0.0)  # loaded beside its lse, not after it
+        b_new = tl.maximum(b_max, tl.max(b_lse, 0))
         b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_decay, b_weight = tl.exp2(b_max - b_shift), tl.exp2(b_lse - b_shift)
-        b_acc = b_acc * b_decay + b_part * b_weight
-        b_sum = b_sum * b_decay + b_weight
+        b_acc = b_acc * b_decay + tl.sum(b_part * b_weight[:, None], 0)
+        b_sum = b_sum * b_decay + tl.sum(b_weight, 0)
         b_max = b_new
     b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)
     tl.store(p_out + i_row * HEAD_DIM + o_d, b_out.to(p_out.dtype.element_ty), mask=m_d)

@@ -195,11 +195,12 @@ class Engine:
         for request in self.scheduler.admit():
             self.runner.load_history(request)
         requests, chunk_len = self.scheduler.next_prefill()
-        if requests:
-            self.runner.prefill(requests, chunk_len)
-        else:
-            requests = self.scheduler.next_decode()
-            self.runner.decode(requests)
+        with torch.cuda.device_of(self.table.slots.device):  # Triton launches on the current device, whatever it is
+            if requests:
+                self.runner.prefill(requests, chunk_len)
+            else:
+                requests = self.scheduler.next_decode()
+                self.runner.decode(requests)
         for request in requests:
             if request.state is RequestState.FINISHED:
                 self.scheduler.release(request)

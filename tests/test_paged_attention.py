@@ -11,7 +11,14 @@ import torch
 import triton
 
 from specdec.attention import paged_attention_kernels as kernels
-from specdec.attention.paged_attention import Tiles, ancestor_bits, paged_attention, reference_paged_attention
+from specdec.attention.paged_attention import (
+    Tiles,
+    ancestor_bits,
+    choose_tiles,
+    fit_tiles,
+    paged_attention,
+    reference_paged_attention,
+)
 from specdec.attention.tree import DraftTree
 
 CUDA = torch.cuda.is_available()
@@ -251,6 +258,22 @@ def test_fixed_splits_do_not_see_the_batch_the_table_or_the_eviction() -> None:
     expected = alone.run(split_len=16, tiles=SMALL)
     torch.testing.assert_close(beside.run(split_len=16, tiles=SMALL)[:1], expected, atol=0, rtol=0)
     torch.testing.assert_close(evicted.run(split_len=16, tiles=SMALL), expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_an_empty_prefix_that_starts_within_a_tile_reads_nothing(window: int | None) -> None:
+    """Three splits, of which the block takes a share: that must not make a tile of no keys, read at column -1."""
+    Case([300, 5], 4, starts=[0, 5], window=window).check(tiles=SMALL)
+    Case([300, 21], 4, starts=[0, 21], kind="causal", window=window).check(tiles=SMALL)
+
+
+def test_tiles_shrink_until_they_fit_the_shared_memory() -> None:
+    hopper, ampere, ada = 227 << 10, 163 << 10, 99 << 10  # bytes that one program may use
+    verify = choose_tiles(64, 256, 2)
+    assert verify[:4] == (64, 64, 4, 5) == fit_tiles(verify, 256, 2, hopper)[:4]  # (64 + 2 * 64 * 3) * 512 = 224 KiB
+    assert fit_tiles(verify, 256, 2, ampere)[:4] == (64, 64, 4, 3)  # two tiles of K and V instead of three
+    assert fit_tiles(verify, 256, 2, ada)[:4] == (64, 32, 4, 3)
+    assert fit_tiles(verify, 256, 2, 1000)[:4] == (64, 16, 4, 3)  # no smaller ones: Triton will say what is missing
 
 
 def test_strides_and_index_dtypes() -> None:
