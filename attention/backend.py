@@ -20,9 +20,6 @@ from specdec.attention.reference import VisibleKeys
 from specdec.kvcache.errors import ConfigError
 from specdec.kvcache.triton_shim import triton
 
-AUTO_ATTENTION = "torch"
-"""What "auto" stands for, on any device: the kernels compile for a GPU, but have not been measured on one yet."""
-
 MAX_HEAD_DIM = 512
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -54,26 +51,33 @@ def attention_by_window(plan: KVPlan, windows: Iterable[int | None], dtype: torc
 
 
 def use_kernels(attention: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether `EngineConfig.attention` ("auto", "torch" or "triton") means the kernels.
+    """Whether `EngineConfig.attention` means the kernels; "auto" does on a GPU that can run them.
 
-    Raises ConfigError when it does, and Triton cannot run on `device`, or they cannot do the dtype or the largest head.
+    Raises ConfigError when it is "triton", and Triton cannot run on `device`, or not with the dtype or largest head.
     """
-    if (AUTO_ATTENTION if attention == "auto" else attention) == "torch":
+    if attention == "torch" or (attention == "auto" and device.type != "cuda"):
         return False
-    refused = f"attention={attention!r}"
+    obstacle = _obstacle(device, dtype, head_dim)
+    if obstacle and attention == "triton":
+        raise ConfigError(f"attention='triton'{obstacle}")
+    return obstacle is None
+
+
+def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the kernels cannot run, and what to do, as the rest of a sentence."""
     if not triton:
-        raise ConfigError(f"{refused}: Triton is not installed; install it, or use attention='torch'")
+        return ": Triton is not installed; install it, or use attention='torch'"
     interpreted = not isinstance(attend_kernel, triton.JITFunction)  # decided when the kernels were imported
     if interpreted != triton.knobs.runtime.interpret or not (interpreted or device.type == "cuda"):
-        raise ConfigError(
-            f"{refused} needs a CUDA device, and this model is on {device}; use attention='torch', or set "
+        return (
+            f" needs a CUDA device, and this model is on {device}; use attention='torch', or set "
             "TRITON_INTERPRET=1 before Python starts to run the kernels, slowly, in Triton's interpreter"
         )
+    if device.type == "cuda" and (torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0)):
+        return " needs an NVIDIA GPU of compute capability 8.0 (Ampere) or later; use attention='torch'"
     dtypes = KERNEL_DTYPES[:2] if interpreted else KERNEL_DTYPES  # the interpreter multiplies bfloat16 as integers
     if dtype not in dtypes:
-        raise ConfigError(f"{refused} works in {', '.join(map(str, dtypes))}, not {dtype}; use attention='torch'")
+        return f" works in {', '.join(map(str, dtypes))}, not {dtype}; use attention='torch'"
     if head_dim > MAX_HEAD_DIM:
-        raise ConfigError(
-            f"{refused} takes heads of at most {MAX_HEAD_DIM}, this model has {head_dim}; use attention='torch'"
-        )
-    return True
+        return f" takes heads of at most {MAX_HEAD_DIM}, this model has {head_dim}; use attention='torch'"
+    return None

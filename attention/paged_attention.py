@@ -198,7 +198,7 @@ def choose_tiles(num_rows: int, block_d: int, item_size: int, window: int | None
         return Tiles(64, 32, 8, 3, 1.0)
     if num_rows <= 64:
         return Tiles(64, block_k, 4, 5, 2.0 if block_d <= 128 else 1.0)
-    return Tiles(128, 32, 8, 5, 1.0)
+    return Tiles(128, 64, 8, 5 if block_d <= 128 else 3, 1.0) if num_rows > 256 else Tiles(128, 32, 8, 5, 1.0)
 
 
 def fit_tiles(tiles: Tiles, block_d: int, item_size: int, shared: int) -> Tiles:

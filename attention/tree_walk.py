@@ -136,12 +136,7 @@ def tree_fields(parents: torch.Tensor, *, max_depth: int | None = None) -> TreeF
     bits = parents.new_empty((batch, num_nodes))
     ancestors = parents.new_empty((batch, num_nodes, num_nodes), dtype=torch.bool)
     _tree_fields_kernel[(batch,)](
-        parents,
-        depth,
-        ancestors,
-        bits,
-        parents.stride(0),
-        num_nodes,
+        *(parents, depth, ancestors, bits, parents.stride(0), num_nodes),
         num_nodes - 1 if max_depth is None else min(max_depth, num_nodes - 1),
         BLOCK=triton.next_power_of_2(num_nodes),
         num_warps=2,

@@ -63,7 +63,7 @@ class EngineConfig:
     `max_model_len`, within a share of the free memory. dtype: None is float32 on the CPU, the checkpoint's elsewhere.
     prefill_chunk: most prompt tokens of one request in one forward.
     attention: "torch" runs anywhere; "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a
-    CPU, TRITON_INTERPRET=1); "auto" is "torch" in this version.
+    CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
     """
 
     max_batch_size: int = 8

@@ -193,11 +193,33 @@ def test_plans_say_the_same_by_page(page_size, make_target):
         assert made.swa_pages.shape[1] <= 1 + -(-table.retain // page_size)
 
 
-def test_auto_is_torch(launches, make_target, random_prompt):
+def test_auto_is_torch_on_a_cpu(launches, make_target, random_prompt):
     model = make_target("llama", **TARGETS["llama"])
     engine = Engine(TargetModel(model), config=EngineConfig(max_model_len=64))
     engine.generate(random_prompt(5, vocab=VOCAB), SamplingParams(max_new_tokens=3))
     assert not launches
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "kernels"),
+    [
+        ((9, 0), torch.float32, 512, True),
+        ((8, 0), torch.float16, 64, True),
+        ((7, 5), torch.float16, 64, False),
+        ((9, 0), torch.float64, 64, False),
+        ((9, 0), torch.float16, 640, False),
+    ],
+)
+def test_auto_is_triton_on_a_gpu_that_can(monkeypatch, capability, dtype, head_dim, kernels):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    gpu = torch.device("cuda", 1)
+    assert use_kernels("auto", gpu, dtype, head_dim) == kernels
+    if not kernels:
+        with pytest.raises(ConfigError, match=r"attention='triton' .*; use attention='torch'"):
+            use_kernels("triton", gpu, dtype, head_dim)
+    monkeypatch.setattr(torch.version, "cuda", None)  # another maker's GPU goes by the name of "cuda" too
+    assert not use_kernels("auto", gpu, dtype, head_dim)
 
 
 def test_triton_is_refused_without_a_gpu(monkeypatch, make_target):
@@ -219,6 +241,7 @@ def test_triton_is_refused_when_the_interpreter_came_too_late(monkeypatch):
 def test_triton_is_refused_where_it_is_not_installed(monkeypatch):
     monkeypatch.setattr(backend, "triton", None)
     assert not use_kernels("torch", CPU, torch.float32, 64)
+    assert not use_kernels("auto", torch.device("cuda"), torch.float32, 64)
     with pytest.raises(ConfigError, match=r"Triton is not installed; install it, or use attention='torch'"):
         use_kernels("triton", CPU, torch.float32, 64)
 

@@ -192,8 +192,8 @@ def read_kernel(p_x: tl.tensor, p_out: tl.tensor, steps: tl.tensor, BLOCK: tl.co
     tl.store(p_out + i, tl.sum(b_sum, 0))
 
 
-def graph_time(calls: list[Callable[[], Any]], replays: int = 15) -> float:
-    """Median seconds of one call, all of them replayed in turn from one CUDA graph."""
+def graph_time(calls: list[Callable[[], Any]], replays: int = 30) -> float:
+    """Median seconds of one call, all of them replayed in turn from one CUDA graph, on a GPU kept busy before."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -201,15 +201,17 @@ def graph_time(calls: list[Callable[[], Any]], replays: int = 15) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    times = []
-    for _ in range(replays + 3):
+    times: list[float] = []
+    for _ in range(replays):
+        graph.replay()
+    for _ in range(replays):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3 / len(calls))
-    return statistics.median(times[3:])
+    return statistics.median(times)
 
 
 def bandwidth() -> tuple[float, float]:
