@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.attention.paged_attention_kernels import attend_kernel, merge_kernel
+from specdec.kvcache.triton_shim import triton
 
 MAX_TREE_NODES = 64
 """One int64 of ancestor bits a row."""
@@ -222,8 +223,8 @@ def _device(device: torch.device) -> tuple[int, int]:
     """(multiprocessors, bytes of shared memory that one program may use)."""
     if device.type != "cuda":
         return 8, 227 << 10  # in the interpreter any numbers do
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return properties["multiprocessor_count"], properties["max_shared_mem"]
 
 
 def _power_of_two(n: int) -> int:
