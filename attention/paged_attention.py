@@ -144,7 +144,7 @@ def paged_attention(
     group = num_heads // kv_heads
     block_d = _power_of_two(head_dim)
     if tiles is None:
-        tiles = choose_tiles(num_rows * group, block_d, query.element_size(), window)
+        tiles = choose_tiles(num_rows * group, block_d, query.element_size())
         tiles = fit_tiles(tiles, block_d, query.element_size(), _device(query.device)[1])
     row_tiles = -(-num_rows * group // tiles.block_m)
     num_keys = num_pages * page_size
@@ -184,21 +184,20 @@ def paged_attention(
     return out
 
 
-def choose_tiles(num_rows: int, block_d: int, item_size: int, window: int | None = None) -> Tiles:
+def choose_tiles(num_rows: int, block_d: int, item_size: int) -> Tiles:
     """Tiles for `num_rows` packed rows of `block_d` channels: the fastest of those timed on an H200.
 
-    Decoding waits for memory: 64 keys a tile, two tiles on their way while one is used. 64 rows keep the tensor cores
-    busier than 32, also when half of them are padding. A sliding window is soon over, so smaller tiles start sooner.
+    Decoding waits for memory: tiles of K and V are on their way while one is used. 64 rows keep the tensor cores busier
+    than 32, also when half of them are padding. Prefill computes, in the largest tiles that fit.
     """
     if item_size > 2:  # float32 multiplies without tensor cores
         return Tiles(16, 16, 4 if block_d <= 256 else 8, 2)
-    block_k = min(32 if window is not None and window <= 2048 else 64, 16384 // block_d)
     if num_rows <= 16:
-        return Tiles(16, block_k, 4, 5, 2.0 if block_d <= 128 else 1.0)
+        return Tiles(16, min(64, 16384 // block_d), 4, 5, 2.0 if block_d <= 128 else 1.0)
     if block_d > 256:
         return Tiles(64, 32, 8, 3, 1.0)
     if num_rows <= 64:
-        return Tiles(64, block_k, 4, 5, 2.0 if block_d <= 128 else 1.0)
+        return Tiles(64, 64, 4, 5, 2.0) if block_d <= 128 else Tiles(64, 32, 4, 7, 1.0)
     return Tiles(128, 64, 8, 5 if block_d <= 128 else 3, 1.0) if num_rows > 256 else Tiles(128, 32, 8, 5, 1.0)
 
 

@@ -272,10 +272,12 @@ def test_an_empty_prefix_that_starts_within_a_tile_reads_nothing(window: int | N
 
 def test_tiles_shrink_until_they_fit_the_shared_memory() -> None:
     hopper, ampere, ada = 227 << 10, 163 << 10, 99 << 10  # bytes that one program may use
-    verify = choose_tiles(64, 256, 2)
-    assert verify[:4] == (64, 64, 4, 5) == fit_tiles(verify, 256, 2, hopper)[:4]  # (64 + 2 * 64 * 3) * 512 = 224 KiB
-    assert fit_tiles(verify, 256, 2, ampere)[:4] == (64, 64, 4, 3)  # two tiles of K and V instead of three
-    assert fit_tiles(verify, 256, 2, ada)[:4] == (64, 32, 4, 3)
+    decode, verify = choose_tiles(4, 256, 2), choose_tiles(64, 256, 2)
+    assert verify[:4] == (64, 32, 4, 7) == fit_tiles(verify, 256, 2, hopper)[:4]  # (64 + 2 * 32 * 4) * 512 = 160 KiB
+    assert fit_tiles(verify, 256, 2, ampere)[:4] == (64, 32, 4, 7)
+    assert fit_tiles(verify, 256, 2, ada)[:4] == (64, 32, 4, 3)  # two tiles of K and V instead of four
+    assert decode[:4] == (16, 64, 4, 5) == fit_tiles(decode, 256, 2, hopper)[:4]
+    assert fit_tiles(decode, 256, 2, ada)[:4] == (16, 32, 4, 3)
     assert fit_tiles(verify, 256, 2, 1000)[:4] == (64, 16, 4, 3)  # no smaller ones: Triton will say what is missing
 
 
