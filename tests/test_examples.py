@@ -19,6 +19,7 @@ import pytest
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.bundled import HELD_OUT_PROBLEMS
 from specdec.cli import coloured
+from specdec.kvcache.errors import ConfigError
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text("utf-8"))
@@ -48,6 +49,9 @@ RUNS: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "gsm8k.py": [("--limit 4", r"(?i)accuracy")],
+    "self_prompts.py": [
+        ("--target tiny-gemma4 --count 3 --batch 4 --out prompts.jsonl", r"prompts.jsonl: 3 prompts of \d+ turns")
+    ],
 }
 ELSEWHERE = {
     "train_eagle3.py": "test_train_eagle3.py trains a small head with it",
@@ -130,6 +134,21 @@ def test_the_held_out_problems_are_made_again(run, tmp_path):
     assert code == 0, err
     assert out.startswith("200 problems")
     assert (tmp_path / "again.jsonl").read_text("utf-8") == HELD_OUT_PROBLEMS.read_text("utf-8")
+
+
+def test_a_model_writes_different_prompts_that_training_reads(run, module):
+    program, prompts = module("self_prompts"), Path("prompts.jsonl")
+    [(arguments, _)] = RUNS["self_prompts.py"]
+    code, _, err = run("self_prompts.py", *arguments.split())
+    assert code == 0, err
+    texts = [record["prompt"] for record in module("training_data").read_prompt_file(prompts)]
+    assert len(set(texts)) == 3 and all(len(text) >= program.SHORTEST for text in texts)
+    with Engine.from_pretrained("tiny-gemma4", None, config=EngineConfig(max_batch_size=1)) as engine:
+        prefix = program.user_turn(engine)
+        assert engine.chat_prompt("Tom has 3 pens.")[: len(prefix)] == prefix
+        engine.tokenizer.chat_template = None
+        with pytest.raises(ConfigError, match="has no chat template"):
+            program.user_turn(engine)
 
 
 @pytest.mark.parametrize("command", COMPARING)
