@@ -73,6 +73,11 @@ def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | 
             f" needs a CUDA device, and this model is on {device}; use attention='torch', or set "
             "TRITON_INTERPRET=1 before Python starts to run the kernels, slowly, in Triton's interpreter"
         )
+    if not interpreted:
+        try:
+            triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+        except Exception as error:  # of many kinds: Triton builds its launcher when it starts
+            return f": Triton does not start ({error}); it needs a C compiler and Python.h, or use attention='torch'"
     if device.type == "cuda" and (torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0)):
         return " needs an NVIDIA GPU of compute capability 8.0 (Ampere) or later; use attention='torch'"
     dtypes = KERNEL_DTYPES[:2] if interpreted else KERNEL_DTYPES  # the interpreter multiplies bfloat16 as integers

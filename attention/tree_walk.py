@@ -154,12 +154,7 @@ def accept_walk(tree: DraftTree, target_tokens: torch.Tensor) -> Walk:
     length = target_tokens.new_empty((batch,))
     tokens = target_tokens.new_empty((batch, num_nodes))
     _accept_walk_kernel[(batch,)](
-        *rows,
-        path,
-        length,
-        tokens,
-        *(row.stride(0) for row in rows),
-        num_nodes,
+        *(*rows, path, length, tokens, *(row.stride(0) for row in rows), num_nodes),
         BLOCK=triton.next_power_of_2(num_nodes),
         num_warps=1,
     )

@@ -238,6 +238,25 @@ def test_triton_is_refused_when_the_interpreter_came_too_late(monkeypatch):
         use_kernels("triton", CPU, torch.float32, 64)
 
 
+def test_auto_is_torch_where_triton_cannot_build_its_launcher(monkeypatch):
+    """As in a container without a C compiler or without Python's headers."""
+
+    class Driver:
+        @property
+        def active(self):
+            raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(backend, "attend_kernel", triton.JITFunction.__new__(triton.JITFunction))
+    monkeypatch.setattr(triton.runtime, "driver", Driver())
+    gpu = torch.device("cuda")
+    assert not use_kernels("auto", gpu, torch.float32, 64)
+    with pytest.raises(
+        ConfigError, match=r"does not start \(Failed to find C compiler.\); it needs .* attention='torch'"
+    ):
+        use_kernels("triton", gpu, torch.float32, 64)
+
+
 def test_triton_is_refused_where_it_is_not_installed(monkeypatch):
     monkeypatch.setattr(backend, "triton", None)
     assert not use_kernels("torch", CPU, torch.float32, 64)
