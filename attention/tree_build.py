@@ -171,14 +171,7 @@ def select_tree(
     node_parents = tokens.new_empty((batch, num_nodes))
     block = triton.next_power_of_2(num_candidates)
     _select_nodes_kernel[(batch,)](
-        root,
-        tokens,
-        scores,
-        parents,
-        node_tokens,
-        node_parents,
-        num_candidates,
-        num_nodes,
+        *(root, tokens, scores, parents, node_tokens, node_parents, num_candidates, num_nodes),
         LOWEST=LOWEST,
         BLOCK=block,
         num_warps=max(1, min(block // 256, 8)),

@@ -96,9 +96,7 @@ def chat_prompt(engine: Engine, text: str, system: str | None) -> list[int]:
         return engine.chat_prompt(text)
     if not getattr(engine.tokenizer, "chat_template", None):
         raise ConfigError("--system needs a tokenizer with a chat template, and this target has none; leave it out")
-    messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
-    ids = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return [int(token) for token in ids]
+    return engine.chat_prompt([{"role": "system", "content": system}, {"role": "user", "content": text}])
 
 
 def first_difference(ours: Sequence[int], reference: Sequence[int]) -> int | None:

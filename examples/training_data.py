@@ -79,11 +79,7 @@ def read_prompt_file(path: Path) -> list[dict[str, Any]]:
 def encode(engine: Engine, prompt: dict[str, Any]) -> list[int]:
     """Token ids of a prompt as the engine's user would give it."""
     if "messages" in prompt and getattr(engine.tokenizer, "chat_template", None):
-        return list(
-            engine.tokenizer.apply_chat_template(
-                prompt["messages"], add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        )
+        return engine.chat_prompt(prompt["messages"])
     text = prompt.get("question") or prompt.get("prompt") or (prompt.get("turns") or [None])[0]
     return engine.chat_prompt((text or prompt["messages"][-1]["content"]).strip())
 

@@ -7,7 +7,7 @@ One engine serves one thread. Requests of an open `stream` and of `generate` sha
 """
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -26,7 +26,7 @@ from specdec.draft_models.base import Drafter
 from specdec.draft_models.registry import drafter_from_module
 from specdec.kvcache.errors import ConfigError, SpecDecError
 from specdec.loading import load_config, load_drafter, load_model, load_tokenizer, pick_device, pick_dtype
-from specdec.prompts import Prompt, as_prompt_list
+from specdec.prompts import Prompt, as_prompt_list, chat_ids
 from specdec.request import GenerationOutput, Request, RequestState, RequestStats, StreamDelta
 from specdec.runner import Runner
 from specdec.scheduler import Scheduler
@@ -148,15 +148,17 @@ class Engine:
         [request] = self._make_requests([prompt], params)
         return self._deltas(request)
 
-    def chat_prompt(self, text: str) -> list[int]:
-        """Token ids of `text` as one user turn under the tokenizer's chat template, or as plain text without one."""
-        tokenizer = self._require_tokenizer()
-        if not getattr(tokenizer, "chat_template", None):
-            return self.encode(text)
-        ids = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        return [int(token) for token in ids]
+    def chat_prompt(self, chat: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a user's turn, or of messages {"role": ..., "content": ...}, up to where the answer begins.
+
+        Without a chat template a turn is plain text, and messages raise ConfigError.
+        """
+        messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
+        if getattr(self._require_tokenizer(), "chat_template", None):
+            return chat_ids(self.tokenizer, messages)
+        if not isinstance(chat, str):
+            raise ConfigError("this tokenizer has no chat template, so it cannot put messages into words; give text")
+        return self.encode(chat)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the special tokens that the tokenizer adds."""

@@ -10,6 +10,7 @@ from typing import Any
 from specdec.bench import BenchPrompt, read_prompts
 from specdec.bundled import BUNDLED_DIR, HELD_OUT_PROBLEMS
 from specdec.kvcache.errors import ConfigError
+from specdec.prompts import chat_ids
 from specdec.scoring import final_number
 
 EXEMPLARS = read_prompts(BUNDLED_DIR / "gsm8k_exemplars.jsonl")
@@ -23,10 +24,7 @@ def prompt_ids(tokenizer: Any, question: str, chat: bool, shots: int, instructio
     if shots or not chat:
         solved = [f"Question: {p.text}\nAnswer: {p.answer}\n\n" for p in EXEMPLARS[:shots]]
         text = f"{''.join(solved)}Question: {text}\nAnswer:"
-    if not chat:
-        return list(tokenizer(text)["input_ids"])
-    turn = [{"role": "user", "content": text}]
-    return list(tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False))
+    return chat_ids(tokenizer, [{"role": "user", "content": text}]) if chat else list(tokenizer(text)["input_ids"])
 
 
 def load_problems(data: str, limit: int = 0) -> tuple[str, list[BenchPrompt]]:

@@ -1,7 +1,7 @@
 """What a user passes as a prompt, as lists of token ids or strings. Refuses what it would have to guess about."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,12 @@ def as_prompt_list(prompts: Any) -> list[Prompt]:
     if items and all(_is_scalar(item) for item in items):
         return [[_token_id(item) for item in items]]
     return [_as_prompt(item) for item in items]
+
+
+def chat_ids(tokenizer: Any, messages: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Token ids of a chat under the tokenizer's template, up to where the answer begins."""
+    ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
+    return [int(token) for token in ids]
 
 
 def _as_prompt(item: Any) -> Prompt:

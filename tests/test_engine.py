@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec import SamplingParams, SpecDecError
-from specdec.kvcache.errors import CapacityError
+from specdec.kvcache.errors import CapacityError, ConfigError
 from specdec.scheduler import slots_needed
 
 NEW = 16
@@ -65,6 +65,21 @@ def test_kinds_of_prompts(make_target, make_engine, greedy_oracle, pair_tokenize
         outputs = engine.generate(prompts, params)
         assert [out.token_ids for out in outputs] == [want, want]
     assert {out.text for out in outputs} == {pair_tokenizer.decode(want)}
+
+
+def test_a_chat_is_the_template_filled_in(make_target, make_engine, byte_tokenizer):
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    engine = make_engine(make_target("llama", vocab_size=300), tokenizer=tokenizer)
+    turns = [("user", "Hi"), ("assistant", "Yes?"), ("user", "Go")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    assert engine.decode(engine.chat_prompt("Hi")) == "Hi"  # no template: the text as it is
+    with pytest.raises(ConfigError, match="no chat template, so it cannot put messages into words"):
+        engine.chat_prompt(messages)
+    each = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    tokenizer.chat_template = each + "{% if add_generation_prompt %}<model>{% endif %}"
+    assert engine.decode(engine.chat_prompt("Hi")) == "<user>Hi\n<model>"
+    assert engine.decode(engine.chat_prompt(messages)) == "<user>Hi\n<assistant>Yes?\n<user>Go\n<model>"
+    assert engine.chat_prompt(tuple(messages[:1])) == engine.chat_prompt("Hi")
 
 
 @pytest.mark.parametrize("stage", ["propose", "target"])
