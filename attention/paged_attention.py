@@ -161,6 +161,8 @@ def paged_attention(
         lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=query.device)
     keys = (block_k, block_v, pool_k, pool_v, pages, start, committed_len)
     numbers = (scaling, softcap, window, split_len or 0, num_rows, num_splits, num_pages)
+    # a load behind a page lookup takes two stages for each tile on its way; the block's loads take one
+    block_stages = (tiles.num_stages + 1) // 2 if ancestors is None else 1
     ranks = ((query, 4), (block_k, 4), (block_v, 4), (pool_k, 3), (pool_v, 3), (pages, 2), (positions, 2))
     attend_kernel[(row_tiles, batch * kv_heads, num_splits)](
         *(query, *keys, positions, ancestors, block_len, sinks, part, lse),
@@ -173,7 +175,7 @@ def paged_attention(
         BLOCK_M=tiles.block_m,
         BLOCK_K=tiles.block_k,
         BLOCK_D=block_d,
-        BLOCK_STAGES=(tiles.num_stages + 1) // 2 if ancestors is None else 1,
+        BLOCK_STAGES=block_stages,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
