@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from specdec.attention.paged_attention import ancestor_bits, paged_attention
+from specdec.attention.paged_attention import ancestor_bits, device_limits, paged_attention
 from specdec.attention.paged_attention_kernels import attend_kernel
 from specdec.attention.plan import KVPlan
 from specdec.attention.reference import VisibleKeys
@@ -75,7 +75,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | 
         )
     if not interpreted:
         try:
-            triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+            device_limits(device)
         except Exception as error:  # of many kinds: Triton builds its launcher when it starts
             return f": Triton does not start ({error}); it needs a C compiler and Python.h, or use attention='torch'"
     if device.type == "cuda" and (torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0)):

@@ -145,7 +145,7 @@ def paged_attention(
     block_d = _power_of_two(head_dim)
     if tiles is None:
         tiles = choose_tiles(num_rows * group, block_d, query.element_size())
-        tiles = fit_tiles(tiles, block_d, query.element_size(), _device(query.device)[1])
+        tiles = fit_tiles(tiles, block_d, query.element_size(), device_limits(query.device)[1])
     row_tiles = -(-num_rows * group // tiles.block_m)
     num_keys = num_pages * page_size
     if split_len is not None:
@@ -216,15 +216,15 @@ def fit_tiles(tiles: Tiles, block_d: int, item_size: int, shared: int) -> Tiles:
 
 def choose_splits(programs: int, num_keys: int, waves: float, device: torch.device) -> int:
     """Splits of the prefix that fill the device, from numbers the host knows without asking it."""
-    return max(1, min(int(waves * _device(device)[0]) // programs, -(-num_keys // 128), 64))
+    return max(1, min(int(waves * device_limits(device)[0]) // programs, -(-num_keys // 128), 64))
 
 
 @cache
-def _device(device: torch.device) -> tuple[int, int]:
+def device_limits(device: torch.device) -> tuple[int, int]:
     """(multiprocessors, bytes of shared memory that one program may use)."""
     if device.type != "cuda":
         return 8, 227 << 10  # in the interpreter any numbers do
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
     return properties["multiprocessor_count"], properties["max_shared_mem"]
 
 
