@@ -49,12 +49,9 @@ RUNS: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "gsm8k.py": [("--limit 4", r"(?i)accuracy")],
-    "self_prompts.py": [
-        ("--target tiny-gemma4 --count 3 --batch 4 --out prompts.jsonl", r"prompts.jsonl: 3 prompts of \d+ turns")
-    ],
 }
 ELSEWHERE = {
-    "train_eagle3.py": "test_train_eagle3.py trains a small head with it",
+    "self_prompts.py": "test_a_model_writes_different_prompts_that_training_reads",
     "train_drafter.py": "test_train_drafter.py trains small drafters with it",
     "train_tiny_gemma4.py": "needs a GPU for an hour; made the bundled target once",
     "word_problems.py": "test_the_held_out_problems_are_made_again",
@@ -138,9 +135,10 @@ def test_the_held_out_problems_are_made_again(run, tmp_path):
 
 def test_a_model_writes_different_prompts_that_training_reads(run, module):
     program, prompts = module("self_prompts"), Path("prompts.jsonl")
-    [(arguments, _)] = RUNS["self_prompts.py"]
-    code, _, err = run("self_prompts.py", *arguments.split())
+    arguments = "--target tiny-gemma4 --count 3 --batch 4 --out prompts.jsonl"
+    code, out, err = run("self_prompts.py", *arguments.split())
     assert code == 0, err
+    assert re.search(r"prompts.jsonl: 3 prompts of \d+ turns", out), out
     texts = [record["prompt"] for record in module("training_data").read_prompt_file(prompts)]
     assert len(set(texts)) == 3 and all(len(text) >= program.SHORTEST for text in texts)
     with Engine.from_pretrained("tiny-gemma4", None, config=EngineConfig(max_batch_size=1)) as engine:
