@@ -17,7 +17,7 @@ from specdec.attention.paged_attention import ancestor_bits, device_limits, page
 from specdec.attention.paged_attention_kernels import attend_kernel
 from specdec.attention.plan import KVPlan
 from specdec.attention.reference import VisibleKeys
-from specdec.kvcache.errors import ConfigError
+from specdec.errors import ConfigError
 from specdec.kvcache.triton_shim import triton
 
 MAX_HEAD_DIM = 512

@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from specdec.attention.backend import Attend, attention_by_window
 from specdec.attention.hf_norms import DECOMPOSED_NORMS, fused_rms_norm
 from specdec.attention.plan import KVPlan
-from specdec.kvcache.errors import SpecDecError, UnsupportedModelError
+from specdec.errors import SpecDecError, UnsupportedModelError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.kvcache.spaces import SINK_SLOT
+from specdec.kvcache.spaces import NULL_SLOT
 from specdec.kvcache.triton_shim import tl, triton
 
 BLOCK = 512
@@ -59,7 +59,7 @@ def reference_build_node_rows(
         positions = torch.where(here, (length + node)[:, :, None], positions)
         node = torch.where(node > 0, parents.gather(1, node.clamp(min=0)), -1)
     held = (positions < row_width) & ~padding[:, :, None]
-    slots = torch.where(held, req_to_slot[rows[:, None, None], positions.clamp(max=row_width - 1)], SINK_SLOT)
+    slots = torch.where(held, req_to_slot[rows[:, None, None], positions.clamp(max=row_width - 1)], NULL_SLOT)
     return NodeRows(slots if full_to_swa is None else full_to_swa[slots], lengths)
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.kvcache.spaces import SINK_SLOT, FullLoc, SwaLoc
+from specdec.kvcache.spaces import NULL_SLOT, FullLoc, SwaLoc
 from specdec.kvcache.triton_shim import tl, triton
 
 BLOCK = 1024
@@ -55,7 +55,7 @@ def reference_build_page_tables(
     def slots_at(positions: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
         """[B, L] slots of positions [B, L]; the sink at and past `end` [B], and on the padding row."""
         held = (positions < end[:, None]) & (positions < row_width) & (rows != num_rows - 1)[:, None]
-        return torch.where(held, req_to_slot[rows[:, None], positions.clamp(max=row_width - 1)], SINK_SLOT)
+        return torch.where(held, req_to_slot[rows[:, None], positions.clamp(max=row_width - 1)], NULL_SLOT)
 
     pages = torch.arange(full_width, device=device) * page_size
     full_pages = slots_at(pages.expand(len(rows), -1), length) // page_size

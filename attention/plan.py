@@ -19,7 +19,7 @@ import torch
 from specdec.attention.page_table import PageTables, build_page_tables
 from specdec.attention.tree import DraftTree
 from specdec.kvcache.mirror import IntArray
-from specdec.kvcache.spaces import SINK_SLOT, FullLoc, PageTable, Space, SwaLoc
+from specdec.kvcache.spaces import NULL_SLOT, FullLoc, SlotTable, Space, SwaLoc
 from specdec.kvcache.table import RequestTable
 
 
@@ -43,8 +43,8 @@ class KVPlan:
     write_full: FullLoc | None
     write_swa: SwaLoc | None
     page_size: int
-    prefix_full: PageTable[FullLoc] | None = None
-    prefix_swa: PageTable[SwaLoc] | None = None
+    prefix_full: SlotTable[FullLoc] | None = None
+    prefix_swa: SlotTable[SwaLoc] | None = None
     page_tables: PageTables | None = None
     block_len: torch.Tensor | None = None
     window_shift: int = 0
@@ -100,13 +100,13 @@ def _plan(
         prefix_full, prefix_swa = _prefix_tables(table, rows, committed_len)
         # node n of the block lives at slot index S + n, whatever its depth
         columns = committed_len[:, None] + torch.arange(num_nodes, device=committed_len.device)  # [B, N]
-        columns = columns.clamp(max=table.slots.device.shape[1] - 1)
-        full = FullLoc(table.slots.device[_upload(table, rows)[:, None], columns])
+        columns = columns.clamp(max=table.slots.tensor.shape[1] - 1)
+        full = FullLoc(table.slots.tensor[_upload(table, rows)[:, None], columns])
         swa = table.allocator.translate(full) if table.allocator.layout.has_swa else None
     if block_len is not None:
         padding = depth >= block_len[:, None]  # in a chunk, depth is the row
-        full = FullLoc(full.masked_fill(padding, SINK_SLOT))
-        swa = None if swa is None else SwaLoc(swa.masked_fill(padding, SINK_SLOT))
+        full = FullLoc(full.masked_fill(padding, NULL_SLOT))
+        swa = None if swa is None else SwaLoc(swa.masked_fill(padding, NULL_SLOT))
     written = ancestors is not None
     return KVPlan(
         committed_len=committed_len,
@@ -128,8 +128,8 @@ def _page_tables(table: RequestTable, rows: IntArray, committed_len: torch.Tenso
     page_size, retain = table.allocator.page_size, table.retain
     full_width = -(-int(table.committed_len[rows].max()) // page_size)
     return build_page_tables(
-        table.slots.device,
-        None if retain is None else table.allocator.full_to_swa.device,
+        table.slots.tensor,
+        None if retain is None else table.allocator.full_to_swa.tensor,
         _upload(table, rows),
         committed_len,
         num_nodes=num_nodes,
@@ -142,14 +142,14 @@ def _page_tables(table: RequestTable, rows: IntArray, committed_len: torch.Tenso
 
 def _prefix_tables(
     table: RequestTable, rows: IntArray, committed_len: torch.Tensor
-) -> tuple[PageTable[FullLoc], PageTable[SwaLoc] | None]:
+) -> tuple[SlotTable[FullLoc], SlotTable[SwaLoc] | None]:
     """Page tables of the committed prefixes. Columns past a request's length are masked by `committed_len`."""
     page_size = table.allocator.page_size
     length = table.committed_len[rows]
     device_rows = _upload(table, rows)
     width = int(length.max())
-    full = FullLoc(table.slots.device[device_rows, :width])
-    prefix_full = PageTable(full, torch.zeros_like(committed_len), page_size)
+    full = FullLoc(table.slots.tensor[device_rows, :width])
+    prefix_full = SlotTable(full, torch.zeros_like(committed_len), page_size)
     if table.retain is None:
         return prefix_full, None
     # only pages that a query of this step can see: O(window), from the host's lengths, so no synchronisation
@@ -157,8 +157,8 @@ def _prefix_tables(
     start_device = _upload(table, start)
     swa_width = int((length - start).max())
     columns = start_device[:, None] + torch.arange(swa_width, device=start_device.device)
-    swa = table.allocator.translate(FullLoc(table.slots.device[device_rows[:, None], columns.clamp(max=width - 1)]))
-    return prefix_full, PageTable(swa, start_device, page_size)
+    swa = table.allocator.translate(FullLoc(table.slots.tensor[device_rows[:, None], columns.clamp(max=width - 1)]))
+    return prefix_full, SlotTable(swa, start_device, page_size)
 
 
 def _upload(table: RequestTable, array: IntArray) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.attention.plan import KVPlan
-from specdec.kvcache.spaces import SINK_SLOT, FullLoc, PageTable, SwaLoc
+from specdec.kvcache.spaces import NULL_SLOT, FullLoc, SlotTable, SwaLoc
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class VisibleKeys:
     def of(cls, plan: KVPlan, window: int | None, dtype: torch.dtype) -> "VisibleKeys":
         """The keys that layers with this window (None: full attention) see under `plan`."""
         if window is None:
-            table: PageTable[FullLoc] | PageTable[SwaLoc] | None = plan.prefix_full
+            table: SlotTable[FullLoc] | SlotTable[SwaLoc] | None = plan.prefix_full
             write: torch.Tensor | None = plan.write_full
         else:
             assert plan.prefix_swa is not None, "a sliding layer, but the plan has no SWA page table"
@@ -62,7 +62,7 @@ class VisibleKeys:
                 block = block & (query_pos - plan.positions[:, None, :] < window)
             visible = torch.cat([visible, block], dim=-1)
             block_slots = write.view(batch, num_rows)
-            block_slots = torch.where(block_slots == SINK_SLOT, block_slots[:, :1], block_slots)  # padded rows
+            block_slots = torch.where(block_slots == NULL_SLOT, block_slots[:, :1], block_slots)  # padded rows
             slots = torch.cat([torch.where(committed, slots, block_slots[:, :1]), block_slots], dim=1)
         bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
         return cls(slots, bias[:, None])

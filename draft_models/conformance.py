@@ -77,7 +77,7 @@ def _state(batch: DraftBatch) -> dict[str, torch.Tensor]:
     """Copies of all that a drafter may read and must not change."""
     state = {name: getattr(batch, name) for name in ("row_index", "root", "history", "history_len")}
     state |= {name: torch.from_numpy(getattr(batch.table, name)) for name in ("committed_len", "capacity")}
-    state |= {"rows": torch.from_numpy(batch.rows), "slots": batch.table.slots.device}
+    state |= {"rows": torch.from_numpy(batch.rows), "slots": batch.table.slots.tensor}
     for space, pool in batch.table.allocator.pools.items():
         for kind, layers in (("K", pool.k), ("V", pool.v)):
             state |= {f"{space.value} {kind} of layer {layer}": rows for layer, rows in layers.items()}

@@ -30,9 +30,9 @@ from specdec.draft_models.base import DraftBatch, Observation, TargetInfo
 from specdec.draft_models.eagle3_config import TargetShape
 from specdec.draft_models.eagle3_format import Eagle3Checkpoint, read_head
 from specdec.draft_models.eagle3_model import Eagle3Head, draft_kv_bytes, embed_raw, load_head
-from specdec.kvcache.errors import UnsupportedModelError
+from specdec.errors import UnsupportedModelError
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.spaces import SINK_SLOT, FullLoc
+from specdec.kvcache.spaces import NULL_SLOT, FullLoc
 from specdec.kvcache.store_kv import reference_store_kv, store_kv
 from specdec.kvcache.table import RequestTable
 
@@ -83,9 +83,9 @@ class Eagle3Drafter:
         states = source.gather(1, path[:, :, None].expand(-1, -1, source.shape[-1]))  # [B, D, T * Ht]
 
         k_rows, v_rows = self._rows(table)
-        max_pos = table.slots.device.shape[1] - 1
-        write = table.slots.device[seen.row_index[:, None], positions.clamp(max=max_pos)]
-        write = FullLoc(write.masked_fill(steps >= seen.length[:, None], SINK_SLOT).reshape(-1))
+        max_pos = table.slots.tensor.shape[1] - 1
+        write = table.slots.tensor[seen.row_index[:, None], positions.clamp(max=max_pos)]
+        write = FullLoc(write.masked_fill(steps >= seen.length[:, None], NULL_SLOT).reshape(-1))
         kernels = runs_kernels(table) and self.spec.head_dim <= MAX_HEAD_DIM
         by_window = extend_attention(self, seen, positions, kernels=kernels)
         store = store_kv if kernels else reference_store_kv
@@ -178,7 +178,7 @@ class ScratchBlock:
         for layer, window in enumerate(spec.windows):
             slots, key_pos = key_columns(table, batch.row_index, length, max_len, 1, window)
             committed = key_pos < length[:, None]
-            slots = torch.where(committed, slots, table.slots.device[batch.row_index, 0][:, None])
+            slots = torch.where(committed, slots, table.slots.tensor[batch.row_index, 0][:, None])
             self._committed[window] = (key_pos, committed)
             for rows, copies in ((storage.k[layer], self._k), (storage.v[layer], self._v)):
                 part = rows.index_select(0, slots.reshape(-1)).view(*slots.shape, *rows.shape[1:]).transpose(1, 2)
@@ -235,8 +235,8 @@ def key_columns(
         first = (start - (window - 1)).clamp(min=0)
         width = min(max_len, window - 2 + num_rows)
     positions = first[:, None] + torch.arange(width, device=start.device)
-    columns = positions.clamp(max=table.slots.device.shape[1] - 1)
-    return table.slots.device[row_index[:, None], columns], positions
+    columns = positions.clamp(max=table.slots.tensor.shape[1] - 1)
+    return table.slots.tensor[row_index[:, None], columns], positions
 
 
 def extend_attention(
@@ -248,7 +248,7 @@ def extend_attention(
     if kernels:  # pages of full space, whatever the window, and the new rows as a block
         page_size = table.allocator.page_size
         width = -(-max_len // page_size)
-        pages = table.slots.device[seen.row_index, : width * page_size : page_size] // page_size  # [B, P]
+        pages = table.slots.tensor[seen.row_index, : width * page_size : page_size] // page_size  # [B, P]
         paged: Attend = partial(paged_attention, pages=pages, start=torch.zeros_like(seen.start))
         paged = partial(paged, committed_len=seen.start, positions=positions, page_size=page_size)
         return {window: partial(paged, block_len=seen.length, window=window) for window in windows}

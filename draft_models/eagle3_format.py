@@ -24,7 +24,7 @@ from specdec.draft_models.eagle3_config import (
     read_windows,
     resolve_aux_ids,
 )
-from specdec.kvcache.errors import CheckpointError, UnsupportedModelError
+from specdec.errors import CheckpointError, UnsupportedModelError
 
 RENAMED = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
 UNUSED_TENSORS = re.compile(r"(^|\.)rotary_emb\.|^verifier_(lm_head|norm)\.")

@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import (
 
 from specdec.draft_models.eagle3_config import Eagle3Spec
 from specdec.draft_models.eagle3_format import Eagle3Checkpoint
-from specdec.kvcache.errors import CheckpointError
+from specdec.errors import CheckpointError
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(draft layer, q [B, Hq, N, D], k and v [B, Hkv, N, D], all after RoPE) -> [B, N, Hq, D]; scale by D ** -0.5."""

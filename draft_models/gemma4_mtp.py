@@ -21,7 +21,7 @@ from specdec.attention.plan import plan_frozen, runs_kernels
 from specdec.attention.tree import DraftTree
 from specdec.attention.tree_build import Growth
 from specdec.draft_models.base import DraftBatch, Observation, TargetInfo
-from specdec.kvcache.errors import UnsupportedModelError
+from specdec.errors import UnsupportedModelError
 from specdec.kvcache.frozen import KVView, frozen_kv
 from specdec.kvcache.layout import SLIDING_ATTENTION
 

@@ -10,7 +10,7 @@ from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig
 from specdec.draft_models.base import Drafter, TargetInfo
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.ngram import NgramDrafter
-from specdec.kvcache.errors import UnsupportedModelError
+from specdec.errors import UnsupportedModelError
 
 MODEL_FREE_DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
 """Drafters named by a word."""

@@ -15,10 +15,10 @@ from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, GenerationOutput, RequestStats, SamplingParams, SpecConfig, SpecDecError
-from specdec.bundled import BUNDLED_NAMES
 from specdec.cli import DRAFTED_STYLE
-from specdec.detokenize import Detokenizer
-from specdec.kvcache.errors import ConfigError
+from specdec.errors import ConfigError
+from specdec.models.bundled import BUNDLED_NAMES
+from specdec.text.detokenize import Detokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import nn
 from training_data import ANSWER, Batch, causal_masks, predicted_rows
 from transformers import DynamicCache
 
-from specdec.target import TargetModel
+from specdec.models.target import TargetModel
 
 STEP_DECAY = 0.8  # weight of each draft step against the one before it
 

@@ -26,7 +26,7 @@ from training_data import Batch, Document, same_document
 from specdec.draft_models.eagle3_config import Eagle3Spec, TargetShape
 from specdec.draft_models.eagle3_format import write_head
 from specdec.draft_models.eagle3_model import Eagle3Head, embed_raw
-from specdec.target import TargetModel
+from specdec.models.target import TargetModel
 
 
 def draft_vocabulary(documents: list[Document], size: int, vocab_size: int) -> tuple[torch.Tensor | None, float]:

@@ -14,8 +14,8 @@ from accelerate import PartialState
 from transformers.utils import logging as transformers_logging
 
 from specdec import EngineConfig, SamplingParams, SpecConfig
-from specdec.eval import evaluate_gsm8k
-from specdec.eval_report import markdown
+from specdec.evaluation.evaluate import evaluate_gsm8k
+from specdec.evaluation.report import markdown
 
 
 def main() -> None:

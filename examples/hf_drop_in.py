@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 import specdec
-from specdec.bundled import BUNDLED_NAMES, resolve_name
 from specdec.draft_models.registry import constructible_assistants
+from specdec.models.bundled import BUNDLED_NAMES, resolve_name
 
 PROMPTS = (
     "Tom has 3 boxes of 12 pencils. He gives away 7 pencils. How many pencils are left?",

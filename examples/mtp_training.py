@@ -23,8 +23,8 @@ from training_data import Batch, additive, same_document
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, GenerationConfig
 
 from specdec.draft_models.registry import constructible_assistants
-from specdec.kvcache.errors import UnsupportedModelError
-from specdec.target import TargetModel
+from specdec.errors import UnsupportedModelError
+from specdec.models.target import TargetModel
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

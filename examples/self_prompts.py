@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
-from specdec.kvcache.errors import ConfigError
+from specdec.errors import ConfigError
 
 PLACE = "(the user speaks here)"
 SHORTEST = 12  # characters

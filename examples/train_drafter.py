@@ -46,9 +46,9 @@ from training_optimizer import MixedOptimizer, Team, schedule
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig, SpecDecError
 from specdec.draft_models.eagle3_config import Eagle3Spec
-from specdec.kvcache.errors import ConfigError
-from specdec.loading import load_drafter, load_model, load_tokenizer
-from specdec.target import TargetModel
+from specdec.errors import ConfigError
+from specdec.models.loading import load_drafter, load_model, load_tokenizer
+from specdec.models.target import TargetModel
 
 SAVE_EVERY = 60.0  # seconds
 FREE_SETTINGS = frozenset(

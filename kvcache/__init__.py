@@ -1,10 +1,10 @@
 """Index spaces, layout, pools, the hybrid allocator and the view a worker reads KV through."""
 
-from specdec.kvcache.errors import FrozenKVError, KVStateError, OutOfSlotsError, SpecDecError
+from specdec.errors import FrozenKVError, KVStateError, OutOfSlotsError, SpecDecError
 from specdec.kvcache.frozen import KVView, frozen_kv, target_view
 from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.layout import KVLayout, layout_from_config
-from specdec.kvcache.spaces import FullLoc, PageTable, Space, SwaLoc
+from specdec.kvcache.spaces import FullLoc, SlotTable, Space, SwaLoc
 from specdec.kvcache.table import RequestTable
 
 assert __name__ == "specdec.kvcache", "import specdec.kvcache, not kvcache"
@@ -17,7 +17,7 @@ __all__ = [
     "KVStateError",
     "KVView",
     "OutOfSlotsError",
-    "PageTable",
+    "SlotTable",
     "RequestTable",
     "Space",
     "SpecDecError",

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from specdec.kvcache.errors import FrozenKVError, KVStateError
+from specdec.errors import FrozenKVError, KVStateError
 from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.spaces import FullLoc, Space, SwaLoc
 

@@ -14,7 +14,7 @@ once it is evicted. Invariants (`check`):
 import numpy as np
 import torch
 
-from specdec.kvcache.errors import DoubleFreeError, FrozenKVError, OutOfSlotsError
+from specdec.errors import DoubleFreeError, FrozenKVError, OutOfSlotsError
 from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.mirror import IntArray, MirroredArray
 from specdec.kvcache.paged import PagedAllocator
@@ -109,7 +109,7 @@ class HybridAllocator:
 
     def translate(self, slots: FullLoc) -> SwaLoc:
         """The SWA slots of `slots` (any shape, on the allocator's device); 0, the sink, where there is none."""
-        return SwaLoc(self.full_to_swa.device[slots])
+        return SwaLoc(self.full_to_swa.tensor[slots])
 
     def move(self, source: FullLoc, destination: FullLoc) -> None:
         """Copy K/V rows in both spaces, [M] each. All sources are read before any destination is written."""

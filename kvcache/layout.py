@@ -8,7 +8,7 @@ One invariant: an owner owns itself, and a layer has its owner's space, heads an
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.kvcache.errors import UnsupportedModelError
+from specdec.errors import UnsupportedModelError
 from specdec.kvcache.spaces import Space
 
 FULL_ATTENTION = "full_attention"

@@ -14,12 +14,12 @@ IntArray = npt.NDArray[np.int64]
 
 
 class MirroredArray:
-    """int64 array with a host side (`host`, numpy) and a device side (`device`, torch), zero at the start."""
+    """int64 array with a host side (`host`, numpy) and a device side (`tensor`, torch), zero at the start."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.host: IntArray = np.zeros(shape, dtype=np.int64)
         aliased = device.type == "cpu"
-        self.device = torch.from_numpy(self.host) if aliased else torch.zeros(shape, dtype=torch.int64, device=device)
+        self.tensor = torch.from_numpy(self.host) if aliased else torch.zeros(shape, dtype=torch.int64, device=device)
         self._aliased = aliased
 
     def __setitem__(self, index: Any, value: IntArray | int) -> None:
@@ -28,7 +28,7 @@ class MirroredArray:
             return
         on_device = index if isinstance(index, tuple) else (index,)
         torch_index = tuple(self._upload(i) if isinstance(i, np.ndarray) else i for i in on_device)
-        self.device[torch_index] = self._upload(value) if isinstance(value, np.ndarray) else value
+        self.tensor[torch_index] = self._upload(value) if isinstance(value, np.ndarray) else value
 
     def _upload(self, array: IntArray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device.device, non_blocking=True)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.tensor.device, non_blocking=True)

@@ -5,7 +5,7 @@ Page 0 is the padding sink: never free, never held. Invariant: free + held = cap
 
 import numpy as np
 
-from specdec.kvcache.errors import DoubleFreeError, OutOfSlotsError
+from specdec.errors import DoubleFreeError, OutOfSlotsError
 from specdec.kvcache.mirror import IntArray
 
 

@@ -18,7 +18,7 @@ import torch
 FullLoc = NewType("FullLoc", torch.Tensor)
 SwaLoc = NewType("SwaLoc", torch.Tensor)
 
-SINK_SLOT = 0
+NULL_SLOT = 0
 """Slot 0 (and the rest of page 0) of each pool takes the writes of padded rows. It is never allocated."""
 
 
@@ -33,7 +33,7 @@ Loc = TypeVar("Loc", FullLoc, SwaLoc)
 
 
 @dataclass(frozen=True, slots=True)
-class PageTable(Generic[Loc]):
+class SlotTable(Generic[Loc]):
     """Pages of each request's committed prefix, in one space.
 
     `slots`: [B, L] int64, the slot of every key the table covers, in position order, 0 where there is none.

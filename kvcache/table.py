@@ -14,7 +14,7 @@ row is permuted and no K/V moves; with larger pages the accepted rows move inste
 import numpy as np
 import torch
 
-from specdec.kvcache.errors import KVStateError, OutOfSlotsError
+from specdec.errors import KVStateError, OutOfSlotsError
 from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.mirror import IntArray, MirroredArray
 from specdec.kvcache.spaces import FullLoc

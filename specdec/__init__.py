@@ -9,8 +9,8 @@ from specdec.attention.tree import DraftTree
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
+from specdec.errors import SpecDecError
 from specdec.hf_generate import generate
-from specdec.kvcache.errors import SpecDecError
 from specdec.request import GenerationOutput, RequestStats
 
 __version__ = "0.1.0"

@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
-from specdec.bench import markdown_table, read_prompts, run_bench
-from specdec.bundled import HELD_OUT_PROBLEMS
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
-from specdec.detokenize import Detokenizer
 from specdec.engine import Engine
-from specdec.eval import evaluate_gsm8k
-from specdec.eval_report import markdown, require_matplotlib, save_plot
-from specdec.kvcache.errors import SpecDecError
+from specdec.errors import SpecDecError
+from specdec.evaluation.bench import markdown_table, read_prompts, run_bench
+from specdec.evaluation.evaluate import evaluate_gsm8k
+from specdec.evaluation.report import markdown, require_matplotlib, save_plot
+from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.request import GenerationOutput
+from specdec.text.detokenize import Detokenizer
 
 app = typer.Typer(
     help="Speculative decoding for transformers models.",

@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 import torch
 
-from specdec.kvcache.errors import ConfigError
+from specdec.errors import ConfigError
 
 MAX_TREE_NODES = 64
 """Verify width including the root: one 64-bit ancestor mask a node."""

@@ -19,19 +19,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.attention.backend import use_kernels
-from specdec.bundled import resolve_name
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
-from specdec.detokenize import Detokenizer
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.registry import drafter_from_module
-from specdec.kvcache.errors import ConfigError, SpecDecError
-from specdec.loading import load_config, load_drafter, load_model, load_tokenizer, pick_device, pick_dtype
-from specdec.prompts import Prompt, as_prompt_list, chat_ids
+from specdec.errors import ConfigError, SpecDecError
+from specdec.models.bundled import resolve_name
+from specdec.models.loading import load_config, load_drafter, load_model, load_tokenizer, pick_device, pick_dtype
+from specdec.models.target import TargetModel
 from specdec.request import GenerationOutput, Request, RequestState, RequestStats, StreamDelta
 from specdec.runner import Runner
 from specdec.scheduler import Scheduler
 from specdec.sizing import make_table
-from specdec.target import TargetModel
+from specdec.text.detokenize import Detokenizer
+from specdec.text.prompts import Prompt, as_prompt_list, chat_ids
 
 
 class Engine:
@@ -197,7 +197,7 @@ class Engine:
         for request in self.scheduler.admit():
             self.runner.load_history(request)
         requests, chunk_len = self.scheduler.next_prefill()
-        with torch.cuda.device_of(self.table.slots.device):  # Triton launches on the current device, whatever it is
+        with torch.cuda.device_of(self.table.slots.tensor):  # Triton launches on the current device, whatever it is
             if requests:
                 self.runner.prefill(requests, chunk_len)
             else:

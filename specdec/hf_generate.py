@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
-from specdec.kvcache.errors import ConfigError
+from specdec.errors import ConfigError
 
 DEFAULT_NEW_TOKENS = 20
 HONOURED = frozenset(

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from specdec.config import SamplingParams
-from specdec.detokenize import Detokenizer
+from specdec.text.detokenize import Detokenizer
 
 
 class TokenLogprob(NamedTuple):

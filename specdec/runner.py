@@ -18,9 +18,9 @@ from specdec.draft_models.base import DraftBatch, Drafter, Observation
 from specdec.kvcache.frozen import target_view
 from specdec.kvcache.mirror import IntArray, MirroredArray
 from specdec.kvcache.table import RequestTable
+from specdec.models.target import TargetModel
 from specdec.request import Request, RequestState, TokenLogprob
 from specdec.sampling import SamplingBatch, seen_tokens
-from specdec.target import TargetModel
 from specdec.verify import accept
 
 
@@ -81,7 +81,7 @@ class Runner:
         rows = _rows(requests)
         row_index = self._upload(rows)
         committed = self.table.committed_len[rows]
-        history = self.history.device[row_index, : int(committed.max()) + 1]  # [B, L]
+        history = self.history.tensor[row_index, : int(committed.max()) + 1]  # [B, L]
         history_len = self._upload(committed) + 1
         root = history.gather(1, history_len[:, None] - 1)[:, 0]
         # no request can use more drafts than it has tokens to go, less the bonus
@@ -174,7 +174,7 @@ class Runner:
         sampling = self._sampling(requests)
         scores = logits
         if sampling.any_penalty:
-            history = self.history.device[self._upload(rows), : int(self.table.committed_len[rows].max())]
+            history = self.history.tensor[self._upload(rows), : int(self.table.committed_len[rows].max())]
             scores = sampling.penalised(logits, seen_tokens(history, length, logits.shape[-1], None))
         drawn = sampling.sample(scores, length[:, None])  # [B, 1]
         tokens = drawn.cpu().numpy()

@@ -12,7 +12,7 @@ from collections import deque
 
 import numpy as np
 
-from specdec.kvcache.errors import CapacityError
+from specdec.errors import CapacityError
 from specdec.kvcache.mirror import IntArray
 from specdec.kvcache.table import RequestTable, swa_slots_held
 from specdec.request import Request, RequestState

@@ -6,11 +6,11 @@ import torch
 
 from specdec.config import EngineConfig
 from specdec.draft_models.base import Drafter
-from specdec.kvcache.errors import CapacityError
+from specdec.errors import CapacityError
 from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.spaces import Space
 from specdec.kvcache.table import RequestTable, swa_slots_held
-from specdec.target import TargetModel
+from specdec.models.target import TargetModel
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 """Of the memory that is free once the weights are loaded."""

@@ -54,7 +54,7 @@ from specdec.draft_models.base import DraftBatch, Observation
 from specdec.draft_models.registry import constructible_assistants
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import layout_from_config
-from specdec.target import TargetModel
+from specdec.models.target import TargetModel
 
 ROOT = Path(__file__).resolve().parent.parent
 

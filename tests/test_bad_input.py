@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig, SpecDecError
-from specdec.kvcache.errors import CheckpointError, ConfigError, UnsupportedModelError
+from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
 
 NAN, INF = float("nan"), float("inf")
 SMALL = EngineConfig(max_model_len=64)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from specdec import SpecDecError
-from specdec.bench import Contestant, _require_parity, read_prompts
+from specdec.evaluation.bench import Contestant, _require_parity, read_prompts
 
 
 def test_prompts_come_from_the_three_usual_keys(tmp_path):

@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.plan import plan_frozen
-from specdec.bench import read_prompts
-from specdec.bundled import BUNDLED_DIR, BUNDLED_NAMES, HELD_OUT_PROBLEMS
 from specdec.draft_models import gemma4_mtp
-from specdec.kvcache.spaces import PageTable, Space, SwaLoc
-from specdec.scoring import final_number
+from specdec.evaluation.bench import read_prompts
+from specdec.evaluation.scoring import final_number
+from specdec.kvcache.spaces import SlotTable, Space, SwaLoc
+from specdec.models.bundled import BUNDLED_DIR, BUNDLED_NAMES, HELD_OUT_PROBLEMS
 
 SOLVED = 12
 MTP_ACCEPTANCE = 4.5  # of 5; all 200 held-out problems give 4.80
@@ -176,7 +176,7 @@ def test_an_untranslated_page_table_fails_the_acceptance_check(problems, solved,
         columns = start[:, None] + torch.arange(width)
         full = plan.prefix_full.slots.gather(1, columns.clamp(max=plan.prefix_full.slots.shape[1] - 1))
         slots = full % table.allocator.pools[Space.SWA].num_slots  # the SWA pool is smaller
-        return replace(plan, prefix_swa=PageTable(SwaLoc(slots), start, 1))
+        return replace(plan, prefix_swa=SlotTable(SwaLoc(slots), start, 1))
 
     monkeypatch.setattr(gemma4_mtp, "plan_frozen", untranslated)
     outputs, stats = run([problem.text for problem in problems[:SOLVED]])

@@ -27,9 +27,9 @@ import typer
 from typer.testing import CliRunner
 
 import specdec
-from specdec.bundled import BUNDLED_DIR
 from specdec.cli import app
-from specdec.loading import load_model
+from specdec.models.bundled import BUNDLED_DIR
+from specdec.models.loading import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [str(path.relative_to(ROOT)) for path in sorted([*ROOT.glob("README.md"), *(ROOT / "docs").rglob("*.md")])]

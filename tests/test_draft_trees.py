@@ -10,7 +10,7 @@ from specdec import SamplingParams, SpecConfig
 from specdec.draft_models.eagle3 import Eagle3Drafter
 from specdec.draft_models.eagle3_config import Eagle3Spec
 from specdec.draft_models.eagle3_model import Eagle3Head
-from specdec.target import TargetModel
+from specdec.models.target import TargetModel
 
 SPECS = [SpecConfig(3, 2), SpecConfig(10, 3, 16), SpecConfig(2, 8, 64)]
 LENGTHS = (1, 9, 40)

@@ -17,8 +17,8 @@ from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import DraftBatch, Observation
 from specdec.draft_models.conformance import check_drafter
 from specdec.draft_models.eagle3 import Eagle3Drafter, eagle3_drafter
+from specdec.models.target import TargetModel
 from specdec.sampling import SamplingBatch
-from specdec.target import TargetModel
 
 V = 96
 H = 32
@@ -329,7 +329,7 @@ class Spy:
             levels = [logits[i] for logits, _ in drawn]
             for level, (_, positions) in enumerate(drawn):
                 assert positions[i].tolist() == [length + level] * levels[level].shape[0]
-            slots = batch.table.slots.device[int(row), : length - 1]
+            slots = batch.table.slots.tensor[int(row), : length - 1]
             kv = [rows[slots] for rows in (*storage.k, *storage.v)]
             one = DraftTree(*(x[i : i + 1] for x in (tree.tokens, tree.parents, tree.depth, tree.ancestors)))
             self.records.append((batch.history[i, :length].tolist(), levels, one, kv))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from specdec.draft_models.eagle3_config import Eagle3Spec, TargetShape, is_eagle3_config, resolve_aux_ids
 from specdec.draft_models.eagle3_format import Eagle3Checkpoint, read_head, write_head
 from specdec.draft_models.eagle3_model import Eagle3Head, draft_kv_bytes, load_head
-from specdec.kvcache.errors import CheckpointError, SpecDecError, UnsupportedModelError
+from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError
 
 TARGET = TargetShape(name="target", num_layers=8, hidden_size=16, vocab_size=60)
 SPEC = Eagle3Spec(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec import SamplingParams, SpecDecError
-from specdec.kvcache.errors import CapacityError, ConfigError
+from specdec.errors import CapacityError, ConfigError
 from specdec.scheduler import slots_needed
 
 NEW = 16

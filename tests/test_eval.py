@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
-from specdec import eval as evaluation
-from specdec.bench import read_prompts
-from specdec.bundled import HELD_OUT_PROBLEMS
-from specdec.eval import evaluate_gsm8k, find_parting, open_transcripts, problem_seed, read_transcripts
-from specdec.eval_report import make_report, markdown, save_plot
-from specdec.gsm8k import EXEMPLARS, load_problems, prompt_ids
-from specdec.loading import load_tokenizer
-from specdec.scoring import final_number
+from specdec.evaluation import evaluate as evaluation
+from specdec.evaluation.bench import read_prompts
+from specdec.evaluation.evaluate import evaluate_gsm8k, find_parting, open_transcripts, problem_seed, read_transcripts
+from specdec.evaluation.gsm8k import EXEMPLARS, load_problems, prompt_ids
+from specdec.evaluation.report import make_report, markdown, save_plot
+from specdec.evaluation.scoring import final_number
+from specdec.models.bundled import HELD_OUT_PROBLEMS
+from specdec.models.loading import load_tokenizer
 
 PAIR = ("tiny-gemma4", "tiny-gemma4-mtp")
 SMALL = {"limit": 7, "compare": True, "params": SamplingParams(64), "config": EngineConfig(max_batch_size=2)}

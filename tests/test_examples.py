@@ -17,9 +17,9 @@ from types import ModuleType
 import pytest
 
 from specdec import Engine, EngineConfig, SamplingParams
-from specdec.bundled import HELD_OUT_PROBLEMS
 from specdec.cli import coloured
-from specdec.kvcache.errors import ConfigError
+from specdec.errors import ConfigError
+from specdec.models.bundled import HELD_OUT_PROBLEMS
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text("utf-8"))

@@ -9,7 +9,7 @@ import torch
 
 from specdec.attention.plan import plan_frozen, plan_prefill, plan_verify
 from specdec.attention.tree import DraftTree
-from specdec.kvcache.errors import FrozenKVError, KVStateError
+from specdec.errors import FrozenKVError, KVStateError
 from specdec.kvcache.frozen import KVView, frozen_kv, target_view
 from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.layout import KVLayout, LayerSpec
@@ -142,7 +142,7 @@ def test_write_goes_to_the_space_of_the_layer():
     table.allocator.evict(owned(table, row))  # from here on the numbers of the two spaces differ
     other = table.open()
     table.ensure(other, 1)
-    full = FullLoc(table.slots.device[other, :1])
+    full = FullLoc(table.slots.tensor[other, :1])
     swa = table.allocator.translate(full)
     assert full.item() != swa.item()
     view = target_view(table.allocator)
@@ -380,7 +380,7 @@ def test_two_forwards_with_the_same_pointers_read_fresh_tables():
     """#26152: a translation memoised by address survived into a replay with new contents at that address."""
     table = make(pages=16)
     first, second = opened(table, 5), opened(table, 5)
-    pointers = table.slots.device.data_ptr(), table.allocator.full_to_swa.device.data_ptr()
+    pointers = table.slots.tensor.data_ptr(), table.allocator.full_to_swa.tensor.data_ptr()
     before = chain(table, ints(first))
     held = before.write_full.tolist(), before.write_swa.tolist(), before.prefix_swa.slots.tolist()
     table.close(second)
@@ -388,7 +388,7 @@ def test_two_forwards_with_the_same_pointers_read_fresh_tables():
     opened(table, 2)  # takes the slots that come first now
     again = opened(table, 5)
     after = chain(table, ints(again))
-    assert (table.slots.device.data_ptr(), table.allocator.full_to_swa.device.data_ptr()) == pointers
+    assert (table.slots.tensor.data_ptr(), table.allocator.full_to_swa.tensor.data_ptr()) == pointers
     assert after.write_full.tolist() == table.slots.host[again, 5:8].tolist()
     assert after.write_swa.tolist() == table.allocator.translate(after.write_full).tolist()
     assert after.write_full.tolist() != held[0]

@@ -11,8 +11,8 @@ import torch
 
 from specdec import SamplingParams, SpecDecError
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, bind_layers
-from specdec.kvcache.errors import FrozenKVError, UnsupportedModelError
-from specdec.target import TargetModel
+from specdec.errors import FrozenKVError, UnsupportedModelError
+from specdec.models.target import TargetModel
 
 STEPS = 4
 

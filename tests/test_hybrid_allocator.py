@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.kvcache.errors import DoubleFreeError, OutOfSlotsError
+from specdec.errors import DoubleFreeError, OutOfSlotsError
 from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.spaces import FullLoc, Space

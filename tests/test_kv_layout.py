@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import transformers
 
-from specdec.kvcache.errors import UnsupportedModelError
+from specdec.errors import UnsupportedModelError
 from specdec.kvcache.layout import KVLayout, layout_from_config
 from specdec.kvcache.spaces import Space
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from specdec.attention.plan import KVPlan, plan_frozen, plan_prefill, plan_verify
 from specdec.attention.tree import DraftTree
-from specdec.kvcache.errors import FrozenKVError, KVStateError, OutOfSlotsError
+from specdec.errors import FrozenKVError, KVStateError, OutOfSlotsError
 from specdec.kvcache.frozen import KVView, frozen_kv, target_view
 from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.layout import KVLayout, LayerSpec

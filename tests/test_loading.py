@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
-from specdec.loading import load_model, pick_dtype
+from specdec.models.loading import load_model, pick_dtype
 
 PARAMS = SamplingParams(max_new_tokens=12)
 CONFIG = EngineConfig(max_batch_size=1, max_model_len=64)

@@ -64,8 +64,8 @@ def filled(page_size: int, window: int | None, lengths: list[int], reserve: int)
 def tables_of(table: RequestTable, rows: np.ndarray, num_nodes: int, full_width: int, swa_width: int) -> PageTables:
     allocator = table.allocator
     arguments = (
-        table.slots.device,
-        None if table.retain is None else allocator.full_to_swa.device,
+        table.slots.tensor,
+        None if table.retain is None else allocator.full_to_swa.tensor,
         torch.from_numpy(rows).to(DEVICE),
         torch.from_numpy(table.committed_len[rows]).to(DEVICE),
     )
@@ -149,8 +149,8 @@ def test_padding_row_is_all_sink(page_size: int):
 
 def node_rows_of(table: RequestTable, rows: np.ndarray, tree: DraftTree, window: int | None, width: int) -> NodeRows:
     arguments = (
-        table.slots.device,
-        table.allocator.full_to_swa.device if window is not None else None,
+        table.slots.tensor,
+        table.allocator.full_to_swa.tensor if window is not None else None,
         torch.from_numpy(rows).to(DEVICE),
         torch.from_numpy(table.committed_len[rows]).to(DEVICE),
         tree.parents,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specdec.kvcache.errors import DoubleFreeError, OutOfSlotsError
+from specdec.errors import DoubleFreeError, OutOfSlotsError
 from specdec.kvcache.paged import PagedAllocator
 
 

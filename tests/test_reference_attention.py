@@ -16,7 +16,7 @@ from specdec.attention.tree import DraftTree
 from specdec.kvcache.frozen import target_view
 from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.layout import KVLayout, LayerSpec
-from specdec.kvcache.spaces import FullLoc, PageTable, Space
+from specdec.kvcache.spaces import FullLoc, SlotTable, Space
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS, RequestTable
 
 NODES = 6
@@ -403,7 +403,7 @@ def test_tables_stay_inside_rows_that_are_full():
 
 def test_pages_by_hand():
     slots = torch.tensor([[8, 9, 10, 11, 4, 5], [12, 13, 14, 15, 0, 0]])
-    table = PageTable(FullLoc(slots), torch.tensor([0, 4]), 4)
+    table = SlotTable(FullLoc(slots), torch.tensor([0, 4]), 4)
     assert table.pages.tolist() == [[2, 1], [3, 0]]
     assert table.positions().tolist() == [[0, 1, 2, 3, 4, 5], [4, 5, 6, 7, 8, 9]]
 

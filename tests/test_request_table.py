@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.kvcache.errors import KVStateError, OutOfSlotsError
+from specdec.errors import KVStateError, OutOfSlotsError
 from specdec.kvcache.frozen import target_view
 from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.layout import KVLayout, LayerSpec

@@ -19,8 +19,8 @@ from specdec.draft_models.eagle3 import Eagle3Drafter
 from specdec.draft_models.eagle3_config import Eagle3Spec
 from specdec.draft_models.eagle3_model import Eagle3Head, embed_raw
 from specdec.draft_models.gemma4_mtp import WINDOW_SHIFT, Gemma4MTPDrafter
-from specdec.kvcache.errors import UnsupportedModelError
-from specdec.target import TargetModel
+from specdec.errors import UnsupportedModelError
+from specdec.models.target import TargetModel
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MODULES = ("training_data", "drafter_lessons", "eagle3_training", "mtp_training", "train_drafter")

@@ -21,9 +21,9 @@ from specdec.attention.plan import plan_frozen, plan_prefill, plan_verify
 from specdec.draft_models.eagle3 import Eagle3Drafter
 from specdec.draft_models.eagle3_config import Eagle3Spec
 from specdec.draft_models.eagle3_model import Eagle3Head
+from specdec.errors import ConfigError
 from specdec.kvcache import move_kv, store_kv
-from specdec.kvcache.errors import ConfigError
-from specdec.target import TargetModel
+from specdec.models.target import TargetModel
 
 VOCAB, NEW, LENGTHS = 12, 7, (13, 1)
 SLIDING, FULL = "sliding_attention", "full_attention"

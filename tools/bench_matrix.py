@@ -13,8 +13,8 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.bench import VERSIONS, Contestant, _peers, _require_parity, _runner, hardware, read_prompts
-from specdec.loading import load_drafter
+from specdec.evaluation.bench import VERSIONS, Contestant, _peers, _require_parity, _runner, hardware, read_prompts
+from specdec.models.loading import load_drafter
 
 CHAIN, TREE = SpecConfig(4), SpecConfig(4, 4, 16)
 

@@ -34,7 +34,7 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.draft_models.registry import constructible_assistants
 from specdec.engine import Engine
-from specdec.target import TargetModel
+from specdec.models.target import TargetModel
 
 VOCAB, WINDOW, TIE = 24, 16, 1e-3
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -7,11 +7,11 @@ examples are of our own making, in the style of the data: a line a step, then `#
 from pathlib import Path
 from typing import Any
 
-from specdec.bench import BenchPrompt, read_prompts
-from specdec.bundled import BUNDLED_DIR, HELD_OUT_PROBLEMS
-from specdec.kvcache.errors import ConfigError
-from specdec.prompts import chat_ids
-from specdec.scoring import final_number
+from specdec.errors import ConfigError
+from specdec.evaluation.bench import BenchPrompt, read_prompts
+from specdec.evaluation.scoring import final_number
+from specdec.models.bundled import BUNDLED_DIR, HELD_OUT_PROBLEMS
+from specdec.text.prompts import chat_ids
 
 EXEMPLARS = read_prompts(BUNDLED_DIR / "gsm8k_exemplars.jsonl")
 NEXT_PROBLEM = "Question:"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.kvcache.errors import ConfigError
+from specdec.errors import ConfigError
 
 Prompt = str | Sequence[int]
 

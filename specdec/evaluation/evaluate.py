@@ -24,15 +24,15 @@ from accelerate.utils import gather_object, parse_flag_from_env
 from rich.console import Console
 from rich.progress import Progress
 
-from specdec.bench import VERSIONS, hardware
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
-from specdec.eval_report import Record, Report, make_report
-from specdec.gsm8k import EXEMPLARS, NEXT_PROBLEM, load_problems, prompt_ids
-from specdec.kvcache.errors import ConfigError
-from specdec.loading import find_config, load_tokenizer, pick_device
-from specdec.scoring import SCORES, is_correct
-from specdec.target import TargetModel
+from specdec.errors import ConfigError
+from specdec.evaluation.bench import VERSIONS, hardware
+from specdec.evaluation.gsm8k import EXEMPLARS, NEXT_PROBLEM, load_problems, prompt_ids
+from specdec.evaluation.report import Record, Report, make_report
+from specdec.evaluation.scoring import SCORES, is_correct
+from specdec.models.loading import find_config, load_tokenizer, pick_device
+from specdec.models.target import TargetModel
 
 
 def evaluate_gsm8k(

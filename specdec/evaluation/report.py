@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, BinaryIO
 
-from specdec.kvcache.errors import ConfigError
+from specdec.errors import ConfigError
+from specdec.evaluation.scoring import SCORES, is_correct, mcnemar_p, wilson_interval
 from specdec.request import RequestStats
-from specdec.scoring import SCORES, is_correct, mcnemar_p, wilson_interval
 
 Record = dict[str, Any]
 """One problem: index, parting (position and logit_margin, or None), and by run its text, token_ids, stats, seconds."""

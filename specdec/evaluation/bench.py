@@ -22,8 +22,8 @@ from rich.progress import track
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.engine import Engine
-from specdec.kvcache.errors import ConfigError, SpecDecError
-from specdec.scoring import final_number, is_correct
+from specdec.errors import ConfigError, SpecDecError
+from specdec.evaluation.scoring import final_number, is_correct
 
 VERSIONS = f"torch {torch.__version__}, transformers {transformers.__version__}"
 

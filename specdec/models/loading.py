@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from specdec.bundled import BUNDLED_NAMES, resolve_name
 from specdec.draft_models.base import Drafter, TargetInfo
 from specdec.draft_models.eagle3 import eagle3_drafter
 from specdec.draft_models.eagle3_config import is_eagle3_config
@@ -25,7 +24,8 @@ from specdec.draft_models.registry import (
     drafter_from_module,
     require_known_drafter,
 )
-from specdec.kvcache.errors import CheckpointError, UnsupportedModelError
+from specdec.errors import CheckpointError, UnsupportedModelError
+from specdec.models.bundled import BUNDLED_NAMES, resolve_name
 
 logger = logging.getLogger("specdec")
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-BUNDLED_DIR = Path(__file__).parent / "bundled"
+BUNDLED_DIR = Path(__file__).parent.parent / "bundled"
 BUNDLED_NAMES = ("tiny-gemma4", "tiny-gemma4-mtp", "tiny-gemma4-eagle3", "smollm2-135m-eagle3")
 HELD_OUT_PROBLEMS = BUNDLED_DIR / "word_problems_heldout.jsonl"
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from specdec.attention.bridge import ForwardContext, ProbeContext, attention_installed, text_configs
 from specdec.attention.plan import KVPlan
-from specdec.kvcache.errors import SpecDecError, UnsupportedModelError
+from specdec.errors import SpecDecError, UnsupportedModelError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout, layout_from_config
 

@@ -1,0 +1,1 @@
+"""What stands on the engine and measures it: benchmarks, accuracy, scoring, reports."""
