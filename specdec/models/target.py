@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.attention.bridge import ForwardContext, ProbeContext, attention_installed, text_configs
+from specdec.attention.bridge import ForwardContext, attention_installed, text_configs
 from specdec.attention.plan import KVPlan
 from specdec.errors import SpecDecError, UnsupportedModelError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout, layout_from_config
+from specdec.models.probe import ProbeContext
 
 UNSUPPORTED_ATTRIBUTES = {
     "logit_scale": "scales its logits",
