@@ -16,6 +16,8 @@ from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.spaces import FullLoc, Space, SwaLoc
 from specdec.kvcache.table import RequestTable
 
+from snapshots import kv_contents
+
 WINDOW, RESERVE = 4, 3
 
 
@@ -68,14 +70,6 @@ def opened(table: RequestTable, length: int, first: float = 0.0) -> int:
 def owned(table: RequestTable, row: int) -> FullLoc:
     """The first page of a row."""
     return FullLoc(torch.from_numpy(table.slots.host[row, : table.allocator.page_size].copy()))
-
-
-def state(table: RequestTable) -> list[object]:
-    a = table.allocator
-    counts = [(p.free_pages, p._stack[: p.free_pages].tolist(), p._held.tolist()) for p in (a.full, a.swa)]
-    arrays = (a.full_to_swa.host, table.slots.host, table.committed_len, table.capacity, table.evicted_len)
-    rows = [x.tolist() for pool in a.pools.values() for x in (*pool.k.values(), *pool.v.values())]
-    return [counts, [x.tolist() for x in arrays], table.active_rows.tolist(), rows]
 
 
 def chain(table: RequestTable, rows: np.ndarray, nodes: int = RESERVE):
@@ -260,13 +254,13 @@ def forbidden(table: RequestTable, row: int) -> dict[str, Callable[[], object]]:
 def test_frozen_refuses_and_changes_nothing(name: str, page_size: int):
     table, worker = make(page_size), Worker()
     row = opened(table, 12)
-    before = state(table)
+    before = kv_contents(table)
     with frozen_kv(table.allocator, worker, [0, 1]) as view:
         with pytest.raises(FrozenKVError, match="while the KV cache is frozen for Worker"):
             forbidden(table, row)[name]()
         assert worker.view is view
         assert view.layer(1).space is Space.FULL
-    assert state(table) == before
+    assert kv_contents(table) == before
     table.check()
 
 
@@ -283,7 +277,7 @@ def test_and_allows_it_again_afterwards(name: str):
 def test_a_lent_view_refuses_to_write(layer: int):
     table, worker = make(), Worker()
     row = opened(table, 5)
-    before = state(table)
+    before = kv_contents(table)
     slots = owned(table, row)
     k = torch.full((1, 1, 1), 99.0)
     message = f"write to layer {layer} through a frozen view"
@@ -291,7 +285,7 @@ def test_a_lent_view_refuses_to_write(layer: int):
         view.write(layer, slots, table.allocator.translate(slots), k, k)
     with pytest.raises(FrozenKVError):  # nor afterwards
         view.write(layer, slots, table.allocator.translate(slots), k, k)
-    assert state(table) == before
+    assert kv_contents(table) == before
 
 
 def test_the_targets_own_view_reads_but_does_not_write_while_frozen():
@@ -416,7 +410,7 @@ def test_nothing_of_a_forward_is_kept_on_a_pool():
     table = make()
     rows = opened(table, 3), opened(table, 5)
     a = table.allocator
-    kept = [(x, sorted(vars(x))) for x in (a, table, *a.pools.values())]
+    kept = kv_contents(table).keys()
     first, second = chain(table, ints(rows[0])), chain(table, ints(rows[1]))
     view = target_view(a)
     for value, plan in ((20.0, second), (10.0, first)):  # made in one order, written in the other
@@ -426,7 +420,7 @@ def test_nothing_of_a_forward_is_kept_on_a_pool():
     for value, plan in ((10.0, first), (20.0, second)):
         assert view.layer(1).k[plan.write_full].unique().tolist() == [value]
         assert view.layer(0).k[plan.write_swa].unique().tolist() == [value]
-    assert kept == [(x, sorted(vars(x))) for x in (a, table, *a.pools.values())]
+    assert kv_contents(table).keys() == kept
 
 
 def test_plans_are_immutable():
@@ -453,7 +447,7 @@ def test_padded_rows_write_to_the_sink_in_both_spaces(page_size: int):
     verify = chain(table, ints(table.padding_row, row))
     assert verify.write_full.tolist()[:3] == verify.write_swa.tolist()[:3] == [0, 0, 0]
     assert 0 not in verify.write_full.tolist()[3:] + verify.write_swa.tolist()[3:]
-    before = state(table)
+    before = kv_contents(table)
     view, k = target_view(table.allocator), torch.full((RESERVE, 1, 1), 99.0)
     sink = FullLoc(verify.write_full[:3]), SwaLoc(verify.write_swa[:3])
     for layer in (0, 1):
@@ -461,4 +455,4 @@ def test_padded_rows_write_to_the_sink_in_both_spaces(page_size: int):
     for pool in table.allocator.pools.values():
         for rows in (*pool.k.values(), *pool.v.values()):
             rows[0] = 0.0  # only there
-    assert state(table) == before
+    assert kv_contents(table) == before

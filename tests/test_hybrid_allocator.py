@@ -11,6 +11,8 @@ from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.spaces import FullLoc, Space
 
+from snapshots import contents
+
 CPU = torch.device("cpu")
 
 
@@ -29,15 +31,6 @@ def make(full: int = 4, swa: int = 3, page_size: int = 2, layout: KVLayout = HYB
 
 def loc(*slots: int) -> FullLoc:
     return FullLoc(torch.tensor(slots, dtype=torch.int64))
-
-
-def pool_state(pool) -> tuple[int, list[int], list[bool]]:
-    return pool.free_pages, pool._stack[: pool.free_pages].tolist(), pool._held.tolist()
-
-
-def state(allocator: HybridAllocator) -> object:
-    swa = None if allocator.swa is None else pool_state(allocator.swa)
-    return pool_state(allocator.full), swa, allocator.full_to_swa.host.tolist()
 
 
 def mapping(allocator: HybridAllocator) -> list[int]:
@@ -67,13 +60,13 @@ def test_worked_example():
 def test_alloc_takes_from_both_or_neither(full: int, swa: int):
     a = make(full=full, swa=swa)
     assert a.available_pages == 2
-    before = state(a)
+    before = contents(a)
     with pytest.raises(
         OutOfSlotsError,
         match=rf"3 pages wanted; free: {full} of {full} in the full pool, {swa} of {swa} in the SWA pool",
     ):
         a.alloc(3)
-    assert state(a) == before
+    assert contents(a) == before
     assert len(a.alloc(2)) == 4
     assert a.available_pages == 0
     a.check()
@@ -99,9 +92,9 @@ def test_without_sliding_layers_there_is_one_pool():
     assert a.available_pages == 3
     slots = a.alloc(3)
     assert mapping(a) == [0] * 8
-    before = state(a)
+    before = contents(a)
     a.evict(slots)
-    assert state(a) == before
+    assert contents(a) == before
     a.check()
     with pytest.raises(OutOfSlotsError) as caught:
         a.alloc(1)
@@ -114,11 +107,11 @@ def test_without_sliding_layers_there_is_one_pool():
 
 def test_nothing_is_allocated_freed_or_evicted_for_nothing():
     a = make()
-    before = state(a)
+    before = contents(a)
     assert a.alloc(0).shape == (0,)
     a.free(loc())
     a.evict(loc())
-    assert state(a) == before
+    assert contents(a) == before
 
 
 def test_translate_keeps_the_shape_and_owns_its_result():
@@ -171,10 +164,10 @@ def test_wrong_slots_are_refused_and_nothing_changes(operation: str, slots: tupl
     a.alloc(4)
     a.free(loc(4, 5))
     a.evict(loc(2, 3))
-    before = state(a)
+    before = contents(a)
     with pytest.raises(DoubleFreeError):
         getattr(a, operation)(loc(*slots))
-    assert state(a) == before
+    assert contents(a) == before
     a.check()
 
 

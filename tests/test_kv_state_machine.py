@@ -23,6 +23,8 @@ from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.spaces import FullLoc, Space
 from specdec.kvcache.table import RequestTable
 
+from snapshots import kv_contents
+
 WINDOW, NODES, ROWS, MAX_LEN = 4, 4, 3, 40
 SLIDING_LAYER, FULL_LAYER = 0, 1
 SEED = st.integers(0, 2**32 - 1)
@@ -72,7 +74,7 @@ class KVMachine(RuleBasedStateMachine):
         """The rows that got their slots. One that finds none is left exactly as it was."""
         done = []
         for row, more in zip(rows.tolist(), extra.tolist(), strict=True):
-            before = self.state()
+            before = kv_contents(self.table)
             needed = self.table.pages_needed(row, len(self.expected[row]) + more)
             fits = needed <= self.allocator.available_pages
             if fits and len(self.expected[row]) + more <= self.table.slots.host.shape[1]:
@@ -81,7 +83,7 @@ class KVMachine(RuleBasedStateMachine):
             else:
                 with pytest.raises(OutOfSlotsError):
                     self.table.ensure(row, len(self.expected[row]) + more)
-                assert self.state() == before
+                assert kv_contents(self.table) == before
         return ints(*done)
 
     def write(self, plan: KVPlan) -> list[list[float]]:
@@ -112,14 +114,6 @@ class KVMachine(RuleBasedStateMachine):
         values = pool.k[layer][slots, 0, 0]
         torch.testing.assert_close(pool.v[layer][slots, 0, 0], -values, rtol=0, atol=0)
         return (values - 0.5 * layer).tolist()
-
-    def state(self) -> list[object]:
-        a, t = self.allocator, self.table
-        pools = [a.full] if a.swa is None else [a.full, a.swa]
-        counts = [(p.free_pages, p._stack[: p.free_pages].tolist(), p._held.tobytes()) for p in pools]
-        arrays = (a.full_to_swa.host, t.slots.host, t.committed_len, t.capacity, t.evicted_len, t._active)
-        rows = [x.numpy().tobytes() for pool in a.pools.values() for x in (*pool.k.values(), *pool.v.values())]
-        return [counts, [x.tobytes() for x in arrays], rows]
 
     def verify_once(self, rng: np.random.Generator, rows: np.ndarray) -> None:
         rows = rows[[len(self.expected[row]) + NODES <= MAX_LEN for row in rows.tolist()]]
@@ -192,10 +186,10 @@ class KVMachine(RuleBasedStateMachine):
         row = int(rng.choice([row for row, values in self.expected.items() if values]))
         length = max(0, len(self.expected[row]) - int(rng.integers(0, 7)))
         if self.window is not None and self.table.evicted_len[row] > max(0, length - WINDOW - 1):
-            before = self.state()
+            before = kv_contents(self.table)
             with pytest.raises(KVStateError, match="needs SWA keys"):
                 self.table.truncate(row, length)
-            assert self.state() == before
+            assert kv_contents(self.table) == before
         else:
             self.table.truncate(row, length)
             del self.expected[row][length:]
@@ -214,7 +208,7 @@ class KVMachine(RuleBasedStateMachine):
         rows = self.some_rows(seed)
         lengths = np.zeros(len(rows), dtype=np.int64)
         lengths[-1] = self.table.capacity[rows[-1]] - len(self.expected[int(rows[-1])]) + 1
-        before = self.state()
+        before = kv_contents(self.table)
         with pytest.raises(KVStateError, match="goes past the slots they own"):
             self.table.commit(rows, lengths)
         with pytest.raises(OutOfSlotsError):
@@ -222,13 +216,13 @@ class KVMachine(RuleBasedStateMachine):
         if len(self.expected) == ROWS:
             with pytest.raises(KVStateError, match="rows of the request table are in use"):
                 self.table.open()
-        assert self.state() == before
+        assert kv_contents(self.table) == before
 
     @precondition(lambda self: self.expected)
     @rule(seed=SEED, fails=st.booleans())
     def freeze(self, seed: int, fails: bool) -> None:
         rows = self.some_rows(seed)
-        before = self.state()
+        before = kv_contents(self.table)
         try:
             with frozen_kv(self.allocator, self.worker, [SLIDING_LAYER, FULL_LAYER]) as view:
                 assert self.worker.view is view
@@ -240,7 +234,7 @@ class KVMachine(RuleBasedStateMachine):
             assert fails
         assert self.worker.view is None
         assert not self.allocator.frozen
-        assert self.state() == before
+        assert kv_contents(self.table) == before
         with pytest.raises(FrozenKVError, match="has ended"):
             view.layer(0)
 
@@ -267,11 +261,11 @@ class KVMachine(RuleBasedStateMachine):
         ]
         if t.capacity[row] < t.slots.host.shape[1]:
             forbidden.append(lambda: t.ensure(row, int(t.capacity[row]) + 1))
-        before = self.state()
+        before = kv_contents(self.table)
         for operation in forbidden:
             with pytest.raises(FrozenKVError):
                 operation()
-        assert self.state() == before
+        assert kv_contents(self.table) == before
         assert self.worker.view is view
 
     # what must hold after every step

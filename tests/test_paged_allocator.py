@@ -6,13 +6,11 @@ import pytest
 from specdec.errors import DoubleFreeError, OutOfSlotsError
 from specdec.kvcache.paged import PagedAllocator
 
+from snapshots import contents
+
 
 def pages(*numbers: int) -> np.ndarray:
     return np.array(numbers, dtype=np.int64)
-
-
-def state(pool: PagedAllocator) -> tuple[int, list[int], list[bool]]:
-    return pool.free_pages, pool._stack[: pool.free_pages].tolist(), pool._held.tolist()
 
 
 def test_pages_start_at_one_and_come_in_order():
@@ -35,10 +33,10 @@ def test_the_pages_freed_last_are_reused_first():
 
 def test_alloc_of_none_and_free_of_none_change_nothing():
     pool = PagedAllocator("full", 2)
-    before = state(pool)
+    before = contents(pool)
     assert pool.alloc(0).tolist() == []
     pool.free(pages())
-    assert state(pool) == before
+    assert contents(pool) == before
 
 
 def test_an_empty_pool_gives_nothing():
@@ -51,10 +49,10 @@ def test_an_empty_pool_gives_nothing():
 def test_too_many_pages_wanted_takes_none():
     pool = PagedAllocator("full", 4)
     pool.alloc(2)
-    before = state(pool)
+    before = contents(pool)
     with pytest.raises(OutOfSlotsError, match="full pool: 3 pages wanted, 2 of 4 free"):
         pool.alloc(3)
-    assert state(pool) == before
+    assert contents(pool) == before
     assert pool.alloc(2).tolist() == [3, 4]
 
 
@@ -66,10 +64,10 @@ def test_too_many_pages_wanted_takes_none():
 def test_wrong_pages_are_refused_and_none_is_freed(wrong: tuple[int, ...]):
     pool = PagedAllocator("full", 4)
     pool.alloc(2)
-    before = state(pool)
+    before = contents(pool)
     with pytest.raises(DoubleFreeError, match=r"full pool: pages .* not held, or named twice"):
         pool.free(pages(*wrong))
-    assert state(pool) == before
+    assert contents(pool) == before
 
 
 def test_freeing_twice_raises():

@@ -11,6 +11,8 @@ from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.spaces import FullLoc, Space
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS, RequestTable
 
+from snapshots import kv_contents
+
 CPU = torch.device("cpu")
 PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 3, 4])
 SLIDING_LAYER, FULL_LAYER = 0, 1
@@ -73,15 +75,6 @@ def opened(table: RequestTable, prompt: list[float]) -> int:
     return row
 
 
-def state(table: RequestTable) -> list[object]:
-    a = table.allocator
-    pools = [a.full] if a.swa is None else [a.full, a.swa]
-    counts = [(p.free_pages, p._stack[: p.free_pages].tolist(), p._held.tolist()) for p in pools]
-    arrays = (table.slots.host, table.committed_len, table.capacity, table.evicted_len, table._active)
-    rows = [rows.tolist() for pool in a.pools.values() for rows in (*pool.k.values(), *pool.v.values())]
-    return [counts, a.full_to_swa.host.tolist(), [x.tolist() for x in arrays], rows]
-
-
 # opening, growing, closing
 
 
@@ -104,10 +97,10 @@ def test_ensure_takes_whole_pages_and_no_more_than_needed():
     table.ensure(row, 5)
     assert table.slots.host[row, :9].tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 0]
     assert table.capacity[row] == 8
-    before = state(table)
+    before = kv_contents(table)
     assert table.pages_needed(row, 8) == 0
     table.ensure(row, 8)
-    assert state(table) == before
+    assert kv_contents(table) == before
     table.ensure(row, 9)
     assert table.capacity[row] == 12
     table.check()
@@ -117,12 +110,12 @@ def test_ensure_beyond_the_pool_or_the_row_takes_nothing():
     table = make(page_size=4, pages=3, max_len=20, reserve=4)
     row = table.open()
     table.ensure(row, 4)
-    before = state(table)
+    before = kv_contents(table)
     with pytest.raises(OutOfSlotsError, match="3 pages wanted; free: 2 of 3"):
         table.ensure(row, 16)
     with pytest.raises(OutOfSlotsError, match="row 0: 25 slots wanted, a row has 24"):
         table.ensure(row, 25)
-    assert state(table) == before
+    assert kv_contents(table) == before
     table.ensure(row, 12)
     table.check()
 
@@ -130,10 +123,10 @@ def test_ensure_beyond_the_pool_or_the_row_takes_nothing():
 def test_the_swa_pool_can_be_the_one_that_is_exhausted():
     table = make(pages=10, swa_pages=4)
     row = table.open()
-    before = state(table)
+    before = kv_contents(table)
     with pytest.raises(OutOfSlotsError, match="4 of 4 in the SWA pool"):
         table.ensure(row, 5)
-    assert state(table) == before
+    assert kv_contents(table) == before
 
 
 @PAGE_SIZES
@@ -155,19 +148,19 @@ def test_close_gives_everything_back_also_after_eviction(page_size: int):
 def test_a_row_that_is_not_open_is_refused(operation: str, row: int):
     table = make(max_requests=3)
     table.open()
-    before = state(table)
+    before = kv_contents(table)
     with pytest.raises(KVStateError, match=f"row {row} is not open"):
         getattr(table, operation)(*((row,) if operation == "close" else (row, 0)))
-    assert state(table) == before
+    assert kv_contents(table) == before
 
 
 def test_without_a_window_there_is_nothing_to_evict():
     table = make(window=None)
     row = opened(table, [float(i) for i in range(30)])
-    before = state(table)
+    before = kv_contents(table)
     table.evict(ints(row))
     assert table.retain is None
-    assert state(table) == before
+    assert kv_contents(table) == before
     assert held(table, row, 0, 30, FULL_LAYER) == [float(i) for i in range(30)]
     table.check()
 
@@ -277,12 +270,12 @@ def test_commit_past_the_slots_a_row_owns_raises(page_size: int):
     table = make(page_size)
     first, second = opened(table, [100.0]), opened(table, [200.0])
     spare = int(table.capacity[second] - 1)
-    before = state(table)
+    before = kv_contents(table)
     with pytest.raises(
         KVStateError, match=rf"rows \[0, 1\]: commit of \[1, {spare + 1}\] goes past the slots they own"
     ):
         table.commit(ints(first, second), ints(1, spare + 1))
-    assert state(table) == before
+    assert kv_contents(table) == before
     table.commit(ints(first, second), ints(1, spare))
     table.check()
 
@@ -295,10 +288,10 @@ def test_a_path_past_the_slots_a_row_owns_raises(page_size: int, node: int):
     table = make(page_size, reserve=5)
     row = opened(table, [100.0] * page_size)
     assert table.capacity[row] == page_size + node
-    before = state(table)
+    before = kv_contents(table)
     with pytest.raises(KVStateError):
         table.commit(ints(row), ints(2), np.array([[0, node]]))
-    assert state(table) == before
+    assert kv_contents(table) == before
 
 
 def test_rows_with_less_room_do_not_limit_the_others():
@@ -331,19 +324,19 @@ def test_truncate_forgets_the_tail_and_keeps_the_reserve(page_size: int):
 def test_truncate_to_the_same_length_changes_nothing():
     table = make(page_size=4)
     row = opened(table, [0.0, 1.0, 2.0])
-    before = state(table)
+    before = kv_contents(table)
     table.truncate(row, 3)
-    assert state(table) == before
+    assert kv_contents(table) == before
 
 
 @pytest.mark.parametrize("length", [-1, 4])
 def test_truncate_outside_what_is_committed_raises(length: int):
     table = make()
     row = opened(table, [0.0, 1.0, 2.0])
-    before = state(table)
+    before = kv_contents(table)
     with pytest.raises(KVStateError, match=f"row 0: truncate to {length}, committed 3"):
         table.truncate(row, length)
-    assert state(table) == before
+    assert kv_contents(table) == before
 
 
 def test_truncate_behind_the_evicted_window_raises():
@@ -352,10 +345,10 @@ def test_truncate_behind_the_evicted_window_raises():
     row = opened(table, [float(i) for i in range(30)])
     table.evict(ints(row))
     assert table.evicted_len[row] == 22
-    before = state(table)
+    before = kv_contents(table)
     with pytest.raises(KVStateError, match="row 0: truncate to 28 needs SWA keys from 21, evicted up to 22"):
         table.truncate(row, 28)
-    assert state(table) == before
+    assert kv_contents(table) == before
     table.truncate(row, 29)
     table.check()
 
@@ -375,9 +368,9 @@ def test_evict_keeps_the_window_and_one_page_of_slack(page_size: int):
     assert (table.allocator.translate(slots) == 0).tolist() == [p < evicted for p in range(30)]
     assert held(table, row, evicted, 30, SLIDING_LAYER) == [float(i) for i in range(evicted, 30)]
     assert held(table, row, 0, 30, FULL_LAYER) == [float(i) for i in range(30)]
-    before = state(table)
+    before = kv_contents(table)
     table.evict(ints(row))
-    assert state(table) == before
+    assert kv_contents(table) == before
     table.check()
 
 

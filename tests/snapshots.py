@@ -1,0 +1,58 @@
+"""What objects hold, as values that compare: for tests that nothing was changed, whatever the objects are made of."""
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.kvcache.table import RequestTable
+
+
+def contents(*roots: object) -> dict[str, Any]:
+    """Path -> value of everything that the roots hold, down to arrays and plain values: `1.full.capacity` -> 4.
+
+    Two of them are equal where nothing was written, added or replaced by something else; their keys alone are the names
+    of what is held.
+    """
+    found: dict[str, Any] = {}
+    seen: dict[int, str] = {}
+
+    def visit(path: str, value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu().contiguous().view(torch.uint8).numpy() if value.dim() else value.item()
+        if isinstance(value, np.ndarray):
+            found[path] = (value.shape, value.tobytes())
+        elif isinstance(value, type | Enum) or callable(value) or type(value).__module__ in ("builtins", "torch"):
+            visit_plain(path, value)
+        elif id(value) in seen:
+            found[path] = f"is {seen[id(value)]}"
+        else:
+            seen[id(value)] = path
+            slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
+            names = sorted({*slots, *getattr(value, "__dict__", ())} - {"__weakref__", "__dict__"})
+            for name in names:
+                if hasattr(value, name):
+                    visit(f"{path}.{name}", getattr(value, name))
+
+    def visit_plain(path: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                visit(f"{path}[{key}]", item)
+            found[f"{path}.keys"] = list(map(str, value))
+        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            for i, item in enumerate(value):
+                visit(f"{path}[{i}]", item)
+            found[f"{path}.len"] = len(value)
+        else:
+            found[path] = value
+
+    for i, root in enumerate(roots):
+        visit(str(i), root)
+    return found
+
+
+def kv_contents(table: RequestTable) -> dict[str, Any]:
+    """The contents of a request table, of the allocator behind it, and of every K/V row behind its slots."""
+    return contents(table, table.allocator, *table.allocator.pools.values())

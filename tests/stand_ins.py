@@ -1,0 +1,118 @@
+"""What stands in for the parts that people bring: prompts, drafters that a test scripts, tokenizers a reader can spell.
+
+A plugin of conftest.py.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from specdec import DraftTree
+from specdec.draft_models.base import DraftBatch, Observation
+from specdec.kvcache.frozen import KVView
+
+from tiny_models import VOCAB
+
+
+@pytest.fixture(scope="session")
+def random_prompt() -> Callable[..., list[int]]:
+    """random_prompt(length, seed=0, vocab=96): token ids."""
+
+    def make(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
+        rng = random.Random(1000 * seed + length)
+        return [rng.randrange(vocab) for _ in range(length)]
+
+    return make
+
+
+class ScriptedDrafter:
+    """A drafter that a test scripts: `script(tokens, n)` -> (draft tokens [n], their parents [n]) behind the tokens.
+
+    Parents number nodes, the root is 0; None is a chain.
+    """
+
+    name = "scripted"
+    taps: tuple[int, ...] = ()
+    bytes_per_slot = 0
+    extra_keys = 0
+
+    def __init__(self, script: Callable[[list[int], int], tuple[list[int], list[int] | None]]) -> None:
+        self.view: KVView | None = None
+        self.script = script
+        self.rounds = 0
+
+    def start(self, max_requests: int) -> None:
+        pass
+
+    def observe(self, seen: Observation) -> None:
+        pass
+
+    def propose(self, batch: DraftBatch) -> DraftTree:
+        self.rounds += 1
+        tokens, parents = [], []
+        for row, length in zip(batch.history.tolist(), batch.history_len.tolist(), strict=True):
+            drafts, above = self.script(row[:length], batch.num_steps)
+            tokens.append([row[length - 1], *drafts])
+            parents.append([-1, *(range(batch.num_steps) if above is None else above)])
+        return DraftTree.from_parents(torch.tensor(tokens), torch.tensor(parents))
+
+
+@pytest.fixture(scope="session")
+def scripted() -> type[ScriptedDrafter]:
+    """A drafter class for scripts: see ScriptedDrafter."""
+    return ScriptedDrafter
+
+
+@pytest.fixture(scope="session")
+def tree_script() -> Callable[..., Callable[[list[int], int], tuple[list[int], list[int] | None]]]:
+    """tree_script(truths, vocab=96, hit=0.7): a script of random branching trees.
+
+    `truths` are whole sequences: a draft behind a path that follows one of them follows it too with probability `hit`,
+    in a random place among its siblings. A pure function of the tokens, so the same in any batch.
+    """
+
+    def make(
+        truths: Sequence[Sequence[int]], vocab: int = VOCAB, hit: float = 0.7
+    ) -> Callable[[list[int], int], tuple[list[int], list[int] | None]]:
+        def script(tokens: list[int], n: int) -> tuple[list[int], list[int] | None]:
+            rng = random.Random(str(tokens))
+            paths = [list(tokens)]  # by node
+            parents: list[int] = []
+            while len(paths) <= n:
+                parent = rng.randrange(max(0, len(paths) - 3), len(paths))
+                above = paths[parent]
+                true = [t[len(above)] for t in truths if len(t) > len(above) and list(t[: len(above)]) == above]
+                token = true[0] if true and rng.random() < hit else rng.randrange(vocab)
+                if [*above, token] not in paths:  # siblings differ
+                    paths.append([*above, token])
+                    parents.append(parent)
+            return [path[-1] for path in paths[1:]], parents
+
+        return script
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def pair_tokenizer() -> PreTrainedTokenizerFast:
+    """96 tokens of two characters each, a0 to j5: stop strings can cross their borders."""
+    vocab = {f"{'abcdefghij'[i // 10]}{i % 10}": i for i in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="a0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[a-j][0-9]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte and <eos> = 256: characters of several bytes are split over tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")

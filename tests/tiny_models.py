@@ -1,0 +1,276 @@
+"""Tiny random targets of every family and assistants for them, and what they must generate: the oracle is transformers.
+
+A plugin of conftest.py. A model is cached for the session, so a test that changes one asks for a fresh one.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4AudioConfig,
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
+    Gemma4VisionConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from specdec.attention.bridge import text_configs
+from specdec.draft_models.registry import constructible_assistants
+from specdec.kvcache.layout import layout_from_config
+
+VOCAB = 96
+WINDOW = 8
+SLIDING, FULL = "sliding_attention", "full_attention"
+FAMILIES = [
+    *("gemma4-e2b", "gemma4-31b", "gemma4-moe", "gemma4-multimodal", "gemma3", "gemma2"),
+    *("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe", "mistral"),
+]
+GEMMA4_FAMILIES = [family for family in FAMILIES if family.startswith("gemma4")]
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """Every family of target, one test each."""
+    return str(request.param)
+
+
+@pytest.fixture(params=GEMMA4_FAMILIES)
+def gemma4_family(request: pytest.FixtureRequest) -> str:
+    """Every family that has MTP assistants."""
+    return str(request.param)
+
+
+def build_target(family: str, **overrides: Any) -> PreTrainedModel:
+    """An untrained model of the family; `overrides` go to its text config."""
+    base: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 4096,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    gemma4: dict[str, Any] = {
+        "num_hidden_layers": 4,
+        "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+        "global_head_dim": 16,
+        "sliding_window": WINDOW,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+    }
+    k_eq_v = {"num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    shared = {
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 6,
+        "layer_types": [SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL],
+        "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": overrides.get("vocab_size", VOCAB),
+    }
+    moe = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+    alternating = {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "sliding_window": WINDOW}
+    match family:
+        case "gemma4-e2b":
+            return Gemma4ForCausalLM(Gemma4TextConfig(**{**base, **gemma4, **shared, **overrides}))
+        case "gemma4-31b":
+            return Gemma4ForCausalLM(Gemma4TextConfig(**{**base, **gemma4, **k_eq_v, **overrides}))
+        case "gemma4-moe":
+            return Gemma4ForCausalLM(Gemma4TextConfig(**{**base, **gemma4, **k_eq_v, **moe, **overrides}))
+        case "gemma4-multimodal":
+            tower = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+            vision = {"intermediate_size": 8, "num_key_value_heads": 1, "head_dim": 8, "position_embedding_size": 4}
+            audio = {"subsampling_conv_channels": [8, 8], "output_proj_dims": 8}
+            config = Gemma4Config(
+                text_config=Gemma4TextConfig(**{**base, **gemma4, **shared, **overrides}),
+                vision_config=Gemma4VisionConfig(**tower, **vision),
+                audio_config=Gemma4AudioConfig(**tower, **audio),
+            )
+            return Gemma4ForConditionalGeneration(config)
+        case "gemma3":
+            slides = {"num_hidden_layers": 4, "layer_types": [SLIDING] * 3 + [FULL], "sliding_window": WINDOW}
+            return Gemma3ForCausalLM(Gemma3TextConfig(**{**base, **slides, "query_pre_attn_scalar": 1, **overrides}))
+        case "gemma2":
+            softcap = {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 1}  # low, so that it matters
+            return Gemma2ForCausalLM(Gemma2Config(**{**base, **alternating, **softcap, **overrides}))
+        case "gpt_oss":
+            experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+            return GptOssForCausalLM(GptOssConfig(**{**base, **alternating, **experts, **overrides}))
+        case "llama":
+            return LlamaForCausalLM(LlamaConfig(**{**base, "num_hidden_layers": 3, **overrides}))
+        case "qwen2":
+            del base["head_dim"]
+            slides = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+            return Qwen2ForCausalLM(Qwen2Config(**{**base, **slides, "num_hidden_layers": 3, **overrides}))
+        case "qwen3":
+            return Qwen3ForCausalLM(Qwen3Config(**{**base, "num_hidden_layers": 3, **overrides}))
+        case "qwen3_moe":
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 3}
+            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**base, **experts, **overrides}))
+        case "mistral":
+            slides = {"num_hidden_layers": 3, "sliding_window": WINDOW}
+            return MistralForCausalLM(MistralConfig(**{**base, **slides, **overrides}))
+    raise AssertionError(f"{family=}")
+
+
+def spread(model: PreTrainedModel) -> PreTrainedModel:
+    """Weights wide enough that greedy output wanders, sinks and norms included; no end token.
+
+    Embeddings are small beside what the layers add: with a tied head they would predict their own token for ever.
+    """
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=0.02 if "embed_tokens." in name else 0.45)
+            elif name.endswith("sinks"):
+                weight.normal_()
+            elif "norm" in name:
+                weight.add_(torch.randn_like(weight), alpha=0.1)
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def make_target() -> Callable[..., PreTrainedModel]:
+    """make_target(family, seed=0, fresh=False, **overrides): a tiny random target, window 8, no end token.
+
+    Cached, so not to be changed unless `fresh`. `overrides` go to the text config.
+    """
+    built: dict[str, PreTrainedModel] = {}
+
+    def make(family: str, seed: int = 0, *, fresh: bool = False, **overrides: Any) -> PreTrainedModel:
+        key = f"{family} {seed} {sorted(overrides.items())}"
+        if fresh or key not in built:
+            torch.manual_seed(seed)
+            model = spread(build_target(family, **overrides))
+            if fresh:
+                return model
+            built[key] = model
+        return built[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_assistant() -> Callable[..., Gemma4AssistantForCausalLM]:
+    """make_assistant(target, ordered=False, seed=1, **overrides): a random MTP assistant that fits a Gemma 4 target.
+
+    `ordered`: a centroid head over a random token order. `overrides` go to its text config, `backbone_hidden_size` to
+    the outer one. Cached: do not change it.
+    """
+    built: dict[str, Gemma4AssistantForCausalLM] = {}
+
+    def make(
+        target: PreTrainedModel, ordered: bool = False, seed: int = 1, **overrides: Any
+    ) -> Gemma4AssistantForCausalLM:
+        key = f"{id(target)} {ordered} {seed} {sorted(overrides.items())}"
+        if key in built:
+            return built[key]
+        config = target.config.get_text_config()
+        layout = layout_from_config(config)
+        sliding, full = layout.last_owner(SLIDING), layout.last_owner(FULL)
+        text: dict[str, Any] = {
+            "vocab_size": config.vocab_size,
+            "hidden_size": 24,
+            "intermediate_size": 32,
+            "num_hidden_layers": 4 if ordered else 2,
+            "layer_types": [SLIDING, SLIDING, SLIDING, FULL] if ordered else [SLIDING, FULL],
+            "num_attention_heads": 4,
+            "num_key_value_heads": sliding.num_kv_heads,
+            "head_dim": sliding.head_dim,
+            "global_head_dim": full.head_dim,
+            "num_global_key_value_heads": full.num_kv_heads,
+            "attention_k_eq_v": True,
+            "sliding_window": sliding.window,
+            "max_position_embeddings": config.max_position_embeddings,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "pad_token_id": None,
+        }
+        outer = {
+            "backbone_hidden_size": overrides.pop("backbone_hidden_size", config.hidden_size),
+            "use_ordered_embeddings": ordered,
+            "num_centroids": 12,
+            "centroid_intermediate_top_k": 3,
+        }
+        torch.manual_seed(seed)
+        with constructible_assistants():
+            assistant = Gemma4AssistantForCausalLM(
+                Gemma4AssistantConfig(text_config=Gemma4TextConfig(**{**text, **overrides}), **outer)
+            )
+        spread(assistant)
+        if ordered:
+            assistant.masked_embedding.token_ordering.copy_(torch.randperm(config.vocab_size))
+        built[key] = assistant
+        return assistant
+
+    return make
+
+
+@contextmanager
+def eager(model: PreTrainedModel) -> Iterator[None]:
+    """The model under its eager attention for the length of the block."""
+    configs = text_configs(model)
+    before = [config._attn_implementation_internal for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation_internal = "eager"
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation_internal = name
+
+
+@pytest.fixture(scope="session")
+def hf_forward() -> Callable[..., Any]:
+    """hf_forward(model, ids, **kwargs): the HF output of one eager forward over [ids] without a cache."""
+
+    @torch.no_grad()
+    def forward(model: PreTrainedModel, ids: Sequence[int], **kwargs: Any) -> Any:
+        with eager(model):
+            return model(torch.tensor([list(ids)]), use_cache=False, **kwargs)
+
+    return forward
+
+
+@pytest.fixture(scope="session")
+def greedy_oracle(hf_forward: Callable[..., Any]) -> Callable[[PreTrainedModel, Sequence[int], int], list[int]]:
+    """greedy_oracle(model, ids, n): the n tokens of greedy decoding, one full HF forward each."""
+    known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    alive: list[PreTrainedModel] = []  # an id is only a key while its model lives
+
+    def oracle(model: PreTrainedModel, ids: Sequence[int], n: int) -> list[int]:
+        out = known.setdefault((id(model), tuple(ids)), [])
+        alive.append(model)
+        while len(out) < n:
+            out.append(int(hf_forward(model, [*ids, *out]).logits[0, -1].argmax()))
+        return out[:n]
+
+    return oracle
