@@ -1,0 +1,274 @@
+"""What a page names in backticks is there: classes, functions and their parameters, options, commands, files, messages.
+
+A name is looked up where a reader would: `Engine.stats` must be a member of `Engine`, `kvcache/table.py` a file,
+`--limit` an option of some program, `SpecConfig(topk=4)` a call that `SpecConfig` takes, and three words or more a
+message that the code can print, with `...` for what it fills in. Names of torch, transformers and Python are theirs.
+One or two letters are mathematics.
+"""
+
+import ast
+import builtins
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import specdec
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ("docs/log.md", "docs/results/")  # of what was: they name what has gone since
+ALL_PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
+PAGES = [page for page in ALL_PAGES if not page.startswith(RECORDS) and (ROOT / page).exists()]
+PACKAGES = {"kvcache": "specdec.kvcache", "attention": "specdec.attention", "draft_models": "specdec.draft_models"}
+PACKAGES |= {"specdec": "specdec"}  # root folder -> package
+SCRIPTS = ("examples", "tools", "tests")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"[\w./*-]*[\w*]\.(?:py|md|toml|txt|jsonl?|ya?ml|safetensors)")
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+FOREIGN = re.compile(r"^(pip|git|accelerate|torchrun|pre-commit|pytest)\b")  # options of other programs
+
+pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="needs the checkout")
+
+
+@cache
+def sources() -> dict[str, str]:
+    """Path from the root -> text of every program file."""
+    paths = (path for folder in (*PACKAGES, *SCRIPTS) for path in sorted((ROOT / folder).rglob("*.py")))
+    return {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in paths}
+
+
+@cache
+def modules() -> list[ModuleType]:
+    """Every module of the product."""
+    found = []
+    for path in sources():
+        folder, *parts = path.removesuffix(".py").removesuffix("/__init__").split("/")
+        if folder in PACKAGES:
+            found.append(importlib.import_module(".".join((PACKAGES[folder], *parts))))
+    return found
+
+
+@cache
+def literals() -> str:
+    """Every string that a program holds, one behind the other, white space as one blank."""
+    trees = (ast.parse(text) for path, text in sources().items() if not path.startswith("tests/"))
+    texts = (
+        n.value for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    )
+    return re.sub(r"\s+", " ", "\0".join(texts))
+
+
+@cache
+def words() -> set[str]:
+    """Every word of a program or the Makefile, in a string or not, and the names of tests."""
+    found = set(re.findall(r"[A-Z]\w+", (ROOT / "Makefile").read_text("utf-8")))
+    for path, text in sources().items():
+        found |= set(re.findall(r"(?<=def )test_\w+" if path.startswith("tests/") else r"[A-Za-z_]\w*", text))
+    return found
+
+
+@cache
+def options() -> set[str]:
+    return set(OPTION.findall(literals())) | {f"--{word.replace('_', '-')}" for word in parameters_of_commands()}
+
+
+def parameters_of_commands() -> Iterator[str]:
+    """typer makes an option of a parameter's name where none is given."""
+    for path, text in sources().items():
+        if path.startswith("specdec/"):
+            for function in ast.walk(ast.parse(text)):
+                if isinstance(function, ast.FunctionDef) and function.decorator_list:
+                    yield from (a.arg for a in (*function.args.args, *function.args.kwonlyargs))
+
+
+def product_object(name: str) -> Any:
+    """The class or function that the product calls by this name, also `engine` for an `Engine`; else None."""
+    if name == "specdec":
+        return specdec
+    defined = [vars(module).get(each) for each in (name, name.title()) for module in modules()]
+    return next((x for x in defined if inspect.isclass(x) or inspect.isfunction(x)), None)
+
+
+def has_member(owner: Any, name: str) -> bool:
+    if hasattr(owner, name) or name in getattr(owner, "__annotations__", {}):
+        return True
+    return inspect.isclass(owner) and any(
+        cls.__module__.startswith("specdec") and re.search(rf"\bself\.{name}\b", inspect.getsource(cls))
+        for cls in owner.__mro__
+    )
+
+
+def faults_of_expression(node: ast.AST) -> Iterator[str]:
+    """Names in an expression that nothing is called by."""
+    if isinstance(node, ast.Attribute):
+        owner = product_object(ast.unparse(node.value).rpartition(".")[2])
+        found = node.attr in words() if owner is None else has_member(owner, node.attr)
+        if not found and not foreign(node.attr):
+            yield f"{ast.unparse(node)}"
+    elif isinstance(node, ast.Name) and len(node.id) > 2 and node.id not in words() and not foreign(node.id):
+        yield node.id
+    elif isinstance(node, ast.Call) and isinstance(
+        called := product_object(ast.unparse(node.func).rpartition(".")[2]), Callable
+    ):
+        taken = inspect.signature(called).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+            yield from (f"{ast.unparse(node.func)}({k.arg}=)" for k in node.keywords if k.arg not in taken)
+    elif isinstance(node, ast.keyword) and node.arg not in words():
+        yield f"{node.arg}="
+    for child in ast.iter_child_nodes(node):
+        yield from faults_of_expression(child)
+
+
+def foreign(name: str) -> bool:
+    """A name of Python, torch or transformers, arguments of a checkpoint's loading among them."""
+    owners = (builtins, torch, torch.Tensor, torch.nn, torch.nn.Module, transformers)
+    return any(hasattr(owner, name) for owner in owners) or name in foreign_words()
+
+
+@cache
+def foreign_words() -> set[str]:
+    return set(
+        re.findall(
+            r"\w+", inspect.getsource(transformers.modeling_utils) + inspect.getsource(transformers.configuration_utils)
+        )
+    )
+
+
+def parsed(span: str) -> ast.AST | None:
+    """The span as an expression or as arguments of a call; None when it is neither."""
+    for form in (span, f"f({span})"):
+        try:
+            return ast.parse(form, mode="eval")
+        except SyntaxError:
+            pass
+    return None
+
+
+def is_file(name: str) -> bool:
+    """A file here, or one that a program reads or writes. Relative to the root, or its last parts alone."""
+    if name in literals() or (ROOT / name).exists():
+        return True
+    tree = (folder for folder in ROOT.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    return any(next(folder.rglob(name), None) for folder in tree)
+
+
+def faults(span: str) -> list[str]:
+    """What of one span in backticks does not exist."""
+    if FOREIGN.match(span):
+        return []
+    files = [] if span.startswith("http") else FILE.findall(span)
+    found = [name for name in files if not is_file(name)]
+    found += [option for option in OPTION.findall(span) if option not in options() and option != "--help"]
+    if files or "--" in span:
+        return found
+    if (node := parsed(span)) is not None:
+        return [*found, *faults_of_expression(node)]
+    if len(re.findall(r"\b[A-Za-z]{2,}\b", span)) >= 3:
+        pieces = [re.sub(r"\s+", " ", piece.strip()) for piece in re.split(r"\.\.\.|\bN\b|\bM\b|\[|\]", span)]
+        found += [piece for piece in pieces if piece not in literals()]
+    return found
+
+
+def missing_names(text: str) -> list[str]:
+    spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", FENCE.sub("", text))
+    return [f"`{span}`: {fault}" for span in dict.fromkeys(spans) for fault in faults(span)]
+
+
+def missing_files(text: str) -> list[str]:
+    """Files of a list in a ```text block that are not in the folder at the start of their line, or of one above."""
+    missing = []
+    for language, block in FENCE.findall(text):
+        folder = ""
+        for line in block.splitlines() if language == "text" else ():
+            folder = start[1] if (start := re.match(r"([\w/]+)/ ", line)) else folder
+            missing += [
+                f"{folder}/{name}" for name in FILE.findall(line) if folder and not any((ROOT / folder).rglob(name))
+            ]
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_exists(page):
+    assert missing_names((ROOT / page).read_text("utf-8")) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_listed_on_a_page_exist(page):
+    assert missing_files((ROOT / page).read_text("utf-8")) == []
+
+
+# the checks themselves
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        "Engine.stats",
+        "engine.stats()",
+        "specdec.evaluation.gsm8k",
+        "Engine.from_pretrained(target, drafter=...)",
+        'EngineConfig(attention="triton")',
+        'attention="triton"',
+        "q - p < sliding_window",
+        "acceptance_length / (d + v)",
+        "AttentionInterface",
+        "device_map",
+        ".item()",
+        "--max-new-tokens",
+        "specdec bench --limit 3",
+        "pip install --no-deps anything",
+        "config.json",
+        "table.py",
+        "kvcache/table.py",
+        "docs/log.md",
+        "paged_attention*.py",
+        "token id ... outside the vocabulary",
+    ],
+)
+def test_faults_passes(span):
+    assert faults(span) == []
+
+
+@pytest.mark.parametrize(
+    ("span", "fault"),
+    [
+        ("NoSuchClass", "NoSuchClass"),
+        ("no_such_function(seen)", "no_such_function"),
+        ("Engine.no_such_method", "Engine.no_such_method"),
+        ("engine.no_such_method()", "engine.no_such_method"),
+        ("specdec.no_such_module.thing", "specdec.no_such_module"),
+        ("SpecConfig(num_stepz=4)", "SpecConfig(num_stepz=)"),
+        ("no_such_setting=3", "no_such_setting="),
+        ("--no-such-option", "--no-such-option"),
+        ("specdec bench --no-such-option 3", "--no-such-option"),
+        ("no_such_file.json", "no_such_file.json"),
+        ("kvcache/no_such_file.py", "kvcache/no_such_file.py"),
+        ("no program prints this sentence", "no program prints this sentence"),
+    ],
+)
+def test_faults_finds(span, fault):
+    assert fault in faults(span)
+
+
+def test_missing_names_and_files_finds():
+    page = """`Engine` and `Engin`, `config.json`
+
+```text
+kvcache/   table.py, tables.py
+           paged.py        pages of `Nothing`
+```
+
+```python
+NoSuchClass()
+```
+"""
+    assert missing_names(page) == ["`Engin`: Engin"]
+    assert missing_files(page) == ["kvcache/tables.py"]
