@@ -127,6 +127,8 @@ class MTPRecipe:
         mask = drafter_masks(batch.pos, config.sliding_window, lesson["hidden"].dtype)
         kv = {kind: (lesson[f"k {kind}"], lesson[f"v {kind}"]) for kind in set(config.layer_types)}
         hidden = lesson["hidden"].roll(1, 1)
+        # an assistant has none, but some releases of transformers (5.23 among them) index what is not there
+        no_inputs = hidden.new_empty((*batch.ids.shape, config.num_hidden_layers, config.hidden_size_per_layer_input))
         for step in range(steps):
             embeds = self.target.embed(batch.ids.roll(-step, 1)).to(hidden.dtype)
             y = model.model(
@@ -134,6 +136,7 @@ class MTPRecipe:
                 position_ids=batch.pos,
                 attention_mask=mask,
                 shared_kv_states=kv,
+                per_layer_inputs=no_inputs,
                 use_cache=False,
             ).last_hidden_state
             yield y

@@ -123,7 +123,7 @@ def varied(**changes: Any) -> Eagle3Spec:
         varied(draft_vocab_size=60),
         varied(qk_norm=True, norm_before_residual=True, norm_before_fc=True),
         varied(fc_norm=True, norm_output=True, windows=(None, 7)),
-        varied(hidden_size=20, owns_embed=True, head_dim=5),
+        varied(hidden_size=20, owns_embed=True, head_dim=10),
         varied(aux_layers=(2, 3, 6, 8)),
         varied(rope={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}, rms_norm_eps=1e-5),
         varied(biases=frozenset(f"layers.0.self_attn.{p}_proj" for p in "qkv")),
