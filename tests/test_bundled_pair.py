@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.plan import plan_frozen
 from specdec.draft_models import gemma4_mtp
+from specdec.draft_models.registry import constructible_assistants
 from specdec.evaluation.bench import read_prompts
 from specdec.evaluation.scoring import final_number
 from specdec.kvcache.spaces import SlotTable, Space, SwaLoc
@@ -186,7 +187,8 @@ def test_an_untranslated_page_table_fails_the_acceptance_check(problems, solved,
 
 def test_transformers_gives_the_same_text_with_the_same_pair(problems, solved):
     names = ("tiny-gemma4", "tiny-gemma4-mtp")
-    model, assistant = (AutoModelForCausalLM.from_pretrained(BUNDLED_DIR / name).float() for name in names)
+    with constructible_assistants():
+        model, assistant = (AutoModelForCausalLM.from_pretrained(BUNDLED_DIR / name).float() for name in names)
     ids = torch.tensor([solved[0][0].prompt_token_ids])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=assistant, max_new_tokens=160)
     assert out[0, ids.shape[1] :].tolist() == solved[0][0].token_ids

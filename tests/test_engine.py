@@ -448,7 +448,8 @@ def test_the_model_is_as_it_was(name, implementation, make_target, make_assistan
     if (name, implementation) == ("gpt_oss", "sdpa"):
         pytest.skip("transformers has no sdpa attention with sinks")
     model = make_target(name, fresh=True)
-    model.set_attn_implementation(implementation)
+    towers_keep_theirs = {"": implementation, "text_config": implementation}
+    model.set_attn_implementation(towers_keep_theirs if name == "gemma4-multimodal" else implementation)
     prompt = torch.tensor([random_prompt(20)])
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     before = model.generate(prompt, **settings)

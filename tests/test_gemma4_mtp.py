@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from specdec import SamplingParams, SpecDecError
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, bind_layers
 from specdec.errors import FrozenKVError, UnsupportedModelError
 from specdec.models.target import TargetModel
+
+from tiny_models import eager
 
 STEPS = 4
 
@@ -70,14 +73,20 @@ def spy(monkeypatch):
 
 
 @pytest.fixture
-def reference(hf_forward):
+def reference():
     """reference(target, assistant, known, fed): HF's logits [steps, V] for a request whose root is the last known."""
 
     @torch.no_grad()
     def logits(target, assistant, known, fed):
         committed = known[:-1]
-        out = hf_forward(target, committed, return_shared_kv_states=True, output_hidden_states=True)
-        kv = dict(out.shared_kv_states)
+        config = target.config.get_text_config()
+        owners = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
+        cache = DynamicCache()  # without a config it keeps every key of sliding layers too
+        with eager(target):
+            out = target(torch.tensor([committed]), past_key_values=cache, use_cache=True, output_hidden_states=True)
+        # the last layer of each type that stores K/V. Not `return_shared_kv_states`: some
+        # releases (5.23) give none for a target without shared layers
+        kv = {kind: (cache.layers[i].keys, cache.layers[i].values) for i, kind in enumerate(owners)}
         assert {k.shape[2] for k, _ in kv.values()} == {len(committed)}
         hidden = out.hidden_states[-1][:, -1:]
         embed = target.get_input_embeddings()
