@@ -7,7 +7,7 @@ name, a hub id or a folder stands for a pair; what the table does not know needs
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from rich.console import Console
@@ -15,32 +15,11 @@ from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, GenerationOutput, RequestStats, SamplingParams, SpecConfig, SpecDecError
-from specdec.cli import DRAFTED_STYLE
+from specdec.commands.generate import DRAFTED_STYLE
 from specdec.errors import ConfigError
 from specdec.models.bundled import BUNDLED_NAMES
+from specdec.models.published import Pair, pair_table
 from specdec.text.detokenize import Detokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A target and its drafter. num_steps: drafts a round. memory: weights of both in `dtype`."""
-
-    name: str
-    target: str
-    drafter: str
-    num_steps: int
-    dtype: str
-    memory: str
-
-
-def pair_table(pairs: Sequence[Pair]) -> str:
-    """The pairs as lines of text, columns aligned."""
-    rows = [("name", "target", "drafter", "steps", "memory")]
-    rows += [(p.name, p.target, p.drafter, str(p.num_steps), f"{p.memory} {p.dtype}") for p in pairs]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
 
 
 def find_pair(pairs: Sequence[Pair], model: str, drafter: str | None) -> Pair:
@@ -124,7 +103,7 @@ def chat(pair: Pair, args: argparse.Namespace) -> bool:
         repetition_penalty=args.repetition_penalty,
         seed=args.seed,
     )
-    spec = SpecConfig(args.steps or pair.num_steps, args.topk, args.nodes)
+    spec = SpecConfig(args.steps or pair.num_steps, args.draft_topk, args.nodes)
     engine = Engine.from_pretrained(pair.target, pair.drafter, spec=spec, config=config)
     prompts = [chat_prompt(engine, text, args.system) for text in args.prompt]
     plain = Engine(engine.target, None, tokenizer=engine.tokenizer, config=config) if args.compare else None
@@ -177,8 +156,8 @@ def run(doc: str, pairs: Sequence[Pair], default: Pair, prompt: str) -> None:
     parser.add_argument("--system", help="a system prompt, through the chat template")
     tree = parser.add_argument_group("draft")
     tree.add_argument("--steps", type=int, help="levels of the draft; default: the table's")
-    tree.add_argument("--topk", type=int, default=1, help="branches a node; 1 is a chain (not --top-k)")
-    tree.add_argument("--nodes", type=int, help="verified nodes, the root included; default: 1 + topk * steps")
+    tree.add_argument("--draft-topk", type=int, default=1, help="branches a node; 1 is a chain")
+    tree.add_argument("--nodes", type=int, help="verified nodes, the root included; default: 1 + draft-topk * steps")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-new-tokens", type=int, default=256)
     sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")

@@ -1,7 +1,7 @@
 """Chat with a Llama, Qwen3, GPT-OSS or any other target and an EAGLE-3 head for it.
 
     python examples/eagle3.py                                      # the bundled target and head
-    python examples/eagle3.py --compare --topk 4 --nodes 16
+    python examples/eagle3.py --compare --draft-topk 4 --nodes 16
     python examples/eagle3.py --model Qwen3-8B --prompt "..." --prompt "..."
     python examples/eagle3.py --model meta-llama/Llama-3.1-8B-Instruct --drafter DIR --steps 6
 
@@ -22,23 +22,15 @@ weights in bfloat16; the KV cache takes a share of what is left. The names are t
 bundled head only.
 """
 
-from chat_session import Pair, run
+from chat_session import run
 
-BUNDLED = Pair("tiny-gemma4", "tiny-gemma4", "tiny-gemma4-eagle3", num_steps=4, dtype="float32", memory="0.05 GB")
-PAIRS = tuple(
-    Pair(name, target, head, steps, "bfloat16", memory)
-    for name, target, head, steps, memory in (
-        ("Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", 5, "17 GB"),
-        ("Qwen3-8B", "Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3", 5, "18 GB"),
-        ("Qwen3-32B", "Qwen/Qwen3-32B", "RedHatAI/Qwen3-32B-speculator.eagle3", 5, "69 GB"),
-        ("gpt-oss-20b", "openai/gpt-oss-20b", "RedHatAI/gpt-oss-20b-speculator.eagle3", 3, "44 GB"),
-        ("gpt-oss-120b", "openai/gpt-oss-120b", "lmsys/EAGLE3-gpt-oss-120b-bf16", 3, "236 GB"),
-    )
-)
+from specdec.models.published import BUNDLED_EAGLE3
+from specdec.models.published import EAGLE3_PAIRS as PAIRS
+
 PROMPT = (
     "A tank holds 35 gallons of water. Water flows in at 13 gallons a minute and leaks out at 3 gallons a minute. "
     "How many gallons are in the tank after 13 minutes?"
 )
 
 if __name__ == "__main__":
-    run(__doc__, PAIRS, BUNDLED, PROMPT)
+    run(__doc__, PAIRS, BUNDLED_EAGLE3, PROMPT)

@@ -3,7 +3,7 @@
     python examples/gemma4_mtp.py                                  # the bundled pair
     python examples/gemma4_mtp.py --compare --prompt "..." --prompt "..."
     python examples/gemma4_mtp.py --model E4B --system "Answer in one sentence." --prompt "Why is the sky blue?"
-    python examples/gemma4_mtp.py --model DIR --drafter DIR --topk 4 --nodes 16 --temperature 1 --top-p 0.95 --top-k 64
+    python examples/gemma4_mtp.py --model DIR --drafter DIR --draft-topk 4 --nodes 16 --temperature 1 --top-k 64
 
 The answer is printed as it is made, text from accepted drafts in colour. `--compare` decodes without drafts as well
 and fails if the text differs. The pairs by name (`--models` prints this table):
@@ -21,20 +21,12 @@ the weights; the KV cache takes a share of what is left. On a CPU the default is
 are those of the hub; the tests here run the bundled pair only.
 """
 
-from chat_session import Pair, run
+from chat_session import run
 
-BUNDLED = Pair("tiny-gemma4", "tiny-gemma4", "tiny-gemma4-mtp", num_steps=4, dtype="float32", memory="0.05 GB")
-PAIRS = tuple(
-    Pair(size, f"google/gemma-4-{size}-it", f"google/gemma-4-{size}-it-assistant", steps, "bfloat16", memory)
-    for size, steps, memory in (
-        ("E2B", 2, "12 GB"),
-        ("E4B", 4, "18 GB"),
-        ("12B", 4, "28 GB"),
-        ("26B-A4B", 4, "59 GB"),
-        ("31B", 8, "71 GB"),
-    )
-)
+from specdec.models.published import BUNDLED_MTP
+from specdec.models.published import GEMMA4_PAIRS as PAIRS
+
 PROMPT = "Tom has 3 boxes of 12 pencils. He gives away 7 pencils. How many pencils are left?"
 
 if __name__ == "__main__":
-    run(__doc__, PAIRS, BUNDLED, PROMPT)
+    run(__doc__, PAIRS, BUNDLED_MTP, PROMPT)

@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--data", default="auto", help="JSONL file with GSM8K's fields, hub, bundled or auto")
     parser.add_argument("--limit", type=int, default=20, help="only the first so many problems; 0: all")
     parser.add_argument("--steps", type=int, default=4, help="levels of the draft")
-    parser.add_argument("--topk", type=int, default=1, help="branches a node; 1 is a chain")
+    parser.add_argument("--draft-topk", type=int, default=1, help="branches a node; 1 is a chain")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--folder", help="keeps what is finished, to go on from")
@@ -39,7 +39,7 @@ def main() -> None:
         limit=args.limit,
         compare=True,
         params=SamplingParams(max_new_tokens=args.max_new_tokens),
-        spec=SpecConfig(args.steps, args.topk),
+        spec=SpecConfig(args.steps, args.draft_topk),
         config=EngineConfig(max_batch_size=args.batch_size),
         folder=args.folder,
     )

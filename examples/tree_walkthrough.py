@@ -1,6 +1,6 @@
 """One real round with a draft tree, step by step: the tree, its mask, the page tables in both spaces, what is accepted.
 
-    python examples/tree_walkthrough.py [--steps 3] [--topk 2] [--nodes 7] [--prompt "..."]
+    python examples/tree_walkthrough.py [--steps 3] [--draft-topk 2] [--nodes 7] [--prompt "..."]
 
 Uses the bundled pair. Behind each token stand the drafter's probability of it, and of the whole path to it. Every
 value printed is read from the engine while it generates; nothing is made up for show.
@@ -115,13 +115,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--topk", type=int, default=2)
+    parser.add_argument("--draft-topk", type=int, default=2)
     parser.add_argument("--nodes", type=int, default=7)
     args = parser.parse_args()
 
     transformers_logging.disable_progress_bar()
     console = Console(highlight=False)
-    spec = SpecConfig(args.steps, args.topk, args.nodes)
+    spec = SpecConfig(args.steps, args.draft_topk, args.nodes)
     engine = Engine.from_pretrained(
         "tiny-gemma4", "tiny-gemma4-mtp", spec=spec, config=EngineConfig(max_batch_size=1, max_model_len=512)
     )

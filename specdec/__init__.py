@@ -1,17 +1,24 @@
-"""Speculative decoding for PyTorch and transformers models, exact with sliding windows and shared KV."""
+"""Speculative decoding for PyTorch and transformers models, exact with sliding windows and shared KV.
+
+The public names are loaded when they are first asked for: `import specdec` and `specdec --help` do not import torch.
+"""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if not (Path(__file__).parent / "attention").exists():  # source checkout: sub-packages are siblings
     __path__.append(str(Path(__file__).parent.parent))
 
-from specdec.attention.tree import DraftTree
-from specdec.config import EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.base import Drafter
-from specdec.engine import Engine
-from specdec.errors import SpecDecError
-from specdec.hf_generate import generate
-from specdec.request import GenerationOutput, RequestStats
+from specdec.lazy import load as _load
+
+if TYPE_CHECKING:
+    from specdec.attention.tree import DraftTree
+    from specdec.config import EngineConfig, SamplingParams, SpecConfig
+    from specdec.draft_models.base import Drafter
+    from specdec.engine import Engine
+    from specdec.errors import SpecDecError
+    from specdec.hf_generate import generate
+    from specdec.request import GenerationOutput, RequestStats
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,3 +34,28 @@ __all__ = [
     "__version__",
     "generate",
 ]
+_HOMES = {
+    "DraftTree": "specdec.attention.tree",
+    "Drafter": "specdec.draft_models.base",
+    "Engine": "specdec.engine",
+    "EngineConfig": "specdec.config",
+    "GenerationOutput": "specdec.request",
+    "RequestStats": "specdec.request",
+    "SamplingParams": "specdec.config",
+    "SpecConfig": "specdec.config",
+    "SpecDecError": "specdec.errors",
+    "generate": "specdec.hf_generate",
+}
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if not TYPE_CHECKING:  # to a type checker the names are those imported above, and no others
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = _load(_HOMES[name], name)  # the next look-up does not come here
+        return value

@@ -1,29 +1,119 @@
-"""The command line: `specdec generate | bench | eval`. Errors are one sentence on standard error, exit code 2."""
+"""The command line: what its commands are called and take. Their bodies are in specdec/commands.
 
-import json
+A body is imported when its command is run (`runs`), so that help, versions and misspelt options import nothing heavy.
+Exit codes: 2 for a mistake, in one sentence on standard error; 130 for Ctrl-C; 1 where the reader of a pipe has gone.
+"""
+
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec
 
-import torch
 import typer
-from accelerate import PartialState
-from rich.console import Console
-from rich.text import Text
-from transformers.utils import logging as transformers_logging
+from typer.core import TyperCommand
 
-from specdec.config import EngineConfig, SamplingParams, SpecConfig
-from specdec.engine import Engine
+from specdec import __version__
 from specdec.errors import SpecDecError
-from specdec.evaluation.bench import markdown_table, read_prompts, run_bench
-from specdec.evaluation.evaluate import evaluate_gsm8k
-from specdec.evaluation.report import markdown, require_matplotlib, save_plot
+from specdec.evaluation.files import require_writable
+from specdec.lazy import load
 from specdec.models.bundled import HELD_OUT_PROBLEMS
-from specdec.request import GenerationOutput
-from specdec.text.detokenize import Detokenizer
+
+P = ParamSpec("P")
+DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+DTYPES |= {name: name for name in ("float32", "bfloat16", "float16")}
+
+
+@contextmanager
+def shell_errors() -> Iterator[None]:
+    """One sentence for whoever sits at the shell, instead of a traceback."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise  # whoever read has gone: typer ends quietly
+    except (SpecDecError, OSError) as error:  # OSError: a folder that cannot be made, a full disk
+        print(f"specdec: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt as stop:
+        print(f"specdec: interrupted{f'; {stop}' if str(stop) else ''}", file=sys.stderr)
+        raise typer.Exit(130) from stop
+
+
+def runs(module: str, name: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """The declared command calls `name` of `specdec.commands.<module>` with its options, and imports it only then."""
+
+    def with_body(declared: Callable[P, None]) -> Callable[P, None]:
+        @wraps(declared)
+        def command(*args: P.args, **kwargs: P.kwargs) -> None:
+            with shell_errors():
+                load(f"specdec.commands.{module}", name)(*args, **kwargs)
+
+        return command
+
+    return with_body
+
+
+class Command(TyperCommand):
+    """A command that knows what its options were once called."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = args[: args.index("--")] if "--" in args else args
+        with shell_errors():
+            if any(word.partition("=")[0] == "--topk" for word in options):
+                raise SpecDecError(
+                    "--topk is now --draft-topk, the branches of a draft tree; --top-k keeps the k most likely tokens"
+                )
+        return super().parse_args(ctx, args)
+
+
+def _dtype(name: str | None) -> str | None:
+    if name is not None and name not in DTYPES:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[name] if name else None
+
+
+def _output(path: Path | None) -> Path | None:
+    if path is not None:
+        with shell_errors():
+            require_writable(path)
+    return path
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"specdec {__version__}")
+        raise typer.Exit
+
+
+Target = Annotated[str, typer.Option(help="Hub id, folder or bundled name.")]
+DrafterName = Annotated[
+    str,
+    typer.Option(help="Hub id, folder, bundled name, 'ngram' or 'none'; 'auto' is the bundled target's own drafter."),
+]
+Limit = Annotated[int, typer.Option(min=0, help="Only the first so many; 0: all.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Prompts at a time.")]
+NumSteps = Annotated[int, typer.Option(min=1, help="Levels of the draft; of a chain, its tokens.")]
+DraftTopK = Annotated[int, typer.Option(min=1, help="Branches a node of the draft tree; 1: a chain.")]
+NumDraftTokens = Annotated[
+    int | None, typer.Option(help="Verified nodes, the root included; default: 1 + draft-topk * num-steps, at most 64.")
+]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+KeepK = Annotated[int, typer.Option("--top-k", help="Keep the k most likely tokens; 0: all.")]
+KeepP = Annotated[float, typer.Option("--top-p", help="Keep the smallest set of this mass; 1: all.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the most likely; 0: none.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
+DtypeName = Annotated[
+    str | None, typer.Option(callback=_dtype, help="float32, bfloat16 (bf16) or float16; default: float32 on the CPU.")
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: the first GPU, else the CPU.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", callback=_output, help="Also as JSON in a file; '-' prints that alone."),
+]
 
 app = typer.Typer(
     help="Speculative decoding for transformers models.",
@@ -33,41 +123,17 @@ app = typer.Typer(
 )
 eval_app = typer.Typer(help="Accuracy on a benchmark, with speculation, without, or both.", no_args_is_help=True)
 app.add_typer(eval_app, name="eval")
-console = Console(highlight=False, soft_wrap=True)
-DRAFTED_STYLE = "bold green"
-
-Target = Annotated[str, typer.Option(help="Hub id, folder or bundled name.")]
-DrafterName = Annotated[
-    str,
-    typer.Option(help="Hub id, folder, bundled name, 'ngram' or 'none'; 'auto' is the bundled target's own drafter."),
-]
-Limit = Annotated[int, typer.Option(min=0, help="Only the first so many; 0: all.")]
-BatchSize = Annotated[int, typer.Option(help="Prompts at a time.")]
-NumSteps = Annotated[int, typer.Option(help="Levels of the draft; of a chain, its tokens.")]
-TopK = Annotated[int, typer.Option("--topk", help="Branches a node of the draft; 1: a chain.")]
-NumDraftTokens = Annotated[
-    int | None, typer.Option(help="Verified nodes, the root included; default: 1 + topk * num_steps, at most 64.")
-]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-KeepK = Annotated[int, typer.Option("--top-k", help="Keep the k most likely tokens; 0: all.")]
-KeepP = Annotated[float, typer.Option("--top-p", help="Keep the smallest set of this mass; 1: all.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the most likely; 0: none.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
-DtypeName = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: float32 on the CPU.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: the first GPU, else the CPU.")]
-TextFile = typer.FileTextWrite | None
-BinaryFile = typer.FileBinaryWrite | None
-JsonOut = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
 @app.callback()
-def main() -> None:
+def specdec(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Print it.")] = False,
+) -> None:
     """Speculative decoding for transformers models."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
 
 
-@app.command()
+@app.command(cls=Command)
+@runs("generate", "generate")
 def generate(
     prompt: Annotated[str, typer.Argument(help="The user's message, or with --raw the text to continue.")],
     target: Target = "tiny-gemma4",
@@ -80,35 +146,19 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes a sampled output repeatable.")] = None,
     num_steps: NumSteps = 4,
-    topk: TopK = 1,
+    draft_topk: DraftTopK = 1,
     num_draft_tokens: NumDraftTokens = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")] = False,
+    raw: Raw = False,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour tokens from accepted drafts.")] = False,
-    json_out: JsonOut = False,
+    json_file: JsonFile = None,
     dtype: DtypeName = None,
     device: Device = None,
 ) -> None:
     """Answer one prompt with speculation."""
-    with _one_sentence_errors():
-        penalty = repetition_penalty
-        params = SamplingParams(max_new_tokens, temperature, top_k, top_p, min_p, seed, repetition_penalty=penalty)
-        spec = SpecConfig(num_steps, topk, num_draft_tokens)
-        config = EngineConfig(max_batch_size=1, dtype=_dtype(dtype), device=device)
-        with Engine.from_pretrained(target, _drafter_name(target, drafter), spec=spec, config=config) as engine:
-            ids = engine.encode(prompt) if raw else engine.chat_prompt(prompt)
-            if json_out or show_drafts:
-                [out] = engine.generate([ids], params)
-            else:
-                out = _print_stream(engine, ids, params)
-            if json_out:
-                print(json.dumps({"prompt": prompt, **_as_json(out)}))
-                return
-            if show_drafts:
-                console.print(coloured(out, engine.tokenizer))
-            _print_summary(out, engine.drafter is not None, show_drafts)
 
 
-@app.command()
+@app.command(cls=Command)
+@runs("bench", "bench")
 def bench(
     target: Target = "tiny-gemma4",
     drafter: DrafterName = "auto",
@@ -121,31 +171,19 @@ def bench(
     seed: Annotated[int, typer.Option(help="Seeds every prompt of a temperature above 0.")] = 0,
     batch_size: BatchSize = 1,
     num_steps: NumSteps = 4,
-    topk: TopK = 1,
+    draft_topk: DraftTopK = 1,
     num_draft_tokens: NumDraftTokens = None,
     peer: Annotated[bool, typer.Option("--peer", help="Also run transformers, plain and assisted (batch 1).")] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")] = False,
-    json_out: JsonOut = False,
+    raw: Raw = False,
+    json_file: JsonFile = None,
     dtype: DtypeName = None,
     device: Device = None,
 ) -> None:
     """Measure tokens/s with and without the drafter; refuses to print figures if any output differs."""
-    with _one_sentence_errors():
-        prompts = read_prompts(data, limit)
-        report = run_bench(
-            target=target,
-            drafter=_drafter_name(target, drafter),
-            prompts=prompts,
-            spec=SpecConfig(num_steps, topk, num_draft_tokens),
-            config=EngineConfig(max_batch_size=batch_size, dtype=_dtype(dtype), device=device),
-            params=SamplingParams(max_new_tokens, temperature, seed=seed),
-            raw=raw,
-            peer=peer,
-        )
-        print(json.dumps(asdict(report)) if json_out else markdown_table(report))
 
 
-@eval_app.command("gsm8k")
+@eval_app.command("gsm8k", cls=Command)
+@runs("evaluate", "evaluate")
 def eval_gsm8k(
     target: Target = "tiny-gemma4",
     drafter: DrafterName = "auto",
@@ -164,16 +202,16 @@ def eval_gsm8k(
     seed: Annotated[int, typer.Option(help="Seeds every problem, by its number.")] = 0,
     batch_size: BatchSize = 8,
     num_steps: NumSteps = 4,
-    topk: TopK = 1,
+    draft_topk: DraftTopK = 1,
     num_draft_tokens: NumDraftTokens = None,
     transcripts: Annotated[Path | None, typer.Option(help="Keep finished problems here, and go on from them.")] = None,
-    json_file: Annotated[
-        TextFile, typer.Option("--json", lazy=False, metavar="FILE", help="The report as JSON; '-' prints that alone.")
-    ] = None,
+    json_file: JsonFile = None,
     markdown_file: Annotated[
-        TextFile, typer.Option("--markdown", lazy=False, metavar="FILE", help="The report as a table.")
+        Path | None, typer.Option("--markdown", metavar="FILE", callback=_output, help="The report as a table.")
     ] = None,
-    png_file: Annotated[BinaryFile, typer.Option("--png", lazy=False, metavar="FILE", help="The report drawn.")] = None,
+    png_file: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", callback=_output, help="The report drawn.")
+    ] = None,
     dtype: DtypeName = None,
     device: Device = None,
 ) -> None:
@@ -181,92 +219,25 @@ def eval_gsm8k(
 
     Several GPUs or machines: accelerate launch -m specdec.cli eval gsm8k ...
     """
-    with _one_sentence_errors():
-        if png_file is not None:
-            require_matplotlib()
-        report = evaluate_gsm8k(
-            target,
-            _drafter_name(target, drafter),
-            data=data,
-            limit=limit,
-            shots=shots,
-            instruction=instruction,
-            compare=compare,
-            params=SamplingParams(max_new_tokens, temperature, top_k, top_p, min_p, seed),
-            spec=SpecConfig(num_steps, topk, num_draft_tokens),
-            config=EngineConfig(max_batch_size=batch_size, dtype=_dtype(dtype), device=device),
-            folder=transcripts,
-        )
-        if PartialState().is_main_process:
-            if json_file is not None:
-                print(json.dumps(report, indent=2), file=json_file)
-            if markdown_file is not None or json_file is None or json_file.name != "<stdout>":
-                print(markdown(report), file=markdown_file)
-            if png_file is not None:
-                save_plot(report, png_file)
 
 
-def coloured(out: GenerationOutput, tokenizer: Any) -> Text:
-    """The output's text with accepted drafts in colour."""
-    reader, text = Detokenizer(tokenizer), Text()
-    for count, drafted in enumerate(out.drafted, start=1):
-        before = len(reader.text)
-        reader.update(out.token_ids[:count])
-        text.append(reader.text[before:], style=DRAFTED_STYLE if drafted else None)
-    return text
+@app.command(cls=Command)
+@runs("models", "models")
+def models(json_file: JsonFile = None) -> None:
+    """List the bundled models and the pairs of target and drafter that are known by name."""
 
 
-def _print_stream(engine: Engine, ids: list[int], params: SamplingParams) -> GenerationOutput:
-    out: GenerationOutput | None = None
-    for delta in engine.stream(ids, params):
-        print(delta.text, end="", flush=True)
-        out = delta.output or out
-    print()
-    assert out is not None, "a stream ends with its output"
-    return out
-
-
-def _print_summary(out: GenerationOutput, drafter: bool, show_drafts: bool) -> None:
-    stats = out.stats
-    line = Text(style="dim")
-    line.append(f"{len(out.token_ids)} tokens, finished by {out.finish_reason}; {stats.rounds} target forwards")
-    line.append(f", acceptance length {stats.acceptance_length:.2f}" if drafter else "; no drafter (give --drafter)")
-    if show_drafts:
-        line.append("; ")
-        line.append("from accepted drafts", style=DRAFTED_STYLE)
-    Console(stderr=True, highlight=False).print(line)
-
-
-def _as_json(out: GenerationOutput) -> dict[str, Any]:
-    record = asdict(out)
-    record["stats"] |= {
-        "acceptance_length": out.stats.acceptance_length,
-        "accepted_per_position": out.stats.accepted_per_position,
-    }
-    return record
-
-
-def _drafter_name(target: str, drafter: str) -> str | None:
-    if drafter == "auto":
-        return "tiny-gemma4-mtp" if target == "tiny-gemma4" else None
-    return None if drafter == "none" else drafter
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name is not None and name not in known:
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}", param_hint="--dtype")
-    return known[name] if name else None
-
-
-@contextmanager
-def _one_sentence_errors() -> Iterator[None]:
+def main() -> None:
+    """The program. Help is written when the program ends, so a reader who has gone is noticed here."""
     try:
-        yield
-    except (SpecDecError, OSError) as error:  # OSError: a folder that cannot be made, a full disk
-        print(f"specdec: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 if __name__ == "__main__":  # what `accelerate launch -m specdec.cli` runs
-    app()
+    main()

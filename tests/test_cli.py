@@ -1,13 +1,25 @@
 """The command line, on the bundled pair: what it prints, as text and as JSON, and how it says no."""
 
+import inspect
 import json
 import re
+import subprocess
+import sys
+import time
 
 import pytest
+import torch
+import typer
 from typer.testing import CliRunner
 
-from specdec import Engine
-from specdec.cli import app, coloured
+from specdec import Engine, __version__
+from specdec.cli import app
+from specdec.commands.bench import bench
+from specdec.commands.evaluate import evaluate
+from specdec.commands.generate import coloured, generate
+from specdec.commands.models import models
+from specdec.models.bundled import BUNDLED_NAMES
+from specdec.models.published import EAGLE3_PAIRS, GEMMA4_PAIRS
 
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
 
@@ -18,7 +30,7 @@ def run(*args):
 
 @pytest.fixture(scope="module")
 def answer():
-    result = run("generate", QUESTION, "--json", "--max-new-tokens", "48")
+    result = run("generate", QUESTION, "--json", "-", "--max-new-tokens", "48")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -39,7 +51,7 @@ def test_plain_text_is_the_same_text(answer):
 
 
 def test_without_a_drafter_the_tokens_are_the_same(answer):
-    result = run("generate", QUESTION, "--json", "--max-new-tokens", "48", "--drafter", "none")
+    result = run("generate", QUESTION, "--json", "-", "--max-new-tokens", "48", "--drafter", "none")
     plain = json.loads(result.stdout)
     assert plain["token_ids"] == answer["token_ids"]
     assert plain["stats"]["acceptance_length"] == 1
@@ -58,12 +70,12 @@ def test_show_drafts_prints_the_whole_text_and_styles_the_accepted_drafts(answer
 
 
 def test_raw_leaves_the_chat_template_out(answer):
-    raw = json.loads(run("generate", QUESTION, "--json", "--raw", "--max-new-tokens", "4").stdout)
+    raw = json.loads(run("generate", QUESTION, "--json", "-", "--raw", "--max-new-tokens", "4").stdout)
     assert len(raw["prompt_token_ids"]) < len(answer["prompt_token_ids"])
 
 
 def test_a_seed_makes_sampling_repeatable_with_and_without_drafts():
-    args = ("generate", QUESTION, "--json", "--max-new-tokens", "32", "--temperature", "1.0", "--seed", "7")
+    args = ("generate", QUESTION, "--json", "-", "--max-new-tokens", "32", "--temperature", "1.0", "--seed", "7")
     outputs = [json.loads(run(*args, "--drafter", name).stdout)["token_ids"] for name in ("auto", "none", "ngram")]
     assert outputs[0] == outputs[1] == outputs[2]
 
@@ -93,7 +105,7 @@ def test_mistakes_get_one_sentence_and_exit_code_2(args, says):
 
 
 def test_bench_reports_speed_acceptance_and_accuracy():
-    result = run("bench", "--limit", "3", "--json")
+    result = run("bench", "--limit", "3", "--json", "-")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["prompts"] == 3
@@ -104,11 +116,11 @@ def test_bench_reports_speed_acceptance_and_accuracy():
 
 
 def test_a_tree_gives_the_same_tokens(answer):
-    tree = ("--num-steps", "3", "--topk", "4", "--num-draft-tokens", "12")
-    out = json.loads(run("generate", QUESTION, "--json", "--max-new-tokens", "48", *tree).stdout)
+    tree = ("--num-steps", "3", "--draft-topk", "4", "--num-draft-tokens", "12")
+    out = json.loads(run("generate", QUESTION, "--json", "-", "--max-new-tokens", "48", *tree).stdout)
     assert out["token_ids"] == answer["token_ids"]
     assert len(out["stats"]["accepted_per_position"]) == 3
-    report = json.loads(run("bench", "--limit", "2", "--max-new-tokens", "16", "--json", *tree).stdout)
+    report = json.loads(run("bench", "--limit", "2", "--max-new-tokens", "16", "--json", "-", *tree).stdout)
     assert report["spec"] == {"num_steps": 3, "topk": 4, "num_draft_tokens": 12}
 
 
@@ -118,7 +130,7 @@ EVAL = ("eval", "gsm8k", "--limit", "2", "--max-new-tokens", "16")
 def test_eval_writes_its_report_three_ways(tmp_path):
     files = {name: str(tmp_path / f"report.{name}") for name in ("json", "markdown", "png")}
     options = [word for name, path in files.items() for word in (f"--{name}", path)]
-    result = run(*EVAL, "--compare", "--topk", "2", "--temperature", "0.5", "--seed", "3", *options)
+    result = run(*EVAL, "--compare", "--draft-topk", "2", "--temperature", "0.5", "--seed", "3", *options)
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "report.json").read_text())
     wanted = {"problems": 2, "compare": True, "topk": 2, "temperature": 0.5, "seed": 3, "max_new_tokens": 16}
@@ -153,3 +165,125 @@ def test_eval_says_no_before_it_works(tmp_path, monkeypatch):
     other = run(*EVAL, "--transcripts", folder, "--seed", "1")
     assert other.exit_code == 2
     assert "seed 0, now 1" in other.stderr
+
+
+# what needs no model
+
+
+def shell(*args):
+    return subprocess.run([sys.executable, "-m", "specdec.cli", *args], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["generate", "--help"], 0),
+        (["bench", "--help"], 0),
+        (["eval", "--help"], 0),
+        (["models", "--help"], 0),
+        (["models"], 0),
+        (["bench", "--no-such-option"], 2),
+        (["bench", "--topk", "4"], 2),
+        (["bench", "--json", "no/such/folder/report.json"], 2),
+    ],
+    ids=str,
+)
+def test_help_and_shell_errors_import_nothing_heavy(args, code):
+    """The modules that a run imported, as it lists them itself."""
+    listing = "import atexit, sys; atexit.register(lambda: print(*sys.modules, sep='\\n', file=sys.stderr));"
+    start = f"{listing} sys.argv = {['specdec', *args]!r}; from specdec.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    loaded = set(done.stderr.splitlines())
+    assert "specdec.cli" in loaded
+    assert not loaded & {"torch", "transformers", "numpy", "accelerate", "huggingface_hub"}
+
+
+def test_help_takes_less_than_half_the_time_of_importing_torch():
+    def seconds(*command):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, *command], capture_output=True, check=True)
+        return time.perf_counter() - start
+
+    best = [
+        min(seconds(*command) for _ in range(3))
+        for command in (("-m", "specdec.cli", "--help"), ("-c", "import torch"))
+    ]
+    assert best[0] < best[1] / 2
+
+
+def test_version():
+    assert run("--version").stdout.strip() == f"specdec {__version__}"
+
+
+def test_models_lists_what_stands_for_something():
+    text = run("models").stdout
+    assert re.search(r"^tiny-gemma4-mtp +[\d.]+ MB$", text, re.MULTILINE)
+    for pair in (*GEMMA4_PAIRS, *EAGLE3_PAIRS):
+        assert f"{pair.target} " in text and f"{pair.drafter} " in text
+    listed = json.loads(run("models", "--json", "-").stdout)
+    assert set(listed["bundled"]) == set(BUNDLED_NAMES)
+    assert all(size["bytes"] > 1e6 for size in listed["bundled"].values())
+    assert "gpt-oss-20b" in [pair["name"] for pairs in listed["pairs"].values() for pair in pairs]
+
+
+@pytest.mark.parametrize("option", [["--topk", "4"], ["--topk=4"]])
+@pytest.mark.parametrize("command", [["generate", "x"], ["bench"], ["eval", "gsm8k"]])
+def test_the_old_name_of_the_trees_topk_is_refused_with_the_new_one(command, option):
+    result = run(*command, *option)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("specdec: --topk is now --draft-topk")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_declared_command_and_its_body_take_the_same_options():
+    bodies = {"generate": generate, "bench": bench, "eval": evaluate, "models": models}
+
+    def declared(command):
+        return command.callback.__wrapped__
+
+    commands = typer.main.get_command(app).commands
+    commands = {**commands, "eval": commands["eval"].commands["gsm8k"]}
+    assert set(commands) == set(bodies)
+    for name, body in bodies.items():
+        assert list(inspect.signature(declared(commands[name])).parameters) == list(inspect.signature(body).parameters)
+
+
+# --json FILE means one thing
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("generate", QUESTION, "--max-new-tokens", "4"), ("bench", "--limit", "1", "--max-new-tokens", "4"), ("models",)],
+    ids=["generate", "bench", "models"],
+)
+def test_json_goes_to_a_file_beside_the_text_or_alone_to_standard_output(command, tmp_path):
+    path = tmp_path / "out.json"
+    beside = run(*command, "--json", str(path))
+    assert beside.exit_code == 0, beside.output
+    assert not beside.stdout.startswith("{") and len(beside.stdout) > 4
+    alone = run(*command, "--json", "-")
+    assert set(json.loads(alone.stdout)) == set(json.loads(path.read_text()))
+
+
+@pytest.mark.parametrize("value", ["--limit", "-x"])
+def test_an_option_is_not_taken_for_the_file_of_json(value):
+    result = run("bench", "--json", value)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"specdec: '{value}': a file name or '-' is wanted")
+
+
+def test_names_of_dtypes():
+    assert run("generate", "x", "--max-new-tokens", "1", "--dtype", "bf16").exit_code == 0
+    assert "'int8' is not one of" in re.sub(r"[\s│]+", " ", run("generate", "x", "--dtype", "int8").stderr)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("command", [("generate", "x"), ("bench",), ("eval", "gsm8k")], ids=lambda words: words[0])
+def test_a_device_that_is_not_there_is_one_sentence(command):
+    result = run(*command, "--device", "cuda")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("specdec: device='cuda' cannot be used")
+    assert result.stderr.count("\n") == 1

@@ -274,7 +274,7 @@ def test_run_python_finds(change, error, message):
         ("$ specdec --help", None),
         ("OMP_NUM_THREADS=1 specdec generate 'How many?' \\\n    --show-drafts  # --not-an-option", None),
         ("make demo JOBS=2", None),
-        ("accelerate launch --num_processes 2 examples/eagle3.py --topk 4", None),
+        ("accelerate launch --num_processes 2 examples/eagle3.py --draft-topk 4", None),
         ("pip install anything", None),
         ("accelerate launch -m specdec.cli bench --limit 3", None),
         ("specdec bench --limits 3", "--limits"),

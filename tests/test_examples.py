@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 
 from specdec import Engine, EngineConfig, SamplingParams
-from specdec.cli import coloured
+from specdec.commands.generate import coloured
 from specdec.errors import ConfigError
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 
@@ -31,14 +31,14 @@ RUNS: dict[str, list[tuple[str, str]]] = {
     "gemma4_mtp.py": [
         ("", r"3\*12=36.*\n.*36-7=29.*\n#### 29\n\d+ tokens, \d+ of them accepted drafts"),
         (
-            "--compare --topk 3 --nodes 10 --steps 5 --system hi --prompt one --prompt two --max-new-tokens 24 "
+            "--compare --draft-topk 3 --nodes 10 --steps 5 --system hi --prompt one --prompt two --max-new-tokens 24 "
             "--temperature 0.8 --top-k 20 --top-p 0.9 --seed 3",
             r"(?s)^one\n.*\ntwo\n.*identical to plain decoding: yes, \d+ tokens/s, speed-up [\d.]+x",
         ),
     ],
     "eagle3.py": [
         ("", r"\d+ tokens, \d+ of them accepted drafts"),
-        ("--compare --topk 4 --nodes 16 --max-new-tokens 48", r"identical to plain decoding: yes"),
+        ("--compare --draft-topk 4 --nodes 16 --max-new-tokens 48", r"identical to plain decoding: yes"),
     ],
     "hf_drop_in.py": [("", r"identical to model.generate: yes")],
     "batch_stream.py": [

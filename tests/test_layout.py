@@ -18,8 +18,11 @@ LAYERS = (  # a module imports down this list; the longest name that fits counts
     "specdec.draft_models",
     "specdec",
     "specdec.evaluation",
+    "specdec.commands",
     "specdec.cli",
 )
+ROOT_MODULE = "specdec"  # its names are looked up when they are used: to a type checker it imports them all the same
+LAZY, LAZY_USERS = "specdec.lazy", ("specdec", "specdec.cli")  # help and `import specdec` must not import torch
 MAPPED = ("specdec.kvcache", "specdec.attention", "specdec.draft_models")
 FOLDERS = {name.rpartition(".")[2]: name for name in (*MAPPED, "specdec")}  # root folder -> package
 SCRIPTS = ("tests", "examples", "tools")
@@ -66,6 +69,12 @@ def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
     }
 
 
+def top_level(module: str, tree: ast.Module) -> list[ast.stmt]:
+    """Where imports of own modules may stand: the root may also name them for type checkers."""
+    guarded = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    return [*tree.body, *(child for node in guarded if module == ROOT_MODULE for child in node.body)]
+
+
 def import_errors(sources: dict[str, str]) -> list[str]:
     errors = []
     for module, text in sources.items():
@@ -81,9 +90,12 @@ def import_errors(sources: dict[str, str]) -> list[str]:
                     continue
                 if layer(name) > layer(module):
                     errors.append(f"{where} imports {name} of a higher layer")
-                if node not in tree.body:
+                if name == LAZY and module not in LAZY_USERS:
+                    errors.append(f"{where} imports {name}")
+                if node not in top_level(module, tree):
                     errors.append(f"{where} imports {name} below the top level")
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called.endswith(("import_module", "__import__")) and module != LAZY:
                 errors.append(f"{where} dynamic import")
     return errors
 
@@ -177,6 +189,15 @@ def test_no_comparison_is_dropped():
 def test_import_errors_finds(text: str, error: str | None):
     errors = import_errors({"specdec.attention.x": text, "specdec": "", "specdec.kvcache": ""})
     assert (len(errors) == 1 and error in errors[0]) if error else errors == []
+
+
+def test_only_the_root_names_modules_for_type_checkers_and_only_the_hook_imports_by_name():
+    guarded, dynamic = "if TYPE_CHECKING:\n    import specdec.engine", "import importlib\nimportlib.import_module(name)"
+    assert import_errors({"specdec": guarded, "specdec.lazy": dynamic, "specdec.engine": ""}) == []
+    [error] = import_errors({"specdec.engine": "from specdec.lazy import load", "specdec.lazy": ""})
+    assert "specdec.engine:1 imports specdec.lazy" in error
+    [error] = import_errors({"specdec": "if sys.argv:\n    import specdec.engine", "specdec.engine": ""})
+    assert "below the top level" in error
 
 
 def test_find_cycle_finds_a_lazy_one():

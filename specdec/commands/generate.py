@@ -1,0 +1,107 @@
+"""`specdec generate`: one prompt, its answer as it comes, and what the drafts did."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from specdec.commands.settings import drafter_name, engine_config, quiet_libraries
+from specdec.config import SamplingParams, SpecConfig
+from specdec.engine import Engine
+from specdec.evaluation.files import STDOUT, write_file
+from specdec.evaluation.progress import working
+from specdec.request import GenerationOutput
+from specdec.text.detokenize import Detokenizer
+
+DRAFTED_STYLE = "bold green"
+
+
+def generate(
+    *,
+    prompt: str,
+    target: str,
+    drafter: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    seed: int | None,
+    num_steps: int,
+    draft_topk: int,
+    num_draft_tokens: int | None,
+    raw: bool,
+    show_drafts: bool,
+    json_file: Path | None,
+    dtype: str | None,
+    device: str | None,
+) -> None:
+    quiet_libraries()
+    penalty = repetition_penalty
+    params = SamplingParams(max_new_tokens, temperature, top_k, top_p, min_p, seed, repetition_penalty=penalty)
+    spec = SpecConfig(num_steps, draft_topk, num_draft_tokens)
+    config = engine_config(1, dtype, device)
+    with working(f"loading {target}"):
+        engine = Engine.from_pretrained(target, drafter_name(target, drafter), spec=spec, config=config)
+    with engine:
+        ids = engine.encode(prompt) if raw else engine.chat_prompt(prompt)
+        if show_drafts or json_file == STDOUT:
+            with working("generating"):
+                [out] = engine.generate([ids], params)
+        else:
+            out = print_stream(engine, ids, params)
+        if json_file is not None:
+            write_file(json_file, json.dumps({"prompt": prompt, **as_record(out)}))
+        if json_file == STDOUT:
+            return
+        if show_drafts:
+            Console(highlight=False, soft_wrap=True).print(coloured(out, engine.tokenizer))
+        print_summary(out, engine.drafter is not None, show_drafts)
+
+
+def coloured(out: GenerationOutput, tokenizer: Any) -> Text:
+    """The output's text with accepted drafts in colour."""
+    reader, text = Detokenizer(tokenizer), Text()
+    for count, drafted in enumerate(out.drafted, start=1):
+        before = len(reader.text)
+        reader.update(out.token_ids[:count])
+        text.append(reader.text[before:], style=DRAFTED_STYLE if drafted else None)
+    return text
+
+
+def print_stream(engine: Engine, ids: list[int], params: SamplingParams) -> GenerationOutput:
+    """What is printed before an interruption stays, on a line of its own."""
+    out: GenerationOutput | None = None
+    try:
+        for delta in engine.stream(ids, params):
+            print(delta.text, end="", flush=True)
+            out = delta.output or out
+    finally:
+        print()
+    assert out is not None, "a stream ends with its output"
+    return out
+
+
+def print_summary(out: GenerationOutput, drafter: bool, show_drafts: bool) -> None:
+    stats = out.stats
+    line = Text(style="dim")
+    line.append(f"{len(out.token_ids)} tokens, finished by {out.finish_reason}; {stats.rounds} target forwards")
+    line.append(f", acceptance length {stats.acceptance_length:.2f}" if drafter else "; no drafter (give --drafter)")
+    if show_drafts:
+        line.append("; ")
+        line.append("from accepted drafts", style=DRAFTED_STYLE)
+    Console(stderr=True, highlight=False).print(line)
+
+
+def as_record(out: GenerationOutput) -> dict[str, Any]:
+    """The output as plain JSON values, with the figures that its statistics stand for."""
+    record = asdict(out)
+    record["stats"] |= {
+        "acceptance_length": out.stats.acceptance_length,
+        "accepted_per_position": out.stats.accepted_per_position,
+    }
+    return record

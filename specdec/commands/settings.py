@@ -1,0 +1,34 @@
+"""From the shell's words to the runtime's settings; what the commands share."""
+
+import sys
+
+import torch
+from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
+from transformers.utils import logging as transformers_logging
+
+from specdec.config import EngineConfig
+from specdec.models.devices import require_device
+
+
+def quiet_libraries() -> None:
+    """No warnings and no bars of transformers; a download shows its own on a terminal, as it may take long."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if sys.stderr.isatty():
+        enable_progress_bars()
+    else:
+        disable_progress_bars()
+
+
+def engine_config(batch_size: int, dtype: str | None, device: str | None) -> EngineConfig:
+    """dtype: a name of torch's. Raises ConfigError where the device is not there."""
+    config = EngineConfig(max_batch_size=batch_size, dtype=getattr(torch, dtype) if dtype else None, device=device)
+    require_device(config.device)
+    return config
+
+
+def drafter_name(target: str, drafter: str) -> str | None:
+    """'auto' is the bundled target's own drafter, and none for any other target."""
+    if drafter == "auto":
+        return "tiny-gemma4-mtp" if target == "tiny-gemma4" else None
+    return None if drafter == "none" else drafter

@@ -1,0 +1,80 @@
+"""Files that a user named: checked before the work, and written whole or not at all.
+
+A file is written beside its place and renamed over it, so that a fault leaves the one before as it was. `-` is standard
+output. What is no regular file (a pipe, /dev/null) is written into, never replaced.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from specdec.errors import ConfigError
+
+STDOUT = Path("-")
+
+
+def require_writable(path: Path) -> None:
+    """Raises ConfigError where `write_file(path, ...)` could not write."""
+    if path == STDOUT:
+        return
+    if str(path).startswith("-"):
+        raise ConfigError(f"{str(path)!r}: a file name or '-' is wanted here; ./{path} is a file of that name")
+    if path.is_dir():
+        raise ConfigError(f"{str(path)!r} is a folder; a file name is wanted")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ConfigError(f"{str(path)!r} may not be written; choose another file")
+    if _is_device(path):
+        return
+    try:
+        with NamedTemporaryFile(dir=_place(path).parent, prefix=f".{path.name[:50]}."):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+
+
+def require_distinct(paths: Sequence[Path | None]) -> None:
+    """Raises ConfigError where two outputs have one destination."""
+    named = [path for path in paths if path is not None]
+    places = [path if path == STDOUT else _place(path) for path in named]
+    for path, place in zip(named, places, strict=True):
+        if places.count(place) > 1:
+            raise ConfigError(f"{str(path)!r} is named for two outputs; give each a file of its own")
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """The whole content of a file; text is written in UTF-8, with a line feed at its end."""
+    if path == STDOUT and isinstance(content, str):
+        print(content)
+        return
+    data = f"{content}\n".encode() if isinstance(content, str) else content
+    if path == STDOUT:
+        sys.stdout.buffer.write(data)
+        return
+    if _is_device(path):
+        path.write_bytes(data)
+        return
+    place = _place(path)
+    beside = place.with_name(f".{place.name[:50]}.{os.getpid()}.tmp")
+    try:
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if place.exists():
+            shutil.copymode(place, beside)
+        os.replace(beside, place)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _is_device(path: Path) -> bool:
+    """A pipe, a terminal, /dev/null, /dev/stdout whatever it leads to: nothing that a rename may replace."""
+    return (path.exists() and not path.is_file()) or path.is_relative_to("/dev") or path.is_relative_to("/proc")
+
+
+def _place(path: Path) -> Path:
+    """Where the content lies: a link stays a link."""
+    return Path(os.path.realpath(path))

@@ -1,0 +1,13 @@
+"""The one place that imports by name, so that what is not used is not loaded: torch alone takes a second or more.
+
+`specdec/__init__.py` looks up its public names through it and `specdec/cli.py` the bodies of its commands; nothing else
+may (tests/test_layout.py).
+"""
+
+from importlib import import_module
+from typing import Any
+
+
+def load(module: str, name: str) -> Any:
+    """What `from module import name` would give."""
+    return getattr(import_module(module), name)

@@ -1,0 +1,60 @@
+"""Pairs of targets and drafters by short names: the bundled ones and those published on the hub, with settings.
+
+Steps of Gemma 4: where vLLM's figures for one H100 were best (PR 41745; 12B is not among them). Memory is that of the
+weights of both; the KV cache takes a share of what is left.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target and its drafter. num_steps: drafts a round. memory: weights of both in `dtype`."""
+
+    name: str
+    target: str
+    drafter: str
+    num_steps: int
+    dtype: str
+    memory: str
+
+
+BUNDLED_MTP = Pair("tiny-gemma4", "tiny-gemma4", "tiny-gemma4-mtp", num_steps=4, dtype="float32", memory="0.05 GB")
+BUNDLED_EAGLE3 = Pair("tiny-gemma4", "tiny-gemma4", "tiny-gemma4-eagle3", 4, "float32", "0.05 GB")
+SMOLLM2 = Pair("SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m-eagle3", 4, "float32", "0.6 GB")
+
+GEMMA4_PAIRS = tuple(
+    Pair(size, f"google/gemma-4-{size}-it", f"google/gemma-4-{size}-it-assistant", steps, "bfloat16", memory)
+    for size, steps, memory in (
+        ("E2B", 2, "12 GB"),
+        ("E4B", 4, "18 GB"),
+        ("12B", 4, "28 GB"),
+        ("26B-A4B", 4, "59 GB"),
+        ("31B", 8, "71 GB"),
+    )
+)
+EAGLE3_PAIRS = tuple(
+    Pair(name, target, head, steps, "bfloat16", memory)
+    for name, target, head, steps, memory in (
+        ("Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", 5, "17 GB"),
+        ("Qwen3-8B", "Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3", 5, "18 GB"),
+        ("Qwen3-32B", "Qwen/Qwen3-32B", "RedHatAI/Qwen3-32B-speculator.eagle3", 5, "69 GB"),
+        ("gpt-oss-20b", "openai/gpt-oss-20b", "RedHatAI/gpt-oss-20b-speculator.eagle3", 3, "44 GB"),
+        ("gpt-oss-120b", "openai/gpt-oss-120b", "lmsys/EAGLE3-gpt-oss-120b-bf16", 3, "236 GB"),
+    )
+)
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as lines of text, columns aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def pair_table(pairs: Sequence[Pair]) -> str:
+    """The pairs as lines of text under a line of headings."""
+    rows = [("name", "target", "drafter", "steps", "memory")]
+    rows += [(p.name, p.target, p.drafter, str(p.num_steps), f"{p.memory} {p.dtype}") for p in pairs]
+    return text_table(rows)
