@@ -1,20 +1,52 @@
-"""What a user may set, validated on construction. Frozen: "auto" values are resolved by making a new config."""
+"""What a user may set, validated on construction. Frozen: "auto" values are resolved by making a new config.
 
+Arguments come in the types that users have at hand (numpy scalars, the name of a dtype); what a config holds is of
+Python's own types and `torch.dtype`.
+"""
+
+import functools
+import inspect
 import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
+import numpy as np
 import torch
 
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 
 MAX_TREE_NODES = 64
 """Verify width including the root: one 64-bit ancestor mask a node."""
 
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
 
+DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
+PENALTY_SPAN = (1e-6, 1e6)
+"""Repetition penalties outside would take float32 logits to infinity, or infinity times 0 to NaN."""
+
+Config = TypeVar("Config", bound=type)
+
+
+def plain_arguments(cls: Config) -> Config:
+    """Decorates a frozen dataclass: its arguments become Python's own types before they are checked and stored."""
+    init = cls.__init__  # type: ignore[misc]
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def plain_init(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            bound.arguments[name] = _as_dtype(value) if name == "dtype" else _plain(value)
+        init(*bound.args, **bound.kwargs)
+
+    cls.__init__ = plain_init  # type: ignore[misc]
+    return cls
+
+
+@plain_arguments
 @dataclass(frozen=True, slots=True)
 class SpecConfig:
     """Shape of the draft: `num_steps` levels, `topk` branches a node, `num_draft_tokens` verified nodes with the root.
@@ -54,13 +86,15 @@ class SpecConfig:
         return self.topk + (num_steps - 1) * self.topk**2 if num_steps else 0
 
 
+@plain_arguments
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Sizes and devices.
 
     max_model_len: longest prompt + output in tokens; None: the model's own limit, as far as memory goes.
     full_slots, swa_slots: usable KV slots (tokens) of each pool; None: enough for `max_batch_size` requests of
-    `max_model_len`, within a share of the free memory. dtype: None is float32 on the CPU, the checkpoint's elsewhere.
+    `max_model_len`, within a share of the free memory. dtype: a torch.dtype or its name ("bfloat16", "bf16"); None is
+    float32 on the CPU, the checkpoint's elsewhere.
     prefill_chunk: most prompt tokens of one request in one forward.
     attention: "torch" runs anywhere; "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a
     CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
@@ -74,7 +108,7 @@ class EngineConfig:
     attention: str = "auto"
     cuda_graphs: str | bool = "auto"
     deterministic: bool = False
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # a name is turned into one before
     device: str | torch.device | None = None
     prefill_chunk: int = 512
 
@@ -87,21 +121,24 @@ class EngineConfig:
             if value is not None:
                 _require_int(name, value, 1, 1 << 40)
         if self.attention not in ATTENTION_BACKENDS:
-            raise ConfigError(f"attention={self.attention!r} is unknown; choose one of {', '.join(ATTENTION_BACKENDS)}")
-        if self.cuda_graphs not in ("auto", False):
-            raise ConfigError(f"cuda_graphs={self.cuda_graphs!r}: this version has none; use 'auto' or False")
+            known = ", ".join(ATTENTION_BACKENDS)
+            raise ConfigError(f"attention={shown(self.attention)} is unknown; choose one of {known}")
+        if self.cuda_graphs is not False and self.cuda_graphs != "auto":
+            raise ConfigError(f"cuda_graphs={shown(self.cuda_graphs)}: this version has none; use 'auto' or False")
         if self.deterministic is not False:
             raise ConfigError(
-                f"deterministic={self.deterministic!r}: batch-invariant kernels are not available in this version; "
-                "use False"
+                f"deterministic={shown(self.deterministic)}: batch-invariant kernels are not available in this "
+                "version; use False"
             )
         if self.device is not None:
             _require_device(self.device)
         dtype: object = self.dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"dtype={self.dtype!r}: a floating torch.dtype is wanted, such as torch.bfloat16")
+            names = ", ".join(f"{name} ({alias})" for alias, name in DTYPE_ALIASES.items())
+            raise ConfigError(f"dtype={shown(dtype)}: a floating torch.dtype or its name is wanted, such as {names}")
 
 
+@plain_arguments
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request is continued. temperature 0 is greedy; 0, 1.0 and 0.0 turn top_k, top_p and min_p off.
@@ -130,17 +167,26 @@ class SamplingParams:
         _require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _require_number("min_p", self.min_p, 0.0, 1.0)
         _require_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        if not PENALTY_SPAN[0] <= self.repetition_penalty <= PENALTY_SPAN[1]:
+            raise ConfigError(
+                f"repetition_penalty={self.repetition_penalty!r}: a number from {PENALTY_SPAN[0]:g} to "
+                f"{PENALTY_SPAN[1]:g} is wanted; beyond, the logits overflow"
+            )
         if self.seed is not None:
             _require_int("seed", self.seed, 0, (1 << 63) - 1)
         if self.logprobs is not None:
             _require_int("logprobs", self.logprobs, 0, 1024)
         if not isinstance(self.ignore_eos, bool):
-            raise ConfigError(f"ignore_eos={self.ignore_eos!r}: True or False is wanted")
+            raise ConfigError(f"ignore_eos={shown(self.ignore_eos)}: True or False is wanted")
         stops: object = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not (_is_collection(stops) and all(isinstance(stop, str) and stop for stop in stops)):
-            raise ConfigError(f"stop={self.stop!r}: a non-empty string, or a sequence of them, is wanted; () for none")
+            raise ConfigError(
+                f"stop={shown(self.stop)}: a non-empty string, or a sequence of them, is wanted; () for none"
+            )
         if not _is_collection(self.stop_token_ids):
-            raise ConfigError(f"stop_token_ids={self.stop_token_ids!r}: a sequence of token ids is wanted; () for none")
+            raise ConfigError(
+                f"stop_token_ids={shown(self.stop_token_ids)}: a sequence of token ids is wanted; () for none"
+            )
         for token in self.stop_token_ids:
             _require_int("stop_token_ids", token, 0, 1 << 40)
 
@@ -153,23 +199,49 @@ def _is_collection(value: object) -> TypeGuard[Collection[object]]:
     return isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
 
 
+def _plain(value: Any) -> Any:
+    """A number, or a list of them, out of its numpy or torch box; everything else as it is."""
+    if isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 1:
+        return value.tolist()
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(map(_plain_number, value))
+    return _plain_number(value)
+
+
+def _plain_number(value: Any) -> Any:
+    boxed = isinstance(value, (np.generic, np.ndarray, torch.Tensor)) and value.ndim == 0
+    return value.item() if boxed else value
+
+
+def _as_dtype(value: Any) -> Any:
+    """The dtype that "bf16", "bfloat16" or "torch.bfloat16" names; what names no floating dtype stays as it is."""
+    if not isinstance(value, str):
+        return value
+    name = value.removeprefix("torch.")
+    dtype = getattr(torch, DTYPE_ALIASES.get(name, name), None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else value
+
+
 def _require_device(device: object) -> None:
     try:
         if not isinstance(device, torch.device):
             torch.device(device if isinstance(device, str) else "")
     except RuntimeError:
-        raise ConfigError(f"device={device!r}: a torch device is wanted, such as 'cpu', 'cuda' or 'cuda:1'") from None
+        raise ConfigError(
+            f"device={shown(device)}: a torch device is wanted, such as 'cpu', 'cuda' or 'cuda:1'"
+        ) from None
 
 
 def _require_int(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name}={value!r}: an integer from {low} to {high} is wanted")
+        raise ConfigError(f"{name}={shown(value)}: an integer from {low} to {high} is wanted")
 
 
 def _require_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or value < low or value > high or (open_low and value == low):  # type: ignore[operator]
-        span = f"above {low:g}" if open_low else f"from {low:g}"
-        raise ConfigError(
-            f"{name}={value!r}: a finite number {span}" + f" to {high:g}" * math.isfinite(high) + " is wanted"
-        )
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and low <= value <= min(high, sys.float_info.max) and not (open_low and value == low):  # type: ignore[operator]
+        return
+    span = f"above {low:g}" if open_low else f"from {low:g}"
+    if math.isfinite(high):
+        span += f" to {high:g}"
+    raise ConfigError(f"{name}={shown(value)}: a finite number {span} is wanted")

@@ -9,7 +9,12 @@ SpecDecError
 `- KVStateError          a KV operation that the state of the allocator forbids
    |- DoubleFreeError    a slot freed (or evicted) that is not held
    `- FrozenKVError      a change of the KV cache while a frozen view is open, or a misused view
+
+Their messages are one sentence. `shown` puts a value into one.
 """
+
+import reprlib
+from typing import Any
 
 
 class SpecDecError(Exception):
@@ -46,3 +51,37 @@ class DoubleFreeError(KVStateError):
 
 class FrozenKVError(KVStateError):
     """A KV mutation while a frozen view is open, a nested view, or a view used after it closed."""
+
+
+MOST_SHOWN = 160
+
+
+class _Short(reprlib.Repr):
+    """Plain values as Python writes them, at a readable length; of anything else only the kind."""
+
+    plain = (bool, float, complex, bytes, type(None))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 80
+        self.maxlist = self.maxtuple = self.maxdict = 8
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        if isinstance(x, self.plain):
+            return super().repr_instance(x, level)
+        if type(x).__name__ in ("dtype", "device"):  # torch's; this module imports neither torch nor numpy
+            return repr(x)
+        if hasattr(x, "item") and getattr(x, "shape", None) == ():  # a scalar in a numpy or torch box
+            return repr(x.item())
+        if hasattr(x, "shape"):
+            return f"<{type(x).__name__} of shape {tuple(x.shape)}>"
+        return f"<{getattr(x, '__name__', type(x).__name__)}>"
+
+
+_short = _Short()
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: never a printed tensor, module or long list."""
+    text = " ".join(_short.repr(value).split())
+    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."

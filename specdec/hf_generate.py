@@ -1,163 +1,365 @@
 """`specdec.generate`: the drop-in for `model.generate(...)`, with a drafter in second place.
 
-Takes the keyword arguments of Hugging Face generate that it can honour exactly and refuses the others by name, so that
-nothing is silently ignored. Rows may be padded on either side; the attention mask says where.
+It merges the generation settings as transformers does, honours what an engine can honour exactly and refuses every
+other setting by name, wherever it was made, so that nothing is silently ignored. Stop strings are matched by
+transformers' own criterion. The model is left as it was, also when something fails.
 """
 
-import copy
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from specdec.config import EngineConfig, SamplingParams, SpecConfig
+from specdec.config import MAX_TREE_NODES, EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
+from specdec.models.bundled import resolve_name
+from specdec.models.loading import load_tokenizer
 
-DEFAULT_NEW_TOKENS = 20
 HONOURED = frozenset(
     {"max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
-    | {"eos_token_id", "pad_token_id", "stop_strings", "num_assistant_tokens"}
+    | {"eos_token_id", "pad_token_id", "bos_token_id", "stop_strings", "num_assistant_tokens", "num_return_sequences"}
+    | {"return_dict_in_generate"}
 )
+HARMLESS = frozenset(
+    # memory and compilation
+    {"use_cache", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size", "compile_config"}
+    | {"disable_compile"}
+    # how transformers drafts; drafts do not change the output
+    | {"num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size"}
+    | {"assistant_lookbehind", "target_lookbehind"}
+    # about other models, or about the file
+    | {"decoder_start_token_id", "trust_remote_code", "transformers_version"}
+)
+"""Settings that cannot change a token, whatever their value."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "use_cache": (True, False, None),
-    "bos_token_id": (),  # only matters without input_ids
-    "return_dict_in_generate": (False, None),
-    "output_scores": (False, None),
-    "output_logits": (False, None),
-    "output_attentions": (False, None),
-    "output_hidden_states": (False, None),
-    "num_beams": (1, None),
-    "num_return_sequences": (1, None),
-    "min_length": (0, None),
-    "min_new_tokens": (0, None),
-    "typical_p": (1.0, None),
-    "epsilon_cutoff": (0.0, None),
-    "eta_cutoff": (0.0, None),
-    "no_repeat_ngram_size": (0, None),
-    "length_penalty": (1.0, None),
-    "bad_words_ids": (None,),
-    "suppress_tokens": (None,),
-    "begin_suppress_tokens": (None,),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "guidance_scale": (1.0, None),
-    "penalty_alpha": (None,),
-    "synced_gpus": (False, None),
+    "min_new_tokens": (0,),
+    "guidance_scale": (1,),
+    "penalty_alpha": (0,),
+    "cache_implementation": ("dynamic", "static", "offloaded", "offloaded_static", "hybrid", "sliding_window"),
 }
-"""Arguments accepted only with a value that changes nothing; an empty tuple accepts any value."""
+"""Values that change nothing, besides None, False, an empty list and what transformers assumes for an unset field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Generation settings by name: keyword over given config over the model's own over transformers' defaults."""
+
+    merged: Mapping[str, Any]  # None: unset, or switched off
+    defaults: Mapping[str, Any]
+    switched_off: frozenset[str]  # keywords passed as None: not even the default then
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, given: GenerationConfig | None, kwargs: Mapping[str, Any]) -> "Settings":
+        """Merge, and refuse what cannot be honoured."""
+        if given is not None and not isinstance(given, GenerationConfig):
+            raise ConfigError(f"generation_config={shown(given)}: a transformers GenerationConfig is wanted")
+        defaults = GenerationConfig._get_default_generation_params()
+        legacy = model.config._get_generation_parameters() if given is None else {}
+        for name, value in legacy.items():  # as transformers does
+            raise ConfigError(
+                f"the model's config sets {name}={shown(value)}; set it in model.generation_config instead"
+            )
+        own = getattr(model, "generation_config", None)
+        sources = [
+            ("the model's generation_config sets", {} if own is None else vars(own)),
+            ("the generation_config sets", {} if given is None else vars(given)),
+            ("", kwargs),
+        ]
+        merged: dict[str, Any] = {}
+        where: dict[str, str] = {}
+        for source, values in sources:
+            for name, value in values.items():
+                if values is kwargs or not (name.startswith("_") or value is None):
+                    merged[name], where[name] = value, source
+        for name, value in merged.items():
+            if value is not None and name not in HONOURED | HARMLESS and not _is_neutral(name, value, defaults):
+                raise ConfigError(_refusal(name, value, where[name]))
+        return cls(merged, defaults, frozenset(name for name, value in kwargs.items() if value is None))
+
+    def __getitem__(self, name: str) -> Any:
+        value = self.merged.get(name)
+        return self.defaults.get(name) if value is None and name not in self.switched_off else value
+
+    def new_tokens(self, model: PreTrainedModel, input_len: int) -> Any:
+        """How many tokens a row may gain: `max_length` counts the padded input, and unset means 20 beyond it."""
+        if self.merged.get("max_new_tokens") is not None:
+            return self.merged["max_new_tokens"]
+        max_length = self.merged.get("max_length")
+        if max_length is None:
+            max_length = self.defaults["max_length"] + input_len
+            limit = getattr(model.config, "max_position_embeddings", None)
+            max_length = max_length if limit is None else min(max_length, limit)
+        max_length = _as_int("max_length", max_length)
+        if max_length <= input_len:
+            raise ConfigError(
+                f"max_length={max_length}, but the input already has {input_len} tokens; raise it, or give "
+                "max_new_tokens instead"
+            )
+        return max_length - input_len
+
+    def end_ids(self) -> list[int]:
+        """`eos_token_id` as a list, as given: negative ids, and ids beyond the vocabulary, never come up."""
+        ids = self["eos_token_id"]
+        if ids is None:
+            return []
+        many = ids.reshape(-1).tolist() if isinstance(ids, (torch.Tensor, np.ndarray)) else ids
+        return [_as_int("eos_token_id", one) for one in (many if isinstance(many, (list, tuple)) else [many])]
+
+    def pad_id(self) -> int | None:
+        """`pad_token_id`, else the first end token, as transformers fills it in."""
+        pad, ends = self["pad_token_id"], self.end_ids()
+        if pad is None:
+            return ends[0] if ends else None
+        return _as_int("pad_token_id", pad)
+
+    def sampling(self, new_tokens: Any, end_ids: tuple[int, ...]) -> dict[str, Any]:
+        """The arguments of SamplingParams. A filter at None is off."""
+        filters: dict[str, Any] = {"temperature": 0.0}
+        if self["do_sample"]:
+            off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+            filters = {name: neutral if self[name] is None else self[name] for name, neutral in off.items()}
+            if filters["top_p"] == 0:  # transformers keeps the most likely token then
+                filters["top_p"] = np.finfo(np.float32).tiny
+        penalty = self["repetition_penalty"]
+        return filters | {
+            "max_new_tokens": new_tokens,
+            "repetition_penalty": 1.0 if penalty is None else penalty,
+            "stop_token_ids": end_ids,
+            "ignore_eos": True,  # the end tokens above are the whole truth
+        }
+
+    def copies(self) -> int:
+        """`num_return_sequences`."""
+        count = self["num_return_sequences"]
+        count = 1 if count is None else _as_int("num_return_sequences", count)
+        if count < 1 or (count > 1 and not self["do_sample"]):
+            raise ConfigError(
+                f"num_return_sequences={count}: 1 is wanted, or more of them with do_sample=True; greedy ones are equal"
+            )
+        return count
+
+    def spec(self) -> SpecConfig:
+        drafts = self.merged.get("num_assistant_tokens")
+        if drafts is None:
+            return SpecConfig()
+        drafts = _as_int("num_assistant_tokens", drafts)
+        if not 1 <= drafts < MAX_TREE_NODES:
+            raise ConfigError(f"num_assistant_tokens={drafts}: 1 to {MAX_TREE_NODES - 1} drafts a round are supported")
+        return SpecConfig(num_steps=drafts)
 
 
 def generate(
     model: PreTrainedModel,
-    drafter: str | nn.Module | None,
-    input_ids: torch.Tensor,
+    drafter: str | os.PathLike[str] | nn.Module | None = None,
+    input_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
     *,
+    inputs: torch.Tensor | None = None,
+    assistant_model: str | os.PathLike[str] | nn.Module | None = None,
     generation_config: GenerationConfig | None = None,
+    streamer: BaseStreamer | None = None,
     tokenizer: Any | None = None,
     seed: int | None = None,
     spec: SpecConfig | None = None,
     engine_config: EngineConfig | None = None,
     **hf_generate_kwargs: Any,
-) -> torch.Tensor:
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Continue a padded batch, as `model.generate(input_ids, attention_mask=..., **kwargs)` does.
 
-    input_ids, attention_mask: [B, T] int64, padded on either side. drafter: a module, a name or None.
+    input_ids (or `inputs`), attention_mask: [B, T] int64, padded on either side; without a mask, padding is inferred as
+    transformers infers it. drafter (or `assistant_model`): a module, a name or None. tokenizer: for `stop_strings`.
+    streamer: gets the prompt, then every token, of a single row. spec: goes before `num_assistant_tokens`.
     Returns [B, T + new] int64 on the device of `input_ids`: the rows as given, then what was generated, then
-    `pad_token_id`. With do_sample, row i draws with seed + i; without a seed one comes from torch's generator, so
-    `torch.manual_seed` makes it repeatable. Raises ConfigError for arguments it cannot honour.
+    `pad_token_id`; with `return_dict_in_generate` the same as `sequences` of a GenerateDecoderOnlyOutput. With
+    do_sample, row i draws with seed + i; without a seed one comes from torch's generator, so `torch.manual_seed` makes
+    it repeatable. Raises ConfigError for arguments it cannot honour.
     """
-    if input_ids.dim() != 2:
-        raise ConfigError(f"input_ids has shape {tuple(input_ids.shape)}; [batch, tokens] is wanted")
-    if attention_mask is None:
-        attention_mask = torch.ones_like(input_ids)
-    if attention_mask.shape != input_ids.shape:
-        raise ConfigError(f"attention_mask {tuple(attention_mask.shape)} does not match {tuple(input_ids.shape)}")
-    config = _effective_config(model, generation_config, hf_generate_kwargs)
+    anything: object = model
+    if not isinstance(anything, nn.Module) or not hasattr(anything, "config"):
+        raise ConfigError(f"model={shown(model)}: a loaded transformers model is wanted; Engine takes names")
+    settings = Settings.of(model, generation_config, hf_generate_kwargs)
+    drafter = _one_of("drafter", drafter, "assistant_model", assistant_model)
+    if isinstance(drafter, torch.Tensor):
+        raise ConfigError("drafter is a tensor; the order is generate(model, drafter, input_ids)")
+    ids = _input_ids(model, settings, _one_of("input_ids", input_ids, "inputs", inputs))
+    mask = _attention_mask(settings, ids, attention_mask)
+    copies = settings.copies()
+    ids, mask = ids.repeat_interleave(copies, dim=0), mask.repeat_interleave(copies, dim=0)
+    if streamer is not None and len(ids) != 1:
+        raise ConfigError(f"a streamer takes one row, not {len(ids)}; leave it out, or use Engine.stream for each")
 
-    prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]
-    new_tokens = _max_new_tokens(config, input_ids.shape[1])
+    prompts: list[list[int]] = [row[seen].tolist() for row, seen in zip(ids, mask, strict=True)]
     vocab_size = model.config.get_text_config().vocab_size
-    ends = tuple(token for token in _as_ids(config.eos_token_id) if token < vocab_size)
-    pad = config.pad_token_id if config.pad_token_id is not None else (ends[0] if ends else 0)
-    if config.do_sample and seed is None:
+    ends = tuple(token for token in settings.end_ids() if 0 <= token < vocab_size)
+    arguments = settings.sampling(settings.new_tokens(model, ids.shape[1]), ends)
+    if settings["do_sample"] and seed is None:
         seed = int(torch.randint(0, 2**62, ()).item())
     params = [
-        SamplingParams(
-            max_new_tokens=new_tokens,
-            temperature=float(config.temperature) if config.do_sample else 0.0,
-            top_k=int(config.top_k or 0) if config.do_sample else 0,
-            top_p=float(config.top_p) if config.do_sample else 1.0,
-            min_p=float(config.min_p or 0.0) if config.do_sample else 0.0,
-            repetition_penalty=float(config.repetition_penalty),
-            seed=None if seed is None else seed + row,
-            stop=config.stop_strings or (),
-            stop_token_ids=ends,
-            ignore_eos=True,  # the ends above are the whole truth
-        )
+        SamplingParams(**arguments, seed=None if seed is None else _as_int("seed", seed) + row)
         for row in range(len(prompts))
     ]
-    if spec is None:
-        drafts = hf_generate_kwargs.get("num_assistant_tokens")
-        spec = SpecConfig() if drafts is None else SpecConfig(num_steps=int(drafts))
+    stops = _stop_criteria(settings["stop_strings"], tokenizer)
     if engine_config is None:
-        longest = max((len(prompt) for prompt in prompts), default=0) + new_tokens
-        engine_config = EngineConfig(max_batch_size=max(len(prompts), 1), max_model_len=longest)
-    training = model.training
+        longest = max((len(prompt) for prompt in prompts), default=0) + max(
+            (p.max_new_tokens for p in params), default=1
+        )
+        engine_config = EngineConfig(max_batch_size=min(max(len(prompts), 1), 4096), max_model_len=longest)
+    name = os.fspath(drafter) if isinstance(drafter, os.PathLike) else drafter
+    spec = spec or settings.spec()
+    with _modes_kept(model, drafter), Engine.from_pretrained(model, name, spec=spec, config=engine_config) as engine:
+        if stops is None and streamer is None:
+            new = [out.token_ids for out in engine.generate(prompts, params)]
+        else:
+            new = _stream(engine, prompts, params, ids, stops, streamer)
+
+    pad = settings.pad_id()
+    width = max(map(len, new), default=0)
+    generated = torch.full((len(new), width), 0 if pad is None else pad, dtype=torch.int64, device=ids.device)
+    for row, tokens in enumerate(new):
+        generated[row, : len(tokens)] = torch.tensor(tokens)
+    sequences = torch.cat([ids, generated], dim=1)
+    if settings["return_dict_in_generate"]:
+        return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+    return sequences
+
+
+def _stream(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    ids: torch.Tensor,
+    stops: StopStringCriteria | None,
+    streamer: BaseStreamer | None,
+) -> list[list[int]]:
+    """New tokens of each row, looked at one by one as the rounds bring them. Rows share rounds."""
+    if streamer is not None:
+        streamer.put(ids.cpu())
+    reach = max((len(stop.encode()) for stop in stops.stop_strings), default=0) if stops is not None else 0
+    new: list[list[int]] = [[] for _ in prompts]
+    with ExitStack() as stack:  # a stream that is closed early gives its slots back
+        streams = {}
+        for row, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            streams[row] = engine.stream(prompt, one)
+            stack.callback(streams[row].close)  # type: ignore[attr-defined]
+        while streams:
+            for row, stream in list(streams.items()):
+                delta = next(stream)
+                ended = delta.output is not None
+                for token in delta.token_ids:
+                    new[row].append(token)
+                    if streamer is not None:
+                        streamer.put(torch.tensor([token]))
+                    tail = torch.tensor([[*prompts[row][-reach:], *new[row][-reach:]]])  # one byte a token at least
+                    if stops is not None and bool(stops(tail, None)):
+                        ended = True
+                        break
+                if ended:
+                    streams.pop(row).close()  # type: ignore[attr-defined]
+    if streamer is not None:
+        streamer.end()
+    return new
+
+
+def _stop_criteria(strings: Any, tokenizer: Any) -> StopStringCriteria | None:
+    """transformers' own criterion: what counts as a match, with the prompt and with special tokens, is its decision."""
+    if strings is None or (isinstance(strings, (list, tuple)) and not strings):
+        return None
+    SamplingParams(stop=strings)  # raises for what is no string or strings
+    if isinstance(tokenizer, (str, os.PathLike)):
+        name, tokenizer = os.fspath(tokenizer), load_tokenizer(resolve_name(os.fspath(tokenizer)))
+        if tokenizer is None:
+            raise ConfigError(f"tokenizer={shown(name)}: no tokenizer there; give a folder, a hub id or a tokenizer")
+    if tokenizer is None:
+        raise ConfigError(f"stop_strings={shown(strings)} need a tokenizer; pass tokenizer=..., or use eos_token_id")
     try:
-        with Engine.from_pretrained(model, drafter, tokenizer=tokenizer, spec=spec, config=engine_config) as engine:
-            outputs = engine.generate(prompts, params)
-    finally:
-        model.train(training)
-    longest_new = max((len(out.token_ids) for out in outputs), default=0)
-    generated = input_ids.new_full((len(prompts), longest_new), int(pad))
-    for row, out in enumerate(outputs):
-        generated[row, : len(out.token_ids)] = torch.tensor(out.token_ids, dtype=input_ids.dtype)
-    return torch.cat([input_ids, generated], dim=1)
+        return StopStringCriteria(tokenizer, strings if isinstance(strings, str) else list(strings))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"stop_strings={shown(strings)} cannot be matched with the vocabulary of this tokenizer, as transformers "
+            f"does it ({shown(str(error))}); an Engine takes them as SamplingParams(stop=...)"
+        ) from error
 
 
-def _effective_config(
-    model: PreTrainedModel, given: GenerationConfig | None, kwargs: dict[str, Any]
-) -> GenerationConfig:
-    """Keyword over given config over the model's own over transformers' defaults; refuses what cannot be honoured."""
-    config = copy.deepcopy(given if given is not None else model.generation_config)
-    for name, value in kwargs.items():
-        if name in HONOURED:
-            setattr(config, name, value)
-        elif name not in NEUTRAL:
-            raise ConfigError(
-                f"{name}={value!r} is not supported by specdec.generate; supported: {', '.join(sorted(HONOURED))}"
-            )
-        elif NEUTRAL[name] and value not in NEUTRAL[name]:
-            raise ConfigError(
-                f"{name}={value!r} is not supported by specdec.generate; leave it out, or use {NEUTRAL[name][0]!r}"
-            )
-    for name, allowed in NEUTRAL.items():
-        value = getattr(config, name, None)
-        if name not in kwargs and allowed and value not in allowed:
-            raise ConfigError(f"the generation config sets {name}={value!r}, which specdec.generate cannot honour")
-    defaults = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0}
-    for name, value in defaults.items():  # transformers fills these in at the same point
-        if getattr(config, name, None) is None:
-            setattr(config, name, value)
-    return config
-
-
-def _max_new_tokens(config: GenerationConfig, input_len: int) -> int:
-    if config.max_new_tokens is not None:
-        return int(config.max_new_tokens)
-    if config.max_length is not None and config.max_length != DEFAULT_NEW_TOKENS:
-        if config.max_length <= input_len:
-            raise ConfigError(f"max_length={config.max_length}, but the input already has {input_len} tokens")
-        return int(config.max_length) - input_len
-    return DEFAULT_NEW_TOKENS
-
-
-def _as_ids(ids: int | list[int] | torch.Tensor | None) -> tuple[int, ...]:
+def _input_ids(model: PreTrainedModel, settings: Settings, ids: Any) -> torch.Tensor:
     if ids is None:
-        return ()
-    if isinstance(ids, torch.Tensor):
-        ids = ids.tolist()
-    return tuple(int(i) for i in ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+        bos = settings["bos_token_id"]
+        if bos is None:
+            raise ConfigError("there are no input_ids, and no bos_token_id to begin with; give one of them")
+        ids = torch.tensor([[_as_int("bos_token_id", bos)]], device=model.device)
+    if not isinstance(ids, torch.Tensor):
+        raise ConfigError(f"input_ids={shown(ids)}: a tensor [batch, tokens] is wanted; Engine.generate takes lists")
+    if ids.dim() != 2:
+        raise ConfigError(f"input_ids has shape {tuple(ids.shape)}; [batch, tokens] is wanted")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ConfigError(f"input_ids are {ids.dtype}; token ids are integers")
+    return ids
+
+
+def _attention_mask(settings: Settings, ids: torch.Tensor, mask: Any) -> torch.Tensor:
+    """The mask given, or that of transformers: where the ids are not padding, if padding can be told from an end."""
+    if mask is None:
+        pad = settings.pad_id()
+        return torch.ones_like(ids, dtype=torch.bool) if pad is None or pad in settings.end_ids() else ids != pad
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+        given = tuple(mask.shape) if isinstance(mask, torch.Tensor) else shown(mask)
+        raise ConfigError(f"attention_mask {given} does not match input_ids {tuple(ids.shape)}")
+    return mask.to(ids.device).bool()
+
+
+def _is_neutral(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
+    """Does the value say what leaving the field alone says?"""
+    if isinstance(value, torch.Tensor):  # processors of text-and-image models send token types along: all text is 0
+        return name.endswith("token_type_ids") and not bool(value.any())
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value) == bool(defaults.get(name))
+    if isinstance(value, (list, tuple, dict, set)):
+        return not value
+    return isinstance(value, (int, float, str, np.generic)) and value in (defaults.get(name), *NEUTRAL.get(name, ()))
+
+
+def _refusal(name: str, value: Any, source: str) -> str:
+    """Why a setting is refused, and what to do."""
+    said = f"{name}={shown(list(value) if isinstance(value, list) else value)}"  # also of a LogitsProcessorList
+    if name == "prompt_lookup_num_tokens":
+        return f"{said} is not supported by specdec.generate; prompt lookup is drafter='ngram'"
+    if source:
+        return f"{source} {said}, which specdec.generate cannot honour; pass {name}=None to go without it"
+    known = name in vars(GenerationConfig())
+    close = [] if known else difflib.get_close_matches(name, HONOURED, n=1)
+    advice = f"did you mean {close[0]}?" if close else "leave it out, or use model.generate"
+    return f"{said} is not supported by specdec.generate; {advice}"
+
+
+def _one_of(name: str, value: Any, alias: str, other: Any) -> Any:
+    if value is not None and other is not None:
+        raise ConfigError(f"{name} and {alias} are two names of one thing; give one of them")
+    return value if other is None else other
+
+
+def _as_int(name: str, value: Any) -> int:
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name}={shown(value)}: an integer is wanted")
+    return value
+
+
+@contextmanager
+def _modes_kept(*modules: Any) -> Iterator[None]:
+    """Training or evaluation, sub-module by sub-module, as before the block."""
+    modes = [(m, m.training) for module in modules if isinstance(module, nn.Module) for m in module.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,7 +1,9 @@
 """A user's mistake is one sentence with the value and what is allowed, raised before anything changes."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,6 +36,7 @@ from transformers import (
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig, SpecDecError
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
+from specdec.sampling import SamplingBatch
 
 NAN, INF = float("nan"), float("inf")
 SMALL = EngineConfig(max_model_len=64)
@@ -172,7 +175,7 @@ CONFIG = {
     "attention": (["flash", None, ""], "torch"),
     "cuda_graphs": ([True, "on", None], "'auto' or False"),
     "deterministic": ([True, 1, "yes"], "False"),
-    "dtype": (["float32", torch.int8, 32], "torch.dtype"),
+    "dtype": (["float33", "int8", "nn", torch.int8, 32], "torch.dtype"),
     "device": (["gpu", 7.5, ""], "device"),
 }
 
@@ -203,6 +206,84 @@ def test_spec_config(settings, parts):
     with pytest.raises(ConfigError) as error:
         SpecConfig(**settings)
     assert_one_sentence(error, *parts)
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 9e-7, 1.1e6, 1e300])
+def test_a_repetition_penalty_that_overflows_the_logits(penalty):
+    with pytest.raises(ConfigError) as error:
+        SamplingParams(repetition_penalty=penalty)
+    assert_one_sentence(error, "repetition_penalty", repr(penalty), "from 1e-06 to 1e+06")
+
+
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1.0, 1e300])
+def test_extreme_sampling_parameters_leave_numbers(penalty, temperature):
+    """The extremes that are allowed, together: weights of a law and never NaN."""
+    params = SamplingParams(temperature=temperature, repetition_penalty=penalty, top_p=1e-30, seed=1)
+    sampling = SamplingBatch.of([params], [1], torch.device("cpu"))
+    logits = torch.tensor([[[-1e4, 0.0, 1e4, 30.0]]])
+    penalised = sampling.penalised(logits, torch.tensor([[[True, True, True, False]]]))
+    assert penalised.isfinite().all()
+    weights = sampling.log_weights(penalised).exp()
+    assert weights.isfinite().all() and weights.sum() > 0
+    assert 0 <= sampling.sample(penalised, torch.tensor([[5]])).item() < 4
+
+
+def boxed(value):
+    """A number in every box that it comes in."""
+    kind = {bool: np.bool_, int: np.int64, float: np.float32}[type(value)]
+    return [kind(value), np.array(value), torch.tensor(value)]
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [
+        *((SamplingParams, name, value) for name, value in {"top_k": 3, "seed": 7, "logprobs": 2}.items()),
+        *((SamplingParams, name, value) for name, value in {"temperature": 0.5, "ignore_eos": True}.items()),
+        *((SpecConfig, name, value) for name, value in {"num_steps": 3, "num_draft_tokens": 2}.items()),
+        *((EngineConfig, name, value) for name, value in {"max_batch_size": 3, "deterministic": False}.items()),
+    ],
+)
+def test_numbers_come_out_of_their_boxes(make, name, value):
+    for box in boxed(value):
+        stored = getattr(make(**{name: box}), name)
+        assert stored == value and type(stored) is type(value)
+
+
+def test_stop_ids_come_out_of_their_boxes():
+    for ids in (np.array([3, 4]), torch.tensor([3, 4]), [np.int32(3), torch.tensor(4)], (3, np.int8(4))):
+        assert list(SamplingParams(stop_token_ids=ids).stop_token_ids) == [3, 4]
+    assert type(SamplingParams(stop_token_ids=[np.int32(3)]).stop_token_ids[0]) is int
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "bf16", "torch.bfloat16", torch.bfloat16])
+def test_a_dtype_by_name(name):
+    assert EngineConfig(dtype=name).dtype is torch.bfloat16
+    assert replace(EngineConfig(dtype=name), max_batch_size=2).dtype is torch.bfloat16
+
+
+def test_other_dtypes_by_name():
+    assert [EngineConfig(dtype=name).dtype for name in ("fp32", "fp16", "half", "fp64")] == [
+        torch.float32,
+        torch.float16,
+        torch.float16,
+        torch.float64,
+    ]
+    assert EngineConfig().dtype is None
+    with pytest.raises(ConfigError, match=r"bfloat16 \(bf16\), float16 \(fp16\), float32 \(fp32\)"):
+        EngineConfig(dtype="b16")
+
+
+@pytest.mark.parametrize(
+    "value", [torch.zeros(300, 300), nn.Linear(2, 2), [torch.zeros(9)] * 9], ids=["t", "m", "list"]
+)
+def test_a_setting_is_never_printed_whole(value):
+    for make, names in ((SamplingParams, NUMBERS), (EngineConfig, CONFIG), (SpecConfig, ["topk"])):
+        for name in names:
+            with pytest.raises(ConfigError) as error:
+                make(**{name: value})
+            assert_one_sentence(error, name)
+            assert "tensor(" not in str(error.value) and "in_features" not in str(error.value)
 
 
 def test_pools_too_small_for_a_page(make_target):

@@ -1,10 +1,29 @@
 """`specdec.generate` against `model.generate`: the same tensors for padded batches, or one clear refusal."""
 
+import copy
+import inspect
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    MinLengthLogitsProcessor,
+    PreTrainedTokenizerFast,
+    TextStreamer,
+    WatermarkingConfig,
+)
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import specdec
-from specdec import SpecDecError
+from specdec import EngineConfig, SpecConfig, SpecDecError
+from specdec.errors import ConfigError
 
 PROMPTS = [[5, 9, 31, 7, 22, 9, 31], [11, 3], [8, 8, 8, 40, 2]]
 
@@ -119,3 +138,473 @@ def test_the_model_is_left_as_it_was(make_target):
     specdec.generate(model, "ngram", torch.tensor([PROMPTS[0]]), max_new_tokens=4, pad_token_id=0)
     assert model.config._attn_implementation == before
     assert not model.model.layers[0]._forward_pre_hooks
+
+
+# settings, wherever they are made
+
+
+@pytest.fixture
+def model(make_target):
+    """A model of one's own: its generation config may be changed."""
+    return make_target("llama", fresh=True)
+
+
+def one_line(error, *parts):
+    text = str(error.value)
+    assert isinstance(error.value, ConfigError) and "\n" not in text and "tensor(" not in text and len(text) < 400, text
+    for part in parts:
+        assert part in text, f"{part!r} is not in {text!r}"
+
+
+REFUSED = {
+    "sequence_bias": {(3,): 9.0},
+    "encoder_repetition_penalty": 1.5,
+    "encoder_no_repeat_ngram_size": 2,
+    "exponential_decay_length_penalty": (2, 1.5),
+    "watermarking_config": WatermarkingConfig(),
+    "max_time": 0.5,
+    "top_h": 0.4,
+    "dola_layers": "low",
+    "prompt_lookup_num_tokens": 3,
+    "num_beams": 2,
+    "no_repeat_ngram_size": 2,
+    "typical_p": 0.5,
+    "epsilon_cutoff": 0.1,
+    "eta_cutoff": 0.1,
+    "min_length": 30,
+    "min_new_tokens": 2,
+    "bad_words_ids": [[3]],
+    "suppress_tokens": [3],
+    "begin_suppress_tokens": [3],
+    "forced_bos_token_id": 3,
+    "forced_eos_token_id": 3,
+    "guidance_scale": 1.5,
+    "penalty_alpha": 0.5,
+    "remove_invalid_values": True,
+    "renormalize_logits": True,
+    "token_healing": True,
+    "output_scores": True,
+    "output_logits": True,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "assistant_early_exit": 2,
+    "is_assistant": True,
+    "diversity_penalty": 0.5,
+    "num_beam_groups": 2,
+    "constraints": [1],
+    "force_words_ids": [[1]],
+    "length_penalty": 2.0,
+    "early_stopping": True,
+    "cache_implementation": "quantized",
+    "a_field_of_the_future": 1,
+}
+
+
+@pytest.mark.parametrize("where", ["keyword", "given", "own"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_setting_that_is_not_honoured_is_refused_wherever_it_is_made(name, where, model):
+    value, ids = REFUSED[name], torch.tensor([PROMPTS[0]])
+    kwargs = {}
+    if where == "keyword":
+        kwargs = {name: value}
+    else:
+        config = kwargs["generation_config"] = GenerationConfig() if where == "given" else model.generation_config
+        setattr(config, name, value)
+        if where == "own":
+            del kwargs["generation_config"]
+    with pytest.raises(SpecDecError) as error:
+        specdec.generate(model, None, ids, max_new_tokens=3, pad_token_id=0, **kwargs)
+    one_line(error, f"{name}=")
+    kwargs |= {name: None}
+    assert specdec.generate(model, None, ids, max_new_tokens=3, pad_token_id=0, **kwargs).shape == (1, 10)
+
+
+def test_a_field_that_transformers_adds_is_refused_unless_at_its_default(model, monkeypatch):
+    """The table of harmless fields is closed; what GenerationConfig may hold is not."""
+    make = GenerationConfig.__init__
+
+    def newer(self, **kwargs):
+        self.think_twice = kwargs.pop("think_twice", None)
+        make(self, **kwargs)
+
+    monkeypatch.setattr(GenerationConfig, "__init__", newer)
+    ids = torch.tensor([PROMPTS[0]])
+    assert specdec.generate(model, None, ids, generation_config=GenerationConfig(), max_new_tokens=2).shape == (1, 9)
+    with pytest.raises(SpecDecError) as error:
+        specdec.generate(model, None, ids, generation_config=GenerationConfig(think_twice=2), max_new_tokens=2)
+    one_line(error, "think_twice=2")
+
+
+NO_CHANGE = {
+    "num_beams": 1, "num_return_sequences": 1, "min_length": 0, "min_new_tokens": 0, "typical_p": 1.0,
+    "use_cache": True, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0, "length_penalty": 1.0, "early_stopping": False, "guidance_scale": 1.0,
+    "repetition_penalty": 1.0, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "output_scores": False,
+    "return_dict_in_generate": False, "renormalize_logits": False, "token_healing": False, "is_assistant": False,
+    "cache_implementation": "dynamic", "disable_compile": True, "num_assistant_tokens": 5, "suppress_tokens": [],
+    "num_assistant_tokens_schedule": "constant", "diversity_penalty": 0.0, "num_beam_groups": 1, "bos_token_id": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_CHANGE)
+def test_values_that_change_nothing_pass(name, model):
+    ids, mask = padded(PROMPTS, "left")
+    kwargs = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": None}
+    want = model.generate(ids, attention_mask=mask, **kwargs)
+    for value in (NO_CHANGE[name], None):
+        assert specdec.generate(model, None, ids, mask, **kwargs, **{name: value}).tolist() == want.tolist()
+
+
+SIGNATURE = (
+    {"logits_processor": LogitsProcessorList(), "stopping_criteria": StoppingCriteriaList(), "synced_gpus": False}
+    | dict.fromkeys(["prefix_allowed_tokens_fn", "negative_prompt_ids", "custom_generate", "past_key_values"])
+    | dict.fromkeys(["assistant_tokenizer", "trust_remote_code", "position_ids", "inputs_embeds", "streamer"])
+    | {"token_type_ids": torch.zeros(1, 7, dtype=torch.int64)}
+)
+
+
+@pytest.mark.parametrize("name", SIGNATURE)
+def test_arguments_that_ask_for_nothing_pass(name, model):
+    ids = torch.tensor([PROMPTS[0]])
+    assert specdec.generate(model, None, ids, max_new_tokens=3, **{name: SIGNATURE[name]}).shape == (1, 10)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "parts"),
+    [
+        ({"logits_processor": LogitsProcessorList([MinLengthLogitsProcessor(3, 1)])}, ["MinLengthLogitsProcessor"]),
+        ({"logits_processor": [MinLengthLogitsProcessor(3, 1)]}, ["logits_processor=[", "MinLengthLogitsProcessor"]),
+        (
+            {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1.0)])},
+            ["stopping_criteria=[", "MaxTimeCriteria"],
+        ),
+        ({"position_ids": torch.arange(7)[None]}, ["position_ids", "(1, 7)"]),
+        ({"token_type_ids": torch.ones(1, 7)}, ["token_type_ids"]),
+        ({"max_new_token": 3}, ["max_new_token=3", "did you mean max_new_tokens?"]),
+        ({"_private": 3}, ["_private=3"]),
+        ({"generation_config": {"top_k": 3}}, ["generation_config={'top_k': 3}", "GenerationConfig"]),
+        ({"prompt_lookup_num_tokens": 3}, ["drafter='ngram'"]),
+        ({"num_return_sequences": 2}, ["num_return_sequences=2", "do_sample"]),
+        ({"num_return_sequences": 0}, ["num_return_sequences=0"]),
+        ({"num_assistant_tokens": 64}, ["num_assistant_tokens=64", "63"]),
+        ({"max_new_tokens": 0}, ["max_new_tokens=0"]),
+        ({"max_length": 7}, ["max_length=7", "7 tokens"]),
+        ({"max_length": 2.5}, ["max_length=2.5", "integer"]),
+        ({"eos_token_id": "x"}, ["eos_token_id='x'"]),
+        ({"pad_token_id": 1.5}, ["pad_token_id=1.5"]),
+        ({"do_sample": True, "temperature": "hot"}, ["temperature='hot'"]),
+        ({"stop_strings": "x"}, ["stop_strings='x'", "tokenizer="]),
+        ({"stop_strings": [1]}, ["stop=[1]"]),
+        ({"inputs": torch.tensor([[1]])}, ["input_ids", "inputs"]),
+        ({"assistant_model": "ngram", "drafter": "ngram"}, ["drafter", "assistant_model"]),
+    ],
+    ids=str,
+)
+def test_refusals_say_what_to_do(kwargs, parts, model):
+    with pytest.raises(SpecDecError) as error:
+        specdec.generate(model, input_ids=torch.tensor([PROMPTS[0]]), **kwargs)
+    one_line(error, *parts)
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (("tiny-gemma4", None, torch.tensor([[1]])), ["model='tiny-gemma4'", "Engine"]),
+        ((torch.zeros(2, 3), None, torch.tensor([[1]])), ["shape (2, 3)"]),
+        ((None, torch.tensor([[1]])), ["generate(model, drafter, input_ids)"]),
+        ((None, None, [[1, 2]]), ["[[1, 2]]", "tensor"]),
+        ((None, None, torch.ones(1, 3)), ["torch.float32", "integers"]),
+        ((None, None, torch.tensor([[1]]), [[1]]), ["attention_mask", "[[1]]"]),
+        ((None, None), ["input_ids", "bos_token_id"]),
+    ],
+    ids=["name", "tensor", "order", "list", "floats", "mask", "nothing"],
+)
+def test_things_in_wrong_places(args, parts, model):
+    with pytest.raises(SpecDecError) as error:
+        specdec.generate(*(args if args[0] is not None else (model, *args[1:])))
+    one_line(error, *parts)
+
+
+def test_a_generation_setting_in_the_models_config_is_refused_as_in_transformers(model):
+    model.config.repetition_penalty = 1.5
+    with pytest.raises(ValueError, match="repetition_penalty"):
+        model.generate(torch.tensor([PROMPTS[0]]))
+    with pytest.raises(SpecDecError) as error:
+        specdec.generate(model, None, torch.tensor([PROMPTS[0]]))
+    one_line(error, "repetition_penalty=1.5", "generation_config")
+
+
+# how settings are merged: against transformers
+
+OWN = {"max_new_tokens": 5, "eos_token_id": [31, 8], "pad_token_id": 3, "repetition_penalty": 1.3}
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+@pytest.mark.parametrize("own", [{}, OWN, {"max_length": 12}], ids=["no-own", "own", "own-length"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        {},
+        {"repetition_penalty": 2.0},
+        {"max_new_tokens": 9, "pad_token_id": 1},
+        {"max_length": 20},
+        {"max_length": 11},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kwargs", [{}, {"max_new_tokens": 6}, {"eos_token_id": 40}, {"max_length": 20}], ids=str)
+def test_a_given_config_is_filled_from_the_models_own(own, given, kwargs, model):
+    for name, value in own.items():
+        setattr(model.generation_config, name, value)
+    ids = torch.tensor([PROMPTS[0]])
+    if given is not None:
+        kwargs = {**kwargs, "generation_config": GenerationConfig(**given)}
+    before = copy.deepcopy(kwargs), model.generation_config.to_dict()
+    want = model.generate(ids, **kwargs)
+    assert specdec.generate(model, "ngram", ids, **kwargs).tolist() == want.tolist()
+    assert (str(kwargs), model.generation_config.to_dict()) == (str(before[0]), before[1])
+
+
+@pytest.mark.parametrize("length", [8, 9, 20, 27])
+def test_max_length_said_aloud(length, model):
+    """20 too, which is also transformers' default, of new tokens, when nobody says anything."""
+    ids, mask = padded(PROMPTS, "left")
+    kwargs = {"attention_mask": mask, "max_length": length, "pad_token_id": 0, "eos_token_id": None}
+    want = model.generate(ids, **kwargs)
+    assert want.shape == (3, length)
+    assert specdec.generate(model, None, ids, **kwargs).tolist() == want.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+def test_the_default_length_ends_at_the_models_limit(make_target):
+    model = make_target("llama", max_position_embeddings=16)
+    ids = torch.tensor([PROMPTS[0]])
+    assert specdec.generate(model, None, ids).tolist() == model.generate(ids).tolist()
+    assert specdec.generate(model, None, ids).shape == (1, 16)
+
+
+@pytest.mark.parametrize("side", ["left", "none"])
+@pytest.mark.parametrize("end", [None, 40, [40, 77], [0, 40], -1, [-1], 10**6, torch.tensor([40, 77])], ids=str)
+@pytest.mark.parametrize("pad", [None, 0, 40, 1])
+def test_padding_and_ends_without_a_mask(side, end, pad, model):
+    """The mask comes from the padding where padding can be told from an end, as in transformers."""
+    ids = padded(PROMPTS, side, pad=0)[0] if side == "left" else torch.tensor([PROMPTS[0], PROMPTS[0][::-1]])
+    kwargs = {"max_new_tokens": 12, "eos_token_id": end, "pad_token_id": pad}
+    if end == [0, 40] and side == "left":
+        return  # the prompts would be full of ends
+    model.generation_config.eos_token_id = None
+    want = model.generate(ids, **kwargs)
+    assert specdec.generate(model, "ngram", ids, **kwargs).tolist() == want.tolist()
+
+
+def test_an_end_that_is_reached_with_an_inferred_mask(model):
+    ids, mask = padded(PROMPTS, "left")
+    free = model.generate(ids, attention_mask=mask, max_new_tokens=12, pad_token_id=0)
+    ends = [int(free[0, 10]), int(free[1, 13])]
+    for pad in (0, None, 1):
+        kwargs = {"max_new_tokens": 12, "eos_token_id": ends, "pad_token_id": pad}
+        want = model.generate(ids, **kwargs)
+        assert specdec.generate(model, None, ids, **kwargs).tolist() == want.tolist()
+
+
+def test_int32_ids_and_an_empty_prompt(model):
+    ids = torch.tensor([PROMPTS[0]], dtype=torch.int32)
+    out = specdec.generate(model, None, ids, max_new_tokens=3)
+    assert out.dtype == torch.int64 and out.tolist() == model.generate(ids, max_new_tokens=3).tolist()
+    model.generation_config.bos_token_id = 5
+    assert specdec.generate(model, max_new_tokens=3).tolist() == model.generate(max_new_tokens=3).tolist()
+
+
+def test_aliases_and_scalars_in_boxes(model, tmp_path):
+    ids = torch.tensor([PROMPTS[0]])
+    want = model.generate(ids, max_new_tokens=5).tolist()
+    assert specdec.generate(model, inputs=ids, assistant_model="ngram", max_new_tokens=np.int64(5)).tolist() == want
+    assert (
+        specdec.generate(model, "ngram", ids, max_new_tokens=torch.tensor(5), do_sample=np.bool_(False)).tolist()
+        == want
+    )
+    assert (
+        specdec.generate(model, "ngram", ids, max_length=np.int32(12), num_assistant_tokens=np.int8(2)).tolist() == want
+    )
+
+
+def test_a_drafter_by_path(make_target, make_assistant, tmp_path):
+    target = make_target("gemma4-e2b")
+    make_assistant(target, ordered=True).save_pretrained(tmp_path)
+    ids = torch.tensor([PROMPTS[0]])
+    out = specdec.generate(target, Path(tmp_path), ids, max_new_tokens=5)
+    assert out.tolist() == specdec.generate(target, None, ids, max_new_tokens=5).tolist()
+
+
+def test_num_return_sequences_repeats_rows(model):
+    ids, mask = padded(PROMPTS, "left")
+    kwargs = {"max_new_tokens": 6, "do_sample": True, "temperature": 3.0, "top_k": 0, "pad_token_id": 0, "seed": 4}
+    out = specdec.generate(model, "ngram", ids, mask, num_return_sequences=2, **kwargs)
+    assert out[:, :7].tolist() == ids.repeat_interleave(2, dim=0).tolist()
+    assert len({tuple(row) for row in out.tolist()}) == 6
+    repeated = specdec.generate(model, None, *(x.repeat_interleave(2, dim=0) for x in (ids, mask)), **kwargs)
+    assert out.tolist() == repeated.tolist()
+
+
+def test_filters_at_none_are_off(model):
+    """An unset top_k is 50, one that is passed as None is off: in transformers, and here."""
+    ids = torch.tensor([PROMPTS[0]])
+    kwargs = {"max_new_tokens": 24, "do_sample": True, "seed": 1, "temperature": 3.0}
+    none = specdec.generate(model, None, ids, top_k=None, top_p=None, min_p=None, **kwargs).tolist()
+    assert none == specdec.generate(model, None, ids, top_k=0, **kwargs).tolist()
+    assert none != specdec.generate(model, None, ids, **kwargs).tolist()
+    best = specdec.generate(model, None, ids, **{**kwargs, "top_p": 0.0})
+    assert best.tolist() == model.generate(ids, max_new_tokens=24).tolist()
+
+
+def test_return_dict(model):
+    ids = torch.tensor([PROMPTS[0]])
+    want = model.generate(ids, max_new_tokens=4, return_dict_in_generate=True)
+    got = specdec.generate(model, None, ids, max_new_tokens=4, return_dict_in_generate=True)
+    assert isinstance(got, GenerateDecoderOnlyOutput) and type(want) is type(got)
+    assert got.sequences.tolist() == want.sequences.tolist() and got[0].tolist() == got.sequences.tolist()
+
+
+# streamers and stop strings
+
+
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.seen = []
+
+    def put(self, value):
+        self.seen.append(value.tolist())
+
+    def end(self):
+        self.seen.append("end")
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_a_streamer_sees_what_it_sees_in_transformers(drafter, model):
+    ids = torch.tensor([PROMPTS[0]])
+    want, got = Recorder(), Recorder()
+    out = model.generate(ids, max_new_tokens=9, streamer=want)
+    assert specdec.generate(model, drafter, ids, max_new_tokens=9, streamer=got).tolist() == out.tolist()
+    assert got.seen == want.seen
+
+
+def test_a_text_streamer_prints_the_same(model, byte_words, capsys):
+    ids = torch.tensor([PROMPTS[0]])
+    model.generate(ids, max_new_tokens=9, streamer=TextStreamer(byte_words))
+    want = capsys.readouterr().out
+    specdec.generate(model, "ngram", ids, max_new_tokens=9, streamer=TextStreamer(byte_words))
+    assert capsys.readouterr().out == want
+
+
+def test_a_streamer_takes_one_row(model):
+    with pytest.raises(SpecDecError) as error:
+        specdec.generate(model, None, torch.tensor([PROMPTS[0]] * 2), streamer=Recorder(), max_new_tokens=2)
+    one_line(error, "one row, not 2")
+
+
+@pytest.fixture(scope="module")
+def byte_words():
+    """96 tokens of byte-level BPE: letters, digits, words of them, three special ones."""
+    letters = [*"abcdefghijklmnopqrstuvwxyz0123456789ABC", "Ġ", "Ã", "©"]
+    vocab = {piece: i for i, piece in enumerate(letters)}
+    merges = []
+    for a in "abcdefghijklmnopq":
+        for b in "xyz":
+            merges.append((a, b))
+            vocab[a + b] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_end|>", "<s>", "<pad>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_stop_strings_end_where_transformers_ends(seed, model, byte_words):
+    """Strings out of the true continuation: across tokens, begun in the prompt, special, and some that never come."""
+    torch.manual_seed(seed)
+    ids = torch.randint(0, 93, (1, 6))
+    tail = model.generate(ids, max_new_tokens=12)[0]
+    pieces = [byte_words.convert_tokens_to_string([byte_words.convert_ids_to_tokens(int(t))]) for t in tail]
+    text, prompt_len = "".join(pieces), len("".join(pieces[:6]))
+    start = int(torch.randint(max(0, prompt_len - 4), len(text) - 1, ()))
+    stops = [text[start : start + int(torch.randint(1, 5, ()))], "<|im_end|>", "never"]
+    kwargs = {"max_new_tokens": 12, "stop_strings": stops, "tokenizer": byte_words, "pad_token_id": 95}
+    want = model.generate(ids, **kwargs).tolist()
+    assert specdec.generate(model, "ngram", ids, **kwargs).tolist() == want
+    assert specdec.generate(model, None, ids, **kwargs).tolist() == want
+
+
+def test_a_stop_string_that_begins_in_the_prompt(model, byte_words):
+    ids = torch.tensor([PROMPTS[0]])
+    first = int(model.generate(ids, max_new_tokens=1)[0, -1])
+    stop = byte_words.decode([PROMPTS[0][-1]]) + byte_words.decode([first])
+    kwargs = {"max_new_tokens": 9, "stop_strings": stop, "tokenizer": byte_words}
+    out = specdec.generate(model, "ngram", ids, **kwargs)
+    assert out.tolist() == [[*PROMPTS[0], first]] == model.generate(ids, **kwargs).tolist()
+
+
+def test_rows_stop_on_their_own(model, byte_words):
+    """With an end token rows that stopped are padded, as in transformers."""
+    ids, mask = padded(PROMPTS, "left", pad=95)
+    free = model.generate(ids, attention_mask=mask, max_new_tokens=12, pad_token_id=95)
+    stops = [byte_words.decode(free[0, 9:11]), byte_words.decode(free[2, 12:14])]
+    kwargs = {"max_new_tokens": 12, "stop_strings": stops, "eos_token_id": 94, "pad_token_id": 95}
+    want = model.generate(ids, attention_mask=mask, tokenizer=byte_words, **kwargs)
+    assert (want == 95)[:, 7:].any()
+    for config in (None, EngineConfig(max_batch_size=2, max_model_len=40)):
+        got = specdec.generate(model, "ngram", ids, mask, tokenizer=byte_words, engine_config=config, **kwargs)
+        assert got.tolist() == want.tolist()
+
+
+def test_a_tokenizer_by_path(model, byte_words, tmp_path):
+    byte_words.save_pretrained(tmp_path)
+    ids = torch.tensor([PROMPTS[0]])
+    kwargs = {"max_new_tokens": 9, "stop_strings": ["a", "b", "1", "x"]}
+    want = specdec.generate(model, None, ids, tokenizer=byte_words, **kwargs).tolist()
+    assert specdec.generate(model, None, ids, tokenizer=Path(tmp_path), **kwargs).tolist() == want
+
+
+def test_stop_strings_that_the_vocabulary_cannot_write(model, byte_words):
+    with pytest.raises(SpecDecError) as error:
+        specdec.generate(model, None, torch.tensor([PROMPTS[0]]), stop_strings="?", tokenizer=byte_words)
+    one_line(error, "stop_strings='?'", "vocabulary")
+
+
+# what is left behind
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_modes_and_settings_of_the_model_are_kept(fails, model, monkeypatch):
+    model.train()
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    before = json.dumps(model.generation_config.to_dict(), sort_keys=True)
+    kwargs = {"max_new_tokens": 3, "pad_token_id": 0}
+    if fails:
+        streamer = Recorder()
+        monkeypatch.setattr(streamer, "put", lambda value: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            specdec.generate(model, "ngram", torch.tensor([PROMPTS[0]]), streamer=streamer, **kwargs)
+        with pytest.raises(SpecDecError):
+            specdec.generate(model, "no/such-drafter", torch.tensor([PROMPTS[0]]), **kwargs)
+    else:
+        specdec.generate(model, "ngram", torch.tensor([PROMPTS[0]]), **kwargs)
+    assert [module.training for module in model.modules()] == modes
+    assert json.dumps(model.generation_config.to_dict(), sort_keys=True) == before
+
+
+def test_every_argument_of_transformers_generate_is_honoured_or_refused(model):
+    """None of its own parameters may fall on the floor, nor be taken for a typing mistake."""
+    ids = torch.tensor([PROMPTS[0]])
+    for name in inspect.signature(model.generate).parameters:
+        if name not in ("inputs", "kwargs"):
+            assert specdec.generate(model, None, ids, max_new_tokens=2, **{name: None}).shape == (1, 9)
+
+
+def test_a_spec_goes_before_num_assistant_tokens(model):
+    ids = torch.tensor([PROMPTS[0]])
+    out = specdec.generate(model, "ngram", ids, spec=SpecConfig(num_steps=2), num_assistant_tokens=5, max_new_tokens=4)
+    assert out.tolist() == model.generate(ids, max_new_tokens=4).tolist()
