@@ -7,20 +7,32 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install -q -c constraints.txt
+CONSTRAINTS := constraints.txt
+INSTALL := $(PIP) install -q -c $(CONSTRAINTS)
+LATEST := .venv-latest
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test gpu-test check lint format types size layout clean
+.PHONY: help demo test test-fast test-latest gpu-test check lint format types size layout dist clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*##/\1/p' $(MAKEFILE_LIST) | awk '{ name = $$1; $$1 = ""; printf "%-9s%s\n", name, $$0 }'
+	@sed -n 's/^\([a-z-]*\):.*##/\1/p' $(MAKEFILE_LIST) | awk '{ name = $$1; $$1 = ""; printf "%-12s%s\n", name, $$0 }'
 
 demo: $(VENV)/.run  ## install into .venv and run examples/demo.py
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.test  ## install with the test extra and run the tests (JOBS=2 processes)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-fast: $(VENV)/.test  ## the tests without the slow ones: every subsystem, in under a minute
+	$(PYTEST) -q -m "not slow" $(ARGS)
+
+test-latest:  ## the tests on the newest versions that a plain install takes, in .venv-latest
+	$(MAKE) $(LATEST)/.torch VENV=$(LATEST) CONSTRAINTS=constraints-latest.txt
+	$(LATEST)/bin/python -m pip --disable-pip-version-check install -q -c constraints-latest.txt \
+		--upgrade --upgrade-strategy eager -e ".[test]"
+	OMP_NUM_THREADS=1 $(LATEST)/bin/pytest -n $(JOBS) $(ARGS)
 
 gpu-test: $(VENV)/.run  ## on a CUDA device: kernels, timings and the engine as one table (ARGS="--out FILE")
 	$(BIN)/python tools/gpu_test.py $(ARGS)
@@ -48,6 +60,14 @@ size: $(VENV)/.run  ## lines per file and in all; fails on a long file without a
 layout: $(VENV)/.test  ## import order, packages, exports
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/test_layout.py tests/test_exports.py
 
+dist: $(VENV)/.test  ## wheel and sdist in dist/, checked; the demo runs on the wheel in an environment of its own
+	$(INSTALL) -e ".[dist]"
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	rm -rf build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tools/check_dist.py dist
+
 clean:  ## remove what builds and checks leave; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
@@ -56,7 +76,7 @@ $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV)
 
 # torch goes first, by itself, so that no later requirement chooses another build of it
-$(VENV)/.torch: constraints.txt | $(VENV)/pyvenv.cfg
+$(VENV)/.torch: $(CONSTRAINTS) | $(VENV)/pyvenv.cfg
 	$(INSTALL) torch
 	@touch $@
 

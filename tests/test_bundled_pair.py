@@ -54,6 +54,7 @@ def test_the_models_are_small():
     assert sum(size.values()) <= 25e6
 
 
+@pytest.mark.slow
 def test_the_smollm2_head_fits_a_target_of_its_shape():
     """The target is not shipped, so a random one stands in, of the same width, depth and vocabulary."""
     config = LlamaConfig(
@@ -99,6 +100,7 @@ def test_the_drafter_is_accepted(solved):
     assert solved[1].acceptance_length >= MTP_ACCEPTANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "value"), [("WINDOW_SHIFT", -44), ("QUERY_POSITION_OFFSET", -9)])
 def test_a_wrong_convention_costs_acceptance(name, value, problems, solved, monkeypatch):
     """Seeded defects, so that the check above can fail."""
@@ -110,6 +112,7 @@ def test_a_wrong_convention_costs_acceptance(name, value, problems, solved, monk
     assert stats.acceptance_length < solved[1].acceptance_length - 0.1
 
 
+@pytest.mark.slow
 def test_layers_swapped_between_spaces_cost_acceptance(problems, solved, monkeypatch):
     """The sliding layer reading another sliding layer's K/V: right shapes, wrong keys."""
     bind = gemma4_mtp.bind_layers
@@ -122,6 +125,7 @@ def test_layers_swapped_between_spaces_cost_acceptance(problems, solved, monkeyp
     assert run([problem.text for problem in problems[:SOLVED]])[1].acceptance_length < 2.5
 
 
+@pytest.mark.slow
 def test_a_tree_is_accepted_further_than_a_chain():
     chain, chain_stats = run(HARD, num_steps=4)
     tree, tree_stats = run(HARD, num_steps=4, topk=4, num_draft_tokens=16)
@@ -129,6 +133,7 @@ def test_a_tree_is_accepted_further_than_a_chain():
     assert tree_stats.acceptance_length >= chain_stats.acceptance_length + 0.4
 
 
+@pytest.mark.slow
 def test_the_eagle3_head_is_accepted_and_a_tree_further(problems, solved):
     prompts = [problem.text for problem in problems[:SOLVED]]
     chain, chain_stats = run(prompts, "tiny-gemma4-eagle3", num_steps=4)
@@ -152,6 +157,7 @@ def eagle3_text(problems):
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layers", [[3, 16, 28], [1, 14, 26], [27, 15, 2]], ids=["one later", "one earlier", "reversed"]
 )
@@ -168,6 +174,7 @@ def test_wrong_aux_layers_fail_the_acceptance_check(layers, problems, eagle3_tex
     assert length < EAGLE3_ACCEPTANCE - TOLERANCE
 
 
+@pytest.mark.slow
 def test_an_untranslated_page_table_fails_the_acceptance_check(problems, solved, monkeypatch):
     """The frozen drafter's sliding table left in full space: the bug that every engine of the field has had."""
 
@@ -185,6 +192,7 @@ def test_an_untranslated_page_table_fails_the_acceptance_check(problems, solved,
     assert stats.acceptance_length < MTP_ACCEPTANCE <= solved[1].acceptance_length
 
 
+@pytest.mark.slow
 def test_transformers_gives_the_same_text_with_the_same_pair(problems, solved):
     names = ("tiny-gemma4", "tiny-gemma4-mtp")
     with constructible_assistants():

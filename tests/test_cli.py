@@ -74,6 +74,7 @@ def test_raw_leaves_the_chat_template_out(answer):
     assert len(raw["prompt_token_ids"]) < len(answer["prompt_token_ids"])
 
 
+@pytest.mark.slow
 def test_a_seed_makes_sampling_repeatable_with_and_without_drafts():
     args = ("generate", QUESTION, "--json", "-", "--max-new-tokens", "32", "--temperature", "1.0", "--seed", "7")
     outputs = [json.loads(run(*args, "--drafter", name).stdout)["token_ids"] for name in ("auto", "none", "ngram")]
@@ -104,6 +105,7 @@ def test_mistakes_get_one_sentence_and_exit_code_2(args, says):
     assert result.stderr.startswith("specdec: ")
 
 
+@pytest.mark.slow
 def test_bench_reports_speed_acceptance_and_accuracy():
     result = run("bench", "--limit", "3", "--json", "-")
     assert result.exit_code == 0, result.output
@@ -115,6 +117,7 @@ def test_bench_reports_speed_acceptance_and_accuracy():
     assert 0 <= report["accuracy"] <= 1
 
 
+@pytest.mark.slow
 def test_a_tree_gives_the_same_tokens(answer):
     tree = ("--num-steps", "3", "--draft-topk", "4", "--num-draft-tokens", "12")
     out = json.loads(run("generate", QUESTION, "--json", "-", "--max-new-tokens", "48", *tree).stdout)
@@ -201,6 +204,7 @@ def test_help_and_shell_errors_import_nothing_heavy(args, code):
     assert not loaded & {"torch", "transformers", "numpy", "accelerate", "huggingface_hub"}
 
 
+@pytest.mark.slow
 def test_help_takes_less_than_half_the_time_of_importing_torch():
     def seconds(*command):
         start = time.perf_counter()

@@ -193,6 +193,7 @@ def readers_names() -> dict[str, Any]:
     return {"specdec": specdec, "model": model, "assistant": assistant, "input_ids": input_ids, "mask": input_ids > 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", with_blocks("python"))
 def test_python_runs_and_prints_what_the_page_says(page, request, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -200,6 +201,7 @@ def test_python_runs_and_prints_what_the_page_says(page, request, tmp_path, monk
     run_python((ROOT / page).read_text("utf-8"), str(ROOT / page), {"__name__": "docs", **names})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", with_blocks("sh"))
 def test_shell_commands_exist(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

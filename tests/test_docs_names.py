@@ -10,6 +10,7 @@ import ast
 import builtins
 import importlib
 import inspect
+import pkgutil
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -20,8 +21,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-
-import specdec
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ("docs/log.md", "docs/results/")  # of what was: they name what has gone since
@@ -68,10 +67,12 @@ def literals() -> str:
 
 @cache
 def words() -> set[str]:
-    """Every word of a program or the Makefile, in a string or not, and the names of tests."""
-    found = set(re.findall(r"[A-Z]\w+", (ROOT / "Makefile").read_text("utf-8")))
+    """Every word of a program, in a string or not, the names of tests, and the variables of what runs them."""
+    found = set()
+    for name in ("Makefile", ".github/workflows/ci.yml"):
+        found |= set(re.findall(r"[A-Z][A-Z_]+", (ROOT / name).read_text("utf-8")))
     for path, text in sources().items():
-        found |= set(re.findall(r"(?<=def )test_\w+" if path.startswith("tests/") else r"[A-Za-z_]\w*", text))
+        found |= set(re.findall(r"(?<=def )test_\w+" if path.startswith("tests/test_") else r"[A-Za-z_]\w*", text))
     return found
 
 
@@ -91,8 +92,6 @@ def parameters_of_commands() -> Iterator[str]:
 
 def product_object(name: str) -> Any:
     """The class or function that the product calls by this name, also `engine` for an `Engine`; else None."""
-    if name == "specdec":
-        return specdec
     defined = [vars(module).get(each) for each in (name, name.title()) for module in modules()]
     return next((x for x in defined if inspect.isclass(x) or inspect.isfunction(x)), None)
 
@@ -106,8 +105,20 @@ def has_member(owner: Any, name: str) -> bool:
     )
 
 
+def can_be_imported(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
 def faults_of_expression(node: ast.AST) -> Iterator[str]:
     """Names in an expression that nothing is called by."""
+    if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("specdec."):
+        if not can_be_imported(ast.unparse(node)):
+            yield ast.unparse(node)
+        return
     if isinstance(node, ast.Attribute):
         owner = product_object(ast.unparse(node.value).rpartition(".")[2])
         found = node.attr in words() if owner is None else has_member(owner, node.attr)
@@ -164,6 +175,9 @@ def faults(span: str) -> list[str]:
     """What of one span in backticks does not exist."""
     if FOREIGN.match(span):
         return []
+    if span.startswith("make "):
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+        return [word for word in span.partition(" ARGS=")[0].split()[1:] if "=" not in word and word not in targets]
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)*/", span):
         return [] if (ROOT / span).is_dir() else [span]
     files = [] if span.startswith("http") else FILE.findall(span)
@@ -226,6 +240,7 @@ def test_files_listed_on_a_page_exist(page):
         ".item()",
         "--max-new-tokens",
         "specdec bench --limit 3",
+        'make test-fast ARGS="-k trees" JOBS=8',
         "pip install --no-deps anything",
         "config.json",
         "table.py",
@@ -247,12 +262,13 @@ def test_faults_passes(span):
         ("no_such_function(seen)", "no_such_function"),
         ("Engine.no_such_method", "Engine.no_such_method"),
         ("engine.no_such_method()", "engine.no_such_method"),
-        ("specdec.no_such_module.thing", "specdec.no_such_module"),
+        ("specdec.no_such_module.thing", "specdec.no_such_module.thing"),
         ("SpecConfig(num_stepz=4)", "SpecConfig(num_stepz=)"),
         ("no_such_setting=3", "no_such_setting="),
         ("--no-such-option", "--no-such-option"),
         ("specdec bench --no-such-option 3", "--no-such-option"),
         ("no_such_file.json", "no_such_file.json"),
+        ("make no-such-target", "no-such-target"),
         ("no_such_folder/", "no_such_folder/"),
         ("kvcache/no_such_file.py", "kvcache/no_such_file.py"),
         ("no program prints this sentence", "no program prints this sentence"),

@@ -60,6 +60,7 @@ def test_greedy_trees_equal_the_eager_forward(
     assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("spec", SPECS[:2], ids=spec_id)
 def test_eagle3_trees_equal_the_eager_forward(
@@ -75,6 +76,7 @@ def test_eagle3_trees_equal_the_eager_forward(
         assert sum(sum(out.stats.accepted_counts) for out in outputs) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 @pytest.mark.parametrize("spec", SPECS[:2], ids=spec_id)
 @pytest.mark.parametrize(

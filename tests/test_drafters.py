@@ -121,6 +121,7 @@ def drafter_of(make_assistant, make_engine, scripted, tree_script):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("name", ["ngram", "mtp", "mtp-centroid", "trees"])

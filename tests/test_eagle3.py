@@ -420,6 +420,7 @@ def make_spy(case: Case, folder: Path, model: Any, **kwargs: Any) -> tuple[Spy, 
     return Spy(eagle3_drafter(folder, TargetModel(model), aux_layers=aux), **kwargs), tensors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topk", [1, 2])
 @pytest.mark.parametrize(("kind", "page_size"), [*((kind, 1) for kind in CASES), ("specforge", 4), ("modelopt", 4)])
 def test_logits_and_kv_equal_a_dense_head(
@@ -464,6 +465,7 @@ def test_an_auxiliary_layer_off_by_one_is_caught(tmp_path, make_target, hf_forwa
     assert float((right[1][0][0] - wrong[1][0][0])[ids].abs().max()) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["llama", "gemma4-e2b", "gpt_oss", "qwen3"])
 def test_output_is_that_of_the_target(
     target: str, tmp_path, make_target, make_engine, greedy_oracle, random_prompt

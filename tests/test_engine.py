@@ -233,6 +233,7 @@ def test_stop_strings_across_token_borders(
     assert_empty(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [None, "perfect"])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("at", range(10))
@@ -370,6 +371,7 @@ def test_preempted_samples_are_the_same(make_target, make_engine, random_prompt,
     assert_empty(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_a_long_text_holds_a_window_of_swa_slots(
     page_size, make_target, make_engine, random_prompt, hf_forward, monkeypatch
@@ -527,6 +529,7 @@ def test_a_prompt_may_be_any_kind_of_row_of_ids(given, make_target, make_engine)
     assert [out.token_ids for out in engine.generate([given, [5, 9, 3]], params)] == [want.token_ids] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma4-e2b", "mistral", "llama"])
 @pytest.mark.parametrize("page_size", [1, 8, 32])
 @pytest.mark.parametrize("num_steps", [1, 9])

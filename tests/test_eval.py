@@ -92,6 +92,7 @@ def test_the_worked_examples_are_right_and_not_among_the_problems():
         assert example.text not in held_out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chat_template", "shots", "used", "stops"), [(None, None, 8, True), (None, 0, 0, True), ("x", None, 0, False)]
 )
@@ -227,6 +228,7 @@ def test_the_plot_is_a_png(fixed_report, tmp_path):
 # runs on the bundled pair
 
 
+@pytest.mark.slow
 def test_greedy_accuracy_is_the_same_and_transcripts_match(report):
     speculative, plain = report["runs"]["speculative"], report["runs"]["plain"]
     assert report["comparison"]["equal"] == 7
@@ -267,6 +269,7 @@ def test_a_wrong_token_is_found(monkeypatch):
     assert comparison["unequal"][0]["logit_margin"] > 0
 
 
+@pytest.mark.slow
 def test_sampling_depends_on_the_seed_and_the_problem_only(tmp_path):
     def texts(name, seed, batch_size, drafter):
         params = SamplingParams(24, temperature=1.0, seed=seed)
@@ -310,6 +313,7 @@ def test_other_settings_are_refused_and_named(tmp_path):
     assert "a 1" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_every_setting_that_changes_an_output_is_compared(report, folder):
     for change in (
         {"limit": 6},
@@ -324,6 +328,7 @@ def test_every_setting_that_changes_an_output_is_compared(report, folder):
             evaluate_gsm8k(*PAIR, folder=folder, **{**SMALL, **change})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0.2, 0.5, 0.9])
 def test_a_file_cut_anywhere_is_completed(kept, report, folder, tmp_path):
     """At the end and in the middle of a line; lines that were whole stay as they are."""
@@ -341,6 +346,7 @@ def finished(folder):
     return sum(max(path.read_bytes().count(b"\n") - 1, 0) for path in folder.glob("transcripts-*.jsonl"))
 
 
+@pytest.mark.slow
 def test_killed_three_times_it_ends_with_the_same_report(report, tmp_path):
     rng = random.Random(4)
     for _ in range(3):
@@ -358,6 +364,7 @@ def test_killed_three_times_it_ends_with_the_same_report(report, tmp_path):
     assert without_timing(again) == without_timing(report)
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_same_report(report, tmp_path):
     one_machine = ("--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
     launch = [sys.executable, "-m", "accelerate.commands.launch", *one_machine, "--num_processes", "2"]

@@ -95,6 +95,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     return importlib.import_module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_program_runs_and_says_what_it_should(name, run):
     if name in ELSEWHERE:
@@ -114,6 +115,7 @@ def test_every_program_has_help_and_usage_lines(name, run):
     assert f"python examples/{name}" in (EXAMPLES / name).read_text("utf-8").split('"""')[1]
 
 
+@pytest.mark.slow
 def test_a_script_starts_from_any_folder(tmp_path):
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "gemma4_mtp.py"), "--max-new-tokens", "8"],
@@ -133,6 +135,7 @@ def test_the_held_out_problems_are_made_again(run, tmp_path):
     assert (tmp_path / "again.jsonl").read_text("utf-8") == HELD_OUT_PROBLEMS.read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_a_model_writes_different_prompts_that_training_reads(run, module):
     program, prompts = module("self_prompts"), Path("prompts.jsonl")
     arguments = "--target tiny-gemma4 --count 3 --batch 4 --out prompts.jsonl"
@@ -149,6 +152,7 @@ def test_a_model_writes_different_prompts_that_training_reads(run, module):
             program.user_turn(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMPARING)
 def test_a_difference_is_an_error(command, run, monkeypatch):
     whole = Engine._make_requests
@@ -223,6 +227,7 @@ def test_first_difference(ours, reference, want, module):
     assert module("chat_session").first_difference(ours, reference) == want
 
 
+@pytest.mark.slow
 def test_streams_advance_together_and_no_more_than_a_batch_is_open(module):
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     config = EngineConfig(max_batch_size=2, max_model_len=64)

@@ -8,6 +8,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
 import specdec
 from specdec.config import SpecConfig
 
@@ -46,6 +48,7 @@ def run_python(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_import_alone_loads_nothing_heavy():
     heavy = "{'torch', 'transformers', 'numpy'}"
     out = run_python(f"import specdec, sys; print(sorted({heavy} & set(sys.modules)), specdec.__version__)")
@@ -72,6 +75,7 @@ def test_every_way_of_importing_gives_the_same_object():
     assert pickle.loads(pickle.dumps(specdec.generate)) is specdec.generate
 
 
+@pytest.mark.slow
 def test_generate_is_a_function_whatever_is_imported():
     out = run_python("import specdec.commands.generate, specdec.hf_generate, specdec; print(type(specdec.generate))")
     assert out == "<class 'function'>\n"

@@ -48,6 +48,7 @@ def test_families(family, drafter, page_size, make_target, make_engine, greedy_o
     assert {out.finish_reason for out in outputs} == {"length"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("ordered", [False, True], ids=["dense", "centroid"])
 def test_mtp(gemma4_family, ordered, page_size, make_target, make_assistant, make_engine, greedy_oracle, prompts):
@@ -67,6 +68,7 @@ def test_random_trees(family, page_size, make_target, make_engine, greedy_oracle
     assert all(out.stats.acceptance_length > 1.2 for out in outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("name", ["gemma4-e2b", "gpt_oss", "llama", "mistral"])
 @pytest.mark.parametrize("num_steps", [3, 12])
@@ -106,6 +108,7 @@ def test_wrong_drafts_are_never_accepted(name, page_size, make_target, make_engi
     assert {out.stats.acceptance_length for out in outputs} == {1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 7, 512])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("name", ["gemma4-e2b", "gemma4-31b", "gpt_oss", "qwen3"])
@@ -142,6 +145,7 @@ def test_pools_just_large_enough(
     assert out.stats.preemptions == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("name", ["gemma4-e2b", "gpt_oss", "llama", "mistral"])
 @pytest.mark.parametrize("factor", [1.0, 1.5])

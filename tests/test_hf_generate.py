@@ -299,7 +299,7 @@ def test_arguments_that_ask_for_nothing_pass(name, model):
         ({"inputs": torch.tensor([[1]])}, ["input_ids", "inputs"]),
         ({"assistant_model": "ngram", "drafter": "ngram"}, ["drafter", "assistant_model"]),
     ],
-    ids=str,
+    ids=lambda value: str(value).partition(" object at ")[0],
 )
 def test_refusals_say_what_to_do(kwargs, parts, model):
     with pytest.raises(SpecDecError) as error:

@@ -287,6 +287,7 @@ class KVMachine(RuleBasedStateMachine):
                 assert self.at(Space.SWA, swa_slots[evicted:]) == expected[evicted:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [WINDOW, None], ids=["swa", "full-only"])
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_random_histories(page_size: int, window: int | None):

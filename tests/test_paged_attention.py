@@ -175,6 +175,7 @@ def test_trees_behind_prefixes_of_odd_length(length: int, num_rows: int) -> None
     Case([length, 5], num_rows, parents=bushy(num_rows)).check(tiles=SMALL)
 
 
+@pytest.mark.slow
 def test_a_tree_of_every_bit() -> None:
     Case([20], 64, parents=bushy(64)).check(tiles=SMALL)
     Case([1], 63, parents=chain(63)).check(tiles=SMALL)
@@ -220,6 +221,7 @@ def test_frozen_queries_read_the_committed_prefix_only(num_rows: int) -> None:
     Case([33, 1, 0], num_rows, kind="frozen", heads=(4, 2), spare_pages=3).check(tiles=SMALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 5, 20])
 @pytest.mark.parametrize("num_rows", [1, 17, 63])
 def test_prefill_chunks(num_rows: int, window: int | None) -> None:
@@ -239,6 +241,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     Case([35, 4], 3, dtype=dtype, head_dim=16, heads=(4, 2), window=30).check(tiles=SMALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split_len", [None, 16, 48])
 def test_default_tiles_and_fixed_splits(split_len: int | None) -> None:
     tiles = None if split_len is None else SMALL

@@ -200,6 +200,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_same_tokens_with_and_without_speculation(
@@ -305,6 +306,7 @@ def test_law_of_a_draw(settings, axis):
     assert_follows(drawn.flatten().bincount(minlength=8), transformers_log_p(params, logits, [0]).exp())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.8, "repetition_penalty": 1.3}], ids=str)
 @pytest.mark.parametrize("drafter", ["mtp", "tree", "ngram"])
 def test_law_of_three_tokens(

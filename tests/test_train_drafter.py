@@ -275,6 +275,7 @@ def run(examples, monkeypatch, target: Path, prompts: Path, out: Path, more: str
     return json.loads((out / "training" / "report.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_a_run_leaves_a_drafter_that_loads(
     kind, examples, monkeypatch, checkpoint, prompts, tmp_path, byte_tokenizer
@@ -292,6 +293,7 @@ def test_a_run_leaves_a_drafter_that_loads(
     assert engine.generate(prompt, params)[0].token_ids == plain.generate(prompt, params)[0].token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_a_stopped_run_goes_on(kind, examples, monkeypatch, checkpoint, prompts, tmp_path) -> None:
     """Stopped among the answers and then in training, it asks for no answer twice and ends with the same number of
@@ -369,6 +371,7 @@ def test_an_interrupted_run_keeps_what_it_has(examples, monkeypatch, checkpoint,
     assert "going on from step 2" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_two_processes_train_one_head(checkpoint, prompts, tmp_path) -> None:
     """Each takes its own prompts and rows; averaged gradients keep one set of weights, which the first one saves."""
     out = tmp_path / "pair"
@@ -405,6 +408,7 @@ def test_averaged_halves_are_the_whole_batch(examples, make_target) -> None:
     torch.testing.assert_close(gradients[0], (gradients[1] + gradients[2]) / 2, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_trained_head_is_accepted_and_an_off_by_one_layer_is_not(examples, make_target, greedy_oracle) -> None:
     """Training and engine agree about what position i holds; reading the states one layer early shows."""
     model = make_target("llama")

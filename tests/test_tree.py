@@ -180,6 +180,7 @@ def walk(tokens: list[int], parents: list[int], drawn: list[int]) -> tuple[list[
         emitted.append(drawn[following[0]])
 
 
+@pytest.mark.slow
 @given(trees())
 @QUICK
 def test_from_parents_against_a_walk_to_the_root(case: tuple[list[int], list[int], list[int]]):
@@ -194,6 +195,7 @@ def test_from_parents_against_a_walk_to_the_root(case: tuple[list[int], list[int
         assert tree.depth[0, node] == len(line) - 1
 
 
+@pytest.mark.slow
 @given(st.lists(trees(), min_size=1, max_size=4))
 @QUICK
 def test_accept_against_a_plain_walk(cases: list[tuple[list[int], list[int], list[int]]]):

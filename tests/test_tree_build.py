@@ -122,6 +122,7 @@ def forests(draw: st.DrawFn) -> tuple[list[list[float]], list[list[int]], int, i
     return scores, parents, draw(st.integers(1, min(count + 1, 64))), levels
 
 
+@pytest.mark.slow
 @QUICK
 @given(forests())
 def test_select_is_a_naive_best_first_search(forest: tuple[list[list[float]], list[list[int]], int, int]):

@@ -88,6 +88,7 @@ def eagle3(model, windows=(None, 6)):
     return Eagle3Drafter(head.eval(), torch.randperm(VOCAB)[:9].sort().values, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "drafter", "spec", "page_size"),
     [
@@ -276,6 +277,7 @@ def test_dtypes_and_heads_that_the_kernels_cannot_do(make_target):
         Engine(wide, config=EngineConfig(attention="triton", max_model_len=64))
 
 
+@pytest.mark.slow
 def test_the_gpu_script_says_that_there_is_no_gpu():
     script = Path(__file__).resolve().parent.parent / "tools" / "gpu_test.py"
     if not script.exists():

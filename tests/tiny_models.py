@@ -49,15 +49,20 @@ FAMILIES = [
     *("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe", "mistral"),
 ]
 GEMMA4_FAMILIES = [family for family in FAMILIES if family.startswith("gemma4")]
+FAST_FAMILIES = ("gemma4-e2b", "gemma2", "gpt_oss", "llama")  # shared K/V, softcaps, sinks, full attention alone
 
 
-@pytest.fixture(params=FAMILIES)
+def each_of(families: list[str]) -> list[Any]:
+    return [family if family in FAST_FAMILIES else pytest.param(family, marks=pytest.mark.slow) for family in families]
+
+
+@pytest.fixture(params=each_of(FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     """Every family of target, one test each."""
     return str(request.param)
 
 
-@pytest.fixture(params=GEMMA4_FAMILIES)
+@pytest.fixture(params=each_of(GEMMA4_FAMILIES))
 def gemma4_family(request: pytest.FixtureRequest) -> str:
     """Every family that has MTP assistants."""
     return str(request.param)

@@ -1,0 +1,117 @@
+"""What is shipped: wheel and sdist are whole, the version has one place, and CI and hooks call targets that exist."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+import specdec
+
+ROOT = Path(__file__).resolve().parent.parent
+
+pytestmark = pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="needs the checkout")
+
+
+@pytest.fixture(scope="module")
+def check_dist() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_dist", ROOT / "tools" / "check_dist.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_are_whole(check_dist, tmp_path):
+    copy = tmp_path / "checkout"
+    left = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "*.egg-info", ".*_cache", "*.safetensors")
+    shutil.copytree(ROOT, copy, ignore=left)
+    both = "from setuptools import build_meta as b; b.build_sdist('../dist'); b.build_wheel('../dist')"
+    (tmp_path / "dist").mkdir()
+    done = subprocess.run([sys.executable, "-c", both], cwd=copy, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    [wheel], [sdist] = (list((tmp_path / "dist").glob(pattern)) for pattern in ("*.whl", "*.tar.gz"))
+    assert check_dist.contents_faults(wheel, sdist, copy) == []
+
+
+def test_the_version_has_one_place():
+    assert project()["dynamic"] == ["version"] and "version" not in project()
+    sources = [path for folder in ("specdec", "tools", "tests") for path in (ROOT / folder).rglob("*.py")]
+    assert [path.name for path in sources if f'"{specdec.__version__}"' in path.read_text("utf-8")] == ["__init__.py"]
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+
+
+def targets_called(text: str) -> set[str]:
+    """Targets of every `make` in a workflow, a hook file or a script."""
+    lines = re.findall(r"\bmake ((?:[\w-]+(?:=\S+)? ?)+)", text)
+    return {word for line in lines for word in line.split() if "=" not in word}
+
+
+@pytest.mark.parametrize("name", [".ci/run", ".github/workflows/ci.yml", ".pre-commit-config.yaml"])
+def test_the_targets_that_are_called_exist(name):
+    text = (ROOT / name).read_text("utf-8")
+    called = targets_called(re.sub(r"(?m)^\s*#.*$", "", text))
+    assert called and called <= make_targets()
+
+
+def test_the_workflow_runs_every_python_that_is_claimed():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text("utf-8"))
+    claimed = [c.rpartition(" ")[2] for c in project()["classifiers"] if re.search(r":: 3\.\d+$", c)]
+    assert workflow["jobs"]["pinned"]["strategy"]["matrix"]["python"] == claimed == ["3.11", "3.12", "3.13"]
+    assert project()["requires-python"] == f">={claimed[0]}"
+
+
+def test_everything_that_is_needed_is_pinned():
+    """A requirement without a line in constraints.txt would be another version tomorrow; two have a reason."""
+    pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
+    extras = project()["optional-dependencies"].values()
+    wanted = {re.match(r"[\w-]+", line)[0] for lines in (project()["dependencies"], *extras) for line in lines}
+    assert wanted - pinned == {"triton", "setuptools"}  # torch chooses its triton; any setuptools from 77 on builds
+
+
+# the checks themselves
+
+
+def test_what_is_missing_in_an_sdist_is_named(check_dist):
+    names = {name for folder in check_dist.SHIPPED for name in check_dist.files_of(ROOT, folder)}
+    names |= {path.name for pattern in check_dist.AT_THE_ROOT for path in ROOT.glob(pattern)}
+    assert check_dist.sdist_faults(names, ROOT) == []
+    missing = {"examples/demo.py", "tests/conftest.py", "docs/README.md", "LICENSE"}
+    assert check_dist.sdist_faults(names - missing, ROOT) == [f"the sdist lacks {name}" for name in sorted(missing)]
+
+
+def test_what_a_wheel_should_not_be_is_named(check_dist, tmp_path):
+    for name in ("specdec/__init__.py", "specdec/py.typed", "kvcache/table.py", "kvcache/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    whole = {"specdec/__init__.py", "specdec/py.typed", "specdec/kvcache/table.py", "x.dist-info/licenses/LICENSE"}
+    assert check_dist.wheel_faults(whole, tmp_path) == []
+    assert check_dist.wheel_faults({"specdec/__init__.py", "kvcache/table.py"}, tmp_path) == [
+        "the wheel lacks specdec/kvcache/table.py",
+        "the wheel lacks specdec/py.typed",
+        "the wheel lacks the LICENSE",
+        "the wheel installs kvcache/table.py outside the package",
+    ]
+
+
+def test_metadata_that_differs_is_named(check_dist):
+    text = "Name: a\nVersion: 1.0\nRequires-Python: >=3.11\nLicense-Expression: MIT\n"
+    wanted = {"name": "a", "version": "1.1", "requires-python": ">=3.11", "license": "MIT"}
+    assert check_dist.metadata_faults(text, wanted) == ["Version is 1.0, not 1.1"]
+
+
+def test_targets_called_finds():
+    assert targets_called("make check test\n- run: make dist PYTHON=python\n") == {"check", "test", "dist"}
