@@ -4,45 +4,35 @@
     modelopt     NVIDIA: the same with more flags in `eagle_config`
     speculators  RedHatAI: `transformer_layer_config` nested, flags at the top level
 
-Invariant: a setting that could change what the head computes is honoured or refused, never skipped. What cannot be told
-from the file at all (is an id the layer a state enters or leaves) follows the rule of `resolve_aux_ids`.
+Which keys there are is in `eagle3_keys`. What cannot be told from the file at all follows a rule and is said aloud: is
+an id the layer that a state enters or leaves (`resolve_aux_ids`), what does `norm_output` mean (`read_norm_output`).
 """
 
 import logging
-import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specdec.draft_models.eagle3_keys import AUX_IDS, EAGLE_CONFIG, Settings, is_speculators
 from specdec.errors import CheckpointError, UnsupportedModelError
 
 logger = logging.getLogger("specdec")
 
-AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-FIXED_FLAGS: dict[str, Any] = {
-    "use_input_layernorm_in_first_layer": True,
-    "use_mtp_layernorm": False,
-    "next_layer_regular": True,
-    "parallel_draft_step": 1,
-    "parallel_drafting": False,
-    "is_causal": True,
-    "logit_scale": 1.0,
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
 }
-"""Flags with the one value (None counts as it) under which a head computes what `Eagle3Head` does."""
-READ_FLAGS = (*NORM_FLAGS, "use_aux_hidden_state", "use_last_layernorm", "has_lm_head", "num_aux_hidden_states")
-HARMLESS = frozenset(
-    {"add_cross_attention", "attention_bias", "do_sample", "draft_vocab_size", "eagle_config"}
-    | {"early_stopping", "embed_requires_grad", "enable_sp_ulysses", "has_no_defaults_at_init", "is_decoder"}
-    | {"is_encoder_decoder", "mlp_bias", "norm_topk_prob", "num_eagle_features", "output_attentions"}
-    | {"output_hidden_states", "output_scores", "parallel_draft_heads_num_layers", "pretraining_tp"}
-    | {"remove_invalid_values", "return_dict", "return_dict_in_generate", "rms_norm_eps", "rope_scaling"}
-    | {"target_hidden_size", "tie_encoder_decoder", "tie_word_embeddings", "torchscript", "use_bfloat16"}
-    | {"use_cache", "use_sliding_window"}
+"""RoPE types with what each needs."""
+ROPE_NUMBERS = frozenset(
+    {"attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor", "mscale"}
+    | {"mscale_all_dim", "original_max_position_embeddings", "partial_rotary_factor", "rope_theta"}
 )
-"""Keys of a config that are read elsewhere, or that belong to training and generation."""
-FLAG_NAME = re.compile(r"norm|eagle|draft|scale|scaling|residual|multiplier|softcap|parallel|fc_|_fc")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_KEYS = ROPE_NUMBERS | {"rope_type", "truncate", "mrope_section", "mrope_interleaved"}
+"""Honoured, or (mrope: the three positions of a text token are the same one) harmless for text."""
+KINDS = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,66 +129,85 @@ def resolve_aux_ids(config: Mapping[str, Any], num_layers: int, override: Sequen
     return tuple(ids)
 
 
-def read_flags(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """(values of READ_FLAGS, the llama fields), after refusing what is not known."""
-    nested: Mapping[str, Any] = config.get("eagle_config") or {}
-    layer: Mapping[str, Any] = config.get("transformer_layer_config") or config
-    known = {*FIXED_FLAGS, *READ_FLAGS, AUX_IDS}
-    for key, value in [*config.items(), *layer.items()]:
-        flag = isinstance(value, bool) or (value is not None and FLAG_NAME.search(key))
-        if flag and key not in known | HARMLESS and not key.startswith("speculators_"):
-            raise _unknown(name, key, value)
-    for key, value in nested.items():
-        if key not in known | HARMLESS:
-            raise _unknown(name, f"eagle_config.{key}", value)
-    flags: dict[str, Any] = {}
-    for source in (config, layer, nested):
-        for key in known - {AUX_IDS}:
-            value = source.get(key)
-            if value is None:
-                continue
-            if flags.setdefault(key, value) != value:
-                raise CheckpointError(
-                    f"{name}: {key} is {flags[key]} in one place of its config and {value} in another"
-                )
-    for key, wanted in FIXED_FLAGS.items():
-        if flags.get(key, wanted) != wanted:
-            raise UnsupportedModelError(f"{name}: {key}={flags[key]}; specdec runs EAGLE-3 heads with {wanted} only")
-    if config.get("quantization_config") or layer.get("quantization_config"):
-        raise UnsupportedModelError(f"{name}: the head is quantised; specdec loads fp32, fp16 and bf16 heads")
-    if "speculators_model_type" in config and "norm_before_residual" not in config:
-        logger.warning("%s: norm_before_residual is absent and read as False, as speculators does (vLLM: True)", name)
-    return flags, layer
+def read_norm_output(config: Mapping[str, Any], name: str) -> tuple[bool, bool]:
+    """(does lm_head read norm(a), does the next draft step): `norm_output` means one or the other.
 
-
-def _unknown(name: str, key: str, value: object) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{name}: flag {key}={value!r} is not known and may change what the head computes; "
-        f"known are {', '.join(sorted({*FIXED_FLAGS, *READ_FLAGS, AUX_IDS}))}"
+    In `eagle_config` and in speculators' format it is the second, as for vLLM and SGLang. At the top level of the
+    SpecForge format it is the first, as SpecForge trains up to 0.2: its heads feed a back un-normed, always.
+    """
+    nested, top = (config.get(EAGLE_CONFIG) or {}).get("norm_output"), config.get("norm_output")
+    if nested is not None:
+        return True, bool(nested)
+    if top is None or is_speculators(config):
+        return True, bool(top)
+    logger.warning(
+        "%s: norm_output=%s is read as SpecForge means it (lm_head reads %s, the next draft step a); if it says "
+        "whether norm(a) is fed back, as for vLLM and SGLang, put it into eagle_config",
+        name,
+        top,
+        "norm(a)" if top else "a",
     )
+    return bool(top), False
 
 
-def read_windows(layer: Mapping[str, Any], num_layers: int, name: str) -> tuple[int | None, ...]:
-    """Sliding window of each draft layer: by `layer_types`, else on every layer that a window is set for."""
-    window = layer.get("sliding_window")
-    if window is None or layer.get("use_sliding_window") is False:
+def read_windows(settings: Settings, num_layers: int, name: str) -> tuple[int | None, ...]:
+    """Sliding window of each draft layer, by `layer_types`. Without them a `sliding_window` means nothing, as in both
+    reference packages, except where Qwen3's config makes them: behind `max_window_layers`, when it is to be used."""
+    window, kinds = settings.get("sliding_window"), settings.get("layer_types")
+    is_qwen3 = settings["model_type"] == "qwen3"
+    use = settings.get("use_sliding_window", kinds is not None)  # a list says it; Qwen3's config makes none unasked
+    says = f"sliding_window={window} with layer_types={reprlib.repr(kinds)} on {num_layers} layers"
+    if kinds is None:
+        first = int(settings.get("max_window_layers", 28)) if is_qwen3 and use and window else num_layers
+        kinds = [KINDS[i >= first] for i in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) < num_layers or any(k not in KINDS for k in kinds[:num_layers]):
+        raise UnsupportedModelError(f"{name}: {says}; one of {', '.join(KINDS)} is wanted for each")
+    kinds = kinds[:num_layers]  # some heads carry the list of their target
+    if "sliding_attention" not in kinds:
         return (None,) * num_layers
-    kinds = list(layer.get("layer_types") or ["sliding_attention"] * num_layers)[:num_layers]
-    if len(kinds) != num_layers or set(kinds) - {"sliding_attention", "full_attention"} or int(window) < 1:
-        raise UnsupportedModelError(f"{name}: sliding_window={window} with layer_types={kinds} on {num_layers} layers")
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise UnsupportedModelError(f"{name}: {says}; a sliding layer needs a whole number of 1 or more")
+    if not use:
+        raise CheckpointError(f"{name}: {says}, but use_sliding_window is not true")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def read_rope(layer: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """`rope_parameters` of transformers 5 from whichever spelling the config has; the newer one wins."""
-    rope: dict[str, Any] = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
-    kind = rope.pop("type", None)
-    rope["rope_type"] = rope.get("rope_type") or kind or "default"
-    rope["rope_theta"] = float(rope.get("rope_theta") or layer.get("rope_theta") or 10000.0)
-    partial = rope.get("partial_rotary_factor") or layer.get("partial_rotary_factor") or 1.0
-    if rope["rope_type"] not in ROPE_TYPES or partial != 1.0:
+def read_rope(settings: Settings, name: str, speculators: bool = False) -> dict[str, Any]:
+    """`rope_parameters` of transformers 5 from whichever spelling the config has; for `rope_theta` the newer one wins.
+    speculators gives a head whose parameters are told apart by layer type those of sliding layers."""
+    newer, older = (_rope_object(settings.get(key)) for key in ("rope_parameters", "rope_scaling"))
+    if speculators and isinstance(newer.get("sliding_attention"), dict):
+        newer = _rope_object(newer["sliding_attention"])
+    stated = [{key: value for key, value in rope.items() if key != "rope_theta"} for rope in (newer, older) if rope]
+    if len(stated) == 2 and stated[0] != stated[1]:
+        raise CheckpointError(f"{name}: rope_parameters={newer} contradict rope_scaling={older}")
+    rope = {"rope_type": "default"} | (newer or older)
+    rope["rope_theta"] = rope.get("rope_theta", settings.get("rope_theta", 10000.0))
+    kind, partial = rope["rope_type"], rope.get("partial_rotary_factor", 1.0)
+    if kind not in ROPE_TYPES or partial != 1.0:
         raise UnsupportedModelError(
-            f"{name}: rope_type={rope['rope_type']!r} with partial_rotary_factor={partial}; supported are "
+            f"{name}: rope_type={kind!r} with partial_rotary_factor={partial}; supported are "
             f"{', '.join(ROPE_TYPES)} over whole heads"
         )
+    for key, value in rope.items():
+        if key not in ROPE_KEYS:
+            raise UnsupportedModelError(f"{name}: {key}={reprlib.repr(value)} of its RoPE is not known")
+        if key in ROPE_NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+            raise CheckpointError(f"{name}: {key}={reprlib.repr(value)} of its RoPE, a number is wanted")
+    if missing := [key for key in ("rope_theta", *ROPE_TYPES[kind]) if not rope.get(key)]:
+        raise CheckpointError(f"{name}: rope_type={kind!r} without {', '.join(missing)}")
+    rope["rope_theta"] = float(rope["rope_theta"])
+    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if (not mscale) if all_dim else mscale not in (None, 1):
+        raise UnsupportedModelError(
+            f"{name}: RoPE with mscale={mscale} and mscale_all_dim={all_dim}, which SpecForge and transformers read "
+            "differently; supported are both above 0, or neither"
+        )
     return rope
+
+
+def _rope_object(value: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Without what is not set, and `type` under its newer name."""
+    rope = {key: v for key, v in (value or {}).items() if v is not None}
+    kind = rope.pop("type", None)
+    return rope if kind is None else {"rope_type": kind} | rope

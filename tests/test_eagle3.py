@@ -67,8 +67,8 @@ CASES = {
     "specforge-3.1": Case(
         "specforge",
         (2, 0, 3),
-        nested={"eagle_aux_hidden_state_layer_ids": [1, -1, 2]},
-        written={"fc_norm": True, "norm_output": True, "sliding_window": 5, "model_type": "qwen3"},
+        nested={"eagle_aux_hidden_state_layer_ids": [1, -1, 2], "norm_output": True},
+        written={"fc_norm": True, "sliding_window": 5, "layer_types": ["sliding_attention"]},
         qk_norm=True,
         fc_norm=True,
         norm_output=True,

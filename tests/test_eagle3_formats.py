@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
 from specdec.draft_models.eagle3_config import Eagle3Spec, TargetShape, is_eagle3_config, resolve_aux_ids
 from specdec.draft_models.eagle3_format import Eagle3Checkpoint, read_head, write_head
+from specdec.draft_models.eagle3_keys import HARMLESS, HARMLESS_NAME, HONOURED, NEUTRAL
 from specdec.draft_models.eagle3_model import Eagle3Head, draft_kv_bytes, load_head
 from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError
 
@@ -180,8 +182,15 @@ def test_legacy_names_of_state_norms(folder: Path, edit) -> None:
     ("layer", "windows"),
     [
         ({}, (None,)),
-        ({"sliding_window": 9}, (9,)),
+        ({"sliding_window": 9}, (None,)),  # nothing says which layers it is for: full, as in both reference packages
+        ({"sliding_window": 9, "use_sliding_window": True}, (None,)),
         ({"sliding_window": 9, "use_sliding_window": False}, (None,)),
+        ({"sliding_window": 9, "model_type": "mistral"}, (None,)),
+        ({"sliding_window": 9, "layer_types": ["sliding_attention"]}, (9,)),
+        # Qwen3's config makes the list: full up to max_window_layers (28 unless it says so), sliding behind
+        ({"sliding_window": 9, "use_sliding_window": True, "model_type": "qwen3"}, (None,)),
+        ({"sliding_window": 9, "use_sliding_window": True, "model_type": "qwen3", "max_window_layers": 0}, (9,)),
+        ({"sliding_window": 9, "model_type": "qwen3", "max_window_layers": 0}, (None,)),  # not to be used
         ({"sliding_window": 9, "layer_types": ["full_attention"]}, (None,)),
         ({"sliding_window": 9, "layer_types": ["sliding_attention"] * 4}, (9,)),  # the target's list, cut
     ],
@@ -331,6 +340,258 @@ def test_refusals(kind: str, edit) -> None:
     config, tensors, error, message = REFUSALS[kind]
     with pytest.raises(error, match=message):
         load(edit(config, tensors))
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 6, "vocab_size": 60}
+
+
+@pytest.mark.parametrize("config_class", [PreTrainedConfig, LlamaConfig, Qwen3Config, MistralConfig])
+def test_every_key_of_transformers_configs_is_known(config_class, edit) -> None:
+    """The table knows each, and what a fresh config says changes nothing."""
+    config = config_class(**SIZES).to_dict()
+    unknown = {
+        key for key in config if key not in HONOURED | NEUTRAL.keys() | HARMLESS and not HARMLESS_NAME.search(key)
+    }
+    assert unknown == set()
+    config |= {"rms_norm_eps": SPEC.rms_norm_eps, "max_position_embeddings": SPEC.max_position_embeddings}
+    config["model_type"] = config["model_type"] or "llama"
+    assert load(edit(config | {"rope_theta": None, "rope_scaling": None})).spec == SPEC
+
+
+def test_every_key_of_speculators_config_is_known(folder: Path) -> None:
+    """A head as speculators 0.9 writes it: flags at the top, layer fields nested."""
+    config = json.loads((folder / "config.json").read_text())
+    written = {
+        "architectures": ["Eagle3DraftModel"],
+        "draft_vocab_size": 20,
+        AUX: [2, 4, 5],
+        "embed_requires_grad": False,
+        "fc_norm": False,
+        "has_no_defaults_at_init": False,
+        "model_type": "speculator_model",
+        "norm_before_fc": False,
+        "norm_before_residual": True,
+        "norm_output": True,
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": None}},
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "target_hidden_size": None,
+        "tie_word_embeddings": True,
+        "transformer_layer_config": LlamaConfig(**SIZES, rms_norm_eps=1e-5).to_diff_dict(),
+        "transformers_version": "5.17.0",
+    }
+    assert config["draft_vocab_size"] == 20
+    (folder / "config.json").write_text(json.dumps(written))
+    wanted = varied(norm_before_residual=True, norm_output=True, rms_norm_eps=1e-5, max_position_embeddings=2048)
+    assert load(folder).spec == wanted
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [(key, other) for key in sorted(NEUTRAL) for other in (0.25, "alibi", True, False) if other not in NEUTRAL[key]],
+)
+def test_a_key_that_is_neutral_at_one_value_only_is_refused_at_others(key, value, edit) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"{key}={value!r}; specdec runs EAGLE-3 heads with"):
+        load(edit({key: value}))
+    assert load(edit({key: NEUTRAL[key][0]})).spec == SPEC
+
+
+@pytest.mark.parametrize("key", [*sorted(HARMLESS), "torch_dtype", "bos_token_id", "num_experts", "attention_dropout"])
+def test_a_harmless_key_changes_nothing(key, edit) -> None:
+    assert load(edit({key: 7})).spec == SPEC
+
+
+# a hunt over configs: each was read as if it were not there
+UNREAD: dict[str, Any] = {
+    "attn_type": "linear",
+    "attention_chunk_size": 64,
+    "attention_multiplier": 0.3,
+    "attn_logit_softcapping": 30.0,
+    "clip_qkv": 8,
+    "final_logit_softcapping": 30.0,
+    "no_rope_layers": [0],
+    "partial_rotary_factor": 0.5,
+    "position_embedding_type": "alibi",
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 1e4,
+    "rotary_dim": 4,
+    "rotary_pct": 0.25,
+    "swiglu_limit": 7.0,
+}
+
+
+@pytest.mark.parametrize("place", ["top", "eagle_config", "speculators"])
+@pytest.mark.parametrize("key", sorted(UNREAD))
+def test_a_key_that_changes_the_computation_is_refused_by_name(key, place, folder, edit) -> None:
+    added = {key: UNREAD[key]}
+    if place == "speculators":
+        layer = json.loads((folder / "config.json").read_text()) | added
+        flags = {"draft_vocab_size": 20, "norm_before_residual": False, "speculators_model_type": "eagle3"}
+        for flag in ("eagle_config", "architectures", "torch_dtype"):
+            layer.pop(flag)
+        (folder / "config.json").write_text(json.dumps(flags | {"transformer_layer_config": layer}))
+    else:
+        edit(added if place == "top" else {"eagle_config": {AUX: [1, 3, 4]} | added})
+    with pytest.raises(UnsupportedModelError, match=key):
+        load(folder)
+
+
+def test_a_scale_of_queries_and_a_rotated_width_that_are_the_heads_own_pass(edit) -> None:
+    assert load(edit({"query_pre_attn_scalar": 6, "rotary_dim": 6, "rotary_pct": 1.0})).spec == SPEC
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"num_attention_heads": 8}, r"num_attention_heads=8 with head_dim=6 .*q_proj.weight is \[24, 32\]"),
+        ({"head_dim": 8}, r"head_dim=8 .*q_proj.weight is \[24, 32\], the config says \[32, 32\]"),
+        ({"head_dim": None}, r"head_dim=4 .*q_proj.weight is \[24, 32\]"),
+        ({"head_dim": 7}, "head_dim=7; .* even"),
+        ({"num_key_value_heads": 1}, r"num_key_value_heads=1 with head_dim=6 .*k_proj.weight is \[12, 32\]"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 do not group over num_key_value_heads=3"),
+        ({"num_key_value_heads": None}, r"num_key_value_heads=4 .*k_proj"),
+        ({"intermediate_size": 25}, r"intermediate_size=25 .*gate_proj.weight is \[24, 16\]"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers=2, the file holds 1"),
+        ({"vocab_size": 64}, "vocab_size=64, but t2d tells of 60 tokens"),
+        ({"vocab_size": 32}, "vocab_size=32, but t2d tells of 60 tokens"),
+        ({"draft_vocab_size": 30}, "draft_vocab_size=30, but lm_head has 20 rows"),
+        ({"target_hidden_size": 32}, "target_hidden_size=32, but target target has 16"),
+        ({"hidden_size": 24}, "hidden_size"),
+        ({"hidden_size": None}, "config.json says no hidden_size"),
+        ({"num_attention_heads": None}, "config.json says no num_attention_heads"),
+        ({"hidden_size": "16"}, "hidden_size='16', a whole number above 0 is wanted"),
+        ({"num_attention_heads": 4.0}, "num_attention_heads=4.0, a whole number"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0, a whole number above 0"),
+        ({"fc_norm": "yes"}, "fc_norm='yes', true or false is wanted"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps='small', a number is wanted"),
+        ({"rope_scaling": "linear"}, "rope_scaling='linear', an object is wanted"),
+        ({"eagle_config": [1]}, r"eagle_config=\[1\], an object is wanted"),
+        ({"eagle_config": {AUX: 3}}, f"eagle_config.{AUX}=3, a list is wanted"),
+        ({"hidden_act": "swish2"}, "hidden_act='swish2'"),
+        ({"attention_bias": True}, "attention_bias=True, but there is no layers.0.self_attn.q_proj.bias"),
+        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc=True"),
+    ],
+)
+def test_sizes_that_contradict_the_file_or_the_target_are_named(changed, says, edit) -> None:
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=says) as caught:
+        read_head(edit(changed), TARGET)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_a_head_of_a_smaller_vocabulary_than_the_targets_is_refused(edit) -> None:
+    with pytest.raises(CheckpointError, match="vocab_size=58, target target has 60 tokens"):
+        load(edit({"vocab_size": 58}, {"t2d": None}))
+
+
+def test_a_padded_vocabulary_is_accepted(edit) -> None:
+    padded = torch.zeros(64, dtype=torch.bool).index_fill_(0, IDS, True)
+    assert load(edit({"vocab_size": 64}, {"t2d": padded})).spec == SPEC
+
+
+@pytest.mark.parametrize(
+    ("top", "nested", "speculators", "final_norm", "fed_back", "warns"),
+    [
+        (None, None, False, True, False, False),
+        (True, None, False, True, False, True),  # SpecForge: lm_head reads norm(a), the next step a
+        (False, None, False, False, False, True),  # SpecForge: nothing is normed
+        (None, True, False, True, True, False),
+        (True, True, False, True, True, False),  # as write_head says it, for servers and for itself
+        (False, False, False, True, False, False),
+        (None, None, True, True, False, False),
+        (True, None, True, True, True, False),
+        (False, None, True, True, False, False),
+    ],
+)
+def test_norm_output_means_what_its_format_means(
+    top, nested, speculators, final_norm, fed_back, warns, folder, caplog
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["eagle_config"]["norm_output"] = nested
+    if speculators:
+        config = {"speculators_model_type": "eagle3", "transformer_layer_config": config, AUX: [2, 4, 5]}
+        config |= {"norm_before_residual": False, "draft_vocab_size": 20}
+        config["transformer_layer_config"].pop("eagle_config")
+    (folder / "config.json").write_text(json.dumps(config | {"norm_output": top}))
+    with caplog.at_level(logging.WARNING, "specdec"):
+        spec = load(folder).spec
+    assert (spec.final_norm, spec.norm_output) == (final_norm, fed_back)
+    assert any("norm_output" in record.getMessage() for record in caplog.records) is warns
+
+
+def test_norm_output_that_contradicts_the_last_norm_is_refused(edit) -> None:
+    flags = {AUX: [1, 3, 4], "use_last_layernorm": True}
+    with pytest.raises(CheckpointError, match="use_last_layernorm=True, but norm_output=False"):
+        load(edit({"norm_output": False, "eagle_config": flags}))
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        ({"layer_types": ["chunked_attention"]}, "layer_types=.'chunked_attention'."),  # no window, still unknown
+        ({"layer_types": "full_attention"}, "layer_types='full_attention'"),
+        ({"layer_types": []}, r"layer_types=\[\] on 1 layers"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_window=None with layer_types"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 0}, "sliding_window=0"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": True}, "sliding_window=True"),
+        (
+            {"layer_types": ["sliding_attention"], "sliding_window": 9, "use_sliding_window": False},
+            "sliding_window=9 .* use_sliding_window is not true",
+        ),
+    ],
+)
+def test_layer_types_that_cannot_be_meant_are_refused(layer, says, edit) -> None:
+    with pytest.raises(SpecDecError, match=says):
+        load(edit(layer))
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("rope", "says"),
+    [
+        ({"rope_scaling": LLAMA3}, "rope_type='llama3' without original_max_position_embeddings"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_type='linear' without factor"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor='2' of its RoPE, a number is wanted"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "slope": 3}}, "slope=3 of its RoPE is not known"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0.5}}, "mscale=0.5 and mscale_all_dim=None"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention=.* is not known"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+            "rope_parameters=.*contradict rope_scaling=",
+        ),
+        ({"rope_theta": 0}, "rope_type='default' without rope_theta"),
+    ],
+)
+def test_rope_that_is_incomplete_or_contradicts_itself_is_refused(rope, says, edit) -> None:
+    with pytest.raises(SpecDecError, match=says):
+        read_head(edit(rope), TARGET)
+
+
+def test_rope_in_both_spellings_as_specforge_exports_it(edit) -> None:
+    scaling = LLAMA3 | {"original_max_position_embeddings": 64}
+    config = {"rope_scaling": scaling, "rope_parameters": scaling | {"rope_theta": 5e5}, "rope_theta": 5e5}
+    assert load(edit(config)).spec.rope == scaling | {"rope_theta": 5e5}
+
+
+def test_windows_of_two_sizes_are_not_written(tmp_path: Path) -> None:
+    spec = varied(windows=(7, 9))
+    with pytest.raises(UnsupportedModelError, match=r"sliding windows \[7, 9\]"):
+        write_head(tmp_path, spec, fresh(spec), TARGET, IDS)
+
+
+def test_a_head_without_a_last_norm_is_written(tmp_path: Path) -> None:
+    spec = varied(final_norm=False)
+    write_head(tmp_path, spec, fresh(spec), TARGET, IDS)
+    assert load(tmp_path).spec == spec
+
+
+def test_a_tied_head_is_refused(edit) -> None:
+    tensors = {"embed_tokens.weight": torch.ones(60, 16), "lm_head.weight": None, "d2t": None, "t2d": None}
+    with pytest.raises(UnsupportedModelError, match="tie_word_embeddings=True"):
+        load(edit({"tie_word_embeddings": True, "draft_vocab_size": 60}, tensors))
 
 
 def test_folders_that_are_no_heads(tmp_path: Path) -> None:
