@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.commands.generate import DRAFTED_STYLE, coloured
-from specdec.evaluation.bench import read_prompts
+from specdec.evaluation.data import read_prompts
 from specdec.evaluation.scoring import is_correct
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 

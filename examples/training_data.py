@@ -23,7 +23,7 @@ from word_problems import heldout, heldout_questions, stream
 
 from specdec import Engine, SamplingParams
 from specdec.errors import ConfigError
-from specdec.evaluation.bench import json_lines
+from specdec.evaluation.data import json_lines
 
 WORD_PROBLEMS = "word-problems"
 QUESTION, ANSWER = 1, 2  # kind of each token; 0 is padding

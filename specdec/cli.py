@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, Any, Literal, ParamSpec
 
 import typer
 from typer.core import TyperCommand
@@ -88,6 +88,7 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
+Task = Literal["gsm8k", "mt-bench", "humaneval", "spec-bench"]
 Target = Annotated[str, typer.Option(help="Hub id, folder or bundled name.")]
 DrafterName = Annotated[
     str,
@@ -121,8 +122,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-eval_app = typer.Typer(help="Accuracy on a benchmark, with speculation, without, or both.", no_args_is_help=True)
-app.add_typer(eval_app, name="eval")
 
 
 @app.callback()
@@ -182,17 +181,24 @@ def bench(
     """Measure tokens/s with and without the drafter; refuses to print figures if any output differs."""
 
 
-@eval_app.command("gsm8k", cls=Command)
+@app.command("eval", cls=Command, no_args_is_help=True)
 @runs("evaluate", "evaluate")
-def eval_gsm8k(
+def evaluate(
+    task: Annotated[Task, typer.Argument(help="What to evaluate on.")],
     target: Target = "tiny-gemma4",
     drafter: DrafterName = "auto",
     data: Annotated[
-        str, typer.Option(help="JSONL file, 'hub' or 'bundled'; auto: bundled for tiny-gemma4, else hub.")
+        str,
+        typer.Option(help="JSONL file; gsm8k: also 'hub' or 'bundled'; auto: bundled for tiny-gemma4, else hub."),
     ] = "auto",
-    limit: Limit = 0,
-    compare: Annotated[bool, typer.Option("--compare", help="Also decode without the drafter, and compare.")] = False,
-    shots: Annotated[int | None, typer.Option(help="Worked examples; default: 0 with a template, else 8.")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="So many problems, the first of each category; 0: all.")] = 0,
+    compare: Annotated[
+        bool | None,
+        typer.Option("--compare/--no-compare", help="Also decode without the drafter; default: unless it is gsm8k."),
+    ] = None,
+    shots: Annotated[
+        int | None, typer.Option(help="Worked examples of gsm8k; default: 0 with a chat template, else 8.")
+    ] = None,
     instruction: Annotated[str, typer.Option(help="A line to put behind every question.")] = "",
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
@@ -200,7 +206,7 @@ def eval_gsm8k(
     top_p: KeepP = 1.0,
     min_p: MinP = 0.0,
     seed: Annotated[int, typer.Option(help="Seeds every problem, by its number.")] = 0,
-    batch_size: BatchSize = 8,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Prompts at a time; default: 8 for gsm8k, 1.")] = None,
     num_steps: NumSteps = 4,
     draft_topk: DraftTopK = 1,
     num_draft_tokens: NumDraftTokens = None,
@@ -215,7 +221,10 @@ def eval_gsm8k(
     dtype: DtypeName = None,
     device: Device = None,
 ) -> None:
-    """GSM8K accuracy, strict (`#### n`) and by the last number; with --compare, with and without the drafter.
+    """Is it right, and how much faster?
+
+    gsm8k: accuracy, strict (`#### n`) and by the last number. mt-bench, humaneval and spec-bench: speed and acceptance
+    only, by category; answers are not judged and programs are not executed.
 
     Several GPUs or machines: accelerate launch -m specdec.cli eval gsm8k ...
     """

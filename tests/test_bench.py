@@ -5,7 +5,8 @@ import json
 import pytest
 
 from specdec import SpecDecError
-from specdec.evaluation.bench import Contestant, _require_parity, read_prompts
+from specdec.evaluation.contest import Contestant, require_parity
+from specdec.evaluation.data import read_prompts
 
 
 def test_prompts_come_from_the_three_usual_keys(tmp_path):
@@ -30,9 +31,9 @@ def test_no_figures_when_an_output_differs():
         return made
 
     plain = contestant("specdec, no drafter", [[1, 2], [3, 4]])
-    _require_parity([plain, contestant("specdec, x", [[1, 2], [3, 4]])])
+    require_parity([plain, contestant("specdec, x", [[1, 2], [3, 4]])])
     with pytest.raises(SpecDecError, match="prompt 1 differs from plain decoding at token 1"):
-        _require_parity([plain, contestant("specdec, x", [[1, 2], [3, 5]])])
+        require_parity([plain, contestant("specdec, x", [[1, 2], [3, 5]])])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.plan import plan_frozen
 from specdec.draft_models import gemma4_mtp
 from specdec.draft_models.registry import constructible_assistants
-from specdec.evaluation.bench import read_prompts
+from specdec.evaluation.data import read_prompts
 from specdec.evaluation.scoring import final_number
 from specdec.kvcache.spaces import SlotTable, Space, SwaLoc
 from specdec.models.bundled import BUNDLED_DIR, BUNDLED_NAMES, HELD_OUT_PROBLEMS

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from specdec import Engine, __version__
+from specdec import Engine, SpecDecError, __version__
 from specdec.cli import app
 from specdec.commands.bench import bench
 from specdec.commands.evaluate import evaluate
@@ -20,6 +21,7 @@ from specdec.commands.generate import coloured, generate
 from specdec.commands.models import models
 from specdec.models.bundled import BUNDLED_NAMES
 from specdec.models.published import EAGLE3_PAIRS, GEMMA4_PAIRS
+from specdec.request import StreamDelta
 
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
 
@@ -159,7 +161,7 @@ def test_eval_says_no_before_it_works(tmp_path, monkeypatch):
     nowhere = run(*EVAL, "--json", str(tmp_path / "nowhere" / "report.json"))
     assert nowhere.exit_code == 2
     assert "nowhere" in re.sub(r"[\s│]", "", nowhere.stderr)  # the box may break a path
-    monkeypatch.setattr("specdec.evaluation.report.find_spec", lambda name: None)
+    monkeypatch.setattr("specdec.evaluation.plot.find_spec", lambda name: None)
     no_plots = run(*EVAL, "--png", str(tmp_path / "report.png"))
     assert no_plots.exit_code == 2
     assert "specdec-runtime[plots]" in no_plots.stderr
@@ -249,7 +251,6 @@ def test_a_declared_command_and_its_body_take_the_same_options():
         return command.callback.__wrapped__
 
     commands = typer.main.get_command(app).commands
-    commands = {**commands, "eval": commands["eval"].commands["gsm8k"]}
     assert set(commands) == set(bodies)
     for name, body in bodies.items():
         assert list(inspect.signature(declared(commands[name])).parameters) == list(inspect.signature(body).parameters)
@@ -291,3 +292,118 @@ def test_a_device_that_is_not_there_is_one_sentence(command):
     assert result.exit_code == 2
     assert result.stderr.startswith("specdec: device='cuda' cannot be used")
     assert result.stderr.count("\n") == 1
+
+
+# interrupted, piped, and misused
+
+
+def test_ctrl_c_ends_with_130_and_keeps_what_is_finished(tmp_path):
+    """Against the process itself: a signal while it works, the report of before, and the same command again."""
+    report, folder = tmp_path / "report.json", tmp_path / "kept"
+    report.write_text("before")
+    args = ["eval", "gsm8k", "--limit", "40", "--batch-size", "1", "--max-new-tokens", "48"]
+    command = [sys.executable, "-m", "specdec.cli", *args, "--transcripts", str(folder), "--json", str(report)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    path = folder / "transcripts-0.jsonl"
+    while process.poll() is None and not (path.exists() and path.read_bytes().count(b"\n") > 3):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert process.returncode == 130, err
+    assert re.fullmatch(
+        r"specdec: interrupted; \d+ of 40 problems are finished, kept in .*: the same command goes on\n", err
+    )
+    assert out.startswith("| run | strict accuracy")  # of what was finished
+    assert report.read_text() == "before"
+
+
+def test_ctrl_c_in_a_benchmark_prints_what_all_have_done(monkeypatch):
+    calls = []
+    generate = Engine.generate
+
+    def interrupted(engine, *args, **kwargs):
+        calls.append(engine)
+        if len(calls) == 6:  # two warm up, one prompt by both, then the second contestant of the second prompt
+            raise KeyboardInterrupt
+        return generate(engine, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "generate", interrupted)
+    result = run("bench", "--limit", "3", "--max-new-tokens", "8")
+    assert result.exit_code == 130
+    assert result.stderr == "specdec: interrupted; 1 of 3 prompts were measured\n"
+    assert "tiny-gemma4, 1 prompts, batch 1" in result.stdout
+
+
+def test_ctrl_c_while_an_answer_streams(monkeypatch):
+    def stream(engine, *args):
+        yield StreamDelta("half an ans", [1], [False], None)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "stream", stream)
+    result = run("generate", "x")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "half an ans\n", "specdec: interrupted\n")
+
+
+@pytest.mark.parametrize("command", ["models", "generate --help", "bench --limit 1 --max-new-tokens 2 --drafter none"])
+def test_a_reader_who_has_gone_ends_it_quietly(command):
+    arguments = [sys.executable, "-m", "specdec.cli", *command.split()]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()  # before anything is written
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
+@pytest.mark.parametrize("option", ["--json", "--markdown", "--png"])
+def test_a_path_that_cannot_be_written_is_refused_before_the_work(option, tmp_path, monkeypatch):
+    monkeypatch.setattr(Engine, "from_pretrained", lambda *args, **kwargs: pytest.fail("it began to work"))
+    result = run(*EVAL, option, str(tmp_path / "nowhere" / "report"))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("specdec: ") and "cannot be written: No such file or directory" in result.stderr
+    result = run(*EVAL, "--json", str(tmp_path / "a"), "--markdown", str(tmp_path / "a"))
+    assert "named for two outputs" in result.stderr
+
+
+def test_a_fault_leaves_the_report_before(tmp_path, monkeypatch):
+    path = tmp_path / "report.json"
+    assert run(*EVAL, "--json", str(path)).exit_code == 0
+    before = path.read_bytes()
+
+    def fault(*args, **kwargs):
+        raise SpecDecError("a fault")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "generate", fault)
+        assert run(*EVAL, "--json", str(path)).stderr == "specdec: a fault\n"
+    assert path.read_bytes() == before
+    monkeypatch.setattr("os.fsync", lambda file: fault())
+    assert run(*EVAL, "--json", str(path)).stderr == "specdec: a fault\n"
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["report.json"]
+
+
+@pytest.mark.parametrize("command", [("bench",), ("eval", "gsm8k")], ids=lambda words: words[0])
+def test_negative_limits_are_refused(command):
+    result = run(*command, "--limit", "-1")
+    assert result.exit_code == 2
+    assert "greater than or equal to 0" in re.sub(r"[\s│]+", " ", result.stderr)
+
+
+def test_a_speed_task_from_the_shell(tmp_path):
+    data = tmp_path / "code.jsonl"
+    data.write_text(json.dumps({"task_id": "x/0", "prompt": "def add(a, b):\n", "test": "assert add(1, 2) == 3"}))
+    picture = tmp_path / "report.png"
+    result = run("eval", "humaneval", "--data", str(data), "--max-new-tokens", "8", "--png", str(picture))
+    assert result.exit_code == 0, result.output
+    assert "- speed-up: " in result.stdout
+    assert "humaneval: programs are not executed: speed and acceptance only." in result.stdout
+    assert "max_batch_size 1;" in result.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    alone = run("eval", "humaneval", "--data", str(data), "--max-new-tokens", "8", "--no-compare")
+    assert "speed-up" not in alone.stdout
+    assert "needs its prompts" in run("eval", "mt-bench").stderr
+    assert "'gsm9k' is not one of" in re.sub(r"[\s│]+", " ", run("eval", "gsm9k").stderr)
+
+
+def test_nothing_moves_on_standard_error_off_a_terminal():
+    result = run("bench", "--limit", "1", "--max-new-tokens", "2")
+    assert result.stderr == ""

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +16,16 @@ import torch
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
 from specdec.evaluation import evaluate as evaluation
-from specdec.evaluation.bench import read_prompts
-from specdec.evaluation.evaluate import evaluate_gsm8k, find_parting, open_transcripts, problem_seed, read_transcripts
-from specdec.evaluation.gsm8k import EXEMPLARS, load_problems, prompt_ids
-from specdec.evaluation.report import make_report, markdown, save_plot
+from specdec.evaluation.data import Problem, read_prompts
+from specdec.evaluation.evaluate import evaluate, evaluate_gsm8k, find_parting, problem_seed
+from specdec.evaluation.gsm8k import EXEMPLARS, load_problems, question_text
+from specdec.evaluation.plot import save_plot, title
+from specdec.evaluation.progress import Interrupted
+from specdec.evaluation.report import make_report, markdown
 from specdec.evaluation.scoring import final_number
-from specdec.models.bundled import HELD_OUT_PROBLEMS
+from specdec.evaluation.tasks import choose, cut, dialogue_ids
+from specdec.evaluation.transcripts import open_transcripts, read_transcripts
+from specdec.models.bundled import HELD_OUT_PROBLEMS, resolve_name
 from specdec.models.loading import load_tokenizer
 
 PAIR = ("tiny-gemma4", "tiny-gemma4-mtp")
@@ -49,6 +55,10 @@ class Characters:
 
     def __call__(self, text):
         return {"input_ids": list(map(ord, text))}
+
+
+def prompt_ids(tokenizer, question, chat, shots, instruction):
+    return dialogue_ids(tokenizer, [question_text(question, chat, shots, instruction)], [], chat)
 
 
 def as_text(ids):
@@ -163,7 +173,7 @@ def record(index, speculative, plain, parting=None):
         return {"text": text, "token_ids": [], "finish_reason": "stop", "stats": stats, "seconds": seconds}
 
     runs = {"speculative": run(speculative, 4, [4, 2], 0.5), "plain": run(plain, 9, [], 2.0)}
-    return {"index": index, "parting": parting, "runs": runs}
+    return {"index": index, "turn": 0, "parting": parting, "runs": runs}
 
 
 ANSWERS = ["#### 1", "#### 2", "#### 3", "#### 4"]
@@ -173,7 +183,7 @@ RECORDS = [
     record(2, "#### 3", "#### 4, no, 3", {"position": 0, "logit_margin": 0.5}),
     record(3, "#### 5", "#### 5"),
 ]
-SETTINGS = {"target": "t", "problems": 4, "temperature": 0.0, "stop": []}
+SETTINGS = {"task": "gsm8k", "target": "t", "drafter": "d", "problems": 4, "temperature": 0.0, "stop": []}
 
 
 @pytest.fixture
@@ -202,6 +212,7 @@ def test_the_report_of_fixed_records(fixed_report):
         "hardware": "a machine",
         "speculative": {"seconds": 2.0, "tokens_per_second": 20.0},
         "plain": {"seconds": 8.0, "tokens_per_second": 5.0},
+        "speed_up": 4.0,
     }
 
 
@@ -217,7 +228,64 @@ def test_markdown_says_what_was_found(fixed_report):
     assert "| speculative | 50.0 % (15.0 to 85.0) | 75.0 % (30.1 to 95.4) | 0 | 2.50 | 1.00, 0.50 | 20.0 |" in text
     assert "- equal transcripts: 2 of 4\n" in text
     assert "- problem 1 parts at token 3, logit margin 0.0001\n" in text
-    assert text.endswith("target t; problems 4; temperature 0.0; a machine")
+    assert text.endswith("task gsm8k; target t; drafter d; problems 4; temperature 0.0; a machine")
+
+
+def test_a_comparison_says_the_speed_up(fixed_report):
+    assert "\n- speed-up: 4.00x (speculative over plain, tokens/s; 2 of 4 outputs differ)\n" in markdown(fixed_report)
+
+
+def test_a_speed_task_gives_no_speed_where_an_output_differs():
+    ungraded = make_report(SETTINGS, None, RECORDS, "a machine")
+    assert "speed_up" not in ungraded["timing"]
+    text = markdown(ungraded)
+    assert "- no speed-up: 2 of 4 outputs differ from plain decoding\n" in text
+    assert "| speculative | 0 | 2.50 | 1.00, 0.50 | withheld |" in text
+    assert "speed-up" not in title(ungraded)
+    equal = make_report(SETTINGS, None, [{**one, "parting": None} for one in RECORDS], "a machine")
+    assert equal["timing"]["speed_up"] == 4.0
+    assert "| speculative | 0 | 2.50 | 1.00, 0.50 | 20.0 |" in markdown(equal)
+
+
+def test_categories_and_turns_have_figures_of_their_own():
+    second = {**RECORDS[3], "turn": 1, "parting": None}
+    records = [*({**one, "parting": None} for one in RECORDS), second]
+    report = make_report(SETTINGS, None, records, "a machine", ["qa", "qa", None, "rag"], "not judged")
+    assert {name: group["problems"] for name, group in report["categories"].items()} == {"qa": 2, "other": 1, "rag": 1}
+    assert {name: group["problems"] for name, group in report["turns"].items()} == {"turn 1": 4, "turn 2": 1}
+    text = markdown(report)
+    assert "| qa | 2 | 2.50 | 20.0 | 5.0 | 4.00x |" in text
+    assert "| turn 2 | 1 | 2.50 | 20.0 | 5.0 | 4.00x |" in text
+    assert "gsm8k: not judged." in text
+
+
+def test_every_kind_of_parting_has_its_line():
+    partings = [{"position": None, "logit_margin": None}, {"position": 7, "logit_margin": None}]
+    records = [{**RECORDS[0], "turn": 1, "parting": partings[0]}, {**RECORDS[1], "parting": partings[1]}]
+    text = markdown(make_report(SETTINGS, None, records, "a machine"))
+    assert "- problem 0, turn 2, follows an answer that differs\n" in text
+    assert "- problem 1 ends in one run at token 7, and goes on in the other\n" in text
+
+
+def test_the_picture_says_what_was_run_and_found(fixed_report):
+    assert title(fixed_report) == (
+        "gsm8k, 4 problems: t, drafter d\nspeed-up 4.00x, acceptance length 2.50, 2 of 4 outputs equal"
+    )
+
+
+def test_the_axes_of_the_picture_end_where_the_figures_can(fixed_report, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure))
+    report = make_report(SETTINGS, ANSWERS, RECORDS, "a machine", ["qa", "qa", "rag", "rag"])
+    save_plot(report, str(tmp_path / "report.png"))
+    panels = {axes.get_title(): axes for axes in drawn[0].axes}
+    assert panels["accuracy, Wilson 95 % interval"].get_ylim() == (0, 1)
+    assert panels["rounds that accept the draft"].get_ylim() == (0, 1)
+    assert list(panels["rounds that accept the draft"].get_xticks()) == [1, 2]
+    assert panels["acceptance length"].get_xlim() == (1, 3)
+    assert panels["speed"].get_ylim()[0] == 0
 
 
 def test_the_plot_is_a_png(fixed_report, tmp_path):
@@ -289,7 +357,149 @@ def test_seeds_of_problems_are_distinct_and_valid():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-# going on after a kill
+def test_paths_and_the_word_none_are_understood(tmp_path):
+    data = tmp_path / "some.jsonl"
+    data.write_text('{"question": "a", "answer": "#### 1"}\n')
+    report = evaluate_gsm8k(Path(resolve_name("tiny-gemma4")), "none", data=data, params=SamplingParams(2))
+    assert list(report["runs"]) == ["plain"]
+    assert report["settings"]["drafter"] is None
+    drafter = Path(resolve_name("tiny-gemma4-mtp"))
+    report = evaluate_gsm8k("tiny-gemma4", drafter, data=str(data), params=SamplingParams(2))
+    assert report["settings"]["drafter"] == str(drafter)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"limit": -1}, "limit=-1"),
+        ({"target": 5}, "target is a int"),
+        ({"drafter": torch.nn.Linear(1, 1)}, "drafter is a Linear;"),
+        ({"task": "gsm9k"}, "task='gsm9k' is unknown; choose one of gsm8k, mt-bench"),
+        ({"task": "mt-bench"}, "mt-bench needs its prompts"),
+        ({"task": "humaneval", "shots": 2}, "shots=2: humaneval has no worked examples"),
+        ({"params": SamplingParams(1_000_000)}, "problem 0 may take 10000"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_mistakes_are_one_sentence(arguments, says):
+    with pytest.raises(SpecDecError, match=says) as caught:
+        evaluate(**{"task": "gsm8k", "target": "tiny-gemma4", "limit": 1, **arguments})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(SpecDecError, match="device='cuda:99' cannot be used"):
+        evaluate_gsm8k("tiny-gemma4", limit=1, config=EngineConfig(device="cuda:99"))
+
+
+# which problems, in which batches
+
+
+def of_categories(*names):
+    return [Problem(("?",), None, name) for name in names]
+
+
+def test_a_small_evaluation_has_something_of_every_category():
+    problems = of_categories("a", "a", "a", "b", "b", "c")
+    assert [choose(problems, count) for count in (1, 2, 3, 4, 6, 9)] == [
+        [0],
+        [0, 3],
+        [0, 3, 5],
+        [0, 1, 3, 5],
+        [0, 1, 2, 3, 4, 5],
+        [0, 1, 2, 3, 4, 5],
+    ]
+    assert choose(of_categories(None, None, None), 2) == [0, 1]
+
+
+def test_a_batch_is_of_one_category():
+    problems = of_categories("a", "b", "a", "a", "b")
+    assert cut(problems, [0, 1, 2, 3, 4], 2) == [(0, 2), (3,), (1, 4)]
+
+
+# dialogues
+
+QUESTIONS = [
+    {"turns": ["Tom has 3 apples.", "And now?"], "category": "math"},
+    {"turns": ["Ann has 4 bags of 6 marbles. How many?"], "category": "math"},
+    {"turns": ["Say one.", "Say two."], "category": "writing"},
+]
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    path = tmp_path_factory.mktemp("questions") / "questions.jsonl"
+    path.write_text("\n".join(map(json.dumps, QUESTIONS)))
+    return path
+
+
+def test_a_second_turn_follows_the_models_own_first_answer(questions, tmp_path):
+    params = SamplingParams(12)
+    report = evaluate("mt-bench", *PAIR, data=questions, params=params, folder=tmp_path)
+    assert report["comparison"] == {"equal": 5, "unequal": []}
+    assert {name: group["problems"] for name, group in report["categories"].items()} == {"math": 2, "writing": 1}
+    assert {name: group["problems"] for name, group in report["turns"].items()} == {"turn 1": 3, "turn 2": 2}
+    assert report["timing"]["speed_up"] > 0
+    lines = [json.loads(line) for line in (tmp_path / "transcripts-0.jsonl").read_text().splitlines()[1:]]
+    texts = {(line["index"], line["turn"]): line["runs"]["speculative"] for line in lines}
+    with Engine.from_pretrained("tiny-gemma4") as engine:
+        for index in (0, 2):
+            messages = [
+                {"role": "user", "content": QUESTIONS[index]["turns"][0]},
+                {"role": "assistant", "content": texts[index, 0]["text"]},
+                {"role": "user", "content": QUESTIONS[index]["turns"][1]},
+            ]
+            [out] = engine.generate(engine.chat_prompt(messages), params)
+            assert out.token_ids == texts[index, 1]["token_ids"]
+
+
+def test_without_a_chat_template_a_dialogue_is_its_texts():
+    ids = dialogue_ids(Characters(), ["one", "three"], ["two"], chat=False)
+    assert as_text(ids) == "one\n\ntwo\n\nthree"
+
+
+def test_a_first_answer_that_differs_is_found_and_withholds_the_speed(questions, monkeypatch):
+    generate = Engine.generate
+
+    def another_ending(engine, *args, **kwargs):
+        outputs = generate(engine, *args, **kwargs)
+        if engine.drafter is not None:
+            changed = [replace(out, token_ids=[*out.token_ids[:-1], 5], text=out.text + "!") for out in outputs[:1]]
+            outputs[:1] = changed
+        return outputs
+
+    monkeypatch.setattr(Engine, "generate", another_ending)
+    report = evaluate("mt-bench", *PAIR, data=questions, limit=1, params=SamplingParams(6))
+    first, second = report["comparison"]["unequal"]
+    assert (first["problem"], first["position"]) == (0, 5)
+    assert second == {"problem": 0, "turn": 1, "position": None, "logit_margin": None}
+    assert "speed_up" not in report["timing"]
+
+
+def test_the_eight_categories_of_mt_bench_are_one_group_of_spec_bench(questions):
+    report = evaluate("spec-bench", *PAIR, data=questions, compare=False, params=SamplingParams(2))
+    assert set(report["categories"]) == {"mt_bench"}
+    assert report["comparison"] is None
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "groups"),
+    [
+        ("mt-bench", "mt_bench/question.jsonl", 8),
+        ("spec-bench", "spec_bench/question.jsonl", 6),
+        ("humaneval", "humaneval/HumanEval.jsonl", 0),
+    ],
+)
+def test_published_prompts_are_evaluated(task, name, groups, shared_data):
+    limit = groups or 2
+    report = evaluate(task, *PAIR, data=shared_data / name, limit=limit, params=SamplingParams(4))
+    assert len(report["categories"]) == groups
+    assert report["settings"]["problems"] == limit
+    assert report["comparison"]["unequal"] == []
+    assert "only" in report["note"]
+
+
+# going on after a kill, and with more problems
 
 
 def test_a_line_without_its_line_feed_is_dropped_and_written_over(tmp_path):
@@ -326,6 +536,79 @@ def test_every_setting_that_changes_an_output_is_compared(report, folder):
     ):
         with pytest.raises(SpecDecError, match="was made with"):
             evaluate_gsm8k(*PAIR, folder=folder, **{**SMALL, **change})
+
+
+def test_a_larger_limit_takes_over_what_is_finished(report, folder, tmp_path, monkeypatch):
+    """The last batch of 7 had one problem and is made again with the eighth; the six before it are not."""
+    (tmp_path / "transcripts-0.jsonl").write_bytes((folder / "transcripts-0.jsonl").read_bytes())
+    made = []
+    whole = evaluation.solve
+    monkeypatch.setattr(evaluation, "solve", lambda *args: made.append(args[2]) or whole(*args))
+    larger = evaluate_gsm8k(*PAIR, folder=tmp_path, **{**SMALL, "limit": 9})
+    assert made == [(6, 7), (8,)]
+    fresh = evaluate_gsm8k(*PAIR, **{**SMALL, "limit": 9})
+    assert without_timing(larger) == without_timing(fresh)
+    made.clear()
+    assert evaluate_gsm8k(*PAIR, folder=tmp_path, **{**SMALL, "limit": 9})["runs"] == larger["runs"]
+    assert made == []
+
+
+def test_an_extension_that_is_cut_short_leaves_the_file_before(folder, tmp_path, monkeypatch):
+    path = tmp_path / "transcripts-0.jsonl"
+    path.write_bytes((folder / "transcripts-0.jsonl").read_bytes())
+    monkeypatch.setattr("os.replace", no_network)
+    with pytest.raises(ConnectionError):
+        evaluate_gsm8k(*PAIR, folder=tmp_path, **{**SMALL, "limit": 9})
+    assert path.read_bytes() == (folder / "transcripts-0.jsonl").read_bytes()
+
+
+def test_an_extension_of_other_problems_is_refused(tmp_path):
+    data = tmp_path / "data.jsonl"
+    rows = [{"question": f"What is {n}?", "answer": f"#### {n}"} for n in range(3)]
+
+    def run(rows, limit):
+        data.write_text("\n".join(map(json.dumps, rows)))
+        settings = {"data": data, "limit": limit, "params": SamplingParams(2), "folder": tmp_path / "kept"}
+        return evaluate_gsm8k("tiny-gemma4", **settings)
+
+    run(rows, 2)
+    run(rows, 3)
+    with pytest.raises(SpecDecError, match="was made with sha256"):
+        run([{**rows[0], "question": "What else?"}, *rows[1:], rows[0]], 4)
+
+
+def test_settings_that_change_no_answer_may_differ(report, folder, tmp_path):
+    (tmp_path / "transcripts-0.jsonl").write_bytes((folder / "transcripts-0.jsonl").read_bytes())
+    roomy = replace(SMALL["config"], max_model_len=400, full_slots=900, swa_slots=900)
+    again = evaluate_gsm8k(*PAIR, folder=tmp_path, **{**SMALL, "config": roomy})
+    assert again["runs"] == report["runs"]
+
+
+def test_a_file_that_is_no_transcript_is_named(tmp_path):
+    path = tmp_path / "transcripts-0.jsonl"
+    for content, where in (("{}\nnonsense\n", ":2 is no transcript"), ("[1]\n", ":1 is no transcript")):
+        path.write_text(content)
+        with pytest.raises(SpecDecError, match=where):
+            read_transcripts(tmp_path, {})
+
+
+def test_an_interruption_keeps_what_is_finished(report, tmp_path, monkeypatch):
+    whole = evaluation.solve
+
+    def interrupted(engines, ask, batch, params):
+        if 4 in batch:
+            raise KeyboardInterrupt
+        return whole(engines, ask, batch, params)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "solve", interrupted)
+        with pytest.raises(
+            Interrupted, match=r"4 of 7 problems are finished, kept in .*the same command goes on"
+        ) as stop:
+            evaluate_gsm8k(*PAIR, folder=tmp_path, **SMALL)
+    partial = stop.value.report
+    assert partial["settings"]["problems"] == partial["comparison"]["equal"] == 4
+    assert without_timing(evaluate_gsm8k(*PAIR, folder=tmp_path, **SMALL)) == without_timing(report)
 
 
 @pytest.mark.slow

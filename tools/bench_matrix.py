@@ -7,13 +7,16 @@ is printed only if the chain's and the tree's outputs are those of plain decodin
 """
 
 import argparse
-import time
 from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.evaluation.bench import VERSIONS, Contestant, _peers, _require_parity, _runner, hardware, read_prompts
+from specdec.evaluation.conditions import VERSIONS, hardware
+from specdec.evaluation.contest import engine_contestant, require_parity, take_turns
+from specdec.evaluation.data import read_prompts
+from specdec.evaluation.peers import plain_peer
+from specdec.evaluation.progress import progress_bar
 from specdec.models.loading import load_drafter
 
 CHAIN, TREE = SpecConfig(4), SpecConfig(4, 4, 16)
@@ -45,18 +48,13 @@ def main() -> None:
                 name: Engine(plain.target, drafter, tokenizer=plain.tokenizer, spec=spec, config=config)
                 for name, spec in (("chain of 4", CHAIN), ("tree of 16", TREE))
             }
-            ours = [Contestant("specdec, plain", _runner(plain, params))]
-            ours += [Contestant(f"specdec, {name}", _runner(engine, params)) for name, engine in engines.items()]
-            runs = [*ours, _peers(plain, params, 4)[0]]
-            for prompt in ids:
-                for run in runs:
-                    start = time.perf_counter()
-                    [tokens] = run.run([prompt])
-                    run.seconds += time.perf_counter() - start
-                    run.tokens += len(tokens)
-                    run.outputs.append(tokens)
-            _require_parity(ours)
-            speed = {run.name: run.tokens / run.seconds for run in runs}
+            ours = [engine_contestant("specdec, plain", plain, params)]
+            ours += [engine_contestant(f"specdec, {name}", engine, params) for name, engine in engines.items()]
+            runs = [*ours, plain_peer(plain, params)]
+            with progress_bar(f"{path.name}, temperature {temperature:g}", len(ids)) as update:
+                take_turns(runs, [[prompt] for prompt in ids], update)
+            require_parity(ours)
+            speed = {run.name: run.tokens_per_second for run in runs}
             base, peer = speed["specdec, plain"], speed["transformers, plain"]
             for name, engine in engines.items():
                 stats, mine = engine.stats(), speed[f"specdec, {name}"]

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from specdec.commands.settings import drafter_name, engine_config, quiet_libraries
 from specdec.config import SamplingParams, SpecConfig
-from specdec.evaluation.bench import markdown_table, read_prompts, run_bench
+from specdec.evaluation.bench import markdown_table, run_bench
+from specdec.evaluation.data import read_prompts
 from specdec.evaluation.files import STDOUT, write_file
+from specdec.evaluation.progress import Interrupted
 
 
 def bench(
@@ -30,16 +32,21 @@ def bench(
     device: str | None,
 ) -> None:
     quiet_libraries()
-    report = run_bench(
-        target=target,
-        drafter=drafter_name(target, drafter),
-        prompts=read_prompts(data, limit),
-        spec=SpecConfig(num_steps, draft_topk, num_draft_tokens),
-        config=engine_config(batch_size, dtype, device),
-        params=SamplingParams(max_new_tokens, temperature, seed=seed),
-        raw=raw,
-        peer=peer,
-    )
+    try:
+        report = run_bench(
+            target=target,
+            drafter=drafter_name(target, drafter),
+            prompts=read_prompts(data, limit),
+            spec=SpecConfig(num_steps, draft_topk, num_draft_tokens),
+            config=engine_config(batch_size, dtype, device),
+            params=SamplingParams(max_new_tokens, temperature, seed=seed),
+            raw=raw,
+            peer=peer,
+        )
+    except Interrupted as stop:
+        if stop.report is not None:
+            print(markdown_table(stop.report))
+        raise
     if json_file is not None:
         write_file(json_file, json.dumps(asdict(report)))
     if json_file != STDOUT:

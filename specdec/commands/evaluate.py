@@ -8,18 +8,24 @@ from accelerate import PartialState
 
 from specdec.commands.settings import drafter_name, engine_config, quiet_libraries
 from specdec.config import SamplingParams, SpecConfig
-from specdec.evaluation.evaluate import evaluate_gsm8k
+from specdec.evaluation.evaluate import evaluate as run_task
 from specdec.evaluation.files import STDOUT, require_distinct, write_file
-from specdec.evaluation.report import markdown, require_matplotlib, save_plot
+from specdec.evaluation.plot import require_matplotlib, save_plot
+from specdec.evaluation.progress import Interrupted
+from specdec.evaluation.report import Report, markdown
+
+BATCH_SIZES = {"gsm8k": 8}
+"""By task; the others measure speed, for which one prompt at a time is the usual measure."""
 
 
 def evaluate(
     *,
+    task: str,
     target: str,
     drafter: str,
     data: str,
     limit: int,
-    compare: bool,
+    compare: bool | None,
     shots: int | None,
     instruction: str,
     max_new_tokens: int,
@@ -28,7 +34,7 @@ def evaluate(
     top_p: float,
     min_p: float,
     seed: int,
-    batch_size: int,
+    batch_size: int | None,
     num_steps: int,
     draft_topk: int,
     num_draft_tokens: int | None,
@@ -43,21 +49,31 @@ def evaluate(
     require_distinct((json_file, markdown_file, png_file))
     if png_file is not None:
         require_matplotlib()
-    report = evaluate_gsm8k(
-        target,
-        drafter_name(target, drafter),
-        data=data,
-        limit=limit,
-        shots=shots,
-        instruction=instruction,
-        compare=compare,
-        params=SamplingParams(max_new_tokens, temperature, top_k, top_p, min_p, seed),
-        spec=SpecConfig(num_steps, draft_topk, num_draft_tokens),
-        config=engine_config(batch_size, dtype, device),
-        folder=transcripts,
-    )
-    if not PartialState().is_main_process:
-        return
+    try:
+        report = run_task(
+            task,
+            target,
+            drafter_name(target, drafter),
+            data=data,
+            limit=limit,
+            shots=shots,
+            instruction=instruction,
+            compare=compare,
+            params=SamplingParams(max_new_tokens, temperature, top_k, top_p, min_p, seed),
+            spec=SpecConfig(num_steps, draft_topk, num_draft_tokens),
+            config=engine_config(batch_size or BATCH_SIZES.get(task, 1), dtype, device),
+            folder=transcripts,
+        )
+    except Interrupted as stop:  # what was finished is shown; the files keep the report of a whole evaluation
+        if stop.report is not None:
+            print(markdown(stop.report))
+        raise
+    if PartialState().is_main_process:
+        write_report(report, json_file, markdown_file, png_file)
+
+
+def write_report(report: Report, json_file: Path | None, markdown_file: Path | None, png_file: Path | None) -> None:
+    """To the files that are named; the table is printed unless it has one, or standard output is taken."""
     if json_file is not None:
         write_file(json_file, json.dumps(report, indent=2))
     if markdown_file is not None:

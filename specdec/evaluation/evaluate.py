@@ -1,136 +1,230 @@
-"""GSM8K accuracy of a target with its drafter, without, or (`compare`) both in one run on the same problems.
+"""A task with a target and its drafter, without, or (`compare`) both in one run on the same problems.
 
     report = evaluate_gsm8k("tiny-gemma4", "tiny-gemma4-mtp", compare=True)
     print(markdown(report))
 
 Problems are cut into fixed batches, the batches are dealt to the processes of `accelerate launch`, and every finished
-problem is a line of a file. So neither a kill nor the number of processes changes more than the timings.
+turn is a line of a file. So neither a kill nor the number of processes changes more than the timings.
 """
 
 import hashlib
 import json
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import TextIO
+from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object, parse_flag_from_env
-from rich.console import Console
-from rich.progress import Progress
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
-from specdec.errors import ConfigError
-from specdec.evaluation.bench import VERSIONS, hardware
-from specdec.evaluation.gsm8k import EXEMPLARS, NEXT_PROBLEM, load_problems, prompt_ids
-from specdec.evaluation.report import Record, Report, make_report
+from specdec.errors import CapacityError, ConfigError
+from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
+from specdec.evaluation.contest import first_difference
+from specdec.evaluation.data import Problem
+from specdec.evaluation.gsm8k import EXEMPLARS, NEXT_PROBLEM, question_text
+from specdec.evaluation.progress import Interrupted, progress_bar, working
+from specdec.evaluation.report import Report, make_report
 from specdec.evaluation.scoring import SCORES, is_correct
+from specdec.evaluation.tasks import Task, choose, cut, dialogue_ids, find_task
+from specdec.evaluation.transcripts import Record, open_transcripts, read_transcripts
+from specdec.models.devices import require_device
 from specdec.models.loading import find_config, load_tokenizer, pick_device
 from specdec.models.target import TargetModel
 
 
-def evaluate_gsm8k(
-    target: str,
-    drafter: str | None = None,
+def evaluate_gsm8k(target: str | Path, drafter: str | Path | None = None, **settings: Any) -> Report:
+    """Solve GSM8K's problems and score the answers: `evaluate("gsm8k", ...)`."""
+    return evaluate("gsm8k", target, drafter, **settings)
+
+
+def evaluate(
+    task: str,
+    target: str | Path,
+    drafter: str | Path | None = None,
     *,
-    data: str = "auto",
+    data: str | Path = "auto",
     limit: int = 0,
     shots: int | None = None,
     instruction: str = "",
-    compare: bool = False,
+    compare: bool | None = None,
     params: SamplingParams | None = None,
     spec: SpecConfig | None = None,
     config: EngineConfig | None = None,
     folder: str | Path | None = None,
 ) -> Report:
-    """Solve problems and score the answers. Every process of `accelerate launch` returns the whole report.
+    """Run a task: "gsm8k", "mt-bench", "humaneval" or "spec-bench". Every process of `accelerate launch` returns the
+    whole report.
 
-    data: "hub" (GSM8K's test split), "bundled" (generated; what tiny-gemma4 learned), a JSONL file with GSM8K's fields,
-    or "auto" (bundled for tiny-gemma4, else hub); limit 0: all. shots: worked examples in front; None: 0 under a chat
-    template, else 8. instruction: a line behind each question. compare: also decode without the drafter. params.seed
-    (default 0) seeds each problem by its number. folder: keeps what is finished, to go on from under the same settings.
+    data: a JSONL file; for gsm8k also "hub" (its test split), "bundled" (generated; what tiny-gemma4 learned) or "auto"
+    (bundled for tiny-gemma4, else hub). limit: so many problems, the first of every category; 0: all. shots (gsm8k):
+    worked examples in front; None: 0 under a chat template, else 8. instruction: a line behind each question. compare:
+    also decode without the drafter; None: not for gsm8k, else where there is one. params.seed (default 0) seeds each
+    problem by its number. folder: keeps what is finished, to go on from under the same settings and a larger limit.
+    Ctrl-C raises Interrupted with the report of what was finished.
     """
+    chosen_task = find_task(task)
+    target, drafter = pair_names(target, drafter)
     params, spec, config = params or SamplingParams(), spec or SpecConfig(), config or EngineConfig()
+    compare = (not chosen_task.graded and drafter is not None) if compare is None else compare
     if compare and drafter is None:
         raise ConfigError("compare without a drafter: there is nothing to compare plain decoding with; give a drafter")
+    if limit < 0:
+        raise ConfigError(f"limit={limit}: so many problems, or 0 for all, is wanted")
+    require_device(config.device)
     find_config(target)  # says so if there is no checkpoint
     tokenizer = load_tokenizer(target)
     if tokenizer is None:
         raise ConfigError(f"{target!r} holds no tokenizer, and the problems are text; add the tokenizer's files")
     chat = bool(getattr(tokenizer, "chat_template", None))
-    shots = (0 if chat else len(EXEMPLARS)) if shots is None else shots
-    if not 0 <= shots <= len(EXEMPLARS):
-        raise ConfigError(f"shots={shots}: there are {len(EXEMPLARS)} worked examples; give 0 to {len(EXEMPLARS)}")
-    data = ("bundled" if target == "tiny-gemma4" else "hub") if data == "auto" else data
-    source, problems = load_problems(data, limit)
-    prompts = [prompt_ids(tokenizer, problem.text, chat, shots, instruction) for problem in problems]
-    answers = [problem.answer or "" for problem in problems]
-    stop = (*params.stop_strings, NEXT_PROBLEM) if shots or not chat else params.stop_strings
-    params = replace(params, seed=params.seed or 0, stop=stop)
+    shots = _shots(chosen_task, shots, chat)
+    source, problems = chosen_task.load(_data(chosen_task, str(data), target))
+    count = min(limit, len(problems)) if limit else len(problems)
+    chosen, batches = choose(problems, count), cut(problems, choose(problems, count), config.max_batch_size)
+    ask = Dialogues(tokenizer, chat, {i: _turns(chosen_task, problems[i], chat, shots, instruction) for i in chosen})
+    ends = (NEXT_PROBLEM,) if chosen_task.graded and (shots or not chat) else ()
+    params = replace(params, seed=params.seed or 0, stop=(*params.stop_strings, *ends))
 
     cpu = pick_device(config.device).type == "cpu" or parse_flag_from_env("ACCELERATE_USE_CPU")
     state = PartialState(cpu=cpu, timeout=timedelta(days=7))  # to wait for the slowest process; the default is minutes
     device = state.device if state.num_processes > 1 else config.device
-    longest = max(map(len, prompts)) + params.max_new_tokens
-    config = replace(config, device=device, max_model_len=config.max_model_len or longest)
-    engine = Engine.from_pretrained(target, drafter, tokenizer=tokenizer, spec=spec, config=config)
+    room = config.max_model_len or ask.room(params.max_new_tokens)
+    with working(f"loading {target}"):
+        config = replace(config, device=device, max_model_len=room)
+        engine = Engine.from_pretrained(target, drafter, tokenizer=tokenizer, spec=spec, config=config)
+    ask.require_fits(engine.max_model_len, params.max_new_tokens)
     engines = {"plain" if drafter is None else "speculative": engine}
     if compare:
         engines["plain"] = Engine(engine.target, None, tokenizer=tokenizer, config=config)
 
-    sha256 = hashlib.sha256(json.dumps([asdict(problem) for problem in problems]).encode()).hexdigest()
-    settings: Record = {"task": "gsm8k", "target": target, "drafter": drafter, "compare": compare}
-    settings |= {"data": source, "problems": len(problems), "sha256": sha256}
+    settings: Record = {"task": task, "target": target, "drafter": drafter, "compare": compare}
+    settings |= {"data": source, "problems": count, "sha256": fingerprint(problems, chosen)}
     settings |= {"chat_template": chat, "shots": shots, "instruction": instruction, "versions": VERSIONS}
     settings |= asdict(params) | asdict(spec) | asdict(config)
     settings |= {"dtype": str(engine.target.dtype), "device": engine.target.device.type}
     settings = json.loads(json.dumps(settings))  # as they are read again: tuples become lists
+
+    def earlier(fewer: int) -> tuple[str, set[int]]:
+        before = choose(problems, fewer)
+        same = set(cut(problems, before, config.max_batch_size)) & set(batches)
+        return fingerprint(problems, before), {index for batch in same for index in batch}
+
+    def report(records: Collection[Record]) -> Report:
+        place = f"{hardware(engine.target.device)}, {state.num_processes} process(es)"
+        ordered = sorted(records, key=lambda record: (record["index"], record["turn"]))
+        done = len({record["index"] for record in ordered})
+        answers = [problem.answer or "" for problem in problems] if chosen_task.graded else None
+        categories = [problem.category for problem in problems]
+        return make_report(settings | {"problems": done}, answers, ordered, place, categories, chosen_task.note)
+
     with ExitStack() as stack:
-        folder = Path(folder or stack.enter_context(TemporaryDirectory()))
-        records = {record["index"]: record for record in gather_object(read_transcripts(folder, settings))}
-        file = stack.enter_context(open_transcripts(folder, settings, state.process_index))
-        quiet = not state.is_main_process
-        bar = stack.enter_context(Progress(console=Console(stderr=True), transient=True, disable=quiet))
-        task = bar.add_task("gsm8k", total=len(problems), completed=len(records))
-        size = config.max_batch_size
-        batches = [range(i, min(i + size, len(problems))) for i in range(0, len(problems), size)]
+        keep = Path(folder or stack.enter_context(TemporaryDirectory()))
+        found = gather_object(read_transcripts(keep, settings, earlier))
+        records = {(record["index"], record["turn"]): record for record in found}
+        file = stack.enter_context(open_transcripts(keep, settings, state.process_index, earlier))
         # a batch that a kill cut short is made again as a whole: its size may change how many drafts are accepted
-        unsolved = [batch for batch in batches if not records.keys() >= set(batch)]
-        for one in engines.values() if unsolved else ():  # warm up: allocations, thread pools, kernels
-            one.generate(prompts[0], replace(params, max_new_tokens=min(8, params.max_new_tokens)))
-        for batch in unsolved[state.process_index :: state.num_processes]:
-            for record in solve(engines, prompts, batch, params):
-                if record["index"] not in records:
-                    file.write(json.dumps(record) + "\n")
-                    records[record["index"]] = record
-            bar.update(task, completed=len(records), description=running_scores(records.values(), answers))
-        records = {record["index"]: record for record in gather_object(list(records.values()))}
-    place = f"{hardware(engine.target.device)}, {state.num_processes} process(es)"
-    return make_report(settings, answers, [records[index] for index in range(len(problems))], place)
+        unsolved = [batch for batch in batches if not records.keys() >= ask.keys(batch)]
+        mine = unsolved[state.process_index :: state.num_processes]
+        if mine:
+            with working("warming up"):  # allocations, thread pools, kernels
+                short = replace(params, max_new_tokens=min(8, params.max_new_tokens))
+                for one in engines.values():
+                    one.generate([ask.first(mine[0][0])], short)
+        total = sum(len(turns) for turns in ask.turns.values())
+        update = stack.enter_context(progress_bar(task, total, len(records), enabled=state.is_main_process))
+        try:
+            for batch in mine:
+                for record in solve(engines, ask, batch, params):
+                    if (record["index"], record["turn"]) not in records:
+                        file.write(json.dumps(record) + "\n")
+                        records[record["index"], record["turn"]] = record
+                scores = running_scores(records.values(), problems) if chosen_task.graded else None
+                update(len(records), scores)
+        except KeyboardInterrupt as stop:
+            whole = [batch for batch in batches if records.keys() >= ask.keys(batch)]
+            done = {index for batch in whole for index in batch}
+            where = f", kept in {folder}: the same command goes on" if folder else ""
+            partial = [record for record in records.values() if record["index"] in done]
+            made = report(partial) if partial and state.num_processes == 1 else None
+            raise Interrupted(f"{len(done)} of {count} problems are finished{where}", made) from stop
+        records = {(record["index"], record["turn"]): record for record in gather_object(list(records.values()))}
+    return report(records.values())
 
 
-def solve(engines: dict[str, Engine], prompts: list[list[int]], batch: range, params: SamplingParams) -> list[Record]:
-    """One batch by every engine in turn, so that a slow moment of the machine hits all of them."""
-    seeded = [replace(params, seed=problem_seed(params.seed or 0, index)) for index in batch]
-    records: list[Record] = [{"index": index, "parting": None, "runs": {}} for index in batch]
-    for name, engine in engines.items():
-        start = perf_counter()
-        outputs = engine.generate([prompts[index] for index in batch], seeded, progress=False)
-        seconds = (perf_counter() - start) / len(batch)
-        for record, out in zip(records, outputs, strict=True):
-            kept = {"token_ids": out.token_ids, "text": out.text, "finish_reason": out.finish_reason}
-            record["runs"][name] = {**kept, "stats": asdict(out.stats), "seconds": seconds}
-    for record in records if len(engines) == 2 else ():
-        first, second = (run["token_ids"] for run in record["runs"].values())
-        if first != second:
-            record["parting"] = find_parting(engines["plain"].target, prompts[record["index"]], first, second)
+@dataclass(frozen=True, slots=True)
+class Dialogues:
+    """What is asked, turn by turn, by the number of the problem."""
+
+    tokenizer: Any
+    chat: bool
+    turns: dict[int, list[str]]
+
+    def first(self, index: int) -> list[int]:
+        """The prompt of a problem's first turn."""
+        return self.prompt(index, [])
+
+    def prompt(self, index: int, answers: list[str]) -> list[int]:
+        """The prompt of the turn behind `answers`, which are the model's own."""
+        return dialogue_ids(self.tokenizer, self.turns[index][: len(answers) + 1], answers, self.chat)
+
+    def keys(self, batch: Collection[int]) -> set[tuple[int, int]]:
+        """(index, turn) of everything asked in a batch."""
+        return {(index, turn) for index in batch for turn in range(len(self.turns[index]))}
+
+    def room(self, max_new_tokens: int) -> int | None:
+        """Tokens of the longest dialogue; None where it depends on how an answer is tokenised again."""
+        if any(len(turns) > 1 for turns in self.turns.values()):
+            return None
+        return max(len(self.first(index)) for index in self.turns) + max_new_tokens
+
+    def require_fits(self, max_model_len: int, max_new_tokens: int) -> None:
+        """Before an hour's work: raises CapacityError at a dialogue that is too long."""
+        for index, turns in self.turns.items():
+            needed = len(self.prompt(index, [""] * (len(turns) - 1))) + len(turns) * max_new_tokens
+            if needed > max_model_len:
+                raise CapacityError(
+                    f"problem {index} may take {needed} tokens with max_new_tokens={max_new_tokens}, and the model has "
+                    f"room for {max_model_len}; lower max_new_tokens, or leave the problem out"
+                )
+
+
+def solve(engines: dict[str, Engine], ask: Dialogues, batch: Collection[int], params: SamplingParams) -> list[Record]:
+    """One batch, turn by turn, by every engine in turn, so that a slow moment of the machine hits all of them."""
+    answers: dict[str, dict[int, list[str]]] = {name: {index: [] for index in batch} for name in engines}
+    records: list[Record] = []
+    for turn in range(max(len(ask.turns[index]) for index in batch)):
+        asked = [index for index in batch if len(ask.turns[index]) > turn]
+        seeded = [replace(params, seed=problem_seed(params.seed or 0, index)) for index in asked]
+        made: list[Record] = [{"index": index, "turn": turn, "parting": None, "runs": {}} for index in asked]
+        prompts: dict[str, list[list[int]]] = {}
+        for name, engine in engines.items():
+            prompts[name] = [ask.prompt(index, answers[name][index]) for index in asked]
+            start = perf_counter()
+            outputs = engine.generate(prompts[name], seeded, progress=False)
+            seconds = (perf_counter() - start) / len(asked)
+            for record, out in zip(made, outputs, strict=True):
+                kept = {"token_ids": out.token_ids, "text": out.text, "finish_reason": out.finish_reason}
+                record["runs"][name] = {**kept, "stats": asdict(out.stats), "seconds": seconds}
+                answers[name][record["index"]].append(out.text)
+        if len(engines) == 2:
+            for record, *asked_of in zip(made, *prompts.values(), strict=True):
+                record["parting"] = compare_outputs(engines["plain"].target, asked_of, record["runs"])
+        records += made
     return records
+
+
+def compare_outputs(target: TargetModel, prompts: Sequence[list[int]], runs: dict[str, Record]) -> Record | None:
+    """Where the outputs of two runs part; None when they are equal. Behind unequal answers a turn has no parting."""
+    first, second = (run["token_ids"] for run in runs.values())
+    if prompts[0] != prompts[1]:
+        return {"position": None, "logit_margin": None}
+    return None if first == second else find_parting(target, prompts[0], first, second)
 
 
 @torch.inference_mode()
@@ -138,9 +232,12 @@ def find_parting(target: TargetModel, prompt: list[int], first: list[int], secon
     """Where two outputs part, and how far apart the target's logits of their two tokens are there.
 
     The logits are those of one forward of the bare model over the prompt and what the outputs share, widened to fp32.
+    The margin is None where one output ends and the other goes on.
     """
-    # neither ends where the other goes on: what ends an output is a function of its tokens
-    position = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    position = first_difference(first, second)
+    assert position is not None, "equal outputs do not part"
+    if position == min(len(first), len(second)):
+        return {"position": position, "logit_margin": None}
     tokens = torch.tensor([prompt + first[:position]], device=target.device)
     hidden = target.decoder(input_ids=tokens, use_cache=False).last_hidden_state[0, -1]
     logits = target.logits(hidden).float()
@@ -152,31 +249,40 @@ def problem_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:8]) >> 1
 
 
-def read_transcripts(folder: Path, settings: Record) -> list[Record]:
-    """What is finished in `folder`, by whichever process. Raises ConfigError where it was made with other settings."""
-    records: list[Record] = []
-    for path in sorted(folder.glob("transcripts-*.jsonl")):
-        whole_lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what a kill cut short has no line feed
-        head, *finished = [json.loads(line) for line in whole_lines] or [settings]
-        other = [f"{key} {head.get(key)!r}, now {value!r}" for key, value in settings.items() if head.get(key) != value]
-        if other:
-            raise ConfigError(f"{path} was made with {'; '.join(other)}; use the same settings or another folder")
-        records += finished
-    return records
+def fingerprint(problems: Sequence[Problem], chosen: Sequence[int]) -> str:
+    """The sum of all that is asked and compared with."""
+    return hashlib.sha256(json.dumps([(index, asdict(problems[index])) for index in chosen]).encode()).hexdigest()
 
 
-def open_transcripts(folder: Path, settings: Record, rank: int) -> TextIO:
-    """This process's file, to go on behind its last whole line; its first line holds the settings."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"transcripts-{rank}.jsonl"
-    file = path.open("a", buffering=1, encoding="utf-8")  # a line is handed to the system as it is written
-    if not file.truncate(path.read_bytes().rfind(b"\n") + 1):
-        file.write(json.dumps(settings) + "\n")
-    return file
-
-
-def running_scores(records: Collection[Record], answers: Sequence[str]) -> str:
+def running_scores(records: Collection[Record], problems: Sequence[Problem]) -> str:
     """Of the first run, in per cent, for the progress bar."""
-    outputs = [(next(iter(record["runs"].values()))["text"], answers[record["index"]]) for record in records]
-    share = {score: sum(is_correct(*output, score) for output in outputs) / len(outputs) for score in SCORES}
-    return ", ".join(f"{score} {100 * value:.1f} %" for score, value in share.items())
+    outputs = [(next(iter(record["runs"].values()))["text"], problems[record["index"]].answer) for record in records]
+    shares: list[str] = []
+    for score in SCORES:
+        right = sum(is_correct(text, answer or "", score) for text, answer in outputs)
+        shares.append(f"{score} {100 * right / len(outputs):.1f} %")
+    return ", ".join(shares)
+
+
+def _shots(task: Task, shots: int | None, chat: bool) -> int:
+    if not task.graded:
+        if shots:
+            raise ConfigError(f"shots={shots}: {task.name} has no worked examples; leave it out")
+        return 0
+    if shots is None:
+        return 0 if chat else len(EXEMPLARS)
+    if not 0 <= shots <= len(EXEMPLARS):
+        raise ConfigError(f"shots={shots}: there are {len(EXEMPLARS)} worked examples; give 0 to {len(EXEMPLARS)}")
+    return shots
+
+
+def _data(task: Task, data: str, target: str) -> str:
+    if data != "auto" or not task.graded:
+        return data
+    return "bundled" if target == "tiny-gemma4" else "hub"
+
+
+def _turns(task: Task, problem: Problem, chat: bool, shots: int, instruction: str) -> list[str]:
+    if task.graded:
+        return [question_text(problem.text, chat, shots, instruction)]
+    return [f"{turn}\n{instruction}" if instruction else turn for turn in problem.turns]

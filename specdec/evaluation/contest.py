@@ -1,0 +1,79 @@
+"""Ways of generating that are timed against each other on the same prompts, and the parity that comes before a figure.
+
+The contestants take turns group by group, so that a slow moment of a shared machine hits all of them. Knows nothing of
+what is compared: a benchmark makes its contestants, lets them take turns here, and reports what it likes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from specdec.config import SamplingParams
+from specdec.engine import Engine
+from specdec.errors import SpecDecError
+
+Prompts = list[list[int]]
+"""Token ids of some prompts, or of the outputs to them."""
+
+
+@dataclass(slots=True)
+class Contestant:
+    """One way of generating. judged: its outputs must be those of the first contestant, token for token."""
+
+    name: str
+    run: Callable[[Prompts], Prompts]
+    judged: bool = True
+    seconds: float = 0.0
+    tokens: int = 0
+    outputs: Prompts = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def engine_contestant(name: str, engine: Engine, params: SamplingParams) -> Contestant:
+    """An engine that generates with `params`."""
+    return Contestant(name, lambda prompts: [out.token_ids for out in engine.generate(prompts, params, progress=False)])
+
+
+def take_turns(
+    contestants: Sequence[Contestant], groups: Sequence[Prompts], update: Callable[[int], None] = lambda done: None
+) -> None:
+    """Every contestant on every group in turn. A group counts when all have done it: an interruption leaves whole ones.
+
+    update: is told how many groups are done.
+    """
+    for done, group in enumerate(groups, start=1):
+        timed: list[tuple[Prompts, float]] = []
+        for contestant in contestants:
+            start = perf_counter()
+            outputs = contestant.run(group)
+            timed.append((outputs, perf_counter() - start))
+        for contestant, (outputs, seconds) in zip(contestants, timed, strict=True):
+            contestant.seconds += seconds
+            contestant.tokens += sum(len(out) for out in outputs)
+            contestant.outputs += outputs
+        update(done)
+
+
+def require_parity(contestants: Sequence[Contestant]) -> None:
+    """Raises SpecDecError at the first output of a judged contestant that is not the first contestant's."""
+    plain = contestants[0].outputs
+    for contestant in contestants[1:]:
+        if not contestant.judged:
+            continue
+        for number, (ours, reference) in enumerate(zip(contestant.outputs, plain, strict=True)):
+            at = first_difference(ours, reference)
+            if at is not None:
+                raise SpecDecError(
+                    f"no figures: prompt {number} differs from plain decoding at token {at} with {contestant.name}"
+                )
+
+
+def first_difference(ours: Sequence[int], reference: Sequence[int]) -> int | None:
+    """The first token at which two outputs part; None when they are equal."""
+    if ours == reference:
+        return None
+    shorter = min(len(ours), len(reference))
+    return next((i for i in range(shorter) if ours[i] != reference[i]), shorter)

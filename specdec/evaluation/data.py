@@ -1,0 +1,110 @@
+"""What is asked: JSON Lines files into problems. Knows fields and lines, no task and no model.
+
+Every line of a file that cannot be what it should is named with its number, in one sentence.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import ConfigError
+
+BOM = b"\xef\xbb\xbf"
+QUESTION_KEYS = ("question", "prompt", "turns")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a user says, turn by turn, and where the data has them a reference answer and a category."""
+
+    turns: tuple[str, ...]
+    answer: str | None = None
+    category: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The first turn."""
+        return self.turns[0]
+
+
+def read_prompts(path: str | Path, limit: int = 0) -> list[Problem]:
+    """Problems of a JSONL file: 'question' (GSM8K), 'prompt' (HumanEval) or 'turns' (MT-bench); limit 0: all."""
+    if limit < 0:
+        raise ConfigError(f"limit={limit}: the first so many prompts, or 0 for all, is wanted")
+    problems = [_problem(record, f"{path}:{line}") for line, record in islice(json_lines(path), limit or None)]
+    if not problems:
+        raise ConfigError(f"data={str(path)!r} holds no prompt; a line of JSON with {_names(QUESTION_KEYS)} is wanted")
+    return problems
+
+
+def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of a JSONL file, without blank lines. Raises ConfigError at a line that is no object.
+
+    Lines end at line feeds alone: U+2028 and its like are allowed inside the strings of JSON.
+    """
+    path = Path(path)
+    if not path.exists() or path.is_dir():
+        what = "is a folder" if path.is_dir() else "no such file"
+        raise ConfigError(f"data={str(path)!r}: {what}; a JSONL file with {_names(QUESTION_KEYS)} is wanted")
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line := (line.removeprefix(BOM) if number == 1 else line).strip():
+                yield number, _object(line, f"{path}:{number}")
+
+
+def _object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start + 1} is 0x{line[error.start]:02x}"
+        raise ConfigError(f"{where}: not UTF-8 ({byte}); convert the file") from error
+    except RecursionError as error:
+        raise ConfigError(f"{where}: brackets are nested too deep") from error
+    except ValueError as error:  # no JSON, or a number of more digits than Python converts
+        raise ConfigError(f"{where}: not a line of JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where}: an object is wanted, not {_shown(record)}")
+    return record
+
+
+def _problem(record: dict[str, Any], where: str) -> Problem:
+    key = next((key for key in QUESTION_KEYS if record.get(key) is not None), None)
+    if key is None:
+        keys = sorted(record)
+        more = ", ..." if len(keys) > 8 else ""
+        raise ConfigError(
+            f"{where}: no {_names(QUESTION_KEYS)}; keys are {', '.join(_shown(key) for key in keys[:8])}{more}"
+        )
+    turns = record[key] if key == "turns" else [record[key]]
+    if not isinstance(turns, list) or not turns:
+        raise ConfigError(f"{where}: 'turns' is {_shown(turns)}; a list of texts, one for each turn, is wanted")
+    texts = tuple(_text(turn, key if key != "turns" else f"turns[{i}]", where) for i, turn in enumerate(turns))
+    return Problem(texts, _optional(record, "answer", where), _optional(record, "category", where))
+
+
+def _optional(record: dict[str, Any], key: str, where: str) -> str | None:
+    return None if record.get(key) is None else _text(record[key], key, where)
+
+
+def _text(value: Any, name: str, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{where}: '{name}' is {_shown(value)}; text is wanted")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where}: '{name}' holds half a surrogate pair at character {error.start + 1}") from error
+    return value
+
+
+def _shown(value: Any, most: int = 40) -> str:
+    """A value as JSON writes it, at a readable length."""
+    text = json.dumps(value)
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def _names(keys: tuple[str, ...]) -> str:
+    *first, last = (f"'{key}'" for key in keys)
+    return f"{', '.join(first)} or {last}"

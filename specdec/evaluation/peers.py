@@ -1,0 +1,50 @@
+"""transformers' own generate as contestants: on the same weights, one prompt at a time. Measured, not judged."""
+
+import copy
+from typing import Any
+
+import torch
+
+from specdec.config import SamplingParams
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.engine import Engine
+from specdec.evaluation.contest import Contestant, Prompts
+
+
+def plain_peer(engine: Engine, params: SamplingParams) -> Contestant:
+    """The target alone."""
+    return Contestant("transformers, plain", lambda prompts: _generate(engine, params, prompts), judged=False)
+
+
+def assisted_peer(engine: Engine, params: SamplingParams, num_steps: int) -> Contestant | None:
+    """The target with the same drafter, where transformers can use it: a Gemma 4 assistant."""
+    if not isinstance(engine.drafter, Gemma4MTPDrafter):
+        return None
+    assistant = engine.drafter.assistant
+    assistant.generation_config = copy.deepcopy(assistant.generation_config)
+    assistant.generation_config.num_assistant_tokens = num_steps
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    return Contestant(
+        "transformers, assisted",
+        lambda prompts: _generate(engine, params, prompts, assistant_model=assistant),
+        judged=False,
+    )
+
+
+def _generate(engine: Engine, params: SamplingParams, prompts: Prompts, **assistance: Any) -> Prompts:
+    model = engine.target.model
+    outputs: Prompts = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=model.device)
+        out = model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=params.temperature > 0,
+            temperature=params.temperature or None,
+            max_new_tokens=params.max_new_tokens,
+            eos_token_id=sorted(engine.end_tokens),
+            pad_token_id=0,
+            **assistance,
+        )
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs

@@ -1,0 +1,81 @@
+"""Finished turns on disk, a line of JSON each, so that a killed evaluation goes on and a larger one takes them over.
+
+A folder holds one file for each process; the first line of a file is the settings it was made with. Invariant: what is
+taken over is what the present settings would give again; settings that would not are refused by name.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from specdec.errors import ConfigError
+from specdec.evaluation.files import write_file
+
+Record = dict[str, Any]
+"""One turn of one problem: index, turn, parting (position and logit_margin, or None), and by run its text, token_ids,
+finish_reason, stats, seconds."""
+
+NEUTRAL = {"data", "max_model_len", "full_slots", "swa_slots", "cuda_graphs"}
+"""Settings that change no answer and no acceptance: where the problems lay (their sum is compared), room, and speed."""
+
+Earlier = Callable[[int], tuple[str, set[int]]]
+"""Of an evaluation of fewer problems: the sum of their text, and those whose batch would still be the same."""
+
+
+def read_transcripts(folder: Path, settings: Record, earlier: Earlier | None = None) -> list[Record]:
+    """What is finished in `folder`, by whichever process. Raises ConfigError where it was made with other settings."""
+    records: list[Record] = []
+    for path in sorted(folder.glob("transcripts-*.jsonl")):
+        records += _usable(path, settings, earlier)
+    return records
+
+
+def open_transcripts(folder: Path, settings: Record, rank: int, earlier: Earlier | None = None) -> TextIO:
+    """This process's file, to go on behind its last whole line; its first line holds the settings."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"transcripts-{rank}.jsonl"
+    [*whole] = _whole_lines(path)
+    if whole and whole[0].get("problems") != settings.get("problems"):  # extended: what counts no longer goes
+        lines = [settings, *_usable(path, settings, earlier)]
+        write_file(path, "\n".join(map(json.dumps, lines)))
+    file = path.open("a", buffering=1, encoding="utf-8")  # a line is handed to the system as it is written
+    if not file.truncate(path.read_bytes().rfind(b"\n") + 1):
+        file.write(json.dumps(settings) + "\n")
+    return file
+
+
+def _usable(path: Path, settings: Record, earlier: Earlier | None) -> list[Record]:
+    """The records of a file that the present settings would give again."""
+    lines = _whole_lines(path)
+    if not lines:
+        return []
+    head, *records = lines
+    wanted, count = settings, head.get("problems")
+    if earlier is not None and isinstance(count, int) and 0 < count < settings["problems"]:
+        sha256, kept = earlier(count)
+        wanted = settings | {"problems": count, "sha256": sha256}
+        records = [record for record in records if record["index"] in kept]
+    compared = {key: value for key, value in wanted.items() if key not in NEUTRAL}
+    other = [f"{key} {head.get(key)!r}, now {value!r}" for key, value in compared.items() if head.get(key) != value]
+    if other:
+        raise ConfigError(
+            f"{path} was made with {'; '.join(other)}; use the same settings (a larger limit may be given) or another "
+            "folder"
+        )
+    return records
+
+
+def _whole_lines(path: Path) -> list[Record]:
+    """What a kill cut short has no line feed and does not count."""
+    whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    lines: list[Record] = []
+    for number, line in enumerate(whole, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}:{number} is no transcript ({error}); use another folder") from error
+        if not isinstance(record, dict) or (lines and "index" not in record):
+            raise ConfigError(f"{path}:{number} is no transcript of this version; use another folder")
+        lines.append(record)
+    return lines

@@ -1,0 +1,116 @@
+"""Data files: what is read from them, and one sentence with the line for whatever cannot be."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from specdec import SpecDecError
+from specdec.evaluation.data import json_lines, read_prompts
+
+GOOD = b'{"question": "a"}\n'
+
+
+def written(tmp_path, content):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content)
+    return path
+
+
+def test_turns_answers_and_categories_are_read(tmp_path):
+    rows = [
+        {"question": "a", "answer": "#### 1", "category": None},
+        {"prompt": "b", "question": None},
+        {"turns": ["c", "d"], "category": "writing", "reference": [1, 2]},
+    ]
+    problems = read_prompts(written(tmp_path, "\n\n".join(map(json.dumps, rows)).encode()))
+    assert [(p.turns, p.answer, p.category) for p in problems] == [
+        (("a",), "#### 1", None),
+        (("b",), None, None),
+        (("c", "d"), None, "writing"),
+    ]
+    assert problems[2].text == "c"
+
+
+def test_a_line_separator_inside_a_string_does_not_end_the_line(tmp_path):
+    """str.splitlines cut there; JSON allows these characters in strings."""
+    text = "a\u2028b\u2029c\x85d"
+    path = written(tmp_path, json.dumps({"question": text}, ensure_ascii=False).encode() + b"\r\n" + GOOD)
+    assert [p.text for p in read_prompts(path)] == [text, "a"]
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path):
+    assert [p.text for p in read_prompts(written(tmp_path, b"\xef\xbb\xbf" + GOOD))] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (GOOD + '{"question": "caf\xe9"}'.encode("latin-1"), r":2: not UTF-8 \(byte 18 is 0xe9\)"),
+        ('{"question": "a"}\n'.encode("utf-16"), r":1: not UTF-8 \(byte 1 is 0xff\)"),
+        (GOOD + b'{"question": 5}', r":2: 'question' is 5; text is wanted"),
+        (GOOD + b'{"question": ["a"]}', r""":2: 'question' is \["a"\]; text is wanted"""),
+        (GOOD + b'{"question": ""}', r""":2: 'question' is ""; text is wanted"""),
+        (GOOD + b'{"question": null}', r":2: no 'question', 'prompt' or 'turns'; keys are \"question\""),
+        (GOOD + b'{"question": "a", "answer": 18}', ":2: 'answer' is 18; text is wanted"),
+        (GOOD + b'{"question": "a", "category": ["x"]}', ":2: 'category' is"),
+        (GOOD + b'{"turns": "abc"}', r""":2: 'turns' is "abc"; a list of texts"""),
+        (GOOD + b'{"turns": []}', r":2: 'turns' is \[\]; a list of texts"),
+        (GOOD + b'{"turns": [["a", "b"]]}', r":2: 'turns\[0\]' is \[\"a\", \"b\"\]; text is wanted"),
+        (GOOD + b'{"turns": ["a", {"role": "user"}]}', r":2: 'turns\[1\]' is \{"),
+        (GOOD + b'{"turns": ["a", null]}', r":2: 'turns\[1\]' is null"),
+        (GOOD + b'{"question": "\\ud83d"}', ":2: 'question' holds half a surrogate pair at character 1"),
+        (GOOD + b"[" * 100_000, ":2: brackets are nested too deep"),
+        (GOOD + b'{"question": ' + b"7" * 5000 + b"}", ":2: not a line of JSON"),
+        (GOOD + b"null", ":2: an object is wanted, not null"),
+        (GOOD + b'{"text": "x"' + b', "y": 1' * 3 + b"}", ':2: no .* keys are "text", "y"'),
+        (b"", "holds no prompt"),
+        (b"\n \n", "holds no prompt"),
+    ],
+    ids=lambda value: None if isinstance(value, bytes) else value,
+)
+def test_what_is_no_prompt_is_one_sentence_with_file_and_line(content, says, tmp_path):
+    path = written(tmp_path, content)
+    with pytest.raises(SpecDecError, match=says) as caught:
+        read_prompts(path)
+    assert "data.jsonl" in str(caught.value)
+    assert len(str(caught.value)) < 400 + len(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_huge_line_is_read_and_a_huge_fault_is_short(tmp_path):
+    many = {f"key {i}": "x" * 1000 for i in range(1000)}
+    path = written(tmp_path, json.dumps({"question": "a" * 10**7}).encode() + b"\n" + json.dumps(many).encode())
+    with pytest.raises(SpecDecError, match=r":2: no 'question'.*, \.\.\.$"):
+        read_prompts(path)
+    assert len(read_prompts(path, limit=1)[0].text) == 10**7
+
+
+def test_folders_missing_files_and_negative_limits_are_refused(tmp_path):
+    with pytest.raises(SpecDecError, match="is a folder"):
+        read_prompts(tmp_path)
+    with pytest.raises(SpecDecError, match="no such file"):
+        read_prompts(str(tmp_path / "none.jsonl"))
+    with pytest.raises(SpecDecError, match="limit=-1"):
+        read_prompts(written(tmp_path, GOOD), -1)
+
+
+def test_a_pipe_can_be_read(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_bytes, args=(GOOD,))
+    writer.start()
+    assert [record for _, record in json_lines(path)] == [{"question": "a"}]
+    writer.join()
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "turns"),
+    [("mt_bench/question.jsonl", 80, 2), ("spec_bench/question.jsonl", 480, 2), ("humaneval/HumanEval.jsonl", 164, 1)],
+)
+def test_published_files_are_read(name, count, turns, shared_data: Path):
+    problems = read_prompts(shared_data / name)
+    assert len(problems) == count
+    assert max(len(problem.turns) for problem in problems) == turns

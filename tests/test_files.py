@@ -1,0 +1,90 @@
+"""Named files: refused before the work where they cannot be written, replaced whole or left as they were."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from specdec import SpecDecError
+from specdec.evaluation.files import STDOUT, require_distinct, require_writable, write_file
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_text_and_bytes_are_written_and_nothing_is_left_beside(tmp_path):
+    write_file(tmp_path / "a.txt", "é")
+    write_file(tmp_path / "b.bin", b"\x00")
+    assert (tmp_path / "a.txt").read_bytes() == "é\n".encode()
+    assert (tmp_path / "b.bin").read_bytes() == b"\x00"
+    assert names(tmp_path) == ["a.txt", "b.bin"]
+
+
+@pytest.mark.parametrize("fault", ["fsync", "replace"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "ctrl-c"])
+def test_a_fault_leaves_the_file_before(fault, error, tmp_path, monkeypatch):
+    path = tmp_path / "report.json"
+    path.write_text("before")
+
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(os, fault, fail)
+    with pytest.raises(type(error)):
+        write_file(path, "after" * 10_000)
+    assert path.read_text() == "before"
+    assert names(tmp_path) == ["report.json"]
+
+
+def test_a_link_stays_a_link_and_a_mode_stays(tmp_path):
+    (tmp_path / "real.json").write_text("before")
+    (tmp_path / "real.json").chmod(0o640)
+    (tmp_path / "link.json").symlink_to("real.json")
+    write_file(tmp_path / "link.json", "after")
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "real.json").read_text() == "after\n"
+    assert stat.S_IMODE((tmp_path / "real.json").stat().st_mode) == 0o640
+
+
+def test_a_device_is_written_into_and_never_replaced():
+    require_writable(Path("/dev/null"))
+    write_file(Path("/dev/null"), "gone")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_standard_output(capfd):
+    require_writable(STDOUT)
+    write_file(STDOUT, "text")
+    assert capfd.readouterr().out == "text\n"
+
+
+def test_what_cannot_be_written_is_refused_with_the_reason(tmp_path):
+    with pytest.raises(SpecDecError, match=r"nowhere/x\.json' cannot be written: No such file or directory"):
+        require_writable(tmp_path / "nowhere" / "x.json")
+    with pytest.raises(SpecDecError, match="is a folder"):
+        require_writable(tmp_path)
+    with pytest.raises(SpecDecError, match="'--limit': a file name or '-' is wanted"):
+        require_writable(Path("--limit"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SpecDecError, match="cannot be written: Not a directory"):
+        require_writable(tmp_path / "file" / "x.json")
+    assert names(tmp_path) == ["file"]
+
+
+def test_asking_changes_nothing(tmp_path):
+    (tmp_path / "a").write_text("before")
+    require_writable(tmp_path / "a")
+    require_writable(tmp_path / "b")
+    assert names(tmp_path) == ["a"]
+    assert (tmp_path / "a").read_text() == "before"
+
+
+def test_two_outputs_have_two_destinations(tmp_path):
+    require_distinct((tmp_path / "a", None, STDOUT, None, tmp_path / "b"))
+    with pytest.raises(SpecDecError, match="'-' is named for two outputs"):
+        require_distinct((STDOUT, STDOUT))
+    (tmp_path / "link").symlink_to("a")
+    with pytest.raises(SpecDecError, match="named for two outputs"):
+        require_distinct((tmp_path / "a", tmp_path / "link"))
