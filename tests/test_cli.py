@@ -259,6 +259,7 @@ def test_a_declared_command_and_its_body_take_the_same_options():
 # --json FILE means one thing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [("generate", QUESTION, "--max-new-tokens", "4"), ("bench", "--limit", "1", "--max-new-tokens", "4"), ("models",)],
@@ -297,6 +298,7 @@ def test_a_device_that_is_not_there_is_one_sentence(command):
 # interrupted, piped, and misused
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_with_130_and_keeps_what_is_finished(tmp_path):
     """Against the process itself: a signal while it works, the report of before, and the same command again."""
     report, folder = tmp_path / "report.json", tmp_path / "kept"
@@ -363,6 +365,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_work(option, tmp_pa
     assert "named for two outputs" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_fault_leaves_the_report_before(tmp_path, monkeypatch):
     path = tmp_path / "report.json"
     assert run(*EVAL, "--json", str(path)).exit_code == 0

@@ -482,6 +482,7 @@ def test_the_eight_categories_of_mt_bench_are_one_group_of_spec_bench(questions)
     assert report["comparison"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "name", "groups"),
     [
@@ -538,6 +539,7 @@ def test_every_setting_that_changes_an_output_is_compared(report, folder):
             evaluate_gsm8k(*PAIR, folder=folder, **{**SMALL, **change})
 
 
+@pytest.mark.slow
 def test_a_larger_limit_takes_over_what_is_finished(report, folder, tmp_path, monkeypatch):
     """The last batch of 7 had one problem and is made again with the eighth; the six before it are not."""
     (tmp_path / "transcripts-0.jsonl").write_bytes((folder / "transcripts-0.jsonl").read_bytes())
@@ -592,6 +594,7 @@ def test_a_file_that_is_no_transcript_is_named(tmp_path):
             read_transcripts(tmp_path, {})
 
 
+@pytest.mark.slow
 def test_an_interruption_keeps_what_is_finished(report, tmp_path, monkeypatch):
     whole = evaluation.solve
 
