@@ -46,10 +46,9 @@ class MarkedText:
         """The whole characters that these tokens complete."""
         piece = Text()
         for token, from_draft in zip(token_ids, drafted, strict=True):
-            before = len(self._reader.text)
             self._ids.append(token)
-            self._reader.update(self._ids)
-            piece.append(self._reader.text[before:], style=DRAFTED_STYLE if from_draft else None)
+            new = self._reader.stream(self._ids, (), finished=False)
+            piece.append(new, style=DRAFTED_STYLE if from_draft else None)
         return piece
 
 

@@ -70,7 +70,8 @@ class RequestStats:
 class GenerationOutput:
     """One finished request.
 
-    token_ids end with the stop token if there was one; `text` has special tokens removed and ends before a stop string.
+    token_ids end with the stop token if there was one, or with the token that completes a stop string; `text` has
+    special tokens removed and ends before a stop string.
     finish_reason: "stop" (an end token or string), "length" (max_new_tokens), "abort" (the consumer went away).
     drafted: per token, whether it came out of an accepted draft.
     """
@@ -151,9 +152,8 @@ class Request:
         return len(tokens)
 
     def _stops(self, token: int) -> bool:
-        if token in self.end_tokens or (
-            self.params.stop_strings and self.detokenizer.find_stop(self.output_ids, self.params.stop_strings)
-        ):
+        stops = self.params.stop_strings
+        if token in self.end_tokens or (stops and self.detokenizer.find_stop(self.tokens, stops, len(self.prompt))):
             self.finish_reason = "stop"
         elif self.num_output >= self.params.max_new_tokens:
             self.finish_reason = "length"

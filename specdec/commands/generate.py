@@ -67,9 +67,8 @@ def coloured(out: GenerationOutput, tokenizer: Any) -> Text:
     """The output's text with accepted drafts in colour."""
     reader, text = Detokenizer(tokenizer), Text()
     for count, drafted in enumerate(out.drafted, start=1):
-        before = len(reader.text)
-        reader.update(out.token_ids[:count])
-        text.append(reader.text[before:], style=DRAFTED_STYLE if drafted else None)
+        new = reader.stream(out.token_ids[:count], (), finished=count == len(out.drafted))
+        text.append(new, style=DRAFTED_STYLE if drafted else None)
     return text
 
 

@@ -1,63 +1,194 @@
-"""Token ids to text, as they come: never half a character, never a piece of a stop string.
+"""Token ids to text, as they come: never half a character, never a piece of a stop string, never a word taken back.
 
-Tokenizers decode a suffix correctly only with some context before it, so new text is the difference between two decodes
-that start a few tokens back; an unfinished UTF-8 sequence (shown as U+FFFD) is held until it is complete.
+A tokenizer decodes a suffix correctly only with some context before it, and what it says of the newest tokens may
+change with the next one. So new text is the difference between two decodes that start a few tokens back, and it is
+handed on only when it is settled: no later token can change it.
+
+    tokens  0 ........ prefix ....... read ............. seen
+            | handed on  | decode context  | not settled yet |
+
+What is streamed, joined, is the final text: one decode of the whole output, cut before the first stop string.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 REPLACEMENT = "\ufffd"
+
+CLEANED = frozenset(" .?!,'ntmsver")
+"""The characters of the patterns that `clean_up_tokenization_spaces` rewrites: no match reaches across any other."""
+
+
+class Kinds(NamedTuple):
+    """What has to be known of a tokenizer: ids that decoding skips, ids of single bytes, whether it cleans up spaces.
+
+    A run of byte tokens is read as a whole: one byte more can turn its characters into U+FFFD.
+    """
+
+    special: frozenset[int]
+    byte: frozenset[int]
+    cleans_up: bool
 
 
 class Detokenizer:
     """The text of one request's output. Without a tokenizer all text is empty."""
 
-    __slots__ = ("_prefix", "_read", "_streamed", "_tokenizer", "text")
+    __slots__ = (
+        "_context",
+        "_final",
+        "_known_len",
+        "_pending",
+        "_prefix",
+        "_read",
+        "_seen",
+        "_sent",
+        "_shown",
+        "_tokenizer",
+    )
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
         self._prefix = 0  # first token of the decode context
-        self._read = 0  # tokens whose text is in `text`
-        self._streamed = 0  # characters of `text` handed out by `stream`
-        self.text = ""
+        self._read = 0  # tokens whose text is settled
+        self._seen = 0  # tokens looked at
+        self._known_len = 0  # characters of the context
+        self._shown = ""  # context and unsettled text, as if the output ended at `seen`
+        self._context = ""  # the end of the settled text, as long as a stop string can reach back
+        self._pending = ""  # settled text not handed out yet
+        self._sent: list[str] = []  # what `stream` handed out
+        self._final: str | None = None  # the whole text, once it was
 
-    def update(self, output_ids: Sequence[int]) -> None:
-        """Extend `text` by the tokens not read yet, as far as they make whole characters."""
-        if self._tokenizer is None or self._read == len(output_ids):
-            return
-        known = self._decode(output_ids[self._prefix : self._read])
-        longer = self._decode(output_ids[self._prefix :])
-        if len(longer) > len(known) and not longer.endswith(REPLACEMENT):
-            self.text += longer[len(known) :]
-            self._prefix, self._read = self._read, len(output_ids)
+    def find_stop(self, tokens: Sequence[int], stops: Sequence[str], start: int = 0) -> bool:
+        """Read the newest of the output `tokens[start:]`; does it complete a stop string?
 
-    def find_stop(self, output_ids: Sequence[int], stops: Sequence[str]) -> bool:
-        """Read the newest token; is there a stop string in the text now?"""
-        self.update(output_ids)
-        return any(stop in self.text for stop in stops)
+        In the text, or in the text with special tokens written out: "<end_of_turn>" can be given as a string.
+        """
+        if self._tokenizer is None:
+            return False
+        reach = max(map(len, stops), default=0)
+        text = self._context + self._update(tokens, start, reach)
+        if any(stop in text for stop in stops):
+            return True
+        special = self._kinds().special
+        if special.isdisjoint(tokens[max(start, len(tokens) - reach) :]):
+            return False
+        # a few tokens more than the string is long, for those that decode right only behind others
+        written = self._decode(tokens[max(start, len(tokens) - reach - 8) :], skip_special_tokens=False)
+        return any(stop in written for stop in stops)
 
     def stream(self, output_ids: Sequence[int], stops: Sequence[str], *, finished: bool) -> str:
         """Text not handed out before; what may be the start of a stop string waits until it is known not to be."""
-        self.update(output_ids)
+        if self._tokenizer is None:
+            return ""
         if finished:
-            text = self.final_text(output_ids, stops)
+            self._final = self.final_text(output_ids, stops)
+            new = self._final[sum(map(len, self._sent)) :]
         else:
-            longest = max((len(stop) for stop in stops), default=1)
-            text = self.text[: max(0, len(self.text) - (longest - 1))]
-        new = text[self._streamed :]
-        self._streamed += len(new)
+            reach = max(map(len, stops), default=0)
+            self._update(output_ids, 0, reach)
+            ready = len(self._pending) - max(0, reach - 1)
+            new, self._pending = self._pending[: max(0, ready)], self._pending[max(0, ready) :]
+        self._sent.append(new)
         return new
 
     def final_text(self, output_ids: Sequence[int], stops: Sequence[str]) -> str:
         """The whole text, cut before the first stop string."""
-        if self._tokenizer is None:
-            return ""
-        text = self._decode(output_ids)
-        ends = [at for stop in stops if (at := text.find(stop)) >= 0]
-        return text[: min(ends)] if ends else text
+        if self._tokenizer is None or self._final is not None:
+            return self._final or ""
+        text = _cut(self._decode(output_ids), stops)
+        if stops and not self._kinds().special.isdisjoint(output_ids):
+            text = min(text, self._before_written_stop(output_ids, stops), key=len)
+        sent = "".join(self._sent)
+        if text.startswith(sent):
+            return text
+        # a tokenizer that takes text back in a way not foreseen here: what was handed out stays
+        self._update(output_ids, 0, 0)
+        return sent + _cut(self._pending + self._shown[self._known_len :], stops)
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def _update(self, tokens: Sequence[int], start: int, reach: int) -> str:
+        """Look at the output `tokens[start:]`; returns the text behind what was settled before, if it ended here.
+
+        `reach`: characters that a stop string can reach back; 0 if nobody looks for one.
+        """
+        unsettled = self._shown[self._known_len :]
+        now = len(tokens) - start
+        if self._seen == now or (not reach and self._in_byte_run(tokens, start, now)):
+            return unsettled
+        before, shown_before, self._seen = self._seen, self._shown, now
+        self._shown = self._decode(tokens[start + self._prefix :])
+        unsettled = self._shown[self._known_len :]
+        # a replacement character that other text came behind is no unfinished character
+        followed = self._shown.startswith(shown_before) and len(self._shown) > len(shown_before)
+        if not self._shown.endswith(REPLACEMENT) and self._settles(tokens, start, now, self._shown):
+            self._settle(now, self._shown, tokens, start, reach)
+        elif followed and self._settles(tokens, start, before, shown_before):
+            self._settle(before, shown_before, tokens, start, reach)
+        return unsettled
+
+    def _settles(self, tokens: Sequence[int], start: int, end: int, shown: str) -> bool:
+        """Is `shown`, the text up to token `end`, new and beyond change, apart from an unfinished last character?"""
+        if len(shown) <= self._known_len or self._in_byte_run(tokens, start, end):
+            return False
+        return not (self._kinds().cleans_up and shown[-1] in CLEANED)
+
+    def _settle(self, end: int, shown: str, tokens: Sequence[int], start: int, reach: int) -> None:
+        """The text up to token `end` is final; the tokens read last become the context of the next decodes."""
+        text = shown[self._known_len :]
+        self._pending += text
+        self._context = (self._context + text)[-reach:] if reach else ""
+        self._prefix, self._read = self._read, end
+        known = self._decode(tokens[start + self._prefix : start + end])
+        self._known_len = len(known)
+        self._shown = known if end == self._seen else self._decode(tokens[start + self._prefix : start + self._seen])
+
+    def _in_byte_run(self, tokens: Sequence[int], start: int, end: int) -> bool:
+        """Is the last token before `end` that decoding does not skip a byte?"""
+        kinds = self._kinds()
+        for at in range(start + end - 1, start + self._read - 1, -1) if kinds.byte else ():
+            if tokens[at] not in kinds.special:
+                return tokens[at] in kinds.byte
+        return False
+
+    def _before_written_stop(self, output_ids: Sequence[int], stops: Sequence[str]) -> str:
+        """The text, without special tokens, before the first stop string in the text that writes them out."""
+        written = self._decode(output_ids, skip_special_tokens=False)
+        at = len(_cut(written, stops))
+        head, end = written, len(output_ids)
+        while len(head) > at:  # a few steps: the string ends with the output
+            end -= 1
+            head = self._decode(output_ids[:end], skip_special_tokens=False)
+        text = self._decode(output_ids[:end])
+        inside = end < len(output_ids) and output_ids[end] not in self._kinds().special
+        return text + written[len(head) : at] if inside else text
+
+    def _kinds(self) -> Kinds:
+        tokenizer: Any = self._tokenizer
+        return _kinds(tokenizer, len(tokenizer) if hasattr(tokenizer, "__len__") else 0)
+
+    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         assert self._tokenizer is not None
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+
+def _cut(text: str, stops: Sequence[str]) -> str:
+    """Up to the first stop string."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+
+@lru_cache(maxsize=16)
+def _kinds(tokenizer: Any, size: int) -> Kinds:
+    """Of any object that decodes: what it does not tell does not apply. `size`: tokens may be added later."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token_id for token_id, token in added.items() if token.special}
+    special.update(getattr(tokenizer, "all_special_ids", ()))
+    vocab = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    names = (f"<0x{value:02{case}}>" for value in range(256) for case in "Xx")
+    byte = {vocab[name] for name in names if name in vocab}
+    cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+    # transformers does not clean up after BPE unless told twice
+    if type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__ == "BPE":
+        told_twice = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+        cleans_up = cleans_up and getattr(tokenizer, told_twice, False)
+    return Kinds(frozenset(special), frozenset(byte), bool(cleans_up))

@@ -1,0 +1,266 @@
+"""Text as it comes: what is streamed, joined, is the final text: any tokenizer, stop strings, rounds."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from specdec import SamplingParams
+from specdec.request import Request, RequestState
+from specdec.text.detokenize import Detokenizer
+
+SPECIAL = ["<s>", "<|im_end|>"]
+BYTES = [f"<0x{value:02X}>" for value in range(256)]
+
+
+def byte_level():
+    """One token a byte, and a few that hold two: half characters, whole ones, and halves of two."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [("Ã", "©"), ("å", "¥"), ("½", "ł"), ("Ġ", "a"), ("a", "b"), ("©", "Ã")]
+    vocab = {piece: i for i, piece in enumerate([*symbols, *(a + b for a, b in pairs)])}
+    tokenizer = Tokenizer(models.BPE(vocab, pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def llama():
+    """Byte-fallback BPE with the decoder of Llama 2: a leading space is stripped, a run of bytes read as a whole."""
+    pieces = [*BYTES, "▁", "a", "b", "é", "▁a", "▁the", "\n", ".", "'", "\ufffd"]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [("▁", "a")], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def unigram():
+    """Unigram with byte fallback and Metaspace."""
+    pieces = ["<unk>", *BYTES, "▁", "a", "b", "▁a", "▁▁", "▁word", "s", ".", "é"]
+    tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], 0, True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace("▁", "always", True)])
+    return tokenizer
+
+
+def word_piece():
+    pieces = [
+        "[UNK]",
+        "do",
+        "not",
+        "n",
+        "'",
+        "t",
+        "##t",
+        "##s",
+        "m",
+        "s",
+        "ve",
+        "re",
+        ".",
+        "?",
+        "!",
+        ",",
+        "a",
+        "##ing",
+        "é",
+    ]
+    tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece("##", True)
+    return tokenizer
+
+
+def suffixed():
+    """BPE whose words end in </w>, which the last token does not show."""
+    pieces = ["a", "b</w>", "c</w>", ".</w>", "'</w>", "n", "t</w>"]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    tokenizer.decoder = decoders.BPEDecoder("</w>")
+    return tokenizer
+
+
+def words():
+    """No decoder at all: words joined by spaces."""
+    pieces = ["a", "b", ".", "'", "n't", "s", "'s", "?", "x"]
+    return Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="a"))
+
+
+MAKERS = {
+    "byte-level": (byte_level, False),
+    "llama": (llama, False),
+    "llama-flagged": (llama, True),  # clean-up asked for, and ignored for BPE
+    "unigram": (unigram, False),
+    "unigram-clean": (unigram, True),
+    "word-piece": (word_piece, False),
+    "word-piece-clean": (word_piece, True),
+    "suffixed": (suffixed, False),
+    "words": (words, False),
+    "words-clean": (words, True),
+}
+
+
+def make_tokenizer(name):
+    make, cleans_up = MAKERS[name]
+    tokenizer = make()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=cleans_up)
+
+
+TOKENIZERS = {name: make_tokenizer(name) for name in MAKERS}
+
+
+@pytest.fixture(params=list(MAKERS))
+def tokenizer(request):
+    return TOKENIZERS[request.param]
+
+
+def run(tokenizer, ids, params, rounds):
+    """A request that is given `ids` in rounds of the given sizes, and what its stream hands out: (request, deltas)."""
+    request = Request([0], params, 0, Detokenizer(tokenizer), frozenset())
+    deltas, at = [], 0
+    while request.state is not RequestState.FINISHED:
+        size = rounds[len(deltas) % len(rounds)]
+        request.append(ids[at : at + size])
+        at += size
+        finished = request.state is RequestState.FINISHED
+        deltas.append(request.detokenizer.stream(request.output_ids, params.stop_strings, finished=finished))
+    return request, deltas
+
+
+def expected(tokenizer, ids, stops):
+    """(tokens until a stop string is there, the text before it), decoding everything at every token."""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end], skip_special_tokens=True)
+        written = tokenizer.decode(ids[:end], skip_special_tokens=False)
+        if any(stop in text or stop in written for stop in stops):
+            return end, text[: min([text.find(stop) for stop in stops if stop in text], default=len(text))]
+    return len(ids), tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+@pytest.mark.parametrize("name", list(MAKERS))
+def test_deltas_joined_are_the_final_text(name, data):
+    tokenizer = TOKENIZERS[name]
+    # few kinds of token at a time, so that runs, half characters and patterns come up
+    kinds = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), min_size=1, max_size=8))
+    ids = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=40))
+    rounds = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    spans = st.tuples(st.integers(0, max(0, len(text) - 1)), st.integers(1, 6))
+    stops = [text[a : a + n] for a, n in data.draw(st.lists(spans, max_size=2))]
+    stops = [*(stop for stop in stops if stop), *data.draw(st.lists(st.sampled_from(SPECIAL), max_size=1))]
+    request, deltas = run(tokenizer, ids, SamplingParams(max_new_tokens=len(ids), stop=stops), rounds)
+    out = request.output()
+    assert "".join(deltas) == out.text
+    if any(special in stop or stop in special for stop in stops for special in SPECIAL):
+        return  # what the text is then, is said by examples below
+    end, want = expected(tokenizer, ids, stops)
+    assert len(out.token_ids) == end
+    # a space may stand before a special token only; the text then ends before the string all the same
+    assert out.text == want or (want.startswith(out.text) and not any(stop in want for stop in stops))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_without_stop_strings_the_text_is_one_decode(tokenizer, seed):
+    """Longer ones than above, with every token as likely as any other."""
+    rng = random.Random(seed)
+    ids = [rng.randrange(len(tokenizer)) for _ in range(60)]
+    request, deltas = run(tokenizer, ids, SamplingParams(max_new_tokens=60), [rng.randint(1, 5) for _ in range(9)])
+    assert "".join(deltas) == request.output().text == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def ids_of(tokenizer, *pieces):
+    return [tokenizer.convert_tokens_to_ids(piece) for piece in pieces]
+
+
+def test_a_byte_that_spoils_a_run_takes_back_nothing_that_was_handed_out():
+    """E5 A5 BD is a character; with FF behind it, the run is four replacement characters."""
+    tokenizer = TOKENIZERS["llama"]
+    ids = ids_of(tokenizer, "▁the", "<0xE5>", "<0xA5>", "<0xBD>", "<0xFF>", "a")
+    request, deltas = run(tokenizer, ids, SamplingParams(max_new_tokens=6), [1])
+    assert request.output().text == "the" + "\ufffd" * 4 + "a"
+    assert deltas == ["the", "", "", "", "", "\ufffd" * 4 + "a"]
+
+
+def test_a_contraction_takes_back_nothing_that_was_handed_out():
+    tokenizer = TOKENIZERS["words-clean"]
+    request, deltas = run(tokenizer, ids_of(tokenizer, "b", "'", "b", "x"), SamplingParams(max_new_tokens=4), [1])
+    assert request.output().text == "".join(deltas) == "b'b x"
+
+
+@pytest.mark.parametrize("rounds", [[1], [2], [9]])
+@pytest.mark.parametrize(
+    ("stop", "pieces", "text", "taken"),
+    [
+        ("<|im_end|>", ["a", "b", "<|im_end|>", "a"], "ab", 3),
+        ("im_end", ["a", "<|im_end|>", "b"], "a", 2),
+        ("b<|im", ["a", "b", "<|im_end|>", "a"], "a", 3),
+        ("b<|im_end|>b", ["a", "b", "<|im_end|>", "b", "a"], "a", 4),
+        ("<|im_end|>\n", ["a", "<|im_end|>", "b", "<|im_end|>", "\n", "a"], "ab", 5),
+        ("<s><|im_end|>", ["a", "<s>", "b", "<s>", "<|im_end|>"], "ab", 5),
+        ("é<|im_end|>", ["a", "<0xC3>", "<0xA9>", "<|im_end|>", "a"], "a", 4),
+        ("ab", ["a", "<s>", "b", "a"], "", 3),  # what the reader sees counts too
+    ],
+)
+def test_special_tokens_as_stop_strings(stop, pieces, text, taken, rounds):
+    """The text has them removed, and yet they end it."""
+    tokenizer = TOKENIZERS["llama"]
+    ids = ids_of(tokenizer, *pieces)
+    request, deltas = run(tokenizer, ids, SamplingParams(max_new_tokens=len(ids), stop=stop), rounds)
+    out = request.output()
+    assert (out.text, out.token_ids, out.finish_reason) == (text, ids[:taken], "stop")
+    assert "".join(deltas) == text
+
+
+def test_a_stop_string_that_begins_in_the_prompt_does_not_count():
+    """As in vLLM: only what was generated is searched. `specdec.generate` does as transformers."""
+    tokenizer = TOKENIZERS["words"]
+    request = Request(
+        ids_of(tokenizer, "x"), SamplingParams(max_new_tokens=2, stop="x b"), 0, Detokenizer(tokenizer), frozenset()
+    )
+    request.append(ids_of(tokenizer, "b", "a"))
+    assert request.output().text == "b a" and request.finish_reason == "length"
+
+
+class Shouting:
+    """A tokenizer that takes back what it said, in a way that nobody could foresee."""
+
+    def decode(self, ids, skip_special_tokens):
+        text = "".join(chr(97 + i) for i in ids)
+        return text.upper() if len(ids) > 5 else text
+
+
+def test_a_tokenizer_that_rewrites_its_text_cannot_break_a_stream():
+    ids = list(range(9))
+    for rounds in ([1], [2, 3], [9]):
+        request, deltas = run(Shouting(), ids, SamplingParams(max_new_tokens=9), rounds)
+        assert "".join(deltas) == request.output().text
+        assert "".join(deltas).lower() == "abcdefghi"
+
+
+@pytest.mark.parametrize("stops", [[], ["never there"]])
+@pytest.mark.parametrize("name", ["byte-level", "llama", "word-piece-clean"])
+def test_reading_costs_the_same_for_every_token(name, stops, monkeypatch):
+    """Tokens decoded per token read: bounded, however long the output. Bytes that never make a character included."""
+    tokenizer = TOKENIZERS[name]
+    # pieces of characters alone; bytes and words; the patterns of the clean-up and words
+    pieces = [i for i in range(256) if TOKENIZERS["byte-level"].decode([i]) == "\ufffd"]
+    assert len(pieces) == 128
+    common = {"byte-level": pieces, "llama": [200, 201, 202, *range(256, 264)], "word-piece-clean": range(18)}
+    decoded = []
+    decode = type(tokenizer).decode
+
+    def counting(self, token_ids, **kwargs):
+        decoded.append(len(token_ids))
+        return decode(self, token_ids, **kwargs)
+
+    monkeypatch.setattr(type(tokenizer), "decode", counting)
+    rng = random.Random(0)
+    detokenizer, ids = Detokenizer(tokenizer), []
+    for _ in range(2000):
+        ids.append(rng.choice(common[name]))
+        if stops:
+            detokenizer.find_stop(ids, stops)
+        detokenizer.stream(ids, stops, finished=False)
+    assert sum(decoded) < 40 * len(ids)
