@@ -43,6 +43,7 @@ from training_data import (
     read_answers,
 )
 from training_optimizer import MixedOptimizer, Team, schedule
+from training_progress import Stage
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig, SpecDecError
 from specdec.draft_models.eagle3_config import Eagle3Spec
@@ -96,7 +97,7 @@ class Lessons:
         return lesson
 
 
-def train(recipe: Recipe, lessons: Lessons, args: argparse.Namespace, team: Team) -> dict[str, Any]:
+def train(recipe: Recipe, lessons: Lessons, args: argparse.Namespace, team: Team, stage: Stage) -> dict[str, Any]:
     """Train until the clock (or --steps) says so; the schedule follows whichever is nearer its end."""
     named = dict(recipe.module.named_children())
     optimizer = MixedOptimizer(torch.nn.ModuleDict(named), args.lr, args.muon_lr, args.optimizer == "muon")
@@ -123,8 +124,9 @@ def train(recipe: Recipe, lessons: Lessons, args: argparse.Namespace, team: Team
 
     recipe.module.train()
     start = time.perf_counter() - spent
-    shown = saved = time.perf_counter()
+    saved = time.perf_counter()
     done = fraction()
+    stage.update(done)
     try:
         for batch, lesson in lessons.from_step(step) if done < 1 else ():
             loss = draft_loss(recipe, recipe.target, batch, lesson, args.draft_steps)
@@ -132,14 +134,12 @@ def train(recipe: Recipe, lessons: Lessons, args: argparse.Namespace, team: Team
             team.average_gradients(optimizer.parameters)
             optimizer.step(schedule(done))
             step, value, now = step + 1, loss.item(), time.perf_counter()
-            if now - shown > args.log_every and team.main:
-                epoch = step * lessons.rows * team.size / lessons.count
-                print(f"{now - start:6.0f} s  step {step}  loss {value:.4f}  epoch {epoch:.2f}", flush=True)
-                shown = now
             if now - saved > SAVE_EVERY:
                 save(now - start)
                 saved = now
             done = fraction()
+            epoch = step * lessons.rows * team.size / lessons.count
+            stage.update(done, f"step {step}, loss {value:.4f}, epoch {epoch:.2f}")
             if done >= 1:
                 save(now - start)
                 break
@@ -152,18 +152,23 @@ def train(recipe: Recipe, lessons: Lessons, args: argparse.Namespace, team: Team
 
 
 def measure(
-    target: TargetModel, tokenizer: Any, args: argparse.Namespace, prompts: list[dict[str, Any]]
+    target: TargetModel, tokenizer: Any, args: argparse.Namespace, prompts: list[dict[str, Any]], stage: Stage
 ) -> dict[str, Any]:
     """Acceptance of the saved drafter on prompts kept aside, greedy, by the engine."""
     found: dict[str, Any] = {}
-    for name, spec in SHAPES.items():
+    for turn, (name, spec) in enumerate(SHAPES.items()):
+        stage.update(turn / len(SHAPES), name)
         config = EngineConfig(max_batch_size=args.batch, max_model_len=args.length)
         with Engine(
             target, load_drafter(str(args.out), target), tokenizer=tokenizer, spec=spec, config=config
         ) as engine:
             ids = [p for prompt in prompts if len(p := encode(engine, prompt)) + ROOM <= args.length]
-            params = [SamplingParams(max_new_tokens=min(args.max_new, args.length - len(p))) for p in ids]
-            engine.generate(ids, params)
+            for first in range(0, len(ids), args.batch):
+                part = ids[first : first + args.batch]
+                params = [SamplingParams(max_new_tokens=min(args.max_new, args.length - len(p))) for p in part]
+                engine.generate(part, params, progress=False)
+                answered = first + len(part)
+                stage.update((turn + answered / len(ids)) / len(SHAPES), f"{name}, {answered} prompts")
             stats = engine.stats()
         found[name] = {
             "prompts": len(ids),
@@ -268,7 +273,10 @@ def run(args: argparse.Namespace) -> None:
         remember_settings(args)
     team.wait()
     config = EngineConfig(max_batch_size=args.batch, max_model_len=args.length)
-    with Engine(target, None, tokenizer=tokenizer, config=config) as engine:
+    with (
+        Engine(target, None, tokenizer=tokenizer, config=config) as engine,
+        Stage("answers", every=args.log_every, show=team.main) as stage,
+    ):
         collect_answers(
             engine,
             itertools.islice(source, team.rank, None, team.size),
@@ -279,6 +287,7 @@ def run(args: argparse.Namespace) -> None:
             max_new=args.max_new,
             temperature=args.temperature,
             seed=args.seed + team.rank * 10**6,
+            stage=stage,
         )
     team.wait()
     documents = read_answers(args.out / "training", args.length)
@@ -291,9 +300,11 @@ def run(args: argparse.Namespace) -> None:
         )
     result: dict[str, Any] = {"target": args.target, "kind": args.kind, "parameters": parameters}
     result |= {"answers": len(documents), "answer_tokens": tokens, "processes": team.size}
-    result |= train(recipe, Lessons(recipe, documents, args, team), args, team)
+    with Stage("training", every=args.log_every, show=team.main) as stage:
+        result |= train(recipe, Lessons(recipe, documents, args, team), args, team, stage)
     if team.main:
-        result["held_out"] = measure(target, tokenizer, args, kept[: args.report_count])
+        with Stage("report", every=args.log_every) as stage:
+            result["held_out"] = measure(target, tokenizer, args, kept[: args.report_count], stage)
         result |= {"device": str(device), "torch": torch.__version__, "transformers": transformers.__version__}
         (args.out / "training" / "report.json").write_text(json.dumps(result, indent=2) + "\n", "utf-8")
     team.wait()
@@ -330,7 +341,7 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--muon-lr", type=float, default=1e-2, help="peak rate of Muon")
     p.add_argument("--report-count", type=int, default=64, help="prompts kept aside to report on")
     p.add_argument("--cache-gb", type=float, default=8.0, help="memory for the target's states")
-    p.add_argument("--log-every", type=float, default=15.0, help="seconds")
+    p.add_argument("--log-every", type=float, default=15.0, help="seconds between lines, where there is no terminal")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument(
         "--dtype",

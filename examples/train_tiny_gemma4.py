@@ -35,6 +35,7 @@ from tiny_gemma4_data import (
 from tiny_gemma4_model import compile_layers, merge_shards, new_target, save
 from training_data import ANSWER, causal_masks
 from training_optimizer import MixedOptimizer, schedule
+from training_progress import Stage
 from transformers import Gemma4ForCausalLM, PreTrainedTokenizerFast
 from word_problems import generate, heldout, heldout_questions
 
@@ -82,7 +83,7 @@ def to_device(arrays: dict, device: torch.device) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(a).to(device, non_blocking=True).long() for name, a in arrays.items()}
 
 
-def train_target(run: Run, gsm8k: list[dict[str, str]], seconds: float) -> None:
+def train_target(run: Run, gsm8k: list[dict[str, str]], seconds: float, stage: Stage) -> None:
     args, model, tokenizer = run.args, run.target, run.tokenizer
     stop = time.perf_counter() + seconds
     documents = encode(tokenizer.backend_tokenizer, gsm8k, args.length)
@@ -96,7 +97,7 @@ def train_target(run: Run, gsm8k: list[dict[str, str]], seconds: float) -> None:
     if args.compile:
         compile_layers(model.model)
     model.train()
-    start = shown = saved = evaluated = time.perf_counter()
+    start = saved = evaluated = time.perf_counter()
     step, tokens, waited, mean = 0, 0, 0.0, None
     while True:
         asked = time.perf_counter()
@@ -118,19 +119,16 @@ def train_target(run: Run, gsm8k: list[dict[str, str]], seconds: float) -> None:
         if step == 1:
             mean.item()
             print(f"first step, with compilation: {time.perf_counter() - start:.1f} s", flush=True)
-            start = shown = saved = evaluated = time.perf_counter()
+            start = saved = evaluated = time.perf_counter()
+            stage.update(0.0)
             tokens, waited = 0, 0.0
         if step % 8:
             continue
         value = mean.item()  # also keeps the host from running ahead of the clock
         now = time.perf_counter()
-        if now - shown > args.log_every:
-            rate = tokens / (now - start)
-            print(
-                f"{now - start:6.0f} s  step {step}  loss {value:.4f}  {rate / 1e3:.0f}k tok/s  waited {waited:.1f} s",
-                flush=True,
-            )
-            shown = now
+        rate = tokens / (now - start) / 1e3
+        says = f"step {step}, loss {value:.4f}, {rate:.0f}k tok/s, waited {waited:.1f} s"
+        stage.update((now - start) / (stop - start), says)
         if now - saved > 120:
             save(model, tokenizer, run.target_dir, args.shard_size)
             saved = now
@@ -151,13 +149,22 @@ def train_target(run: Run, gsm8k: list[dict[str, str]], seconds: float) -> None:
     }
 
 
-def score_target(run: Run, dev: list[dict[str, str]]) -> None:
+def score_target(run: Run, dev: list[dict[str, str]], stage: Stage) -> None:
     """Greedy accuracy in bfloat16 on held-out and GSM8K dev problems, in float32 on the held-out ones."""
     sets = {"heldout": heldout()[: run.args.report_count], "gsm8k_dev": dev[: run.args.report_count]}
-    for name, problems in sets.items():
-        run.result[f"{name}_accuracy_bf16"] = accuracy(run.target, run.tokenizer, problems, run.args.max_new)[0]
+    rounds = len(sets) + 1
+
+    def scored(turn: int, says: str, model: Gemma4ForCausalLM, problems: list[dict[str, str]]) -> float:
+        def tell(fraction: float) -> None:
+            stage.update((turn + fraction) / rounds, says)
+
+        tell(0.0)
+        return accuracy(model, run.tokenizer, problems, run.args.max_new, tell)[0]
+
+    for turn, (name, problems) in enumerate(sets.items()):
+        run.result[f"{name}_accuracy_bf16"] = scored(turn, f"{name}, bf16", run.target, problems)
     wide = Gemma4ForCausalLM.from_pretrained(run.target_dir, dtype=torch.float32).to(run.device).eval()
-    run.result["heldout_accuracy_fp32"] = accuracy(wide, run.tokenizer, sets["heldout"], run.args.max_new)[0]
+    run.result["heldout_accuracy_fp32"] = scored(len(sets), "heldout, fp32", wide, sets["heldout"])
 
 
 def load_or_make(run: Run, gsm8k: list[dict[str, str]]) -> None:
@@ -216,12 +223,15 @@ def main() -> None:
     timed("tokenizer", began)
     if "target" in stages:
         began = time.perf_counter()
-        train_target(run, gsm8k, run.left() - 5 - args.report_seconds * ("report" in stages))
+        seconds = run.left() - 5 - (args.report_seconds if "report" in stages else 0)
+        with Stage("target", every=args.log_every) as stage:
+            train_target(run, gsm8k, seconds, stage)
         timed("target", began)
     run.target.requires_grad_(False).eval()
     if "report" in stages:
         began = time.perf_counter()
-        score_target(run, dev)
+        with Stage("report", every=args.log_every) as stage:
+            score_target(run, dev, stage)
         timed("report", began)
     report(run)
 

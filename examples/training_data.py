@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from training_progress import Stage
 from word_problems import heldout, heldout_questions, stream
 
 from specdec import Engine, SamplingParams
@@ -95,6 +96,7 @@ def collect_answers(
     max_new: int,
     temperature: float,
     seed: int,
+    stage: Stage,
 ) -> None:
     """Append the target's answers to `path` until it holds `count` or they took `seconds`, earlier calls included."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,6 +106,7 @@ def collect_answers(
     waiting = itertools.islice(_fitting(engine, prompts, length), done, None)
     began = time.perf_counter() - spent
     chunk = engine.config.max_batch_size
+    stage.update(max(done / count, spent / seconds), f"{done} answers")
     with path.open("a", encoding="utf-8") as file:
         while done < count and time.perf_counter() - began < seconds:
             ids = list(itertools.islice(waiting, min(chunk, count - done)))
@@ -118,13 +121,13 @@ def collect_answers(
                 )
                 for i, (p, hot) in enumerate(zip(ids, sampled, strict=True))
             ]
-            for out in engine.generate(ids, params):
+            for out in engine.generate(ids, params, progress=False):
                 took = round(time.perf_counter() - began, 1)
                 record = {"prompt": out.prompt_token_ids, "answer": out.token_ids, "seconds": took}
                 file.write(json.dumps(record) + "\n")
             file.flush()
             done += len(ids)
-            print(f"{time.perf_counter() - began:6.0f} s  {done} answers", flush=True)
+            stage.update(max(done / count, (time.perf_counter() - began) / seconds), f"{done} answers")
 
 
 def _fitting(engine: Engine, prompts: Iterator[dict[str, Any]], length: int) -> Iterator[list[int]]:

@@ -2,8 +2,10 @@
 leave loads and drafts."""
 
 import importlib
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.draft_models.eagle3 import Eagle3Drafter
@@ -23,7 +26,7 @@ from specdec.errors import UnsupportedModelError
 from specdec.models.target import TargetModel
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-MODULES = ("training_data", "drafter_lessons", "eagle3_training", "mtp_training", "train_drafter")
+MODULES = ("training_data", "drafter_lessons", "eagle3_training", "mtp_training", "train_drafter", "training_progress")
 
 pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="needs the checkout")
 
@@ -276,6 +279,63 @@ def run(examples, monkeypatch, target: Path, prompts: Path, out: Path, more: str
 
 
 @pytest.mark.slow
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def captured(clock: Clock, terminal: bool) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=terminal, width=120, get_time=clock, _environ={}), out
+
+
+def test_a_stage_estimates_the_time_left_from_what_this_run_did(examples) -> None:
+    """Lines where there is no terminal: at most one every so many seconds; half was done by an earlier run."""
+    clock = Clock()
+    console, out = captured(clock, terminal=False)
+    with examples["training_progress"].Stage("training", every=15.0, console=console) as stage:
+        for seconds, fraction in ((0, 0.5), (5, 0.51), (20, 0.6), (30, 0.7), (40, 0.75), (3640, 1.0)):
+            clock.now = 100.0 + seconds
+            stage.update(fraction, f"loss {seconds}")
+    assert out.getvalue().splitlines() == [
+        "training  60%, 0:00:20, about 0:01:20 left  loss 20",
+        "training  75%, 0:00:40, about 0:00:40 left  loss 40",
+        "training 100%, 1:00:40, about 0:00:00 left  loss 3640",
+    ]
+
+
+def test_a_stage_shows_a_bar_with_the_time_left_on_a_terminal(examples) -> None:
+    clock = Clock()
+    console, out = captured(clock, terminal=True)
+    with examples["training_progress"].Stage("training", console=console) as stage:
+        for seconds, fraction in ((0, 0.5), (20, 0.625), (40, 0.75)):
+            clock.now = 100.0 + seconds
+            stage.update(fraction, f"loss {seconds}")
+        stage.bar.refresh()
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    assert "training" in shown and "75%" in shown and "loss 40" in shown
+    assert "left 0:00:40" in shown  # 0.25 at 0.125 in 20 s
+    console, out = captured(clock, terminal=True)
+    with examples["training_progress"].Stage("training", show=False, console=console) as stage:
+        stage.update(0.5)
+    assert out.getvalue() == ""
+
+
+def test_every_stage_of_a_run_says_what_is_left_the_report_too(
+    examples, monkeypatch, checkpoint, prompts, tmp_path, capsys
+) -> None:
+    run(examples, monkeypatch, checkpoint, prompts, tmp_path / "out", "--log-every 0 --batch 1")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "left" in line]
+    for stage in ("answers", "training", "report"):
+        pattern = rf"{stage} +\d+%, \d+:\d\d:\d\d, about \d+:\d\d:\d\d left  \w+"
+        assert any(re.fullmatch(pattern + ".*", line) for line in lines), (stage, lines)
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_a_run_leaves_a_drafter_that_loads(
     kind, examples, monkeypatch, checkpoint, prompts, tmp_path, byte_tokenizer

@@ -1,0 +1,60 @@
+"""How far a stage of training is, and about how long it still takes.
+
+On a terminal a bar, elsewhere a line now and then. It knows nothing of what is trained: whoever works says which
+fraction is done. Invariant: the estimate counts only what this run did, so one that goes on is not thought faster.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class Stage:
+    """`with Stage("training") as stage: ... stage.update(0.25, "loss 1.2")`; not shown: does nothing."""
+
+    def __init__(self, name: str, *, every: float = 15.0, show: bool = True, console: Console | None = None) -> None:
+        self.name, self.every, self.show = name, every, show
+        self.console = console or Console()
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=True))
+        text = TextColumn("{task.fields[text]}", markup=False)
+        self.bar = Progress(*columns, *times, text, console=self.console, speed_estimate_period=600)
+        self.on_terminal = show and self.console.is_terminal
+        self.first: float | None = None  # fraction at the first update
+        self.began = self.said = self.console.get_time()
+
+    def __enter__(self) -> Stage:
+        if self.on_terminal:
+            self.task = self.bar.add_task(self.name, total=1.0, text="")
+            self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.on_terminal:
+            self.bar.stop()
+
+    def update(self, fraction: float, text: str = "") -> None:
+        now, fraction = self.console.get_time(), min(1.0, fraction)
+        if self.first is None:
+            self.first, self.began = fraction, now
+            if self.on_terminal:
+                self.bar.reset(self.task, completed=fraction, text=text)  # what was done before has no pace
+        if self.on_terminal:
+            self.bar.update(self.task, completed=fraction, text=text)
+        elif self.show and now - self.said >= self.every:
+            self.said = now
+            left = self._left(fraction, now)
+            estimate = "" if left is None else f", about {timedelta(seconds=round(left))} left"
+            words = f"{self.name} {fraction:4.0%}, {timedelta(seconds=round(now - self.began))}{estimate}  {text}"
+            self.console.print(words.rstrip(), markup=False, highlight=False, soft_wrap=True)
+
+    def _left(self, fraction: float, now: float) -> float | None:
+        """Seconds, at the pace since the first update; None before there is one."""
+        done = fraction - (self.first or 0.0)
+        return (now - self.began) * (1 - fraction) / done if done > 0 else None
