@@ -87,7 +87,7 @@ def specdec_attention(
         softcap=softcap,
         extra=extra,
     )
-    return specdec_ctx.attend(call), None
+    return specdec_ctx.attend(call).contiguous(), None  # some models take a view of it
 
 
 AttentionInterface.register(ATTENTION_NAME, specdec_attention)

@@ -30,8 +30,9 @@ def make_table(
     full_bytes, swa_bytes = (layout.numbers_per_slot(space) * item for space in (Space.FULL, Space.SWA))
     full_bytes += drafter.bytes_per_slot if drafter is not None else 0
     extra_keys = drafter.extra_keys if drafter is not None else 0
-    limit = target.max_position_embeddings or FALLBACK_MODEL_LEN
-    max_len = min(config.max_model_len or limit, limit)
+    if config.max_model_len is not None:
+        target.context_length.require(config.max_model_len, target.name)
+    max_len = config.max_model_len or target.context_length.default or FALLBACK_MODEL_LEN
 
     def whole_pages(slots: int) -> int:
         return -(-slots // page_size) * page_size

@@ -1,32 +1,114 @@
 """What a model must prove before it is served: that paged, packed attention computes what its own forward does.
 
-It knows what one layer may ask of attention and what is wrong with what it asks. It does not know pools, plans or
-requests. Invariant: a model that passes is served exactly; one that does not is refused in one sentence.
+Two short texts go through the model's own forward, then alone through the attention interface, then mixed: rows in any
+order, in two forwards of which the second reads K/V of the first, beside a row of neither text. Queries, keys, values
+and logits must not change. It knows no pools, plans or requests. Invariant: what fails is refused in one sentence.
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from specdec.attention.bridge import IGNORED_KWARGS, AttentionCall
-from specdec.errors import UnsupportedModelError
+from specdec.errors import SpecDecError, UnsupportedModelError
 from specdec.kvcache.layout import KVLayout
+
+TEXT_LEN = 6
+"""Tokens of each of the two texts: enough that a permutation moves every row, few enough for the largest model."""
+PREFIX_LEN = 3
+"""Of them, in the first of the two mixed forwards."""
+
+ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3}
+"""Largest relative difference of any row, by dtype, of unquantised weights on a CPU."""
+COARSE_ROUNDING = 0.2
+"""Otherwise, of the median row: 16 bits, TF32 or a quantised product differ by shape, and a router may then choose
+another expert in a few rows; an architecture that is wrong differs by about 1 in nearly all of them."""
+
+Run = Callable[[torch.Tensor, torch.Tensor, object], torch.Tensor]
+"""tokens [1, T], positions [1, T] and an attention context -> states after the final norm [1, T, H]."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRule:
+    """What a model does to the output of its head: times a number, over a number, then a softcap."""
+
+    times: float = 1.0
+    over: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.times != 1:
+            logits = logits * self.times
+        if self.over != 1:
+            logits = logits / self.over
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+LOGIT_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+"""Config attributes by which some models multiply their logits, and others divide them."""
+
+
+def logit_rules(config: Any) -> list[LogitRule]:
+    """The rules that a config allows; the model's own forward says which one is right."""
+    softcap = getattr(config, "final_logit_softcapping", None)
+    rules = [LogitRule(softcap=softcap)]
+    for attribute in LOGIT_FACTORS:
+        factor = getattr(config, attribute, None)
+        if isinstance(factor, int | float) and factor not in (0, 1):
+            rules += [LogitRule(times=float(factor), softcap=softcap), LogitRule(over=float(factor), softcap=softcap)]
+    return rules
+
+
+def probe_texts(config: Any, vocab_size: int) -> torch.Tensor:
+    """Two texts [2, TEXT_LEN] of ordinary tokens: none that the config has a name for, and no random state touched."""
+    whole = (config, config.get_text_config())
+    named = {value for part in whole for key, value in vars(part).items() if "token" in key and isinstance(value, int)}
+    ordinary = [token for token in range(min(vocab_size, 4096)) if token not in named] or [0]
+    picked = [ordinary[(len(ordinary) // 3 + 37 * i) % len(ordinary)] for i in range(2 * TEXT_LEN)]
+    return torch.tensor(picked).view(2, TEXT_LEN)
 
 
 @dataclass(slots=True)
 class ProbeContext:
-    """Records what each layer asks of attention, so that a model is refused at construction and not mid-generation."""
+    """Records what each layer asks of attention, and answers with dense causal attention within each text.
+
+    text, positions: [T] of the packed rows. past: an earlier forward whose K/V these rows see as well.
+    """
 
     layout: KVLayout
-    seen: dict[int, str | None] = field(default_factory=dict)  # layer -> what is wrong with it
+    text: torch.Tensor
+    positions: torch.Tensor
+    past: "ProbeContext | None" = None
+    rows: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # q, k, v [T, h, D]
+    faults: dict[int, str] = field(default_factory=dict)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        if call.layer in self.seen:
-            self.seen[call.layer] = "calls attention more than once in a forward, and has one K/V slot a token"
-        else:
-            self.seen[call.layer] = self._fault(call)
-        query = call.query
-        return query.new_zeros((len(query), query.shape[2], query.shape[1], call.value.shape[3]))  # [1, T, Hq, Dv]
+        layer, query = call.layer, call.query
+        fault = self._fault(call)
+        if fault is None and layer in self.rows:
+            fault = "calls attention more than once in a forward, and has one K/V slot a token"
+        if fault is None and self.layout.layers[layer].owner not in {layer, *self.rows}:
+            fault = "reads the K/V of a layer that has not run"
+        if fault is not None:
+            self.faults[layer] = fault
+            return query.new_zeros((len(query), query.shape[2], query.shape[1], call.value.shape[3]))
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, call.key, call.value))
+        self.rows[layer] = q, k, v
+        spec = self.layout.layers[layer]
+        seen = [self] if self.past is None else [self.past, self]
+        keys, values = (torch.cat([context.rows[spec.owner][i] for context in seen]) for i in (1, 2))
+        text, positions = torch.cat([c.text for c in seen]), torch.cat([c.positions for c in seen])
+        distance = self.positions[:, None] - positions
+        visible = (self.text[:, None] == text) & (distance >= 0)  # [T, L]
+        if spec.window is not None:
+            visible &= distance < spec.window
+        out = _dense_attention(q, keys, values, visible, call)
+        return out.view(len(query), -1, *out.shape[1:])
 
     def _fault(self, call: AttentionCall) -> str | None:
         if not 0 <= call.layer < len(self.layout.layers):
@@ -40,6 +122,8 @@ class ProbeContext:
             return f"has queries in {query.dtype}, K in {key.dtype} and V in {value.dtype}; one dtype is supported"
         if query.shape[3] != spec.head_dim or query.shape[1] % spec.num_kv_heads:
             return f"has queries {tuple(query.shape)} that do not group over {kv_shape} keys"
+        if key.shape[2] != query.shape[2] or query.shape[0] * query.shape[2] != len(self.text):
+            return f"asks for {query.shape[2]} queries and {key.shape[2]} keys for {len(self.text)} tokens"
         if call.sliding_window != spec.window:
             return f"uses sliding_window={call.sliding_window}, but the config says {spec.window}"
         if call.sinks is not None and call.sinks.shape != (query.shape[1],):
@@ -49,12 +133,134 @@ class ProbeContext:
 
     def verify(self, name: str) -> None:
         """Raise UnsupportedModelError unless every layer called, and asked only for what specdec can do."""
-        missing = [spec.layer for spec in self.layout.layers if spec.layer not in self.seen]
+        missing = [spec.layer for spec in self.layout.layers if spec.layer not in {*self.rows, *self.faults}]
         if missing:
             raise UnsupportedModelError(
                 f"{name}: layers {missing} never called the attention interface of transformers, so their K/V cannot "
                 "be paged; the architecture must support AttentionInterface"
             )
-        faults = [f"layer {layer} {fault}" for layer, fault in sorted(self.seen.items()) if fault]
+        faults = [f"layer {layer} {fault}" for layer, fault in sorted(self.faults.items())]
         if faults:
-            raise UnsupportedModelError(f"{name}: {faults[0]}" + (f" (and {len(faults) - 1} more)" * (len(faults) > 1)))
+            more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+            raise UnsupportedModelError(f"{name}: {faults[0]}{more}")
+
+
+def _dense_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, call: AttentionCall
+) -> torch.Tensor:
+    """q [T, Hq, D], k and v [L, Hkv, D], visible [T, L] -> [T, Hq, D]; the softmax in float32."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("thd,lhd->htl", q.float(), k) * call.scaling
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if call.sinks is not None:
+        sink = call.sinks.float().view(-1, 1, 1).expand(-1, len(q), 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : len(k)]
+    return torch.einsum("htl,lhd->thd", weights, v).to(q.dtype)
+
+
+def prove(
+    name: str,
+    layout: KVLayout,
+    texts: torch.Tensor,
+    *,
+    run: Run,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    own_logits: torch.Tensor,
+    rules: Sequence[LogitRule],
+    exact: bool,
+) -> LogitRule:
+    """The rule by which states and head give the model's own logits; raises UnsupportedModelError when none does.
+
+    texts: [2, T] tokens. own_logits: [2, T, V] of the model's own forward over them. exact: the product of a row does
+    not depend on the rows beside it, so `ROUNDING` holds for all of them.
+    """
+    device = texts.device
+    steps = torch.arange(texts.shape[1], device=device)
+    alone = [ProbeContext(layout, torch.full_like(steps, i), steps) for i in range(len(texts))]
+    states = []
+    for i, context in enumerate(alone):
+        states.append(run(texts[i : i + 1], steps[None], context)[0])
+        context.verify(name)
+    bound = ROUNDING.get(states[0].dtype, COARSE_ROUNDING) if exact else COARSE_ROUNDING
+
+    def differ(found: torch.Tensor, wanted: torch.Tensor) -> float:
+        """The relative difference of rows [T, ...]: of the worst one, or of the median where rounding is coarse."""
+        found, wanted = (x.flatten(1).float() for x in (found, wanted))
+        error = (found - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-12)
+        return float(error.max() if bound != COARSE_ROUNDING else error.median())
+
+    def centred(logits: torch.Tensor) -> torch.Tensor:
+        return logits.float() - logits.float().mean(dim=-1, keepdim=True)
+
+    own = centred(own_logits.flatten(0, 1))
+    raw = head(torch.cat(states))
+    errors = [differ(centred(rule(raw)), own) for rule in rules]
+    best = errors.index(min(errors))
+    if not errors[best] <= bound:
+        raise UnsupportedModelError(
+            f"{name}: its logits through the attention interface of transformers differ from those of its own forward "
+            f"by {errors[best]:.1%}, so something in it is not plain causal attention, and it cannot be served exactly"
+        )
+    _prove_packing(name, layout, texts, run, alone, torch.cat(states), differ, bound)
+    return rules[best]
+
+
+def _prove_packing(
+    name: str,
+    layout: KVLayout,
+    texts: torch.Tensor,
+    run: Run,
+    alone: Sequence[ProbeContext],
+    states: torch.Tensor,
+    differ: Callable[[torch.Tensor, torch.Tensor], float],
+    bound: float,
+) -> None:
+    """Rows of both texts, mixed and in two forwards, must be what they were alone (`alone`, states [2 * T, H])."""
+    length, device = texts.shape[1], texts.device
+    past: ProbeContext | None = None
+    for order in (_mixed(range(PREFIX_LEN), length), _mixed(range(PREFIX_LEN, length), length)):
+        rows = torch.tensor(order, device=device)
+        # a row of neither text, at a position that others have: a draft that was wrong, or padding
+        tokens = torch.cat([texts.flatten()[rows], texts[0, :1]])
+        positions = torch.cat([rows % length, rows[:1] % length])
+        text = torch.cat([rows // length, rows.new_tensor([len(texts)])])
+        mixed = ProbeContext(layout, text, positions, past)
+        found = run(tokens[None], positions[None], mixed)[0, :-1]
+        mixed.verify(name)
+        for layer in sorted(mixed.rows):
+            for kind, what in enumerate(("queries", "keys", "values")):
+                wanted = torch.cat([context.rows[layer][kind] for context in alone])[rows]
+                if not differ(mixed.rows[layer][kind][:-1], wanted) <= bound:
+                    raise UnsupportedModelError(
+                        f"{name}: the {what} of layer {layer} do not follow from the token and its position_ids alone "
+                        "(a model that counts positions itself, or mixes neighbouring rows), so rows of several "
+                        "requests cannot share a forward"
+                    )
+        if not differ(found, states[rows]) <= bound:
+            raise UnsupportedModelError(
+                f"{name}: the final states of a token depend on the other rows of the forward, so rows of several "
+                "requests cannot share one"
+            )
+        past = mixed
+
+
+def _mixed(steps: Sequence[int], length: int) -> list[int]:
+    """Row numbers text * length + step of both texts, in turn, the later steps first."""
+    return [text * length + step for step in reversed(steps) for text in (1, 0)]
+
+
+@contextmanager
+def refusing(name: str, what: str) -> Iterator[None]:
+    """In the block, whatever a foreign model raises becomes one sentence; out of memory stays what it is."""
+    try:
+        yield
+    except (SpecDecError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        raise UnsupportedModelError(f"{name}: {what} ({reason[:200]})") from error

@@ -18,12 +18,10 @@ from specdec.attention.plan import KVPlan
 from specdec.errors import SpecDecError, UnsupportedModelError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout, layout_from_config
-from specdec.models.probe import ProbeContext
+from specdec.models.context_length import ContextLength, context_length
+from specdec.models.probe import LogitRule, logit_rules, probe_texts, prove, refusing
 
 UNSUPPORTED_ATTRIBUTES = {
-    "logit_scale": "scales its logits",
-    "logits_scaling": "scales its logits",
-    "lm_head_multiplier": "scales its logits",
     "alibi": "uses ALiBi biases",
     "attention_chunk_size": "uses chunked attention",
     "index_topk": "uses sparse attention",
@@ -47,26 +45,20 @@ class TargetModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.config: Any = model.config.get_text_config()
         self.name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-        for attribute, what in UNSUPPORTED_ATTRIBUTES.items():
-            value = getattr(self.config, attribute, None)
-            if value not in (None, 1, 1.0, False):
-                raise UnsupportedModelError(f"{self.name} {what} ({attribute}={value}), which specdec does not support")
-        devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
-        if len(devices) > 1:
-            raise UnsupportedModelError(f"{self.name} is spread over {sorted(devices)}; specdec runs on one device")
-        head = model.get_output_embeddings()
-        if not isinstance(head, nn.Module):
-            raise UnsupportedModelError(f"{self.name} ({type(model).__name__}) has no language-model head")
-        self.head: nn.Module = head
-        self.layout: KVLayout = layout_from_config(self.config)
-        self.decoder: nn.Module = self._find_decoder()
-        self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
-        self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
+        with refusing(self.name, f"{type(model).__name__} is not built as a decoder-only causal language model"):
+            self.config: Any = model.config.get_text_config()
+            self._require_supported()
+            self.context_length: ContextLength = context_length(self.config)
+            self.head: nn.Module = model.get_output_embeddings()  # type: ignore[assignment]
+            if not isinstance(self.head, nn.Module):
+                raise UnsupportedModelError(f"{self.name} ({type(model).__name__}) has no language-model head")
+            self.layout: KVLayout = layout_from_config(self.config)
+            self.decoder: nn.Module = self._find_decoder()
+            self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
         self.windows: Sequence[int | None] = tuple(spec.window for spec in self.layout.layers)
         self._configs = text_configs(self.decoder)
-        self._probe()
+        self.logit_rule: LogitRule = self._probe()
 
     @property
     def hidden_size(self) -> int:
@@ -102,14 +94,13 @@ class TargetModel:
         return TargetOutput(hidden, states)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [..., H] -> logits [..., V] in the model's dtype, softcapped where the model does so."""
-        logits: torch.Tensor = self.head(hidden)
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits
+        """hidden [..., H] -> logits [..., V] in the model's dtype, scaled and softcapped as the model does."""
+        return self.logit_rule(self.head(hidden))
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
         batch, num_rows = tokens.shape
+        if self.context_length.most is not None:  # drafts and padding beyond the end, whose output nobody reads
+            positions = positions.clamp(max=self.context_length.most - 1)
         with attention_installed(self._configs):
             out = self.decoder(
                 input_ids=tokens.reshape(1, -1),
@@ -139,13 +130,31 @@ class TargetModel:
                 stack.callback(handle.remove)
             yield found
 
+    def _require_supported(self) -> None:
+        """Raise UnsupportedModelError for what config and placement say before anything is run."""
+        if getattr(self.model.config, "is_encoder_decoder", False) or getattr(self.config, "is_encoder_decoder", False):
+            raise UnsupportedModelError(
+                f"{self.name} ({type(self.model).__name__}) is an encoder-decoder; specdec serves decoder-only models"
+            )
+        for attribute, what in UNSUPPORTED_ATTRIBUTES.items():
+            value = getattr(self.config, attribute, None)
+            if value not in (None, 1, 1.0, False):
+                raise UnsupportedModelError(f"{self.name} {what} ({attribute}={value}), which specdec does not support")
+        placement = getattr(self.model, "hf_device_map", None) or {}
+        devices = {str(device) for device in placement.values()} | {w.device.type for w in self.model.parameters()}
+        if len(devices) > 1 or "meta" in devices:
+            raise UnsupportedModelError(f"{self.name} is spread over {sorted(devices)}; specdec runs on one device")
+
     def _find_decoder(self) -> nn.Module:
-        """The text stack: `get_decoder()`, or the language model inside it for multimodal checkpoints."""
-        decoder = self.model.get_decoder()
-        inner = getattr(decoder, "language_model", None)
-        decoder = decoder if inner is None else inner
-        layers = getattr(decoder, "layers", None)
-        if layers is None or len(layers) != len(self.layout.layers):
+        """The text stack: `get_decoder()`, or what lies inside it in multimodal checkpoints."""
+        decoder: Any = self.model.get_decoder()
+        while getattr(decoder, "layers", None) is None:
+            inner = getattr(decoder, "language_model", None)
+            inner = decoder.get_decoder() if inner is None and hasattr(decoder, "get_decoder") else inner
+            if inner is None or inner is decoder:
+                break
+            decoder = inner
+        if len(getattr(decoder, "layers", None) or ()) != len(self.layout.layers):
             raise UnsupportedModelError(
                 f"{self.name}: {type(decoder).__name__} is not a stack of {len(self.layout.layers)} decoder layers"
             )
@@ -153,15 +162,41 @@ class TargetModel:
         return found
 
     @torch.inference_mode()
-    def _probe(self) -> None:
-        probe = ProbeContext(self.layout)
-        tokens = torch.zeros((1, 2), dtype=torch.int64, device=self.device)
+    def _probe(self) -> LogitRule:
+        """Prove that the model can be served, and how its logits follow from its head."""
+        kind = type(self.model).__name__
+        texts = probe_texts(self.model.config, self.vocab_size).to(self.device)
+        with refusing(self.name, f"{kind} does not run a forward of its own over text"):
+            own_logits = self._own_logits(texts)
         try:
-            self._run(tokens, torch.arange(2, device=self.device)[None], probe)
-        except (TypeError, KeyError, AttributeError, RuntimeError, SpecDecError) as error:
-            reason = "it drops the keyword arguments of a forward" if isinstance(error, SpecDecError) else str(error)
+            with refusing(self.name, f"{kind} does not run through the attention interface of transformers"):
+                return prove(
+                    self.name,
+                    self.layout,
+                    texts,
+                    run=self._run,
+                    head=self.head,
+                    own_logits=own_logits,
+                    rules=logit_rules(self.config),
+                    exact=self.device.type == "cpu" and not getattr(self.model, "is_quantized", False),
+                )
+        except UnsupportedModelError:
+            raise
+        except SpecDecError as error:  # of our attention function, called without its context
             raise UnsupportedModelError(
-                f"{self.name}: {type(self.model).__name__} does not run through the attention interface of transformers"
-                f" ({type(error).__name__}: {reason})"
+                f"{self.name}: {kind} does not run through the attention interface of transformers"
+                " (it drops the keyword arguments of a forward)"
             ) from error
-        probe.verify(self.name)
+
+    def _own_logits(self, texts: torch.Tensor) -> torch.Tensor:
+        """[B, T, V] of the model's own eager forward."""
+        configs = text_configs(self.model)
+        before = [config._attn_implementation_internal for config in configs]
+        try:
+            for config in configs:
+                config._attn_implementation_internal = "eager"
+            logits: torch.Tensor = self.model(input_ids=texts, use_cache=False).logits
+            return logits
+        finally:
+            for config, name in zip(configs, before, strict=True):
+                config._attn_implementation_internal = name

@@ -1,0 +1,58 @@
+"""How long a sequence of a model may be, read from its config.
+
+Invariant: up to `most` tokens, what a position is turned into does not depend on the other rows of a forward, so
+neither a batch nor a draft can change a request. RoPE of the types `longrope` and `dynamic` switches its frequencies,
+for all rows at once, when the longest position of a forward crosses a limit: below it they are served, above refused.
+"""
+
+from typing import Any, NamedTuple
+
+from specdec.errors import ConfigError
+
+
+class ContextLength(NamedTuple):
+    """`default`: tokens served when nobody asks; `most`: what may be asked for (None: no limit); `why`: its reason."""
+
+    default: int | None
+    most: int | None
+    why: str
+
+    def require(self, max_model_len: int, name: str) -> None:
+        """Raise ConfigError when a model of this `name` is not to be run on sequences that long."""
+        if self.most is not None and max_model_len > self.most:
+            raise ConfigError(
+                f"max_model_len={max_model_len}: {name} serves at most {self.most} tokens, {self.why}; "
+                f"set max_model_len to {self.most} or less, or leave it None"
+            )
+
+
+def context_length(config: Any) -> ContextLength:
+    """Of a text config: its `max_position_embeddings`, stretched by static RoPE scaling, cut by the dynamic kinds."""
+    stated = getattr(config, "max_position_embeddings", None)
+    stated = int(stated) if stated else None
+    limits: list[tuple[int, str]] = []
+    stretched = stated
+    for rope in _rope_parameters(config):
+        kind = str(rope.get("rope_type") or rope.get("type") or "default")
+        original = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        if kind == "longrope" and (original or stated):
+            limit = int(original or stated or 0)
+            limits.append((limit, f"since its longrope frequencies change beyond {limit}, for a whole batch at once"))
+        elif "dynamic" in kind and stated:
+            limits.append((stated, f"since its dynamic RoPE frequencies change beyond {stated}, for a whole batch"))
+        elif kind in ("yarn", "linear") and stated:
+            base = original if kind == "yarn" and original else stated
+            stretched = max(stretched or 0, int(base * (rope.get("factor") or 1)))
+    if limits:
+        most, why = min(limits)
+        return ContextLength(min(most, stated or most), most, why)
+    return ContextLength(stated, stretched, "the positions that its config states")
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The RoPE parameters of a config: one dict, or one for each layer type."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    return nested or [rope]
