@@ -1,0 +1,394 @@
+"""Families beyond those of test_greedy_exact.py: served with the model's own tokens, or refused in one sentence.
+
+The oracle is one full eager forward of the model for each token. `tools/family_survey.py` does the same for every class
+that transformers has; here are the documented ones, and what was once served wrong.
+"""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from specdec import Engine, EngineConfig, SamplingParams
+from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.models.target import TargetModel
+
+VOCAB, WINDOW, NEW = 96, 8, 12
+GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+BASE = {**SIZES, **TOKENS, "intermediate_size": 48, "max_position_embeddings": 256}
+GQA = {**BASE, "num_key_value_heads": 2}
+HEADS = {**GQA, "head_dim": 8}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+PATCHES = {"image_size": 8, "patch_size": 4}
+QWEN_TOWER = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
+QWEN_IDS = {"image_token_id": 200, "video_token_id": 201, "vision_start_token_id": 202, "vision_end_token_id": 203}
+
+
+def opt(**changes):
+    sizes = {**SIZES, "ffn_dim": 48, "max_position_embeddings": 256, "word_embed_proj_dim": 32}
+    return transformers.OPTConfig(**{**sizes, "pad_token_id": 1, "dropout": 0.0, **changes})
+
+
+def llava(kind, **extra):
+    text = transformers.LlamaConfig(**HEADS)
+    vision = transformers.CLIPVisionConfig(**TOWER, **PATCHES, projection_dim=16)
+    return kind(text_config=text, vision_config=vision, image_token_index=200, **extra)
+
+
+def qwen2_vl(kind):
+    text = {**GQA, **MROPE}
+    vision = {"embed_dim": 16, "mlp_ratio": 1} if kind is transformers.Qwen2VLConfig else {"intermediate_size": 16}
+    return kind(text_config=text, vision_config={**QWEN_TOWER, **vision, "hidden_size": 32}, **QWEN_IDS)
+
+
+def qwen3_vl():
+    text = {**HEADS, **MROPE}
+    vision = {**QWEN_TOWER, "intermediate_size": 16, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **QWEN_IDS)
+
+
+def mistral3():
+    text = transformers.MistralConfig(**HEADS, sliding_window=None)
+    vision = transformers.PixtralVisionConfig(**TOWER, **PATCHES, head_dim=8)
+    return transformers.Mistral3Config(text_config=text, vision_config=vision, image_token_index=200)
+
+
+def smolvlm():
+    vision = {**TOWER, **PATCHES}
+    return transformers.SmolVLMConfig(text_config=transformers.LlamaConfig(**HEADS), vision_config=vision, **IMAGE)
+
+
+IMAGE = {"image_token_id": 200, "scale_factor": 2}
+SERVED = {
+    "opt": opt,
+    "opt-post-norm": lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=16, tie_word_embeddings=False),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**BASE),
+    "gpt_neox-serial": lambda: transformers.GPTNeoXConfig(**BASE, use_parallel_residual=False),
+    "phi": lambda: transformers.PhiConfig(**BASE),
+    "phi3": lambda: transformers.Phi3Config(**GQA),
+    "phi3-window": lambda: transformers.Phi3Config(**GQA, sliding_window=WINDOW),
+    "mixtral": lambda: transformers.MixtralConfig(**HEADS, **EXPERTS),
+    "granite": lambda: transformers.GraniteConfig(
+        **GQA, logits_scaling=6.0, embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.5
+    ),
+    "cohere": lambda: transformers.CohereConfig(**GQA, use_qk_norm=True),
+    "cohere2": lambda: transformers.Cohere2Config(**HEADS, sliding_window=WINDOW, logit_scale=0.25),
+    "hyperclovax": lambda: transformers.HyperCLOVAXConfig(**HEADS, logits_scaling=0.5),  # multiplies, granite divides
+    "nanochat": lambda: transformers.NanoChatConfig(**GQA),
+    "olmo2": lambda: transformers.Olmo2Config(**GQA),
+    "starcoder2": lambda: transformers.Starcoder2Config(**GQA, sliding_window=WINDOW),
+    "glm": lambda: transformers.GlmConfig(**HEADS),
+    "glm4": lambda: transformers.Glm4Config(**HEADS),
+    "smollm3": lambda: transformers.SmolLM3Config(**GQA, no_rope_layers=[1, 1, 0]),
+    "afmoe": lambda: transformers.AfmoeConfig(**HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "qwen2_vl": lambda: qwen2_vl(transformers.Qwen2VLConfig),
+    "qwen2_5_vl": lambda: qwen2_vl(transformers.Qwen2_5_VLConfig),
+    "qwen3_vl": qwen3_vl,
+    "llava": lambda: llava(transformers.LlavaConfig),
+    "llava_next": lambda: llava(transformers.LlavaNextConfig),
+    "mistral3": mistral3,
+    "smolvlm": smolvlm,
+}
+
+
+def build(config, seed: int = 0) -> PreTrainedModel:
+    """A random model whose greedy output wanders and in which positions matter."""
+    torch.manual_seed(seed)
+    auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    return spread(auto.from_config(config))
+
+
+def spread(model: PreTrainedModel) -> PreTrainedModel:
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=0.05 if "embed_tokens" in name else 0.45)
+            elif "norm" in name:
+                weight.add_(torch.randn_like(weight), alpha=0.1)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def served():
+    """served(name): the model of a served family, built once."""
+    built = {}
+
+    def make(name):
+        if name not in built:
+            built[name] = build(SERVED[name]())
+        return built[name]
+
+    return make
+
+
+def assert_one_sentence(error, *parts):
+    text = str(error.value)
+    assert "\n" not in text and 15 < len(text) < 400, text
+    for part in parts:
+        assert part in text, text
+
+
+# served, with the model's own tokens
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("way", ["plain", "ngram", "tree"])
+@pytest.mark.parametrize("name", SERVED)
+def test_tokens_are_the_models_own(
+    name, way, page_size, served, make_engine, greedy_oracle, random_prompt, scripted, tree_script
+):
+    model, prompts = served(name), [random_prompt(7), random_prompt(19)]
+    wanted = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    trees = scripted(tree_script([p + w for p, w in zip(prompts, wanted, strict=True)]))
+    drafter = {"plain": None, "ngram": "ngram", "tree": trees}[way]
+    engine = make_engine(model, drafter, page_size=page_size, max_batch_size=2, num_steps=5, prefill_chunk=7)
+    assert [out.token_ids for out in engine.generate(prompts, GREEDY)] == wanted
+    assert len({token for tokens in wanted for token in tokens}) > 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", SERVED)
+def test_rounding_refuses_nobody(name, dtype):
+    """In 16 bits a packed row differs from a lone one by rounding, and a router may choose otherwise."""
+    for seed in range(3):
+        TargetModel(build(SERVED[name](), seed).to(dtype))
+
+
+def test_logits_are_scaled_as_the_model_scales_them(served):
+    for name, times, over, softcap in [
+        ("granite", 1.0, 6.0, None),
+        ("hyperclovax", 0.5, 1.0, None),
+        ("cohere", 0.0625, 1.0, None),
+        ("nanochat", 1.0, 1.0, 15.0),
+        ("opt", 1.0, 1.0, None),
+    ]:
+        rule = TargetModel(served(name)).logit_rule
+        assert (rule.times, rule.over, rule.softcap) == (times, over, softcap), name
+
+
+# refused, in a sentence
+
+SEQ2SEQ = {"vocab_size": VOCAB, "d_model": 32, "encoder_layers": 3, "decoder_layers": 3, "max_position_embeddings": 64}
+SEQ2SEQ |= {
+    f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("attention_heads", 4), ("ffn_dim", 48))
+}
+SEQ2SEQ |= {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+COUNTING = ["Bart", "MBart", "PLBart", "Pegasus", "BigBirdPegasus", "Marian", "Blenderbot", "BlenderbotSmall"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", COUNTING)
+def test_models_that_count_positions_themselves_are_refused(name, dtype):
+    """They ignore position_ids, so every row of a packed forward was at the wrong position."""
+    config = getattr(transformers, f"{name}Config")(**SEQ2SEQ)
+    torch.manual_seed(0)
+    model = spread(getattr(transformers, f"{name}ForCausalLM")(config)).to(dtype)
+    with pytest.raises(UnsupportedModelError) as error:
+        Engine.from_pretrained(model, config=EngineConfig(max_model_len=32))
+    assert_one_sentence(error, name, "position_ids")
+
+
+@pytest.mark.parametrize("name", ["Bart", "Whisper", "MBart", "Pegasus", "T5Gemma"])
+def test_encoder_decoder_checkpoints_are_refused(name):
+    if name == "T5Gemma":
+        stack = transformers.T5GemmaModuleConfig(**HEADS)
+        config = transformers.T5GemmaConfig(encoder=stack, decoder=copy.deepcopy(stack), vocab_size=VOCAB)
+    elif name == "Whisper":
+        sizes = {**SEQ2SEQ, "max_target_positions": 64, "max_source_positions": 8, "num_mel_bins": 4}
+        config = transformers.WhisperConfig(**sizes)
+    else:
+        config = getattr(transformers, f"{name}Config")(**SEQ2SEQ)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    with pytest.raises(UnsupportedModelError) as error:
+        Engine.from_pretrained(model, config=EngineConfig(max_model_len=32))
+    assert_one_sentence(error, name, "encoder-decoder")
+
+
+def test_a_recurrent_model_is_refused_and_no_attribute_is_missed():
+    config = transformers.RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
+    with pytest.raises(UnsupportedModelError) as error:
+        Engine.from_pretrained(transformers.RwkvForCausalLM(config))
+    assert_one_sentence(error, "RwkvForCausalLM", "num_attention_heads")
+
+
+class Meddler(nn.Module):
+    """A module in the place of another, whose output goes through `change`."""
+
+    def __init__(self, inner, change):
+        super().__init__()
+        self.inner, self.change = inner, change
+
+    def forward(self, *args, **kwargs):
+        return self.change(self.inner(*args, **kwargs))
+
+
+def mix_neighbours(hidden):
+    return hidden + 0.5 * hidden.roll(1, dims=1)
+
+
+def look_ahead(hidden):
+    return hidden + hidden.mean(dim=1, keepdim=True)
+
+
+def by_row(hidden):
+    return hidden * (1 + torch.arange(hidden.shape[1]).to(hidden.dtype)[None, :, None] / 4)
+
+
+@pytest.mark.parametrize("change", [mix_neighbours, look_ahead, by_row])
+@pytest.mark.parametrize("where", ["mlp", "norm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_model_whose_rows_depend_on_each_other_is_refused(change, where, dtype):
+    """In a layer it shows in the next one's keys; in the last norm, in the states alone."""
+    model = build(transformers.LlamaConfig(**HEADS)).to(dtype)
+    holder = model.model if where == "norm" else model.model.layers[1]
+    setattr(holder, where, Meddler(getattr(holder, where), change))
+    with pytest.raises(UnsupportedModelError) as error:
+        TargetModel(model)
+    assert_one_sentence(error, "rows of several requests cannot share" if where == "norm" else "layer 2")
+
+
+def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused():
+    model = build(transformers.LlamaConfig(**HEADS))
+    forward = model.forward
+
+    def odd(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = out.logits.abs()
+        return out
+
+    model.forward = odd
+    with pytest.raises(UnsupportedModelError) as error:
+        TargetModel(model)
+    assert_one_sentence(error, "differ from those of its own forward")
+
+
+@pytest.mark.parametrize("error_type", [IndexError, ValueError, ZeroDivisionError, AssertionError, NotImplementedError])
+def test_whatever_a_foreign_forward_raises_is_one_sentence(error_type):
+    def fail(out):
+        raise error_type("first line\nsecond line")
+
+    model = build(transformers.LlamaConfig(**HEADS))
+    model.model.layers[1].mlp = Meddler(model.model.layers[1].mlp, fail)
+    with pytest.raises(UnsupportedModelError) as error:
+        TargetModel(model)
+    assert_one_sentence(error, "LlamaForCausalLM", error_type.__name__, "first line")
+
+
+def test_out_of_memory_in_the_proof_stays_what_it_is():
+    def fail(out):
+        raise torch.OutOfMemoryError("no memory")
+
+    model = build(transformers.LlamaConfig(**HEADS))
+    model.model.layers[1].mlp = Meddler(model.model.layers[1].mlp, fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        TargetModel(model)
+
+
+def test_the_proof_leaves_no_trace(served):
+    """No random state is used, no buffer changes, no hook stays."""
+    model = served("phi3")
+    before = torch.get_rng_state(), {name: value.clone() for name, value in model.named_buffers()}
+    TargetModel(model)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert all(torch.equal(value, before[1][name]) for name, value in model.named_buffers())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+# how long a sequence may be
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+STRETCH = {"rope_theta": 10000.0, "factor": 4.0}
+LIMIT = 32
+
+
+def rope_model(kind):
+    """Phi-3 with longrope (32 of 128 positions original), or Llama with dynamic NTK scaling behind 32 positions."""
+    if kind == "longrope":
+        rope = {"rope_parameters": {**LONGROPE, "rope_theta": 10000.0}}
+        sizes = {**GQA, "max_position_embeddings": 128, "original_max_position_embeddings": LIMIT}
+        return build(transformers.Phi3Config(**sizes, **rope))
+    rope = {"rope_parameters": {"rope_type": "dynamic", **STRETCH}}
+    return build(transformers.LlamaConfig(**{**HEADS, "max_position_embeddings": LIMIT}, **rope))
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_no_batch_and_no_draft_crosses_the_limit_of_rope(kind, make_engine, greedy_oracle, random_prompt, scripted):
+    """One request ends at the limit with drafts beyond it; the other must not see frequencies change."""
+    model, prompts = rope_model(kind), [random_prompt(LIMIT - 9), random_prompt(3)]
+    new = 9
+    wanted = [greedy_oracle(model, prompt, new) for prompt in prompts]
+
+    def wrong(known, n):
+        return [(known[-1] + 1 + i) % VOCAB for i in range(n)], None
+
+    for drafter in (None, scripted(wrong)):
+        engine = make_engine(model, drafter, max_model_len=None, max_batch_size=2, num_steps=7, prefill_chunk=16)
+        assert engine.max_model_len == LIMIT
+        params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (new, 20)]
+        outputs = engine.generate(prompts, params)
+        assert [out.token_ids[:new] for out in outputs] == wanted
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_sequences_for_which_rope_would_change_are_refused(kind, make_engine):
+    with pytest.raises(ConfigError) as error:
+        make_engine(rope_model(kind), max_model_len=LIMIT + 1)
+    assert_one_sentence(error, f"max_model_len={LIMIT + 1}", f"at most {LIMIT}", kind)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_drafts_and_padding_beyond_a_learnt_position_table(
+    page_size, make_engine, greedy_oracle, random_prompt, scripted
+):
+    """A draft behind the last position, or the padding of a chunk beside a longer one, had no row in the table."""
+    model = build(opt(max_position_embeddings=LIMIT))
+    prompts = [random_prompt(LIMIT - 4), random_prompt(5), random_prompt(LIMIT - 15)]
+    new = [4, 20, 15]
+    wanted = [greedy_oracle(model, prompt, n) for prompt, n in zip(prompts, new, strict=True)]
+
+    def wrong(known, n):
+        return [(known[-1] + 1 + i) % VOCAB for i in range(n)], None
+
+    engine = make_engine(
+        model, scripted(wrong), max_model_len=None, max_batch_size=3, num_steps=7, prefill_chunk=27, page_size=page_size
+    )
+    outputs = engine.generate(prompts, [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in new])
+    assert [out.token_ids for out in outputs] == wanted
+
+
+@pytest.mark.parametrize(
+    ("config", "most"),
+    [
+        (opt(max_position_embeddings=64), 64),
+        (transformers.LlamaConfig(**{**HEADS, "max_position_embeddings": 64}), 64),
+        (
+            transformers.LlamaConfig(
+                **{**HEADS, "max_position_embeddings": 64}, rope_parameters={"rope_type": "linear", **STRETCH}
+            ),
+            256,
+        ),
+        (
+            transformers.LlamaConfig(
+                **{**HEADS, "max_position_embeddings": 64},
+                rope_parameters={"rope_type": "yarn", **STRETCH, "original_max_position_embeddings": 32},
+            ),
+            128,
+        ),
+    ],
+    ids=["learnt", "rope", "linear", "yarn"],
+)
+def test_a_max_model_len_above_the_models_own_is_refused(config, most, make_engine):
+    """It was cut to the model's limit and nobody was told."""
+    model = build(config)
+    assert make_engine(model, max_model_len=most).max_model_len == most
+    assert make_engine(model, max_model_len=None, max_batch_size=1).max_model_len == 64
+    with pytest.raises(ConfigError) as error:
+        make_engine(model, max_model_len=most + 1)
+    assert_one_sentence(error, f"max_model_len={most + 1}", f"at most {most}")
