@@ -106,10 +106,13 @@ def build(config, seed: int = 0) -> PreTrainedModel:
 
 
 def spread(model: PreTrainedModel) -> PreTrainedModel:
+    tied = (
+        model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    )  # such a head would predict its own token for ever
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
-                weight.normal_(std=0.05 if "embed_tokens" in name else 0.45)
+                weight.normal_(std=0.05 if tied and "embed_tokens" in name else 0.45)
             elif "norm" in name:
                 weight.add_(torch.randn_like(weight), alpha=0.1)
     return model.eval()

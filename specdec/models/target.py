@@ -50,7 +50,7 @@ class TargetModel:
             self.config: Any = model.config.get_text_config()
             self._require_supported()
             self.context_length: ContextLength = context_length(self.config)
-            self.head: nn.Module = model.get_output_embeddings()  # type: ignore[assignment]
+            self.head: nn.Module = model.get_output_embeddings()
             if not isinstance(self.head, nn.Module):
                 raise UnsupportedModelError(f"{self.name} ({type(model).__name__}) has no language-model head")
             self.layout: KVLayout = layout_from_config(self.config)
