@@ -262,14 +262,12 @@ def _make_spec(
     width = max(1, len(ids)) * target.hidden_size
     fc = state.get("fc.weight")
     if fc is not None and fc.shape[1] != width:
+        cause = "made for another target"
+        if fc.shape[1] % target.hidden_size == 0:
+            cause = f"trained on other states: give eagle3_drafter(..., aux_layers=[...]), or {cause}"
         raise CheckpointError(
             f"{name}: fc takes {fc.shape[1]} numbers, but the states {list(ids) or 'after the final norm'} of target "
-            f"{target.name} (hidden size {target.hidden_size}) give {width}; it was "
-            + (
-                "made for another target"
-                if fc.shape[1] % target.hidden_size
-                else "trained on other states: give eagle3_drafter(..., aux_layers=[...]), or made for another target"
-            )
+            f"{target.name} (hidden size {target.hidden_size}) give {width}; it was {cause}"
         )
     if fc is None and (ids or hidden != target.hidden_size):
         raise CheckpointError(f"{name}: no fc.weight, needed to bring {width} target numbers to hidden size {hidden}")

@@ -65,7 +65,9 @@ def new_assistant(
         rope_parameters={kind: dict(by_kind[kind]) for kind in {*kinds}},
         max_position_embeddings=target.max_position_embeddings or 4096,
         tie_word_embeddings=True,
-        **{f"{name}_token_id": getattr(target.config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")},
+        pad_token_id=getattr(target.config, "pad_token_id", None),
+        bos_token_id=getattr(target.config, "bos_token_id", None),
+        eos_token_id=getattr(target.config, "eos_token_id", None),
     )
     with constructible_assistants():
         model = Gemma4AssistantForCausalLM(
@@ -88,9 +90,10 @@ def _initialise(model: Any, target: TargetModel) -> None:
         elif "post_" in name and name.endswith("norm.weight"):
             weight.fill_(0.2)
     table = target.head.weight.float().cpu()
-    if model.config.get_text_config().hidden_size <= table.shape[1]:
+    hidden = model.config.get_text_config().hidden_size
+    if hidden <= table.shape[1]:
         _, vectors = torch.linalg.eigh(table.T @ table)
-        directions = vectors[:, -model.config.get_text_config().hidden_size :]  # [H target, H], the strongest last
+        directions = vectors[:, -hidden:]  # [H target, H], the strongest last
         model.lm_head.weight.copy_(table @ directions)
 
 

@@ -127,8 +127,10 @@ def train(recipe: Recipe, lessons: Lessons, args: argparse.Namespace, team: Team
     saved = time.perf_counter()
     done = fraction()
     stage.update(done)
+    batches = lessons.from_step(step)
     try:
-        for batch, lesson in lessons.from_step(step) if done < 1 else ():
+        while done < 1:
+            batch, lesson = next(batches)
             loss = draft_loss(recipe, recipe.target, batch, lesson, args.draft_steps)
             loss.backward()
             team.average_gradients(optimizer.parameters)
@@ -142,7 +144,6 @@ def train(recipe: Recipe, lessons: Lessons, args: argparse.Namespace, team: Team
             stage.update(done, f"step {step}, loss {value:.4f}, epoch {epoch:.2f}")
             if done >= 1:
                 save(now - start)
-                break
     except KeyboardInterrupt:
         save(time.perf_counter() - start)
         raise
@@ -181,12 +182,17 @@ def measure(
 
 def check_shape(target: TargetModel, args: argparse.Namespace) -> None:
     """Say what cannot be made before any answer is asked for."""
-    heads, hidden = args.heads or int(target.config.num_attention_heads), args.hidden or target.hidden_size
-    kv_heads = {"--kv-heads": args.kv_heads or target.layout.layers[-1].num_kv_heads}
+    heads = args.heads or int(target.config.num_attention_heads)
+    hidden = args.hidden or target.hidden_size
     if args.kind == "mtp":
         kv_heads = {f"the target's {spec.layer_type}": spec.num_kv_heads for spec in target.layout.layers}
-    elif args.head_dim is None and hidden % heads:
-        raise ConfigError(f"--heads {heads} does not divide --hidden {hidden}; give a divisor, or --head-dim")
+    else:
+        kv_heads = {"--kv-heads": args.kv_heads or target.layout.layers[-1].num_kv_heads}
+        if args.head_dim is None and hidden % heads:
+            raise ConfigError(f"--heads {heads} does not divide --hidden {hidden}; give a divisor, or --head-dim")
+        head_dim = args.head_dim or hidden // heads
+        if head_dim % 2:
+            raise ConfigError(f"--head-dim {head_dim} is odd, but RoPE turns pairs of numbers; give an even --head-dim")
     for name, count in kv_heads.items():
         if heads % count:
             raise ConfigError(f"--heads {heads} does not group over {count} ({name}); give a multiple of {count}")
@@ -234,7 +240,8 @@ def remember_settings(args: argparse.Namespace) -> None:
     before = json.loads(file.read_text("utf-8"))
     names = [name for name, value in settings.items() if before.get(name) != value and name != "prompts"]
     changed = [f"--{name.replace('_', '-')} was {before.get(name)}, is {settings[name]}" for name in names]
-    changed += ["the content of --prompts has changed"] if settings["prompts"] != before["prompts"] else []
+    if settings["prompts"] != before["prompts"]:
+        changed.append("the content of --prompts has changed")
     if changed:
         raise ConfigError(
             f"{args.out} holds a run with other settings ({'; '.join(changed)}); give another --out or those settings, "

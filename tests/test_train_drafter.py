@@ -402,6 +402,7 @@ def test_a_bad_prompt_file_is_one_sentence(text, says, examples, monkeypatch, ch
         ("--length 20", r"--length 20: 1000 prompts in a row.*the shortest has \d+"),
         ("--heads 5 --kv-heads 5", "--heads 5 does not divide --hidden 32"),
         ("--heads 4 --kv-heads 3", "--heads 4 does not group over 3"),
+        ("--heads 4 --kv-heads 2 --head-dim 5", "--head-dim 5 is odd"),
         ("--target /nowhere", "'/nowhere' is not a folder"),
     ],
 )
@@ -451,10 +452,17 @@ def test_two_processes_train_one_head(checkpoint, prompts, tmp_path) -> None:
 def test_averaged_halves_are_the_whole_batch(examples, make_target) -> None:
     """What two processes add up: the mean of the gradients of two halves is that of the batch when they are alike."""
     target = TargetModel(make_target("llama"))
-    spec = examples["train_drafter"].new_recipe.__globals__["Eagle3Spec"](
-        hidden_size=32, target_hidden_size=32, vocab_size=96, intermediate_size=24, num_heads=4, num_kv_heads=2,
-        head_dim=8, aux_layers=(2, 1, 1), draft_vocab_size=96,
-    )  # fmt: skip
+    spec = Eagle3Spec(
+        hidden_size=32,
+        target_hidden_size=32,
+        vocab_size=96,
+        intermediate_size=24,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        aux_layers=(2, 1, 1),
+        draft_vocab_size=96,
+    )
     torch.manual_seed(3)
     recipe = examples["eagle3_training"].Eagle3Recipe(Eagle3Head(spec), target, None)
     batch = batch_of(examples["training_data"], documents([(20, 8), (20, 8)]), 20)
