@@ -197,7 +197,9 @@ class Engine:
         for request in self.scheduler.admit():
             self.runner.load_history(request)
         requests, chunk_len = self.scheduler.next_prefill()
-        with torch.cuda.device_of(self.table.slots.tensor):  # Triton launches on the current device, whatever it is
+        # Triton launches on the current device, whatever it is; K/V have the model's dtype, whatever autocast says
+        device = self.target.device
+        with torch.cuda.device_of(self.table.slots.tensor), torch.autocast(device.type, enabled=False):
             if requests:
                 self.runner.prefill(requests, chunk_len)
             else:

@@ -166,6 +166,10 @@ class TargetModel:
         """Prove that the model can be served, and how its logits follow from its head."""
         kind = type(self.model).__name__
         texts = probe_texts(self.model.config, self.vocab_size).to(self.device)
+        with torch.autocast(self.device.type, enabled=False):
+            return self._proved(texts, kind)
+
+    def _proved(self, texts: torch.Tensor, kind: str) -> LogitRule:
         with refusing(self.name, f"{kind} does not run a forward of its own over text"):
             own_logits = self._own_logits(texts)
         try:
