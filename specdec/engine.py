@@ -148,16 +148,21 @@ class Engine:
         [request] = self._make_requests([prompt], params)
         return self._deltas(request)
 
-    def chat_prompt(self, chat: str | Sequence[Mapping[str, Any]]) -> list[int]:
+    def chat_prompt(self, chat: str | Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
         """Token ids of a user's turn, or of messages {"role": ..., "content": ...}, up to where the answer begins.
 
-        Without a chat template a turn is plain text, and messages raise ConfigError.
+        `template_kwargs` go to the chat template: `tools`, `enable_thinking`, `add_generation_prompt` and others.
+        Without a chat template a turn is plain text; messages, or anything for a template, raise ConfigError.
         """
         messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
-        if getattr(self._require_tokenizer(), "chat_template", None):
-            return chat_ids(self.tokenizer, messages)
+        if template_kwargs.get("chat_template") or getattr(self._require_tokenizer(), "chat_template", None):
+            return chat_ids(self._require_tokenizer(), messages, **template_kwargs)
         if not isinstance(chat, str):
             raise ConfigError("this tokenizer has no chat template, so it cannot put messages into words; give text")
+        if template_kwargs:
+            raise ConfigError(
+                f"this tokenizer has no chat template that could read {', '.join(sorted(template_kwargs))}"
+            )
         return self.encode(chat)
 
     def encode(self, text: str) -> list[int]:

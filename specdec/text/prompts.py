@@ -1,4 +1,7 @@
-"""What a user passes as a prompt, as lists of token ids or strings. Refuses what it would have to guess about."""
+"""What a user passes as a prompt or a chat, as token ids or strings. Refuses what it would have to guess about.
+
+It does not know engines or vocabularies. Every refusal is one sentence that shows the value, never a printed tensor.
+"""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,9 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 
 Prompt = str | Sequence[int]
+
+FIXED_BY_THE_ENGINE = frozenset(
+    {"tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"}
+)
+INSTEAD_OF_CONTENT = ("tool", "function", "reasoning", "thinking")
+"""How the keys begin that can make a message without content."""
 
 
 def as_prompt_list(prompts: Any) -> list[Prompt]:
@@ -21,16 +30,72 @@ def as_prompt_list(prompts: Any) -> list[Prompt]:
         return [prompts]
     items = _as_list(prompts)
     if items is None:
-        raise ConfigError(f"prompts={prompts!r}: a string, a list of token ids, or a list of such prompts is wanted")
+        raise ConfigError(
+            f"prompts={shown(prompts)}: a string, a list of token ids, or a list of such prompts is wanted"
+        )
     if items and all(_is_scalar(item) for item in items):
         return [[_token_id(item) for item in items]]
     return [_as_prompt(item) for item in items]
 
 
-def chat_ids(tokenizer: Any, messages: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Token ids of a chat under the tokenizer's template, up to where the answer begins."""
-    ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
-    return [int(token) for token in ids]
+def chat_ids(tokenizer: Any, messages: Iterable[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
+    """Token ids of a chat under the tokenizer's template, up to where the answer begins.
+
+    `template_kwargs` go to the template: `tools`, `documents`, `enable_thinking`, `add_generation_prompt` and whatever
+    else it reads. Raises ConfigError for messages that are none, and for what the template refuses.
+    """
+    chat = _as_messages(messages)
+    fixed = sorted(FIXED_BY_THE_ENGINE & template_kwargs.keys())
+    if fixed:
+        raise ConfigError(f"{fixed[0]} is no argument of a chat template here: the result is one list of token ids")
+    # the last message is either continued or answered
+    answered = {"add_generation_prompt": not template_kwargs.get("continue_final_message")}
+    try:
+        ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False, **answered | template_kwargs)
+        return [int(token) for token in ids]
+    except Exception as error:  # a template is a program: it can raise anything
+        said = str(error).strip().splitlines()
+        reason = shown(said[0])[1:-1] if said else type(error).__name__
+        raise ConfigError(f"the chat template does not take these messages: {reason}") from error
+
+
+def _as_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages of one chat, each with a role and a content of text."""
+    wanted = 'a list of messages {"role": ..., "content": ...} is wanted'
+    if isinstance(messages, (str, bytes, Mapping, torch.Tensor, np.ndarray)) or not isinstance(messages, Iterable):
+        raise ConfigError(f"chat={shown(messages)}: {wanted}")
+    chat = list(messages)
+    if not chat:
+        raise ConfigError(f"chat=[] is empty; {wanted}")
+    for index, message in enumerate(chat):
+        if not isinstance(message, Mapping):
+            raise ConfigError(f"message {index} of the chat is {shown(message)}; {wanted}")
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str):
+            missing = "has no role" if role is None else f"has role={shown(role)}"
+            raise ConfigError(f"message {index} of the chat {missing}; a string such as 'user' is wanted")
+        if content is None:
+            if not any(str(key).startswith(INSTEAD_OF_CONTENT) and value for key, value in message.items()):
+                raise ConfigError(f"message {index} of the chat has no content; text is wanted")
+        elif not isinstance(content, str):
+            _require_text_parts(index, content)
+    return [dict(message) for message in chat]
+
+
+def _require_text_parts(index: int, content: Any) -> None:
+    """Content in parts, {"type": "text", "text": ...}: what is no text would become placeholders for nothing."""
+    if not isinstance(content, (list, tuple)):
+        raise ConfigError(f"message {index} of the chat has content={shown(content)}; text is wanted")
+    for part in content:
+        if not isinstance(part, Mapping) or (part.get("type") == "text" and not isinstance(part.get("text"), str)):
+            raise ConfigError(
+                f"message {index} of the chat holds the part {shown(part)}; text or "
+                '{"type": "text", "text": ...} is wanted'
+            )
+        if part.get("type") != "text":
+            raise ConfigError(
+                f"message {index} of the chat holds a part of type {shown(part.get('type'))}; only text is read"
+            )
 
 
 def _as_prompt(item: Any) -> Prompt:
@@ -38,7 +103,7 @@ def _as_prompt(item: Any) -> Prompt:
         return item
     ids = _as_list(item)
     if ids is None:
-        raise ConfigError(f"prompt {item!r}: a string or a list of token ids is wanted")
+        raise ConfigError(f"prompt {shown(item)}: a string or a list of token ids is wanted")
     return [_token_id(token) for token in ids]
 
 
@@ -57,8 +122,8 @@ def _is_scalar(item: Any) -> bool:
 
 def _token_id(token: Any) -> int:
     try:
-        if isinstance(token, bool):
+        if isinstance(token, (bool, np.bool_)):
             raise TypeError
         return operator.index(token)
     except TypeError:
-        raise ConfigError(f"a prompt holds {token!r}; token ids are integers") from None
+        raise ConfigError(f"a prompt holds {shown(token)}; token ids are integers") from None

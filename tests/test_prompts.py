@@ -1,0 +1,170 @@
+"""Prompts and chats: what is understood, and one sentence for what is not."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from specdec import SamplingParams, SpecDecError
+from specdec.text.prompts import as_prompt_list, chat_ids
+
+TEMPLATE = (
+    "{% if tools is defined and tools %}[{{ tools | length }} tools]{% endif %}"
+    "{% if enable_thinking is defined and enable_thinking %}<think>{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'wizard' %}{{ raise_exception('roles are user and assistant') }}{% endif %}"
+    "<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% elif m.content %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% else %}{{ m.tool_calls | length }} calls{% endif %}"
+    "{{ '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}<model>{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer(byte_tokenizer):
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def engine(make_target, make_engine, tokenizer):
+    return make_engine(make_target("llama", vocab_size=300), tokenizer=tokenizer)
+
+
+def one_line(error, *parts):
+    text = str(error.value)
+    assert "\n" not in text and 15 < len(text) < 400 and "tensor(" not in text and "in_features" not in text, text
+    for part in parts:
+        assert part in text, f"{part!r} is not in {text!r}"
+
+
+SAY = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("chat", "parts"),
+    [
+        ([], ["empty", "role"]),
+        (None, ["None", "list of messages"]),
+        (5, ["5", "list of messages"]),
+        (b"Hi", ["b'Hi'", "list of messages"]),
+        (SAY, ["'role': 'user'", "list of messages"]),
+        (torch.zeros(30, 30), ["shape (30, 30)", "list of messages"]),
+        (nn.Linear(2, 2), ["Linear", "list of messages"]),
+        ([SAY, "Hi"], ["message 1", "'Hi'", "list of messages"]),
+        ([[SAY]], ["message 0", "list of messages"]),
+        ([None], ["message 0", "None"]),
+        ([torch.zeros(30, 30)], ["message 0", "shape (30, 30)"]),
+        ([{"content": "Hi"}], ["message 0", "no role", "'user'"]),
+        ([{"role": 3, "content": "Hi"}], ["message 0", "role=3"]),
+        ([{"role": "user"}], ["message 0", "no content"]),
+        ([{"role": "user", "text": "Hi"}], ["message 0", "no content"]),
+        ([SAY, {"role": "assistant", "content": None}], ["message 1", "no content"]),
+        ([{"role": "assistant", "tool_calls": []}], ["no content"]),
+        ([{"role": "user", "content": 5}], ["content=5", "text"]),
+        ([{"role": "user", "content": torch.zeros(30, 30)}], ["content=<Tensor of shape (30, 30)>"]),
+        ([{"role": "user", "content": ["Hi"]}], ["message 0", "'Hi'", '{"type": "text", "text": ...}']),
+        ([{"role": "user", "content": [{"type": "text"}]}], ["message 0", "'type': 'text'"]),
+        ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], ["'image'", "only text"]),
+        ([{"role": "wizard", "content": "Hi"}], ["chat template", "roles are user and assistant"]),
+        ([{"role": "user", "content": "\ud800"}], ["chat template"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_malformed_chats(chat, parts, engine):
+    with pytest.raises(SpecDecError) as error:
+        engine.chat_prompt(chat)
+    one_line(error, *parts)
+
+
+@pytest.mark.parametrize("template", ["{{ nothing.here }}", "{% for %}", "{{ messages[9].role }}", "{{ 1 / 0 }}"])
+def test_templates_that_fail(template, engine):
+    with pytest.raises(SpecDecError) as error:
+        engine.chat_prompt("Hi", chat_template=template)
+    one_line(error, "chat template")
+
+
+def test_arguments_of_the_template_pass_through(engine):
+    def text(*args, **kwargs):
+        return engine.decode(engine.chat_prompt(*args, **kwargs))
+
+    assert text("Hi") == "<user>Hi\n<model>"
+    assert text("Hi", add_generation_prompt=False) == "<user>Hi\n"
+    assert text("Hi", enable_thinking=True) == "<think><user>Hi\n<model>"
+    assert text([SAY], tools=[{"type": "function", "function": {"name": "f"}}]) == "[1 tools]<user>Hi\n<model>"
+    assert text("Hi", chat_template="{{ messages[0].content }}!") == "Hi!"
+    partial = [SAY, {"role": "assistant", "content": "Well"}]
+    assert text(partial, continue_final_message=True) == "<user>Hi\n<assistant>Well"
+
+
+def test_contents_that_are_understood(engine):
+    def text(chat):
+        return engine.decode(engine.chat_prompt(chat))
+
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    assert text([{"role": "user", "content": parts}]) == text([SAY]) == text((SAY,)) == text(iter([SAY]))
+    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    assert text([SAY, calls]) == "<user>Hi\n<assistant>1 calls\n<model>"
+
+
+@pytest.mark.parametrize("name", ["tokenize", "return_tensors", "padding"])
+def test_what_the_engine_decides_is_no_argument_of_a_template(name, engine):
+    with pytest.raises(SpecDecError) as error:
+        engine.chat_prompt("Hi", **{name: True})
+    one_line(error, name, "token ids")
+
+
+def test_without_a_template_its_arguments_have_no_reader(byte_tokenizer, make_target, make_engine):
+    engine = make_engine(make_target("llama", vocab_size=300), tokenizer=byte_tokenizer)
+    assert engine.decode(engine.chat_prompt("Hi")) == "Hi"
+    with pytest.raises(SpecDecError) as error:
+        engine.chat_prompt("Hi", enable_thinking=False)
+    one_line(error, "no chat template", "enable_thinking")
+    assert engine.decode(engine.chat_prompt("Hi", chat_template="{{ messages[0].content }}?")) == "Hi?"
+
+
+def test_chat_ids_are_plain_integers(tokenizer):
+    assert all(type(token) is int for token in chat_ids(tokenizer, [SAY]))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "parts"),
+    [
+        (torch.zeros(30, 30), ["0.0", "integers"]),
+        (np.zeros((30, 30)), ["0.0", "integers"]),
+        (torch.zeros(2, 30, 30, dtype=torch.int64), ["[0, 0, 0", "integers"]),
+        (nn.Linear(2, 2), ["<Linear>", "list of token ids"]),
+        ([nn.Linear(2, 2)], ["<Linear>"]),
+        ([[nn.Linear(2, 2)]], ["<Linear>", "integers"]),
+        ([[torch.zeros(30, 30)]], ["shape (30, 30)", "integers"]),
+        ({"input_ids": torch.zeros(30, 30)}, ["shape (30, 30)", "list of token ids"]),
+        ([{"input_ids": torch.zeros(30, 30)}], ["shape (30, 30)"]),
+        ((x for x in [1]), ["gen", "list of token ids"]),
+        ([[np.bool_(True)]], ["True", "integers"]),
+        ([[np.float32(1.5)]], ["1.5", "integers"]),
+        (SamplingParams(), ["<SamplingParams>"]),
+        ([list(range(500)), 5.5], ["5.5"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_prompts_of_wrong_kinds(prompts, parts):
+    with pytest.raises(SpecDecError) as error:
+        as_prompt_list(prompts)
+    one_line(error, *parts)
+
+
+def test_prompts_in_every_box():
+    ids = [[1, 2], [3]]
+    boxes = [
+        ids,
+        [np.array([1, 2]), torch.tensor([3])],
+        ([np.int64(1), 2], (torch.tensor(3),)),
+        [(1, 2), np.array([3])],
+    ]
+    for prompts in boxes:
+        assert as_prompt_list(prompts) == ids
+    assert as_prompt_list(np.array(["a", "b"])) == ["a", "b"]
+    assert as_prompt_list(np.array([1, 2])) == as_prompt_list([np.int32(1), torch.tensor(2)]) == [[1, 2]]
