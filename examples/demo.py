@@ -23,6 +23,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=5, help="how many held-out problems to solve")
     count = parser.parse_args().count
+    if count < 1:
+        parser.error(f"--count {count}: at least one problem is wanted")
 
     transformers_logging.disable_progress_bar()
     console = Console(highlight=False)

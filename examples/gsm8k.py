@@ -13,7 +13,7 @@ import argparse
 from accelerate import PartialState
 from transformers.utils import logging as transformers_logging
 
-from specdec import EngineConfig, SamplingParams, SpecConfig
+from specdec import EngineConfig, SamplingParams, SpecConfig, SpecDecError
 from specdec.evaluation.evaluate import evaluate_gsm8k
 from specdec.evaluation.report import markdown
 
@@ -32,17 +32,20 @@ def main() -> None:
     args = parser.parse_args()
 
     transformers_logging.disable_progress_bar()
-    report = evaluate_gsm8k(
-        args.target,
-        args.drafter,
-        data=args.data,
-        limit=args.limit,
-        compare=True,
-        params=SamplingParams(max_new_tokens=args.max_new_tokens),
-        spec=SpecConfig(args.steps, args.draft_topk),
-        config=EngineConfig(max_batch_size=args.batch_size),
-        folder=args.folder,
-    )
+    try:
+        report = evaluate_gsm8k(
+            args.target,
+            args.drafter,
+            data=args.data,
+            limit=args.limit,
+            compare=True,
+            params=SamplingParams(max_new_tokens=args.max_new_tokens),
+            spec=SpecConfig(args.steps, args.draft_topk),
+            config=EngineConfig(max_batch_size=args.batch_size),
+            folder=args.folder,
+        )
+    except SpecDecError as error:
+        parser.error(str(error))
     if PartialState().is_main_process:
         print(markdown(report))
 

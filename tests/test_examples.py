@@ -201,6 +201,11 @@ def test_short_names_hub_ids_and_folders_find_their_pair(model, drafter, want, m
         ("gemma4_mtp.py --temperature nan", "temperature=nan"),
         ("batch_stream.py --batch-size 0", "max_batch_size=0"),
         ("batch_stream.py --data missing.jsonl", "missing.jsonl"),
+        ("batch_stream.py --limit -1", "limit=-1"),
+        ("gsm8k.py --limit -1", "limit=-1"),
+        ("gsm8k.py --drafter ./nowhere --limit 1", "./nowhere"),
+        ("demo.py --count -1", "--count -1"),
+        ("eagle3.py --topk 4", "unrecognized arguments: --topk 4"),
     ],
 )
 def test_mistakes_get_one_sentence_and_exit_code_2(command, says, run):

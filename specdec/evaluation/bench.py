@@ -1,6 +1,7 @@
 """Tokens per second of a pair with and without its drafter, in one run, only if the outputs are equal.
 
-Compare the ratios, not the absolute figures: those are the machine's and the moment's.
+Compare the ratios, not the absolute figures: those are the machine's and the moment's. Who runs and how they take turns
+is contest.py's: another kind of benchmark makes other contestants, in a file of its own.
 """
 
 from collections.abc import Sequence
