@@ -555,7 +555,7 @@ def test_a_larger_limit_takes_over_what_is_finished(report, folder, tmp_path, mo
     assert made == []
 
 
-def test_an_extension_that_is_cut_short_leaves_the_file_before(folder, tmp_path, monkeypatch):
+def test_an_extension_that_is_cut_short_leaves_the_file_before(report, folder, tmp_path, monkeypatch):
     path = tmp_path / "transcripts-0.jsonl"
     path.write_bytes((folder / "transcripts-0.jsonl").read_bytes())
     monkeypatch.setattr("os.replace", no_network)

@@ -34,8 +34,9 @@ from specdec.evaluation.report import Report, make_report
 from specdec.evaluation.scoring import SCORES, is_correct
 from specdec.evaluation.tasks import Task, choose, cut, dialogue_ids, find_task
 from specdec.evaluation.transcripts import Record, open_transcripts, read_transcripts
+from specdec.models.context_length import context_length
 from specdec.models.devices import require_device
-from specdec.models.loading import find_config, load_tokenizer, pick_device
+from specdec.models.loading import load_config, load_tokenizer, pick_device
 from specdec.models.target import TargetModel
 
 
@@ -78,7 +79,7 @@ def evaluate(
     if limit < 0:
         raise ConfigError(f"limit={limit}: so many problems, or 0 for all, is wanted")
     require_device(config.device)
-    find_config(target)  # says so if there is no checkpoint
+    most = context_length(load_config(target).get_text_config()).most
     tokenizer = load_tokenizer(target)
     if tokenizer is None:
         raise ConfigError(f"{target!r} holds no tokenizer, and the problems are text; add the tokenizer's files")
@@ -94,6 +95,8 @@ def evaluate(
     cpu = pick_device(config.device).type == "cpu" or parse_flag_from_env("ACCELERATE_USE_CPU")
     state = PartialState(cpu=cpu, timeout=timedelta(days=7))  # to wait for the slowest process; the default is minutes
     device = state.device if state.num_processes > 1 else config.device
+    if most is not None:
+        ask.require_fits(most, params.max_new_tokens)
     room = config.max_model_len or ask.room(params.max_new_tokens)
     with working(f"loading {target}"):
         config = replace(config, device=device, max_model_len=room)
