@@ -1,6 +1,6 @@
 """One real round with a draft tree, step by step: the tree, its mask, the page tables in both spaces, what is accepted.
 
-    python examples/tree_walkthrough.py [--steps 3] [--draft-topk 2] [--nodes 7] [--prompt "..."]
+    python examples/tree_walkthrough.py [--steps 3] [--draft-topk 2] [--nodes 7] [--max-new-tokens 120] [--prompt "..."]
 
 Uses the bundled pair. Behind each token stand the drafter's probability of it, and of the whole path to it. Every
 value printed is read from the engine while it generates; nothing is made up for show.
@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--draft-topk", type=int, default=2)
     parser.add_argument("--nodes", type=int, default=7)
+    parser.add_argument("--max-new-tokens", type=int, default=120)
     args = parser.parse_args()
 
     transformers_logging.disable_progress_bar()
@@ -127,7 +128,7 @@ def main() -> None:
     )
     witness = Witness(engine)
     engine.drafter = engine.runner.drafter = witness
-    [out] = engine.generate(engine.chat_prompt(args.prompt), SamplingParams(max_new_tokens=120))
+    [out] = engine.generate(engine.chat_prompt(args.prompt), SamplingParams(max_new_tokens=args.max_new_tokens))
     if witness.best is None:
         raise SystemExit("the answer ended before a draft was verified; try another prompt")
     seen = witness.best

@@ -132,6 +132,7 @@ def test_a_tree_gives_the_same_tokens(answer):
 EVAL = ("eval", "gsm8k", "--limit", "2", "--max-new-tokens", "16")
 
 
+@pytest.mark.slow
 def test_eval_writes_its_report_three_ways(tmp_path):
     files = {name: str(tmp_path / f"report.{name}") for name in ("json", "markdown", "png")}
     options = [word for name, path in files.items() for word in (f"--{name}", path)]

@@ -46,6 +46,7 @@ def eagle3(model, windows=(None, 6)):
     return Eagle3Drafter(head.place(target.device, target.dtype).eval(), target_ids, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("spec", SPECS, ids=spec_id)
 @pytest.mark.parametrize("ordered", [False, True], ids=["dense", "centroid"])

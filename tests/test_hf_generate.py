@@ -340,6 +340,7 @@ def test_a_generation_setting_in_the_models_config_is_refused_as_in_transformers
 OWN = {"max_new_tokens": 5, "eos_token_id": [31, 8], "pad_token_id": 3, "repetition_penalty": 1.3}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
 @pytest.mark.parametrize("own", [{}, OWN, {"max_length": 12}], ids=["no-own", "own", "own-length"])
 @pytest.mark.parametrize(
@@ -385,6 +386,7 @@ def test_the_default_length_ends_at_the_models_limit(make_target):
     assert specdec.generate(model, None, ids).shape == (1, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["left", "none"])
 @pytest.mark.parametrize("end", [None, 40, [40, 77], [0, 40], -1, [-1], 10**6, torch.tensor([40, 77])], ids=str)
 @pytest.mark.parametrize("pad", [None, 0, 40, 1])
@@ -521,6 +523,7 @@ def byte_words():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 def test_stop_strings_end_where_transformers_ends(seed, model, byte_words):
     """Strings out of the true continuation: across tokens, begun in the prompt, special, and some that never come."""
