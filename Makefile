@@ -25,7 +25,7 @@ demo: $(VENV)/.run  ## install into .venv and run examples/demo.py
 test: $(VENV)/.test  ## install with the test extra and run the tests (JOBS=2 processes)
 	$(PYTEST) $(ARGS)
 
-test-fast: $(VENV)/.test  ## the tests without the slow ones: every subsystem, in under a minute
+test-fast: $(VENV)/.test  ## the tests without the slow ones, of every subsystem
 	$(PYTEST) -q -m "not slow" $(ARGS)
 
 test-latest:  ## the tests on the newest versions that a plain install takes, in .venv-latest
