@@ -1,8 +1,8 @@
 """The hook into transformers, per-step plans, page tables and attention over them."""
 
-from specdec.attention.plan import KVPlan, plan_frozen, plan_prefill, plan_verify
+from specdec.attention.plan import KVPlan, plan_chunk, plan_frozen, plan_verify
 from specdec.attention.tree import DraftTree
 
 assert __name__ == "specdec.attention", "import specdec.attention, not attention"
 
-__all__ = ["DraftTree", "KVPlan", "plan_frozen", "plan_prefill", "plan_verify"]
+__all__ = ["DraftTree", "KVPlan", "plan_chunk", "plan_frozen", "plan_verify"]

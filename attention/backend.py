@@ -1,66 +1,63 @@
-"""What an engine computes with: plain torch, or the Triton kernels. One choice an engine, made at construction.
+"""What an engine computes with: plain torch, or the Triton kernels. One object, chosen at construction.
 
-    attention   keys and values           attention            page tables         tree selection, accept walk
-    torch       index_copy_ by slot       SDPA over a gather   slots, by indexing  sorts and gathers
-    triton      store_kv, move_kv         paged_attention      one launch          one launch each
+    backend   tables of a plan       K/V written and moved   attention            tree selection, accept walk
+    torch     slots, by indexing     index_copy_ by slot     SDPA over a gather   sorts and gathers
+    triton    pages, one launch      store_kv, move_kv       paged_attention      one launch each
 
-The choice is a flag of the engine's pools (`runs_kernels`) and of nothing else. A plan over such pools has page tables,
-and whoever attends under it does so by the kernels; other plans have slot tables.
+Every plan refers to the backend that made it, every worker is handed it; nothing further down asks which one it is.
 """
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from typing import Protocol
 
 import torch
 
-from specdec.attention.paged_attention import ancestor_bits, device_limits, paged_attention
+from specdec.attention.paged_attention import device_limits
 from specdec.attention.paged_attention_kernels import attend_kernel
-from specdec.attention.plan import KVPlan
-from specdec.attention.reference import VisibleKeys
+from specdec.attention.plan import PlanBackend
+from specdec.attention.torch_backend import TorchBackend
+from specdec.attention.tree import DraftTree
+from specdec.attention.tree_walk import Accepted
+from specdec.attention.triton_backend import TritonBackend
 from specdec.errors import ConfigError
 from specdec.kvcache.triton_shim import triton
 
 MAX_HEAD_DIM = 512
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-Attend = Callable[..., torch.Tensor]
-"""Attention of one forward on layers of one window: (query [B, Hq, N, D], the forward's own new keys and values
-[B, Hkv, N, D] or None, pool_k, pool_v [slots, Hkv, D] that hold those already, *, scaling, softcap, sinks) ->
-[B, N, Hq, D]."""
+
+class Backend(PlanBackend, Protocol):
+    """Locate, store, move, attend (see `PlanBackend`), and what trees need."""
+
+    name: str
+
+    def select_tree(
+        self,
+        root: torch.Tensor,
+        tokens: torch.Tensor,
+        scores: torch.Tensor,
+        parents: torch.Tensor,
+        *,
+        num_nodes: int,
+        num_levels: int,
+    ) -> DraftTree:
+        """The best tree of `num_nodes` nodes among the candidates: see `tree_build`."""
+
+    def accept(self, tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
+        """The path on which every draft is what the target drew: see `tree_walk`."""
 
 
-def attention_by_window(plan: KVPlan, windows: Iterable[int | None], dtype: torch.dtype) -> dict[int | None, Attend]:
-    """For each sliding window (None: full attention) what layers with it do under `plan`; dtype: the model's."""
-    tables = plan.page_tables
-    if tables is None:
-        return {window: VisibleKeys.of(plan, window, dtype).attend for window in set(windows)}
-    # a chunk is causal, and may be wider than the bits of a tree
-    bits = None if plan.ancestors is None or plan.block_len is not None else ancestor_bits(plan.ancestors)
-    full = partial(
-        paged_attention,
-        pages=tables.full_pages,
-        start=torch.zeros_like(plan.committed_len),
-        committed_len=plan.committed_len,
-        positions=plan.positions,
-        page_size=plan.page_size,
-        ancestors=bits,
-        block_len=plan.block_len,
-    )
-    sliding = partial(full, pages=tables.swa_pages, start=tables.swa_start)
-    return {w: full if w is None else partial(sliding, window=w + plan.window_shift) for w in set(windows)}
+def choose_backend(attention: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+    """The backend that `EngineConfig.attention` means; "auto" is Triton on a GPU that can run the kernels.
 
-
-def use_kernels(attention: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether `EngineConfig.attention` means the kernels; "auto" does on a GPU that can run them.
-
-    Raises ConfigError when it is "triton", and Triton cannot run on `device`, or not with the dtype or largest head.
+    head_dim: the largest of all models that keep K/V. Raises ConfigError when it is "triton", and Triton cannot run on
+    `device`, or not with the dtype or that head.
     """
     if attention == "torch" or (attention == "auto" and device.type != "cuda"):
-        return False
+        return TorchBackend()
     obstacle = _obstacle(device, dtype, head_dim)
     if obstacle and attention == "triton":
         raise ConfigError(f"attention='triton'{obstacle}")
-    return obstacle is None
+    return TorchBackend() if obstacle else TritonBackend()
 
 
 def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

@@ -2,12 +2,11 @@
 
 `transformers` calls the function registered as "specdec" from every attention layer, with post-RoPE queries and the new
 tokens' keys and values, and passes our `specdec_ctx` keyword through untouched. The function hands the layer to that
-context. No mask function is registered under the name, so transformers builds no masks at all. A model is switched to
-the function only for the length of a forward (`attention_installed`), so a user's own model is left as it was.
+context. No mask function is registered under the name, so transformers builds no masks at all. Only the engine's own
+copy of a model names the function (`private_copy.py`), so a user's model is left as it was.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -15,13 +14,11 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from specdec.attention.backend import Attend, attention_by_window
-from specdec.attention.hf_norms import DECOMPOSED_NORMS, fused_rms_norm
-from specdec.attention.plan import KVPlan
+from specdec.attention.plan import Attend, KVPlan
+from specdec.attention.private_copy import ATTENTION_NAME
 from specdec.errors import SpecDecError
 from specdec.kvcache.frozen import KVView
-
-ATTENTION_NAME = "specdec"
+from specdec.kvcache.spaces import Space
 
 IGNORED_KWARGS = frozenset(
     {"position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states", "is_causal"}
@@ -93,25 +90,34 @@ def specdec_attention(
 AttentionInterface.register(ATTENTION_NAME, specdec_attention)
 
 
+Window = int | None
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """One forward: its plan, the view it reads and writes KV through, and each layer's window.
 
-    `by_window` maps a window (None: full attention) to the attention of layers with it; made here, for this forward.
+    `attention` maps (space, window) to the attention of layers with them; made here, for this forward.
     `lent` holds the new K/V [B, Hkv, N, D] of the layers whose K/V later layers share, once they have run.
+    `states` collects the hidden states [1, B*N, H] entering the layers that it has as keys.
     """
 
     plan: KVPlan
     view: KVView
-    windows: Sequence[int | None]
-    by_window: dict[int | None, Attend]
+    windows: Sequence[Window]
+    attention: dict[tuple[Space, Window], Attend]
     lent: dict[int, tuple[torch.Tensor, torch.Tensor] | None]
+    states: dict[int, torch.Tensor | None]
 
     @classmethod
-    def of(cls, plan: KVPlan, view: KVView, windows: Sequence[int | None], dtype: torch.dtype) -> "ForwardContext":
-        """`windows[i]` is the sliding window of worker layer i, None on full layers; dtype: the model's."""
+    def of(
+        cls, plan: KVPlan, view: KVView, windows: Sequence[Window], aux_layers: Sequence[int] = ()
+    ) -> "ForwardContext":
+        """`windows[i]` is the sliding window of worker layer i, None on full layers; aux_layers: see `states`."""
+        kinds = {(view.layer(layer).space, window) for layer, window in enumerate(windows)}
+        attention = {kind: plan.backend.attention(plan, *kind) for kind in kinds}
         lenders = {owner for layer, owner in enumerate(view.layer_map) if owner != layer}
-        return cls(plan, view, windows, attention_by_window(plan, windows, dtype), dict.fromkeys(lenders))
+        return cls(plan, view, windows, attention, dict.fromkeys(lenders), dict.fromkeys(aux_layers))
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer = call.layer
@@ -119,43 +125,44 @@ class ForwardContext:
         block = None
         if self.plan.write_full is not None:
             if self.view.owns(layer):
-                self.view.write(layer, self.plan.write_full, self.plan.write_swa, k, v)
+                kept = self.view.writable_layer(layer)
+                self.plan.backend.store(kept, self.plan.write_slots(kept.space), k, v)
                 block = self._by_request(k), self._by_request(v)
                 if layer in self.lent:
                     self.lent[layer] = block
             else:
                 block = self.lent[self.view.layer_map[layer]]
         block_k, block_v = block or (None, None)
-        pool_k, pool_v, _ = self.view.layer(layer)
+        kept_k, kept_v, space = self.view.layer(layer)
         options = {"scaling": call.scaling, "softcap": call.softcap, "sinks": call.sinks}
-        attend = self.by_window[self.windows[layer]]
-        out = attend(self._by_request(q), block_k, block_v, pool_k, pool_v, **options)  # [B, N, Hq, D]
+        attend = self.attention[space, self.windows[layer]]
+        out = attend(self._by_request(q), block_k, block_v, kept_k, kept_v, **options)  # [B, N, Hq, D]
         return out.reshape(len(call.query), -1, *out.shape[2:])
 
-    def _by_request(self, rows: torch.Tensor) -> torch.Tensor:
+    def _by_request(self, packed: torch.Tensor) -> torch.Tensor:
         """[B*N, H, D] -> [B, H, N, D], a view."""
-        return rows.view(*self.plan.positions.shape, *rows.shape[1:]).transpose(1, 2)
+        return packed.view(*self.plan.positions.shape, *packed.shape[1:]).transpose(1, 2)
 
 
-@contextmanager
-def attention_installed(configs: Iterable[Any]) -> Iterator[None]:
-    """In the block, modules that hold these HF configs call our attention, and decomposed norms are one operator."""
-    previous = [(config, config._attn_implementation_internal) for config in configs]
-    forwards = [(norm, norm.forward) for norm in DECOMPOSED_NORMS]
-    try:
-        for config, _ in previous:
-            config._attn_implementation_internal = ATTENTION_NAME
-        for norm, _ in forwards:
-            norm.forward = fused_rms_norm
-        yield
-    finally:
-        for config, name in previous:
-            config._attn_implementation_internal = name
-        for norm, forward in forwards:
-            norm.forward = forward
+def record_states(layers: Sequence[nn.Module]) -> None:
+    """Let the layers of a private copy tell each forward's context what enters them, and what leaves the last.
 
+    The hooks stay for good; a context that asks for no state costs a look-up.
+    """
 
-def text_configs(module: nn.Module) -> list[Any]:
-    """The distinct config objects held inside `module`: those `attention_installed` must switch."""
-    found = {id(config): config for m in module.modules() if (config := getattr(m, "config", None)) is not None}
-    return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
+    def entering(layer: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            context = kwargs.get("specdec_ctx")
+            if isinstance(context, ForwardContext) and layer in context.states:
+                context.states[layer] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def leaving(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        context = kwargs.get("specdec_ctx")
+        if isinstance(context, ForwardContext) and len(layers) in context.states:
+            context.states[len(layers)] = out[0] if isinstance(out, tuple) else out
+
+    for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(entering(number), with_kwargs=True)
+    layers[-1].register_forward_hook(leaving, with_kwargs=True)

@@ -7,7 +7,7 @@ Node n of request b sits at depth d and position q = S + d. Its row lists, in po
 
 where slot(p) = req_to_slot[rows[b], p], in SWA space translated in registers. Distance in the list is distance in
 position, so a causal kernel with the same window over the row is exact. The path is found by walking `parents`; there
-is no mask, no sort, and a row costs O(window + N) whatever the context. Rows are padded with 0, the sink.
+is no mask, no sort, and a row costs O(window + N) whatever the context. Rows are padded with 0, the null slot.
 """
 
 from typing import NamedTuple
@@ -142,8 +142,21 @@ def build_node_rows(
     slots = req_to_slot.new_empty((batch, num_nodes, width))
     lengths = req_to_slot.new_empty((batch, num_nodes))
     _node_rows_kernel[(batch * num_nodes, max(triton.cdiv(width, BLOCK), 1))](
-        *(req_to_slot, full_to_swa, rows, committed_len, parents, depth, slots, lengths),
-        *(parents.stride(0), depth.stride(0), num_rows - 1, row_width, num_nodes, window or 0, width),
+        req_to_slot,
+        full_to_swa,
+        rows,
+        committed_len,
+        parents,
+        depth,
+        slots,
+        lengths,
+        parents.stride(0),
+        depth.stride(0),
+        num_rows - 1,
+        row_width,
+        num_nodes,
+        window or 0,
+        width,
         HAS_WINDOW=window is not None,
         TRANSLATE=full_to_swa is not None,
         BLOCK=BLOCK,

@@ -8,8 +8,8 @@ For request b with S = committed_len[b] committed keys, `slot(p) = req_to_slot[r
     write_full[b, n] = slot(S + n),   write_swa[b, n] = full_to_swa[write_full[b, n]]
 
 `retain` is how many committed keys some query of the step may see on a sliding layer, so the SWA part costs O(window)
-whatever the context. The padding row (the last of req_to_slot) counts as S = 0 and gives the sink everywhere. Widths
-and lengths are run-time values: no shape of a batch compiles anything. `node_rows.py` has the row-per-node form.
+whatever the context. The padding row (the last of req_to_slot) counts as S = 0 and gives the null slot everywhere.
+Widths and lengths are run-time values: no shape of a batch compiles anything. `node_rows.py` has the row-per-node form.
 """
 
 from typing import NamedTuple
@@ -53,7 +53,7 @@ def reference_build_page_tables(
     length = torch.where(rows == num_rows - 1, 0, committed_len)
 
     def slots_at(positions: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-        """[B, L] slots of positions [B, L]; the sink at and past `end` [B], and on the padding row."""
+        """[B, L] slots of positions [B, L]; the null slot at and past `end` [B], and on the padding row."""
         held = (positions < end[:, None]) & (positions < row_width) & (rows != num_rows - 1)[:, None]
         return torch.where(held, req_to_slot[rows[:, None], positions.clamp(max=row_width - 1)], NULL_SLOT)
 
@@ -158,9 +158,25 @@ def build_page_tables(
         write_swa = req_to_slot.new_empty((batch, num_nodes))
     full_blocks = triton.cdiv(full_width, BLOCK)
     swa_blocks = 0 if swa_pages is None else triton.cdiv(swa_width, BLOCK)
-    _page_tables_kernel[(batch, full_blocks + swa_blocks + triton.cdiv(num_nodes, BLOCK))](
-        *(req_to_slot, full_to_swa, rows, committed_len, full_pages, swa_pages, swa_start, write_full, write_swa),
-        *(num_rows - 1, row_width, num_nodes, retain or 0, full_width, swa_width, full_blocks, swa_blocks),
+    node_blocks = max(triton.cdiv(num_nodes, BLOCK), 1)  # one in any case: it says where the SWA part starts
+    _page_tables_kernel[(batch, full_blocks + swa_blocks + node_blocks)](
+        req_to_slot,
+        full_to_swa,
+        rows,
+        committed_len,
+        full_pages,
+        swa_pages,
+        swa_start,
+        write_full,
+        write_swa,
+        num_rows - 1,
+        row_width,
+        num_nodes,
+        retain or 0,
+        full_width,
+        swa_width,
+        full_blocks,
+        swa_blocks,
         PAGE_SIZE=page_size,
         HAS_SWA=full_to_swa is not None,
         BLOCK=BLOCK,

@@ -36,13 +36,6 @@ class Tiles(NamedTuple):
     waves: float = 2.0  # programs to aim at, per multiprocessor
 
 
-def ancestor_bits(ancestors: torch.Tensor) -> torch.Tensor:
-    """[B, N, N] bool -> [B, N] int64, bit j of row i: i sees row j."""
-    num_rows = ancestors.shape[-1]
-    assert num_rows <= MAX_TREE_NODES, f"{num_rows} rows do not fit {MAX_TREE_NODES} bits"
-    return (ancestors.long() << torch.arange(num_rows, device=ancestors.device)).sum(-1)
-
-
 def reference_paged_attention(
     query: torch.Tensor,
     block_k: torch.Tensor | None,
@@ -119,7 +112,7 @@ def paged_attention(
     pool_k, pool_v: [slots, Hkv, D], any strides.  pages: [B, P] page ids of the space of these pools.
     start: [B], the position of the first key of the table; page-aligned, behind every window.
     committed_len: [B], keys of the prefix.        positions: [B, N] of the queries, and so of the block's keys.
-    ancestors: [B, N] int64 (`ancestor_bits`), N <= 64; None: the block is causal, its positions rising by one a row.
+    ancestors: [B, N] int64 (`DraftTree.bits`), N <= 64; None: the block is causal, its positions rising by one a row.
     block_len: [B], rows of the block that exist (None: all N); the others see nothing and nobody sees them.
     window: keys fewer than this many positions behind are visible.  softcap: c above.  sinks: [Hq] logits.
     split_len: a fixed number of keys a split, so that no result depends on the batch; None: fill the device.
@@ -159,15 +152,38 @@ def paged_attention(
     if num_splits > 1:
         part = torch.empty((num_splits, *out.shape), dtype=torch.float32, device=query.device)
         lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=query.device)
-    keys = (block_k, block_v, pool_k, pool_v, pages, start, committed_len)
-    numbers = (scaling, softcap, window, split_len or 0, num_rows, num_splits, num_pages)
     # a load behind a page lookup takes two stages for each tile on its way; the block's loads take one
     block_stages = (tiles.num_stages + 1) // 2 if ancestors is None else 1
-    ranks = ((query, 4), (block_k, 4), (block_v, 4), (pool_k, 3), (pool_v, 3), (pages, 2), (positions, 2))
     attend_kernel[(row_tiles, batch * kv_heads, num_splits)](
-        *(query, *keys, positions, ancestors, block_len, sinks, part, lse),
-        *numbers,
-        *(stride for x, rank in (*ranks, (ancestors, 2)) for stride in ((0,) * rank if x is None else x.stride())),
+        query,
+        block_k,
+        block_v,
+        pool_k,
+        pool_v,
+        pages,
+        start,
+        committed_len,
+        positions,
+        ancestors,
+        block_len,
+        sinks,
+        part,
+        lse,
+        scaling,
+        softcap,
+        window,
+        split_len or 0,
+        num_rows,
+        num_splits,
+        num_pages,
+        *query.stride(),
+        *_strides(block_k, 4),
+        *_strides(block_v, 4),
+        *pool_k.stride(),
+        *pool_v.stride(),
+        *pages.stride(),
+        *positions.stride(),
+        *_strides(ancestors, 2),
         PAGE_SIZE=page_size,
         KV_HEADS=kv_heads,
         GROUP=group,
@@ -226,6 +242,11 @@ def device_limits(device: torch.device) -> tuple[int, int]:
         return 8, 227 << 10  # in the interpreter any numbers do
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
     return properties["multiprocessor_count"], properties["max_shared_mem"]
+
+
+def _strides(tensor: torch.Tensor | None, rank: int) -> tuple[int, ...]:
+    """Of a tensor of that rank; zeros where there is none."""
+    return (0,) * rank if tensor is None else tensor.stride()
 
 
 def _power_of_two(n: int) -> int:

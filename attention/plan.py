@@ -3,163 +3,144 @@
 Both write locations are looked up once, here; no layer translates anything, and nothing outlives the step. A plan is
 made on the device from the request table by one of three builders:
 
-    plan_prefill   B prompt chunks, causal, padded to the longest; padded rows write to the sink in both spaces
-    plan_verify    B trees of N nodes behind their committed prefixes
-    plan_frozen    one query a request on the committed prefix only: what a frozen-KV drafter reads
+    plan_chunk    B runs of tokens behind their prefixes, causal, padded to the longest; padding writes to the null slot
+    plan_verify   B trees of N nodes behind their committed prefixes
+    plan_frozen   queries on the committed prefix only: what a frozen-KV drafter reads
 
-Where the engine runs on Triton kernels, a plan has page tables, made with the write locations in one launch; plain
-torch reads tables of slots.
+A plan refers to the backend that made it and is computed by that one: it holds that backend's tables.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 
-from specdec.attention.page_table import PageTables, build_page_tables
 from specdec.attention.tree import DraftTree
-from specdec.kvcache.mirror import IntArray
-from specdec.kvcache.spaces import NULL_SLOT, FullLoc, SlotTable, Space, SwaLoc
-from specdec.kvcache.table import RequestTable
+from specdec.kvcache.cache import KVOperations
+from specdec.kvcache.spaces import NULL_SLOT, FullLoc, Space, SwaLoc
+from specdec.kvcache.table import RequestTable, Rows
+
+Attend = Callable[..., torch.Tensor]
+"""Attention of one forward on layers of one space and window: (query [B, Hq, N, D], the forward's own new keys and
+values [B, Hkv, N, D] or None, k, v [slots, Hkv, D] that hold those already, *, scaling, softcap, sinks) -> [B, N, Hq,
+D]."""
+
+
+class PrefixTables(Protocol):
+    """A backend's tables of the committed prefixes; only that backend reads them."""
+
+    def pages(self, space: Space) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page ids [B, P] of the prefixes in one space, and the position [B] of each first page. For showing."""
+
+
+class Located(NamedTuple):
+    """Where a forward reads and writes: its tables, and the slots [B, N] of its own N tokens in both spaces."""
+
+    prefix: PrefixTables
+    write_full: FullLoc
+    write_swa: SwaLoc | None
+
+
+class PlanBackend(KVOperations, Protocol):
+    """What makes a plan and computes under it."""
+
+    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> Located:
+        """Tables of the prefixes [0, committed_len [B]) and slots of the `num_queries` positions behind each."""
+
+    def attention(self, plan: "KVPlan", space: Space, window: int | None) -> Attend:
+        """Attention under `plan` on layers whose K/V live in `space`, through `window` (None: full attention)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVPlan:
-    """B requests, N query rows each, packed as one sequence of B * N rows.
+    """B requests, N queries each, packed as one sequence of B * N rows.
 
     committed_len: [B] keys in the prefix.      positions: [B, N] of the queries.
-    ancestors: [B, N, N] bool, which rows of the block a row sees; None when the queries bring no keys of their own.
-    write_full, write_swa: [B * N] where the block's K/V go; None when nothing is written.
-    page_size: slots a page.
-    prefix_full, prefix_swa: slot tables of the committed prefix; SWA is O(window) wide.
-    page_tables: the same by page, for kernels. A plan has the one or the other.
-    block_len: [B] rows of each block that exist, and the block is causal; None: all of them.
+    tree: how the queries see each other, if they bring keys of a tree; else they are causal, or bring none.
+    write_full, write_swa: [B * N] where their K/V go; None when they bring none.
+    prefix: the backend's tables of the prefixes.
+    block_len: [B] queries of each run that exist, and the run is causal; None: all of them.
     window_shift: added to the sliding window of every sliding layer (0 except for a frozen drafter's convention).
     """
 
+    backend: PlanBackend
     committed_len: torch.Tensor
     positions: torch.Tensor
-    ancestors: torch.Tensor | None
-    write_full: FullLoc | None
-    write_swa: SwaLoc | None
+    prefix: PrefixTables
     page_size: int
-    prefix_full: SlotTable[FullLoc] | None = None
-    prefix_swa: SlotTable[SwaLoc] | None = None
-    page_tables: PageTables | None = None
+    tree: DraftTree | None = None
+    write_full: FullLoc | None = None
+    write_swa: SwaLoc | None = None
     block_len: torch.Tensor | None = None
     window_shift: int = 0
 
-
-def runs_kernels(table: RequestTable) -> bool:
-    """Whether the engine of this table chose the Triton kernels: its pools know."""
-    return table.allocator.pools[Space.FULL].kernels
-
-
-def plan_prefill(table: RequestTable, rows: IntArray, chunk_len: IntArray) -> KVPlan:
-    """A chunk of `chunk_len` [B] prompt tokens behind each row's committed prefix."""
-    num_nodes = int(chunk_len.max())
-    steps = torch.arange(num_nodes, device=table.allocator.device)
-    causal = (steps[:, None] >= steps[None, :]).expand(len(rows), num_nodes, num_nodes)
-    depth = steps.expand(len(rows), num_nodes)
-    return _plan(table, rows, depth, causal, block_len=_upload(table, chunk_len))
+    def write_slots(self, space: Space) -> FullLoc | SwaLoc:
+        """[B * N] slots of the forward's own tokens in one space."""
+        slots = self.write_full if space is Space.FULL else self.write_swa
+        assert slots is not None, f"a plan that writes nothing to the {space.value} space"
+        return slots
 
 
-def plan_verify(table: RequestTable, rows: IntArray, tree: DraftTree) -> KVPlan:
-    """One tree a request. Node n writes at slot index S + n and sits at position S + depth[n]."""
-    owned = table.capacity[rows] - table.committed_len[rows]
-    assert ((owned >= tree.num_nodes) | (rows == table.padding_row)).all(), f"{owned=} slots for {tree.num_nodes} nodes"
-    return _plan(table, rows, tree.depth, tree.ancestors)
+def plan_chunk(
+    backend: PlanBackend,
+    table: RequestTable,
+    rows: Rows,
+    block_len: torch.Tensor,
+    width: int,
+    *,
+    start: torch.Tensor | None = None,
+) -> KVPlan:
+    """Runs of `block_len` [B] tokens, at most `width`, from position `start` [B] on; None: behind what is committed."""
+    committed_len = table.committed_len.tensor[rows.index] if start is None else start
+    steps = torch.arange(width, device=committed_len.device)
+    prefix, full, swa = backend.locate(table, rows, committed_len, width)
+    padding = steps >= block_len[:, None]  # [B, N]
+    return KVPlan(
+        backend=backend,
+        committed_len=committed_len,
+        positions=committed_len[:, None] + steps,
+        prefix=prefix,
+        page_size=table.allocator.page_size,
+        write_full=FullLoc(full.masked_fill(padding, NULL_SLOT).reshape(-1)),
+        write_swa=None if swa is None else SwaLoc(swa.masked_fill(padding, NULL_SLOT).reshape(-1)),
+        block_len=block_len,
+    )
+
+
+def plan_verify(backend: PlanBackend, table: RequestTable, rows: Rows, tree: DraftTree) -> KVPlan:
+    """One tree a request. Node n writes to the slot of position S + n and sits at position S + depth[n]."""
+    committed_len = table.committed_len.tensor[rows.index]
+    prefix, full, swa = backend.locate(table, rows, committed_len, tree.num_nodes)
+    return KVPlan(
+        backend=backend,
+        committed_len=committed_len,
+        positions=committed_len[:, None] + tree.depth,
+        prefix=prefix,
+        page_size=table.allocator.page_size,
+        tree=tree,
+        write_full=FullLoc(full.reshape(-1)),
+        write_swa=None if swa is None else SwaLoc(swa.reshape(-1)),
+    )
 
 
 def plan_frozen(
-    table: RequestTable, rows: IntArray, *, position_offset: int, window_shift: int, num_rows: int = 1
-) -> KVPlan:
-    """`num_rows` queries a request, all at S + `position_offset`, on the committed prefix [0, S) and nothing else."""
-    assert window_shift - position_offset <= table.extra_keys, f"eviction keeps too little for {window_shift=}"
-    depth = torch.full((len(rows), num_rows), position_offset, device=table.allocator.device)
-    return _plan(table, rows, depth, None, window_shift=window_shift)
-
-
-def _plan(
+    backend: PlanBackend,
     table: RequestTable,
-    rows: IntArray,
-    depth: torch.Tensor,
-    ancestors: torch.Tensor | None,
+    rows: Rows,
     *,
-    block_len: torch.Tensor | None = None,
-    window_shift: int = 0,
+    position_offset: int,
+    window_shift: int,
+    num_queries: int = 1,
 ) -> KVPlan:
-    """Queries at S + `depth` [B, N]; the N rows are written, unless they see no `ancestors`."""
-    num_nodes = depth.shape[1]
-    committed_len = _upload(table, table.committed_len[rows])
-    prefix_full, prefix_swa, tables = None, None, None
-    if runs_kernels(table):
-        tables = _page_tables(table, rows, committed_len, num_nodes)
-        full, swa = tables.write_full, tables.write_swa
-    else:
-        prefix_full, prefix_swa = _prefix_tables(table, rows, committed_len)
-        # node n of the block lives at slot index S + n, whatever its depth
-        columns = committed_len[:, None] + torch.arange(num_nodes, device=committed_len.device)  # [B, N]
-        columns = columns.clamp(max=table.slots.tensor.shape[1] - 1)
-        full = FullLoc(table.slots.tensor[_upload(table, rows)[:, None], columns])
-        swa = table.allocator.translate(full) if table.allocator.layout.has_swa else None
-    if block_len is not None:
-        padding = depth >= block_len[:, None]  # in a chunk, depth is the row
-        full = FullLoc(full.masked_fill(padding, NULL_SLOT))
-        swa = None if swa is None else SwaLoc(swa.masked_fill(padding, NULL_SLOT))
-    written = ancestors is not None
+    """Queries that all sit at S + `position_offset`, on the committed prefix [0, S) and nothing else."""
+    assert window_shift - position_offset <= table.extra_keys, f"eviction keeps too little for {window_shift=}"
+    committed_len = table.committed_len.tensor[rows.index]
     return KVPlan(
+        backend=backend,
         committed_len=committed_len,
-        positions=committed_len[:, None] + depth,
-        ancestors=ancestors,
-        write_full=FullLoc(full.reshape(-1)) if written else None,
-        write_swa=SwaLoc(swa.reshape(-1)) if written and swa is not None else None,
+        positions=(committed_len + position_offset)[:, None].expand(-1, num_queries),
+        prefix=backend.locate(table, rows, committed_len, 0).prefix,
         page_size=table.allocator.page_size,
-        prefix_full=prefix_full,
-        prefix_swa=prefix_swa,
-        page_tables=tables,
-        block_len=block_len,
         window_shift=window_shift,
     )
-
-
-def _page_tables(table: RequestTable, rows: IntArray, committed_len: torch.Tensor, num_nodes: int) -> PageTables:
-    """Tables and write locations from the kernel, as wide as the longest prefix and as the window."""
-    page_size, retain = table.allocator.page_size, table.retain
-    full_width = -(-int(table.committed_len[rows].max()) // page_size)
-    return build_page_tables(
-        table.slots.tensor,
-        None if retain is None else table.allocator.full_to_swa.tensor,
-        _upload(table, rows),
-        committed_len,
-        num_nodes=num_nodes,
-        retain=retain,
-        page_size=page_size,
-        full_width=full_width,
-        swa_width=0 if retain is None else min(full_width, 1 + -(-retain // page_size)),
-    )
-
-
-def _prefix_tables(
-    table: RequestTable, rows: IntArray, committed_len: torch.Tensor
-) -> tuple[SlotTable[FullLoc], SlotTable[SwaLoc] | None]:
-    """Page tables of the committed prefixes. Columns past a request's length are masked by `committed_len`."""
-    page_size = table.allocator.page_size
-    length = table.committed_len[rows]
-    device_rows = _upload(table, rows)
-    width = int(length.max())
-    full = FullLoc(table.slots.tensor[device_rows, :width])
-    prefix_full = SlotTable(full, torch.zeros_like(committed_len), page_size)
-    if table.retain is None:
-        return prefix_full, None
-    # only pages that a query of this step can see: O(window), from the host's lengths, so no synchronisation
-    start = np.maximum(0, length - table.retain) // page_size * page_size
-    start_device = _upload(table, start)
-    swa_width = int((length - start).max())
-    columns = start_device[:, None] + torch.arange(swa_width, device=start_device.device)
-    swa = table.allocator.translate(FullLoc(table.slots.tensor[device_rows[:, None], columns.clamp(max=width - 1)]))
-    return prefix_full, SlotTable(swa, start_device, page_size)
-
-
-def _upload(table: RequestTable, array: IntArray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(table.allocator.device, non_blocking=True)

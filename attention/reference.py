@@ -1,16 +1,14 @@
 r"""Attention of a block of queries over a paged prefix and the block itself, in plain torch.
 
-For request b, query row i at position q_i and key at position p, on a layer with window w (None: unbounded):
+Over the keys j that query i sees (`visibility.py`: the committed prefix, and of the block its ancestors and itself):
 
-    visible(i, p) = p < S_b               and q_i - p < w     for a key of the committed prefix
-                  = ancestor_or_self(i,j) and q_i - q_j < w   for row j of the block
     out_i = sum_j softmax_j( cap(scaling * q_i . k_j) ) v_j,  cap(x) = c tanh(x / c)
 
-with one learnt sink logit per head in the softmax's denominator where the model has them. Windows go by position (so by
-depth in a tree), never by row index. This is the CPU path and the oracle for every kernel.
+with one learnt sink logit per head in the softmax's denominator where the model has them. This is the CPU path and the
+oracle for every kernel.
 
 The block's own K/V are read back from the slots that this forward has just written, so one gather serves both. A masked
-column gathers a key of its own request: a stale row of another one, however broken, cannot leak through a zero weight.
+column gathers a key of its own request: a stale key of another one, however broken, cannot leak through a zero weight.
 """
 
 from dataclasses import dataclass
@@ -20,57 +18,50 @@ import torch
 import torch.nn.functional as F
 
 from specdec.attention.plan import KVPlan
-from specdec.kvcache.spaces import NULL_SLOT, FullLoc, SlotTable, SwaLoc
+from specdec.attention.visibility import bias_of, visible
+from specdec.kvcache.spaces import NULL_SLOT, FullLoc, SlotTable, Space, SwaLoc
 
 
 @dataclass(frozen=True, slots=True)
 class VisibleKeys:
     """What the queries of one forward see on all layers with one window.
 
-    `slots`: [B, L] in the space of those layers, prefix columns first, then the N rows of the block if it has keys.
-    `bias`: [B, 1, N, L] 0 or -inf, in the dtype of the scores, broadcast over heads.
+    `slots`: [B, L] in the space of those layers, prefix columns first, then the N tokens of the block if it has keys.
+    `bias`: [B, 1, N, L] float32, 0 or -inf, broadcast over heads.
     """
 
     slots: torch.Tensor
     bias: torch.Tensor
 
     @classmethod
-    def of(cls, plan: KVPlan, window: int | None, dtype: torch.dtype) -> "VisibleKeys":
-        """The keys that layers with this window (None: full attention) see under `plan`."""
-        if window is None:
-            table: SlotTable[FullLoc] | SlotTable[SwaLoc] | None = plan.prefix_full
-            write: torch.Tensor | None = plan.write_full
-        else:
-            assert plan.prefix_swa is not None, "a sliding layer, but the plan has no SWA page table"
-            table, write = plan.prefix_swa, plan.write_swa
-            window += plan.window_shift
-        assert table is not None, "a plan of page tables holds no slots"
-        batch, num_rows = plan.positions.shape
-        key_pos = table.positions()  # [B, L]
-        committed = key_pos < plan.committed_len[:, None]
-        query_pos = plan.positions[:, :, None]  # [B, N, 1]
-        visible = committed[:, None, :].expand(batch, num_rows, -1)  # [B, N, L]
+    def of(
+        cls, plan: KVPlan, table: SlotTable[FullLoc] | SlotTable[SwaLoc], space: Space, window: int | None
+    ) -> "VisibleKeys":
+        """The keys that layers of one space, with this window (None: full attention), see under `plan`."""
         if window is not None:
-            visible = visible & (query_pos - key_pos[:, None, :] < window)
+            window += plan.window_shift
         slots: torch.Tensor = table.slots
-        if plan.ancestors is None:
+        start = table.start
+        if window is not None and space is Space.FULL:
+            slots, start = newest(slots, plan.committed_len, window)
+        key_pos = start[:, None] + torch.arange(slots.shape[1], device=slots.device)  # [B, L]
+        committed = key_pos < plan.committed_len[:, None]
+        seen = visible(plan.positions, key_pos, committed, window)  # [B, N, L]
+        if plan.write_full is None:
             slots = torch.where(committed, slots, slots[:, :1])
         else:
-            assert write is not None, "a plan with a block but nowhere to write it"
-            block = plan.ancestors  # [B, N, N]
-            if window is not None:
-                block = block & (query_pos - plan.positions[:, None, :] < window)
-            visible = torch.cat([visible, block], dim=-1)
-            block_slots = write.view(batch, num_rows)
-            block_slots = torch.where(block_slots == NULL_SLOT, block_slots[:, :1], block_slots)  # padded rows
-            slots = torch.cat([torch.where(committed, slots, block_slots[:, :1]), block_slots], dim=1)
-        bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-        return cls(slots, bias[:, None])
+            batch, num_queries = plan.positions.shape
+            own = visible(plan.positions, plan.positions, own_keys(plan), window)
+            seen = torch.cat([seen, own], dim=-1)
+            own_slots = plan.write_slots(space).view(batch, num_queries)
+            own_slots = torch.where(own_slots == NULL_SLOT, own_slots[:, :1], own_slots)  # padding
+            slots = torch.cat([torch.where(committed, slots, own_slots[:, :1]), own_slots], dim=1)
+        return cls(slots, bias_of(seen))
 
     def attend(
         self, query: torch.Tensor, _k: object, _v: object, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        """`Attend` of `backend.py`: the block, _k and _v, is read back from the pools."""
+        """`Attend` of `plan.py`: the block, _k and _v, is read back from the store."""
         return reference_attention(query, pool_k, pool_v, self, **options)
 
 
@@ -90,9 +81,9 @@ def reference_attention(
     k = pool_k.index_select(0, flat).view(batch, length, *pool_k.shape[1:]).transpose(1, 2)  # [B, Hkv, L, D]
     v = pool_v.index_select(0, flat).view(batch, length, *pool_v.shape[1:]).transpose(1, 2)
     if softcap is None and sinks is None:
-        bias = keys.bias
         if query.device.type == "cpu":  # its fused operator is several times slower in 16 bits than in 32
-            query, k, v, bias = (x.float() for x in (query, k, v, bias))
+            query, k, v = (x.float() for x in (query, k, v))
+        bias = keys.bias.to(query.dtype)
         out = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scaling, enable_gqa=True).to(
             pool_v.dtype
         )
@@ -125,3 +116,23 @@ def _attention_with_extras(
         weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
     out = torch.matmul(weights.to(v.dtype), v[:, :, None])  # [B, Hkv, G, N, D]
     return out.view(batch, num_heads, num_rows, head_dim)
+
+
+def own_keys(plan: KVPlan) -> torch.Tensor:
+    """[B, N, N] bool: which of the forward's own tokens exist for each query, by a tree or in order."""
+    if plan.tree is not None:
+        return plan.tree.ancestors
+    batch, num_queries = plan.positions.shape
+    steps = torch.arange(num_queries, device=plan.positions.device)
+    return (steps[:, None] >= steps[None, :]).expand(batch, num_queries, num_queries)
+
+
+def newest(slots: torch.Tensor, committed_len: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of slots [B, L] from position 0 on, those that a query behind the prefix sees through `window`.
+
+    O(window) wide: slots [B, W], and the position [B] of the first.
+    """
+    first = (committed_len - (window - 1)).clamp(min=0)
+    width = min(slots.shape[1], max(window - 1, 1))
+    columns = first[:, None] + torch.arange(width, device=first.device)
+    return slots.gather(1, columns.clamp(max=max(slots.shape[1] - 1, 0))), first

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+MAX_BITS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
@@ -18,12 +20,14 @@ class DraftTree:
 
     tokens, parents, depth: [B, N] int64 (parents[:, 0] = -1, depth[:, 0] = 0).
     ancestors: [B, N, N] bool, `ancestors[b, i, j]`: j is i itself or an ancestor of i.
+    bits: [B, N] int64, bit j of node i says the same; None for more than 64 nodes.
     """
 
     tokens: torch.Tensor
     parents: torch.Tensor
     depth: torch.Tensor
     ancestors: torch.Tensor
+    bits: torch.Tensor | None
 
     @property
     def num_nodes(self) -> int:
@@ -34,11 +38,14 @@ class DraftTree:
         """The tree without branches: tokens [B, N], root first."""
         batch, num_nodes = tokens.shape
         steps = torch.arange(num_nodes, device=tokens.device)
+        ancestors = (steps[:, None] >= steps[None, :])[None]  # [1, N, N]
+        bits = ancestor_bits(ancestors)
         return cls(
             tokens=tokens,
             parents=(steps - 1).expand(batch, num_nodes),
             depth=steps.expand(batch, num_nodes),
-            ancestors=(steps[:, None] >= steps[None, :]).expand(batch, num_nodes, num_nodes),
+            ancestors=ancestors.expand(batch, num_nodes, num_nodes),
+            bits=None if bits is None else bits.expand(batch, num_nodes),
         )
 
     @classmethod
@@ -51,7 +58,13 @@ class DraftTree:
         for _ in range(num_nodes - 1):  # one hop towards the root for every node at once
             ancestors |= (current[:, :, None] == nodes) & (current >= 0)[:, :, None]
             current = torch.where(current > 0, parents.gather(1, current.clamp(min=0)), -1)
-        return cls(tokens=tokens, parents=parents, depth=ancestors.sum(-1) - 1, ancestors=ancestors)
+        return cls(
+            tokens=tokens,
+            parents=parents,
+            depth=ancestors.sum(-1) - 1,
+            ancestors=ancestors,
+            bits=ancestor_bits(ancestors),
+        )
 
     def check(self) -> None:
         """Assert the shape rules (synchronises with the device; for tests and drafter conformance)."""
@@ -65,7 +78,18 @@ class DraftTree:
         rebuilt = DraftTree.from_parents(self.tokens, self.parents)
         assert bool((rebuilt.depth == self.depth).all()), "depth disagrees with parents"
         assert bool((rebuilt.ancestors == self.ancestors).all()), "ancestors disagree with parents"
+        assert (rebuilt.bits is None) == (self.bits is None), "bits are for at most 64 nodes, and then always"
+        if rebuilt.bits is not None and self.bits is not None:
+            assert bool((rebuilt.bits == self.bits).all()), "bits disagree with parents"
         same = (self.parents[:, :, None] == self.parents[:, None, :]) & (
             self.tokens[:, :, None] == self.tokens[:, None, :]
         )
         assert not bool((same & ~torch.eye(num_nodes, dtype=torch.bool, device=same.device)).any()), "equal siblings"
+
+
+def ancestor_bits(ancestors: torch.Tensor) -> torch.Tensor | None:
+    """[B, N, N] bool -> [B, N] int64, bit j of node i: j is i or an ancestor of i; None for more than 64 nodes."""
+    num_nodes = ancestors.shape[-1]
+    if num_nodes > MAX_BITS:
+        return None
+    return (ancestors.long() << torch.arange(num_nodes, device=ancestors.device)).sum(-1)

@@ -16,23 +16,16 @@ numbered in candidate order, so parents come before children; siblings are disti
     N = 4   taken       0, 2 (equal to its parent), 1              parents of nodes -1 0 0 1, depth 0 1 1 2
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from specdec.attention.tree import DraftTree
-from specdec.attention.tree_walk import reference_tree_fields, tree_fields
+from specdec.attention.tree_walk import tree_fields
 from specdec.kvcache.triton_shim import tl, triton
 
 MAX_CANDIDATES = 4096
 LOWEST = torch.finfo(torch.float32).min
-
-
-class GrownTree(NamedTuple):
-    """A legal tree, and `ancestor_bits` [B, N] int64: bit j of node i says that j is i or an ancestor of i."""
-
-    tree: DraftTree
-    ancestor_bits: torch.Tensor
 
 
 class Beam(NamedTuple):
@@ -40,6 +33,21 @@ class Beam(NamedTuple):
 
     tokens: torch.Tensor
     origin: torch.Tensor
+
+
+class TreeBackend(Protocol):
+    """Selects trees: plain torch or one launch."""
+
+    def select_tree(
+        self,
+        root: torch.Tensor,
+        tokens: torch.Tensor,
+        scores: torch.Tensor,
+        parents: torch.Tensor,
+        *,
+        num_nodes: int,
+        num_levels: int,
+    ) -> DraftTree: ...
 
 
 class Growth:
@@ -67,11 +75,11 @@ class Growth:
         self._num_candidates += width * topk
         return Beam(flat.gather(1, chosen), chosen // topk)
 
-    def select(self, num_nodes: int, *, kernels: bool = False) -> GrownTree:
+    def select(self, backend: TreeBackend, num_nodes: int) -> DraftTree:
         """The best tree of `num_nodes` nodes, root included."""
         tokens, scores, parents = (torch.cat(part, dim=1) for part in zip(*self._levels, strict=True))
-        return select_tree(
-            self.root, tokens, scores, parents, num_nodes=num_nodes, num_levels=len(self._levels), kernels=kernels
+        return backend.select_tree(
+            self.root, tokens, scores, parents, num_nodes=num_nodes, num_levels=len(self._levels)
         )
 
 
@@ -143,6 +151,21 @@ def _select_nodes_kernel(
     tl.store(p_node_parents + o_out + node, parent_node.to(tl.int64), mask=taken)
 
 
+def reference_select_tree(
+    root: torch.Tensor,
+    tokens: torch.Tensor,
+    scores: torch.Tensor,
+    parents: torch.Tensor,
+    *,
+    num_nodes: int,
+    num_levels: int | None = None,
+) -> DraftTree:
+    """See `select_tree`; takes any number of candidates."""
+    _check_candidates(root, tokens, scores, parents, num_nodes)
+    nodes = reference_select_nodes(root, tokens, scores, parents, num_nodes=num_nodes, num_levels=num_levels)
+    return DraftTree.from_parents(*nodes)
+
+
 def select_tree(
     root: torch.Tensor,
     tokens: torch.Tensor,
@@ -151,30 +174,38 @@ def select_tree(
     *,
     num_nodes: int,
     num_levels: int | None = None,
-    kernels: bool = True,
-) -> GrownTree:
-    """The best tree of N = `num_nodes` nodes among C >= N - 1 candidates.
+) -> DraftTree:
+    """The best tree of N = `num_nodes` nodes among C >= N - 1 candidates, C <= MAX_CANDIDATES.
 
     root [B] int64; tokens, parents [B, C] int64, scores [B, C]; parents[c] < c is a candidate, or -1 for the root.
-    `num_levels`: no candidate is deeper (default: not known). Plain torch sorts more than MAX_CANDIDATES.
+    `num_levels`: no candidate is deeper (default: not known).
     """
+    _check_candidates(root, tokens, scores, parents, num_nodes)
     batch, num_candidates = tokens.shape
-    assert 1 <= num_nodes <= num_candidates + 1, f"{num_candidates} candidates cannot fill {num_nodes} nodes"
-    assert tokens.shape == scores.shape == parents.shape and root.shape == (batch,), f"{scores.shape=} {parents.shape=}"
-    kernels = kernels and num_candidates <= MAX_CANDIDATES
-    if not kernels or not (tokens.is_cuda or triton.knobs.runtime.interpret):
-        nodes = reference_select_nodes(root, tokens, scores, parents, num_nodes=num_nodes, num_levels=num_levels)
-        fields = reference_tree_fields(nodes[1])
-        return GrownTree(DraftTree(*nodes, fields.depth, fields.ancestors), fields.bits)
+    assert num_candidates <= MAX_CANDIDATES, f"{num_candidates} candidates, at most {MAX_CANDIDATES}"
     assert all(x.is_contiguous() for x in (root, tokens, scores, parents)), "not contiguous"
     node_tokens = tokens.new_empty((batch, num_nodes))
     node_parents = tokens.new_empty((batch, num_nodes))
     block = triton.next_power_of_2(num_candidates)
     _select_nodes_kernel[(batch,)](
-        *(root, tokens, scores, parents, node_tokens, node_parents, num_candidates, num_nodes),
+        root,
+        tokens,
+        scores,
+        parents,
+        node_tokens,
+        node_parents,
+        num_candidates,
+        num_nodes,
         LOWEST=LOWEST,
         BLOCK=block,
         num_warps=max(1, min(block // 256, 8)),
     )
-    fields = tree_fields(node_parents, max_depth=num_levels)
-    return GrownTree(DraftTree(node_tokens, node_parents, fields.depth, fields.ancestors), fields.bits)
+    return DraftTree(node_tokens, node_parents, *tree_fields(node_parents, max_depth=num_levels))
+
+
+def _check_candidates(
+    root: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, num_nodes: int
+) -> None:
+    batch, num_candidates = tokens.shape
+    assert 1 <= num_nodes <= num_candidates + 1, f"{num_candidates} candidates cannot fill {num_nodes} nodes"
+    assert tokens.shape == scores.shape == parents.shape and root.shape == (batch,), f"{scores.shape=} {parents.shape=}"

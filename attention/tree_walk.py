@@ -1,8 +1,14 @@
 """Walks over draft trees, one program per request where plain torch needs a launch per hop.
 
     tree_fields   parents -> depth, ancestors, and ancestors as bits: bits[n] = bits[parents[n]] | 1 << n
-    accept_walk   node 0 is accepted; from an accepted node go to the child that carries the token the target drew
-                  there, else stop. What was drawn at the end of the path is the bonus.
+    accept        sample and match: node 0 is accepted; from an accepted node go to the child that carries the token
+                  the target drew there, else stop. What was drawn at the end of the path is the bonus.
+
+Siblings differ, so accepted nodes form one path. There is no acceptance ratio and no residual: the output is what plain
+decoding draws, token for token.
+
+    tree   0 [the] - 1 [cat] - 3 [sat]     target draws after 0: cat, after 1: ran
+                   \\ 2 [dog]               path [0, 1], length 2, emitted [cat, ran]
 
 Bits are int64, so a tree has at most 64 nodes; node 63 is the sign bit.
 
@@ -14,10 +20,9 @@ from typing import NamedTuple
 
 import torch
 
+from specdec.attention.tree import MAX_BITS as MAX_NODES
 from specdec.attention.tree import DraftTree
 from specdec.kvcache.triton_shim import tl, triton
-
-MAX_NODES = 64
 
 
 class TreeFields(NamedTuple):
@@ -28,10 +33,11 @@ class TreeFields(NamedTuple):
     bits: torch.Tensor
 
 
-class Walk(NamedTuple):
+class Accepted(NamedTuple):
     """path [B, N]: accepted nodes in order, root first, then 0s; length [B]: how many.
 
-    tokens [B, N]: tokens[:, i] is what the target drew after path[:, i].
+    tokens [B, N]: tokens[:, i] is what the target drew after path[:, i]; the first `length` are emitted, the last of
+    them is the bonus.
     """
 
     path: torch.Tensor
@@ -42,11 +48,11 @@ class Walk(NamedTuple):
 def reference_tree_fields(parents: torch.Tensor) -> TreeFields:
     """parents [B, N], -1 at node 0 and parents[n] < n elsewhere."""
     tree = DraftTree.from_parents(parents, parents)  # any tokens will do
-    bits = torch.ones_like(parents[0]) << torch.arange(parents.shape[1], device=parents.device)
-    return TreeFields(tree.depth, tree.ancestors, (tree.ancestors * bits).sum(dim=-1))
+    assert tree.bits is not None, f"{parents.shape[1]} nodes, at most {MAX_NODES} fit the bits of an int64"
+    return TreeFields(tree.depth, tree.ancestors, tree.bits)
 
 
-def reference_accept_walk(tree: DraftTree, target_tokens: torch.Tensor) -> Walk:
+def reference_accept(tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
     """Walk B trees at once: target_tokens [B, N], the token the target draws after each node."""
     batch, num_nodes = tree.tokens.shape
     drawn_at_parent = target_tokens.gather(1, tree.parents.clamp(min=0))
@@ -55,7 +61,7 @@ def reference_accept_walk(tree: DraftTree, target_tokens: torch.Tensor) -> Walk:
     nodes = torch.arange(num_nodes, device=target_tokens.device).expand(batch, num_nodes)
     by_depth = torch.where(accepted, tree.depth, num_nodes)  # column num_nodes takes the rejected
     path = nodes.new_zeros((batch, num_nodes + 1)).scatter_(1, by_depth, nodes)[:, :num_nodes]
-    return Walk(path, accepted.sum(dim=-1), target_tokens.gather(1, path))
+    return Accepted(path, accepted.sum(dim=-1), target_tokens.gather(1, path))
 
 
 @triton.jit(do_not_specialize=["num_nodes", "max_depth"])
@@ -130,13 +136,16 @@ def tree_fields(parents: torch.Tensor, *, max_depth: int | None = None) -> TreeF
     batch, num_nodes = parents.shape
     assert num_nodes <= MAX_NODES, f"{num_nodes} nodes, at most {MAX_NODES} fit the bits of an int64"
     assert num_nodes == 1 or parents.stride(1) == 1, f"{parents.stride()=}"
-    if not parents.is_cuda and not triton.knobs.runtime.interpret:
-        return reference_tree_fields(parents)
     depth = parents.new_empty((batch, num_nodes))
     bits = parents.new_empty((batch, num_nodes))
     ancestors = parents.new_empty((batch, num_nodes, num_nodes), dtype=torch.bool)
     _tree_fields_kernel[(batch,)](
-        *(parents, depth, ancestors, bits, parents.stride(0), num_nodes),
+        parents,
+        depth,
+        ancestors,
+        bits,
+        parents.stride(0),
+        num_nodes,
         num_nodes - 1 if max_depth is None else min(max_depth, num_nodes - 1),
         BLOCK=triton.next_power_of_2(num_nodes),
         num_warps=2,
@@ -144,7 +153,7 @@ def tree_fields(parents: torch.Tensor, *, max_depth: int | None = None) -> TreeF
     return TreeFields(depth, ancestors, bits)
 
 
-def accept_walk(tree: DraftTree, target_tokens: torch.Tensor) -> Walk:
+def accept(tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
     """The accepted path of each tree: target_tokens [B, N] int64, the token the target draws after each node."""
     batch, num_nodes = tree.tokens.shape
     assert target_tokens.shape == tree.tokens.shape, f"{target_tokens.shape=} {tree.tokens.shape=}"
@@ -154,8 +163,17 @@ def accept_walk(tree: DraftTree, target_tokens: torch.Tensor) -> Walk:
     length = target_tokens.new_empty((batch,))
     tokens = target_tokens.new_empty((batch, num_nodes))
     _accept_walk_kernel[(batch,)](
-        *(*rows, path, length, tokens, *(row.stride(0) for row in rows), num_nodes),
+        tree.tokens,
+        tree.parents,
+        target_tokens,
+        path,
+        length,
+        tokens,
+        tree.tokens.stride(0),
+        tree.parents.stride(0),
+        target_tokens.stride(0),
+        num_nodes,
         BLOCK=triton.next_power_of_2(num_nodes),
         num_warps=1,
     )
-    return Walk(path, length, tokens)
+    return Accepted(path, length, tokens)

@@ -1,6 +1,6 @@
 """The Drafter protocol, the drafters, and their checkpoint formats."""
 
-from specdec.draft_models.base import DraftBatch, Drafter, Observation
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker, Observation, StatelessDrafter
 from specdec.draft_models.conformance import check_drafter
 from specdec.draft_models.eagle3 import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
@@ -9,11 +9,14 @@ from specdec.draft_models.ngram import NgramDrafter
 assert __name__ == "specdec.draft_models", "import specdec.draft_models, not draft_models"
 
 __all__ = [
+    "Binding",
     "DraftBatch",
+    "DraftWorker",
     "Drafter",
     "Eagle3Drafter",
     "Gemma4MTPDrafter",
     "NgramDrafter",
     "Observation",
+    "StatelessDrafter",
     "check_drafter",
 ]

@@ -1,22 +1,28 @@
 """What a drafter is: it proposes a tree behind each request's committed prefix, and is told what was accepted.
 
-A drafter holds at most a little state per row of the request table (`start` sizes it). It sees KV only through its
-view, and never decides anything about correctness: any tree gives the same output, better trees give it sooner.
-`specdec.draft_models.conformance` checks an implementation against these rules.
+    Drafter       weights fitted to a target; no state of any engine, so any number of engines may share it
+      .bind() ->
+    DraftWorker   the same with one engine's state: its rows, its K/V store, its view
+
+A worker sees KV only through its view and its own store, and never decides anything about correctness: any tree gives
+the same output, better trees give it sooner. `specdec.draft_models.conformance` checks an implementation against these
+rules.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from specdec.attention.backend import Backend
 from specdec.attention.tree import DraftTree
+from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout
-from specdec.kvcache.mirror import IntArray
-from specdec.kvcache.table import RequestTable
+from specdec.kvcache.stores import KVStore
+from specdec.kvcache.table import Rows
 
 Sample = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits [B, K, V], positions [B, K] of the tokens being drawn) -> tokens [B, K], with the requests' own parameters
@@ -52,15 +58,13 @@ class TargetInfo(Protocol):
 class DraftBatch:
     """The requests to draft for.
 
-    rows: [B] rows of the request table, on the host; row_index: the same on the device.
+    rows: their rows of the request table.
     root: [B] the previous bonus token, at position S, whose K/V does not exist yet.
     num_steps, topk, num_nodes: levels, branches and size (with the root) of the tree that is wanted; topk 1 is a chain.
     history: [B, L] every token of each request by position (root at index S); history_len: [B], S + 1.
     """
 
-    table: RequestTable
-    rows: IntArray
-    row_index: torch.Tensor
+    rows: Rows
     root: torch.Tensor
     history: torch.Tensor
     history_len: torch.Tensor
@@ -73,22 +77,20 @@ class DraftBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What the target made of the last forward (a verify, or a prefill chunk), once it is committed.
+    """What the target made of the last forward (a verify, or a prefill chunk), once the device has committed it.
 
-    rows: [B] rows of the request table, on the host; row_index: the same on the device; start: [B] S before the commit.
-    tokens: [B, N] what was fed; hidden: [B, N, H] target states after the final norm; taps: [B, N, T * H] the states
-    that the drafter asked for, side by side, or None.
+    rows: the rows of the request table; start: [B] S before the commit.
+    tokens: [B, N] what was fed; hidden: [B, N, H] target states after the final norm; aux_states: [B, N, A * H] the
+    states that the drafter asked for, side by side, or None.
     path: [B, D] accepted nodes in order, root first; length: [B] how many of them count, now committed at start, ...
     next_token: [B] the token behind the last of them: the new bonus, or the next one of the prompt.
     """
 
-    table: RequestTable
-    rows: IntArray
-    row_index: torch.Tensor
+    rows: Rows
     start: torch.Tensor
     tokens: torch.Tensor
     hidden: torch.Tensor
-    taps: torch.Tensor | None
+    aux_states: torch.Tensor | None
     path: torch.Tensor
     length: torch.Tensor
     next_token: torch.Tensor
@@ -99,26 +101,54 @@ class Observation:
         return self.hidden.gather(1, last_node[:, :, None].expand(-1, -1, self.hidden.shape[-1]))[:, 0]
 
 
-class Drafter(Protocol):
-    """One way of guessing. A class that names this one as its base inherits the defaults.
+class Binding(NamedTuple):
+    """What an engine hands to the drafters that it binds: its KV, what it computes with, and the target's K/V."""
 
-    `view`: the KV it may read just now (None: none). `taps`: target states it wants to see besides the final one, each
-    named by the layer it enters (`num_layers`: what leaves the last layer, before the final norm).
-    `bytes_per_slot`: K/V of its own, one row for each full slot of the target. `extra_keys`: committed keys on sliding
-    layers that it reads beyond the target's own window.
-    """
+    cache: KVCache
+    backend: Backend
+    target_store: KVStore
 
-    name: str
+
+class DraftWorker(Protocol):
+    """A drafter at work in one engine. `view`: the KV of others that it may read just now (None: none)."""
+
     view: KVView | None
-    taps: tuple[int, ...] = ()
-    bytes_per_slot: int = 0
-    extra_keys: int = 0
-
-    def start(self, max_requests: int) -> None:
-        """Make room for the state of that many rows; called once, before the first request."""
 
     def propose(self, batch: DraftBatch) -> DraftTree:
         """Guess: a tree of at most `num_nodes` nodes and `num_steps` levels a request, whose root is `batch.root`."""
 
     def observe(self, seen: Observation) -> None:
         """Learn what was committed."""
+
+
+class Drafter(Protocol):
+    """One way of guessing. A class that names this one as its base inherits the defaults.
+
+    `aux_layers`: target states it wants to see besides the final one, each named by the layer it enters (`num_layers`:
+    what leaves the last layer, before the final norm). `kv_layout`: K/V of its own, in full space, by the target's
+    slots; None: it keeps none. `extra_keys`: committed keys on sliding layers that it reads beyond the target's own
+    window.
+    """
+
+    name: str
+    aux_layers: tuple[int, ...] = ()
+    kv_layout: KVLayout | None = None
+    extra_keys: int = 0
+
+    def bind(self, binding: Binding) -> DraftWorker:
+        """A worker for one engine."""
+
+
+class StatelessDrafter(Drafter, Protocol):
+    """A drafter that needs no more than each batch says: it is its own worker, in every engine."""
+
+    view: KVView | None = None
+
+    def bind(self, binding: Binding) -> DraftWorker:
+        return self
+
+    def propose(self, batch: DraftBatch) -> DraftTree:
+        """Guess: see `DraftWorker`."""
+
+    def observe(self, seen: Observation) -> None:
+        """Nothing to learn: the history says it all."""

@@ -4,114 +4,119 @@ Its K/V are indexed by the target's full slots (shared slots, private storage), 
 request table are the whole bookkeeping. Who writes what:
 
     positions      [0, S)  committed                             S, S+1, ...  the draft in progress
-    K/V in         private storage, slot table.slots[row, p]     a scratch block that lives for one `propose`
+    K/V in         its own store, slot table.slots[row, p]       a scratch block that lives for one `propose`
     written by     `observe`, from true target features          `propose`, from the head's own feedback
-    visible to     every row behind it, within the draft window  descendants in the draft tree
+    visible to     every query behind it, within the window      descendants in the draft tree
 
-A verify's accepted rows go through `observe` as a prefill chunk does, so a draft leaves nothing behind: no page is
+A verify's accepted nodes go through `observe` as a prefill chunk does, so a draft leaves nothing behind: no page is
 copied, nothing is rolled back. Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the tokens.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from specdec.attention.backend import MAX_HEAD_DIM, Attend
-from specdec.attention.paged_attention import paged_attention
-from specdec.attention.plan import runs_kernels
-from specdec.attention.reference import VisibleKeys
+from specdec.attention.plan import plan_chunk
+from specdec.attention.reference import newest
 from specdec.attention.tree import DraftTree
 from specdec.attention.tree_build import Growth
-from specdec.draft_models.base import DraftBatch, Observation, TargetInfo
+from specdec.attention.visibility import bias_of, visible
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation, TargetInfo
 from specdec.draft_models.eagle3_config import TargetShape
 from specdec.draft_models.eagle3_format import Eagle3Checkpoint, read_head
-from specdec.draft_models.eagle3_model import Eagle3Head, draft_kv_bytes, embed_raw, load_head
+from specdec.draft_models.eagle3_model import Eagle3Head, embed_raw, load_head
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.spaces import NULL_SLOT, FullLoc
-from specdec.kvcache.store_kv import reference_store_kv, store_kv
-from specdec.kvcache.table import RequestTable
+from specdec.kvcache.layout import KVLayout
+from specdec.kvcache.spaces import Space
+from specdec.kvcache.stores import KVStore
 
 
-class Storage(NamedTuple):
-    """K and V rows of each draft layer, [slots, Hkv, D], by full slot of one request table."""
-
-    table: RequestTable
-    k: tuple[torch.Tensor, ...]
-    v: tuple[torch.Tensor, ...]
-
-
-class Eagle3Drafter:
-    """A head bound to a target. Make one with `eagle3_drafter`."""
+class Eagle3Drafter(Drafter):
+    """A head fitted to a target. Make one with `eagle3_drafter`."""
 
     name = "eagle3"
-    extra_keys = 0
 
     def __init__(self, head: Eagle3Head, target_ids: torch.Tensor | None, target: TargetInfo) -> None:
-        self.view: KVView | None = None
         self.head = head
         self.spec = head.spec
-        self.taps: tuple[int, ...] = self.spec.aux_layers
+        self.aux_layers: tuple[int, ...] = self.spec.aux_layers
+        self.kv_layout: KVLayout | None = KVLayout.uniform(
+            self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim
+        )
         table = target.embed if head.embed_tokens is None else head.embed_tokens
         self.embedding: torch.Tensor = table.weight  # type: ignore[assignment]
         self.target_head = target.head
         self.vocab_size = target.vocab_size
         self.dtype = target.dtype
         self.target_ids = None if target_ids is None else target_ids.to(target.device)
-        self.bytes_per_slot = draft_kv_bytes(self.spec, target.dtype)
-        self._scaling = self.spec.head_dim**-0.5
-        self._storage: Storage | None = None
-        self._hidden = torch.empty(0)  # [rows + 1, H]: a of the last committed position
+        self.scaling = self.spec.head_dim**-0.5
 
-    def start(self, max_requests: int) -> None:
-        self._hidden = self.embedding.new_zeros((max_requests + 1, self.spec.hidden_size))
-        self._storage = None
+    def bind(self, binding: Binding) -> "Eagle3Worker":
+        return Eagle3Worker(self, binding)
+
+    def logits(self, a: torch.Tensor) -> torch.Tensor:
+        """a [B, M, H] -> [B, M, V] over the target's vocabulary, -inf for tokens outside the draft's."""
+        logits = self.head.logits(a, self.target_head)
+        if self.target_ids is None:
+            return logits
+        full = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
+        return full.index_copy_(2, self.target_ids, logits)
+
+
+class Eagle3Worker:
+    """A head at work: its K/V, and per row the state of the last committed position, from which a draft starts."""
+
+    def __init__(self, drafter: Eagle3Drafter, binding: Binding) -> None:
+        self.view: KVView | None = None
+        self.drafter = drafter
+        self.binding = binding
+        assert drafter.kv_layout is not None
+        self.store = binding.cache.add_store(drafter.kv_layout, drafter.dtype)
+        rows = binding.cache.table.max_requests + 1
+        self._hidden = drafter.embedding.new_zeros((rows, drafter.spec.hidden_size))  # [rows, H]
 
     @torch.inference_mode()
     def observe(self, seen: Observation) -> None:
-        table, path, width = seen.table, seen.path, seen.path.shape[1]
-        steps = torch.arange(width, device=path.device)
-        positions = seen.start[:, None] + steps  # [B, D]
+        drafter, backend, path, width = self.drafter, self.binding.backend, seen.path, seen.path.shape[1]
+        last = (seen.length - 1).clamp(min=0)[:, None]  # [B, 1]
         tokens = seen.tokens.gather(1, path)
         behind = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1)  # the token behind each
-        behind = behind.scatter(1, (seen.length - 1)[:, None], seen.next_token[:, None])
-        source = seen.hidden if seen.taps is None else seen.taps
-        states = source.gather(1, path[:, :, None].expand(-1, -1, source.shape[-1]))  # [B, D, T * Ht]
+        behind = behind.scatter(1, last, seen.next_token[:, None])
+        source = seen.hidden if seen.aux_states is None else seen.aux_states
+        states = source.gather(1, path[:, :, None].expand(-1, -1, source.shape[-1]))  # [B, D, A * Ht]
 
-        k_rows, v_rows = self._rows(table)
-        max_pos = table.slots.tensor.shape[1] - 1
-        write = table.slots.tensor[seen.row_index[:, None], positions.clamp(max=max_pos)]
-        write = FullLoc(write.masked_fill(steps >= seen.length[:, None], NULL_SLOT).reshape(-1))
-        kernels = runs_kernels(table) and self.spec.head_dim <= MAX_HEAD_DIM
-        by_window = extend_attention(self, seen, positions, kernels=kernels)
-        store = store_kv if kernels else reference_store_kv
+        # a run of new tokens behind [0, start), whatever has been committed since
+        plan = plan_chunk(backend, self.binding.cache.table, seen.rows, seen.length, width, start=seen.start)
+        windows = drafter.spec.windows
+        attention = {window: backend.attention(plan, Space.FULL, window) for window in set(windows)}
+        slots = plan.write_slots(Space.FULL)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            kept = self.store.layers[layer]
             new_k, new_v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))  # [B*D, Hkv, head_dim]
-            store(new_k, new_v, write, k_rows[layer], v_rows[layer])
-            return by_window[self.spec.windows[layer]](q, k, v, k_rows[layer], v_rows[layer], scaling=self._scaling)
+            backend.store(kept, slots, new_k, new_v)
+            return attention[windows[layer]](q, k, v, kept.k, kept.v, scaling=drafter.scaling)
 
-        embeds = embed_raw(self.embedding, behind)
-        a = self.head(embeds, self.head.features(states), positions, attend)  # [B, D, H]
-        last = (seen.length - 1)[:, None, None].expand(-1, 1, a.shape[-1])
-        self._hidden[seen.row_index] = a.gather(1, last)[:, 0]
+        embeds = embed_raw(drafter.embedding, behind)
+        a = drafter.head(embeds, drafter.head.features(states), plan.positions, attend)  # [B, D, H]
+        self._hidden[seen.rows.index] = a.gather(1, last[:, :, None].expand(-1, -1, a.shape[-1]))[:, 0]
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
-        """Level l needs the states of level l - 1, so there are num_steps - 1 forwards, of topk rows a request."""
+        """Level l needs the states of level l - 1, so there are num_steps - 1 forwards, of topk nodes a request."""
+        drafter, head = self.drafter, self.drafter.head
         root_pos = batch.history_len[:, None] - 1  # [B, 1]
-        a = self._hidden[batch.row_index][:, None]  # [B, 1, H], of position S - 1
+        a = self._hidden[batch.rows.index][:, None]  # [B, 1, H], of position S - 1
         topk, levels = batch.topk, batch.num_steps
         growth = Growth(batch.root)
         chain = [batch.root[:, None]]
         scratch = ScratchBlock(self, batch, topk * (levels - 1)) if levels > 1 else None
         for level in range(levels):
-            positions = root_pos + level  # of the rows that come next; their children are drawn two further on
-            logits = self._logits(a)
+            positions = root_pos + level  # of the nodes that come next; their children are drawn two further on
+            logits = drafter.logits(a)
             if topk == 1:
                 beam = batch.sample(logits, positions + 1)  # [B, 1]
                 origin = torch.zeros_like(beam)
@@ -121,147 +126,88 @@ class Eagle3Drafter:
                 best = batch.log_scores(logits, drawn_pos).topk(topk, dim=-1)  # [B, M, K]
                 beam, origin = growth.add_level(best.indices, best.values)  # [B, K]
             if scratch is not None and level + 1 < levels:
-                hidden = self.head.feedback(a).gather(1, origin[:, :, None].expand(-1, -1, a.shape[-1]))
+                hidden = head.feedback(a).gather(1, origin[:, :, None].expand(-1, -1, a.shape[-1]))
                 scratch.enter_level(positions, origin)
-                embeds = embed_raw(self.embedding, beam)
-                a = self.head(embeds, hidden, positions.expand(-1, topk), scratch.attend)  # [B, K, H]
+                embeds = embed_raw(drafter.embedding, beam)
+                a = head(embeds, hidden, positions.expand(-1, topk), scratch.attend)  # [B, K, H]
         if topk == 1:
             return DraftTree.chain(torch.cat(chain, dim=1))
-        return growth.select(batch.num_nodes, kernels=runs_kernels(batch.table)).tree
-
-    def storage(self, table: RequestTable) -> Storage:
-        """K/V of all slots of `table`, made when first asked for."""
-        if self._storage is None or self._storage.table is not table:
-            shape = (len(table.allocator.full_to_swa.host), self.spec.num_kv_heads, self.spec.head_dim)
-            with torch.inference_mode(False):  # ordinary tensors, whoever asks first
-                k, v = (tuple(self._hidden.new_zeros(shape) for _ in range(self.spec.num_layers)) for _ in "kv")
-            self._storage = Storage(table, k, v)
-        return self._storage
-
-    def _rows(self, table: RequestTable) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        storage = self.storage(table)
-        return storage.k, storage.v
-
-    def _logits(self, a: torch.Tensor) -> torch.Tensor:
-        """a [B, M, H] -> [B, M, V] over the target's vocabulary, -inf for tokens outside the draft's."""
-        logits = self.head.logits(a, self.target_head)
-        if self.target_ids is None:
-            return logits
-        full = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
-        return full.index_copy_(2, self.target_ids, logits)
+        return growth.select(self.binding.backend, batch.num_nodes)
 
 
 class ScratchBlock:
-    """K/V of one draft in progress: for each layer, a copy of the committed keys in sight and the rows drafted so far.
+    """K/V of one draft in progress: for each layer, a copy of the committed keys in sight and the nodes drafted so far.
 
-    Attention here is plain torch, always: the kernel wants as many queries as block keys, and the few rows of a level
+    Attention here is plain torch, always: the kernel wants as many queries as block keys, and the few nodes of a level
     see those of all levels before.
-    `ancestors` [B, K, M]: which scratch rows each node of the present level sees, itself included.
+    `ancestors` [B, K, M]: which scratch nodes each node of the present level sees, itself included.
     """
 
-    def __init__(self, drafter: Eagle3Drafter, batch: DraftBatch, num_rows: int) -> None:
-        spec, table = drafter.spec, batch.table
-        storage = drafter.storage(table)
-        self.windows = spec.windows
-        self.scaling = spec.head_dim**-0.5
-        self.num_rows, self.filled = num_rows, 0
+    def __init__(self, worker: Eagle3Worker, batch: DraftBatch, num_nodes: int) -> None:
+        self.windows = worker.drafter.spec.windows
+        self.scaling = worker.drafter.scaling
+        self.num_nodes, self.filled = num_nodes, 0
         length = batch.history_len - 1  # [B]
-        self.key_pos = length.new_zeros((len(length), num_rows))
-        self.ancestors = length.new_zeros((len(length), 1, num_rows), dtype=torch.bool)
-        max_len = int(table.committed_len[batch.rows].max())
-        self.dtype = drafter.dtype
-        self._positions = length[:, None]
-        self._bias: dict[int | None, torch.Tensor] = {}
-        self._committed: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}  # position, is it committed: [B, L]
-        self._k: list[torch.Tensor] = []
-        self._v: list[torch.Tensor] = []
-        for layer, window in enumerate(spec.windows):
-            slots, key_pos = key_columns(table, batch.row_index, length, max_len, 1, window)
+        self.key_pos = length.new_zeros((len(length), num_nodes))
+        self.ancestors = length.new_zeros((len(length), 1, num_nodes), dtype=torch.bool)
+        self.positions = length[:, None]
+        all_slots = worker.binding.cache.table.slots.tensor[batch.rows.index, : batch.rows.longest]
+        self.prefix: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}  # position, is it committed: [B, L]
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # K and V [B, Hkv, L + M, D] of each layer
+        for layer, window in enumerate(self.windows):
+            slots, start = all_slots, torch.zeros_like(length)
+            if window is not None:
+                slots, start = newest(all_slots, length, window)
+            key_pos = start[:, None] + torch.arange(slots.shape[1], device=slots.device)
             committed = key_pos < length[:, None]
-            slots = torch.where(committed, slots, table.slots.tensor[batch.row_index, 0][:, None])
-            self._committed[window] = (key_pos, committed)
-            for rows, copies in ((storage.k[layer], self._k), (storage.v[layer], self._v)):
-                part = rows.index_select(0, slots.reshape(-1)).view(*slots.shape, *rows.shape[1:]).transpose(1, 2)
-                copies.append(torch.cat([part, part.new_zeros((*part.shape[:2], num_rows, part.shape[3]))], dim=2))
+            self.prefix[window] = (key_pos, committed)
+            own = torch.where(committed, slots, slots[:, :1])
+            self.kept.append(copy_with_room(worker.store, layer, own, num_nodes))
+        self._bias: dict[int | None, torch.Tensor] = {}
 
     def enter_level(self, positions: torch.Tensor, origin: torch.Tensor) -> None:
-        """The next K rows: all at `positions` [B, 1], children of the rows `origin` [B, K] of the level above."""
+        """The next K nodes: all at `positions` [B, 1], children of the nodes `origin` [B, K] of the level above."""
         topk = origin.shape[1]
-        rows = torch.arange(self.filled, self.filled + topk, device=origin.device)
-        index = origin[:, :, None].expand(-1, -1, self.num_rows)
-        columns = torch.arange(self.num_rows, device=origin.device)
-        self.ancestors = self.ancestors.gather(1, index) | (rows[:, None] == columns)
+        nodes = torch.arange(self.filled, self.filled + topk, device=origin.device)
+        index = origin[:, :, None].expand(-1, -1, self.num_nodes)
+        columns = torch.arange(self.num_nodes, device=origin.device)
+        self.ancestors = self.ancestors.gather(1, index) | (nodes[:, None] == columns)
         self.key_pos[:, self.filled : self.filled + topk] = positions
-        self._positions = positions
+        self.positions = positions.expand(-1, topk)
         self.filled += topk
-        self._bias.clear()
+        self._bias = {window: bias_of(self._seen(window)) for window in self.prefix}
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Of the present level's rows: q [B, Hq, K, D], k and v [B, Hkv, K, D] -> [B, K, Hq, D]."""
-        window, topk = self.windows[layer], q.shape[2]
-        prefix = self._k[layer].shape[2] - self.num_rows
-        end = prefix + self.filled
-        self._k[layer][:, :, end - topk : end] = k
-        self._v[layer][:, :, end - topk : end] = v
-        keys, values = self._k[layer][:, :, :end], self._v[layer][:, :, :end]
-        bias = self._bias_of(window)
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=self.scaling, enable_gqa=True)
+        """Of the present level's nodes: q [B, Hq, K, D], k and v [B, Hkv, K, D] -> [B, K, Hq, D]."""
+        kept_k, kept_v = self.kept[layer]
+        end = kept_k.shape[2] - self.num_nodes + self.filled
+        kept_k[:, :, end - q.shape[2] : end] = k
+        kept_v[:, :, end - q.shape[2] : end] = v
+        bias = self._bias[self.windows[layer]].to(q.dtype)
+        out = F.scaled_dot_product_attention(
+            q, kept_k[:, :, :end], kept_v[:, :, :end], attn_mask=bias, scale=self.scaling, enable_gqa=True
+        )
         return out.transpose(1, 2)
 
-    def _bias_of(self, window: int | None) -> torch.Tensor:
-        if window not in self._bias:
-            key_pos, committed = self._committed[window]
-            topk = self.ancestors.shape[1]
-            visible = torch.cat(
-                [committed[:, None].expand(-1, topk, -1), self.ancestors[:, :, : self.filled]], dim=2
-            )  # [B, K, L + M]
-            if window is not None:
-                all_pos = torch.cat([key_pos, self.key_pos[:, : self.filled]], dim=1)
-                visible = visible & (self._positions - all_pos < window)[:, None]
-            bias = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
-            self._bias[window] = bias.masked_fill_(~visible, -torch.inf)[:, None]
-        return self._bias[window]
+    def _seen(self, window: int | None) -> torch.Tensor:
+        """[B, K, L + M]: what the present level sees of the prefix and of the nodes drafted so far."""
+        key_pos, committed = self.prefix[window]
+        known = torch.cat(
+            [committed[:, None].expand(-1, self.ancestors.shape[1], -1), self.ancestors[:, :, : self.filled]], dim=2
+        )
+        return visible(self.positions, torch.cat([key_pos, self.key_pos[:, : self.filled]], dim=1), known, window)
 
 
-def key_columns(
-    table: RequestTable, row_index: torch.Tensor, start: torch.Tensor, max_len: int, num_rows: int, window: int | None
+def copy_with_room(
+    store: KVStore, layer: int, slots: torch.Tensor, num_nodes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots and positions [B, L] that queries at start, ..., start + num_rows - 1 may see among the first `max_len`.
-
-    O(window) wide on a sliding layer: the oldest key in sight of `start` comes first.
-    """
-    first, width = torch.zeros_like(start), max_len
-    if window is not None:
-        first = (start - (window - 1)).clamp(min=0)
-        width = min(max_len, window - 2 + num_rows)
-    positions = first[:, None] + torch.arange(width, device=start.device)
-    columns = positions.clamp(max=table.slots.tensor.shape[1] - 1)
-    return table.slots.tensor[row_index[:, None], columns], positions
-
-
-def extend_attention(
-    drafter: Eagle3Drafter, seen: Observation, positions: torch.Tensor, *, kernels: bool
-) -> dict[int | None, Attend]:
-    """By window, the attention of rows at `positions` [B, D], stored just before: to themselves and what is before."""
-    table, windows = seen.table, set(drafter.spec.windows)
-    max_len = int(table.committed_len[seen.rows].max())
-    if kernels:  # pages of full space, whatever the window, and the new rows as a block
-        page_size = table.allocator.page_size
-        width = -(-max_len // page_size)
-        pages = table.slots.tensor[seen.row_index, : width * page_size : page_size] // page_size  # [B, P]
-        paged: Attend = partial(paged_attention, pages=pages, start=torch.zeros_like(seen.start))
-        paged = partial(paged, committed_len=seen.start, positions=positions, page_size=page_size)
-        return {window: partial(paged, block_len=seen.length, window=window) for window in windows}
-    attention: dict[int | None, Attend] = {}
-    for window in windows:
-        slots, key_pos = key_columns(table, seen.row_index, positions[:, 0], max_len, positions.shape[1] + 1, window)
-        committed = key_pos < (seen.start + seen.length)[:, None]
-        visible = committed[:, None] & (key_pos[:, None] <= positions[:, :, None])  # [B, D, L]
-        if window is not None:
-            visible = visible & (positions[:, :, None] - key_pos[:, None] < window)
-        bias = torch.zeros(visible.shape, dtype=drafter.dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-        attention[window] = VisibleKeys(torch.where(committed, slots, slots[:, :1]), bias[:, None]).attend
-    return attention
+    """K and V of slots [B, L], and zeros for `num_nodes` more: [B, Hkv, L + M, D] each."""
+    kept = store.layers[layer]
+    copies = []
+    for tensor in (kept.k, kept.v):
+        part = tensor.index_select(0, slots.reshape(-1)).view(*slots.shape, *tensor.shape[1:]).transpose(1, 2)
+        copies.append(torch.cat([part, part.new_zeros((*part.shape[:2], num_nodes, part.shape[3]))], dim=2))
+    return copies[0], copies[1]
 
 
 def eagle3_drafter(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:

@@ -181,9 +181,3 @@ def load_head(checkpoint: Eagle3Checkpoint, device: torch.device, dtype: torch.d
         raise CheckpointError(f"EAGLE-3 head: tensor {sorted(faults)[0]}{more}")
     head.load_state_dict(state)
     return head.place(device, dtype).eval()
-
-
-def draft_kv_bytes(spec: Eagle3Spec, dtype: torch.dtype) -> int:
-    """Bytes that the head stores for one slot."""
-    numbers = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
-    return numbers * torch.empty((), dtype=dtype).element_size()

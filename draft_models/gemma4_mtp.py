@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.attention.bridge import ForwardContext, attention_installed, text_configs
-from specdec.attention.plan import plan_frozen, runs_kernels
+from specdec.attention.bridge import ForwardContext
+from specdec.attention.plan import plan_frozen
+from specdec.attention.private_copy import private_copy
 from specdec.attention.tree import DraftTree
 from specdec.attention.tree_build import Growth
-from specdec.draft_models.base import DraftBatch, Observation, TargetInfo
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation, TargetInfo
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.frozen import KVView, frozen_kv
 from specdec.kvcache.layout import SLIDING_ATTENTION
@@ -34,43 +35,79 @@ WINDOW_SHIFT = 2
 transformers masks with |distance| <= window over the keys it is given, whose newest lies at S - 1."""
 
 
-class Gemma4MTPDrafter:
-    """A loaded assistant bound to a target.
+class Gemma4MTPDrafter(Drafter):
+    """A loaded assistant fitted to a target; `model` is a private copy over its weights.
 
     Raises UnsupportedModelError when the assistant was made for another target: widths, vocabulary, layer types or head
     sizes that do not match, each named with both values.
     """
 
     name = "gemma4_mtp"
-    taps: tuple[int, ...] = ()
-    bytes_per_slot = 0
     extra_keys = WINDOW_SHIFT - QUERY_POSITION_OFFSET
 
     def __init__(self, assistant: nn.Module, target: TargetInfo) -> None:
-        self.view: KVView | None = None
         self.assistant: Any = assistant
-        assistant.eval()
+        self.model: Any = private_copy(assistant)
         self.embed = target.embed
-        self.config: Any = assistant.config.get_text_config()  # type: ignore[operator, union-attr]
-        self.layer_map, self.windows = bind_layers(assistant, target)
-        self._configs = text_configs(assistant)
-        self._masks: dict[str, None] = dict.fromkeys(self.config.layer_types)
+        config = assistant.config.get_text_config()  # type: ignore[operator, union-attr]
+        self.layer_map, self.windows = fit_layers(assistant, target)
+        self._masks: dict[str, None] = dict.fromkeys(config.layer_types)
         # every layer is kv-shared and reads these unless our attention function ignores them, as it does
         unused = torch.zeros((1, 1, 1, 1), dtype=target.dtype, device=target.device)
-        self._unused_kv = dict.fromkeys(self.config.layer_types, (unused, unused))
-        self._seed_hidden = torch.empty(0)
+        self._unused_kv = dict.fromkeys(config.layer_types, (unused, unused))
 
-    def start(self, max_requests: int) -> None:
-        weight: torch.Tensor = self.assistant.pre_projection.weight
-        self._seed_hidden = weight.new_zeros((max_requests + 1, weight.shape[1] // 2))
+    def bind(self, binding: Binding) -> "Gemma4MTPWorker":
+        return Gemma4MTPWorker(self, binding)
 
+    def step(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, context: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One draft step of M nodes a request: tokens [B, M], hidden [B, M, Ht] -> logits [B, M, V], next hidden."""
+        inputs = self.model.pre_projection(torch.cat([self.embed(tokens), hidden], dim=-1))  # [B, M, H]
+        out = self.model.model(
+            inputs_embeds=inputs.flatten(0, 1)[:, None],  # a batch of single rows: [B * M, 1, H]
+            position_ids=context.plan.positions.reshape(-1, 1),
+            attention_mask=self._masks,
+            shared_kv_states=self._unused_kv,
+            use_cache=False,
+            specdec_ctx=context,
+        ).last_hidden_state.view(*tokens.shape, -1)  # [B, M, H]
+        return self._head(out), self.model.post_projection(out)
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[B, M, H] -> [B, M, V]; tokens outside the chosen centroids get -inf, so that a draw cannot pick them."""
+        ordered = self.model.masked_embedding
+        if ordered is None:
+            dense: torch.Tensor = self.model.lm_head(hidden)
+            return dense
+        best = ordered.centroids(hidden).topk(ordered.centroid_intermediate_top_k, dim=-1).indices  # [B, M, K]
+        clusters = ordered.token_ordering.view(ordered.num_centroids, -1)  # [C, V / C]
+        selected = clusters[best].flatten(2)  # [B, M, K * V / C] token ids
+        weight: torch.Tensor = self.model.lm_head.weight
+        scores = torch.einsum("bmkh,bmh->bmk", weight[selected], hidden)
+        return scores.new_full((*hidden.shape[:2], weight.shape[0]), -torch.inf).scatter_(2, selected, scores)
+
+
+class Gemma4MTPWorker:
+    """An assistant at work: the target state that each row's next draft starts from, and a view of the target's K/V."""
+
+    def __init__(self, drafter: Gemma4MTPDrafter, binding: Binding) -> None:
+        self.view: KVView | None = None
+        self.drafter = drafter
+        self.binding = binding
+        weight: torch.Tensor = drafter.model.pre_projection.weight
+        rows = binding.cache.table.max_requests + 1
+        self._seed_hidden = weight.new_zeros((rows, weight.shape[1] // 2))  # [rows, Ht]: at the last committed token
+
+    @torch.inference_mode()
     def observe(self, seen: Observation) -> None:
-        self._seed_hidden[seen.row_index] = seen.last_hidden()
+        self._seed_hidden[seen.rows.index] = seen.last_hidden()
 
+    @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
-        hidden = self._seed_hidden[batch.row_index][:, None]  # [B, M, Ht], M = 1, then topk
-        allocator = batch.table.allocator
-        with frozen_kv(allocator, self, self.layer_map) as view, attention_installed(self._configs):
+        hidden = self._seed_hidden[batch.rows.index][:, None]  # [B, M, Ht], M = 1, then topk
+        allocator, store = self.binding.cache.allocator, self.binding.target_store
+        with frozen_kv(allocator, store, self, self.drafter.layer_map) as view:
             if batch.topk == 1:
                 return self._chain(batch, hidden, view)
             return self._tree(batch, hidden, view)
@@ -80,7 +117,7 @@ class Gemma4MTPDrafter:
         root_pos = context.plan.committed_len[:, None]  # [B, 1]
         tokens = [batch.root[:, None]]
         for step in range(1, batch.num_steps + 1):
-            logits, hidden = self.step(tokens[-1], hidden, context)
+            logits, hidden = self.drafter.step(tokens[-1], hidden, context)
             tokens.append(batch.sample(logits, root_pos + step))
         return DraftTree.chain(torch.cat(tokens, dim=1))
 
@@ -89,56 +126,29 @@ class Gemma4MTPDrafter:
         growth = Growth(batch.root)
         tokens = batch.root[:, None]
         for step in range(1, batch.num_steps + 1):
-            if step <= 2:  # one row for the root, then topk
+            if step <= 2:  # one query for the root, then topk
                 context = self._context(batch, view, tokens.shape[1])
-            logits, hidden = self.step(tokens, hidden, context)
+            logits, hidden = self.drafter.step(tokens, hidden, context)
             positions = (context.plan.committed_len[:, None] + step).expand_as(tokens)
             best = batch.log_scores(logits, positions).topk(batch.topk, dim=-1)  # [B, M, K]
             tokens, origin = growth.add_level(best.indices, best.values)
             hidden = hidden.gather(1, origin[:, :, None].expand(-1, -1, hidden.shape[-1]))
-        return growth.select(batch.num_nodes, kernels=runs_kernels(batch.table)).tree
+        return growth.select(self.binding.backend, batch.num_nodes)
 
-    def _context(self, batch: DraftBatch, view: KVView, num_rows: int) -> ForwardContext:
-        """`num_rows` queries a request, all at the same position of the same prefix."""
+    def _context(self, batch: DraftBatch, view: KVView, num_queries: int) -> ForwardContext:
+        """`num_queries` queries a request, all at the same position of the same prefix."""
         plan = plan_frozen(
-            batch.table,
+            self.binding.backend,
+            self.binding.cache.table,
             batch.rows,
-            num_rows=num_rows,
+            num_queries=num_queries,
             position_offset=QUERY_POSITION_OFFSET,
             window_shift=WINDOW_SHIFT,
         )
-        return ForwardContext.of(plan, view, self.windows, self._seed_hidden.dtype)
-
-    def step(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, context: ForwardContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One draft step of M rows a request: tokens [B, M], hidden [B, M, Ht] -> logits [B, M, V], next hidden."""
-        inputs = self.assistant.pre_projection(torch.cat([self.embed(tokens), hidden], dim=-1))  # [B, M, H]
-        out = self.assistant.model(
-            inputs_embeds=inputs.flatten(0, 1)[:, None],  # a batch of single rows: [B * M, 1, H]
-            position_ids=context.plan.positions.reshape(-1, 1),
-            attention_mask=self._masks,
-            shared_kv_states=self._unused_kv,
-            use_cache=False,
-            specdec_ctx=context,
-        ).last_hidden_state.view(*tokens.shape, -1)  # [B, M, H]
-        return self._head(out), self.assistant.post_projection(out)
-
-    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, M, H] -> [B, M, V]; tokens outside the chosen centroids get -inf, so that a draw cannot pick them."""
-        ordered = self.assistant.masked_embedding
-        if ordered is None:
-            dense: torch.Tensor = self.assistant.lm_head(hidden)
-            return dense
-        best = ordered.centroids(hidden).topk(ordered.centroid_intermediate_top_k, dim=-1).indices  # [B, M, K]
-        clusters = ordered.token_ordering.view(ordered.num_centroids, -1)  # [C, V / C]
-        selected = clusters[best].flatten(2)  # [B, M, K * V / C] token ids
-        weight: torch.Tensor = self.assistant.lm_head.weight
-        scores = torch.einsum("bmkh,bmh->bmk", weight[selected], hidden)
-        return scores.new_full((*hidden.shape[:2], weight.shape[0]), -torch.inf).scatter_(2, selected, scores)
+        return ForwardContext.of(plan, view, self.drafter.windows)
 
 
-def bind_layers(assistant: Any, target: TargetInfo) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
+def fit_layers(assistant: Any, target: TargetInfo) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
     """(target layer that each assistant layer reads, its sliding window or None), after checking that the two fit."""
     config = assistant.config.get_text_config()
     fits = f"this assistant does not fit the target {target.name}"

@@ -8,27 +8,16 @@ into the end of the text it repeats with the same period; with no match the newe
 import torch
 
 from specdec.attention.tree import DraftTree
-from specdec.draft_models.base import DraftBatch, Observation
-from specdec.kvcache.frozen import KVView
+from specdec.draft_models.base import DraftBatch, StatelessDrafter
 
 
-class NgramDrafter:
+class NgramDrafter(StatelessDrafter):
     """Proposes a chain by lookup, for all requests at once and without a host synchronisation."""
 
     name = "ngram"
-    taps: tuple[int, ...] = ()
-    bytes_per_slot = 0
-    extra_keys = 0
 
     def __init__(self, max_ngram: int = 3) -> None:
-        self.view: KVView | None = None
         self.max_ngram = max_ngram
-
-    def start(self, max_requests: int) -> None:
-        """Nothing to keep."""
-
-    def observe(self, seen: Observation) -> None:
-        """Nothing to learn: the history says it all."""
 
     def propose(self, batch: DraftBatch) -> DraftTree:
         tokens, length = batch.history, batch.history_len

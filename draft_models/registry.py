@@ -1,42 +1,104 @@
-"""From what a user names ("ngram", a module, a checkpoint's config) to a drafter bound to a target."""
+"""The drafters there are, in one list: how each is recognised, and how a checkpoint or a loaded module becomes one.
 
-from collections.abc import Callable, Iterator
+To add a drafter, add a line to `FAMILIES` (checkpoints and modules) or to `WORDS` (drafters without a checkpoint).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 from torch import nn
 from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig
 
 from specdec.draft_models.base import Drafter, TargetInfo
+from specdec.draft_models.eagle3 import eagle3_drafter
+from specdec.draft_models.eagle3_config import is_eagle3_config
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import UnsupportedModelError
 
-MODEL_FREE_DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
+ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+
+
+class DrafterCheckpoint(Protocol):
+    """A checkpoint that a user named, not loaded yet: its name, and what its config.json holds."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+
+    def folder(self) -> Path:
+        """All its files, on disk."""
+
+    def module(self, target: TargetInfo) -> nn.Module:
+        """Loaded by transformers, in the dtype and on the device of the target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterFamily:
+    """One kind of drafter. `matches` a config.json; `load` a checkpoint; `wrap` a loaded module, where there are
+    any."""
+
+    title: str
+    matches: Callable[[Mapping[str, Any]], bool]
+    load: Callable[[DrafterCheckpoint, TargetInfo], Drafter]
+    wrap: Callable[[nn.Module, TargetInfo], Drafter] | None = None
+
+
+def is_assistant_config(config: Mapping[str, Any]) -> bool:
+    """Is this the config of a Gemma 4 MTP assistant?"""
+    return config.get("model_type") in ASSISTANT_TYPES
+
+
+FAMILIES = (
+    DrafterFamily(
+        title="Gemma 4 MTP assistants",
+        matches=is_assistant_config,
+        load=lambda checkpoint, target: Gemma4MTPDrafter(checkpoint.module(target), target),
+        wrap=Gemma4MTPDrafter,
+    ),
+    DrafterFamily(
+        title="EAGLE-3 heads",
+        matches=is_eagle3_config,
+        load=lambda checkpoint, target: eagle3_drafter(checkpoint.folder(), target),
+    ),
+)
+
+WORDS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
 """Drafters named by a word."""
 
-MODULE_DRAFTERS: dict[str, Callable[[nn.Module, TargetInfo], Drafter]] = {
-    "gemma4_assistant": Gemma4MTPDrafter,
-    "gemma4_unified_assistant": Gemma4MTPDrafter,
-}
-"""Drafters by the `model_type` of their checkpoint."""
+
+def load_drafter(checkpoint: DrafterCheckpoint, target: TargetInfo) -> Drafter:
+    """The drafter in a checkpoint. Raises UnsupportedModelError for a checkpoint that is none."""
+    for family in FAMILIES:
+        if family.matches(checkpoint.config):
+            return family.load(checkpoint, target)
+    raise _not_a_drafter(f"drafter {checkpoint.name!r}", checkpoint.config)
 
 
-def require_known_drafter(model_type: str, name: str) -> None:
-    """Raise UnsupportedModelError unless a checkpoint of this type is a drafter."""
-    if model_type not in MODULE_DRAFTERS:
-        raise UnsupportedModelError(
-            f"drafter {name!r} has model_type {model_type!r}; supported are {', '.join(MODULE_DRAFTERS)}, EAGLE-3 "
-            f"heads, and by name {', '.join(MODEL_FREE_DRAFTERS)}"
-        )
-
-
-def drafter_from_module(module: nn.Module, target: TargetInfo) -> Drafter:
-    """Bind a loaded drafter module to the target."""
+def wrap_drafter(module: nn.Module, target: TargetInfo) -> Drafter:
+    """A drafter from a loaded module. Raises UnsupportedModelError for a module that is none."""
     config: Any = getattr(module, "config", None)
-    model_type = str(getattr(config, "model_type", type(module).__name__))
-    require_known_drafter(model_type, type(module).__name__)
-    return MODULE_DRAFTERS[model_type](module, target)
+    described: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
+    for family in FAMILIES:
+        if family.wrap is not None and family.matches(described):
+            return family.wrap(module, target)
+    raise _not_a_drafter(f"drafter of class {type(module).__name__}", described)
+
+
+def is_drafter_config(config: Mapping[str, Any]) -> bool:
+    """Does this config.json belong to a drafter of any family?"""
+    return any(family.matches(config) for family in FAMILIES)
+
+
+def _not_a_drafter(what: str, config: Mapping[str, Any]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{what} has model_type {config.get('model_type')!r}; supported are "
+        f"{', '.join(family.title for family in FAMILIES)}, and by name {', '.join(WORDS)}"
+    )
 
 
 @contextmanager

@@ -44,23 +44,23 @@ class Recipe(Protocol):
 
 @torch.no_grad()
 def run_target(
-    target: TargetModel, batch: Batch, taps: tuple[int, ...] = (), owners: tuple[int, ...] = ()
+    target: TargetModel, batch: Batch, aux_layers: tuple[int, ...] = (), owners: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """(hidden [B, T, H], states that enter layers `taps`, K and V [B, Hkv, T, D] of layers `owners`)."""
+    """(hidden [B, T, H], states that enter `aux_layers`, K and V [B, Hkv, T, D] of layers `owners`)."""
     seen: dict[int, torch.Tensor] = {}
 
     def keep(layer: int) -> Callable[..., None]:
         return lambda module, args, kwargs: seen.__setitem__(layer, args[0] if args else kwargs["hidden_states"])
 
-    entered = [*target.decoder.layers, target.decoder.norm]
-    hooks = [entered[i].register_forward_pre_hook(keep(i), with_kwargs=True) for i in set(taps)]
+    entered = [*target.user_decoder.layers, target.user_decoder.norm]
+    hooks = [entered[i].register_forward_pre_hook(keep(i), with_kwargs=True) for i in set(aux_layers)]
     window = target.layout.window
     mask = causal_masks(batch.pos, window or batch.pos.shape[1], target.dtype)
     if getattr(target.config, "layer_types", None) is None:
         mask = mask["full_attention" if window is None else "sliding_attention"]
     cache = DynamicCache() if owners else None  # without a config it drops no key of a sliding layer
     try:
-        hidden = target.decoder(
+        hidden = target.user_decoder(
             input_ids=batch.ids,
             position_ids=batch.pos,
             attention_mask=mask,
@@ -71,7 +71,7 @@ def run_target(
         for hook in hooks:
             hook.remove()
     kv = [(cache.layers[i].keys, cache.layers[i].values) for i in owners] if cache is not None else []
-    return hidden, [seen[i] for i in taps], kv
+    return hidden, [seen[i] for i in aux_layers], kv
 
 
 def draft_loss(recipe: Recipe, target: TargetModel, batch: Batch, lesson: Lesson, steps: int) -> torch.Tensor:

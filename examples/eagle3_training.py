@@ -64,7 +64,7 @@ class Eagle3Recipe:
         return cls(head, target, ids)
 
     def teach(self, batch: Batch) -> Lesson:
-        hidden, states, _ = run_target(self.target, batch, taps=self.module.spec.aux_layers)
+        hidden, states, _ = run_target(self.target, batch, aux_layers=self.module.spec.aux_layers)
         return {"hidden": hidden, "states": torch.cat(states, dim=-1) if states else hidden}
 
     def drafts(self, batch: Batch, lesson: Lesson, steps: int) -> Iterator[torch.Tensor]:

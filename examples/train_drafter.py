@@ -48,7 +48,7 @@ from training_progress import Stage
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig, SpecDecError
 from specdec.draft_models.eagle3_config import Eagle3Spec
 from specdec.errors import ConfigError
-from specdec.models.loading import load_drafter, load_model, load_tokenizer
+from specdec.models.loading import load_any_drafter, load_model, load_tokenizer
 from specdec.models.target import TargetModel
 
 SAVE_EVERY = 60.0  # seconds
@@ -161,7 +161,7 @@ def measure(
         stage.update(turn / len(SHAPES), name)
         config = EngineConfig(max_batch_size=args.batch, max_model_len=args.length)
         with Engine(
-            target, load_drafter(str(args.out), target), tokenizer=tokenizer, spec=spec, config=config
+            target, load_any_drafter(str(args.out), target), tokenizer=tokenizer, spec=spec, config=config
         ) as engine:
             ids = [p for prompt in prompts if len(p := encode(engine, prompt)) + ROOM <= args.length]
             for first in range(0, len(ids), args.batch):

@@ -19,7 +19,8 @@ from transformers.utils import logging as transformers_logging
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.plan import KVPlan, plan_verify
 from specdec.attention.tree_build import Growth
-from specdec.draft_models.base import DraftBatch, Observation
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation, StatelessDrafter
+from specdec.kvcache.spaces import Space
 
 PROMPT = "A snail climbs 5 feet up a wall each day and slips back 2 feet each night. How far is it after 4 days?"
 
@@ -43,19 +44,19 @@ class Round:
         return tuple(self.tree.tokens[0, ancestors].tolist())
 
 
-class Witness:
+class Witness(StatelessDrafter):
     """Passes everything on to the drafter and keeps what the round with the longest accepted path saw."""
 
-    def __init__(self, engine: Engine) -> None:
-        assert engine.drafter is not None
-        self.drafter = engine.drafter
-        self.name, self.view, self.taps = engine.drafter.name, None, engine.drafter.taps
-        self.bytes_per_slot, self.extra_keys = engine.drafter.bytes_per_slot, engine.drafter.extra_keys
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.name, self.aux_layers = drafter.name, drafter.aux_layers
+        self.kv_layout, self.extra_keys = drafter.kv_layout, drafter.extra_keys
         self.best: Round | None = None
         self._last: Round | None = None
 
-    def start(self, max_requests: int) -> None:
-        self.drafter.start(max_requests)
+    def bind(self, binding: Binding) -> "Witness":
+        self.binding, self.worker = binding, self.drafter.bind(binding)
+        return self
 
     def propose(self, batch: DraftBatch) -> DraftTree:
         levels: list[torch.Tensor] = []  # log-probabilities [B, M, V] of the children of each level's M nodes
@@ -68,13 +69,13 @@ class Witness:
             log_scores(logits, positions)
             return batch.sample(logits, positions)
 
-        tree = self.drafter.propose(replace(batch, log_scores=log_scores, sample=sample))
-        plan = plan_verify(batch.table, batch.rows, tree)
+        tree = self.worker.propose(replace(batch, log_scores=log_scores, sample=sample))
+        plan = plan_verify(self.binding.backend, self.binding.cache.table, batch.rows, tree)
         self._last = Round(tree, plan, path_log_probs(batch.root, levels, batch.topk))
         return tree
 
     def observe(self, seen: Observation) -> None:
-        self.drafter.observe(seen)
+        self.worker.observe(seen)
         path = seen.path[0, : int(seen.length[0])].tolist()
         branches = path != list(range(len(path)))  # prefer a path that is no plain chain
         if self._last is not None and (self.best is None or (branches and len(path) > len(self.best.accepted))):
@@ -114,6 +115,7 @@ def draw_tree(seen: Round, text: Callable[[int], str]) -> Tree:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--attention", default="auto", choices=("auto", "torch", "triton"))
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--draft-topk", type=int, default=2)
     parser.add_argument("--nodes", type=int, default=7)
@@ -123,11 +125,11 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     console = Console(highlight=False)
     spec = SpecConfig(args.steps, args.draft_topk, args.nodes)
-    engine = Engine.from_pretrained(
-        "tiny-gemma4", "tiny-gemma4-mtp", spec=spec, config=EngineConfig(max_batch_size=1, max_model_len=512)
-    )
-    witness = Witness(engine)
-    engine.drafter = engine.runner.drafter = witness
+    config = EngineConfig(max_batch_size=1, max_model_len=512, attention=args.attention)
+    pair = Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", config=config)
+    assert pair.drafter is not None
+    witness = Witness(pair.drafter)
+    engine = Engine(pair.target, witness, tokenizer=pair.tokenizer, spec=spec, config=config)
     [out] = engine.generate(engine.chat_prompt(args.prompt), SamplingParams(max_new_tokens=args.max_new_tokens))
     if witness.best is None:
         raise SystemExit("the answer ended before a draft was verified; try another prompt")
@@ -151,11 +153,10 @@ def main() -> None:
     console.print(mask)
 
     assert plan.write_full is not None and plan.write_swa is not None
-    assert plan.prefix_full is not None and plan.prefix_swa is not None
     console.print("where the nodes' K/V go      full", plan.write_full.tolist(), " SWA", plan.write_swa.tolist())
-    full, swa, start = plan.prefix_full.slots[0], plan.prefix_swa.slots[0], int(plan.prefix_swa.start[0])
-    console.print(f"prefix page table, full      {len(full)} entries from position 0: {full[:6].tolist()} ...")
-    console.print(f"prefix page table, SWA       {len(swa)} entries from position {start}: {swa[:6].tolist()} ...")
+    for name, space in (("full", Space.FULL), ("SWA ", Space.SWA)):
+        pages, start = (part[0].tolist() for part in plan.prefix.pages(space))
+        console.print(f"prefix page table, {name}      {len(pages)} entries from position {start}: {pages[:6]} ...")
     console.print(
         f"accepted path {list(seen.accepted)}, bonus {text(seen.bonus)!r}: {len(seen.accepted)} tokens from one target "
         "forward; "

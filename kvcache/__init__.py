@@ -1,11 +1,13 @@
-"""Index spaces, layout, pools, the hybrid allocator and the view a worker reads KV through."""
+"""Index spaces, layout, the hybrid allocator, the request table, stores and the view a worker reads KV through."""
 
 from specdec.errors import FrozenKVError, KVStateError, OutOfSlotsError, SpecDecError
-from specdec.kvcache.frozen import KVView, frozen_kv, target_view
+from specdec.kvcache.cache import KVCache
+from specdec.kvcache.frozen import KVView, frozen_kv, own_view
 from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.layout import KVLayout, layout_from_config
 from specdec.kvcache.spaces import FullLoc, SlotTable, Space, SwaLoc
-from specdec.kvcache.table import RequestTable
+from specdec.kvcache.stores import KVStore
+from specdec.kvcache.table import RequestTable, Rows
 
 assert __name__ == "specdec.kvcache", "import specdec.kvcache, not kvcache"
 
@@ -13,16 +15,19 @@ __all__ = [
     "FrozenKVError",
     "FullLoc",
     "HybridAllocator",
+    "KVCache",
     "KVLayout",
     "KVStateError",
+    "KVStore",
     "KVView",
     "OutOfSlotsError",
-    "SlotTable",
     "RequestTable",
+    "Rows",
+    "SlotTable",
     "Space",
     "SpecDecError",
     "SwaLoc",
     "frozen_kv",
     "layout_from_config",
-    "target_view",
+    "own_view",
 ]

@@ -7,36 +7,28 @@
       -- leave, also by an exception -->
     LIVE                       reads and writes       None again; the lent view is closed and raises when used
 
-While FROZEN, `alloc`, `free`, `evict`, `move`, `commit` and every write raise `FrozenKVError`. A view finds its tensors
-through the allocator each time it is asked: there is nothing to go stale.
+While FROZEN, `alloc`, `free`, `evict`, `move`, `commit` and every write raise `FrozenKVError`. A view names a store and
+finds its tensors each time it is asked: there is nothing to go stale.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
-
-import torch
+from typing import Protocol
 
 from specdec.errors import FrozenKVError, KVStateError
 from specdec.kvcache.hybrid import HybridAllocator
-from specdec.kvcache.spaces import FullLoc, Space, SwaLoc
-
-
-class LayerKV(NamedTuple):
-    """K and V rows of one layer, [slots, Hkv, D] each, and the space whose slots index them."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    space: Space
+from specdec.kvcache.layout import KVLayout
+from specdec.kvcache.stores import KVStore, LayerKV
 
 
 class KVView:
-    """Layer i of a worker -> its K/V rows. `layer_map[i]` is the target layer that owns them."""
+    """Layer i of a worker -> the K/V it reads. `layer_map[i]` is the layer of the store that owns them."""
 
-    __slots__ = ("_allocator", "_open", "layer_map", "writable")
+    __slots__ = ("_allocator", "_open", "_store", "layer_map", "writable")
 
-    def __init__(self, allocator: HybridAllocator, layer_map: Sequence[int], *, writable: bool) -> None:
+    def __init__(self, allocator: HybridAllocator, store: KVStore, layer_map: Sequence[int], *, writable: bool) -> None:
         self._allocator = allocator
+        self._store = store
         self._open = True
         self.layer_map = tuple(layer_map)
         self.writable = writable
@@ -44,32 +36,24 @@ class KVView:
     @property
     def key(self) -> tuple[int, tuple[int, ...], bool]:
         """Identity of what this view resolves to. A captured graph is keyed by it; any other view is an error."""
-        return (id(self._allocator), self.layer_map, self.writable)
+        return (id(self._store), self.layer_map, self.writable)
 
     def layer(self, index: int) -> LayerKV:
-        """K/V rows of worker layer `index`. Raises FrozenKVError once the view is closed."""
+        """K/V of worker layer `index`. Raises FrozenKVError once the view is closed."""
         if not self._open:
             raise FrozenKVError(f"layer {index} read through a view whose frozen_kv block has ended")
-        owner = self.layer_map[index]
-        space = self._allocator.layout.layers[owner].space
-        pool = self._allocator.pools[space]
-        return LayerKV(pool.k[owner], pool.v[owner], space)
+        return self._store.layers[self.layer_map[index]]
 
     def owns(self, index: int) -> bool:
         """Does worker layer `index` store K/V of its own (False on kv-shared and on lent layers)?"""
         return self.writable and self.layer_map[index] == index
 
-    def write(self, index: int, full: FullLoc, swa: SwaLoc | None, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k, v [T, Hkv, D] of worker layer `index` at this step's slots [T]. Raises FrozenKVError if frozen."""
+    def writable_layer(self, index: int) -> LayerKV:
+        """K/V of worker layer `index`, to be written. Raises FrozenKVError if the view, or the cache, is frozen."""
         if not self.writable:
             raise FrozenKVError(f"write to layer {index} through a frozen view: a frozen drafter owns no KV")
         self._allocator.require_unfrozen(f"KV write to layer {index}")
-        owner = self.layer_map[index]
-        if self._allocator.layout.layers[owner].space is Space.FULL:
-            self._allocator.pools[Space.FULL].write(owner, full, k, v)
-        else:
-            assert swa is not None, f"layer {owner} is sliding, but the plan holds no SWA locations"
-            self._allocator.pools[Space.SWA].write(owner, swa, k, v)
+        return self.layer(index)
 
     def close(self) -> None:
         self._open = False
@@ -81,40 +65,45 @@ class KVWorker(Protocol):
     view: KVView | None
 
 
-def target_view(allocator: HybridAllocator) -> KVView:
-    """The target's own view: every layer reads its owner, owners are written."""
-    return KVView(allocator, [spec.owner for spec in allocator.layout.layers], writable=True)
+def own_view(allocator: HybridAllocator, store: KVStore) -> KVView:
+    """The view of the model whose store it is: every layer reads its owner, owners are written."""
+    return KVView(allocator, store, [spec.owner for spec in store.layout.layers], writable=True)
+
+
+def require_owners(layout: KVLayout, layer_map: Sequence[int]) -> None:
+    """Raise KVStateError for a layer map that names a layer which does not exist, or stores nothing."""
+    for draft_layer, layer in enumerate(layer_map):
+        if not 0 <= layer < len(layout.layers):
+            raise KVStateError(
+                f"drafter layer {draft_layer} reads target layer {layer}, but the target has {len(layout.layers)} "
+                "layers"
+            )
+        if layout.layers[layer].owner != layer:
+            raise KVStateError(
+                f"drafter layer {draft_layer} reads target layer {layer}, which stores no K/V of its own; "
+                f"its owner is layer {layout.layers[layer].owner}"
+            )
 
 
 @contextmanager
-def frozen_kv(allocator: HybridAllocator, worker: KVWorker, layer_map: Sequence[int]) -> Iterator[KVView]:
-    """Lend the target's pools to `worker`, read-only, for the length of the block.
+def frozen_kv(
+    allocator: HybridAllocator, store: KVStore, worker: KVWorker, layer_map: Sequence[int]
+) -> Iterator[KVView]:
+    """Lend the target's `store` to `worker`, read-only, for the length of the block.
 
     `layer_map[i]` is the target layer that worker layer i reads; it must own its K/V. On exit, also by an exception,
     `worker.view` is what it was before and the lent view is closed.
     Raises FrozenKVError when the worker already holds a frozen view (views do not nest on one worker), KVStateError
     for a layer map that names a layer which stores nothing.
     """
-    if any(worker is open_worker for open_worker in allocator._frozen_for):
-        raise FrozenKVError(f"{type(worker).__name__} already holds a frozen view; views do not nest on one worker")
-    layers = allocator.layout.layers
-    for draft_layer, layer in enumerate(layer_map):
-        if not 0 <= layer < len(layers):
-            raise KVStateError(
-                f"drafter layer {draft_layer} reads target layer {layer}, but the target has {len(layers)} layers"
-            )
-        if layers[layer].owner != layer:
-            raise KVStateError(
-                f"drafter layer {draft_layer} reads target layer {layer}, which stores no K/V of its own; "
-                f"its owner is layer {layers[layer].owner}"
-            )
+    require_owners(store.layout, layer_map)
+    allocator.freeze(worker)
     previous = worker.view
-    view = KVView(allocator, layer_map, writable=False)
-    allocator._frozen_for.append(worker)
-    worker.view = view
+    view = KVView(allocator, store, layer_map, writable=False)
     try:
+        worker.view = view
         yield view
     finally:
         view.close()
         worker.view = previous
-        allocator._frozen_for[:] = [w for w in allocator._frozen_for if w is not worker]
+        allocator.thaw(worker)

@@ -15,46 +15,45 @@ import numpy as np
 import torch
 
 from specdec.errors import DoubleFreeError, FrozenKVError, OutOfSlotsError
-from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.mirror import IntArray, MirroredArray
 from specdec.kvcache.paged import PagedAllocator
-from specdec.kvcache.pools import KVPool
 from specdec.kvcache.spaces import FullLoc, Space, SwaLoc
 
 
 class HybridAllocator:
-    """Pools and slots of both spaces.
+    """Slots of both spaces.
 
-    `full_pages` and `swa_pages` are usable pages of `page_size` slots each, the sink page not counted. A layout
-    without sliding layers has no SWA pool and `swa_pages` is ignored.
+    `full_pages` and `swa_pages` are usable pages of `page_size` slots each, page 0 not counted; `swa_pages` is None for
+    a model without sliding layers.
     """
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        *,
-        full_pages: int,
-        swa_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.layout = layout
+    def __init__(self, *, full_pages: int, swa_pages: int | None, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
         self.device = device
         self.full = PagedAllocator("full", full_pages)
-        self.swa = PagedAllocator("swa", swa_pages) if layout.has_swa else None
+        self.swa = None if swa_pages is None else PagedAllocator("swa", swa_pages)
         self.full_to_swa = MirroredArray(((full_pages + 1) * page_size,), device)
-        self.pools: dict[Space, KVPool] = {
-            Space.FULL: KVPool(layout, Space.FULL, (full_pages + 1) * page_size, dtype, device)
-        }
-        if self.swa is not None:
-            self.pools[Space.SWA] = KVPool(layout, Space.SWA, (swa_pages + 1) * page_size, dtype, device)
         self._frozen_for: list[object] = []  # workers with an open frozen view
+
+    def num_slots(self, space: Space) -> int:
+        """Slots of one space, page 0 included: the first size of every K/V tensor in it."""
+        pool = self.full if space is Space.FULL else self.swa
+        assert pool is not None, "no SWA space"
+        return (pool.capacity + 1) * self.page_size
 
     @property
     def frozen(self) -> bool:
         return bool(self._frozen_for)
+
+    def freeze(self, worker: object) -> None:
+        """From now on nothing may change, for `worker` reads. Raises FrozenKVError when it already does."""
+        if any(worker is other for other in self._frozen_for):
+            raise FrozenKVError(f"{type(worker).__name__} already holds a frozen view; views do not nest on one worker")
+        self._frozen_for.append(worker)
+
+    def thaw(self, worker: object) -> None:
+        """The end of `freeze`."""
+        self._frozen_for = [other for other in self._frozen_for if other is not worker]
 
     def require_unfrozen(self, operation: str) -> None:
         """Raise FrozenKVError while a frozen view is open."""
@@ -108,22 +107,23 @@ class HybridAllocator:
         self._release_swa(pages)
 
     def translate(self, slots: FullLoc) -> SwaLoc:
-        """The SWA slots of `slots` (any shape, on the allocator's device); 0, the sink, where there is none."""
+        """The SWA slots of `slots` (any shape, on the allocator's device); 0, the null slot, where there is none."""
         return SwaLoc(self.full_to_swa.tensor[slots])
 
-    def move(self, source: FullLoc, destination: FullLoc) -> None:
-        """Copy K/V rows in both spaces, [M] each. All sources are read before any destination is written."""
-        self.require_unfrozen("move")
-        self.pools[Space.FULL].move(source, destination)
+    def reset(self) -> None:
+        """Forget every holder: all pages are free, nothing is mapped, nothing is frozen."""
+        self.full.reset()
         if self.swa is not None:
-            self.pools[Space.SWA].move(self.translate(source), self.translate(destination))
+            self.swa.reset()
+        self.full_to_swa.clear()
+        self._frozen_for = []
 
     def check(self) -> None:
         """Assert invariants 1, 2 and 5; cheap enough to call after every operation of a test."""
         self.full.check()
         mapping = self.full_to_swa.host.reshape(-1, self.page_size)  # [pages, page_size]
         heads = mapping[:, 0]
-        assert (mapping[0] == 0).all(), "the sink page is mapped"
+        assert (mapping[0] == 0).all(), "page 0 is mapped"
         offsets = np.arange(self.page_size)
         mapped = heads != 0
         assert (mapping[mapped] == heads[mapped, None] + offsets).all(), "a page's SWA slots are not one page"

@@ -54,6 +54,23 @@ class KVLayout:
         of_type = [spec for spec in self.layers if spec.layer_type == layer_type]
         return self.layers[of_type[-1].owner] if of_type else None
 
+    @classmethod
+    def uniform(cls, num_layers: int, num_kv_heads: int, head_dim: int) -> "KVLayout":
+        """Layers that all keep K/V of one shape in full space, whatever window they attend through."""
+        return cls(
+            tuple(
+                LayerSpec(
+                    layer=layer,
+                    owner=layer,
+                    layer_type=FULL_ATTENTION,
+                    num_kv_heads=num_kv_heads,
+                    head_dim=head_dim,
+                    window=None,
+                )
+                for layer in range(num_layers)
+            )
+        )
+
     def numbers_per_slot(self, space: Space) -> int:
         """Stored scalars (K and V, all owner layers) for one slot of `space`."""
         return sum(2 * spec.num_kv_heads * spec.head_dim for spec in self.owners(space))

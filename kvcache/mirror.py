@@ -1,9 +1,11 @@
-"""A small integer array that the host decides and the device reads.
+"""Small integer arrays that the host plans with and the device computes with.
 
-The host is the only writer, so the two copies cannot diverge: every change goes through `__setitem__`, which updates
-both. On the CPU the device tensor *is* the host memory.
+The host writes `host` at once; the device gets the changed cells with the next `flush`, all arrays' in one upload. What
+the device computes by itself (an accepted path brought forward, a longer committed length) the host takes over with
+`adopt`, which sends nothing. Invariant: after a flush and every `adopt` that is due, the two sides are equal.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,17 +20,57 @@ class MirroredArray:
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.host: IntArray = np.zeros(shape, dtype=np.int64)
-        aliased = device.type == "cpu"
-        self.tensor = torch.from_numpy(self.host) if aliased else torch.zeros(shape, dtype=torch.int64, device=device)
-        self._aliased = aliased
+        self._tensor = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._changed: list[IntArray] = []  # flat numbers of the cells that the device has not got yet
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The device side, with everything that the host wrote."""
+        if self._changed:
+            flush([self])
+        return self._tensor
 
     def __setitem__(self, index: Any, value: IntArray | int) -> None:
-        self.host[index] = value
-        if self._aliased:
-            return
-        on_device = index if isinstance(index, tuple) else (index,)
-        torch_index = tuple(self._upload(i) if isinstance(i, np.ndarray) else i for i in on_device)
-        self.tensor[torch_index] = self._upload(value) if isinstance(value, np.ndarray) else value
+        cells = self._cells(index)
+        if len(cells):
+            self._changed.append(cells)  # first: a cell sent once too often does no harm
+            self.host[index] = value
 
-    def _upload(self, array: IntArray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.tensor.device, non_blocking=True)
+    def adopt(self, index: Any, value: IntArray | int) -> None:
+        """Take over what the device computed by itself."""
+        self.host[index] = value
+
+    def clear(self) -> None:
+        """Zero on both sides."""
+        self._changed = []
+        self.host[...] = 0
+        self._tensor.zero_()
+
+    def check(self) -> None:
+        """Assert that the two sides are equal (synchronises with the device)."""
+        differ = np.argwhere(self.tensor.cpu().numpy() != self.host)
+        assert len(differ) == 0, f"host and device differ at {differ[:4].tolist()} and {len(differ)} cells in all"
+
+    def _cells(self, index: Any) -> IntArray:
+        """Flat numbers of the cells that `index` names: a row, (row, columns), or arrays of both."""
+        if self.host.ndim == 1:
+            chosen = np.arange(len(self.host))[index] if isinstance(index, slice) else np.asarray(index)
+            return np.array(chosen, dtype=np.int64).reshape(-1)
+        width = self.host.shape[1]
+        row, column = index if isinstance(index, tuple) else (index, slice(None))
+        columns = np.arange(width)[column] if isinstance(column, slice) else np.asarray(column)
+        return np.array(np.asarray(row) * width + columns, dtype=np.int64).reshape(-1)
+
+
+def flush(arrays: Sequence[MirroredArray]) -> None:
+    """Send what the host changed in all of `arrays` (of one device), in one upload."""
+    stale = [array for array in arrays if array._changed]
+    if not stale:
+        return
+    cells = [np.unique(np.concatenate(array._changed)) for array in stale]
+    values = [array.host.reshape(-1)[flat] for array, flat in zip(stale, cells, strict=True)]
+    packed = torch.from_numpy(np.stack([np.concatenate(cells), np.concatenate(values)]))  # [2, M]
+    packed = packed.to(stale[0]._tensor.device, non_blocking=True)
+    for array, part in zip(stale, packed.split([len(flat) for flat in cells], dim=1), strict=True):
+        array._tensor.view(-1).index_copy_(0, part[0], part[1])
+        array._changed = []

@@ -1,12 +1,12 @@
-"""Copy K/V rows from slot to slot in every pool of one space, in two launches however many layers there are.
+"""Copy K/V from slot to slot in every tensor of one space, in two launches however many layers there are.
 
-    for every pool:   scratch = pool[source];   pool[destination] = scratch          source, destination [M]
+    for every tensor:   scratch = tensor[source];   tensor[destination] = scratch          source, destination [M]
 
 All sources are read before any destination is written, so an accepted path may be moved onto itself in any order.
-Destinations are distinct, but for the sink slot 0, which padded pairs (0, 0) name as often as they like.
+Destinations are distinct, but for the null slot 0, which padded pairs (0, 0) name as often as they like.
 
-The pools differ in heads and head size; the kernels see a table of their addresses and rows of 8-byte words (or fewer,
-where a row is not made of those). The table names storage, nothing else: build it once, it holds the pools alive.
+The tensors differ in heads and head size; the kernels see a table of their addresses, and a slot as 8-byte words (or
+fewer, where it is not made of those). The table names storage, nothing else: build it once, it holds the tensors alive.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
-class PoolRows:
+class StoreAddresses:
     """Where the rows of P pools lie.
 
     table: [P, 3] int64 on the device: address, words in a row, words before it in a row of the scratch buffer.
@@ -34,7 +34,7 @@ class PoolRows:
     total: int
 
     @classmethod
-    def of(cls, pools: Sequence[torch.Tensor]) -> "PoolRows":
+    def of(cls, pools: Sequence[torch.Tensor]) -> "StoreAddresses":
         """The rows of contiguous pools [slots, Hkv, D] on one device; Hkv, D and dtype may differ."""
         assert pools and all(pool.is_contiguous() for pool in pools), "pools are contiguous"
         row_bytes = [pool[0].numel() * pool.element_size() for pool in pools]
@@ -77,12 +77,17 @@ def _copy_rows_kernel(
         tl.store(p_pool, tl.load(p_scratch, mask=m_word, other=0), mask=m_word)
 
 
-def move_kv(pools: PoolRows | Sequence[torch.Tensor], source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc) -> None:
-    """Copy rows source [M] of pools [slots, Hkv, D] to destination [M]. A CUDA graph needs a `PoolRows` made before."""
+def move_kv(
+    pools: StoreAddresses | Sequence[torch.Tensor], source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc
+) -> None:
+    """Copy K/V of slots source [M] of tensors [slots, Hkv, D] to destination [M].
+
+    A CUDA graph needs a `StoreAddresses` made before.
+    """
     assert source.shape == destination.shape and source.dim() == 1, f"{source.shape=} {destination.shape=}"
     if len(source) == 0:
         return
-    rows = pools if isinstance(pools, PoolRows) else PoolRows.of(pools)
+    rows = pools if isinstance(pools, StoreAddresses) else StoreAddresses.of(pools)
     scratch = torch.empty((len(source), rows.total), dtype=rows.word, device=source.device)
     block = min(triton.next_power_of_2(rows.longest), 1024)
     grid = (len(source), len(rows.pools), triton.cdiv(rows.longest, block))

@@ -1,6 +1,6 @@
 """Free pages of one pool: a stack, and who is held. It knows nothing of slots, requests or the other pool.
 
-Page 0 is the padding sink: never free, never held. Invariant: free + held = capacity.
+Page 0 takes the writes of padding: never free, never held. Invariant: free + held = capacity.
 """
 
 import numpy as np
@@ -15,9 +15,13 @@ class PagedAllocator:
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
         self.capacity = capacity
-        self._stack: IntArray = np.arange(capacity, 0, -1, dtype=np.int64)  # the top is the last of the first `free`
-        self._free = capacity
-        self._held = np.zeros(capacity + 1, dtype=np.bool_)
+        self.reset()
+
+    def reset(self) -> None:
+        """All pages are free."""
+        self._stack: IntArray = np.arange(self.capacity, 0, -1, dtype=np.int64)  # the top: last of the first `_free`
+        self._free = self.capacity
+        self._held = np.zeros(self.capacity + 1, dtype=np.bool_)
 
     @property
     def free_pages(self) -> int:
@@ -59,7 +63,7 @@ class PagedAllocator:
         free = self._stack[: self._free]
         assert len(np.unique(free)) == len(free), f"{self.name}: a page is free twice"
         assert not self._held[free].any(), f"{self.name}: a free page is held"
-        assert not self._held[0], f"{self.name}: the sink page is held"
+        assert not self._held[0], f"{self.name}: page 0 is held"
         assert int(self._held.sum()) + self._free == self.capacity, (
             f"{self.name}: held {int(self._held.sum())} + free {self._free} != {self.capacity}"
         )

@@ -2,14 +2,20 @@
 
 One row, by position:
 
-    0            evicted_len          S - retain           S                    S + reserve        capacity
+    0            evicted_len          S - retain           S                    S + lookahead      capacity
     |-- SWA freed --|-- page slack ------|-- SWA window ------|-- speculative ------|-- page rounding --|
     |------------------ committed ----------------------------|------------ not committed -------------|
 
-Committed slots hold the K/V of tokens that are final. The slots behind them are the request's reserve: the next
-verify writes its tree nodes there, and `commit` brings the accepted path to the front of it. With one slot a page the
-row is permuted and no K/V moves; with larger pages the accepted rows move instead. Rejection costs nothing.
+Committed slots hold the K/V of tokens that are final. The slots behind them are the request's lookahead: the next
+verify writes its tree nodes there, and a commit brings the accepted path to the front of it. With one slot a page the
+row is permuted and no K/V moves; with larger pages the accepted K/V move instead. Rejection costs nothing.
+
+The device commits within a round (`commit_on_device`), the host when it settles the round (`adopt_commit`): the same
+permutation of the same numbers. `KVCache.commit` does both at once.
 """
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,22 +23,42 @@ import torch
 from specdec.errors import KVStateError, OutOfSlotsError
 from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.mirror import IntArray, MirroredArray
-from specdec.kvcache.spaces import FullLoc
+from specdec.kvcache.spaces import NULL_SLOT, FullLoc
 
 FROZEN_EXTRA_KEYS = 2
 """What a frozen drafter reads beyond the target's need (window - 1 committed keys): it sees the window + 1 newest."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of the request table that take part in a forward.
+
+    index: [B] int64 on the device. longest: no committed prefix among them is longer; the host's bound, which decides
+    how wide tables are and never what is in them.
+    """
+
+    index: torch.Tensor
+    longest: int
+
+
+class Move(NamedTuple):
+    """K/V to copy from slot to slot, [M] each; pairs (0, 0) stand for nothing to do."""
+
+    source: FullLoc
+    destination: FullLoc
+
+
 def swa_slots_held(retain: int, num_nodes: int, page_size: int) -> int:
-    """Fewest SWA slots a decoding request can do with: retained keys, its reserve, rounding to pages at both ends."""
+    """Fewest SWA slots a decoding request can do with: retained keys, its lookahead, rounding to pages at both ends."""
     return retain + num_nodes + 2 * page_size - 2
 
 
 class RequestTable:
-    """Rows of full slots, `max_len` tokens and a reserve of `reserve` slots each.
+    """Rows of full slots, `max_len` tokens and a lookahead of `lookahead` slots each.
 
-    `extra_keys`: committed keys to keep in SWA beyond the target's own window, for a drafter that reads them.
-    `rows` arguments are int64 arrays of row numbers; `slots` has one extra row (the last), all sink slots, for padding.
+    window: the widest sliding window of the target, None without one. extra_keys: committed keys to keep in SWA beyond
+    that, for a drafter that reads them. `rows` arguments are int64 arrays of row numbers; `slots` has one extra row
+    (the last), all null slots, for padding.
     """
 
     def __init__(
@@ -41,31 +67,45 @@ class RequestTable:
         *,
         max_requests: int,
         max_len: int,
-        reserve: int,
+        lookahead: int,
+        window: int | None,
         extra_keys: int = FROZEN_EXTRA_KEYS,
     ) -> None:
         self.allocator = allocator
-        self.reserve = reserve
+        self.lookahead = lookahead
         self.max_requests = max_requests
         page_size = allocator.page_size
-        width = -(-(max_len + reserve) // page_size) * page_size
+        width = -(-(max_len + lookahead) // page_size) * page_size
         self.slots = MirroredArray((max_requests + 1, width), allocator.device)
-        self.committed_len: IntArray = np.zeros(max_requests + 1, dtype=np.int64)
+        self.committed_len = MirroredArray((max_requests + 1,), allocator.device)
         self.capacity: IntArray = np.zeros(max_requests + 1, dtype=np.int64)
         self.evicted_len: IntArray = np.zeros(max_requests + 1, dtype=np.int64)
         self._active = np.zeros(max_requests + 1, dtype=np.bool_)
-        window = allocator.layout.window
         self.extra_keys = extra_keys
         self.retain = None if window is None else window - 1 + extra_keys
 
     @property
     def padding_row(self) -> int:
-        """A row that is never opened: all its slots are the sink."""
+        """A row that is never opened: all its slots are the null slot."""
         return self.max_requests
 
     @property
     def active_rows(self) -> IntArray:
         return np.flatnonzero(self._active)
+
+    def rows(self, rows: IntArray) -> Rows:
+        """The rows of a forward, from host numbers."""
+        index = torch.from_numpy(rows).to(self.allocator.device, non_blocking=True)
+        return Rows(index, int(self.committed_len.host[rows].max(initial=0)))
+
+    def reset(self) -> None:
+        """Forget every request, whatever state the table and its allocator are in: nothing is open, nothing is held."""
+        self.allocator.reset()
+        self.slots.clear()
+        self.committed_len.clear()
+        self.capacity[:] = 0
+        self.evicted_len[:] = 0
+        self._active[:] = False
 
     def open(self) -> int:
         """Take a free row. Raises KVStateError when there is none."""
@@ -80,9 +120,11 @@ class RequestTable:
         """Free everything the row owns."""
         self.allocator.require_unfrozen("close")
         self._require_active(row)
-        self.allocator.free(self._owned(row, 0, int(self.capacity[row])))
-        self.slots[row] = 0
-        self.committed_len[row] = self.capacity[row] = self.evicted_len[row] = 0
+        capacity = int(self.capacity[row])
+        self.allocator.free(self._owned(row, 0, capacity))
+        self.slots[row, :capacity] = 0
+        self.committed_len[row] = 0
+        self.capacity[row] = self.evicted_len[row] = 0
         self._active[row] = False
 
     def pages_needed(self, row: int, length: int) -> int:
@@ -104,48 +146,59 @@ class RequestTable:
         self.slots[row, start : start + len(fresh)] = fresh.numpy()
         self.capacity[row] += len(fresh)
 
-    def commit(self, rows: IntArray, lengths: IntArray, path: IntArray | None = None) -> None:
-        """Make the K/V of an accepted path final.
+    def commit_on_device(self, rows: Rows, length: torch.Tensor, path: torch.Tensor) -> Move | None:
+        """Make accepted paths final on the device, without a host value: to be followed by `adopt_commit` on the host.
 
-        `path` [B, D]: node numbers, in order, of the path accepted for each row; node n was written to the slot at
-        position committed_len + n. None: nodes 0..length-1 (a prefill chunk). `lengths` [B]: how many of them to
-        commit, shorter than the path when a stop condition cut it. Afterwards committed_len has grown by `lengths`.
+        The first `length` [B] entries of path [B, N] are node numbers, in order, root first; node n of N was written to
+        the slot at position S + n. Returns the K/V to move into place, with pages of more than one slot.
         """
-        self.allocator.require_unfrozen("commit")
-        start = self.committed_len[rows]
-        if (start + lengths > self.capacity[rows]).any():
-            raise KVStateError(f"rows {rows.tolist()}: commit of {lengths.tolist()} goes past the slots they own")
-        if path is not None:
-            columns = np.arange(path.shape[1])
-            taken = columns < lengths[:, None]  # [B, D]
-            if (taken & ((path < 0) | (start[:, None] + path >= self.capacity[rows][:, None]))).any():
-                raise KVStateError(f"rows {rows.tolist()}: a path names nodes past the slots they own: {path.tolist()}")
+        committed = self.committed_len.tensor
+        real = rows.index != self.padding_row
+        start = committed[rows.index]  # [B]
+        length = torch.where(real, length, 0)
+        columns = torch.arange(path.shape[1], device=path.device)
+        taken = columns < length[:, None]  # [B, N]
+        cells = start[:, None] + columns
+        slots = self.slots.tensor
+        window = slots[rows.index[:, None], cells]  # [B, N]
+        move = None
+        if self.allocator.page_size == 1:
+            order = path_order(path, taken)
+            slots[rows.index[:, None], cells] = window.gather(1, order)
+        else:
             displaced = taken & (path != columns)
-            if displaced.any():
-                self._bring_forward(rows, start, path, taken, displaced)
-        self.committed_len[rows] = start + lengths
+            source = torch.where(displaced, window.gather(1, path), NULL_SLOT)
+            destination = torch.where(displaced, window, NULL_SLOT)
+            move = Move(FullLoc(source.reshape(-1)), FullLoc(destination.reshape(-1)))
+        committed[rows.index] = start + length
+        return move
 
-    def truncate(self, row: int, length: int) -> None:
-        """Forget committed tokens past `length`; pages beyond its reserve are freed.
+    def adopt_commit(self, rows: IntArray, length: IntArray, path: IntArray) -> None:
+        """The host's side of `commit_on_device`, with the same numbers: length [B], path [B, N]."""
+        self.require_committable(rows, length, path)
+        start = self.committed_len.host[rows]
+        if self.allocator.page_size == 1:
+            columns = np.arange(path.shape[1])
+            order = path_order(torch.from_numpy(path), torch.from_numpy(columns < length[:, None])).numpy()
+            cells = start[:, None] + columns
+            window = self.slots.host[rows[:, None], cells]
+            self.slots.adopt((rows[:, None], cells), np.take_along_axis(window, order, axis=1))
+        self.committed_len.adopt(rows, start + length)
 
-        Raises KVStateError when the SWA keys that position `length` needs were evicted already.
-        """
-        self.allocator.require_unfrozen("truncate")
-        self._require_active(row)
-        if not 0 <= length <= self.committed_len[row]:
-            raise KVStateError(f"row {row}: truncate to {length}, committed {int(self.committed_len[row])}")
-        if self.retain is not None and self.evicted_len[row] > max(0, length - self.retain):
-            raise KVStateError(
-                f"row {row}: truncate to {length} needs SWA keys from {max(0, length - self.retain)}, "
-                f"evicted up to {int(self.evicted_len[row])}"
-            )
-        self.committed_len[row] = length
-        page_size = self.allocator.page_size
-        keep = min(int(self.capacity[row]), -(-(length + self.reserve) // page_size) * page_size)
-        if keep < self.capacity[row]:
-            self.allocator.free(self._owned(row, keep, int(self.capacity[row])))
-            self.slots[row, keep : int(self.capacity[row])] = 0
-            self.capacity[row] = keep
+    def commit_chunk(self, rows: IntArray, length: IntArray) -> None:
+        """Make the next `length` [B] tokens final, in the order in which they were written: a chunk of a prompt."""
+        self.require_committable(rows, length, np.zeros((len(rows), 0), dtype=np.int64))
+        self.committed_len[rows] = self.committed_len.host[rows] + length
+
+    def require_committable(self, rows: IntArray, length: IntArray, path: IntArray) -> None:
+        """Raise KVStateError for a commit past the slots that a row owns, FrozenKVError while frozen."""
+        self.allocator.require_unfrozen("commit")
+        start, capacity = self.committed_len.host[rows], self.capacity[rows]
+        if (start + length > capacity).any():
+            raise KVStateError(f"rows {rows.tolist()}: commit of {length.tolist()} goes past the slots they own")
+        taken = np.arange(path.shape[1]) < length[:, None]
+        if (taken & ((path < 0) | (start[:, None] + path >= capacity[:, None]))).any():
+            raise KVStateError(f"rows {rows.tolist()}: a path names nodes past the slots they own: {path.tolist()}")
 
     def evict(self, rows: IntArray, *, slack_pages: int = 1) -> int:
         """Free the SWA slots of tokens that no future query can see; returns how many pages that were.
@@ -156,7 +209,7 @@ class RequestTable:
         if self.retain is None:
             return 0
         page_size = self.allocator.page_size
-        target = ((self.committed_len[rows] - self.retain) // page_size - slack_pages) * page_size
+        target = ((self.committed_len.host[rows] - self.retain) // page_size - slack_pages) * page_size
         behind = target > self.evicted_len[rows]
         before = self.evicted_len[rows].sum()
         for row, end in zip(rows[behind].tolist(), target[behind].tolist(), strict=True):
@@ -167,12 +220,16 @@ class RequestTable:
     def check(self) -> None:
         """Assert the allocator's invariants, that rows own disjoint held pages, and invariant 3 (windows mapped)."""
         self.allocator.check()
+        for mirrored in (self.slots, self.committed_len, self.allocator.full_to_swa):
+            mirrored.check()
         page_size = self.allocator.page_size
         mapping = self.allocator.full_to_swa.host
         owned: list[int] = []
         for row in range(self.max_requests + 1):
             slots = self.slots.host[row]
-            capacity, length, evicted = (int(x[row]) for x in (self.capacity, self.committed_len, self.evicted_len))
+            capacity, length, evicted = (
+                int(x[row]) for x in (self.capacity, self.committed_len.host, self.evicted_len)
+            )
             assert (slots[capacity:] == 0).all(), f"{row=}: slots behind its capacity"
             if not self._active[row]:
                 assert capacity == length == evicted == 0, f"{row=} is closed but owns something"
@@ -182,7 +239,7 @@ class RequestTable:
             in_order = by_page == by_page[:, :1] + np.arange(page_size)
             assert in_order.all() and (by_page[:, 0] % page_size == 0).all(), f"{row=}: not whole pages in order"
             pages = by_page[:, 0] // page_size
-            assert 0 not in pages, f"{row=}: owns the sink"
+            assert 0 not in pages, f"{row=}: owns page 0"
             owned.extend(pages.tolist())
             if self.retain is not None:
                 window_start = max(0, length - self.retain)
@@ -193,36 +250,22 @@ class RequestTable:
         assert self.allocator.full.is_held(np.array(owned, dtype=np.int64)).all(), "a row owns a free page"
         assert len(owned) == self.allocator.full.held_pages, "a held page belongs to no row"
 
-    def _bring_forward(
-        self,
-        rows: IntArray,
-        start: IntArray,
-        path: IntArray,
-        taken: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
-        displaced: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
-    ) -> None:
-        """Put the K/V of path node i at position start + i, for every i taken."""
-        if self.allocator.page_size == 1:
-            width = int(np.where(taken, path, 0).max()) + 1
-            rank = np.tile(np.arange(width) + width, (len(rows), 1))  # nodes off the path keep their order, behind it
-            i_row, i_step = np.nonzero(taken)
-            rank[i_row, path[i_row, i_step]] = i_step
-            order = np.argsort(rank, axis=1, kind="stable")  # [B, width]
-            columns = np.minimum(start[:, None] + np.arange(width), self.slots.host.shape[1] - 1)
-            window = self.slots.host[rows[:, None], columns]
-            self.slots[rows[:, None], columns] = np.take_along_axis(window, order, axis=1)
-        else:
-            i_row, i_step = np.nonzero(displaced)
-            source = self.slots.host[rows[i_row], start[i_row] + path[i_row, i_step]]
-            destination = self.slots.host[rows[i_row], start[i_row] + i_step]
-            device = self.allocator.device
-            self.allocator.move(
-                FullLoc(torch.from_numpy(source).to(device)), FullLoc(torch.from_numpy(destination).to(device))
-            )
-
     def _owned(self, row: int, start: int, end: int) -> FullLoc:
         return FullLoc(torch.from_numpy(self.slots.host[row, start:end].copy()))
 
     def _require_active(self, row: int) -> None:
         if not 0 <= row < self.max_requests or not self._active[row]:
             raise KVStateError(f"row {row} is not open")
+
+
+def path_order(path: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+    """[B, N]: which of N nodes comes at each place once the `taken` [B, N] entries of path [B, N] come first.
+
+    Nodes off the path keep their order, behind it:   path 0 2, of 4 nodes   ->   0 2 1 3
+    """
+    batch, width = path.shape
+    columns = torch.arange(width, device=path.device)
+    rank = (columns + width).repeat(batch, 1)
+    rank = torch.cat([rank, rank[:, :1]], dim=1)  # one more column takes the steps that are not taken
+    rank = rank.scatter(1, torch.where(taken, path, width), columns.expand(batch, width))
+    return rank[:, :width].argsort(dim=1, stable=True)

@@ -3,33 +3,38 @@
     engine = Engine.from_pretrained("tiny-gemma4", drafter="tiny-gemma4-mtp")
     [out] = engine.generate("...", SamplingParams(max_new_tokens=64))
 
-One engine serves one thread. Requests of an open `stream` and of `generate` share rounds.
+Calls from several threads take turns, a step at a time; the requests of all of them, and of open streams, share rounds.
+A step that is interrupted (an error, Ctrl-C) happened to no request: the next one begins again from their tokens.
 """
 
 import secrets
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.attention.backend import use_kernels
+from specdec.attention.backend import choose_backend
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
-from specdec.draft_models.registry import drafter_from_module
-from specdec.errors import ConfigError, SpecDecError
-from specdec.models.bundled import resolve_name
-from specdec.models.loading import load_config, load_drafter, load_model, load_tokenizer, pick_device, pick_dtype
+from specdec.errors import ConfigError, SpecDecError, shown
+from specdec.kvcache.mirror import IntArray
+from specdec.models.loading import SHARED_OPTIONS, load_any_drafter, load_target, load_tokenizer
 from specdec.models.target import TargetModel
-from specdec.request import GenerationOutput, Request, RequestState, RequestStats, StreamDelta
-from specdec.runner import Runner
+from specdec.request import GenerationOutput, Request, RequestStats, StreamDelta
+from specdec.round import Round, Seats
 from specdec.scheduler import Scheduler
-from specdec.sizing import make_table
+from specdec.settle import settle_chunks, settle_round
+from specdec.sizing import make_cache
 from specdec.text.detokenize import Detokenizer
 from specdec.text.prompts import Prompt, as_prompt_list, chat_ids
 
@@ -37,7 +42,8 @@ from specdec.text.prompts import Prompt, as_prompt_list, chat_ids
 class Engine:
     """Generates with speculation, exactly as the target alone would.
 
-    Make one with `from_pretrained`. `drafter` is a bound Drafter or None (plain decoding in the same runtime).
+    Make one with `from_pretrained`. `drafter` is a Drafter fitted to the target, or None (plain decoding in the same
+    runtime). Engines may share a target and a drafter: both are weights, and an engine's state is its own.
     """
 
     def __init__(
@@ -54,63 +60,65 @@ class Engine:
         self.tokenizer = tokenizer
         self.spec = spec or SpecConfig()
         self.config = config or EngineConfig()
-        head_dims = [layer.head_dim for layer in target.layout.layers]
-        kernels = use_kernels(self.config.attention, target.device, target.dtype, max(head_dims))
-        num_nodes = self.spec.num_nodes if drafter is not None else 1
-        self.table, self.max_model_len = make_table(target, drafter, self.config, num_nodes)
+        layouts = [target.layout] + ([] if drafter is None or drafter.kv_layout is None else [drafter.kv_layout])
+        head_dim = max(layer.head_dim for layout in layouts for layer in layout.layers)
+        backend = choose_backend(self.config.attention, target.device, target.dtype, head_dim)
+        lookahead = self.spec.num_nodes if drafter is not None else 1
+        self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)
+        self.table = self.cache.table
         self.scheduler = Scheduler(
-            self.table,
-            num_nodes=num_nodes,
-            max_model_len=self.max_model_len,
-            prefill_chunk=self.config.prefill_chunk,
+            self.table, max_model_len=self.max_model_len, prefill_chunk=self.config.prefill_chunk
         )
-        for pool in self.table.allocator.pools.values() if kernels else ():
-            pool.use_kernels()
-        self.runner = Runner(target, drafter, self.table, self.spec)
+        self.round = Round(target, drafter, self.cache, backend)
         self.end_tokens = _end_tokens(target.model, tokenizer)
+        self._live: dict[int, Request] = {}  # by number, oldest first: the one list that a fault cannot spoil
+        self._submitted = 0
         self._totals = RequestStats()
+        self._lock = threading.Lock()
+        self._interrupted = False  # a turn began and did not end
+        self._doomed: deque[Request] = deque()  # aborted, to be released at the next end of a turn
         self._closed = False
 
     @classmethod
     def from_pretrained(
         cls,
-        target: str | PreTrainedModel,
-        drafter: str | nn.Module | None = None,
+        target: str | PathLike[str] | PreTrainedModel | nn.Module,
+        drafter: str | PathLike[str] | nn.Module | Drafter | None = None,
         *,
         tokenizer: Any | None = None,
         spec: SpecConfig | None = None,
         config: EngineConfig | None = None,
+        drafter_options: Mapping[str, Any] | None = None,
+        **target_options: Any,
     ) -> "Engine":
         """Load and bind a pair.
 
-        target: hub id, folder, bundled name or a loaded model. drafter: the same, "ngram", or None.
-        tokenizer: a tokenizer or its name; default: the target's own, None for a loaded module.
+        target: hub id, folder, bundled name or a loaded model (with peft adapters in place, if it has any). drafter:
+        the same, "ngram", or None ("none"). tokenizer: a tokenizer or its name; default: the target's own, None for a
+        loaded module. Other arguments (revision, token, trust_remote_code, quantization_config, ...) go to
+        transformers' `from_pretrained` for the target; `drafter_options` are those of the drafter, which also takes
+        over the target's token, trust_remote_code, cache_dir and local_files_only.
         Raises CheckpointError (nothing there, tensors missing), UnsupportedModelError (a target that cannot be served
         exactly, a drafter for another target), ConfigError (bad settings).
         """
         config = config or EngineConfig()
         _require_type("spec", spec, SpecConfig)
         _require_type("config", config, EngineConfig)
-        if isinstance(target, str):
-            device = pick_device(config.device)
-            model_config = load_config(target)
-            dtype = pick_dtype(config.dtype, device, model_config)
-            model = load_model(target, dtype=dtype, device=device, config=model_config)
-            tokenizer = load_tokenizer(target) if tokenizer is None else tokenizer
-        elif isinstance(target, PreTrainedModel):
-            _require_same("device", config.device and torch.device(config.device).type, target.device.type)
-            _require_same("dtype", config.dtype, target.dtype)
-            model = target.eval()
-        else:
-            raise ConfigError(
-                f"target={target!r}: a hub id, a folder, a bundled name or a transformers model is wanted"
-            )
-        if isinstance(tokenizer, str):
-            name, tokenizer = tokenizer, load_tokenizer(resolve_name(tokenizer))
+        model = load_target(target, dtype=config.dtype, device=config.device, options=target_options)
+        if tokenizer is None and isinstance(target, (str, PathLike)):
+            tokenizer = load_tokenizer(target, target_options)
+        elif isinstance(tokenizer, (str, PathLike)):
+            name, tokenizer = tokenizer, load_tokenizer(tokenizer, target_options)
             if tokenizer is None:
-                raise ConfigError(f"tokenizer={name!r}: no tokenizer there; give a folder, a hub id or a tokenizer")
+                raise ConfigError(
+                    f"tokenizer={str(name)!r}: no tokenizer there; give a folder, a hub id or a tokenizer"
+                )
+        elif tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+            raise ConfigError(f"tokenizer is {shown(tokenizer)}; a tokenizer or its name is wanted")
+        shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
         bound = TargetModel(model)
-        return cls(bound, _bind_drafter(drafter, bound), tokenizer=tokenizer, spec=spec, config=config)
+        fitted = load_any_drafter(drafter, bound, {**shared, **(drafter_options or {})})
+        return cls(bound, fitted, tokenizer=tokenizer, spec=spec, config=config)
 
     def generate(
         self,
@@ -127,13 +135,12 @@ class Engine:
         """
         requests = self._make_requests(prompts, params)
         try:
-            for request in requests:
-                self.scheduler.submit(request)
+            self._submit(requests)
             with _progress_bar(len(requests), enabled=len(requests) > 1 if progress is None else progress) as advance:
                 finished = 0
                 while finished < len(requests):
                     self._step()
-                    now = sum(r.state is RequestState.FINISHED for r in requests)
+                    now = sum(request.finished for request in requests)
                     advance(now - finished)
                     finished = now
         finally:
@@ -177,16 +184,19 @@ class Engine:
 
     def stats(self) -> RequestStats:
         """Sums over all requests that finished in this engine."""
-        total = RequestStats()
-        total.add(self._totals)
-        return total
+        with self._lock:
+            return self._totals.copy()
 
     def close(self) -> None:
-        """Drop the KV pools; the engine refuses further work. The model stays usable."""
+        """Drop the KV tensors; the engine refuses further work. The model stays usable."""
         if not self._closed:
-            self._abort([*self.scheduler.running, *self.scheduler.waiting])
-            self.table.allocator.pools.clear()
-            self._closed = True
+            with self._turn():
+                self._closed = True
+                for request in self._live.values():
+                    request.abort()
+                self._live.clear()
+                self.scheduler.restart([])
+                self.cache.clear()
 
     def __enter__(self) -> "Engine":
         return self
@@ -196,48 +206,126 @@ class Engine:
     ) -> None:
         self.close()
 
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One thread's turn to change anything; one that did not end is as if it had not begun."""
+        with self._lock:
+            if self._interrupted:
+                self._begin_again()
+            self._interrupted = True
+            yield
+            self._release_doomed()
+            self._interrupted = False
+        self._release_idle()
+
+    def _begin_again(self) -> None:
+        """After a fault: requests are what they had settled, and everything else is made again from them."""
+        for number, request in list(self._live.items()):
+            if request.finished:
+                self._forget(number)
+        self.round.reset()
+        self.scheduler.restart(list(self._live.values()))
+
+    def _submit(self, requests: Sequence[Request]) -> None:
+        with self._turn():
+            self._require_open()
+            for request in requests:
+                request.number = self._submitted
+                self._submitted += 1
+                self._live[request.number] = request
+                self.scheduler.submit(request)
+
     def _step(self) -> None:
         """One forward: prefill first, so that a waiting prompt joins the batch as soon as it can."""
-        self._require_open()
-        for request in self.scheduler.admit():
-            self.runner.load_history(request)
-        requests, chunk_len = self.scheduler.next_prefill()
-        # Triton launches on the current device, whatever it is; K/V have the model's dtype, whatever autocast says
-        device = self.target.device
-        with torch.cuda.device_of(self.table.slots.tensor), torch.autocast(device.type, enabled=False):
-            if requests:
-                self.runner.prefill(requests, chunk_len)
-            else:
-                requests = self.scheduler.next_decode()
-                self.runner.decode(requests)
-        for request in requests:
-            if request.state is RequestState.FINISHED:
-                self.scheduler.release(request)
-                self._totals.add(request.stats)
+        with self._turn():
+            self._require_open()
+            if self.scheduler.idle:
+                return  # another thread's steps finished everything
+            for request in self.scheduler.admit():
+                self.round.tokens[request.row, : request.settled.num_tokens] = np.array(request.tokens, dtype=np.int64)
+            requests, chunk_len = self.scheduler.next_prefill()
+            # Triton launches on the current device, whatever it is; K/V have the model's dtype, whatever autocast says
+            device = self.target.device
+            with torch.cuda.device_of(self.table.slots.tensor), torch.autocast(device.type, enabled=False):
+                if requests:
+                    self._prefill(requests, chunk_len)
+                else:
+                    requests = self.scheduler.next_decode()
+                    self._decode(requests)
+            for request in requests:
+                if request.finished:
+                    self.scheduler.release(request)
+                    self._forget(request.number)
+
+    def _prefill(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
+        seats = _seats(requests)
+        done = self.table.committed_len.host[seats.rows]
+        drawing = [
+            i
+            for i, request in enumerate(requests)
+            if request.num_output == 0 and done[i] + chunk_len[i] == request.prefill_target
+        ]
+        result = self.round.prefill(seats, chunk_len, drawing)
+        settle_chunks(self.table, self.round.tokens, requests, chunk_len, drawing, result)
+
+    def _decode(self, requests: Sequence[Request]) -> None:
+        # no request can use more drafts than it has tokens to go, less the bonus
+        to_go = max(request.params.max_new_tokens - request.num_output for request in requests)
+        num_steps, num_nodes = self.spec.shortened(to_go - 1) if self.drafter is not None else (0, 1)
+        result = self.round.decode(_seats(requests), num_steps, self.spec.topk, num_nodes)
+        settle_round(self.table, self.round.tokens, requests, result)
 
     def _deltas(self, request: Request) -> Iterator[StreamDelta]:
         sent = 0
-        self.scheduler.submit(request)  # not before the first delta is asked for: a stream nobody reads holds nothing
         try:
+            self._submit([request])  # not before the first delta is asked for: a stream nobody reads holds nothing
             while True:
-                while request.num_output == sent and request.state is not RequestState.FINISHED:
+                while request.num_output == sent and not request.finished:
                     self._step()
-                finished = request.state is RequestState.FINISHED
-                text = request.detokenizer.stream(request.output_ids, request.params.stop_strings, finished=finished)
-                tokens, drafted = request.output_ids[sent:], request.drafted[sent:]
-                sent = request.num_output
-                yield StreamDelta(text, tokens, drafted, request.output() if finished else None)
+                finished = request.finished  # before the tokens: another thread may add some now
+                tokens, drafted = request.output_ids, request.drafted
+                text = request.detokenizer.stream(tokens, request.params.stop_strings, finished=finished)
+                new, sent = slice(sent, len(tokens)), len(tokens)
+                yield StreamDelta(text, tokens[new], drafted[new], request.output() if finished else None)
                 if finished:
                     return
         finally:
-            self._abort([request])
+            self._abort([request], wait=False)  # also when the garbage collector closes a stream, within any turn
 
-    def _abort(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if request.state is not RequestState.FINISHED:
+    def _abort(self, requests: Sequence[Request], *, wait: bool = True) -> None:
+        """End requests that have not ended and free what they own; without `wait`, when the present turn ends."""
+        ending = [request for request in requests if request.number in self._live]
+        if not ending:
+            return
+        self._doomed.extend(ending)
+        if wait:
+            with self._turn():
+                pass
+        else:
+            self._release_idle()
+
+    def _release_doomed(self) -> None:
+        while self._doomed:
+            request = self._doomed.popleft()
+            if request.number in self._live:
+                request.abort()
                 self.scheduler.release(request)
-                request.state = RequestState.FINISHED
-                request.finish_reason = "abort"
+                self._forget(request.number)
+
+    def _release_idle(self) -> None:
+        """Release what was aborted while nobody's turn could; whoever has a turn now will."""
+        while self._doomed and not self._lock.locked():
+            with self._lock:
+                if self._interrupted:
+                    self._begin_again()
+                self._interrupted = True
+                self._release_doomed()
+                self._interrupted = False
+
+    def _forget(self, number: int) -> None:
+        request = self._live.pop(number)
+        if request.settled.finish_reason != "abort":
+            self._totals.add(request.stats)
 
     def _make_requests(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -272,16 +360,9 @@ class Engine:
         return self.tokenizer
 
 
-def _bind_drafter(drafter: str | nn.Module | None, target: TargetModel) -> Drafter | None:
-    if drafter is None:
-        return None
-    if isinstance(drafter, nn.Module):
-        return drafter_from_module(drafter, target)
-    if not isinstance(drafter, str):
-        raise ConfigError(
-            f"drafter={drafter!r}: a hub id, a folder, a bundled name, 'ngram', a module or None is wanted"
-        )
-    return load_drafter(drafter, target)
+def _seats(requests: Sequence[Request]) -> Seats:
+    rows = np.array([request.row for request in requests], dtype=np.int64)
+    return Seats(rows, [request.params for request in requests], [request.seed for request in requests])
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:
@@ -306,14 +387,7 @@ def _params_for(params: Any, count: int) -> list[SamplingParams]:
 
 def _require_type(name: str, value: object, wanted: type) -> None:
     if value is not None and not isinstance(value, wanted):
-        raise ConfigError(f"{name}={value!r}: a {wanted.__name__} is wanted")
-
-
-def _require_same(name: str, wanted: object, actual: object) -> None:
-    if wanted is not None and wanted != actual:
-        raise ConfigError(
-            f"{name}={wanted} in the EngineConfig, but the loaded model has {actual}; convert it, or leave it None"
-        )
+        raise ConfigError(f"{name} is {shown(value)}; a {wanted.__name__} is wanted")
 
 
 @contextmanager

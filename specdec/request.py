@@ -1,7 +1,8 @@
 """A request on its way through the engine, and what the user gets back."""
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -44,6 +45,9 @@ class RequestStats:
     def accepted_per_position(self) -> list[float]:
         """Share of rounds in which each draft position was accepted."""
         return [count / self.rounds for count in self.accepted_counts] if self.rounds else []
+
+    def copy(self) -> "RequestStats":
+        return replace(self, accepted_counts=list(self.accepted_counts))
 
     def record_round(self, emitted: int, accepted: int, num_drafts: int) -> None:
         """A verify emitted that many tokens, the first `accepted` of them out of drafts `num_drafts` deep."""
@@ -100,72 +104,131 @@ class StreamDelta:
 
 
 class RequestState(Enum):
+    """Where the scheduler has a request; whether it is finished is `Request.finished`."""
+
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
-    FINISHED = "finished"
+
+
+class Settled(NamedTuple):
+    """How far a request has come, replaced as a whole: a step either happened to it or did not.
+
+    num_tokens: prompt and output. reader: the output's text so far, where stop strings are looked for.
+    """
+
+    num_tokens: int
+    finish_reason: str
+    stats: RequestStats
+    reader: Detokenizer
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Mutable state of one request. `tokens` are prompt and output; all but the last have K/V while it decodes."""
+    """One request. Prompt and output are its tokens; all but the last have K/V while it decodes.
+
+    Lists may run ahead of `settled` when a step was interrupted; only what is settled counts.
+    """
 
     prompt: list[int]
     params: SamplingParams
     seed: int
     detokenizer: Detokenizer
     end_tokens: frozenset[int]
-    tokens: list[int] = field(default_factory=list)
+    number: int = -1  # in order of arrival, from the engine
     state: RequestState = RequestState.WAITING
     row: int = -1
-    finish_reason: str = ""
-    stats: RequestStats = field(default_factory=RequestStats)
-    drafted: list[bool] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    settled: Settled = field(init=False)
+    _tokens: list[int] = field(init=False)
+    _drafted: list[bool] = field(default_factory=list, init=False)
+    _logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
-        self.stats.prompt_tokens = len(self.prompt)
+        self._tokens = list(self.prompt)
+        stats = RequestStats(prompt_tokens=len(self.prompt))
+        self.settled = Settled(len(self.prompt), "", stats, copy.copy(self.detokenizer))
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.settled.finish_reason)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self._tokens[: self.settled.num_tokens]
 
     @property
     def output_ids(self) -> list[int]:
-        return self.tokens[len(self.prompt) :]
+        return self._tokens[len(self.prompt) : self.settled.num_tokens]
 
     @property
     def num_output(self) -> int:
-        return len(self.tokens) - len(self.prompt)
+        return self.settled.num_tokens - len(self.prompt)
+
+    @property
+    def drafted(self) -> list[bool]:
+        """Of each output token, whether it came out of an accepted draft."""
+        return self._drafted[: self.num_output]
+
+    @property
+    def stats(self) -> RequestStats:
+        return self.settled.stats
 
     @property
     def prefill_target(self) -> int:
         """Tokens whose K/V prefill must make: the prompt, or after a preemption all but the newest token."""
-        return len(self.prompt) if self.num_output == 0 else len(self.tokens) - 1
+        return len(self.prompt) if self.num_output == 0 else self.settled.num_tokens - 1
 
-    def append(self, tokens: Sequence[int]) -> int:
-        """Take emitted tokens until a stop condition; the last one given is no draft. Returns how many were taken."""
-        for taken, token in enumerate(tokens, start=1):
-            self.tokens.append(token)
-            self.drafted.append(taken < len(tokens))
-            self.stats.output_tokens += 1
-            if self._stops(token):
-                self.state = RequestState.FINISHED
-                return taken
-        return len(tokens)
+    def settle(
+        self,
+        emitted: Sequence[int],
+        logprobs: Sequence[TokenLogprob],
+        stats: RequestStats,
+        *,
+        num_drafts: int | None = None,
+    ) -> None:
+        """Take emitted tokens until a stop condition; the last one given is no draft.
 
-    def _stops(self, token: int) -> bool:
-        stops = self.params.stop_strings
-        if token in self.end_tokens or (stops and self.detokenizer.find_stop(self.tokens, stops, len(self.prompt))):
-            self.finish_reason = "stop"
-        elif self.num_output >= self.params.max_new_tokens:
-            self.finish_reason = "length"
-        return bool(self.finish_reason)
+        stats: its figures so far (a copy, changed here); num_drafts: how deep the drafts of this round were, None for
+        the token behind a prompt.
+        """
+        start, reader = self.settled.num_tokens, copy.copy(self.settled.reader)
+        kept = start - len(self.prompt)
+        del self._tokens[start:], self._drafted[kept:], self._logprobs[kept:]  # of a step that was interrupted
+        finish_reason, taken = "", 0
+        for token in emitted:
+            taken += 1
+            self._tokens.append(token)
+            self._drafted.append(taken < len(emitted))
+            finish_reason = self._finish_reason(token, reader)
+            if finish_reason:
+                break
+        self._logprobs += logprobs[:taken]
+        stats.output_tokens += taken
+        if num_drafts is not None:
+            stats.record_round(taken, min(taken, len(emitted) - 1), num_drafts)
+        self.settled = Settled(start + taken, finish_reason, stats, reader)
+
+    def abort(self) -> None:
+        """End it as it is, if it has not ended."""
+        if not self.finished:
+            self.settled = self.settled._replace(finish_reason="abort")
+
+    def _finish_reason(self, token: int, reader: Detokenizer) -> str:
+        """Why the output ends with this token, the newest; empty: it goes on."""
+        if token in self.end_tokens:
+            return "stop"
+        stops, prompt_len = self.params.stop_strings, len(self.prompt)
+        if stops and reader.find_stop(self._tokens, stops, prompt_len):
+            return "stop"
+        return "length" if len(self._tokens) - prompt_len >= self.params.max_new_tokens else ""
 
     def output(self) -> GenerationOutput:
         return GenerationOutput(
             prompt_token_ids=list(self.prompt),
             token_ids=self.output_ids,
             text=self.detokenizer.final_text(self.output_ids, self.params.stop_strings),
-            finish_reason=self.finish_reason,
+            finish_reason=self.settled.finish_reason,
             stats=self.stats,
-            drafted=list(self.drafted),
-            logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
+            drafted=self.drafted,
+            logprobs=self._logprobs[: self.num_output] if self.params.logprobs is not None else None,
         )

@@ -1,14 +1,15 @@
 """Who runs: admission, prefill chunks, slots for the next round, preemption. It touches no tensor of the model.
 
-    submit -> WAITING -- a row and pages are free --> PREFILL -- all K/V made --> DECODE -- stop --> FINISHED
+    submit -> WAITING -- a row and pages are free --> PREFILL -- all K/V made --> DECODE -- stop --> released
                  ^                                       |                          |
-                 '------------ preempted: all slots freed, tokens kept -------------'
+                 '-- preempted, or a step was interrupted: all slots freed, tokens kept'
 
 Oldest first: a request that finds no free page preempts the youngest running one, so the oldest always advances. A
 request that would not fit the empty pools is refused at `submit`, so preemption always ends.
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,11 +20,10 @@ from specdec.request import Request, RequestState
 
 
 class Scheduler:
-    """Decides; `num_nodes` is the verify width, root included, that every decoding request must own slots for."""
+    """Decides. Every decoding request must own slots for a verify: the table's lookahead behind its committed ones."""
 
-    def __init__(self, table: RequestTable, *, num_nodes: int, max_model_len: int, prefill_chunk: int) -> None:
+    def __init__(self, table: RequestTable, *, max_model_len: int, prefill_chunk: int) -> None:
         self.table = table
-        self.num_nodes = num_nodes
         self.max_model_len = max_model_len
         self.prefill_chunk = prefill_chunk
         self.waiting: deque[Request] = deque()
@@ -38,6 +38,17 @@ class Scheduler:
         self.require_fits(len(request.prompt), request.params.max_new_tokens)
         self.waiting.append(request)
 
+    def restart(self, requests: Sequence[Request]) -> None:
+        """Begin again with these requests, oldest first, whatever state everything is in: all wait, nothing is held.
+
+        Tokens are kept and their K/V made again, as after a preemption.
+        """
+        self.table.reset()
+        self.running = []
+        for request in requests:
+            request.state, request.row = RequestState.WAITING, -1
+        self.waiting = deque(requests)
+
     def require_fits(self, prompt_len: int, max_new_tokens: int) -> None:
         """Raise CapacityError unless a request of this size fits the empty pools and the model length."""
         asked = f"a prompt of {prompt_len} tokens with max_new_tokens={max_new_tokens}"
@@ -49,12 +60,12 @@ class Scheduler:
                 f"shorten the prompt by {over}{fewer}, or raise it"
             )
         allocator = self.table.allocator
-        full, swa = slots_needed(self.table, self.num_nodes, prompt_len, max_new_tokens)
+        full, swa = slots_needed(self.table, prompt_len, max_new_tokens)
         for name, need, pool in (("full", full, allocator.full), ("swa", swa, allocator.swa)):
             if pool is not None and need > pool.capacity * allocator.page_size:
                 raise CapacityError(
-                    f"{asked} needs {need} {name} KV slots (with {self.num_nodes} nodes a verify step and page size "
-                    f"{allocator.page_size}), but the {name} pool has {pool.capacity * allocator.page_size}; "
+                    f"{asked} needs {need} {name} KV slots (with {self.table.lookahead} nodes a verify step and page "
+                    f"size {allocator.page_size}), but the {name} pool has {pool.capacity * allocator.page_size}; "
                     f"raise {name}_slots or ask for less"
                 )
 
@@ -65,10 +76,7 @@ class Scheduler:
         full_free, swa_free = allocator.full.free_pages, allocator.swa.free_pages if allocator.swa else 0
         while self.waiting and len(self.running) < self.table.max_requests:
             request = self.waiting[0]
-            full, swa = (
-                slots // allocator.page_size
-                for slots in slots_needed(self.table, self.num_nodes, request.prefill_target, 2)
-            )
+            full, swa = (slots // allocator.page_size for slots in slots_needed(self.table, request.prefill_target, 2))
             if self.running and (full > full_free or swa > swa_free):
                 break
             full_free, swa_free = full_free - full, swa_free - swa  # spoken for, though not taken yet
@@ -85,7 +93,7 @@ class Scheduler:
         for request in list(self.running):
             if request.state is not RequestState.PREFILL:
                 continue
-            done = int(self.table.committed_len[request.row])
+            done = int(self.table.committed_len.host[request.row])
             wanted = min(self.prefill_chunk, request.prefill_target - done)
             while request.state is RequestState.PREFILL:
                 page_size = self.table.allocator.page_size
@@ -100,10 +108,10 @@ class Scheduler:
         return [request for request, _ in chosen], np.array([chunk for _, chunk in chosen], dtype=np.int64)
 
     def next_decode(self) -> list[Request]:
-        """Requests to verify next, each owning slots for `num_nodes` behind its committed ones."""
+        """Requests to verify next, each owning the lookahead behind its committed slots."""
         for request in list(self.running):
             while request.state is RequestState.DECODE:
-                wanted = int(self.table.committed_len[request.row]) + self.num_nodes
+                wanted = int(self.table.committed_len.host[request.row]) + self.table.lookahead
                 if self.table.pages_needed(request.row, wanted) <= self.table.allocator.available_pages:
                     self.table.ensure(request.row, wanted)
                     break
@@ -130,12 +138,12 @@ class Scheduler:
         self.waiting.appendleft(victim)
 
 
-def slots_needed(table: RequestTable, num_nodes: int, prompt_len: int, max_new_tokens: int) -> tuple[int, int]:
+def slots_needed(table: RequestTable, prompt_len: int, max_new_tokens: int) -> tuple[int, int]:
     """Most slots that one request owns at a time, in whole pages: (full, swa).
 
-    The last verify starts with one token to go or more: committed <= prompt + new - 2, with `num_nodes` behind it.
+    The last verify starts with one token to go or more: committed <= prompt + new - 2, with the lookahead behind it.
     """
-    page_size = table.allocator.page_size
+    page_size, num_nodes = table.allocator.page_size, table.lookahead
     longest = prompt_len if max_new_tokens < 2 else prompt_len + max_new_tokens - 2 + num_nodes
     full = -(-longest // page_size) * page_size
     if table.retain is None:

@@ -7,6 +7,7 @@ import torch
 from specdec.config import EngineConfig
 from specdec.draft_models.base import Drafter
 from specdec.errors import CapacityError
+from specdec.kvcache.cache import KVCache, KVOperations
 from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.spaces import Space
 from specdec.kvcache.table import RequestTable, swa_slots_held
@@ -18,17 +19,18 @@ FALLBACK_MODEL_LEN = 4096
 """For a model that states no limit."""
 
 
-def make_table(
-    target: TargetModel, drafter: Drafter | None, config: EngineConfig, num_nodes: int
-) -> tuple[RequestTable, int]:
-    """Allocator and request table for one engine, and the longest sequence they serve (tokens).
+def make_cache(
+    target: TargetModel, drafter: Drafter | None, config: EngineConfig, num_nodes: int, operations: KVOperations
+) -> tuple[KVCache, int]:
+    """Slots and request table for one engine, without stores yet, and the longest sequence they serve (tokens).
 
     num_nodes: verify width, the root included.
     """
     layout, page_size = target.layout, config.page_size
     item = torch.empty((), dtype=target.dtype).element_size()
     full_bytes, swa_bytes = (layout.numbers_per_slot(space) * item for space in (Space.FULL, Space.SWA))
-    full_bytes += drafter.bytes_per_slot if drafter is not None else 0
+    if drafter is not None and drafter.kv_layout is not None:
+        full_bytes += drafter.kv_layout.numbers_per_slot(Space.FULL) * item
     extra_keys = drafter.extra_keys if drafter is not None else 0
     if config.max_model_len is not None:
         target.context_length.require(config.max_model_len, target.name)
@@ -59,15 +61,15 @@ def make_table(
             "raise full_slots / swa_slots or lower page_size"
         )
     allocator = HybridAllocator(
-        layout,
         full_pages=full_slots // page_size,
-        swa_pages=swa_slots // page_size,
+        swa_pages=None if window is None else swa_slots // page_size,
         page_size=page_size,
-        dtype=target.dtype,
         device=target.device,
     )
-    table = RequestTable(allocator, max_requests=batch, max_len=max_len, reserve=num_nodes, extra_keys=extra_keys)
-    return table, max_len
+    table = RequestTable(
+        allocator, max_requests=batch, max_len=max_len, lookahead=num_nodes, window=window, extra_keys=extra_keys
+    )
+    return KVCache(allocator, table, operations), max_len
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -70,7 +70,7 @@ def shared_data() -> Path:
 def make_engine() -> Callable[..., Engine]:
     """make_engine(model, drafter=None, *, num_steps=3, spec=None, tokenizer=None, **engine_config).
 
-    `drafter`: a module or a name, or any object with `propose`.
+    `drafter`: a module or a name, or any drafter.
     """
 
     def make(
@@ -84,7 +84,7 @@ def make_engine() -> Callable[..., Engine]:
     ) -> Engine:
         spec = spec or SpecConfig(num_steps=num_steps)
         settings = EngineConfig(**{"max_model_len": 256, "prefill_chunk": 16, **config})
-        if hasattr(drafter, "propose"):
+        if hasattr(drafter, "bind"):
             return Engine(TargetModel(model), drafter, tokenizer=tokenizer, spec=spec, config=settings)
         return Engine.from_pretrained(model, drafter, tokenizer=tokenizer, spec=spec, config=settings)
 

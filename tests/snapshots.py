@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.kvcache.table import RequestTable
+from specdec.kvcache.cache import KVCache
 
 
 def contents(*roots: object) -> dict[str, Any]:
@@ -53,6 +53,8 @@ def contents(*roots: object) -> dict[str, Any]:
     return found
 
 
-def kv_contents(table: RequestTable) -> dict[str, Any]:
-    """The contents of a request table, of the allocator behind it, and of every K/V row behind its slots."""
-    return contents(table, table.allocator, *table.allocator.pools.values())
+def kv_contents(cache: KVCache) -> dict[str, Any]:
+    """The contents of a request table, of the allocator behind it, and of all K/V behind its slots."""
+    for mirrored in (cache.table.slots, cache.table.committed_len, cache.allocator.full_to_swa):
+        assert mirrored.tensor is not None  # what is due to the device goes there: when it goes is no difference
+    return contents(cache.table, cache.allocator, *cache.stores)

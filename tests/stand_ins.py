@@ -12,8 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specdec import DraftTree
-from specdec.draft_models.base import DraftBatch, Observation
-from specdec.kvcache.frozen import KVView
+from specdec.draft_models.base import DraftBatch, StatelessDrafter
 
 from tiny_models import VOCAB
 
@@ -29,27 +28,17 @@ def random_prompt() -> Callable[..., list[int]]:
     return make
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(StatelessDrafter):
     """A drafter that a test scripts: `script(tokens, n)` -> (draft tokens [n], their parents [n]) behind the tokens.
 
     Parents number nodes, the root is 0; None is a chain.
     """
 
     name = "scripted"
-    taps: tuple[int, ...] = ()
-    bytes_per_slot = 0
-    extra_keys = 0
 
     def __init__(self, script: Callable[[list[int], int], tuple[list[int], list[int] | None]]) -> None:
-        self.view: KVView | None = None
         self.script = script
         self.rounds = 0
-
-    def start(self, max_requests: int) -> None:
-        pass
-
-    def observe(self, seen: Observation) -> None:
-        pass
 
     def propose(self, batch: DraftBatch) -> DraftTree:
         self.rounds += 1
@@ -69,21 +58,23 @@ def scripted() -> type[ScriptedDrafter]:
 
 @pytest.fixture(scope="session")
 def tree_script() -> Callable[..., Callable[[list[int], int], tuple[list[int], list[int] | None]]]:
-    """tree_script(truths, vocab=96, hit=0.7): a script of random branching trees.
+    """tree_script(truths, vocab=96, hit=0.7, max_depth=None): a script of random branching trees.
 
     `truths` are whole sequences: a draft behind a path that follows one of them follows it too with probability `hit`,
     in a random place among its siblings. A pure function of the tokens, so the same in any batch.
     """
 
     def make(
-        truths: Sequence[Sequence[int]], vocab: int = VOCAB, hit: float = 0.7
+        truths: Sequence[Sequence[int]], vocab: int = VOCAB, hit: float = 0.7, max_depth: int | None = None
     ) -> Callable[[list[int], int], tuple[list[int], list[int] | None]]:
         def script(tokens: list[int], n: int) -> tuple[list[int], list[int] | None]:
             rng = random.Random(str(tokens))
             paths = [list(tokens)]  # by node
             parents: list[int] = []
             while len(paths) <= n:
-                parent = rng.randrange(max(0, len(paths) - 3), len(paths))
+                deepest = len(tokens) + (n if max_depth is None else max_depth)
+                newest = [i for i, path in enumerate(paths) if len(path) < deepest][-3:]
+                parent = newest[rng.randrange(len(newest))]
                 above = paths[parent]
                 true = [t[len(above)] for t in truths if len(t) > len(above) and list(t[: len(above)]) == above]
                 token = true[0] if true and rng.random() < hit else rng.randrange(vocab)

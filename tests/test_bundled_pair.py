@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.plan import plan_frozen
+from specdec.attention.torch_backend import SlotTables
 from specdec.draft_models import gemma4_mtp
 from specdec.draft_models.registry import constructible_assistants
 from specdec.evaluation.data import read_prompts
@@ -67,7 +68,7 @@ def test_the_smollm2_head_fits_a_target_of_its_shape():
         for drafter in ("smollm2-135m-eagle3", None)
     ]
     drafts, plain = (engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=8)) for engine in engines)
-    assert engines[0].drafter.taps == (2, 15, 27)
+    assert engines[0].drafter.aux_layers == (2, 15, 27)
     assert drafts[0].token_ids == plain[0].token_ids
 
 
@@ -116,13 +117,13 @@ def test_a_wrong_convention_costs_acceptance(name, value, problems, solved, monk
 @pytest.mark.slow
 def test_layers_swapped_between_spaces_cost_acceptance(problems, solved, monkeypatch):
     """The sliding layer reading another sliding layer's K/V: right shapes, wrong keys."""
-    bind = gemma4_mtp.bind_layers
+    bind = gemma4_mtp.fit_layers
 
     def earlier_layers(assistant, target):
         layers, windows = bind(assistant, target)
         return tuple(layer - 5 for layer in layers), windows
 
-    monkeypatch.setattr(gemma4_mtp, "bind_layers", earlier_layers)
+    monkeypatch.setattr(gemma4_mtp, "fit_layers", earlier_layers)
     assert run([problem.text for problem in problems[:SOLVED]])[1].acceptance_length < 2.5
 
 
@@ -179,13 +180,13 @@ def test_wrong_aux_layers_fail_the_acceptance_check(layers, problems, eagle3_tex
 def test_an_untranslated_page_table_fails_the_acceptance_check(problems, solved, monkeypatch):
     """The frozen drafter's sliding table left in full space: the bug that every engine of the field has had."""
 
-    def untranslated(table, rows, **options):
-        plan = plan_frozen(table, rows, **options)
-        start, width = plan.prefix_swa.start, plan.prefix_swa.slots.shape[1]
-        columns = start[:, None] + torch.arange(width)
-        full = plan.prefix_full.slots.gather(1, columns.clamp(max=plan.prefix_full.slots.shape[1] - 1))
-        slots = full % table.allocator.pools[Space.SWA].num_slots  # the SWA pool is smaller
-        return replace(plan, prefix_swa=SlotTable(SwaLoc(slots), start, 1))
+    def untranslated(backend, table, rows, **options):
+        plan = plan_frozen(backend, table, rows, **options)
+        full, swa = plan.prefix.full, plan.prefix.swa
+        columns = swa.start[:, None] + torch.arange(swa.slots.shape[1])
+        slots = full.slots.gather(1, columns.clamp(max=full.slots.shape[1] - 1))
+        slots = slots % table.allocator.num_slots(Space.SWA)  # the SWA space is smaller
+        return replace(plan, prefix=SlotTables(full, SlotTable(SwaLoc(slots), swa.start, 1)))
 
     monkeypatch.setattr(gemma4_mtp, "plan_frozen", untranslated)
     outputs, stats = run([problem.text for problem in problems[:SOLVED]])

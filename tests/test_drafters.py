@@ -12,7 +12,7 @@ from specdec.draft_models.base import DraftBatch, Drafter, Observation
 from specdec.draft_models.conformance import check_drafter
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.kvcache.frozen import frozen_kv
-from specdec.kvcache.table import FROZEN_EXTRA_KEYS
+from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Rows
 
 # prompt lookup
 
@@ -22,9 +22,8 @@ def lookup(*histories, steps=4, max_ngram=3):
     length = max(map(len, histories))
     padded = torch.tensor([[*h, *[h[-1]] * (length - len(h))] for h in histories])
     lengths = torch.tensor([len(h) for h in histories])
-    rows = np.arange(len(histories))
     batch = DraftBatch(
-        table=None, rows=rows, row_index=torch.from_numpy(rows), root=torch.tensor([h[-1] for h in histories]),
+        rows=Rows(torch.arange(len(histories)), length), root=torch.tensor([h[-1] for h in histories]),
         history=padded, history_len=lengths, num_steps=steps, topk=1, num_nodes=1 + steps,
         sample=None, log_scores=None,
     )  # fmt: skip
@@ -89,23 +88,26 @@ def test_lookup_is_the_same_alone_and_in_a_batch(max_ngram):
 
 
 class Checked(Drafter):
-    """A drafter that checks another one at every round of an engine, and drafts like it."""
+    """A drafter whose worker is checked at every round of an engine."""
 
     def __init__(self, drafter):
-        self.inner, self.name, self.view, self.taps = drafter, drafter.name, None, drafter.taps
-        self.extra_keys = drafter.extra_keys
+        self.inner, self.name, self.aux_layers = drafter, drafter.name, drafter.aux_layers
+        self.kv_layout, self.extra_keys = drafter.kv_layout, drafter.extra_keys
+        self.view = None
         self.target = None
         self.rounds = 0
 
-    def start(self, max_requests):
-        self.inner.start(max_requests)
+    def bind(self, binding):
+        self.binding, self.worker = binding, self.inner.bind(binding)
+        return self
 
     def observe(self, seen):
-        self.inner.observe(seen)
+        self.worker.observe(seen)
 
     def propose(self, batch):
         self.rounds += 1
-        return check_drafter(self.inner, batch, self.target)
+        cache, store = self.binding.cache, self.binding.target_store
+        return check_drafter(self.worker, batch, cache, self.target, target_store=store, aux_layers=self.aux_layers)
 
 
 @pytest.fixture
@@ -157,14 +159,14 @@ def round_of(make_target, make_engine, random_prompt, scripted):
     stream = engine.stream(random_prompt(12), SamplingParams(max_new_tokens=8))
     next(stream)
     with torch.inference_mode(), pytest.raises(InterruptedError):
-        engine.runner.decode(engine.scheduler.next_decode())
+        engine._decode(engine.scheduler.next_decode())
     yield caught[0], engine
     stream.close()
 
 
 def faulty(fault, engine):
     good = NgramDrafter()
-    allocator, table = engine.table.allocator, engine.table
+    allocator, table, store = engine.table.allocator, engine.table, engine.cache.stores[0]
     calls, kept_open = [], []
 
     def propose(batch):
@@ -185,10 +187,10 @@ def faulty(fault, engine):
         if fault == "random":
             return DraftTree.chain(tree.tokens + torch.tensor([0, 0, 0, len(calls)]) % 90)
         if fault == "frozen":
-            kept_open.append(frozen_kv(allocator, SimpleNamespace(view=None), ()))
+            kept_open.append(frozen_kv(allocator, store, SimpleNamespace(view=None), ()))
             kept_open[-1].__enter__()
         if fault == "writes":
-            next(iter(allocator.pools.values())).k[1][3] += 1
+            store.layers[1].k[3] += 1
         if fault == "allocates":
             table.ensure(0, int(table.capacity[0]) + 1)
         if fault == "history":
@@ -197,11 +199,9 @@ def faulty(fault, engine):
 
     def observe(seen: Observation):
         if fault == "observe":
-            next(iter(allocator.pools.values())).v[1][3] += 1
+            store.layers[1].v[3] += 1
 
-    return SimpleNamespace(
-        name=fault, view=None, taps=(), bytes_per_slot=0, propose=propose, observe=observe, start=good.start
-    )
+    return SimpleNamespace(view=None, propose=propose, observe=observe)
 
 
 FAULTS = {
@@ -214,21 +214,22 @@ FAULTS = {
     "dtype": "int64 is wanted",
     "random": "other tokens for the same batch",
     "frozen": "left the cache frozen",
-    "writes": "changed full K",
+    "writes": "changed K of layer 1",
     "allocates": "changed capacity",
     "history": "changed history|other tokens",
-    "observe": "changed full V",
+    "observe": "changed V of layer 1",
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_check_drafter_finds(fault, round_of):
     batch, engine = round_of
-    drafter = faulty(fault, engine)
+    worker = faulty(fault, engine)
+    options = {"target_store": engine.cache.stores[0]}
     with torch.inference_mode():
         if FAULTS[fault] is None:
-            assert check_drafter(drafter, batch, engine.target).num_nodes == 4
+            assert check_drafter(worker, batch, engine.cache, engine.target, **options).num_nodes == 4
             return
         with pytest.raises(AssertionError, match=FAULTS[fault]):
-            check_drafter(drafter, batch, engine.target)
+            check_drafter(worker, batch, engine.cache, engine.target, **options)
     engine.table.allocator._frozen_for.clear()

@@ -1,6 +1,7 @@
 """The EAGLE-3 drafter against an independent dense head in float64, over prefill, drafting and partial acceptance."""
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.base import DraftBatch, Observation
+from specdec.draft_models.base import Binding, DraftBatch, Observation
 from specdec.draft_models.conformance import check_drafter
 from specdec.draft_models.eagle3 import Eagle3Drafter, eagle3_drafter
 from specdec.models.target import TargetModel
@@ -300,15 +301,16 @@ class Spy:
 
     def __init__(self, inner: Eagle3Drafter, script: Callable[..., Any] | None = None) -> None:
         self.inner, self.script = inner, script
-        self.taps, self.bytes_per_slot = inner.taps, inner.bytes_per_slot
+        self.aux_layers, self.kv_layout = inner.aux_layers, inner.kv_layout
         self.records: list[tuple[list[int], list[torch.Tensor], DraftTree, list[torch.Tensor]]] = []
         self.accepted: list[int] = []
 
-    def start(self, max_requests: int) -> None:
-        self.inner.start(max_requests)
+    def bind(self, binding: Binding) -> "Spy":
+        self.binding, self.worker = binding, self.inner.bind(binding)
+        return self
 
     def observe(self, seen: Observation) -> None:
-        self.inner.observe(seen)
+        self.worker.observe(seen)
         self.accepted += seen.length.tolist()
 
     def propose(self, batch: DraftBatch) -> DraftTree:
@@ -322,16 +324,16 @@ class Spy:
             return record
 
         watched = dataclasses.replace(batch, sample=spied(batch.sample), log_scores=spied(batch.log_scores))
-        tree = self.inner.propose(watched)
+        tree = self.worker.propose(watched)
         assert len(drawn) == batch.num_steps and tree.num_nodes == batch.num_nodes
-        storage = self.inner.storage(batch.table)
-        for i, (row, length) in enumerate(zip(batch.rows, batch.history_len.tolist(), strict=True)):
+        kept = self.worker.store.layers.values()
+        for i, (row, length) in enumerate(zip(batch.rows.index.tolist(), batch.history_len.tolist(), strict=True)):
             levels = [logits[i] for logits, _ in drawn]
             for level, (_, positions) in enumerate(drawn):
                 assert positions[i].tolist() == [length + level] * levels[level].shape[0]
-            slots = batch.table.slots.tensor[int(row), : length - 1]
-            kv = [rows[slots] for rows in (*storage.k, *storage.v)]
-            one = DraftTree(*(x[i : i + 1] for x in (tree.tokens, tree.parents, tree.depth, tree.ancestors)))
+            slots = self.binding.cache.table.slots.tensor[row, : length - 1]
+            kv = [*(layer.k[slots] for layer in kept), *(layer.v[slots] for layer in kept)]
+            one = DraftTree.from_parents(tree.tokens[i : i + 1], tree.parents[i : i + 1])
             self.records.append((batch.history[i, :length].tolist(), levels, one, kv))
         if self.script is None:
             return tree
@@ -346,7 +348,7 @@ class Spy:
 @torch.no_grad()
 def states_of(model: Any, ids: list[int], boundaries: tuple[int, ...] | None, hf_forward: Any) -> torch.Tensor:
     """Target states [S, T, Ht] in float64, from hooks of our own on an eager forward."""
-    decoder = TargetModel(model).decoder
+    decoder = TargetModel(model).user_decoder
     seen: dict[int, torch.Tensor] = {}
     with ExitStack() as stack:
         modules = [*decoder.layers, decoder.norm]
@@ -430,7 +432,7 @@ def test_logits_and_kv_equal_a_dense_head(
     model = make_target("gemma4-31b" if kind in ("specforge", "modelopt-final") else "gpt_oss")
     prompts = [random_prompt(19, seed=1), random_prompt(5, seed=2)]
     truths = [prompt + greedy_oracle(model, prompt, 12) for prompt in prompts]
-    spy, tensors = make_spy(case, tmp_path, model, script=tree_script(truths))
+    spy, tensors = make_spy(case, tmp_path, model, script=tree_script(truths, max_depth=4))
     engine = Engine(
         TargetModel(model),
         spy,
@@ -457,7 +459,7 @@ def test_an_auxiliary_layer_off_by_one_is_caught(tmp_path, make_target, hf_forwa
         engine.generate(prompt, SamplingParams(max_new_tokens=3))
         seen.append(spy)
     right, wrong = (spy.records[0] for spy in seen)
-    assert seen[0].taps == (2, 3, 4) and seen[1].taps == (1, 2, 3)
+    assert seen[0].aux_layers == (2, 3, 4) and seen[1].aux_layers == (1, 2, 3)
     check_record(right, case, tensors, model, hf_forward, 1)
     with pytest.raises(AssertionError):
         check_record(wrong, case, tensors, model, hf_forward, 1)
@@ -520,9 +522,9 @@ def test_another_request_in_the_batch_changes_nothing(tmp_path, make_target, ran
         config = EngineConfig(max_model_len=64, prefill_chunk=16, max_batch_size=batch_size)
         engine = Engine(TargetModel(model), spy, spec=SpecConfig(num_steps=3, topk=2), config=config)
         engine.generate(prompts[0], SamplingParams(max_new_tokens=2))
-        storage = spy.inner.storage(engine.table)
-        for rows in (*storage.k, *storage.v):
-            rows.fill_(torch.nan)
+        for layer in spy.worker.store.layers.values():
+            layer.k.fill_(torch.nan)
+            layer.v.fill_(torch.nan)
         spy.records.clear()
         engine.generate(prompts, SamplingParams(max_new_tokens=6))
         runs.append({tuple(tokens): (levels, tree) for tokens, levels, tree, _ in spy.records})
@@ -538,7 +540,9 @@ def test_another_request_in_the_batch_changes_nothing(tmp_path, make_target, ran
 def test_conformance(topk, tmp_path, make_target, random_prompt) -> None:
     class Checked(Spy):
         def propose(self, batch: DraftBatch) -> DraftTree:
-            return check_drafter(self.inner, batch, target)
+            cache, store = self.binding.cache, self.binding.target_store
+            aux_layers = self.aux_layers
+            return check_drafter(self.worker, batch, cache, target, target_store=store, aux_layers=aux_layers)
 
     model = make_target("gpt_oss")
     write(CASES["modelopt"], tmp_path)
@@ -560,14 +564,23 @@ def test_preempted_requests_start_over(tmp_path, make_target, make_engine, greed
     assert sum(out.stats.preemptions for out in outputs) > 0
 
 
-def test_two_engines_one_drafter(tmp_path, make_target, make_engine, greedy_oracle, random_prompt) -> None:
-    """Storage belongs to a request table; a new engine gets a new one."""
+def test_two_engines_over_one_drafter_take_turns(
+    tmp_path, make_target, make_engine, greedy_oracle, random_prompt
+) -> None:
+    """A drafter is weights: the second engine gets state of its own, and the first goes on with its own."""
     model = make_target("qwen3")
     write(dataclasses.replace(CASES["safeailab"], aux=(2, 1, 0)), tmp_path)
     drafter = eagle3_drafter(tmp_path, TargetModel(model))
-    prompt = random_prompt(10)
-    for slots in (80, 300):
-        engine = make_engine(model, drafter, max_batch_size=1, max_model_len=64, full_slots=slots)
-        assert engine.generate(prompt, SamplingParams(max_new_tokens=8))[0].token_ids == greedy_oracle(model, prompt, 8)
-        assert len(drafter.storage(engine.table).k[0]) == len(engine.table.allocator.full_to_swa.host)
-        assert np.isfinite(drafter.storage(engine.table).k[0].numpy()).all()
+    prompts = [random_prompt(10), random_prompt(7)]
+    sizes = {"max_batch_size": 1, "max_model_len": 64}
+    engines = [make_engine(model, drafter, full_slots=slots, **sizes) for slots in (80, 300)]
+    streams = [engine.stream(p, SamplingParams(max_new_tokens=8)) for engine, p in zip(engines, prompts, strict=True)]
+    got: list[list[int]] = [[], []]
+    for deltas in itertools.zip_longest(*streams):
+        for tokens, delta in zip(got, deltas, strict=True):
+            tokens += delta.token_ids if delta is not None else []
+    assert got == [greedy_oracle(model, prompt, 8) for prompt in prompts]
+    for engine in engines:
+        [kept] = engine.round.worker.store.layers.values()
+        assert len(kept.k) == len(engine.table.allocator.full_to_swa.host)
+        assert np.isfinite(kept.k.numpy()).all()

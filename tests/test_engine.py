@@ -90,12 +90,12 @@ def test_an_exception_aborts_what_it_hit_and_no_more(
     engine = make_engine(model, "ngram", max_batch_size=2)
     stream = engine.stream(prompts[0], SamplingParams(max_new_tokens=NEW))
     got = list(next(stream).token_ids)
-    owner, name = (engine.drafter, "propose") if stage == "propose" else (engine.target, "logits")
+    owner, name = (engine.round.worker, "propose") if stage == "propose" else (engine.target, "logits")
     with monkeypatch.context() as broken:
         broken.setattr(owner, name, lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.generate(prompts[1:], SamplingParams(max_new_tokens=NEW))
-    assert len(engine.scheduler.running) == 1  # the stream
+    assert len(engine.scheduler.waiting) == 1  # the stream, to begin again from its tokens
     engine.table.check()
     [out] = engine.generate(prompts[1], SamplingParams(max_new_tokens=NEW))
     assert out.token_ids == greedy_oracle(model, prompts[1], NEW)
@@ -360,7 +360,7 @@ def test_preempted_samples_are_the_same(make_target, make_engine, random_prompt,
     ]
     roomy = make_engine(model, "ngram", tokenizer=pair_tokenizer)
     want = [(out.token_ids, out.text) for out in roomy.generate(prompts, params)]
-    full, swa = slots_needed(roomy.table, 4, 40, NEW)
+    full, swa = slots_needed(roomy.table, 40, NEW)
     engine = make_engine(model, "ngram", tokenizer=pair_tokenizer, full_slots=full, swa_slots=2 * swa)
     outputs = engine.generate(prompts, params)
     assert [(out.token_ids, out.text) for out in outputs] == want
@@ -380,7 +380,7 @@ def test_a_long_text_holds_a_window_of_swa_slots(
     layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     model, prompt = make_target("gemma4-31b", **layers), random_prompt(30)
     sizes = {"page_size": page_size, "max_model_len": 2200}
-    full, swa = slots_needed(make_engine(model, "ngram", **sizes).table, 4, len(prompt), 2000)
+    full, swa = slots_needed(make_engine(model, "ngram", **sizes).table, len(prompt), 2000)
     assert swa < 8 + 4 + 5 * page_size
     engine = make_engine(model, "ngram", **sizes, full_slots=full, swa_slots=swa)
     allocator, held, forward = engine.table.allocator, [], engine.target.forward

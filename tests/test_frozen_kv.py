@@ -6,19 +6,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from kv_rig import KVRig
 
-from specdec.attention.plan import plan_frozen, plan_prefill, plan_verify
 from specdec.attention.tree import DraftTree
 from specdec.errors import FrozenKVError, KVStateError
-from specdec.kvcache.frozen import KVView, frozen_kv, target_view
-from specdec.kvcache.hybrid import HybridAllocator
+from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.spaces import FullLoc, Space, SwaLoc
-from specdec.kvcache.table import RequestTable
+from specdec.kvcache.table import Move
 
 from snapshots import kv_contents
 
-WINDOW, RESERVE = 4, 3
+WINDOW, LOOKAHEAD = 4, 3
 
 
 def spec(layer: int, owner: int, window: int | None) -> LayerSpec:
@@ -38,42 +37,42 @@ class OtherWorker(Worker):
     pass
 
 
-def make(page_size: int = 1, pages: int = 32) -> RequestTable:
-    allocator = HybridAllocator(
+def make(page_size: int = 1, pages: int = 32) -> KVRig:
+    return KVRig(
         LAYOUT,
         full_pages=pages,
         swa_pages=pages,
         page_size=page_size,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        max_requests=3,
+        max_len=24,
+        lookahead=LOOKAHEAD,
     )
-    return RequestTable(allocator, max_requests=3, max_len=24, reserve=RESERVE)
 
 
 def ints(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
-def opened(table: RequestTable, length: int, first: float = 0.0) -> int:
+def opened(table: KVRig, length: int, first: float = 0.0) -> int:
     """A row of `length` committed tokens; position p holds first + p in the full space, and 0.5 more in SWA."""
     row = table.open()
-    table.ensure(row, length + RESERVE)
+    table.ensure(row, length + LOOKAHEAD)
     if length:
-        plan = plan_prefill(table, ints(row), ints(length))
+        plan = table.chunk(ints(row), ints(length))
         k = first + torch.arange(length, dtype=torch.float32).view(-1, 1, 1)
-        target_view(table.allocator).write(1, plan.write_full, plan.write_swa, k, -k)
-        target_view(table.allocator).write(0, plan.write_full, plan.write_swa, k + 0.5, -k)
+        table.write(1, plan.write_full, plan.write_swa, k, -k)
+        table.write(0, plan.write_full, plan.write_swa, k + 0.5, -k)
         table.commit(ints(row), ints(length))
     return row
 
 
-def owned(table: RequestTable, row: int) -> FullLoc:
+def owned(table: KVRig, row: int) -> FullLoc:
     """The first page of a row."""
     return FullLoc(torch.from_numpy(table.slots.host[row, : table.allocator.page_size].copy()))
 
 
-def chain(table: RequestTable, rows: np.ndarray, nodes: int = RESERVE):
-    return plan_verify(table, rows, DraftTree.chain(torch.zeros(len(rows), nodes, dtype=torch.int64)))
+def chain(table: KVRig, rows: np.ndarray, nodes: int = LOOKAHEAD):
+    return table.verify(rows, DraftTree.chain(torch.zeros(len(rows), nodes, dtype=torch.int64)))
 
 
 # the protocol
@@ -82,7 +81,7 @@ def chain(table: RequestTable, rows: np.ndarray, nodes: int = RESERVE):
 def test_detached_outside_lent_inside():
     table, worker = make(), Worker()
     assert not table.allocator.frozen
-    with frozen_kv(table.allocator, worker, [0, 1]) as view:
+    with table.lend(worker, [0, 1]) as view:
         assert worker.view is view
         assert table.allocator.frozen
         assert not view.writable
@@ -94,7 +93,7 @@ def test_detached_outside_lent_inside():
 def test_restored_after_an_exception():
     table, worker = make(), Worker()
     row = opened(table, 5)
-    with pytest.raises(ZeroDivisionError), frozen_kv(table.allocator, worker, [0]) as view:
+    with pytest.raises(ZeroDivisionError), table.lend(worker, [0]) as view:
         raise ZeroDivisionError
     assert worker.view is None
     assert not table.allocator.frozen
@@ -106,8 +105,8 @@ def test_restored_after_an_exception():
 
 def test_a_worker_gets_back_the_view_it_had():
     table, worker = make(), Worker()
-    worker.view = own = target_view(table.allocator)
-    with frozen_kv(table.allocator, worker, [0]) as view:
+    worker.view = own = table.view
+    with table.lend(worker, [0]) as view:
         assert worker.view is view
     assert worker.view is own
     assert own.layer(0).space is Space.SWA
@@ -115,17 +114,15 @@ def test_a_worker_gets_back_the_view_it_had():
 
 def test_a_view_reads_the_pools_of_the_owners():
     table = make()
-    full, swa = table.allocator.pools[Space.FULL], table.allocator.pools[Space.SWA]
-    own = target_view(table.allocator)
+    kept, own = table.store.layers, table.view
+    assert [kept[owner].space for owner in (0, 1)] == [Space.SWA, Space.FULL]
     assert own.layer_map == (0, 1, 0, 1)
     assert [own.owns(layer) for layer in range(4)] == [True, True, False, False]
-    for layer, (pool, owner) in enumerate([(swa, 0), (full, 1), (swa, 0), (full, 1)]):
-        k, v, space = own.layer(layer)
-        assert (k is pool.k[owner], v is pool.v[owner], space) == (True, True, pool.space)
-    with frozen_kv(table.allocator, Worker(), [1, 0, 1]) as lent:
-        for layer, (pool, owner) in enumerate([(full, 1), (swa, 0), (full, 1)]):
-            k, v, space = lent.layer(layer)
-            assert (k is pool.k[owner], v is pool.v[owner], space) == (True, True, pool.space)
+    for layer, owner in enumerate([0, 1, 0, 1]):
+        assert own.layer(layer) is kept[owner]
+    with table.lend(Worker(), [1, 0, 1]) as lent:
+        for layer, owner in enumerate([1, 0, 1]):
+            assert lent.layer(layer) is kept[owner]
             assert not lent.owns(layer)
 
 
@@ -139,37 +136,38 @@ def test_write_goes_to_the_space_of_the_layer():
     full = FullLoc(table.slots.tensor[other, :1])
     swa = table.allocator.translate(full)
     assert full.item() != swa.item()
-    view = target_view(table.allocator)
+    plan = table.verify(ints(other), DraftTree.chain(torch.zeros(1, 1, dtype=torch.int64)))
     one = torch.ones(1, 1, 1)
-    view.write(0, full, swa, one, 2 * one)
-    view.write(1, full, swa, 3 * one, 4 * one)
-    pools = table.allocator.pools
-    assert torch.nonzero(pools[Space.SWA].k[0]).tolist() == [[swa.item(), 0, 0]]
-    assert torch.nonzero(pools[Space.FULL].v[1]).tolist() == [[full.item(), 0, 0]]
-    with pytest.raises(AssertionError, match="layer 0 is sliding, but the plan holds no SWA locations"):
-        view.write(0, full, None, one, one)
+    for layer, k in ((0, one), (1, 3 * one)):
+        kept = table.view.writable_layer(layer)
+        table.backend.store(kept, plan.write_slots(kept.space), k, 2 * k)
+    assert torch.nonzero(table.store.layers[0].k).tolist() == [[swa.item(), 0, 0]]
+    assert torch.nonzero(table.store.layers[1].v).tolist() == [[full.item(), 0, 0]]
+    nowhere = dataclasses.replace(plan, write_swa=None)
+    with pytest.raises(AssertionError, match="a plan that writes nothing to the swa space"):
+        nowhere.write_slots(Space.SWA)
 
 
 def test_views_do_not_nest_on_one_worker():
     table, worker = make(), Worker()
-    with frozen_kv(table.allocator, worker, [0]) as outer:
+    with table.lend(worker, [0]) as outer:
         with (
             pytest.raises(FrozenKVError, match="Worker already holds a frozen view; views do not nest on one worker"),
-            frozen_kv(table.allocator, worker, [1]),
+            table.lend(worker, [1]),
         ):
             pytest.fail("entered")
         assert worker.view is outer
         assert outer.layer(0).space is Space.SWA
         assert table.allocator.frozen
     assert worker.view is None
-    with frozen_kv(table.allocator, worker, [1]):  # one after the other is fine
+    with table.lend(worker, [1]):  # one after the other is fine
         pass
 
 
 def test_two_workers_may_hold_views_at_once():
     table, first, second = make(), Worker(), OtherWorker()
-    with frozen_kv(table.allocator, first, [0]) as one:
-        with frozen_kv(table.allocator, second, [1]) as two:
+    with table.lend(first, [0]) as one:
+        with table.lend(second, [1]) as two:
             assert (first.view, second.view) == (one, two)
             with pytest.raises(FrozenKVError, match="alloc while the KV cache is frozen for Worker, OtherWorker:"):
                 table.allocator.alloc(1)
@@ -182,16 +180,16 @@ def test_two_workers_may_hold_views_at_once():
 
 def test_views_may_be_left_in_any_order():
     table, first, second = make(), Worker(), Worker()
-    one, two = frozen_kv(table.allocator, first, [0]), frozen_kv(table.allocator, second, [1])
+    one, two = table.lend(first, [0]), table.lend(second, [1])
     one.__enter__()
     two.__enter__()
     one.__exit__(None, None, None)
     assert (first.view, table.allocator.frozen) == (None, True)
     assert second.view.layer(0).space is Space.FULL
-    with frozen_kv(table.allocator, first, [0]):  # has none now
+    with table.lend(first, [0]):  # has none now
         pass
     with pytest.raises(FrozenKVError, match="already holds"):
-        frozen_kv(table.allocator, second, [0]).__enter__()
+        table.lend(second, [0]).__enter__()
     two.__exit__(None, None, None)
     assert (second.view, table.allocator.frozen) == (None, False)
 
@@ -208,7 +206,7 @@ def test_views_may_be_left_in_any_order():
 )
 def test_a_layer_map_must_name_owners(layer_map: list[int], message: str):
     table, worker = make(), Worker()
-    with pytest.raises(KVStateError, match=message), frozen_kv(table.allocator, worker, layer_map):
+    with pytest.raises(KVStateError, match=message), table.lend(worker, layer_map):
         pytest.fail("entered")
     assert worker.view is None
     assert not table.allocator.frozen
@@ -216,19 +214,19 @@ def test_a_layer_map_must_name_owners(layer_map: list[int], message: str):
 
 def test_keys_tell_views_apart():
     table, other = make(), make()
-    with frozen_kv(table.allocator, Worker(), [0, 1]) as lent, frozen_kv(table.allocator, Worker(), [1, 0]) as swapped:
-        with frozen_kv(other.allocator, Worker(), [0, 1]) as elsewhere:
-            own = [target_view(a.allocator) for a in (table, other)]
-            views = [*own, KVView(table.allocator, [0, 1], writable=True), lent, swapped, elsewhere]
+    with table.lend(Worker(), [0, 1]) as lent, table.lend(Worker(), [1, 0]) as swapped:
+        with other.lend(Worker(), [0, 1]) as elsewhere:
+            own = [table.view, other.view]
+            views = [*own, KVView(table.allocator, table.store, [0, 1], writable=True), lent, swapped, elsewhere]
             assert len({view.key for view in views}) == len(views)
-        with frozen_kv(table.allocator, Worker(), [0, 1]) as again:
+        with table.lend(Worker(), [0, 1]) as again:
             assert again.key == lent.key  # the same pools through the same map: a captured graph may be replayed
 
 
 # what a frozen cache refuses
 
 
-def forbidden(table: RequestTable, row: int) -> dict[str, Callable[[], object]]:
+def forbidden(table: KVRig, row: int) -> dict[str, Callable[[], object]]:
     a, slots = table.allocator, owned(table, row)
     rows = ints(row)
     k = torch.full((len(slots), 1, 1), 99.0)
@@ -237,15 +235,14 @@ def forbidden(table: RequestTable, row: int) -> dict[str, Callable[[], object]]:
         "alloc of nothing": lambda: a.alloc(0),
         "free": lambda: a.free(slots),
         "allocator evict": lambda: a.evict(slots),
-        "move": lambda: a.move(slots, slots),
+        "move": lambda: table.move(Move(slots, slots)),
         "ensure": lambda: table.ensure(row, int(table.capacity[row]) + 1),
         "commit": lambda: table.commit(rows, ints(1)),
         "commit of a path": lambda: table.commit(rows, ints(2), np.array([[0, 2]])),
-        "truncate": lambda: table.truncate(row, 1),
         "evict": lambda: table.evict(rows),
         "close": lambda: table.close(row),
-        "write": lambda: target_view(a).write(1, slots, None, k, k),
-        "sliding write": lambda: target_view(a).write(0, slots, a.translate(slots), k, k),
+        "write": lambda: table.write(1, slots, None, k, k),
+        "sliding write": lambda: table.write(0, slots, a.translate(slots), k, k),
     }
 
 
@@ -255,7 +252,7 @@ def test_frozen_refuses_and_changes_nothing(name: str, page_size: int):
     table, worker = make(page_size), Worker()
     row = opened(table, 12)
     before = kv_contents(table)
-    with frozen_kv(table.allocator, worker, [0, 1]) as view:
+    with table.lend(worker, [0, 1]) as view:
         with pytest.raises(FrozenKVError, match="while the KV cache is frozen for Worker"):
             forbidden(table, row)[name]()
         assert worker.view is view
@@ -268,7 +265,7 @@ def test_frozen_refuses_and_changes_nothing(name: str, page_size: int):
 def test_and_allows_it_again_afterwards(name: str):
     table = make()
     row = opened(table, 4)
-    with frozen_kv(table.allocator, Worker(), [0, 1]):
+    with table.lend(Worker(), [0, 1]):
         pass
     forbidden(table, row)[name]()
 
@@ -281,40 +278,40 @@ def test_a_lent_view_refuses_to_write(layer: int):
     slots = owned(table, row)
     k = torch.full((1, 1, 1), 99.0)
     message = f"write to layer {layer} through a frozen view"
-    with frozen_kv(table.allocator, worker, [0, 1]) as view, pytest.raises(FrozenKVError, match=message):
-        view.write(layer, slots, table.allocator.translate(slots), k, k)
+    with table.lend(worker, [0, 1]) as view, pytest.raises(FrozenKVError, match=message):
+        table.write(layer, slots, table.allocator.translate(slots), k, k, view)
     with pytest.raises(FrozenKVError):  # nor afterwards
-        view.write(layer, slots, table.allocator.translate(slots), k, k)
+        table.write(layer, slots, table.allocator.translate(slots), k, k, view)
     assert kv_contents(table) == before
 
 
 def test_the_targets_own_view_reads_but_does_not_write_while_frozen():
     table = make()
     row = opened(table, 5, first=10.0)
-    own = target_view(table.allocator)
+    own = table.view
     slots, k = owned(table, row), torch.full((1, 1, 1), 99.0)
-    with frozen_kv(table.allocator, Worker(), [0, 1]):
+    with table.lend(Worker(), [0, 1]):
         assert own.layer(1).k[slots].item() == 10.0
         with pytest.raises(FrozenKVError, match="KV write to layer 3 while the KV cache is frozen"):
-            own.write(3, slots, None, k, k)
+            table.write(3, slots, None, k, k, own)
         assert own.layer(1).k[slots].item() == 10.0
-    own.write(1, slots, None, k, k)
+    table.write(1, slots, None, k, k, own)
     assert own.layer(1).k[slots].item() == 99.0
 
 
 def test_a_frozen_plan_sees_the_committed_prefix_and_writes_nothing():
     table = make()
     row = opened(table, 5, first=10.0)
-    plan = chain(table, ints(row))  # rejected drafts in the reserve
-    k = torch.full((RESERVE, 1, 1), 77.0)
+    plan = chain(table, ints(row))  # rejected drafts in the lookahead
+    k = torch.full((LOOKAHEAD, 1, 1), 77.0)
     for layer in (0, 1):
-        target_view(table.allocator).write(layer, plan.write_full, plan.write_swa, k, k)
-    with frozen_kv(table.allocator, Worker(), [0, 1]) as view:
-        plan = plan_frozen(table, ints(row), position_offset=0, window_shift=2)
-        assert (plan.write_full, plan.write_swa, plan.ancestors) == (None, None, None)
+        table.write(layer, plan.write_full, plan.write_swa, k, k)
+    with table.lend(Worker(), [0, 1]) as view:
+        plan = table.frozen(ints(row), position_offset=0, window_shift=2)
+        assert (plan.write_full, plan.write_swa, plan.tree) == (None, None, None)
         assert plan.positions.tolist() == [[5]]
-        assert view.layer(1).k[plan.prefix_full.slots[0], 0, 0].tolist() == [10.0, 11.0, 12.0, 13.0, 14.0]
-        assert view.layer(0).k[plan.prefix_swa.slots[0], 0, 0].tolist() == [10.5, 11.5, 12.5, 13.5, 14.5]
+        assert view.layer(1).k[plan.prefix.full.slots[0], 0, 0].tolist() == [10.0, 11.0, 12.0, 13.0, 14.0]
+        assert view.layer(0).k[plan.prefix.swa.slots[0], 0, 0].tolist() == [10.5, 11.5, 12.5, 13.5, 14.5]
 
 
 # Regressions: one for each known defect of a neighbouring engine
@@ -326,29 +323,26 @@ def test_locations_of_the_two_spaces_are_never_one_tensor():
     row = opened(table, 12)
     table.evict(ints(row))  # frees SWA slots 1-6, so that the next row's numbers differ between the spaces
     other = opened(table, 2, first=50.0)
-    for plan in (plan_prefill(table, ints(other), ints(2)), chain(table, ints(other))):
+    for plan in (table.chunk(ints(other), ints(2)), chain(table, ints(other))):
         assert not set(plan.write_full.tolist()) & set(plan.write_swa.tolist())
         assert plan.write_swa.tolist() == table.allocator.translate(plan.write_full).tolist()
-        assert not set(plan.prefix_full.slots[0].tolist()) & set(plan.prefix_swa.slots[0].tolist())
-        view = target_view(table.allocator)
-        assert view.layer(1).k[plan.prefix_full.slots[0], 0, 0].tolist() == [50.0, 51.0]
-        assert view.layer(0).k[plan.prefix_swa.slots[0], 0, 0].tolist() == [50.5, 51.5]
+        assert not set(plan.prefix.full.slots[0].tolist()) & set(plan.prefix.swa.slots[0].tolist())
+        view = table.view
+        assert view.layer(1).k[plan.prefix.full.slots[0], 0, 0].tolist() == [50.0, 51.0]
+        assert view.layer(0).k[plan.prefix.swa.slots[0], 0, 0].tolist() == [50.5, 51.5]
 
 
-def test_a_frozen_view_resolves_through_the_allocator():
+def test_a_view_keeps_no_tensor():
     """#26966: "which pool, which mapping" was derived once, and stayed after the pool was swapped."""
-    table, worker = make(), Worker()
-    a = table.allocator
-    own = target_view(a)
-    with frozen_kv(a, worker, [0, 1]) as view:
-        before = view.layer(1).k
-        other = make().allocator.pools
-        mine, a.pools = a.pools, other
-        for seen in (view, own):
-            assert seen.layer(0).k is other[Space.SWA].k[0]
-            assert seen.layer(1).k is other[Space.FULL].k[1]
-        a.pools = mine
-        assert view.layer(1).k is before
+    table, other = make(), make()
+    with table.lend(Worker(), [0, 1]) as view:
+        mine = dict(table.store.layers)
+        table.store.layers.update(other.store.layers)  # as if the pools had been made again
+        for seen in (view, table.view):
+            assert seen.layer(0) is other.store.layers[0]
+            assert seen.layer(1) is other.store.layers[1]
+        table.store.layers.update(mine)
+        assert view.layer(1) is mine[1]
     assert not hasattr(view, "__dict__")  # nowhere to keep a tensor
 
 
@@ -364,8 +358,8 @@ def test_prefix_and_draft_are_both_translated_exactly_once(page_size: int):
     once = table.allocator.full_to_swa.host
     assert plan.write_full.tolist() == slots[6:9].tolist()
     assert plan.write_swa.tolist() == once[slots[6:9]].tolist()
-    start = int(plan.prefix_swa.start[0])
-    assert plan.prefix_swa.slots[0].tolist() == once[slots[start:6]].tolist()
+    start = int(plan.prefix.swa.start[0])
+    assert plan.prefix.swa.slots[0].tolist() == once[slots[start:6]].tolist()
     assert 0 not in plan.write_swa.tolist()
     assert (once[once[slots[6:9]]] != once[slots[6:9]]).any()  # a second translation would show
 
@@ -376,7 +370,7 @@ def test_two_forwards_with_the_same_pointers_read_fresh_tables():
     first, second = opened(table, 5), opened(table, 5)
     pointers = table.slots.tensor.data_ptr(), table.allocator.full_to_swa.tensor.data_ptr()
     before = chain(table, ints(first))
-    held = before.write_full.tolist(), before.write_swa.tolist(), before.prefix_swa.slots.tolist()
+    held = before.write_full.tolist(), before.write_swa.tolist(), before.prefix.swa.slots.tolist()
     table.close(second)
     table.close(first)
     opened(table, 2)  # takes the slots that come first now
@@ -388,35 +382,34 @@ def test_two_forwards_with_the_same_pointers_read_fresh_tables():
     assert after.write_full.tolist() != held[0]
     assert after.write_swa.tolist() != held[1]
     # and the earlier plan is what it was when it was made
-    assert (before.write_full.tolist(), before.write_swa.tolist(), before.prefix_swa.slots.tolist()) == held
+    assert (before.write_full.tolist(), before.write_swa.tolist(), before.prefix.swa.slots.tolist()) == held
 
 
 def test_eviction_is_seen_by_the_next_plan():
     """#26152 again, by eviction: the same row, the same full slots, new SWA slots behind them."""
     table = make()
     row = opened(table, 12)
-    before = chain(table, ints(row)).prefix_swa
+    before = chain(table, ints(row)).prefix.swa
     table.evict(ints(row))
     table.commit(ints(row), ints(3))
-    table.ensure(row, 15 + RESERVE)  # reuses the evicted SWA slots
+    table.ensure(row, 15 + LOOKAHEAD)  # reuses the evicted SWA slots
     after = chain(table, ints(row))
     assert set(after.write_swa.tolist()) & set(range(1, 7))
-    assert int(after.prefix_swa.start[0]) > int(before.start[0])
-    assert 0 not in after.prefix_swa.slots.tolist()[0]
+    assert int(after.prefix.swa.start[0]) > int(before.start[0])
+    assert 0 not in after.prefix.swa.slots.tolist()[0]
 
 
 def test_nothing_of_a_forward_is_kept_on_a_pool():
     """#24138: per-forward locations stored on the pool were stale when a second forward began before the first read."""
     table = make()
     rows = opened(table, 3), opened(table, 5)
-    a = table.allocator
     kept = kv_contents(table).keys()
     first, second = chain(table, ints(rows[0])), chain(table, ints(rows[1]))
-    view = target_view(a)
+    view = table.view
     for value, plan in ((20.0, second), (10.0, first)):  # made in one order, written in the other
-        k = torch.full((RESERVE, 1, 1), value)
+        k = torch.full((LOOKAHEAD, 1, 1), value)
         for layer in (0, 1):
-            view.write(layer, plan.write_full, plan.write_swa, k, k)
+            table.write(layer, plan.write_full, plan.write_swa, k, k)
     for value, plan in ((10.0, first), (20.0, second)):
         assert view.layer(1).k[plan.write_full].unique().tolist() == [value]
         assert view.layer(0).k[plan.write_swa].unique().tolist() == [value]
@@ -427,20 +420,20 @@ def test_plans_are_immutable():
     table = make()
     row = opened(table, 5)
     plan = chain(table, ints(row))
-    for name in ("write_full", "write_swa", "prefix_swa", "committed_len"):
+    for name in ("write_full", "write_swa", "prefix", "committed_len"):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(plan, name, None)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.prefix_full.slots = plan.write_full
+        plan.prefix.full.slots = plan.write_full
     with pytest.raises((TypeError, AttributeError)):  # slots: no room for anything else
         object.__setattr__(plan, "swa_loc", None)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_padded_rows_write_to_the_sink_in_both_spaces(page_size: int):
+def test_padded_rows_write_to_the_null_slot_in_both_spaces(page_size: int):
     table = make(page_size)
     row = opened(table, 3)
-    prefill = plan_prefill(table, ints(row, table.padding_row), ints(3, 1))
+    prefill = table.chunk(ints(row, table.padding_row), ints(3, 1))
     assert prefill.write_full.tolist() == [*table.slots.host[row, 3:6].tolist(), 0, 0, 0]
     assert prefill.write_swa.tolist()[3:] == [0, 0, 0]
     assert 0 not in prefill.write_swa.tolist()[:3]
@@ -448,11 +441,10 @@ def test_padded_rows_write_to_the_sink_in_both_spaces(page_size: int):
     assert verify.write_full.tolist()[:3] == verify.write_swa.tolist()[:3] == [0, 0, 0]
     assert 0 not in verify.write_full.tolist()[3:] + verify.write_swa.tolist()[3:]
     before = kv_contents(table)
-    view, k = target_view(table.allocator), torch.full((RESERVE, 1, 1), 99.0)
-    sink = FullLoc(verify.write_full[:3]), SwaLoc(verify.write_swa[:3])
+    k = torch.full((LOOKAHEAD, 1, 1), 99.0)
+    nowhere = FullLoc(verify.write_full[:3]), SwaLoc(verify.write_swa[:3])
     for layer in (0, 1):
-        view.write(layer, *sink, k, k)
-    for pool in table.allocator.pools.values():
-        for rows in (*pool.k.values(), *pool.v.values()):
-            rows[0] = 0.0  # only there
+        table.write(layer, *nowhere, k, k)
+    for kept in table.store.layers.values():
+        kept.k[0] = kept.v[0] = 0.0  # only there
     assert kv_contents(table) == before

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from specdec import SamplingParams, SpecDecError
-from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, bind_layers
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, Gemma4MTPWorker, fit_layers
 from specdec.errors import FrozenKVError, UnsupportedModelError
 from specdec.models.target import TargetModel
 
@@ -41,7 +41,7 @@ def spy(monkeypatch):
             self.states = []  # (frozen, drafter sees a read-only view) inside every step
 
     record = Spy()
-    step, propose = Gemma4MTPDrafter.step, Gemma4MTPDrafter.propose
+    step, propose = Gemma4MTPDrafter.step, Gemma4MTPWorker.propose
 
     def spying_step(self, tokens, hidden, context):
         logits, after = step(self, tokens, hidden, context)
@@ -49,16 +49,18 @@ def spy(monkeypatch):
         this.fed.append(tokens[:, 0].clone())
         this.positions.append(context.plan.positions.clone())
         this.logits.append(logits[:, 0].clone())
-        allocator = context.view._allocator
-        record.states.append((allocator.frozen, self.view is context.view and not self.view.writable))
+        worker = record.worker
+        allocator = worker.binding.cache.allocator
+        record.states.append((allocator.frozen, worker.view is context.view and not worker.view.writable))
         return logits, after
 
     def spying_propose(self, batch):
         rows = zip(batch.history.tolist(), batch.history_len.tolist(), strict=True)
         record.rounds.append(Round([row[:length] for row, length in rows]))
-        assert not batch.table.allocator.frozen and self.view is None
+        record.worker = self
+        assert not self.binding.cache.allocator.frozen and self.view is None
         tree = propose(self, batch)
-        assert not batch.table.allocator.frozen and self.view is None
+        assert not self.binding.cache.allocator.frozen and self.view is None
         for i, known in enumerate(record.rounds[-1].known):
             for whole in record.whole:
                 if whole[: len(known)] == known:  # an untrained assistant is never right: help, by 0 to STEPS tokens
@@ -68,7 +70,7 @@ def spy(monkeypatch):
         return tree
 
     monkeypatch.setattr(Gemma4MTPDrafter, "step", spying_step)
-    monkeypatch.setattr(Gemma4MTPDrafter, "propose", spying_propose)
+    monkeypatch.setattr(Gemma4MTPWorker, "propose", spying_propose)
     return record
 
 
@@ -148,7 +150,7 @@ def test_frozen_inside_a_step_and_detached_outside(make_target, make_assistant, 
     engine = make_engine(target, make_assistant(target))
     engine.generate([random_prompt(20), random_prompt(4)], SamplingParams(max_new_tokens=10))
     assert spy.states and set(spy.states) == {(True, True)}
-    assert engine.drafter.view is None and not engine.table.allocator.frozen
+    assert engine.round.worker.view is None and not engine.table.allocator.frozen
 
 
 def test_a_failing_step_thaws_the_cache(
@@ -160,7 +162,7 @@ def test_a_failing_step_thaws_the_cache(
         broken.setattr(engine.drafter, "_head", lambda hidden: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.generate(prompt, SamplingParams(max_new_tokens=5))
-    assert engine.drafter.view is None and not engine.table.allocator.frozen
+    assert engine.round.worker.view is None and not engine.table.allocator.frozen
     engine.table.check()
     assert engine.table.allocator.full.held_pages == 0
     [out] = engine.generate(prompt, SamplingParams(max_new_tokens=5))
@@ -173,16 +175,15 @@ def test_a_step_cannot_change_the_cache(
 ):
     target = make_target("gemma4-e2b")
     engine = make_engine(target, make_assistant(target))
-    table, step = engine.table, Gemma4MTPDrafter.step
+    table, worker, step = engine.table, engine.round.worker, Gemma4MTPDrafter.step
 
     def meddling(self, tokens, hidden, context):
         if operation == "alloc":
             table.allocator.alloc(1)
         elif operation == "commit":
-            table.commit(table.active_rows, table.active_rows * 0 + 1)
+            table.commit_chunk(table.active_rows, table.active_rows * 0 + 1)
         else:
-            k, v, _ = self.view.layer(0)
-            self.view.write(0, torch.ones(1, dtype=torch.int64), None, k[:1], v[:1])
+            worker.view.writable_layer(0)
         return step(self, tokens, hidden, context)
 
     monkeypatch.setattr(Gemma4MTPDrafter, "step", meddling)
@@ -192,10 +193,10 @@ def test_a_step_cannot_change_the_cache(
 
 def test_layers_read_the_last_layer_of_their_type_that_stores_kv(make_target, make_assistant):
     shared = make_target("gemma4-e2b")  # sliding, full, sliding; then kv-shared: sliding, sliding, full
-    assert bind_layers(make_assistant(shared), TargetModel(shared)) == ((2, 1), (8, None))
-    assert bind_layers(make_assistant(shared, ordered=True), TargetModel(shared)) == ((2, 2, 2, 1), (8, 8, 8, None))
+    assert fit_layers(make_assistant(shared), TargetModel(shared)) == ((2, 1), (8, None))
+    assert fit_layers(make_assistant(shared, ordered=True), TargetModel(shared)) == ((2, 2, 2, 1), (8, 8, 8, None))
     dense = make_target("gemma4-31b")  # sliding, sliding, sliding, full
-    assert bind_layers(make_assistant(dense), TargetModel(dense)) == ((2, 3), (8, None))
+    assert fit_layers(make_assistant(dense), TargetModel(dense)) == ((2, 3), (8, None))
 
 
 @pytest.mark.parametrize(

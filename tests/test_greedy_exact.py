@@ -120,7 +120,7 @@ def test_prefill_chunks(name, page_size, chunk, make_target, make_engine, greedy
 
 def just_enough(engine, prompt_len, new, factor=1.0):
     """Pool settings: `factor` times the slots that one request of this size may own at a time."""
-    full, swa = slots_needed(engine.table, engine.scheduler.num_nodes, prompt_len, new)
+    full, swa = slots_needed(engine.table, prompt_len, new)
     page_size = engine.config.page_size
     full, swa = (int(factor * slots) // page_size * page_size for slots in (full, swa))
     return {"full_slots": full, **({"swa_slots": swa} if swa else {})}

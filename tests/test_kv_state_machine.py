@@ -1,6 +1,6 @@
 """Random histories of the whole KV cache against a dictionary of what every position must hold.
 
-Each machine opens rows, writes the K/V of prefill chunks and trees where the plan says, commits, truncates, evicts,
+Each machine opens rows, writes the K/V of prefill chunks and trees where the plan says, commits, evicts,
 closes, and lends the pools to a frozen drafter that then tries everything it may not do. After every step each
 committed position still reads, in both spaces, the value that was written for it, and `table.check()` holds.
 """
@@ -13,15 +13,15 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kv_rig import KVRig
 
-from specdec.attention.plan import KVPlan, plan_frozen, plan_prefill, plan_verify
+from specdec.attention.plan import KVPlan
 from specdec.attention.tree import DraftTree
 from specdec.errors import FrozenKVError, KVStateError, OutOfSlotsError
-from specdec.kvcache.frozen import KVView, frozen_kv, target_view
-from specdec.kvcache.hybrid import HybridAllocator
+from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.spaces import FullLoc, Space
-from specdec.kvcache.table import RequestTable
+from specdec.kvcache.table import Move
 
 from snapshots import kv_contents
 
@@ -49,16 +49,17 @@ class KVMachine(RuleBasedStateMachine):
 
     @initialize(full_tokens=st.integers(24, 96), swa_tokens=st.integers(16, 72))
     def start(self, full_tokens: int, swa_tokens: int) -> None:
-        self.allocator = HybridAllocator(
+        self.table = KVRig(
             KVLayout((spec(SLIDING_LAYER, self.window), spec(FULL_LAYER, None))),
             full_pages=full_tokens // self.page_size,
             swa_pages=swa_tokens // self.page_size,
             page_size=self.page_size,
+            max_requests=ROWS,
+            max_len=MAX_LEN,
+            lookahead=NODES,
             dtype=torch.float64,  # holds every value written below exactly
-            device=torch.device("cpu"),
         )
-        self.table = RequestTable(self.allocator, max_requests=ROWS, max_len=MAX_LEN, reserve=NODES)
-        self.view = target_view(self.allocator)
+        self.allocator = self.table.allocator
         self.worker = Worker()
         self.expected: dict[int, list[float]] = {}  # row -> the value of each committed position
         self.values = itertools.count(1)
@@ -92,7 +93,7 @@ class KVMachine(RuleBasedStateMachine):
         fresh = [[float(next(self.values)) for _ in range(nodes)] for _ in range(batch)]
         k = torch.tensor(fresh, dtype=torch.float64).view(-1, 1, 1)
         for layer in (SLIDING_LAYER, FULL_LAYER):
-            self.view.write(layer, plan.write_full, plan.write_swa, k + 0.5 * layer, -k - 0.5 * layer)
+            self.table.write(layer, plan.write_full, plan.write_swa, k + 0.5 * layer, -k - 0.5 * layer)
         return fresh
 
     def read_prefix(self, plan: KVPlan, rows: np.ndarray) -> None:
@@ -100,19 +101,19 @@ class KVMachine(RuleBasedStateMachine):
         for i, row in enumerate(rows.tolist()):
             expected = self.expected[row]
             assert plan.committed_len[i] == len(expected)
-            full_slots = plan.prefix_full.slots[i, : len(expected)]
+            full_slots = plan.prefix.full.slots[i, : len(expected)]
             assert self.at(Space.FULL, full_slots) == expected
-            if plan.prefix_swa is not None:
-                start = int(plan.prefix_swa.start[i])
+            if plan.prefix.swa is not None:
+                start = int(plan.prefix.swa.start[i])
                 assert start <= max(0, len(expected) - WINDOW - 1)  # what a frozen drafter sees
-                swa_slots = plan.prefix_swa.slots[i, : len(expected) - start]
+                swa_slots = plan.prefix.swa.slots[i, : len(expected) - start]
                 assert self.at(Space.SWA, swa_slots) == expected[start:]
 
     def at(self, space: Space, slots: torch.Tensor) -> list[float]:
         layer = SLIDING_LAYER if self.window is not None and space is Space.SWA else FULL_LAYER
-        pool = self.allocator.pools[space]
-        values = pool.k[layer][slots, 0, 0]
-        torch.testing.assert_close(pool.v[layer][slots, 0, 0], -values, rtol=0, atol=0)
+        kept = self.table.store.layers[layer]
+        values = kept.k[slots, 0, 0]
+        torch.testing.assert_close(kept.v[slots, 0, 0], -values, rtol=0, atol=0)
         return (values - 0.5 * layer).tolist()
 
     def verify_once(self, rng: np.random.Generator, rows: np.ndarray) -> None:
@@ -123,7 +124,7 @@ class KVMachine(RuleBasedStateMachine):
         parents = np.array([[-1, *(rng.integers(0, node) for node in range(1, NODES))] for _ in rows])
         tree = DraftTree.from_parents(torch.arange(NODES).repeat(len(rows), 1), torch.from_numpy(parents))
         tree.check()
-        plan = plan_verify(self.table, rows, tree)
+        plan = self.table.verify(rows, tree)
         self.read_prefix(plan, rows)
         fresh = self.write(plan)
         path = np.zeros((len(rows), NODES), dtype=np.int64)
@@ -156,7 +157,7 @@ class KVMachine(RuleBasedStateMachine):
         rows, chunk = rows[keep], chunk[keep]
         if len(rows) == 0:
             return
-        plan = plan_prefill(self.table, rows, chunk)
+        plan = self.table.chunk(rows, chunk)
         self.read_prefix(plan, rows)
         fresh = self.write(plan)
         self.table.commit(rows, chunk)
@@ -178,22 +179,6 @@ class KVMachine(RuleBasedStateMachine):
         for row in rows.tolist() if self.window is not None else []:
             slack = len(self.expected[row]) - WINDOW - 1 - int(self.table.evicted_len[row])
             assert slack < 2 * self.page_size  # the SWA pool stays O(window)
-
-    @precondition(lambda self: any(self.expected.values()))
-    @rule(seed=SEED)
-    def truncate(self, seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        row = int(rng.choice([row for row, values in self.expected.items() if values]))
-        length = max(0, len(self.expected[row]) - int(rng.integers(0, 7)))
-        if self.window is not None and self.table.evicted_len[row] > max(0, length - WINDOW - 1):
-            before = kv_contents(self.table)
-            with pytest.raises(KVStateError, match="needs SWA keys"):
-                self.table.truncate(row, length)
-            assert kv_contents(self.table) == before
-        else:
-            self.table.truncate(row, length)
-            del self.expected[row][length:]
-            assert self.table.capacity[row] < length + NODES + self.page_size
 
     @precondition(lambda self: self.expected)
     @rule(seed=SEED)
@@ -224,9 +209,9 @@ class KVMachine(RuleBasedStateMachine):
         rows = self.some_rows(seed)
         before = kv_contents(self.table)
         try:
-            with frozen_kv(self.allocator, self.worker, [SLIDING_LAYER, FULL_LAYER]) as view:
+            with self.table.lend(self.worker, [SLIDING_LAYER, FULL_LAYER]) as view:
                 assert self.worker.view is view
-                self.read_prefix(plan_frozen(self.table, rows, position_offset=0, window_shift=2), rows)
+                self.read_prefix(self.table.frozen(rows, position_offset=0, window_shift=2), rows)
                 self.attempt_everything(view, rows)
                 if fails:
                     raise ZeroDivisionError
@@ -247,17 +232,16 @@ class KVMachine(RuleBasedStateMachine):
             lambda: a.alloc(0),
             lambda: a.free(owned),
             lambda: a.evict(owned),
-            lambda: a.move(owned, owned),
+            lambda: t.move(Move(owned, owned)),
             lambda: t.commit(rows, np.zeros(len(rows), dtype=np.int64)),
             lambda: t.commit(rows, np.ones(len(rows), dtype=np.int64), np.zeros((len(rows), 1), dtype=np.int64)),
-            lambda: t.truncate(row, 0),
             lambda: t.evict(rows),
             lambda: t.close(row),
-            lambda: self.view.write(FULL_LAYER, owned, None, k, k),
-            lambda: self.view.write(SLIDING_LAYER, owned, a.translate(owned), k, k),
-            lambda: view.write(FULL_LAYER, owned, None, k, k),
-            lambda: view.write(SLIDING_LAYER, owned, a.translate(owned), k, k),
-            lambda: frozen_kv(a, self.worker, [FULL_LAYER]).__enter__(),
+            lambda: t.write(FULL_LAYER, owned, None, k, k),
+            lambda: t.write(SLIDING_LAYER, owned, a.translate(owned), k, k),
+            lambda: t.write(FULL_LAYER, owned, None, k, k, view),
+            lambda: t.write(SLIDING_LAYER, owned, a.translate(owned), k, k, view),
+            lambda: t.lend(self.worker, [FULL_LAYER]).__enter__(),
         ]
         if t.capacity[row] < t.slots.host.shape[1]:
             forbidden.append(lambda: t.ensure(row, int(t.capacity[row]) + 1))
@@ -276,7 +260,7 @@ class KVMachine(RuleBasedStateMachine):
         assert self.table.active_rows.tolist() == sorted(self.expected)
         for row, expected in self.expected.items():
             length, evicted = len(expected), int(self.table.evicted_len[row])
-            assert self.table.committed_len[row] == length
+            assert self.table.committed_len.host[row] == length
             slots = FullLoc(torch.from_numpy(self.table.slots.host[row, :length]))
             assert self.at(Space.FULL, slots) == expected
             swa_slots = self.allocator.translate(slots)

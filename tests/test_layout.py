@@ -173,14 +173,14 @@ def test_no_comparison_is_dropped():
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("from specdec.kvcache.pools import Pool", None),
+        ("from specdec.kvcache.stores import KVStore", None),
         ("import torch", None),
         ("from specdec.draft_models import ngram", "higher layer"),
         ("import specdec.engine", "higher layer"),
         ("from specdec import attention as a, kvcache", "higher layer"),
         ("from .pages import f", "relative import"),
-        ("import kvcache.pools", "bare import"),
-        ("def f():\n    from specdec.kvcache import pools", "below the top level"),
+        ("import kvcache.stores", "bare import"),
+        ("def f():\n    from specdec.kvcache import stores", "below the top level"),
         ("if TYPE_CHECKING:\n    import specdec.kvcache", "below the top level"),
         ("import importlib\nimportlib.import_module(name)", "dynamic import"),
     ],

@@ -85,7 +85,7 @@ def test_half_precision_runs(dtype, make_target, random_prompt, tmp_path):
     make_target("gemma4-e2b").save_pretrained(tmp_path)
     config = EngineConfig(max_batch_size=2, max_model_len=64, dtype=dtype)
     with Engine.from_pretrained(str(tmp_path), "ngram", config=config) as engine:
-        assert {pool.k[layer].dtype for pool in engine.table.allocator.pools.values() for layer in pool.k} == {dtype}
+        assert {kept.k.dtype for store in engine.cache.stores for kept in store.layers.values()} == {dtype}
         assert [len(out.token_ids) for out in engine.generate([random_prompt(5), random_prompt(20)], PARAMS)] == [
             12,
             12,

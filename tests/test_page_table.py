@@ -4,15 +4,13 @@ import numpy as np
 import pytest
 import torch
 import triton
+from kv_rig import KVRig
 
 from specdec.attention import page_table as page_table_module
 from specdec.attention.node_rows import NodeRows, build_node_rows, reference_build_node_rows
 from specdec.attention.page_table import PageTables, build_page_tables, reference_build_page_tables
-from specdec.attention.plan import plan_verify
 from specdec.attention.tree import DraftTree
-from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.layout import KVLayout, LayerSpec
-from specdec.kvcache.table import RequestTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PARENTS = [-1, 0, 0, 1, 3]  # the tree in attention/tree.py: a fork at the root, then a chain
@@ -40,34 +38,39 @@ def spec(layer: int, window: int | None) -> LayerSpec:
     return LayerSpec(layer=layer, owner=layer, layer_type=kind, num_kv_heads=1, head_dim=1, window=window)
 
 
-def filled(page_size: int, window: int | None, lengths: list[int], reserve: int) -> tuple[RequestTable, np.ndarray]:
+def filled(page_size: int, window: int | None, lengths: list[int], lookahead: int) -> tuple[KVRig, np.ndarray]:
     """Requests of these lengths, interleaved in the pools and evicted as the engine does, in shuffled rows."""
-    layout = KVLayout((spec(0, window), spec(1, None)))
-    pages = sum(-(-(n + reserve) // page_size) + 1 for n in lengths)
-    allocator = HybridAllocator(
-        layout, full_pages=pages, swa_pages=pages, page_size=page_size, dtype=torch.float32, device=DEVICE
+    pages = sum(-(-(n + lookahead) // page_size) + 1 for n in lengths)
+    table = KVRig(
+        KVLayout((spec(0, window), spec(1, None))),
+        full_pages=pages,
+        swa_pages=pages,
+        page_size=page_size,
+        max_requests=len(lengths) + 1,
+        max_len=max(lengths) + 1,
+        lookahead=lookahead,
+        device=DEVICE,
     )
-    table = RequestTable(allocator, max_requests=len(lengths) + 1, max_len=max(lengths) + 1, reserve=reserve)
     rows = [table.open() for _ in lengths]
     for done in range(0, max(lengths), 5):  # in turns, so that pages interleave
         for row, length in zip(rows, lengths, strict=True):
             step = np.array([min(5, max(length - done, 0))])
-            table.ensure(row, int(table.committed_len[row] + step[0]) + reserve)
+            table.ensure(row, int(table.committed_len.host[row] + step[0]) + lookahead)
             table.commit(np.array([row]), step)
             table.evict(np.array([row]))
     for row in rows:
-        table.ensure(row, int(table.committed_len[row]) + reserve)
+        table.ensure(row, int(table.committed_len.host[row]) + lookahead)
     table.check()
     return table, np.array(rows[::-1])
 
 
-def tables_of(table: RequestTable, rows: np.ndarray, num_nodes: int, full_width: int, swa_width: int) -> PageTables:
+def tables_of(table: KVRig, rows: np.ndarray, num_nodes: int, full_width: int, swa_width: int) -> PageTables:
     allocator = table.allocator
     arguments = (
         table.slots.tensor,
         None if table.retain is None else allocator.full_to_swa.tensor,
         torch.from_numpy(rows).to(DEVICE),
-        torch.from_numpy(table.committed_len[rows]).to(DEVICE),
+        torch.from_numpy(table.committed_len.host[rows]).to(DEVICE),
     )
     options = {"num_nodes": num_nodes, "retain": table.retain, "page_size": allocator.page_size}
     got = build_page_tables(*arguments, **options, full_width=full_width, swa_width=swa_width)
@@ -103,14 +106,14 @@ def test_page_tables_are_what_the_plan_computes(page_size: int, window: int):
     num_nodes, lengths = 5, [0, 1, 7, 23, 50]
     table, rows = filled(page_size, window, lengths, num_nodes)
     tree = DraftTree.chain(torch.zeros((len(rows), num_nodes), dtype=torch.int64, device=DEVICE))
-    plan = plan_verify(table, rows, tree)
+    plan = table.verify(rows, tree)
     full_width = -(-max(lengths) // page_size)
     swa_width = 1 + -(-table.retain // page_size)
     got = tables_of(table, rows, num_nodes, full_width + 3, swa_width)
     assert torch.equal(got.write_full.reshape(-1), plan.write_full)
     assert torch.equal(got.write_swa.reshape(-1), plan.write_swa)
-    assert torch.equal(got.swa_start, plan.prefix_swa.start)
-    for pages, prefix in ((got.full_pages, plan.prefix_full), (got.swa_pages, plan.prefix_swa)):
+    assert torch.equal(got.swa_start, plan.prefix.swa.start)
+    for pages, prefix in ((got.full_pages, plan.prefix.full), (got.swa_pages, plan.prefix.swa)):
         first = prefix.start[:, None] + torch.arange(pages.shape[1], device=DEVICE) * page_size
         held = first < plan.committed_len[:, None]
         width = prefix.pages.shape[1]
@@ -131,11 +134,13 @@ def test_widths_may_be_anything():
     table, rows = filled(1, 4, [3, 20], 19)
     got = tables_of(table, rows, 19, 0, 1)
     assert got.full_pages.shape == (2, 0) and got.write_full.shape == (2, 19)
-    assert tables_of(table, rows, 30, 64, 40).write_full[:, -7:].tolist() == [[0] * 7] * 2  # past the row: the sink
+    assert (
+        tables_of(table, rows, 30, 64, 40).write_full[:, -7:].tolist() == [[0] * 7] * 2
+    )  # past the row: the null slot
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_padding_row_is_all_sink(page_size: int):
+def test_the_padding_row_is_null_slots(page_size: int):
     table, rows = filled(page_size, 6, [9, 30], 4)
     table.committed_len[table.padding_row] = 17  # whatever a padded request carries
     got = tables_of(table, np.append(rows, table.padding_row), 4, 12, 12)
@@ -147,12 +152,12 @@ def test_padding_row_is_all_sink(page_size: int):
 # one row per node
 
 
-def node_rows_of(table: RequestTable, rows: np.ndarray, tree: DraftTree, window: int | None, width: int) -> NodeRows:
+def node_rows_of(table: KVRig, rows: np.ndarray, tree: DraftTree, window: int | None, width: int) -> NodeRows:
     arguments = (
         table.slots.tensor,
         table.allocator.full_to_swa.tensor if window is not None else None,
         torch.from_numpy(rows).to(DEVICE),
-        torch.from_numpy(table.committed_len[rows]).to(DEVICE),
+        torch.from_numpy(table.committed_len.host[rows]).to(DEVICE),
         tree.parents,
         tree.depth,
     )
@@ -161,9 +166,9 @@ def node_rows_of(table: RequestTable, rows: np.ndarray, tree: DraftTree, window:
     return got
 
 
-def naive_row(table: RequestTable, row: int, node: int, window: int | None) -> list[int]:
+def naive_row(table: KVRig, row: int, node: int, window: int | None) -> list[int]:
     """The slots that a node sees, key by key."""
-    length = int(table.committed_len[row])
+    length = int(table.committed_len.host[row])
     path = [node]
     while path[0]:
         path.insert(0, PARENTS[path[0]])

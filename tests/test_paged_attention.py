@@ -13,13 +13,12 @@ import triton
 from specdec.attention import paged_attention_kernels as kernels
 from specdec.attention.paged_attention import (
     Tiles,
-    ancestor_bits,
     choose_tiles,
     fit_tiles,
     paged_attention,
     reference_paged_attention,
 )
-from specdec.attention.tree import DraftTree
+from specdec.attention.tree import DraftTree, ancestor_bits
 
 CUDA = torch.cuda.is_available()
 SMALL = Tiles(16, 16, 4, 1, waves=3.0)

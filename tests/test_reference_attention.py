@@ -9,15 +9,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from kv_rig import KVRig
 
-from specdec.attention.plan import KVPlan, plan_frozen, plan_prefill, plan_verify
-from specdec.attention.reference import VisibleKeys, reference_attention
+from specdec.attention.plan import KVPlan
+from specdec.attention.reference import VisibleKeys, own_keys, reference_attention
 from specdec.attention.tree import DraftTree
-from specdec.kvcache.frozen import target_view
-from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.spaces import FullLoc, SlotTable, Space
-from specdec.kvcache.table import FROZEN_EXTRA_KEYS, RequestTable
+from specdec.kvcache.table import FROZEN_EXTRA_KEYS
 
 NODES = 6
 SLIDING_LAYER, FULL_LAYER = 0, 1
@@ -37,6 +36,12 @@ def ints(values: list[int]) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
+def visible_keys(plan: KVPlan, window: int | None) -> VisibleKeys:
+    """What a layer sees that slides, in SWA space, or does not, in full space."""
+    table, space = (plan.prefix.full, Space.FULL) if window is None else (plan.prefix.swa, Space.SWA)
+    return VisibleKeys.of(plan, table, space, window)
+
+
 class Scene:
     """Requests of the given committed lengths, one row each, over a sliding and a full layer."""
 
@@ -44,20 +49,19 @@ class Scene:
         self.window = window
         self.generator = torch.Generator().manual_seed(0)
         pages = sum(-(-(length + NODES) // page_size) for length in lengths) + 8
-        allocator = HybridAllocator(
+        self.table = KVRig(
             KVLayout((spec(SLIDING_LAYER, window), spec(FULL_LAYER, None))),
             full_pages=pages,
             swa_pages=pages,
             page_size=page_size,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
+            max_requests=len(lengths) + 1,
+            max_len=max(lengths) + 12,
+            lookahead=NODES,
         )
-        for pool in allocator.pools.values():
-            for rows in (*pool.k.values(), *pool.v.values()):
-                rows.fill_(fill)
-        longest = max(lengths)
-        self.table = RequestTable(allocator, max_requests=len(lengths) + 1, max_len=longest + 12, reserve=NODES)
-        self.view = target_view(allocator)
+        allocator = self.table.allocator
+        for kept in self.table.store.layers.values():
+            kept.k.fill_(fill)
+            kept.v.fill_(fill)
         # a row opened first and evicted shifts the numbers of the two spaces against each other
         shift = self.table.open()
         self.table.ensure(shift, 5 * page_size)
@@ -72,13 +76,14 @@ class Scene:
             self.table.ensure(row, length + NODES)
             slots = FullLoc(torch.from_numpy(self.table.slots.host[row, :length].copy()))
             for layer in HEADS:
-                self.view.write(layer, slots, allocator.translate(slots), self.k[layer][i], self.v[layer][i])
+                self.table.write(layer, slots, allocator.translate(slots), self.k[layer][i], self.v[layer][i])
             self.table.commit(ints([row]), ints([length]))
         if evict:
             self.table.evict(self.rows)
             if fill:  # what was evicted is not to be read either
                 free = ~np.isin(np.arange(len(allocator.full_to_swa.host)), allocator.full_to_swa.host)
-                for rows in (allocator.pools[Space.SWA].k[SLIDING_LAYER], allocator.pools[Space.SWA].v[SLIDING_LAYER]):
+                kept = self.table.store.layers[SLIDING_LAYER]
+                for rows in (kept.k, kept.v):
                     rows[torch.from_numpy(np.flatnonzero(free))] = fill
 
     def random(self, *shape: int) -> torch.Tensor:
@@ -101,10 +106,10 @@ class Scene:
         if broken is not None:
             block_k[broken] = block_v[broken] = POISONED
         if plan.write_full is not None:  # as a layer does: first written, then read back
-            self.view.write(layer, plan.write_full, plan.write_swa, block_k.flatten(0, 1), block_v.flatten(0, 1))
+            self.table.write(layer, plan.write_full, plan.write_swa, block_k.flatten(0, 1), block_v.flatten(0, 1))
         window = self.window if layer == SLIDING_LAYER else None
-        pool_k, pool_v, _ = self.view.layer(layer)
-        keys = VisibleKeys.of(plan, window, torch.float32)
+        pool_k, pool_v, _ = self.table.view.layer(layer)
+        keys = visible_keys(plan, window)
         out = reference_attention(
             query.transpose(1, 2), pool_k, pool_v, keys, scaling=SCALING, softcap=softcap, sinks=sinks
         )
@@ -117,11 +122,12 @@ class Scene:
                 seen = [
                     (self.k[layer][b][p], self.v[layer][b][p]) for p in range(self.lengths[b]) if position - p < window
                 ]
-                if plan.ancestors is not None:
+                if plan.write_full is not None:
+                    own = own_keys(plan)
                     seen += [
                         (block_k[b, j], block_v[b, j])
                         for j in range(rows)
-                        if plan.ancestors[b, i, j] and position - int(plan.positions[b, j]) < window
+                        if own[b, i, j] and position - int(plan.positions[b, j]) < window
                     ]
                 expected[b, i] = dense(query[b, i], seen, heads, softcap, sinks)
         return out, expected
@@ -171,13 +177,13 @@ DEEP = [-1, 0, 1, 2, 3, 1]
 def test_verify(page_size: int, window: int):
     """Windows smaller than the tree is deep: an ancestor can leave the window before its descendant is reached."""
     scene = Scene([17, 3, 0, 30], page_size=page_size, window=window)
-    scene.agree(plan_verify(scene.table, scene.rows, tree_of([CHAIN, BUSHY, DEEP, BUSHY])))
+    scene.agree(scene.table.verify(scene.rows, tree_of([CHAIN, BUSHY, DEEP, BUSHY])))
 
 
 @PAGE_SIZES
 def test_decode_is_a_tree_of_one_node(page_size: int):
     scene = Scene([9, 0, 21], page_size=page_size, window=5)
-    scene.agree(plan_verify(scene.table, scene.rows, tree_of([[-1]] * 3)))
+    scene.agree(scene.table.verify(scene.rows, tree_of([[-1]] * 3)))
 
 
 @PAGE_SIZES
@@ -186,7 +192,7 @@ def test_prefill_of_different_lengths(page_size: int, window: int):
     """Rows past a chunk's end are padding: nothing is asked of their values but that they are numbers."""
     scene = Scene([11, 0, 4], page_size=page_size, window=window)
     chunk = ints([3, 6, 1])
-    plan = plan_prefill(scene.table, scene.rows, chunk)
+    plan = scene.table.chunk(scene.rows, chunk)
     for layer in HEADS:
         out, expected = scene.attend(plan, layer)
         for b, length in enumerate(chunk.tolist()):
@@ -199,14 +205,14 @@ def test_prefill_of_different_lengths(page_size: int, window: int):
 def test_softcap_and_sinks(softcap: float | None, sinks: bool):
     scene = Scene([13, 2], page_size=4, window=3)
     logits = torch.tensor([0.5, -1.0, 2.0, 0.0]) if sinks else None
-    scene.agree(plan_verify(scene.table, scene.rows, tree_of([BUSHY, CHAIN])), softcap=softcap, sinks=logits)
+    scene.agree(scene.table.verify(scene.rows, tree_of([BUSHY, CHAIN])), softcap=softcap, sinks=logits)
 
 
 @PAGE_SIZES
 @pytest.mark.parametrize(("offset", "shift"), [(0, 2), (0, 0), (-1, 0), (-1, 1)])
 def test_frozen(page_size: int, offset: int, shift: int):
     scene = Scene([17, 3, 30, 1], page_size=page_size, window=4)
-    scene.agree(plan_frozen(scene.table, scene.rows, position_offset=offset, window_shift=shift))
+    scene.agree(scene.table.frozen(scene.rows, position_offset=offset, window_shift=shift))
 
 
 @PAGE_SIZES
@@ -214,19 +220,19 @@ def test_frozen_sees_the_window_plus_one_newest_keys(page_size: int):
     """At S with a shift of 2; and those keys are the widest view that eviction leaves room for."""
     window = 4
     scene = Scene([20], page_size=page_size, window=window)
-    plan = plan_frozen(scene.table, scene.rows, position_offset=0, window_shift=FROZEN_EXTRA_KEYS)
-    keys = VisibleKeys.of(plan, window, torch.float32)
+    plan = scene.table.frozen(scene.rows, position_offset=0, window_shift=FROZEN_EXTRA_KEYS)
+    keys = visible_keys(plan, window)
     seen = keys.bias[0, 0, 0] == 0
-    assert plan.prefix_swa.positions()[0, seen].tolist() == [15, 16, 17, 18, 19]
+    assert plan.prefix.swa.positions()[0, seen].tolist() == [15, 16, 17, 18, 19]
     assert (keys.slots[0, seen] != 0).all()
-    assert (VisibleKeys.of(plan, None, torch.float32).bias == 0).all()
+    assert (visible_keys(plan, None).bias == 0).all()
 
 
-def test_frozen_queries_do_not_see_each_other_or_the_reserve():
+def test_frozen_queries_do_not_see_each_other_or_the_lookahead():
     scene = Scene([5, 8], page_size=1, window=4)
-    plan = plan_frozen(scene.table, scene.rows, position_offset=0, window_shift=2)
-    assert plan.ancestors is None
-    bias = VisibleKeys.of(plan, None, torch.float32).bias
+    plan = scene.table.frozen(scene.rows, position_offset=0, window_shift=2)
+    assert plan.tree is None and plan.write_full is None
+    bias = visible_keys(plan, None).bias
     assert bias.shape == (2, 1, 1, 8)
     assert (bias[:, 0, 0] == 0).sum(-1).tolist() == [5, 8]
 
@@ -235,9 +241,9 @@ def test_frozen_queries_do_not_see_each_other_or_the_reserve():
 def test_visible_keys_of_the_worked_tree(page_size: int):
     """Three committed keys, the tree of attention/tree.py, a window of 3: node 4 at depth 3 no longer sees the root."""
     scene = Scene([3], page_size=page_size, window=3)
-    plan = plan_verify(scene.table, scene.rows, tree_of([[-1, 0, 0, 1, 3]]))
+    plan = scene.table.verify(scene.rows, tree_of([[-1, 0, 0, 1, 3]]))
     assert plan.positions.tolist() == [[3, 4, 4, 5, 6]]
-    seen = {window: VisibleKeys.of(plan, window, torch.float32).bias[0, 0] == 0 for window in (None, 3)}
+    seen = {window: visible_keys(plan, window).bias[0, 0] == 0 for window in (None, 3)}
     draw = {window: ["".join("T" if x else "F" for x in row) for row in rows] for window, rows in seen.items()}
     assert draw[None] == ["TTTTFFFF", "TTTTTFFF", "TTTTFTFF", "TTTTTFTF", "TTTTTFTT"]
     assert draw[3] == ["FTTTFFFF", "FFTTTFFF", "FFTTFTFF", "FFFTTFTF", "FFFFTFTT"]
@@ -246,12 +252,12 @@ def test_visible_keys_of_the_worked_tree(page_size: int):
 @pytest.mark.parametrize("softcap", [None, SOFTCAP])
 def test_the_strides_of_the_queries_do_not_matter(softcap: float | None):
     scene = Scene([9], page_size=1, window=4)
-    plan = plan_verify(scene.table, scene.rows, tree_of([CHAIN]))
-    pool_k, pool_v, _ = scene.view.layer(SLIDING_LAYER)
+    plan = scene.table.verify(scene.rows, tree_of([CHAIN]))
+    pool_k, pool_v, _ = scene.table.view.layer(SLIDING_LAYER)
     query = scene.random(1, 4, NODES, 8)  # [B, Hq, N, D]
     turned = query.transpose(1, 2).contiguous().transpose(1, 2)
     assert query.is_contiguous() != turned.is_contiguous()
-    keys = VisibleKeys.of(plan, 4, torch.float32)
+    keys = visible_keys(plan, 4)
     out, expected = (
         reference_attention(q, pool_k, pool_v, keys, scaling=SCALING, softcap=softcap) for q in (turned, query)
     )
@@ -264,7 +270,7 @@ def test_random_trees_and_lengths():
         lengths = rng.integers(0, 24, 4).tolist()
         scene = Scene(lengths, page_size=int(rng.integers(1, 6)), window=int(rng.integers(1, 9)), evict=case % 2 == 0)
         parents = [[-1, *(int(rng.integers(0, node)) for node in range(1, NODES))] for _ in lengths]
-        scene.agree(plan_verify(scene.table, scene.rows, tree_of(parents)))
+        scene.agree(scene.table.verify(scene.rows, tree_of(parents)))
 
 
 # what is not committed does not matter
@@ -274,17 +280,17 @@ def test_random_trees_and_lengths():
 @pytest.mark.parametrize("fill", [1e4, -1e4])
 def test_large_values_outside_committed_slots_are_masked(page_size: int, fill: float):
     scene = Scene([17, 3, 0, 30], page_size=page_size, window=4, fill=fill)
-    scene.agree(plan_verify(scene.table, scene.rows, tree_of([CHAIN, BUSHY, DEEP, BUSHY])))
+    scene.agree(scene.table.verify(scene.rows, tree_of([CHAIN, BUSHY, DEEP, BUSHY])))
     scene = Scene([17, 3, 30], page_size=page_size, window=4, fill=fill)
-    scene.agree(plan_frozen(scene.table, scene.rows, position_offset=0, window_shift=2))
+    scene.agree(scene.table.frozen(scene.rows, position_offset=0, window_shift=2))
 
 
 @PAGE_SIZES
 def test_one_request_gathers_committed_slots_only(page_size: int):
     """Alone, or among equals, a request's tables end at its length: a NaN elsewhere in the pools is never read."""
     scene = Scene([17, 17], page_size=page_size, window=4, fill=POISONED)
-    scene.agree(plan_verify(scene.table, scene.rows, tree_of([CHAIN, BUSHY])))
-    scene.agree(plan_frozen(scene.table, scene.rows, position_offset=0, window_shift=2))
+    scene.agree(scene.table.verify(scene.rows, tree_of([CHAIN, BUSHY])))
+    scene.agree(scene.table.frozen(scene.rows, position_offset=0, window_shift=2))
 
 
 @PAGE_SIZES
@@ -292,41 +298,40 @@ def test_one_request_gathers_committed_slots_only(page_size: int):
 def test_nan_outside_committed_slots_does_not_leak(page_size: int, softcap: float | None):
     """A shorter request's table is padded to the longest: what it gathers there has weight 0, and 0 * NaN is NaN."""
     scene = Scene([17, 3, 0, 30], page_size=page_size, window=4, fill=POISONED)
-    scene.agree(plan_verify(scene.table, scene.rows, tree_of([CHAIN, BUSHY, DEEP, BUSHY])), softcap=softcap)
+    scene.agree(scene.table.verify(scene.rows, tree_of([CHAIN, BUSHY, DEEP, BUSHY])), softcap=softcap)
     scene = Scene([17, 3, 30], page_size=page_size, window=4, fill=POISONED)
-    scene.agree(plan_frozen(scene.table, scene.rows, position_offset=0, window_shift=2), softcap=softcap)
+    scene.agree(scene.table.frozen(scene.rows, position_offset=0, window_shift=2), softcap=softcap)
 
 
-def test_nan_in_the_sink_does_not_reach_a_request():
-    """Lengths 1 and 9: the shorter one's row has sink slots at most of the columns of the table."""
+def test_nan_in_the_null_slot_does_not_reach_a_request():
+    """Lengths 1 and 9: the shorter one's row has null slots at most of the columns of the table."""
     scene = Scene([1, 9], page_size=1, window=4)
-    for pool in scene.table.allocator.pools.values():
-        for rows in (*pool.k.values(), *pool.v.values()):
-            rows[0] = POISONED
-    scene.agree(plan_frozen(scene.table, scene.rows, position_offset=0, window_shift=2))
+    for kept in scene.table.store.layers.values():
+        kept.k[0] = kept.v[0] = POISONED
+    scene.agree(scene.table.frozen(scene.rows, position_offset=0, window_shift=2))
 
 
-@pytest.mark.parametrize("plan_of", [plan_prefill, plan_verify])
-def test_a_request_that_overflows_stays_alone(plan_of):
-    """Request 1 computes NaN; in a prefill its padded rows and those of request 0 share the sink."""
+@pytest.mark.parametrize("kind", ["chunk", "verify"])
+def test_a_request_that_overflows_stays_alone(kind):
+    """Request 1 computes NaN; in a prefill its padded rows and those of request 0 share the null slot."""
     scene = Scene([4, 3, 5], page_size=1, window=4)
-    argument = ints([1, 1, 2]) if plan_of is plan_prefill else tree_of([[-1, 0]] * 3)
-    plan = plan_of(scene.table, scene.rows, argument)
+    argument = ints([1, 1, 2]) if kind == "chunk" else tree_of([[-1, 0]] * 3)
+    plan = getattr(scene.table, kind)(scene.rows, argument)
     for layer in HEADS:
         out, expected = scene.attend(plan, layer, broken=1)
         for b in (0, 2):
-            valid = 1 if plan_of is plan_prefill and b == 0 else 2
+            valid = 1 if kind == "chunk" and b == 0 else 2
             torch.testing.assert_close(out[b, :valid].double(), expected[b, :valid], rtol=1e-5, atol=1e-5)
 
 
 def test_a_frozen_query_on_an_empty_prefix_is_zero():
     scene = Scene([0, 3], page_size=1, window=4)
-    scene.agree(plan_frozen(scene.table, scene.rows, position_offset=0, window_shift=2))
+    scene.agree(scene.table.frozen(scene.rows, position_offset=0, window_shift=2))
 
 
 def test_frozen_queries_on_empty_prefixes_alone_are_zero():
     scene = Scene([0, 0], page_size=1, window=4)
-    scene.agree(plan_frozen(scene.table, scene.rows, position_offset=0, window_shift=2))
+    scene.agree(scene.table.frozen(scene.rows, position_offset=0, window_shift=2))
 
 
 # page tables
@@ -339,15 +344,15 @@ def test_the_swa_table_is_as_wide_as_the_window(page_size: int, evict: bool):
     widths = {}
     for length in (2, 20, 200, 2000):
         scene = Scene([length], page_size=page_size, window=window, evict=evict)
-        plan = plan_verify(scene.table, scene.rows, tree_of([CHAIN]))
-        widths[length] = plan.prefix_swa.slots.shape[1]
-        start = int(plan.prefix_swa.start[0])
+        plan = scene.table.verify(scene.rows, tree_of([CHAIN]))
+        widths[length] = plan.prefix.swa.slots.shape[1]
+        start = int(plan.prefix.swa.start[0])
         assert start % page_size == 0
         assert max(0, length - scene.table.retain - page_size) < start + 1 <= max(0, length - scene.table.retain) + 1
-        assert plan.prefix_swa.positions()[0].tolist() == list(range(start, length))
-        assert (plan.prefix_swa.slots != 0).all()
-        assert plan.prefix_full.slots.shape[1] == length
-        assert plan.prefix_full.start.tolist() == [0]
+        assert plan.prefix.swa.positions()[0, : length - start].tolist() == list(range(start, length))
+        assert (plan.prefix.swa.slots[0, : length - start] != 0).all()
+        assert plan.prefix.full.slots.shape[1] == length
+        assert plan.prefix.full.start.tolist() == [0]
     assert widths[2] == 2
     assert max(widths.values()) <= scene.table.retain + page_size - 1
 
@@ -355,23 +360,23 @@ def test_the_swa_table_is_as_wide_as_the_window(page_size: int, evict: bool):
 def test_page_tables_of_a_mixed_batch():
     """Page size 4, retained 7: request 0 starts at page 1 (position 4), request 1 at 0, request 2 at page 2."""
     scene = Scene([12, 3, 17], page_size=4, window=6)
-    plan = plan_verify(scene.table, scene.rows, tree_of([CHAIN] * 3))
+    plan = scene.table.verify(scene.rows, tree_of([CHAIN] * 3))
     assert plan.committed_len.tolist() == [12, 3, 17]
-    assert plan.prefix_full.slots.shape == (3, 17)
-    assert plan.prefix_swa.start.tolist() == [4, 0, 8]
-    assert plan.prefix_swa.slots.shape == (3, 9)
-    assert plan.prefix_swa.positions()[:, 0].tolist() == [4, 0, 8]
+    assert plan.prefix.full.slots.shape == (3, 17)
+    assert plan.prefix.swa.start.tolist() == [4, 0, 8]
+    assert plan.prefix.swa.slots.shape == (3, 10)  # 7 retained and up to 3 more of their page
+    assert plan.prefix.swa.positions()[:, 0].tolist() == [4, 0, 8]
     slots, mapping = scene.table.slots.host, scene.table.allocator.full_to_swa.host
     for b, (row, length, start) in enumerate(zip(scene.rows.tolist(), [12, 3, 17], [4, 0, 8], strict=True)):
-        assert plan.prefix_full.slots[b, :length].tolist() == slots[row, :length].tolist()
-        assert plan.prefix_swa.slots[b, : length - start].tolist() == mapping[slots[row, start:length]].tolist()
+        assert plan.prefix.full.slots[b, :length].tolist() == slots[row, :length].tolist()
+        assert plan.prefix.swa.slots[b, : length - start].tolist() == mapping[slots[row, start:length]].tolist()
 
 
 @PAGE_SIZES
 def test_pages_are_one_id_for_each_page_of_columns(page_size: int):
     scene = Scene([11, 26], page_size=page_size, window=6)
-    plan = plan_verify(scene.table, scene.rows, tree_of([CHAIN] * 2))
-    for prefix in (plan.prefix_full, plan.prefix_swa):
+    plan = scene.table.verify(scene.rows, tree_of([CHAIN] * 2))
+    for prefix in (plan.prefix.full, plan.prefix.swa):
         width = prefix.slots.shape[1]
         assert prefix.page_size == page_size
         assert prefix.pages.shape == (2, -(-width // page_size))
@@ -382,23 +387,21 @@ def test_pages_are_one_id_for_each_page_of_columns(page_size: int):
 
 
 def test_tables_stay_inside_rows_that_are_full():
-    """Rows of 16 slots and no reserve: padded columns of the chunk and of the SWA table would lie past the end."""
+    """Rows of 16 slots and no lookahead: padded columns of the chunk and of the SWA table would lie past the end."""
     layout = KVLayout((spec(SLIDING_LAYER, 6), spec(FULL_LAYER, None)))
-    cpu = torch.device("cpu")
-    allocator = HybridAllocator(layout, full_pages=8, swa_pages=8, page_size=4, dtype=torch.float32, device=cpu)
-    table = RequestTable(allocator, max_requests=2, max_len=16, reserve=0)
+    table = KVRig(layout, full_pages=8, swa_pages=8, page_size=4, max_requests=2, max_len=16, lookahead=0)
     for row, length in ((0, 12), (1, 15)):
         table.ensure(table.open(), 16)
         table.commit(ints([row]), ints([length]))
     rows = ints([0, 1])
-    plan = plan_prefill(table, rows, ints([4, 1]))
+    plan = table.chunk(rows, ints([4, 1]))
     slots = table.slots.host
     assert plan.write_full.tolist() == [*slots[0, 12:].tolist(), slots[1, 15], 0, 0, 0]
     table.commit(rows, ints([2, 0]))
-    plan = plan_frozen(table, rows, position_offset=0, window_shift=2)
-    assert plan.prefix_swa.start.tolist() == [4, 8]  # 14 - 7 and 15 - 7, in whole pages
-    assert plan.prefix_swa.slots.shape == (2, 10)
-    assert plan.prefix_swa.slots[1, :7].tolist() == allocator.full_to_swa.host[slots[1, 8:15]].tolist()
+    plan = table.frozen(rows, position_offset=0, window_shift=2)
+    assert plan.prefix.swa.start.tolist() == [4, 8]  # 14 - 7 and 15 - 7, in whole pages
+    assert plan.prefix.swa.slots.shape == (2, 10)
+    assert plan.prefix.swa.slots[1, :7].tolist() == table.allocator.full_to_swa.host[slots[1, 8:15]].tolist()
 
 
 def test_pages_by_hand():
@@ -410,16 +413,13 @@ def test_pages_by_hand():
 
 def test_without_a_window_there_is_no_swa_table():
     layout = KVLayout((spec(FULL_LAYER, None), spec(FULL_LAYER, None)))
-    allocator = HybridAllocator(
-        layout, full_pages=8, swa_pages=0, page_size=1, dtype=torch.float32, device=torch.device("cpu")
-    )
-    table = RequestTable(allocator, max_requests=1, max_len=8, reserve=2)
+    table = KVRig(layout, full_pages=8, swa_pages=0, page_size=1, max_requests=1, max_len=8, lookahead=2)
     table.ensure(table.open(), 4)
     for plan in (
-        plan_prefill(table, ints([0]), ints([2])),
-        plan_verify(table, ints([0]), DraftTree.chain(torch.zeros(1, 2, dtype=torch.int64))),
-        plan_frozen(table, ints([0]), position_offset=0, window_shift=0),
+        table.chunk(ints([0]), ints([2])),
+        table.verify(ints([0]), DraftTree.chain(torch.zeros(1, 2, dtype=torch.int64))),
+        table.frozen(ints([0]), position_offset=0, window_shift=0),
     ):
-        assert (plan.write_swa, plan.prefix_swa) == (None, None)
-    with pytest.raises(AssertionError, match="a sliding layer, but the plan has no SWA page table"):
-        VisibleKeys.of(plan, 4, torch.float32)
+        assert (plan.write_swa, plan.prefix.swa) == (None, None)
+    with pytest.raises(AssertionError, match="a sliding layer, but the plan has no SWA table"):
+        table.backend.attention(plan, Space.SWA, 4)

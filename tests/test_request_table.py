@@ -1,19 +1,17 @@
-"""Rows of slots: what commit, truncate, eviction and closing do to the K/V behind each position, in both spaces."""
+"""Rows of slots: what commit, eviction and closing do to the K/V behind each position, in both spaces."""
 
 import numpy as np
 import pytest
 import torch
+from kv_rig import KVRig
 
 from specdec.errors import KVStateError, OutOfSlotsError
-from specdec.kvcache.frozen import target_view
-from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.spaces import FullLoc, Space
-from specdec.kvcache.table import FROZEN_EXTRA_KEYS, RequestTable
+from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Move
 
 from snapshots import kv_contents
 
-CPU = torch.device("cpu")
 PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 3, 4])
 SLIDING_LAYER, FULL_LAYER = 0, 1
 
@@ -31,45 +29,47 @@ def make(
     swa_pages: int | None = None,
     max_requests: int = 3,
     max_len: int = 40,
-    reserve: int = 5,
-) -> RequestTable:
+    lookahead: int = 5,
+) -> KVRig:
     """A table over a sliding layer 0 and a full layer 1 (both full without a window)."""
-    layout = KVLayout((spec(SLIDING_LAYER, window), spec(FULL_LAYER, None)))
-    swa_pages = pages if swa_pages is None else swa_pages
-    allocator = HybridAllocator(
-        layout, full_pages=pages, swa_pages=swa_pages, page_size=page_size, dtype=torch.float32, device=CPU
+    return KVRig(
+        KVLayout((spec(SLIDING_LAYER, window), spec(FULL_LAYER, None))),
+        full_pages=pages,
+        swa_pages=pages if swa_pages is None else swa_pages,
+        page_size=page_size,
+        max_requests=max_requests,
+        max_len=max_len,
+        lookahead=lookahead,
     )
-    return RequestTable(allocator, max_requests=max_requests, max_len=max_len, reserve=reserve)
 
 
 def ints(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
-def put(table: RequestTable, row: int, start: int, values: list[float]) -> None:
+def put(table: KVRig, row: int, start: int, values: list[float]) -> None:
     """Write `values` as the K/V (k = value, v = -value) of the slots at positions start..., in every layer."""
     full = FullLoc(torch.from_numpy(table.slots.host[row, start : start + len(values)].copy()))
-    swa = table.allocator.translate(full) if table.allocator.layout.has_swa else None
+    swa = table.allocator.translate(full) if table.allocator.swa is not None else None
     k = torch.tensor(values).view(-1, 1, 1)
     for layer in (SLIDING_LAYER, FULL_LAYER):
-        target_view(table.allocator).write(layer, full, swa, k + 0.5 * layer, -k - 0.5 * layer)
+        table.write(layer, full, swa, k + 0.5 * layer, -k - 0.5 * layer)
 
 
-def held(table: RequestTable, row: int, start: int, end: int, layer: int) -> list[float]:
+def held(table: KVRig, row: int, start: int, end: int, layer: int) -> list[float]:
     """The values behind positions start..end-1 as this layer reads them."""
     slots = FullLoc(torch.from_numpy(table.slots.host[row, start:end].copy()))
-    space = table.allocator.layout.layers[layer].space
-    pool = table.allocator.pools[space]
-    where = slots if space is Space.FULL else table.allocator.translate(slots)
+    kept = table.store.layers[layer]
+    where = slots if kept.space is Space.FULL else table.allocator.translate(slots)
     assert (where > 0).all()
-    torch.testing.assert_close(pool.v[layer][where], -pool.k[layer][where])
-    return (pool.k[layer][where, 0, 0] - 0.5 * layer).tolist()
+    torch.testing.assert_close(kept.v[where], -kept.k[where])
+    return (kept.k[where, 0, 0] - 0.5 * layer).tolist()
 
 
-def opened(table: RequestTable, prompt: list[float]) -> int:
-    """A row whose committed positions hold `prompt`, with the reserve behind it."""
+def opened(table: KVRig, prompt: list[float]) -> int:
+    """A row whose committed positions hold `prompt`, with the lookahead behind it."""
     row = table.open()
-    table.ensure(row, len(prompt) + table.reserve)
+    table.ensure(row, len(prompt) + table.lookahead)
     put(table, row, 0, prompt)
     table.commit(ints(row), ints(len(prompt)))
     return row
@@ -107,7 +107,7 @@ def test_ensure_takes_whole_pages_and_no_more_than_needed():
 
 
 def test_ensure_beyond_the_pool_or_the_row_takes_nothing():
-    table = make(page_size=4, pages=3, max_len=20, reserve=4)
+    table = make(page_size=4, pages=3, max_len=20, lookahead=4)
     row = table.open()
     table.ensure(row, 4)
     before = kv_contents(table)
@@ -143,7 +143,7 @@ def test_close_gives_everything_back_also_after_eviction(page_size: int):
         table.close(row)
 
 
-@pytest.mark.parametrize("operation", ["close", "ensure", "truncate"])
+@pytest.mark.parametrize("operation", ["close", "ensure"])
 @pytest.mark.parametrize("row", [1, -1, 3, 99], ids=["never-opened", "negative", "padding-row", "beyond"])
 def test_a_row_that_is_not_open_is_refused(operation: str, row: int):
     table = make(max_requests=3)
@@ -175,7 +175,7 @@ def test_commit_permutes_the_row_at_page_size_one():
     assert table.slots.host[row, :8].tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
     table.commit(ints(row), ints(3), np.array([[0, 2, 4, 0, 0]]))
     assert table.slots.host[row, :8].tolist() == [1, 2, 3, 5, 7, 4, 6, 0]
-    assert table.committed_len[row] == 5
+    assert table.committed_len.host[row] == 5
     assert table.capacity[row] == 7
     table.check()
 
@@ -216,7 +216,7 @@ def test_the_committed_positions_hold_the_path(page_size: int, window: int | Non
     put(table, row, 3, [0.0, 1.0, 2.0, 3.0, 4.0])
     padded = np.array([path + [0] * (5 - len(path))], dtype=np.int64)
     table.commit(ints(row), ints(len(path)), padded)
-    assert table.committed_len[row] == 3 + len(path)
+    assert table.committed_len.host[row] == 3 + len(path)
     for layer in (SLIDING_LAYER, FULL_LAYER):
         assert held(table, row, 0, 3 + len(path), layer) == [100.0, 101.0, 102.0, *map(float, path)]
     table.check()
@@ -230,7 +230,7 @@ def test_a_length_shorter_than_the_path_commits_its_start(page_size: int):
     table.commit(ints(row), ints(2), np.array([[0, 3, 4, 0, 0]]))
     for layer in (SLIDING_LAYER, FULL_LAYER):
         assert held(table, row, 0, 3, layer) == [100.0, 0.0, 3.0]
-    assert table.committed_len[row] == 3
+    assert table.committed_len.host[row] == 3
     table.check()
 
 
@@ -248,7 +248,7 @@ def test_several_rows_with_different_lengths_and_paths(page_size: int):
         assert held(table, 2, 0, 5, layer) == [300.0, 301.0, 30.0, 32.0, 33.0]
         assert held(table, 0, 0, 1, layer) == [100.0]
         assert held(table, 1, 0, 8, layer) == [200.0, 201.0, 202.0, 203.0, 20.0, 21.0, 23.0, 24.0]
-    assert table.committed_len.tolist() == [1, 8, 5, 0]
+    assert table.committed_len.host.tolist() == [1, 8, 5, 0]
     table.check()
 
 
@@ -285,7 +285,7 @@ def test_commit_past_the_slots_a_row_owns_raises(page_size: int):
     [(1, 5), (4, 8)],
 )
 def test_a_path_past_the_slots_a_row_owns_raises(page_size: int, node: int):
-    table = make(page_size, reserve=5)
+    table = make(page_size, lookahead=5)
     row = opened(table, [100.0] * page_size)
     assert table.capacity[row] == page_size + node
     before = kv_contents(table)
@@ -295,62 +295,43 @@ def test_a_path_past_the_slots_a_row_owns_raises(page_size: int, node: int):
 
 
 def test_rows_with_less_room_do_not_limit_the_others():
-    table = make(page_size=1, reserve=4)
+    table = make(page_size=1, lookahead=4)
     narrow, wide = opened(table, [100.0]), opened(table, [200.0])
-    table.commit(ints(narrow), ints(3))  # one slot of the reserve is left
+    table.commit(ints(narrow), ints(3))  # one slot of the lookahead is left
     put(table, wide, 1, [20.0, 21.0, 22.0, 23.0])
     table.commit(ints(narrow, wide), ints(1, 2), np.array([[0, 0], [0, 3]]))
     assert held(table, wide, 0, 3, FULL_LAYER) == [200.0, 20.0, 23.0]
 
 
-# truncate
+# moving
 
 
-@PAGE_SIZES
-def test_truncate_forgets_the_tail_and_keeps_the_reserve(page_size: int):
-    table = make(page_size, window=None)
-    row = opened(table, [float(i) for i in range(20)])
-    table.truncate(row, 3)
-    assert table.committed_len[row] == 3
-    assert table.capacity[row] == {1: 8, 3: 9, 4: 8}[page_size]  # 3 + 5, in whole pages
-    assert table.allocator.full.held_pages == {1: 8, 3: 3, 4: 2}[page_size]
-    assert held(table, row, 0, 3, FULL_LAYER) == [0.0, 1.0, 2.0]
-    table.check()
-    put(table, row, 3, [50.0, 51.0])
-    table.commit(ints(row), ints(2))
-    assert held(table, row, 0, 5, FULL_LAYER) == [0.0, 1.0, 2.0, 50.0, 51.0]
+def test_move_reads_all_before_it_writes_in_both_spaces_of_every_store():
+    rig = make(pages=6, swa_pages=6, max_len=3, lookahead=0)
+    another = rig.add_store(KVLayout.uniform(2, num_kv_heads=2, head_dim=3), torch.float64)  # all of it in full space
+    shift, row = rig.open(), rig.open()
+    rig.ensure(shift, 2)
+    rig.allocator.evict(FullLoc(torch.tensor([1, 2])))
+    rig.ensure(row, 3)  # full slots 3, 4, 5 with SWA slots 1, 2, 3: the spaces disagree
+    assert rig.allocator.translate(FullLoc(torch.tensor([3, 4, 5]))).tolist() == [1, 2, 3]
+    stored = [(kept, 3 if kept.space is Space.FULL else 1) for s in (rig.store, another) for kept in s.layers.values()]
+    assert len(stored) == 4
+    for number, (kept, first) in enumerate(stored):
+        kept.k[first : first + 3] = torch.tensor([10.0, 20.0, 30.0])[:, None, None].to(kept.k.dtype) + number
+        kept.v[first : first + 3] = -kept.k[first : first + 3]
+    rig.move(Move(FullLoc(torch.tensor([4, 5, 3])), FullLoc(torch.tensor([3, 4, 5]))))  # a rotation
+    for number, (kept, first) in enumerate(stored):
+        assert kept.k[first : first + 3, 0, 0].tolist() == [20.0 + number, 30.0 + number, 10.0 + number]
+        torch.testing.assert_close(kept.v, -kept.k)
 
 
-def test_truncate_to_the_same_length_changes_nothing():
-    table = make(page_size=4)
-    row = opened(table, [0.0, 1.0, 2.0])
-    before = kv_contents(table)
-    table.truncate(row, 3)
-    assert kv_contents(table) == before
-
-
-@pytest.mark.parametrize("length", [-1, 4])
-def test_truncate_outside_what_is_committed_raises(length: int):
-    table = make()
-    row = opened(table, [0.0, 1.0, 2.0])
-    before = kv_contents(table)
-    with pytest.raises(KVStateError, match=f"row 0: truncate to {length}, committed 3"):
-        table.truncate(row, length)
-    assert kv_contents(table) == before
-
-
-def test_truncate_behind_the_evicted_window_raises():
-    """Window 6, so 7 keys stay; one slot of slack: 30 tokens evict up to 22, and position 29 needs keys from 22."""
-    table = make(page_size=1)
-    row = opened(table, [float(i) for i in range(30)])
-    table.evict(ints(row))
-    assert table.evicted_len[row] == 22
-    before = kv_contents(table)
-    with pytest.raises(KVStateError, match="row 0: truncate to 28 needs SWA keys from 21, evicted up to 22"):
-        table.truncate(row, 28)
-    assert kv_contents(table) == before
-    table.truncate(row, 29)
-    table.check()
+def test_stores_have_room_for_the_null_page_and_every_page():
+    rig = make(page_size=2, pages=4, swa_pages=3)
+    sliding, full = rig.store.layers[SLIDING_LAYER], rig.store.layers[FULL_LAYER]
+    assert (full.k.shape, full.space) == ((10, 1, 1), Space.FULL)
+    assert (sliding.v.shape, sliding.space) == ((8, 1, 1), Space.SWA)
+    assert rig.store.num_bytes == 4 * 2 * (10 + 8)
+    assert rig.bytes_by_space() == {Space.FULL: 4 * 2 * 10, Space.SWA: 4 * 2 * 8}
 
 
 # eviction
@@ -386,18 +367,23 @@ def test_evict_treats_each_row_by_its_own_length(page_size: int):
 
 @PAGE_SIZES
 def test_a_long_request_holds_a_window_of_swa_pages(page_size: int):
-    """3000 rounds: the SWA pool stays at the size of window, slack, reserve and rounding, whatever the length."""
-    rounds, reserve, retain = 3000, 5, 7
-    limit = -(-(retain + 2 * page_size - 1 + reserve + page_size - 1) // page_size)
+    """3000 rounds: the SWA pool stays at the size of window, slack, lookahead and rounding, whatever the length."""
+    rounds, lookahead, retain = 3000, 5, 7
+    limit = -(-(retain + 2 * page_size - 1 + lookahead + page_size - 1) // page_size)
     table = make(
-        page_size, pages=rounds * 5 // page_size, swa_pages=limit, max_requests=1, max_len=rounds * 4, reserve=reserve
+        page_size,
+        pages=rounds * 5 // page_size,
+        swa_pages=limit,
+        max_requests=1,
+        max_len=rounds * 4,
+        lookahead=lookahead,
     )
     rng = np.random.default_rng(0)
     row = table.open()
     most = 0
     for i in range(rounds):
-        start = int(table.committed_len[row])
-        table.ensure(row, start + reserve)  # raises if one SWA page too many is held
+        start = int(table.committed_len.host[row])
+        table.ensure(row, start + lookahead)  # raises if one SWA page too many is held
         most = max(most, table.allocator.swa.held_pages)
         path = np.sort(rng.permutation(4)[: rng.integers(0, 4)] + 1)
         table.commit(ints(row), ints(1 + len(path)), np.array([[0, *path]]))
@@ -405,7 +391,7 @@ def test_a_long_request_holds_a_window_of_swa_pages(page_size: int):
         if i % 300 == 0:
             table.check()
     table.check()
-    length = int(table.committed_len[row])
+    length = int(table.committed_len.host[row])
     assert length > 2 * rounds
     assert most <= limit
     assert table.allocator.full.held_pages * page_size >= length
@@ -414,59 +400,59 @@ def test_a_long_request_holds_a_window_of_swa_pages(page_size: int):
 # `check` itself
 
 
-def one_page_in_two_rows(table: RequestTable) -> None:
+def one_page_in_two_rows(table: KVRig) -> None:
     table.slots[1, :4] = table.slots.host[0, 24:28].copy()
 
 
-def slots_behind_capacity(table: RequestTable) -> None:
+def slots_behind_capacity(table: KVRig) -> None:
     table.slots[0, int(table.capacity[0])] = 9
 
 
-def longer_than_capacity(table: RequestTable) -> None:
+def longer_than_capacity(table: KVRig) -> None:
     table.committed_len[0] = table.capacity[0] + 1
 
 
-def sink_in_a_row(table: RequestTable) -> None:
+def page_0_in_a_row(table: KVRig) -> None:
     table.slots[0, :4] = 0
 
 
-def closed_but_owning(table: RequestTable) -> None:
+def closed_but_owning(table: KVRig) -> None:
     table._active[1] = False
 
 
-def leaked_page(table: RequestTable) -> None:
+def leaked_page(table: KVRig) -> None:
     table.allocator.alloc(1)
 
 
-def freed_page(table: RequestTable) -> None:
+def freed_page(table: KVRig) -> None:
     table.allocator.free(FullLoc(torch.from_numpy(table.slots.host[0, 24:28].copy())))
 
 
-def evicted_too_far(table: RequestTable) -> None:
+def evicted_too_far(table: KVRig) -> None:
     table.evicted_len[0] = 14
 
 
-def evicted_yet_mapped(table: RequestTable) -> None:
+def evicted_yet_mapped(table: KVRig) -> None:
     table.evicted_len[0] += 4
 
 
-def in_the_window_but_unmapped(table: RequestTable) -> None:
+def in_the_window_but_unmapped(table: KVRig) -> None:
     table.allocator.evict(FullLoc(torch.from_numpy(table.slots.host[0, 16:20].copy())))
 
 
-def padding_row_with_slots(table: RequestTable) -> None:
+def padding_row_with_slots(table: KVRig) -> None:
     table.slots[table.padding_row, 0] = 4
 
 
-def disordered(table: RequestTable) -> None:
+def disordered(table: KVRig) -> None:
     table.slots[0, np.array([1, 2])] = table.slots.host[0, [2, 1]].copy()
 
 
-def disordered_across_pages(table: RequestTable) -> None:
+def disordered_across_pages(table: KVRig) -> None:
     table.slots[0, np.array([16, 20])] = table.slots.host[0, [20, 16]].copy()
 
 
-def one_slot_four_times(table: RequestTable) -> None:
+def one_slot_four_times(table: KVRig) -> None:
     table.slots[0, 16:20] = int(table.slots.host[0, 16])
 
 
@@ -476,7 +462,7 @@ def one_slot_four_times(table: RequestTable) -> None:
         (one_page_in_two_rows, "a page is owned by two rows"),
         (slots_behind_capacity, "slots behind its capacity"),
         (longer_than_capacity, "evicted=8 length=29 capacity=28"),
-        (sink_in_a_row, "not whole pages"),
+        (page_0_in_a_row, "not whole pages"),
         (closed_but_owning, "slots behind its capacity|closed but owns"),
         (leaked_page, "a held page belongs to no row"),
         (freed_page, "unmapped|a row owns a free page"),
@@ -490,7 +476,7 @@ def one_slot_four_times(table: RequestTable) -> None:
     ],
 )
 def test_check_finds(corrupt, message: str):
-    table = make(page_size=4, reserve=5)
+    table = make(page_size=4, lookahead=5)
     opened(table, [float(i) for i in range(20)])  # 28 slots, evicted up to 8
     opened(table, [0.0, 1.0])
     table.evict(ints(0, 1))

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from specdec import DraftTree, SamplingParams
+from specdec.draft_models.base import StatelessDrafter
 from specdec.sampling import SamplingBatch, gumbel_noise, seen_tokens
 
 CPU = torch.device("cpu")
@@ -225,14 +226,8 @@ def test_a_fitting_drafter_draws_what_the_target_draws(make_target, make_engine,
     """With the target's own logits a drafter that samples through `batch.sample` is always accepted."""
     model = make_target("llama")
 
-    class Clairvoyant:
-        name, view, taps, bytes_per_slot, extra_keys = "clairvoyant", None, (), 0, 0
-
-        def start(self, max_requests):
-            pass
-
-        def observe(self, seen):
-            pass
+    class Clairvoyant(StatelessDrafter):
+        name = "clairvoyant"
 
         def propose(self, batch):
             tokens = batch.history

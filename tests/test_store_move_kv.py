@@ -5,7 +5,7 @@ import torch
 import triton
 
 from specdec.kvcache import move_kv as move_module
-from specdec.kvcache.move_kv import PoolRows, move_kv, reference_move_kv
+from specdec.kvcache.move_kv import StoreAddresses, move_kv, reference_move_kv
 from specdec.kvcache.spaces import FullLoc
 from specdec.kvcache.store_kv import reference_store_kv, store_kv
 
@@ -110,7 +110,7 @@ def test_move_copies_bits_of_any_dtype():
     pools = [numbers(6, 1, 3, dtype=torch.bfloat16), numbers(6, 2, 4, dtype=torch.float32)]
     pools[0].view(torch.int16)[2, 0, 1] = 0x7FC1  # a NaN
     want = [pool.view(torch.int16).clone() for pool in pools]
-    rows = PoolRows.of(pools)
+    rows = StoreAddresses.of(pools)
     assert (rows.word, rows.longest, rows.total) == (torch.int16, 16, 19)
     for source, destination in ((slots(2, 3), slots(3, 2)), (slots(3, 5), slots(1, 0))):
         move_kv(rows, source, destination)
@@ -120,8 +120,8 @@ def test_move_copies_bits_of_any_dtype():
 
 
 def test_words_are_as_large_as_all_rows_allow():
-    assert PoolRows.of([numbers(3, 2, 8), numbers(3, 1, 2)]).word == torch.int64
-    assert PoolRows.of([numbers(3, 2, 8), numbers(3, 1, 3)]).word == torch.int32
+    assert StoreAddresses.of([numbers(3, 2, 8), numbers(3, 1, 2)]).word == torch.int64
+    assert StoreAddresses.of([numbers(3, 2, 8), numbers(3, 1, 3)]).word == torch.int32
 
 
 def test_nothing_to_move():

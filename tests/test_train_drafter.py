@@ -167,10 +167,7 @@ def test_the_parallel_mtp_forward_is_the_drafters_own_step(family, examples, mak
             context.plan = type("Plan", (), {"positions": torch.tensor([[s]])})
             hidden = lesson["hidden"][row, start + s - 1][None, None]
             for step in range(steps):
-                with (
-                    torch.no_grad(),
-                    importlib.import_module("specdec.attention.bridge").attention_installed(drafter._configs),
-                ):
+                with torch.no_grad():
                     want, hidden = drafter.step(torch.tensor([[ids[s + step]]]), hidden, context)
                 torch.testing.assert_close(logits[step, row, start + s], want[0, 0], atol=1e-4, rtol=1e-4)
                 checked += 1
@@ -507,9 +504,9 @@ def test_a_trained_head_is_accepted_and_an_off_by_one_layer_is_not(examples, mak
         optimizer.step()
     recipe.module.eval()
     lengths = []
-    for taps in ((2, 1, 3), (1, 0, 2)):
+    for aux_layers in ((2, 1, 3), (1, 0, 2)):
         drafter = Eagle3Drafter(recipe.module, None, target)
-        drafter.taps = taps
+        drafter.aux_layers = aux_layers
         engine = Engine(target, drafter, config=EngineConfig(max_batch_size=3, max_model_len=64))
         outputs = engine.generate(prompts, SamplingParams(max_new_tokens=24))
         assert [out.token_ids for out in outputs] == [list(map(int, doc[cut:])) for doc, cut in docs]

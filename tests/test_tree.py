@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.attention.tree import DraftTree
-from specdec.verify import accept
+from specdec.attention.tree_walk import reference_accept as accept
 
 QUICK = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 
@@ -70,7 +70,7 @@ def test_equal_tokens_are_allowed_unless_they_are_siblings():
 
 def changed(**fields: torch.Tensor) -> DraftTree:
     tree = worked()
-    names = ("tokens", "parents", "depth", "ancestors")
+    names = ("tokens", "parents", "depth", "ancestors", "bits")
     return DraftTree(**{name: fields.get(name, getattr(tree, name)) for name in names})
 
 

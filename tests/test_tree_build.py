@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.attention import tree_walk as tree_walk_module
+from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.tree import DraftTree
 from specdec.attention.tree_build import Growth, reference_select_nodes, select_tree
-from specdec.attention.tree_walk import accept_walk, reference_accept_walk, reference_tree_fields, tree_fields
-from specdec.verify import accept
+from specdec.attention.tree_walk import accept, reference_accept, reference_tree_fields, tree_fields
+from specdec.attention.triton_backend import TritonBackend
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 QUICK = settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -69,11 +70,11 @@ def test_select_by_eye():
         long([candidates(2, 2, [[0, 1]])]),
         num_nodes=4,
     )
-    assert grown.tree.tokens.tolist() == [[9, 10, 11, 12]]
-    assert grown.tree.parents.tolist() == [[-1, 0, 0, 1]]
-    assert grown.tree.depth.tolist() == [[0, 1, 1, 2]]
-    assert grown.ancestor_bits.tolist() == [[0b0001, 0b0011, 0b0101, 0b1011]]
-    grown.tree.check()
+    assert grown.tokens.tolist() == [[9, 10, 11, 12]]
+    assert grown.parents.tolist() == [[-1, 0, 0, 1]]
+    assert grown.depth.tolist() == [[0, 1, 1, 2]]
+    assert grown.bits.tolist() == [[0b0001, 0b0011, 0b0101, 0b1011]]
+    grown.check()
 
 
 @pytest.mark.parametrize("score", [0.0, -1.5, -INF, NAN], ids=str)
@@ -81,9 +82,9 @@ def test_equal_scores_fill_the_tree_level_by_level(score: float):
     parents = long([candidates(2, 3, [[0, 1], [0, 1]])])
     scores = torch.full((1, 10), score, device=DEVICE)
     grown = select_tree(long([0]), torch.arange(10, device=DEVICE)[None], scores, parents, num_nodes=8, num_levels=3)
-    assert grown.tree.tokens.tolist() == [[0, 0, 1, 2, 3, 4, 5, 6]]
-    assert grown.tree.parents.tolist() == [[-1, 0, 0, 1, 1, 2, 2, 3]]
-    grown.tree.check()
+    assert grown.tokens.tolist() == [[0, 0, 1, 2, 3, 4, 5, 6]]
+    assert grown.parents.tolist() == [[-1, 0, 0, 1, 1, 2, 2, 3]]
+    grown.check()
 
 
 def test_a_child_is_never_better_than_its_parent():
@@ -95,17 +96,17 @@ def test_a_child_is_never_better_than_its_parent():
         long([[-1, -1, -1, 0]]),
         num_nodes=3,
     )
-    assert grown.tree.tokens.tolist() == [[0, 1, 2]]
-    assert grown.tree.parents.tolist() == [[-1, 0, 0]]
+    assert grown.tokens.tolist() == [[0, 1, 2]]
+    assert grown.parents.tolist() == [[-1, 0, 0]]
 
 
 def test_smallest_and_largest_trees():
     tokens, scores = long([[4, 5], [6, 7]]), torch.tensor([[-1.0, -2.0], [-2.0, -1.0]], device=DEVICE)
     parents = long([[-1, -1], [-1, 0]])
     alone = select_tree(long([1, 2]), tokens, scores, parents, num_nodes=1)
-    assert alone.tree.tokens.tolist() == [[1], [2]] and alone.tree.parents.tolist() == [[-1], [-1]]
+    assert alone.tokens.tolist() == [[1], [2]] and alone.parents.tolist() == [[-1], [-1]]
     everything = select_tree(long([1, 2]), tokens, scores, parents, num_nodes=3)
-    assert everything.tree.parents.tolist() == [[-1, 0, 0], [-1, 0, 1]]
+    assert everything.parents.tolist() == [[-1, 0, 0], [-1, 0, 1]]
     with pytest.raises(AssertionError, match="2 candidates cannot fill 4 nodes"):
         select_tree(long([1, 2]), tokens, scores, parents, num_nodes=4)
 
@@ -131,15 +132,15 @@ def test_select_is_a_naive_best_first_search(forest: tuple[list[list[float]], li
     tokens = torch.arange(2 * count, device=DEVICE).view(2, count)
     inputs = (long([7, 8]), tokens, torch.tensor(scores, device=DEVICE), long(parents))
     grown = select_tree(*inputs, num_nodes=num_nodes, num_levels=levels)
-    grown.tree.check()  # legal: closed, parents first, depth and ancestors right, siblings distinct
+    grown.check()  # legal: closed, parents first, depth and ancestors right, siblings distinct
     for b in range(2):
         taken = naive_best_first(scores[b], parents[b], num_nodes)
-        assert (grown.tree.tokens[b, 1:] - b * count).tolist() == taken
+        assert (grown.tokens[b, 1:] - b * count).tolist() == taken
     for bound in (None, levels):
         reference = reference_select_nodes(*inputs, num_nodes=num_nodes, num_levels=bound)
-        assert torch.equal(grown.tree.tokens, reference[0]) and torch.equal(grown.tree.parents, reference[1])
-    shifted = (grown.ancestor_bits[:, :, None] >> torch.arange(num_nodes, device=DEVICE)) & 1
-    assert torch.equal(shifted.bool(), grown.tree.ancestors)
+        assert torch.equal(grown.tokens, reference[0]) and torch.equal(grown.parents, reference[1])
+    shifted = (grown.bits[:, :, None] >> torch.arange(num_nodes, device=DEVICE)) & 1
+    assert torch.equal(shifted.bool(), grown.ancestors)
 
 
 @settings(QUICK, max_examples=20)
@@ -164,10 +165,10 @@ def test_growth_keeps_the_best_paths(topk: int, levels: int, seed: int, ties: bo
         path_score = best.values[:, :topk]
     most = topk + (levels - 1) * topk * topk
     for num_nodes in {min(most, 2), min(most + 1, 24)}:
-        grown = growth.select(num_nodes)
-        grown.tree.check()
-        assert grown.tree.tokens[:, 0].tolist() == [3, 4]
-        assert int(grown.tree.depth.max()) <= levels
+        grown = growth.select(TritonBackend(), num_nodes)
+        grown.check()
+        assert grown.tokens[:, 0].tolist() == [3, 4]
+        assert int(grown.depth.max()) <= levels
 
 
 def test_growth_without_branches_is_a_chain():
@@ -175,7 +176,7 @@ def test_growth_without_branches_is_a_chain():
     for token in (6, 7, 8):
         beam = growth.add_level(long([[[token]]]), torch.tensor([[[-0.5]]], device=DEVICE))
         assert beam.tokens.tolist() == [[token]] and beam.origin.tolist() == [[0]]
-    tree, chain = growth.select(4).tree, DraftTree.chain(long([[5, 6, 7, 8]]))
+    tree, chain = growth.select(TorchBackend(), 4), DraftTree.chain(long([[5, 6, 7, 8]]))
     for name in ("tokens", "parents", "depth", "ancestors"):
         torch.testing.assert_close(getattr(tree, name), getattr(chain, name))
 
@@ -226,9 +227,9 @@ def test_more_nodes_than_bits():
 
 
 def test_walk_by_eye(poison_empty: None):
-    """The tree of specdec/verify.py, walked to the end, part of the way, and not at all."""
+    """The tree of attention/tree_walk.py, walked to the end, part of the way, and not at all."""
     tree = DraftTree.from_parents(long([[0, 1, 2, 3]] * 3), long([[-1, 0, 0, 1]] * 3))
-    walk = accept_walk(tree, long([[1, 3, 8, 9], [2, 3, 8, 9], [7, 3, 8, 9]]))
+    walk = accept(tree, long([[1, 3, 8, 9], [2, 3, 8, 9], [7, 3, 8, 9]]))
     assert walk.path.tolist() == [[0, 1, 3, 0], [0, 2, 0, 0], [0, 0, 0, 0]]
     assert walk.length.tolist() == [3, 2, 1]
     assert walk.tokens.tolist() == [[1, 3, 9, 1], [2, 8, 2, 2], [7, 7, 7, 7]]
@@ -239,10 +240,10 @@ def test_walk_is_what_verify_accepts(num_nodes: int, poison_empty: None):
     for seed in range(4):
         tree = random_tree(5, num_nodes, seed)
         target = torch.randint(0, 3, (5, num_nodes), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-        got = accept_walk(tree, target)
-        for want in (accept(tree, target), reference_accept_walk(tree, target)):
+        got = accept(tree, target)
+        for want in (accept(tree, target), reference_accept(tree, target)):
             for one, other in zip(got, want, strict=True):
                 torch.testing.assert_close(one, other)
     chain = DraftTree.chain(torch.zeros((2, num_nodes), dtype=torch.int64, device=DEVICE))
     target = torch.zeros((2, num_nodes), dtype=torch.int64, device=DEVICE)
-    assert accept_walk(chain, target).length.tolist() == [num_nodes] * 2
+    assert accept(chain, target).length.tolist() == [num_nodes] * 2

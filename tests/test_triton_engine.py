@@ -16,13 +16,14 @@ import triton
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention import backend, page_table, paged_attention, reference, tree_build, tree_walk
-from specdec.attention.backend import use_kernels
-from specdec.attention.plan import plan_frozen, plan_prefill, plan_verify
+from specdec.attention.backend import choose_backend
+from specdec.attention.plan import plan_chunk, plan_frozen, plan_verify
 from specdec.draft_models.eagle3 import Eagle3Drafter
 from specdec.draft_models.eagle3_config import Eagle3Spec
 from specdec.draft_models.eagle3_model import Eagle3Head
 from specdec.errors import ConfigError
 from specdec.kvcache import move_kv, store_kv
+from specdec.kvcache.spaces import Space
 from specdec.models.target import TargetModel
 
 VOCAB, NEW, LENGTHS = 12, 7, (13, 1)
@@ -46,6 +47,11 @@ KERNELS = {
 CHAIN, TREE = SpecConfig(2), SpecConfig(3, 3, 8)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here; see make gpu-test")
+
+
+def chosen(attention, device, dtype, head_dim):
+    """Whether that setting means the kernels."""
+    return choose_backend(attention, device, dtype, head_dim).name == "triton"
 
 
 class Counted:
@@ -123,8 +129,8 @@ def test_text_and_drafts_are_those_of_torch(
         else:
             engine = Engine(TargetModel(model), bound, spec=spec, config=config)
         if drafter is not None:
-            propose = engine.drafter.propose
-            engine.drafter.propose = lambda batch, p=propose, d=drafts: d.append(p(batch)) or d[-1]
+            propose = engine.round.worker.propose
+            engine.round.worker.propose = lambda batch, p=propose, d=drafts: d.append(p(batch)) or d[-1]
         if attention == "triton":
             launched = Counter(launches)
             monkeypatch.setattr(reference, "reference_attention", lambda *_, **__: pytest.fail("torch attended"))
@@ -155,43 +161,43 @@ def test_seeded_sampling_is_that_of_plain_decoding(make_target, random_prompt):
 def test_plans_say_the_same_by_page(page_size, make_target):
     """Write locations of both kinds of plan are equal, padding included, and so are pages that hold committed keys."""
     model = make_target("gemma4-e2b", **TARGETS["gemma4-e2b"])
-    tables = []
+    engines = []
     for attention in ("torch", "triton"):
         config = EngineConfig(attention=attention, page_size=page_size, max_batch_size=3, max_model_len=64)
-        table = Engine(TargetModel(model), config=config, spec=CHAIN).table
+        engine = Engine(TargetModel(model), config=config, spec=CHAIN)
+        table = engine.table
         rows = np.array([table.open() for _ in range(3)])
         for row, length in zip(rows, (21, 0, 6), strict=True):
             table.ensure(row, length + 8)
-            table.commit(np.array([row]), np.array([length]))
+            engine.cache.commit(np.array([row]), np.array([length]))
         table.evict(rows)
-        tables.append(table)
-    rows = np.append(rows, table.padding_row)
+        engines.append(engine)
+    rows = table.rows(np.append(rows, table.padding_row))
     tree = DraftTree.from_parents(torch.zeros((4, 4), dtype=torch.int64), torch.tensor([[-1, 0, 0, 1]] * 4))
     makers = {
-        "prefill": lambda table: plan_prefill(table, rows, np.array([2, 5, 4, 1])),
-        "verify": lambda table: plan_verify(table, rows, tree),
-        "frozen": lambda table: plan_frozen(table, rows, position_offset=0, window_shift=0, num_rows=3),
+        "chunk": lambda *given: plan_chunk(*given, torch.tensor([2, 5, 4, 1]), 5),
+        "verify": lambda *given: plan_verify(*given, tree),
+        "frozen": lambda *given: plan_frozen(*given, position_offset=0, window_shift=0, num_queries=3),
     }
     for name, make in makers.items():
-        slots, pages = (make(table) for table in tables)
-        assert slots.page_tables is None and pages.prefix_full is None and pages.prefix_swa is None
-        for field in ("committed_len", "positions", "ancestors", "write_full", "write_swa", "block_len"):
+        slots, pages = (make(engine.round.backend, engine.table, rows) for engine in engines)
+        for field in ("committed_len", "positions", "write_full", "write_swa", "block_len"):
             torch.testing.assert_close(getattr(pages, field), getattr(slots, field), rtol=0, atol=0)
-        if name == "prefill":  # rows past each chunk, and the padding row
-            assert (
-                pages.write_full.view(4, 5)[0, 2:].tolist() == pages.write_swa.view(4, 5)[0, 2:].tolist() == [0, 0, 0]
-            )
-            assert not pages.write_full.view(4, 5)[3].any() and not pages.write_swa.view(4, 5)[3].any()
-            assert (pages.write_full.view(4, 5)[1] > 0).all() and (pages.write_swa.view(4, 5)[1] > 0).all()
-        made = pages.page_tables
-        for prefix, got in ((slots.prefix_full, made.full_pages), (slots.prefix_swa, made.swa_pages)):
-            held = (
-                prefix.start[:, None] + torch.arange(prefix.pages.shape[1]) * page_size < slots.committed_len[:, None]
-            )
-            assert torch.equal(got[:, : held.shape[1]], prefix.pages * held)
+        if name == "chunk":  # tokens past each chunk, and the padding row
+            written = [x.view(4, 5) for x in (pages.write_full, pages.write_swa)]
+            assert [x[0, 2:].tolist() for x in written] == [[0, 0, 0]] * 2
+            assert not written[0][3].any() and not written[1][3].any()
+            assert (written[0][1] > 0).all() and (written[1][1] > 0).all()
+        for space in (Space.FULL, Space.SWA):
+            want, start = slots.prefix.pages(space)
+            got, got_start = pages.prefix.pages(space)
+            held = start[:, None] + torch.arange(want.shape[1]) * page_size < slots.committed_len[:, None]
+            assert torch.equal(got_start, start)
+            assert torch.equal(got[:, : held.shape[1]], want * held)
             assert not got[:, held.shape[1] :].any()
-        assert torch.equal(made.swa_start, slots.prefix_swa.start)
-        assert made.swa_pages.shape[1] <= 1 + -(-table.retain // page_size)
+        assert got.shape[1] <= 1 + -(-table.retain // page_size)
+        with pytest.raises(AssertionError, match="a plan of another backend"):
+            engines[0].round.backend.attention(pages, Space.FULL, None)
 
 
 def test_auto_is_torch_on_a_cpu(launches, make_target, random_prompt):
@@ -215,12 +221,12 @@ def test_auto_is_triton_on_a_gpu_that_can(monkeypatch, capability, dtype, head_d
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     gpu = torch.device("cuda", 1)
-    assert use_kernels("auto", gpu, dtype, head_dim) == kernels
+    assert chosen("auto", gpu, dtype, head_dim) == kernels
     if not kernels:
         with pytest.raises(ConfigError, match=r"attention='triton' .*; use attention='torch'"):
-            use_kernels("triton", gpu, dtype, head_dim)
+            chosen("triton", gpu, dtype, head_dim)
     monkeypatch.setattr(torch.version, "cuda", None)  # another maker's GPU goes by the name of "cuda" too
-    assert not use_kernels("auto", gpu, dtype, head_dim)
+    assert not chosen("auto", gpu, dtype, head_dim)
 
 
 def test_triton_is_refused_without_a_gpu(monkeypatch, make_target):
@@ -236,7 +242,7 @@ def test_triton_is_refused_when_the_interpreter_came_too_late(monkeypatch):
     """TRITON_INTERPRET=1 set after the kernels were imported, which are then for a GPU."""
     monkeypatch.setattr(backend, "attend_kernel", triton.JITFunction.__new__(triton.JITFunction))
     with pytest.raises(ConfigError, match="before Python starts"):
-        use_kernels("triton", CPU, torch.float32, 64)
+        chosen("triton", CPU, torch.float32, 64)
 
 
 def test_auto_is_torch_where_triton_cannot_build_its_launcher(monkeypatch):
@@ -251,26 +257,26 @@ def test_auto_is_torch_where_triton_cannot_build_its_launcher(monkeypatch):
     monkeypatch.setattr(backend, "attend_kernel", triton.JITFunction.__new__(triton.JITFunction))
     monkeypatch.setattr(triton.runtime, "driver", Driver())
     gpu = torch.device("cuda")
-    assert not use_kernels("auto", gpu, torch.float32, 64)
+    assert not chosen("auto", gpu, torch.float32, 64)
     with pytest.raises(
         ConfigError, match=r"does not start \(Failed to find C compiler.\); it needs .* attention='torch'"
     ):
-        use_kernels("triton", gpu, torch.float32, 64)
+        chosen("triton", gpu, torch.float32, 64)
 
 
 def test_triton_is_refused_where_it_is_not_installed(monkeypatch):
     monkeypatch.setattr(backend, "triton", None)
-    assert not use_kernels("torch", CPU, torch.float32, 64)
-    assert not use_kernels("auto", torch.device("cuda"), torch.float32, 64)
+    assert not chosen("torch", CPU, torch.float32, 64)
+    assert not chosen("auto", torch.device("cuda"), torch.float32, 64)
     with pytest.raises(ConfigError, match=r"Triton is not installed; install it, or use attention='torch'"):
-        use_kernels("triton", CPU, torch.float32, 64)
+        chosen("triton", CPU, torch.float32, 64)
 
 
 def test_dtypes_and_heads_that_the_kernels_cannot_do(make_target):
-    assert use_kernels("triton", CPU, torch.float32, 512) and use_kernels("triton", CPU, torch.float16, 64)
+    assert chosen("triton", CPU, torch.float32, 512) and chosen("triton", CPU, torch.float16, 64)
     for dtype in (torch.bfloat16, torch.float64):  # the interpreter multiplies bfloat16 as integers
         with pytest.raises(ConfigError, match=rf"works in torch.float32, torch.float16, not {dtype}"):
-            use_kernels("triton", CPU, dtype, 64)
+            chosen("triton", CPU, dtype, 64)
     wide = TargetModel(make_target("llama", head_dim=640))
     Engine(wide, config=EngineConfig(max_model_len=64))
     with pytest.raises(ConfigError, match=r"takes heads of at most 512, this model has 640; use attention='torch'"):

@@ -37,7 +37,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from specdec.attention.bridge import text_configs
+from specdec.attention.private_copy import text_configs
 from specdec.draft_models.registry import constructible_assistants
 from specdec.kvcache.layout import layout_from_config
 

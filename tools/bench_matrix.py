@@ -17,7 +17,7 @@ from specdec.evaluation.contest import engine_contestant, require_parity, take_t
 from specdec.evaluation.data import read_prompts
 from specdec.evaluation.peers import plain_peer
 from specdec.evaluation.progress import progress_bar
-from specdec.models.loading import load_drafter
+from specdec.models.loading import load_any_drafter
 
 CHAIN, TREE = SpecConfig(4), SpecConfig(4, 4, 16)
 
@@ -35,7 +35,7 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     config = EngineConfig(max_batch_size=1)
     plain = Engine.from_pretrained(args.target, config=config)
-    drafter = load_drafter(args.drafter, plain.target)
+    drafter = load_any_drafter(args.drafter, plain.target)
     print("| prompts | T | draft | acceptance length | by position | tokens/s | plain | transformers | vs plain |")
     print("|---|---:|---|---:|---|---:|---:|---:|---:|")
     for path in args.data:

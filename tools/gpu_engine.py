@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from specdec.attention.bridge import text_configs
+from specdec.attention.private_copy import text_configs
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.eagle3 import Eagle3Drafter
 from specdec.draft_models.eagle3_config import Eagle3Spec

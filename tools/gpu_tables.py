@@ -18,8 +18,8 @@ from specdec.attention.node_rows import build_node_rows, reference_build_node_ro
 from specdec.attention.page_table import build_page_tables, reference_build_page_tables
 from specdec.attention.tree import DraftTree
 from specdec.attention.tree_build import reference_select_nodes, select_tree
-from specdec.attention.tree_walk import accept_walk, reference_accept_walk, reference_tree_fields, tree_fields
-from specdec.kvcache.move_kv import PoolRows, move_kv, reference_move_kv
+from specdec.attention.tree_walk import accept, reference_accept, reference_tree_fields, tree_fields
+from specdec.kvcache.move_kv import StoreAddresses, move_kv, reference_move_kv
 from specdec.kvcache.spaces import FullLoc
 from specdec.kvcache.store_kv import reference_store_kv, store_kv
 
@@ -162,13 +162,13 @@ def check_trees(quick: bool) -> None:
         inputs = tree_inputs(topk, levels, seed=topk)
         for num_nodes in {2, 1 + topk, min(64, inputs[1].shape[1] + 1)}:
             got = select_tree(*inputs, num_nodes=num_nodes, num_levels=levels)
-            got.tree.check()
-            same("select", (got.tree.tokens, got.tree.parents), reference_select_nodes(*inputs, num_nodes=num_nodes))
+            got.check()
+            same("select", (got.tokens, got.parents), reference_select_nodes(*inputs, num_nodes=num_nodes))
     for num_nodes in (1, 2, 7, 16, 33, 64):
         for seed in range(1 if quick else 10):
             tree, target = random_walks(num_nodes, seed)
             same("fields", tuple(tree_fields(tree.parents)), tuple(reference_tree_fields(tree.parents)))
-            same("walk", tuple(accept_walk(tree, target)), tuple(reference_accept_walk(tree, target)))
+            same("walk", tuple(accept(tree, target)), tuple(reference_accept(tree, target)))
 
 
 def page_table_rows() -> Iterator[tuple[str, float, float]]:
@@ -210,7 +210,7 @@ def other_rows() -> Iterator[tuple[str, float, float]]:
         microseconds(lambda i: store_kv(k, v, where[i], pools[2 * i], pools[2 * i + 1])),
         microseconds(lambda i: reference_store_kv(k, v, where[i], pools[2 * i], pools[2 * i + 1])),
     )
-    table = PoolRows.of(pools)
+    table = StoreAddresses.of(pools)
     yield (
         "move_kv            32 rows in 60 pools of 2 x 256 bf16",
         microseconds(lambda i: move_kv(table, where[i][:32], where[i][16:48])),
@@ -239,9 +239,9 @@ def other_rows() -> Iterator[tuple[str, float, float]]:
             microseconds(lambda _, tree=tree: reference_tree_fields(tree.parents)),
         )
         yield (
-            f"accept_walk        {num_nodes} nodes",
-            microseconds(lambda _, tree=tree, target=target: accept_walk(tree, target)),
-            microseconds(lambda _, tree=tree, target=target: reference_accept_walk(tree, target)),
+            f"accept        {num_nodes} nodes",
+            microseconds(lambda _, tree=tree, target=target: accept(tree, target)),
+            microseconds(lambda _, tree=tree, target=target: reference_accept(tree, target)),
         )
 
 

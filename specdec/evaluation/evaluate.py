@@ -36,7 +36,7 @@ from specdec.evaluation.tasks import Task, choose, cut, dialogue_ids, find_task
 from specdec.evaluation.transcripts import Record, open_transcripts, read_transcripts
 from specdec.models.context_length import context_length
 from specdec.models.devices import require_device
-from specdec.models.loading import load_config, load_tokenizer, pick_device
+from specdec.models.loading import Checkpoint, load_tokenizer, pick_device
 from specdec.models.target import TargetModel
 
 
@@ -79,7 +79,7 @@ def evaluate(
     if limit < 0:
         raise ConfigError(f"limit={limit}: so many problems, or 0 for all, is wanted")
     require_device(config.device)
-    most = context_length(load_config(target).get_text_config()).most
+    most = context_length(Checkpoint.of(target).hf_config().get_text_config()).most
     tokenizer = load_tokenizer(target)
     if tokenizer is None:
         raise ConfigError(f"{target!r} holds no tokenizer, and the problems are text; add the tokenizer's files")
@@ -242,8 +242,7 @@ def find_parting(target: TargetModel, prompt: list[int], first: list[int], secon
     if position == min(len(first), len(second)):
         return {"position": position, "logit_margin": None}
     tokens = torch.tensor([prompt + first[:position]], device=target.device)
-    hidden = target.decoder(input_ids=tokens, use_cache=False).last_hidden_state[0, -1]
-    logits = target.logits(hidden).float()
+    logits = target.model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits[0, -1].float()
     return {"position": position, "logit_margin": abs(float(logits[first[position]] - logits[second[position]]))}
 
 

@@ -1,115 +1,227 @@
 """Checkpoints from disk or the hub into modules, with nothing silently random.
 
 `from_pretrained` fills tensors that a checkpoint lacks with random numbers and only logs it; here that is an error.
-Everything else (formats, sharding, key mapping, the hub) is transformers' work.
+Everything else (formats, sharding, key mapping, quantisation, the hub) is transformers' work, and its loading arguments
+pass through: revision, token, trust_remote_code, quantization_config, ...
 """
 
+import difflib
+import json
 import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from specdec.draft_models.base import Drafter, TargetInfo
-from specdec.draft_models.eagle3 import eagle3_drafter
-from specdec.draft_models.eagle3_config import is_eagle3_config
-from specdec.draft_models.eagle3_format import read_config
 from specdec.draft_models.registry import (
-    MODEL_FREE_DRAFTERS,
+    WORDS,
     constructible_assistants,
-    drafter_from_module,
-    require_known_drafter,
+    is_drafter_config,
+    load_drafter,
+    wrap_drafter,
 )
-from specdec.errors import CheckpointError, UnsupportedModelError
+from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
 from specdec.models.bundled import BUNDLED_NAMES, resolve_name
+from specdec.models.devices import require_device
 
 logger = logging.getLogger("specdec")
 
-
-def find_config(name: str) -> Path:
-    """The config.json behind a bundled name, a local path or a hub id. Raises CheckpointError in one sentence."""
-    path = resolve_name(name)
-    known = f"give a checkpoint folder, a hub id, or one of {', '.join(BUNDLED_NAMES)}"
-    if Path(path).is_dir():
-        if not (Path(path) / "config.json").is_file():
-            raise CheckpointError(f"{name!r} holds no config.json, so it is not a Hugging Face checkpoint")
-        return Path(path) / "config.json"
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise CheckpointError(f"{name!r} is not a folder; {known}")
-    try:
-        return Path(str(cached_file(path, "config.json")))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"no checkpoint {name!r} here or on the hub; {known} ({_first_line(error)})") from error
+SHARED_OPTIONS = ("token", "trust_remote_code", "cache_dir", "local_files_only", "force_download", "proxies")
+"""Loading arguments of the target that its drafter takes too, unless it has its own: who asks, not for what."""
+HUB_OPTIONS = (*SHARED_OPTIONS, "revision", "subfolder")
+"""Loading arguments that say where a file is; the others say what to make of it."""
+SNAPSHOT_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "revision")
 
 
-def load_config(name: str) -> Any:
-    """The HF config behind a bundled name, a local path or a hub id. Raises CheckpointError in one sentence."""
-    find_config(name)
-    try:
-        return AutoConfig.from_pretrained(resolve_name(name))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"the config.json of {name!r} cannot be used: {_first_line(error)}") from error
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a user named: a bundled name, a folder or a hub id, and how transformers is to load it. Nothing is read
+    yet."""
 
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
 
-def _first_line(error: Exception, most: int = 200) -> str:
-    """The first sentence of another library's message, at a readable length."""
-    lines = str(error).strip().splitlines()
-    line = lines[0] if lines else type(error).__name__
-    return line if len(line) <= most else line[:most] + "..."
+    @classmethod
+    def of(cls, name: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> "Checkpoint":
+        return cls(os.fspath(name), dict(options or {}))
 
+    @property
+    def path(self) -> str:
+        """What transformers is given: the folder of a bundled name, else the name."""
+        return resolve_name(os.path.expanduser(self.name))
 
-def load_model(name: str, *, dtype: torch.dtype, device: torch.device, config: Any = None) -> PreTrainedModel:
-    """A target or a drafter, in the causal-LM class of its config, with every tensor from the checkpoint.
+    @property
+    def hub_options(self) -> dict[str, Any]:
+        return {name: value for name, value in self.options.items() if name in HUB_OPTIONS}
 
-    `config`: what `load_config(name)` gave, if it was read before.
-    """
-    config = load_config(name) if config is None else config
-    try:
-        with constructible_assistants():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                resolve_name(name), config=config, dtype=dtype, output_loading_info=True
+    @cached_property
+    def config_file(self) -> Path:
+        """Its config.json. Raises CheckpointError in one sentence."""
+        known = f"give a checkpoint folder, a hub id, or one of {', '.join(BUNDLED_NAMES)}"
+        if Path(self.path).is_dir():
+            file = Path(self.path, str(self.options.get("subfolder", "")), "config.json")
+            if not file.is_file():
+                raise CheckpointError(f"{self.name!r} holds no config.json, so it is not a Hugging Face checkpoint")
+            return file
+        if self.name.startswith((".", "/", "~")) or self.name.count("/") > 1:
+            raise CheckpointError(f"{self.name!r} is not a folder; {known}")
+        meant = difflib.get_close_matches(self.name, (*BUNDLED_NAMES, *WORDS), n=1, cutoff=0.8)
+        if meant:
+            raise CheckpointError(f"no checkpoint {self.name!r} here; did you mean {meant[0]!r}?")
+        try:
+            return Path(str(cached_file(self.path, "config.json", **self.hub_options)))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"no checkpoint {self.name!r} here or on the hub; {known} ({first_line(error)})"
+            ) from error
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """What its config.json holds. Raises CheckpointError when it is no JSON object."""
+        try:
+            config = json.loads(self.config_file.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {first_line(error)}") from error
+        if not isinstance(config, dict):
+            raise CheckpointError(
+                f"the config.json of {self.name!r} holds {type(config).__name__}, an object is wanted"
             )
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        kind = UnsupportedModelError if isinstance(error, ValueError) else CheckpointError
-        raise kind(f"{name!r} ({config.model_type}) cannot be loaded: {_first_line(error)}") from error
-    model, info = loaded
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise CheckpointError(
-            f"{name!r}: the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, {missing[0]} first; "
-            "they would be random numbers"
+        return config
+
+    def hf_config(self) -> Any:
+        """Its config as transformers reads it. Raises CheckpointError in one sentence."""
+        _ = self.config_file
+        try:
+            return AutoConfig.from_pretrained(self.path, **self.hub_options)
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {first_line(error)}") from error
+
+    def folder(self) -> Path:
+        """All its files, on disk: downloaded from the hub if it is not a folder."""
+        folder = self.config_file.parent
+        if Path(self.path).is_dir():
+            return folder
+        options = {name: value for name, value in self.options.items() if name in SNAPSHOT_OPTIONS}
+        patterns = ["*.json", "*.safetensors", "pytorch_model*.bin"]
+        return Path(snapshot_download(self.name, allow_patterns=patterns, **options)) / str(
+            self.options.get("subfolder", "")
         )
-    if info["unexpected_keys"]:
-        logger.info("%s: %d tensors of the checkpoint are not used", name, len(info["unexpected_keys"]))
-    ready: PreTrainedModel = model.to(device=device).eval()
-    return ready
+
+    def load(self, dtype: torch.dtype, device: torch.device, config: Any = None) -> PreTrainedModel:
+        """In the causal-LM class of its config (`hf_config`), with every tensor from the checkpoint."""
+        config = self.hf_config() if config is None else config
+        options = {"dtype": dtype, **self.options}
+        try:
+            with constructible_assistants():
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    self.path, config=config, output_loading_info=True, **options
+                )
+        except (OSError, RuntimeError, ValueError, TypeError, ImportError, SafetensorError) as error:
+            kind = CheckpointError if isinstance(error, (OSError, RuntimeError, SafetensorError)) else None
+            raise (kind or UnsupportedModelError)(
+                f"{self.name!r} ({config.model_type}) cannot be loaded: {first_line(error)}"
+            ) from error
+        model, info = loaded
+        missing = sorted(info["missing_keys"])
+        if missing:
+            raise CheckpointError(
+                f"{self.name!r}: the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, {missing[0]} "
+                "first; they would be random numbers"
+            )
+        if info["unexpected_keys"]:
+            logger.info("%s: %d tensors of the checkpoint are not used", self.name, len(info["unexpected_keys"]))
+        placed = "device_map" in options or getattr(model, "is_quantized", False)  # quantisers place what they make
+        ready: PreTrainedModel = (model if placed else model.to(device=device)).eval()
+        return ready
+
+    def module(self, target: TargetInfo) -> nn.Module:
+        """A drafter, in the dtype and on the device of its target."""
+        return self.load(target.dtype, target.device)
 
 
-def load_drafter(name: str, target: TargetInfo) -> Drafter:
-    """A drafter by word ("ngram"), bundled name, folder or hub id, bound to the target."""
-    if name in MODEL_FREE_DRAFTERS:
-        return MODEL_FREE_DRAFTERS[name]()
-    try:
-        folder = find_config(name).parent
-        if is_eagle3_config(read_config(folder)):  # in formats that AutoConfig cannot read
-            if not Path(resolve_name(name)).is_dir():
-                folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "pytorch_model*.bin"]))
-            return eagle3_drafter(folder, target)
-        config = load_config(name)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; drafters by name: {', '.join(MODEL_FREE_DRAFTERS)}") from error
-    require_known_drafter(str(config.model_type), name)
-    return drafter_from_module(load_model(name, dtype=target.dtype, device=target.device, config=config), target)
+def load_model(
+    name: str | os.PathLike[str], *, dtype: torch.dtype, device: torch.device, **options: Any
+) -> PreTrainedModel:
+    """A target or a drafter by name, with every tensor from the checkpoint. `options` are transformers'."""
+    return Checkpoint.of(name, options).load(dtype, device)
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+def load_target(
+    target: Any, *, dtype: torch.dtype | None, device: str | torch.device | None, options: Mapping[str, Any]
+) -> PreTrainedModel:
+    """A causal LM from a name, or the loaded one that was given, adapters of peft in place.
+
+    Raises ConfigError for anything else, in one sentence that prints no model.
+    """
+    if isinstance(target, (str, os.PathLike)):
+        checkpoint = Checkpoint.of(target, options)
+        if is_drafter_config(checkpoint.config):
+            raise ConfigError(
+                f"target={checkpoint.name!r} is a drafter ({checkpoint.config.get('model_type')}); give the model that "
+                "it drafts for as the target, and this as drafter=..."
+            )
+        config = checkpoint.hf_config()
+        where = pick_device(device)
+        return checkpoint.load(pick_dtype(dtype, where, config), where, config)
+    if options:
+        raise ConfigError(
+            f"{', '.join(sorted(options))}: loading arguments are for names, and a loaded model was given"
+        )
+    model = unwrapped(target, "target")
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"target is {shown(target)}; a hub id, a folder, a bundled name or a transformers model is wanted"
+        )
+    if is_drafter_config(model.config.to_dict()):
+        raise ConfigError(
+            f"target is {shown(target)}, a drafter; give the model that it drafts for as the target, and this as "
+            "drafter=..."
+        )
+    _require_same("device", None if device is None else torch.device(device).type, model.device.type)
+    _require_same("dtype", dtype, model.dtype)
+    return model
+
+
+def load_any_drafter(drafter: Any, target: TargetInfo, options: Mapping[str, Any] | None = None) -> Drafter | None:
+    """A drafter by word ("ngram", "none"), bundled name, folder or hub id, or from a loaded module; None stays None."""
+    if drafter is None or drafter == "none":
+        return None
+    if isinstance(drafter, str) and drafter in WORDS:
+        return WORDS[drafter]()
+    if isinstance(drafter, (str, os.PathLike)):
+        checkpoint = Checkpoint.of(drafter, options)
+        try:
+            return load_drafter(checkpoint, target)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; drafters by name: {', '.join(WORDS)}, none") from error
+    if callable(getattr(drafter, "bind", None)):
+        bound: Drafter = drafter
+        return bound
+    module = unwrapped(drafter, "drafter")
+    if isinstance(module, nn.Module):
+        return wrap_drafter(module, target)
+    raise ConfigError(
+        f"drafter is {shown(drafter)}; a hub id, a folder, a bundled name, 'ngram', 'none', a module or None is wanted"
+    )
+
+
+def load_tokenizer(name: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Any | None:
     """The checkpoint's tokenizer, or None when it ships none (prompts are then token ids)."""
+    checkpoint = Checkpoint.of(name, options)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(resolve_name(name))
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.hub_options)
     except (OSError, ValueError, KeyError):
         return None
     # for some model types transformers makes up a tokenizer of special tokens alone where there are no files
@@ -117,10 +229,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, else the first GPU, else the CPU."""
-    if device is not None:
-        return torch.device(device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """The device asked for, else the first GPU, else the CPU. Raises ConfigError for one that is not there."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    require_device(device)
+    return torch.device(device)
 
 
 def pick_dtype(dtype: torch.dtype | None, device: torch.device, config: Any) -> torch.dtype:
@@ -133,3 +246,34 @@ def pick_dtype(dtype: torch.dtype | None, device: torch.device, config: Any) -> 
     if isinstance(stored, str):
         stored = getattr(torch, stored.removeprefix("torch."), None)
     return stored if isinstance(stored, torch.dtype) else torch.bfloat16
+
+
+def unwrapped(model: Any, role: str) -> Any:
+    """A peft model's base, in which its adapters are in place. Raises ConfigError for what cannot be opened."""
+    if hasattr(model, "_orig_mod"):
+        raise ConfigError(
+            f"{role} is a torch.compile'd {type(model._orig_mod).__name__}; give the model itself, {role}._orig_mod"
+        )
+    if not (hasattr(model, "peft_config") and hasattr(model, "get_base_model")):
+        return model
+    adapter = model.active_peft_config
+    if getattr(adapter, "is_prompt_learning", False):
+        raise ConfigError(
+            f"{role} is a peft model with learned prompts ({adapter.peft_type}), which live outside the model; "
+            "adapters in place (LoRA and its kin) are supported"
+        )
+    return model.get_base_model()
+
+
+def first_line(error: Exception, most: int = 200) -> str:
+    """The first sentence of another library's message, at a readable length."""
+    lines = str(error).strip().splitlines()
+    line = lines[0] if lines else type(error).__name__
+    return line if len(line) <= most else line[:most] + "..."
+
+
+def _require_same(name: str, wanted: object, actual: object) -> None:
+    if wanted is not None and wanted != actual:
+        raise ConfigError(
+            f"{name}={wanted} in the EngineConfig, but the loaded model has {actual}; convert it, or leave it None"
+        )

@@ -1,20 +1,20 @@
 """The target worker: a Hugging Face causal LM run over the paged KV cache.
 
 It knows where the text decoder, the head and the final softcap of a model are, and how to run B * N packed rows through
-them under a plan. It does not know drafters, sampling or requests. Invariant: outside `forward` the user's module is
-exactly as it was handed in.
+them under a plan. It does not know drafters, sampling or requests. Invariant: the user's module is never changed; what
+runs is a private copy over the same weights, which any number of engines and threads may share.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.attention.bridge import ForwardContext, attention_installed, text_configs
+from specdec.attention.bridge import ForwardContext, record_states
 from specdec.attention.plan import KVPlan
+from specdec.attention.private_copy import private_copy
 from specdec.errors import SpecDecError, UnsupportedModelError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout, layout_from_config
@@ -30,10 +30,10 @@ UNSUPPORTED_ATTRIBUTES = {
 
 
 class TargetOutput(NamedTuple):
-    """Of one forward: states after the final norm [B, N, H], and the tapped states side by side [B, N, T * H]."""
+    """Of one forward: states after the final norm [B, N, H], and the auxiliary ones side by side [B, N, A * H]."""
 
     hidden: torch.Tensor
-    taps: torch.Tensor | None
+    aux_states: torch.Tensor | None
 
 
 class TargetModel:
@@ -50,14 +50,16 @@ class TargetModel:
             self.config: Any = model.config.get_text_config()
             self._require_supported()
             self.context_length: ContextLength = context_length(self.config)
-            self.head: nn.Module = model.get_output_embeddings()
-            if not isinstance(self.head, nn.Module):
+            head = model.get_output_embeddings()
+            if not isinstance(head, nn.Module):
                 raise UnsupportedModelError(f"{self.name} ({type(model).__name__}) has no language-model head")
+            self.head: nn.Module = private_copy(head)
             self.layout: KVLayout = layout_from_config(self.config)
-            self.decoder: nn.Module = self._find_decoder()
+            self.user_decoder: nn.Module = self._find_decoder()  # with the user's own attention
+            self.decoder: nn.Module = private_copy(self.user_decoder)
+            record_states(list(self.decoder.layers))  # type: ignore[arg-type]
             self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
         self.windows: Sequence[int | None] = tuple(spec.window for spec in self.layout.layers)
-        self._configs = text_configs(self.decoder)
         self.logit_rule: LogitRule = self._probe()
 
     @property
@@ -82,16 +84,19 @@ class TargetModel:
         weight: torch.Tensor = self.embed.weight  # type: ignore[assignment]
         return weight.dtype
 
-    def forward(self, tokens: torch.Tensor, plan: KVPlan, view: KVView, taps: Sequence[int] = ()) -> TargetOutput:
+    def forward(self, tokens: torch.Tensor, plan: KVPlan, view: KVView, aux_layers: Sequence[int] = ()) -> TargetOutput:
         """Run tokens [B, N] under `plan` and write their K/V.
 
-        `taps`: hidden states to report as well, each the state that enters that layer (num_layers: leaves the last).
+        `aux_layers`: hidden states to report as well, each the state that enters that layer (num_layers: leaves the
+        last).
         """
-        context = ForwardContext.of(plan, view, self.windows, self.dtype)
-        with self._tapped(taps) as tapped:
-            hidden = self._run(tokens, plan.positions, context)
-        states = torch.cat([tapped[tap] for tap in taps], dim=-1).view(*tokens.shape, -1) if taps else None
-        return TargetOutput(hidden, states)
+        context = ForwardContext.of(plan, view, self.windows, aux_layers)
+        hidden = self._run(tokens, plan.positions, context)
+        if not aux_layers:
+            return TargetOutput(hidden, None)
+        states = [state for layer in aux_layers if (state := context.states[layer]) is not None]
+        assert len(states) == len(aux_layers), f"states of {aux_layers} wanted, {len(states)} came"
+        return TargetOutput(hidden, torch.cat(states, dim=-1).view(*tokens.shape, -1))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [..., H] -> logits [..., V] in the model's dtype, scaled and softcapped as the model does."""
@@ -101,34 +106,15 @@ class TargetModel:
         batch, num_rows = tokens.shape
         if self.context_length.most is not None:  # drafts and padding beyond the end, whose output nobody reads
             positions = positions.clamp(max=self.context_length.most - 1)
-        with attention_installed(self._configs):
-            out = self.decoder(
-                input_ids=tokens.reshape(1, -1),
-                position_ids=positions.reshape(1, -1),
-                past_key_values=None,
-                use_cache=False,
-                specdec_ctx=context,
-            )
+        out = self.decoder(
+            input_ids=tokens.reshape(1, -1),
+            position_ids=positions.reshape(1, -1),
+            past_key_values=None,
+            use_cache=False,
+            specdec_ctx=context,
+        )
         hidden: torch.Tensor = out.last_hidden_state
         return hidden.view(batch, num_rows, -1)
-
-    @contextmanager
-    def _tapped(self, taps: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-        """Collect the first argument of the modules that the taps enter, for the length of the block."""
-        found: dict[int, torch.Tensor] = {}
-
-        def keep(tap: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                found[tap] = args[0] if args else kwargs["hidden_states"]
-
-            return hook
-
-        with ExitStack() as stack:
-            for tap in taps:
-                module = self.decoder.norm if tap == len(self.layout.layers) else self.decoder.layers[tap]  # type: ignore[index]
-                handle = module.register_forward_pre_hook(keep(tap), with_kwargs=True)  # type: ignore[union-attr]
-                stack.callback(handle.remove)
-            yield found
 
     def _require_supported(self) -> None:
         """Raise UnsupportedModelError for what config and placement say before anything is run."""
@@ -194,13 +180,6 @@ class TargetModel:
 
     def _own_logits(self, texts: torch.Tensor) -> torch.Tensor:
         """[B, T, V] of the model's own eager forward."""
-        configs = text_configs(self.model)
-        before = [config._attn_implementation_internal for config in configs]
-        try:
-            for config in configs:
-                config._attn_implementation_internal = "eager"
-            logits: torch.Tensor = self.model(input_ids=texts, use_cache=False).logits
-            return logits
-        finally:
-            for config, name in zip(configs, before, strict=True):
-                config._attn_implementation_internal = name
+        own: Any = private_copy(self.model, "eager")
+        logits: torch.Tensor = own(input_ids=texts, use_cache=False).logits
+        return logits

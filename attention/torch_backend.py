@@ -1,0 +1,80 @@
+"""The backend that runs anywhere, and the oracle of the other: plain torch over tables of slots."""
+
+from dataclasses import dataclass
+
+import torch
+
+from specdec.attention.plan import Attend, KVPlan, Located
+from specdec.attention.reference import VisibleKeys
+from specdec.attention.tree import DraftTree
+from specdec.attention.tree_build import reference_select_tree
+from specdec.attention.tree_walk import Accepted, reference_accept
+from specdec.kvcache.move_kv import reference_move_kv
+from specdec.kvcache.spaces import FullLoc, SlotTable, Space, SwaLoc
+from specdec.kvcache.store_kv import reference_store_kv
+from specdec.kvcache.stores import KVStore, LayerKV
+from specdec.kvcache.table import RequestTable, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTables:
+    """Slots of the committed prefixes in both spaces, position by position; SWA is O(window) wide."""
+
+    full: SlotTable[FullLoc]
+    swa: SlotTable[SwaLoc] | None
+
+    def pages(self, space: Space) -> tuple[torch.Tensor, torch.Tensor]:
+        table = self.full if space is Space.FULL else self.swa
+        assert table is not None, "no SWA space"
+        return table.pages, table.start
+
+
+class TorchBackend:
+    """Index, gather, attend: every step as torch operators."""
+
+    name = "torch"
+
+    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> Located:
+        page_size, retain = table.allocator.page_size, table.retain
+        slots, row = table.slots.tensor, rows.index[:, None]
+        last = slots.shape[1] - 1
+        full = FullLoc(slots[row, torch.arange(rows.longest, device=slots.device)])
+        prefix_full = SlotTable(full, torch.zeros_like(committed_len), page_size)
+        # the node at index n of a block lives at position S + n of the row, whatever its depth
+        own = committed_len[:, None] + torch.arange(num_queries, device=slots.device)  # [B, N]
+        write_full = FullLoc(slots[row, own.clamp(max=last)])
+        if retain is None:
+            return Located(SlotTables(prefix_full, None), write_full, None)
+        # only pages that a query of this step can see, so O(window) columns
+        start = (committed_len - retain).clamp(min=0) // page_size * page_size
+        columns = start[:, None] + torch.arange(min(rows.longest, retain + page_size - 1), device=slots.device)
+        swa = table.allocator.translate(FullLoc(slots[row, columns.clamp(max=last)]))
+        prefix_swa = SlotTable(swa, start, page_size)
+        return Located(SlotTables(prefix_full, prefix_swa), write_full, table.allocator.translate(write_full))
+
+    def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:
+        assert isinstance(plan.prefix, SlotTables), f"a plan of another backend: {type(plan.prefix).__name__}"
+        table = plan.prefix.full if space is Space.FULL else plan.prefix.swa
+        assert table is not None, "a sliding layer, but the plan has no SWA table"
+        return VisibleKeys.of(plan, table, space, window).attend
+
+    def store(self, layer: LayerKV, slots: FullLoc | SwaLoc, k: torch.Tensor, v: torch.Tensor) -> None:
+        reference_store_kv(k, v, slots, layer.k, layer.v)
+
+    def move(self, store: KVStore, space: Space, source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc) -> None:
+        reference_move_kv(store.tensors(space), source, destination)
+
+    def select_tree(
+        self,
+        root: torch.Tensor,
+        tokens: torch.Tensor,
+        scores: torch.Tensor,
+        parents: torch.Tensor,
+        *,
+        num_nodes: int,
+        num_levels: int,
+    ) -> DraftTree:
+        return reference_select_tree(root, tokens, scores, parents, num_nodes=num_nodes, num_levels=num_levels)
+
+    def accept(self, tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
+        return reference_accept(tree, target_tokens)

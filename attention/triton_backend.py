@@ -1,0 +1,92 @@
+"""The backend of NVIDIA GPUs: Triton kernels over page tables. The interpreter runs it on a CPU, slowly, for tests."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from specdec.attention.page_table import PageTables, build_page_tables
+from specdec.attention.paged_attention import paged_attention
+from specdec.attention.plan import Attend, KVPlan, Located
+from specdec.attention.tree import DraftTree
+from specdec.attention.tree_build import MAX_CANDIDATES, reference_select_tree, select_tree
+from specdec.attention.tree_walk import Accepted, accept
+from specdec.kvcache.move_kv import move_kv
+from specdec.kvcache.spaces import FullLoc, Space, SwaLoc
+from specdec.kvcache.store_kv import store_kv
+from specdec.kvcache.stores import KVStore, LayerKV
+from specdec.kvcache.table import RequestTable, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPages:
+    """Page tables of the committed prefixes in both spaces, from one launch."""
+
+    tables: PageTables
+
+    def pages(self, space: Space) -> tuple[torch.Tensor, torch.Tensor]:
+        if space is Space.FULL:
+            return self.tables.full_pages, self.tables.full_pages.new_zeros(len(self.tables.full_pages))
+        assert self.tables.swa_pages is not None and self.tables.swa_start is not None, "no SWA space"
+        return self.tables.swa_pages, self.tables.swa_start
+
+
+class TritonBackend:
+    """One launch for tables and write locations, one for each store, attention, move, tree and walk."""
+
+    name = "triton"
+
+    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> Located:
+        page_size, retain = table.allocator.page_size, table.retain
+        full_width = -(-rows.longest // page_size)
+        tables = build_page_tables(
+            table.slots.tensor,
+            None if retain is None else table.allocator.full_to_swa.tensor,
+            rows.index,
+            committed_len,
+            num_nodes=num_queries,
+            retain=retain,
+            page_size=page_size,
+            full_width=full_width,
+            swa_width=0 if retain is None else min(full_width, 1 + -(-retain // page_size)),
+        )
+        return Located(PrefixPages(tables), tables.write_full, tables.write_swa)
+
+    def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:
+        assert isinstance(plan.prefix, PrefixPages), f"a plan of another backend: {type(plan.prefix).__name__}"
+        pages, start = plan.prefix.pages(space)
+        return partial(
+            paged_attention,
+            pages=pages,
+            start=start,
+            committed_len=plan.committed_len,
+            positions=plan.positions,
+            page_size=plan.page_size,
+            ancestors=None if plan.tree is None else plan.tree.bits,
+            block_len=plan.block_len,
+            window=None if window is None else window + plan.window_shift,
+        )
+
+    def store(self, layer: LayerKV, slots: FullLoc | SwaLoc, k: torch.Tensor, v: torch.Tensor) -> None:
+        store_kv(k, v, slots, layer.k, layer.v)
+
+    def move(self, store: KVStore, space: Space, source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc) -> None:
+        addresses = store.addresses.get(space)
+        if addresses is not None:
+            move_kv(addresses, source, destination)
+
+    def select_tree(
+        self,
+        root: torch.Tensor,
+        tokens: torch.Tensor,
+        scores: torch.Tensor,
+        parents: torch.Tensor,
+        *,
+        num_nodes: int,
+        num_levels: int,
+    ) -> DraftTree:
+        choose = select_tree if tokens.shape[1] <= MAX_CANDIDATES else reference_select_tree
+        return choose(root, tokens, scores, parents, num_nodes=num_nodes, num_levels=num_levels)
+
+    def accept(self, tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
+        return accept(tree, target_tokens)

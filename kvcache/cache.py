@@ -1,0 +1,94 @@
+"""All that one engine keeps about KV: who owns which slots, and every model's tensors behind them.
+
+    allocator   slots of both spaces            table    which request owns which, and how many are committed
+    stores      one per model that keeps K/V    move     visits every store, so no model's K/V can stay behind
+
+It computes nothing itself: storing and moving are the backend's.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from specdec.kvcache.hybrid import HybridAllocator
+from specdec.kvcache.layout import KVLayout
+from specdec.kvcache.mirror import IntArray, MirroredArray, flush
+from specdec.kvcache.spaces import FullLoc, Space, SwaLoc
+from specdec.kvcache.stores import KVStore, LayerKV
+from specdec.kvcache.table import Move, RequestTable, Rows
+
+
+class KVOperations(Protocol):
+    """What touches the tensors of a store; a backend of `specdec.attention` has these and more."""
+
+    def store(self, layer: LayerKV, slots: FullLoc | SwaLoc, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k, v [T, Hkv, D] at slots [T]."""
+
+    def move(self, store: KVStore, space: Space, source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc) -> None:
+        """Copy K/V of slots [M] in every layer of the space: all sources are read before anything is written."""
+
+
+class KVCache:
+    """Slots, requests and stores of one engine."""
+
+    def __init__(self, allocator: HybridAllocator, table: RequestTable, operations: KVOperations) -> None:
+        self.allocator = allocator
+        self.table = table
+        self.operations = operations
+        self.stores: list[KVStore] = []
+
+    def add_store(self, layout: KVLayout, dtype: torch.dtype) -> KVStore:
+        """Make the store of one more model; from now on `move` visits it."""
+        store = KVStore(layout, self.allocator, dtype)
+        self.stores.append(store)
+        return store
+
+    def flush(self, *more: MirroredArray) -> None:
+        """Send the device what the host changed since the last time, in one upload; `more`: other arrays of its."""
+        flush([self.table.slots, self.table.committed_len, self.allocator.full_to_swa, *more])
+
+    def commit_on_device(self, rows: Rows, length: torch.Tensor, path: torch.Tensor) -> None:
+        """`RequestTable.commit_on_device`, K/V moved where that is needed."""
+        self.allocator.require_unfrozen("commit")
+        move = self.table.commit_on_device(rows, length, path)
+        if move is not None:
+            self.move(move)
+
+    def commit(self, rows: IntArray, length: IntArray, path: IntArray | None = None) -> None:
+        """Commit on both sides at once: `length` [B] nodes of path [B, D], or in the order in which they were written.
+
+        Raises KVStateError, with nothing changed, for nodes past the slots that a row owns.
+        """
+        if path is None:
+            self.table.commit_chunk(rows, length)
+            return
+        self.table.require_committable(rows, length, path)
+        num_nodes = max(path.shape[1], int(path.max(initial=0)) + 1)
+        path = np.pad(path, ((0, 0), (0, num_nodes - path.shape[1])))
+        device = self.allocator.device
+        index = self.table.rows(rows)
+        self.commit_on_device(index, *(torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in (length, path)))
+        self.table.adopt_commit(rows, length, path)
+
+    def move(self, move: Move) -> None:
+        """Copy K/V from slot to slot, in both spaces of every store."""
+        self.allocator.require_unfrozen("move")
+        swa = None
+        if self.allocator.swa is not None:
+            swa = self.allocator.translate(move.source), self.allocator.translate(move.destination)
+        for store in self.stores:
+            self.operations.move(store, Space.FULL, *move)
+            if swa is not None:
+                self.operations.move(store, Space.SWA, *swa)
+
+    def bytes_by_space(self) -> dict[Space, int]:
+        """Bytes of all stores in each space."""
+        return {
+            space: sum(t.numel() * t.element_size() for s in self.stores for t in s.tensors(space)) for space in Space
+        }
+
+    def clear(self) -> None:
+        """Let go of all tensors."""
+        for store in self.stores:
+            store.clear()

@@ -1,0 +1,84 @@
+"""A KV cache small enough to look into: one store, one table, plain torch, and what an engine would do with them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.attention.backend import Backend
+from specdec.attention.plan import KVPlan, plan_chunk, plan_frozen, plan_verify
+from specdec.attention.torch_backend import TorchBackend
+from specdec.attention.tree import DraftTree
+from specdec.kvcache.cache import KVCache
+from specdec.kvcache.frozen import KVView, KVWorker, frozen_kv, own_view
+from specdec.kvcache.hybrid import HybridAllocator
+from specdec.kvcache.layout import KVLayout
+from specdec.kvcache.mirror import IntArray
+from specdec.kvcache.spaces import Space
+from specdec.kvcache.table import FROZEN_EXTRA_KEYS, RequestTable
+
+
+class KVRig(KVCache):
+    """A cache that answers as its request table too: `rig.ensure(row, 5)` is `rig.table.ensure(row, 5)`."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        full_pages: int,
+        swa_pages: int,
+        page_size: int,
+        max_requests: int,
+        max_len: int,
+        lookahead: int,
+        extra_keys: int = FROZEN_EXTRA_KEYS,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        backend: Backend | None = None,
+    ) -> None:
+        allocator = HybridAllocator(
+            full_pages=full_pages,
+            swa_pages=swa_pages if layout.has_swa else None,
+            page_size=page_size,
+            device=torch.device(device),
+        )
+        table = RequestTable(
+            allocator,
+            max_requests=max_requests,
+            max_len=max_len,
+            lookahead=lookahead,
+            window=layout.window,
+            extra_keys=extra_keys,
+        )
+        self.backend: Backend = TorchBackend() if backend is None else backend
+        super().__init__(allocator, table, self.backend)
+        self.store = self.add_store(layout, dtype)
+        self.view: KVView = own_view(allocator, self.store)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["table"], name)
+
+    def write(
+        self, layer: int, full: Any, swa: Any, k: torch.Tensor, v: torch.Tensor, view: KVView | None = None
+    ) -> None:
+        """Store k, v [T, Hkv, D] of one layer at slots [T] of its space, through a view."""
+        kept = (self.view if view is None else view).writable_layer(layer)
+        self.backend.store(kept, full if kept.space is Space.FULL else swa, k, v)
+
+    def chunk(self, rows: IntArray, lengths: IntArray) -> KVPlan:
+        device = self.allocator.device
+        length = torch.from_numpy(np.ascontiguousarray(lengths)).to(device)
+        return plan_chunk(self.backend, self.table, self.table.rows(rows), length, int(lengths.max()))
+
+    def verify(self, rows: IntArray, tree: DraftTree) -> KVPlan:
+        return plan_verify(self.backend, self.table, self.table.rows(rows), tree)
+
+    def frozen(self, rows: IntArray, **options: Any) -> KVPlan:
+        return plan_frozen(self.backend, self.table, self.table.rows(rows), **options)
+
+    @contextmanager
+    def lend(self, worker: KVWorker, layer_map: Sequence[int]) -> Iterator[KVView]:
+        with frozen_kv(self.allocator, self.store, worker, layer_map) as view:
+            yield view
