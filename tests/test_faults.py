@@ -1,0 +1,198 @@
+"""A fault anywhere in a step: afterwards it is as if the step had not begun.
+
+Every call that a step makes inside the package is counted; the step is then run again with an exception at call k, for
+each k in turn. What was interrupted ends; every other stream is what it would have been alone, the table and the
+allocator hold what their requests own and nothing else, and a new request is right.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+from specdec import Engine, SamplingParams, SpecConfig
+
+NEW = 6
+PACKAGE = tuple(f"/{folder}/" for folder in ("kvcache", "attention", "draft_models", "specdec"))
+CHAIN, TREE = SpecConfig(3), SpecConfig(3, 2, 6)
+
+
+class Fault(BaseException):
+    """Like KeyboardInterrupt: nothing catches it on the way."""
+
+
+class Calls:
+    """Counts the calls of functions of the package, and raises at the one that is asked for."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at, self.count = at, 0
+        self.where: CodeType | None = None
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call" or not any(folder in frame.f_code.co_filename for folder in PACKAGE):
+            return
+        self.count += 1
+        if self.count == self.at:
+            self.where = frame.f_code
+            sys.setprofile(None)
+            raise Fault(f"{frame.f_code.co_filename}:{frame.f_code.co_name}")
+
+
+@contextmanager
+def profiled(calls: Calls) -> Iterator[None]:
+    sys.setprofile(calls)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def assert_empty(engine: Engine) -> None:
+    engine.table.check()
+    assert engine.scheduler.idle and not engine._live and not engine._doomed
+    allocator = engine.table.allocator
+    assert allocator.full.held_pages == 0 and (allocator.swa is None or allocator.swa.held_pages == 0)
+    assert not allocator.frozen and not engine.table.active_rows.size
+
+
+class Scene:
+    """A stream that has begun, and a request that joins it: the step after that is the one to break."""
+
+    def __init__(self, engine: Engine, truths: dict[tuple[int, ...], list[int]], prompts: list[list[int]]) -> None:
+        self.engine, self.truths, self.prompts = engine, truths, prompts
+        self.got: list[int] = []
+        self.stream = engine.stream(prompts[0], SamplingParams(max_new_tokens=NEW))
+        self.got += next(self.stream).token_ids
+        self.other = engine.stream(prompts[1], SamplingParams(max_new_tokens=NEW))
+
+    def begin(self, stage: str) -> None:
+        """Up to the step that is to break: the other prompt's, or a round of both."""
+        if stage == "round":
+            next(self.other)
+
+    def finish(self) -> None:
+        """The rest of the first stream, and a new request, are right; then nothing is held."""
+        self.got += [token for delta in self.stream for token in delta.token_ids]
+        assert self.got == self.truths[tuple(self.prompts[0])]
+        [out] = self.engine.generate(self.prompts[2], SamplingParams(max_new_tokens=NEW))
+        assert out.token_ids == self.truths[tuple(self.prompts[2])]
+        self.other.close()
+        assert_empty(self.engine)
+
+
+@pytest.fixture
+def scenes(make_target, make_assistant, make_engine, greedy_oracle, random_prompt) -> Callable[..., Scene]:
+    """scenes(drafter, spec, page_size): a scene on one engine, that the faults before have left usable."""
+    model = make_target("gemma4-e2b")
+    prompts = [random_prompt(n) for n in (5, 19, 8)]
+    truths = {tuple(prompt): greedy_oracle(model, prompt, NEW) for prompt in prompts}
+    engines: dict[Any, Engine] = {}
+
+    def make(drafter: str | None, spec: SpecConfig, page_size: int) -> Scene:
+        key = drafter, spec, page_size
+        if key not in engines:
+            module = make_assistant(model) if drafter == "mtp" else drafter
+            engines[key] = make_engine(
+                model, module, spec=spec, page_size=page_size, max_batch_size=2, max_model_len=64, prefill_chunk=8
+            )
+        return Scene(engines[key], truths, prompts)
+
+    return make
+
+
+@pytest.mark.parametrize("stage", ["prompt", "round"])
+@pytest.mark.parametrize(
+    ("drafter", "spec", "page_size"),
+    [("mtp", CHAIN, 1), ("mtp", TREE, 4), ("ngram", CHAIN, 4), (None, CHAIN, 1)],
+    ids=["mtp-chain-1", "mtp-tree-4", "ngram-4", "plain-1"],
+)
+def test_a_fault_at_any_call_of_a_step_is_as_if_it_had_not_begun(stage, drafter, spec, page_size, scenes) -> None:
+    scene = scenes(drafter, spec, page_size)
+    scene.begin(stage)
+    counted = Calls()
+    with profiled(counted):
+        next(scene.stream if stage == "round" else scene.other)
+    scene.stream.close()
+    scene.other.close()
+    assert_empty(scene.engine)
+    assert counted.count > 40
+
+    places = set()
+    for at in range(1, counted.count + 1):
+        scene = scenes(drafter, spec, page_size)
+        scene.begin(stage)
+        calls = Calls(at)
+        try:
+            with profiled(calls):
+                # the one who runs the step is the one who hears of it
+                next(scene.other)
+        except (Fault, StopIteration):
+            pass
+        assert calls.where is not None or calls.count < at
+        if calls.where is not None:
+            places.add(calls.where)
+        scene.finish()
+    assert len(places) > 30
+
+
+def test_a_fault_between_append_and_commit_doubles_no_token(scenes, monkeypatch) -> None:
+    """Settling one request of two: the other had its tokens already."""
+    scene = scenes("mtp", CHAIN, 1)
+    scene.begin("round")
+    settle, settled = type(scene.engine.scheduler.running[0]).settle, []
+
+    def interrupted(request, *arguments, **options):
+        if settled:
+            raise Fault
+        settled.append(request)
+        settle(request, *arguments, **options)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(type(scene.engine.scheduler.running[0]), "settle", interrupted)
+        with pytest.raises(Fault):
+            next(scene.other)
+    scene.finish()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_fault_after_a_request_finished_leaks_no_row(rows, make_target, make_engine, greedy_oracle, random_prompt):
+    """With one row the engine would be dead."""
+    model, prompts = make_target("llama"), [random_prompt(n) for n in (5, 9)]
+    engine = make_engine(model, "ngram", max_batch_size=rows)
+    forget = engine._forget
+    engine._forget = lambda number: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(prompts, SamplingParams(max_new_tokens=4))
+    engine._forget = forget
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=4))
+    assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, 4) for prompt in prompts]
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, RuntimeError])
+def test_whatever_is_raised_in_a_forward_reaches_the_caller(error, scenes, monkeypatch) -> None:
+    scene = scenes("mtp", TREE, 1)
+    scene.begin("round")
+    with monkeypatch.context() as broken:
+        broken.setattr(scene.engine.target, "logits", lambda hidden: (_ for _ in ()).throw(error("out")))
+        with pytest.raises(error, match="out"):
+            next(scene.other)
+    scene.finish()
+
+
+def test_an_interrupted_recovery_is_made_again(scenes, monkeypatch) -> None:
+    scene = scenes("ngram", CHAIN, 4)
+    scene.begin("round")
+    with monkeypatch.context() as broken:
+        broken.setattr(scene.engine.target, "logits", lambda hidden: 1 / 0)
+        broken.setattr(scene.engine.scheduler, "restart", lambda requests: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            next(scene.other)
+        with pytest.raises(ZeroDivisionError):
+            next(scene.stream)
+    [out] = scene.engine.generate(scene.prompts[2], SamplingParams(max_new_tokens=NEW))
+    assert out.token_ids == scene.truths[tuple(scene.prompts[2])]
+    assert_empty(scene.engine)

@@ -1,0 +1,153 @@
+"""Several threads: calls on one engine take turns, and engines over one model do not touch each other or the model."""
+
+import copy
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.models.target import TargetModel
+
+NEW = 10
+
+
+def in_threads(jobs: list[Callable[[], object]]) -> None:
+    """Run all jobs at once; whatever one raises is raised here."""
+    faults: list[BaseException] = []
+    start = threading.Barrier(len(jobs))
+
+    def run(job: Callable[[], object]) -> None:
+        try:
+            start.wait()
+            job()
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if faults:
+        raise faults[0]
+
+
+def modes_and_configs(model: torch.nn.Module) -> list[object]:
+    """What an engine may not change about a model: its modules, their modes, hooks and classes, and its configs."""
+    found: list[object] = []
+    for name, module in model.named_modules():
+        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+        found += [name, type(module), type(module).forward, "forward" in vars(module), module.training, hooks]
+        if hasattr(module, "config"):
+            found += [id(module.config), module.config._attn_implementation_internal]
+    return found
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram", "mtp"])
+def test_eight_threads_share_an_engine(drafter, make_target, make_assistant, make_engine, greedy_oracle, random_prompt):
+    model = make_target("gemma4-e2b")
+    module = make_assistant(model) if drafter == "mtp" else drafter
+    engine = make_engine(model, module, max_batch_size=3, full_slots=160, swa_slots=160)
+    prompts = [random_prompt(1 + n % 23, seed=n) for n in range(48)]
+    truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    params = SamplingParams(max_new_tokens=NEW)
+    got: dict[int, list[int]] = {}
+
+    def job(first: int) -> None:
+        for n in range(first, len(prompts), 8):
+            if n % 2:
+                got[n] = engine.generate(prompts[n], params)[0].token_ids
+            else:
+                got[n] = [token for delta in engine.stream(prompts[n], params) for token in delta.token_ids]
+                engine.stats()
+
+    in_threads([lambda first=first: job(first) for first in range(8)])
+    assert [got[n] for n in range(len(prompts))] == truths
+    engine.table.check()
+    assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
+    assert engine.stats().output_tokens == NEW * len(prompts)
+
+
+def test_four_engines_over_one_model_in_four_threads(make_target, make_assistant, greedy_oracle, random_prompt):
+    """Plain, prompt lookup and two over one assistant; one engine has a model of its own of the same class."""
+    model, other = make_target("gemma4-e2b"), make_target("gemma4-e2b", seed=5)
+    model.train()
+    assistant = make_assistant(model)
+    prompts = [random_prompt(1 + n % 17, seed=n) for n in range(24)]
+    before = modes_and_configs(model), modes_and_configs(assistant)
+    truths = {id(m): [greedy_oracle(m, prompt, NEW) for prompt in prompts] for m in (model, other)}
+    config = EngineConfig(max_batch_size=2, max_model_len=64, prefill_chunk=8)
+    shared = TargetModel(model)
+    fitted = Gemma4MTPDrafter(assistant, shared)
+    engines = [
+        (model, Engine.from_pretrained(model, "ngram", config=config)),
+        (model, Engine(shared, fitted, config=config)),
+        (model, Engine(shared, fitted, spec=SpecConfig(3, 2, 6), config=config)),
+        (other, Engine.from_pretrained(other, None, config=config)),
+    ]
+    got: list[list[list[int]]] = [[], [], [], []]
+
+    def job(number: int, engine: Engine) -> None:
+        for first in range(0, len(prompts), 4):
+            outputs = engine.generate(prompts[first : first + 4], SamplingParams(max_new_tokens=NEW))
+            got[number] += [out.token_ids for out in outputs]
+
+    jobs = [lambda number=number, engine=engine: job(number, engine) for number, (_, engine) in enumerate(engines)]
+    try:
+        in_threads(jobs)
+        for number, (target, _) in enumerate(engines):
+            assert got[number] == truths[id(target)]
+        assert (modes_and_configs(model), modes_and_configs(assistant)) == before
+    finally:
+        model.eval()
+
+
+def test_two_engines_take_turns_in_one_loop(make_target, make_assistant, greedy_oracle, random_prompt):
+    """Streams of two engines over one model and one assistant, a delta of each in turn."""
+    model = make_target("gemma4-e2b")
+    assistant, prompts = make_assistant(model), [random_prompt(9), random_prompt(14)]
+    engines = [Engine.from_pretrained(model, assistant, config=EngineConfig(max_model_len=64)) for _ in prompts]
+    streams = [engine.stream(p, SamplingParams(max_new_tokens=NEW)) for engine, p in zip(engines, prompts, strict=True)]
+    got: list[list[int]] = [[], []]
+    while any(len(tokens) < NEW for tokens in got):
+        for tokens, stream in zip(got, streams, strict=True):
+            tokens += getattr(next(stream, None), "token_ids", [])
+    assert got == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+
+
+def test_updates_of_the_users_weights_are_seen(make_target, random_prompt, greedy_oracle):
+    model = make_target("llama", fresh=True)
+    engine = Engine.from_pretrained(model, config=EngineConfig(max_model_len=64))
+    prompt, params = random_prompt(6), SamplingParams(max_new_tokens=4)
+    before = engine.generate(prompt, params)[0].token_ids
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    after = engine.generate(prompt, params)[0].token_ids
+    assert after != before and after == greedy_oracle(copy.deepcopy(model), prompt, 4)
+
+
+def test_a_model_keeps_its_training_mode(make_target):
+    model = make_target("llama", fresh=True)
+    model.train()
+    model.model.layers[1].eval()
+    before = modes_and_configs(model)
+    Engine.from_pretrained(model, "ngram", config=EngineConfig(max_model_len=64)).generate(
+        [1, 2, 3], SamplingParams(max_new_tokens=3)
+    )
+    assert modes_and_configs(model) == before
+
+
+def test_a_stream_dropped_within_a_turn_is_released_when_the_turn_ends(make_target, make_engine, random_prompt):
+    """The garbage collector may close a stream anywhere, also while this very thread holds the turn."""
+    engine = make_engine(make_target("llama"), max_batch_size=2)
+    stream = engine.stream(random_prompt(5), SamplingParams(max_new_tokens=NEW))
+    next(stream)
+    streams = [stream]
+    del stream
+    with engine._turn():
+        streams.clear()  # closes it: its request is aborted, and must not be released under our feet
+        assert len(engine.scheduler.running) == 1
+    assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
