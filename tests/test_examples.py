@@ -59,11 +59,6 @@ ON_TRITON: dict[str, tuple[str, str]] = {
     ),
     "gemma4_mtp.py": ("--prompt one --max-new-tokens 3", r"\d+ tokens, \d+ of them accepted drafts"),
 }
-NOT_YET = {
-    "tree_walkthrough.py": pytest.mark.xfail(
-        raises=AssertionError, reason="prints the slot tables of a plan, and a plan of the kernels has page tables"
-    ),
-}
 ELSEWHERE = {
     "self_prompts.py": "test_a_model_writes_different_prompts_that_training_reads",
     "train_drafter.py": "test_train_drafter.py trains small drafters with it",
@@ -137,7 +132,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and chosen without being told")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=NOT_YET.get(name, ())) for name in ON_TRITON])
+@pytest.mark.parametrize("name", ON_TRITON)
 def test_programs_run_on_the_triton_kernels(name, run, by_triton):
     args, pattern = ON_TRITON[name]
     code, out, err = run(name, *args.split())
