@@ -54,7 +54,7 @@ RUNS: dict[str, list[tuple[str, str]]] = {
 # programs that also run on the Triton kernels: few tokens, for a round takes seconds in Triton's interpreter
 ON_TRITON: dict[str, tuple[str, str]] = {
     "tree_walkthrough.py": (
-        "--prompt one --steps 2 --nodes 5 --max-new-tokens 3",
+        "--attention triton --prompt one --steps 2 --nodes 5 --max-new-tokens 3",
         r"accepted path \[\d.*\], bonus .*: \d tokens from one target forward",
     ),
     "gemma4_mtp.py": ("--prompt one --max-new-tokens 3", r"\d+ tokens, \d+ of them accepted drafts"),
