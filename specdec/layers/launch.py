@@ -18,6 +18,12 @@ import torch
 
 from specdec.kvcache.triton_shim import tl, triton
 
+TL_DTYPES: dict[torch.dtype, Any] = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
 
 @triton.jit
 def trigger_next(PDL: tl.constexpr) -> None:

@@ -1,0 +1,335 @@
+r"""The skinny product: few rows of activations against a large weight.
+
+    y[m, n] = sum_k x[m, k] W[n, k] + bias[n]
+    gated:  y[m, n] = act(g) u    with g and u the products of rows n and N / 2 + n of a merged gate / up weight
+
+Weight rows are the M operand of the tensor core's instruction and the rows of x its N operand, so a row of x never
+meets another. The sum over K is cut once per weight (`choose_cut`), whatever the number of rows:
+
+    y = ((0 + p_0) + p_1) + ... + p_{S-1},      p_s = sum over the s-th range of K, in ascending order
+
+so a row's result has the same bits beside any number of others. At few rows the S ranges are programs of their own,
+which leave p_s in float32 [S, M, N] to whoever reads the product next; at many, one program adds them up.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from specdec.kvcache.triton_shim import tl, triton
+from specdec.layers.launch import pdl_options, prefetch_to_l2, trigger_next, wait_for_previous
+
+ACTIVATIONS = ("gelu_tanh", "silu")
+
+RANGE = 128
+"""Ranges of K begin at multiples of this."""
+
+MAX_SPLITS = 16
+
+FEW_PROGRAMS = 256
+"""A weight is cut into so many programs of 64 rows, where its K is long enough: two for each multiprocessor of an H200.
+No property of the device in use, so that results do not depend on it."""
+
+FEW_ROWS = 512
+"""Parts of more rows than this are more bytes than they are worth."""
+
+PREFETCH_BYTES = 24 << 20
+"""How much of a weight the waiting programs of a product ask into the L2 at most: half of an H200's."""
+
+
+class Product(NamedTuple):
+    """x W^T before its last sum: y = sum_s parts[s] + bias, rounded to `dtype`.
+
+    parts: [S, M, N] float32, or [1, M, N] in `dtype` with nothing left to add.
+    """
+
+    parts: torch.Tensor
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, value: torch.Tensor) -> "Product":
+        """What is already a sum [M, N]."""
+        return cls(value[None], None, value.dtype)
+
+
+class Cut(NamedTuple):
+    """`splits` ranges of `split_len` columns of K, the last of what is left: a function of the weight's shape alone."""
+
+    splits: int
+    split_len: int
+
+
+class Tiles(NamedTuple):
+    """How one launch is cut; changes no bit of the result."""
+
+    block_n: int
+    block_m: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def reference_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+    """x [M, K], weight [N, K], bias [N] -> their product, which is summed already."""
+    return Product.of(F.linear(x, weight, bias))
+
+
+def reference_gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
+    """x [M, K], weight [2 I, K] with the gate's rows first -> act(gate) * up [M, I]."""
+    gate, up = F.linear(x, weight).float().chunk(2, dim=-1)
+    return (reference_activate(gate, activation) * up).to(x.dtype)
+
+
+def reference_activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh") if activation == "gelu_tanh" else F.silu(x)
+
+
+def reference_finish(product: Product) -> torch.Tensor:
+    """The product's value [M, N]."""
+    value = torch.zeros_like(product.parts[0], dtype=torch.float32)
+    for part in product.parts:
+        value = value + part
+    return (value if product.bias is None else value + product.bias).to(product.dtype)
+
+
+@triton.jit
+def activate(b_x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
+    """float32 in and out."""
+    if ACTIVATION == "silu":
+        return b_x * tl.sigmoid(b_x)
+    # 1 + tanh(u) = 2 sigmoid(2 u), and 1.59.. = 2 sqrt(2 / pi)
+    return b_x * tl.sigmoid(1.5957691216057308 * (b_x + 0.044715 * b_x * b_x * b_x))
+
+
+@triton.jit
+def sum_parts(
+    p_parts: tl.tensor,
+    p_bias: tl.tensor,  # or None
+    o_part: tl.tensor,
+    o_n: tl.tensor,
+    mask: tl.tensor,
+    part_len: tl.tensor,
+    SPLITS: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> tl.tensor:
+    """A product's value at offsets `o_part` of each part, as float32 that DTYPE holds."""
+    b_sum = tl.load(p_parts + o_part, mask=mask, other=0.0).to(tl.float32)
+    for i_split in tl.static_range(1, SPLITS):
+        b_sum += tl.load(p_parts + i_split * part_len + o_part, mask=mask, other=0.0).to(tl.float32)
+    if p_bias is not None:
+        b_sum += tl.load(p_bias + o_n, mask=mask, other=0.0).to(tl.float32)
+    return b_sum.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _multiply_range(
+    p_w: tl.tensor,  # [BN, 1]
+    p_x: tl.tensor,  # [1, BM]
+    m_m: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    EVEN_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """The products over columns [begin, end) of K."""
+    b_acc = tl.zeros([p_w.shape[0], p_x.shape[1]], tl.float32)
+    for i_k in range(begin, end, BLOCK_K):
+        o_k = i_k + tl.arange(0, BLOCK_K)
+        if EVEN_K:
+            b_w = tl.load(p_w + o_k[None, :])  # [BN, BK]
+            b_x = tl.load(p_x + o_k[:, None], mask=m_m[None, :], other=0.0)  # [BK, BM]
+        else:
+            m_k = o_k < end
+            b_w = tl.load(p_w + o_k[None, :], mask=m_k[None, :], other=0.0)
+            b_x = tl.load(p_x + o_k[:, None], mask=m_k[:, None] & m_m[None, :], other=0.0)
+        b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")
+    return b_acc
+
+
+@triton.jit(do_not_specialize=["num_rows", "prefetch"])
+def _linear_kernel(
+    p_x: tl.tensor,  # [M, K]
+    p_w: tl.tensor,  # [N, K]
+    p_bias: tl.tensor,  # [N] or None
+    p_out: tl.tensor,  # [S, M, N] float32, [1, M, N] or, gated, [M, N / 2]
+    num_rows: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    split_len: tl.tensor,
+    s_x: tl.tensor,
+    s_w: tl.tensor,
+    prefetch: tl.tensor,  # columns of K, 0: none
+    SPLIT: tl.constexpr,  # the ranges of K are programs of their own; otherwise a program sums them
+    WHOLE: tl.constexpr,  # there is one range
+    ACTIVATION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNKS: tl.constexpr,  # threads that prefetch one row
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    # row tiles of one weight tile are neighbours, so that it is read from memory once
+    i_m, i_n, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    o_n = tl.arange(0, BLOCK_N)
+    if ACTIVATION is None:
+        o_w = tl.minimum(i_n * BLOCK_N + o_n, N - 1)
+    else:  # half a tile of gates, then what they gate
+        o_w = tl.minimum(i_n * (BLOCK_N // 2) + o_n % (BLOCK_N // 2), N // 2 - 1) + o_n // (BLOCK_N // 2) * (N // 2)
+    p_w += o_w.to(tl.int64)[:, None] * s_w
+    begin = i_split * split_len
+    end = tl.minimum(begin + split_len, K) if SPLIT else K
+    if PDL:
+        columns = tl.minimum(end - begin, prefetch) // (8 * CHUNKS) * 8
+        if columns > 0:
+            o_chunk = tl.arange(0, CHUNKS)[None, :] * columns
+            itemsize: tl.constexpr = p_w.dtype.element_ty.primitive_bitwidth // 8
+            num_bytes = tl.full([BLOCK_N, CHUNKS], 0, tl.int32) + columns * itemsize
+            prefetch_to_l2(p_w + begin + o_chunk, num_bytes)
+    wait_for_previous(PDL)
+
+    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_m = o_m < num_rows
+    o_row = o_m.to(tl.int64)[None, :]
+    p_x += o_row * s_x
+    if SPLIT or WHOLE:
+        b_sum = _multiply_range(p_w, p_x, m_m, begin, end, EVEN_K, BLOCK_K)
+    else:
+        b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for i_k in range(begin, end, split_len):
+            b_sum += _multiply_range(p_w, p_x, m_m, i_k, tl.minimum(i_k + split_len, end), EVEN_K, BLOCK_K)
+
+    if ACTIVATION is None:
+        o_out = i_n * BLOCK_N + o_n[:, None]
+        if p_bias is not None:
+            b_sum += tl.load(p_bias + o_out, mask=o_out < N, other=0.0).to(tl.float32)
+        p_out += (i_split * num_rows + o_row) * N + o_out
+        tl.store(p_out, b_sum.to(p_out.dtype.element_ty), mask=m_m[None, :] & (o_out < N))
+    else:
+        b_gate, b_up = tl.split(tl.permute(tl.reshape(b_sum, (2, BLOCK_N // 2, BLOCK_M)), (1, 2, 0)))
+        o_out = i_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[:, None]
+        b_out = activate(b_gate, ACTIVATION) * b_up
+        p_out += o_row * (N // 2) + o_out
+        tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_m[None, :] & (o_out < N // 2))
+
+
+@triton.jit(do_not_specialize=["part_len"])
+def _finish_kernel(
+    p_parts: tl.tensor,  # [S, M, N]
+    p_bias: tl.tensor,  # [N] or None
+    p_out: tl.tensor,  # [M, N]
+    part_len: tl.tensor,
+    N: tl.tensor,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    wait_for_previous(PDL)
+    o_part = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = o_part < part_len
+    DTYPE: tl.constexpr = p_out.dtype.element_ty
+    b_out = sum_parts(p_parts, p_bias, o_part, o_part % N, mask, part_len, SPLITS, DTYPE)
+    tl.store(p_out + o_part, b_out.to(DTYPE), mask=mask)
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tiles: Tiles | None = None
+) -> Product:
+    """x [M, K], weight [N, K] (rows of both at any stride), bias [N] or None -> their product."""
+    cut = choose_cut(*weight.shape)
+    tiles = tiles or choose_tiles(len(x), x.dtype)
+    programs = triton.cdiv(len(x), tiles.block_m) * triton.cdiv(len(weight), tiles.block_n)
+    split = cut.splits > 1 and programs < FEW_PROGRAMS and len(x) <= FEW_ROWS
+    shape = (cut.splits if split else 1, len(x), len(weight))
+    parts = torch.empty(shape, dtype=torch.float32 if split else x.dtype, device=x.device)
+    _launch(x, weight, None if split else bias, parts, None, cut, tiles, split)
+    return Product(parts, bias if split else None, x.dtype)
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str, *, tiles: Tiles | None = None) -> torch.Tensor:
+    """x [M, K], weight [2 I, K] with the gate's rows first -> act(gate) * up [M, I]. One range of K."""
+    assert activation in ACTIVATIONS and len(weight) % 2 == 0, f"{activation=} {weight.shape=}"
+    out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
+    tiles = tiles or choose_tiles(len(x), x.dtype)
+    _launch(x, weight, None, out, activation, Cut(1, weight.shape[1]), tiles, split=False)
+    return out
+
+
+def finish(product: Product) -> torch.Tensor:
+    """The product's value [M, N], for a consumer that is no kernel of this folder."""
+    parts, bias, dtype = product
+    if len(parts) == 1 and bias is None and parts.dtype == dtype:
+        return parts[0]
+    out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    if out.numel():
+        options = pdl_options(out.device)
+        _finish_kernel[(triton.cdiv(out.numel(), 512),)](
+            parts, bias, out, out.numel(), out.shape[1], SPLITS=len(parts), BLOCK=512, num_warps=4, **options
+        )
+    return out
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    activation: str | None,
+    cut: Cut,
+    tiles: Tiles,
+    split: bool,
+) -> None:
+    (num_rows, k), (n, weight_k) = x.shape, weight.shape
+    assert k == weight_k and x.dtype == weight.dtype, f"{x.shape=} {weight.shape=} {x.dtype=} {weight.dtype=}"
+    assert x.stride(1) == weight.stride(1) == 1, f"{x.stride()=} {weight.stride()=}"
+    assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
+    if num_rows == 0:
+        return
+    grid = (triton.cdiv(num_rows, tiles.block_m), triton.cdiv(n, tiles.block_n), cut.splits if split else 1)
+    aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.element_size() % 16 == 0
+    columns = PREFETCH_BYTES // (grid[1] * grid[2] * tiles.block_n * weight.element_size())
+    _linear_kernel[grid](
+        x,
+        weight,
+        bias,
+        out,
+        num_rows,
+        n,
+        k,
+        cut.split_len,
+        x.stride(0),
+        weight.stride(0),
+        columns if aligned else 0,
+        SPLIT=split,
+        WHOLE=cut.splits == 1,
+        ACTIVATION=activation,
+        EVEN_K=k % tiles.block_k == 0,
+        BLOCK_N=tiles.block_n,
+        BLOCK_M=tiles.block_m,
+        BLOCK_K=tiles.block_k,
+        CHUNKS=max(1, 32 * tiles.num_warps // tiles.block_n),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **pdl_options(x.device),
+    )
+
+
+def choose_cut(n: int, k: int) -> Cut:
+    """The ranges of K for a weight [n, k]. Part of the result's bits: never a function of the number of rows."""
+    steps = triton.cdiv(k, RANGE)
+    wanted = min(MAX_SPLITS, max(1, FEW_PROGRAMS // triton.cdiv(n, 64)))
+    split_steps = max(2, triton.cdiv(steps, wanted))
+    return Cut(triton.cdiv(steps, split_steps), split_steps * RANGE)
+
+
+def choose_tiles(num_rows: int, dtype: torch.dtype) -> Tiles:
+    """Tiles for `num_rows` rows: the fastest of those timed on an H200, at Gemma 4 E4B's shapes."""
+    if dtype == torch.float32:  # multiplies without tensor cores
+        return Tiles(64, 16 if num_rows <= 16 else 64, 32, 4, 3)
+    if num_rows <= 64:
+        return Tiles(64, max(16, triton.next_power_of_2(num_rows)), 128, 4, 4 if num_rows <= 32 else 3)
+    return Tiles(128, 128, 64, 8, 4)

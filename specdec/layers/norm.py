@@ -1,0 +1,173 @@
+r"""What stands between two products of a decoder layer, in one launch: the last sum, norms, residual, scale.
+
+    y = dtype(sum_s parts[s] + bias)           the product before                           [H]
+    h = (r + post(y)) c                        each of post, r and c may be absent
+    x = pre(h)                                 the input of the next product; may be absent
+
+    norm(z) = z (mean(z^2) + eps)^(-1/2) w     in float32, rounded once to the model's dtype (Gemma 4)
+                                               or before w as well (`round_first`; Llama and its kin)
+
+So post_attention_norm + residual + pre_feedforward_norm of Gemma 4 is one call, as are residual + norm of Llama and, at
+the end of a layer, scale and the next layer's input_layernorm. Whatever transformers would hold in the
+model's dtype is rounded to it here too. One program a row: no result depends on the number of rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from specdec.kvcache.triton_shim import tl, triton
+from specdec.layers.launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
+from specdec.layers.linear import Product, reference_finish, sum_parts
+
+
+class Gain(NamedTuple):
+    """An RMSNorm: weight [H], or None for a norm without one."""
+
+    weight: torch.Tensor | None
+    eps: float
+    round_first: bool = False
+
+
+def reference_rms_norm(x: torch.Tensor, gain: Gain) -> torch.Tensor:
+    """x [..., H] -> [..., H] in x's dtype."""
+    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + gain.eps)
+    if gain.weight is None:
+        return normed.to(x.dtype)
+    return gain.weight * normed.to(x.dtype) if gain.round_first else (normed * gain.weight.float()).to(x.dtype)
+
+
+def reference_norm(
+    product: Product,
+    *,
+    post: Gain | None = None,
+    residual: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    pre: Gain | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> h, x [M, H]; without `pre`, x is h. residual: [M, H]; scale: [1]."""
+    hidden = reference_finish(product)
+    if post is not None:
+        hidden = reference_rms_norm(hidden, post)
+    if residual is not None:
+        hidden = residual + hidden
+    if scale is not None:
+        hidden = hidden * scale
+    return hidden, hidden if pre is None else reference_rms_norm(hidden, pre)
+
+
+@triton.jit
+def rms_norm(
+    b_x: tl.tensor,
+    b_w: tl.tensor,
+    num_columns: tl.tensor,
+    eps: tl.tensor,
+    ROUND_FIRST: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> tl.tensor:
+    """b_x float32, 0 past `num_columns`; the result is float32 that DTYPE holds."""
+    b_x = b_x * tl.rsqrt(tl.sum(b_x * b_x, 0) / num_columns + eps)
+    if ROUND_FIRST:
+        b_x = b_x.to(DTYPE).to(tl.float32)
+    return (b_x * b_w).to(DTYPE).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["part_len", "eps_post", "eps_pre"])
+def _norm_kernel(
+    p_parts: tl.tensor,  # [S, M, H]
+    p_bias: tl.tensor,  # [H] or None
+    p_post: tl.tensor,  # [H] or None
+    p_residual: tl.tensor,  # [M, H] or None
+    p_scale: tl.tensor,  # [1] or None
+    p_pre: tl.tensor,  # [H] or None
+    p_hidden: tl.tensor,  # [M, H] or None
+    p_normed: tl.tensor,  # [M, H] or None
+    part_len: tl.tensor,
+    H: tl.tensor,
+    eps_post: tl.tensor,
+    eps_pre: tl.tensor,
+    s_residual: tl.tensor,
+    POST: tl.constexpr,
+    PRE: tl.constexpr,
+    POST_ROUNDS: tl.constexpr,
+    PRE_ROUNDS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    i_row = tl.program_id(0).to(tl.int64)
+    o_h = tl.arange(0, BLOCK)
+    m_h = o_h < H
+    b_post = tl.load(p_post + o_h, mask=m_h, other=0.0).to(tl.float32) if p_post is not None else 1.0
+    b_pre = tl.load(p_pre + o_h, mask=m_h, other=0.0).to(tl.float32) if p_pre is not None else 1.0
+    b_scale = tl.load(p_scale).to(tl.float32) if p_scale is not None else 1.0
+    wait_for_previous(PDL)
+
+    if p_residual is not None:  # before the parts, so that all loads are on their way together
+        b_residual = tl.load(p_residual + i_row * s_residual + o_h, mask=m_h, other=0.0).to(tl.float32)
+    b_h = sum_parts(p_parts, p_bias, i_row * H + o_h, o_h, m_h, part_len, SPLITS, DTYPE)
+    if POST:
+        b_h = rms_norm(b_h, b_post, H, eps_post, POST_ROUNDS, DTYPE)
+    if p_residual is not None:
+        b_h = (b_residual + b_h).to(DTYPE).to(tl.float32)
+    if p_scale is not None:
+        b_h = (b_h * b_scale).to(DTYPE).to(tl.float32)
+    if p_hidden is not None:
+        tl.store(p_hidden + i_row * H + o_h, b_h.to(DTYPE), mask=m_h)
+    if PRE:
+        b_h = rms_norm(b_h, b_pre, H, eps_pre, PRE_ROUNDS, DTYPE)
+        tl.store(p_normed + i_row * H + o_h, b_h.to(DTYPE), mask=m_h)
+
+
+def norm(
+    product: Product,
+    *,
+    post: Gain | None = None,
+    residual: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    pre: Gain | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> h, x [M, H]; without `pre`, x is h. residual: [M, H], rows of any stride; scale: [1].
+
+    Where nothing happens before `pre`, h is the product's own value.
+    """
+    parts, bias, dtype = product
+    splits, num_rows, width = parts.shape
+    assert parts.is_contiguous(), f"{parts.stride()=}"
+    for gain in (post, pre):
+        assert gain is None or gain.weight is None or gain.weight.shape == (width,), f"{gain} for {width=}"
+    assert residual is None or (residual.shape == (num_rows, width) and residual.stride(1) == 1), f"{parts.shape=}"
+    assert residual is None or residual.dtype == dtype, f"{residual.dtype=} {dtype=}"
+    changed = not (splits == 1 and parts.dtype == dtype and bias is post is residual is scale is None)
+    hidden = parts.new_empty((num_rows, width), dtype=dtype) if changed else parts[0]
+    normed = hidden if pre is None else torch.empty_like(hidden)
+    if num_rows == 0 or not (changed or pre is not None):
+        return hidden, normed
+    block = triton.next_power_of_2(width)
+    _norm_kernel[(num_rows,)](
+        parts,
+        bias,
+        None if post is None else post.weight,
+        residual,
+        scale,
+        None if pre is None else pre.weight,
+        hidden if changed else None,
+        None if pre is None else normed,
+        num_rows * width,
+        width,
+        0.0 if post is None else post.eps,
+        0.0 if pre is None else pre.eps,
+        0 if residual is None else residual.stride(0),
+        POST=post is not None,
+        PRE=pre is not None,
+        POST_ROUNDS=post is not None and post.round_first,
+        PRE_ROUNDS=pre is not None and pre.round_first,
+        DTYPE=TL_DTYPES[dtype],
+        SPLITS=splits,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 256)),
+        **pdl_options(parts.device),
+    )
+    return hidden, normed

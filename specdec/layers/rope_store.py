@@ -1,0 +1,238 @@
+r"""From the merged QKV product to queries that can attend and keys and values that are stored, in one launch.
+
+    q_h = rope(q_norm(y_q,h)),   k_h = rope(k_norm(y_k,h)),   v_h = v_norm(y_v,h)         each norm may be absent
+    rope(z)_j = z_j cos_j - z_{j+R/2} sin_j,   rope(z)_{j+R/2} = z_{j+R/2} cos_j + z_j sin_j,   j < R/2
+    pool_k[slots[t]] = k[t],   pool_v[slots[t]] = v[t]
+
+y is the product [T, (Hq + 2 Hkv) D]: query heads, key heads, value heads. Layers whose K/V are another layer's have
+query heads only; layers that use their keys as values have no value heads, and v_norm reads the raw keys. Rotation
+covers the first R <= D channels. Slots are in the space of the pools; padded rows carry slot 0. Keys and values
+are returned as well, for an attention that reads a forward's own rows from there. One program a row and head.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from specdec.kvcache.spaces import FullLoc, SwaLoc
+from specdec.kvcache.store_kv import reference_store_kv
+from specdec.kvcache.triton_shim import tl, triton
+from specdec.layers.launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
+from specdec.layers.linear import Product, reference_finish, sum_parts
+from specdec.layers.norm import Gain, reference_rms_norm
+from specdec.layers.rotary import Rotary
+
+
+class Heads(NamedTuple):
+    """How the columns of a merged QKV product divide, and what is done to each head."""
+
+    num_q: int
+    num_kv: int  # 0: this layer has no keys of its own
+    head_dim: int
+    q_norm: Gain | None = None
+    k_norm: Gain | None = None
+    v_norm: Gain | None = None
+    values_are_keys: bool = False
+
+    @property
+    def width(self) -> int:
+        return (self.num_q + self.num_kv * (1 if self.values_are_keys else 2)) * self.head_dim
+
+
+class Destination(NamedTuple):
+    """Where a layer's new K/V go: pools [slots, Hkv, D] and slots [T] of their space."""
+
+    pool_k: torch.Tensor
+    pool_v: torch.Tensor
+    slots: FullLoc | SwaLoc
+
+
+class Attended(NamedTuple):
+    """q [T, Hq, D]; k, v [T, Hkv, D], None for a layer without."""
+
+    q: torch.Tensor
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+
+
+def reference_rope_store(
+    product: Product, heads: Heads, rotary: Rotary, destination: Destination | None = None
+) -> Attended:
+    """Norm, rotate, and store where there is a destination."""
+    rows = reference_finish(product).unflatten(-1, (-1, heads.head_dim))  # [T, heads, D]
+    q, k = rows[:, : heads.num_q], rows[:, heads.num_q : heads.num_q + heads.num_kv]
+    v = k if heads.values_are_keys else rows[:, heads.num_q + heads.num_kv :]
+    q, k, v = (
+        x if gain is None else reference_rms_norm(x, gain)
+        for x, gain in ((q, heads.q_norm), (k, heads.k_norm), (v, heads.v_norm))
+    )
+    q, k = reference_rotate(q, rotary), reference_rotate(k, rotary)
+    if not heads.num_kv:
+        return Attended(q, None, None)
+    if destination is not None:
+        reference_store_kv(k, v, destination.slots, destination.pool_k, destination.pool_v)
+    return Attended(q, k, v)
+
+
+def reference_rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """x [T, heads, D]."""
+    cos, sin = (table.float()[:, None] for table in rotary)  # [T, 1, R / 2]
+    half = cos.shape[-1]
+    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
+    return torch.cat([(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), x[..., 2 * half :]], dim=-1)
+
+
+@triton.jit
+def _store_head(
+    p_head: tl.tensor, o_a: tl.tensor, o_b: tl.tensor, b_a: tl.tensor, b_b: tl.tensor, mask: tl.tensor
+) -> None:
+    tl.store(p_head + o_a, b_a, mask=mask)
+    tl.store(p_head + o_b, b_b, mask=mask)
+
+
+@triton.jit(do_not_specialize=["part_len", "eps_q", "eps_k", "eps_v"])
+def _rope_store_kernel(
+    p_parts: tl.tensor,  # [S, T, width]
+    p_bias: tl.tensor,  # [width] or None
+    p_q_norm: tl.tensor,  # [D] or None
+    p_k_norm: tl.tensor,
+    p_v_norm: tl.tensor,
+    p_cos: tl.tensor,  # [T, R / 2]
+    p_sin: tl.tensor,
+    p_slots: tl.tensor,  # [T] or None
+    p_pool_k: tl.tensor,  # [slots, Hkv, D] or None
+    p_pool_v: tl.tensor,
+    p_q: tl.tensor,  # [T, Hq, D]
+    p_k: tl.tensor,  # [T, Hkv, D]
+    p_v: tl.tensor,
+    part_len: tl.tensor,
+    eps_q: tl.tensor,
+    eps_k: tl.tensor,
+    eps_v: tl.tensor,
+    s_cos: tl.tensor,
+    s_sin: tl.tensor,
+    s_slots: tl.tensor,
+    NUM_Q: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTATED: tl.constexpr,
+    VALUES_ARE_KEYS: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    V_NORM: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    i_t, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    is_q, is_v = i_h < NUM_Q, i_h >= NUM_Q + NUM_KV
+    is_k = (i_h >= NUM_Q) & (i_h < NUM_Q + NUM_KV)
+    # channels a rotate against channels b; past those that rotate the angle is 0
+    HALF: tl.constexpr = ROTATED // 2
+    REST: tl.constexpr = (HEAD_DIM - ROTATED) // 2
+    o = tl.arange(0, BLOCK)
+    m = o < HALF + REST
+    if REST == 0:
+        o_a, o_b = o, HALF + o
+    else:
+        o_a = tl.where(o < HALF, o, HALF + o)
+        o_b = tl.where(o < HALF, HALF + o, HALF + REST + o)
+    b_wa, b_wb = tl.full([BLOCK], 1.0, tl.float32), tl.full([BLOCK], 1.0, tl.float32)
+    if p_q_norm is not None:
+        b_wa *= tl.load(p_q_norm + o_a, mask=m & is_q, other=1.0).to(tl.float32)
+        b_wb *= tl.load(p_q_norm + o_b, mask=m & is_q, other=1.0).to(tl.float32)
+    if p_k_norm is not None:
+        b_wa *= tl.load(p_k_norm + o_a, mask=m & is_k, other=1.0).to(tl.float32)
+        b_wb *= tl.load(p_k_norm + o_b, mask=m & is_k, other=1.0).to(tl.float32)
+    if p_v_norm is not None:
+        b_wa *= tl.load(p_v_norm + o_a, mask=m & is_v, other=1.0).to(tl.float32)
+        b_wb *= tl.load(p_v_norm + o_b, mask=m & is_v, other=1.0).to(tl.float32)
+    wait_for_previous(PDL)
+
+    m_rotated = (o < HALF) & (i_h < NUM_Q + NUM_KV)
+    b_cos = tl.load(p_cos + i_t * s_cos + o, mask=m_rotated, other=1.0).to(tl.float32)
+    b_sin = tl.load(p_sin + i_t * s_sin + o, mask=m_rotated, other=0.0).to(tl.float32)
+    o_column = i_h * HEAD_DIM
+    if VALUES_ARE_KEYS:
+        o_column = tl.where(is_v, i_h - NUM_KV, i_h) * HEAD_DIM
+    o_row = i_t * WIDTH + o_column
+    b_a = sum_parts(p_parts, p_bias, o_row + o_a, o_column + o_a, m, part_len, SPLITS, DTYPE)
+    b_b = sum_parts(p_parts, p_bias, o_row + o_b, o_column + o_b, m, part_len, SPLITS, DTYPE)
+    if Q_NORM or K_NORM or V_NORM:
+        eps = tl.where(is_q, eps_q, tl.where(is_v, eps_v, eps_k))
+        b_scale = tl.rsqrt((tl.sum(b_a * b_a, 0) + tl.sum(b_b * b_b, 0)) / HEAD_DIM + eps)
+        b_na, b_nb = b_a * b_scale, b_b * b_scale
+        if ROUND_FIRST:
+            b_na, b_nb = b_na.to(DTYPE).to(tl.float32), b_nb.to(DTYPE).to(tl.float32)
+        normed = (is_q & Q_NORM) | (is_k & K_NORM) | (is_v & V_NORM)
+        b_a = tl.where(normed, (b_na * b_wa).to(DTYPE).to(tl.float32), b_a)
+        b_b = tl.where(normed, (b_nb * b_wb).to(DTYPE).to(tl.float32), b_b)
+    b_ra = (b_a * b_cos - b_b * b_sin).to(DTYPE)
+    b_rb = (b_b * b_cos + b_a * b_sin).to(DTYPE)
+
+    if is_q:
+        _store_head(p_q + (i_t * NUM_Q + i_h) * HEAD_DIM, o_a, o_b, b_ra, b_rb, m)
+    elif NUM_KV > 0:
+        i_kv = (i_h - NUM_Q) % NUM_KV
+        o_new = (i_t * NUM_KV + i_kv) * HEAD_DIM
+        o_pool = o_new  # unused without slots
+        if p_slots is not None:
+            o_pool = (tl.load(p_slots + i_t * s_slots).to(tl.int64) * NUM_KV + i_kv) * HEAD_DIM
+        if is_v:
+            _store_head(p_v + o_new, o_a, o_b, b_ra, b_rb, m)
+            if p_slots is not None:
+                _store_head(p_pool_v + o_pool, o_a, o_b, b_ra, b_rb, m)
+        else:
+            _store_head(p_k + o_new, o_a, o_b, b_ra, b_rb, m)
+            if p_slots is not None:
+                _store_head(p_pool_k + o_pool, o_a, o_b, b_ra, b_rb, m)
+
+
+def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Destination | None = None) -> Attended:
+    """Norm, rotate, and store where there is a destination, whose pools are contiguous."""
+    parts, bias, dtype = product
+    splits, num_rows, width = parts.shape
+    rotated = 2 * rotary.cos.shape[1]
+    gains = (heads.q_norm, heads.k_norm, heads.v_norm)
+    assert parts.is_contiguous() and width == heads.width, f"{parts.shape=} {heads=}"
+    assert rotary.cos.shape == rotary.sin.shape and len(rotary.cos) == num_rows, f"{rotary.cos.shape=} {parts.shape=}"
+    assert rotated <= heads.head_dim and heads.head_dim % 2 == 0, f"{rotated=} {heads=}"
+    assert rotary.cos.stride(1) == rotary.sin.stride(1) == 1, f"{rotary.cos.stride()=}"
+    assert len({gain.round_first for gain in gains if gain is not None}) <= 1, f"{gains=}"
+    q = parts.new_empty((num_rows, heads.num_q, heads.head_dim), dtype=dtype)
+    k, v = parts.new_empty((2, num_rows, heads.num_kv, heads.head_dim), dtype=dtype)
+    pool_k, pool_v, slots = (None, None, None) if destination is None or not heads.num_kv else destination
+    if pool_k is not None and pool_v is not None and slots is not None:
+        assert pool_k.shape == pool_v.shape and pool_k.shape[1:] == k.shape[1:], f"{pool_k.shape=} {k.shape=}"
+        assert pool_k.is_contiguous() and pool_v.is_contiguous() and slots.shape == (num_rows,), f"{slots.shape=}"
+        assert pool_k.dtype == pool_v.dtype == dtype, f"{pool_k.dtype=} {dtype=}"
+    attended = Attended(q, k, v) if heads.num_kv else Attended(q, None, None)
+    if num_rows == 0:
+        return attended
+    _rope_store_kernel[(num_rows, heads.num_q + 2 * heads.num_kv)](
+        *(parts, bias),
+        *(None if gain is None else gain.weight for gain in gains),
+        *(rotary.cos, rotary.sin, slots, pool_k, pool_v, q, k, v, num_rows * width),
+        *(0.0 if gain is None else gain.eps for gain in gains),
+        *(rotary.cos.stride(0), rotary.sin.stride(0), 0 if slots is None else slots.stride(0)),
+        NUM_Q=heads.num_q,
+        NUM_KV=heads.num_kv,
+        WIDTH=width,
+        HEAD_DIM=heads.head_dim,
+        ROTATED=rotated,
+        VALUES_ARE_KEYS=heads.values_are_keys,
+        Q_NORM=heads.q_norm is not None,
+        K_NORM=heads.k_norm is not None,
+        V_NORM=heads.v_norm is not None,
+        ROUND_FIRST=any(gain.round_first for gain in gains if gain is not None),
+        DTYPE=TL_DTYPES[dtype],
+        SPLITS=splits,
+        BLOCK=triton.next_power_of_2(heads.head_dim // 2),
+        num_warps=1,
+        **pdl_options(parts.device),
+    )
+    return attended
