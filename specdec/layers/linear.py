@@ -97,10 +97,10 @@ def reference_finish(product: Product) -> torch.Tensor:
 @triton.jit
 def activate(b_x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
     """float32 in and out."""
-    if ACTIVATION == "silu":
-        return b_x * tl.sigmoid(b_x)
-    # 1 + tanh(u) = 2 sigmoid(2 u), and 1.59.. = 2 sqrt(2 / pi)
-    return b_x * tl.sigmoid(1.5957691216057308 * (b_x + 0.044715 * b_x * b_x * b_x))
+    b_u = b_x
+    if ACTIVATION == "gelu_tanh":  # 1 + tanh(u) = 2 sigmoid(2 u), and 1.59.. = 2 sqrt(2 / pi)
+        b_u = 1.5957691216057308 * (b_x + 0.044715 * b_x * b_x * b_x)
+    return b_x * tl.sigmoid(tl.maximum(b_u, -80.0))  # e^80 is a float32
 
 
 @triton.jit

@@ -130,12 +130,14 @@ def _rope_store_kernel(
     trigger_next(PDL)
     i_t, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     is_q, is_v = i_h < NUM_Q, i_h >= NUM_Q + NUM_KV
-    is_k = (i_h >= NUM_Q) & (i_h < NUM_Q + NUM_KV)
     # channels a rotate against channels b; past those that rotate the angle is 0
     HALF: tl.constexpr = ROTATED // 2
     REST: tl.constexpr = (HEAD_DIM - ROTATED) // 2
     o = tl.arange(0, BLOCK)
     m = o < HALF + REST
+    o_h = i_h + tl.zeros([BLOCK], tl.int32)  # masks of vectors: the interpreter cannot mix in scalars
+    m_q, m_v = m & (o_h < NUM_Q), m & (o_h >= NUM_Q + NUM_KV)
+    m_k = m & (o_h >= NUM_Q) & (o_h < NUM_Q + NUM_KV)
     if REST == 0:
         o_a, o_b = o, HALF + o
     else:
@@ -143,17 +145,17 @@ def _rope_store_kernel(
         o_b = tl.where(o < HALF, HALF + o, HALF + REST + o)
     b_wa, b_wb = tl.full([BLOCK], 1.0, tl.float32), tl.full([BLOCK], 1.0, tl.float32)
     if p_q_norm is not None:
-        b_wa *= tl.load(p_q_norm + o_a, mask=m & is_q, other=1.0).to(tl.float32)
-        b_wb *= tl.load(p_q_norm + o_b, mask=m & is_q, other=1.0).to(tl.float32)
+        b_wa *= tl.load(p_q_norm + o_a, mask=m_q, other=1.0).to(tl.float32)
+        b_wb *= tl.load(p_q_norm + o_b, mask=m_q, other=1.0).to(tl.float32)
     if p_k_norm is not None:
-        b_wa *= tl.load(p_k_norm + o_a, mask=m & is_k, other=1.0).to(tl.float32)
-        b_wb *= tl.load(p_k_norm + o_b, mask=m & is_k, other=1.0).to(tl.float32)
+        b_wa *= tl.load(p_k_norm + o_a, mask=m_k, other=1.0).to(tl.float32)
+        b_wb *= tl.load(p_k_norm + o_b, mask=m_k, other=1.0).to(tl.float32)
     if p_v_norm is not None:
-        b_wa *= tl.load(p_v_norm + o_a, mask=m & is_v, other=1.0).to(tl.float32)
-        b_wb *= tl.load(p_v_norm + o_b, mask=m & is_v, other=1.0).to(tl.float32)
+        b_wa *= tl.load(p_v_norm + o_a, mask=m_v, other=1.0).to(tl.float32)
+        b_wb *= tl.load(p_v_norm + o_b, mask=m_v, other=1.0).to(tl.float32)
     wait_for_previous(PDL)
 
-    m_rotated = (o < HALF) & (i_h < NUM_Q + NUM_KV)
+    m_rotated = (o < HALF) & (o_h < NUM_Q + NUM_KV)
     b_cos = tl.load(p_cos + i_t * s_cos + o, mask=m_rotated, other=1.0).to(tl.float32)
     b_sin = tl.load(p_sin + i_t * s_sin + o, mask=m_rotated, other=0.0).to(tl.float32)
     o_column = i_h * HEAD_DIM
@@ -168,9 +170,9 @@ def _rope_store_kernel(
         b_na, b_nb = b_a * b_scale, b_b * b_scale
         if ROUND_FIRST:
             b_na, b_nb = b_na.to(DTYPE).to(tl.float32), b_nb.to(DTYPE).to(tl.float32)
-        normed = (is_q & Q_NORM) | (is_k & K_NORM) | (is_v & V_NORM)
-        b_a = tl.where(normed, (b_na * b_wa).to(DTYPE).to(tl.float32), b_a)
-        b_b = tl.where(normed, (b_nb * b_wb).to(DTYPE).to(tl.float32), b_b)
+        b_na, b_nb = (b_na * b_wa).to(DTYPE).to(tl.float32), (b_nb * b_wb).to(DTYPE).to(tl.float32)
+        if (is_q and Q_NORM) or (is_v and V_NORM) or (i_h >= NUM_Q and i_h < NUM_Q + NUM_KV and K_NORM):
+            b_a, b_b = b_na, b_nb
     b_ra = (b_a * b_cos - b_b * b_sin).to(DTYPE)
     b_rb = (b_b * b_cos + b_a * b_sin).to(DTYPE)
 

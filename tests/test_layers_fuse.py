@@ -1,0 +1,216 @@
+"""Fused decoders against the Hugging Face text models they replace, on random weights and rows."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from specdec.kvcache.layout import KVLayout, layout_from_config
+from specdec.kvcache.spaces import FullLoc
+from specdec.layers.decoder import FusedDecoder
+from specdec.layers.fuse import FUSED, fuse, unfuse
+from specdec.layers.merge import is_merged
+from specdec.layers.operations import KERNELS, REFERENCE, Operations
+from specdec.layers.rope_store import Attended, Destination
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DENSE = ["gemma4-e2b", "gemma4-31b", "llama", "qwen2", "qwen3", "mistral"]
+OTHERS = ["gemma4-moe", "gemma3", "gemma2", "gpt_oss", "qwen3_moe"]
+
+pytestmark = pytest.mark.usefixtures("poison_empty")
+
+
+@pytest.fixture(autouse=True)
+def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+class DenseContext:
+    """One sequence, causal; K/V are read back from the pools, where a layer stored them at the slots of its rows."""
+
+    def __init__(self, layout: KVLayout, num_rows: int, dtype: torch.dtype) -> None:
+        self.layout = layout
+        self.slots = FullLoc(torch.arange(num_rows, 0, -1, device=DEVICE))
+        self.pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for spec in layout.layers:
+            if spec.owner == spec.layer:
+                shape = (2, num_rows + 1, spec.num_kv_heads, spec.head_dim)
+                self.pools[spec.layer] = tuple(torch.zeros(shape, dtype=dtype, device=DEVICE))
+
+    def destination(self, layer: int) -> Destination | None:
+        return Destination(*self.pools[layer], self.slots) if layer in self.pools else None
+
+    def attend_fused(self, layer: int, rows: Attended, *, scaling: float) -> torch.Tensor:
+        spec = self.layout.layers[layer]
+        k, v = (pool[self.slots] for pool in self.pools[spec.owner])
+        if rows.k is not None and rows.v is not None:
+            torch.testing.assert_close((rows.k, rows.v), (k, v), rtol=0, atol=0)
+        distance = torch.arange(len(k))[:, None] - torch.arange(len(k))
+        seen = (distance >= 0) & (distance < (spec.window or len(k)))
+        group = rows.q.shape[1] // k.shape[1]
+        q, k, v = (x.transpose(0, 1) for x in (rows.q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+        return F.scaled_dot_product_attention(q, k, v, seen.to(DEVICE), scale=scaling).transpose(0, 1).contiguous()
+
+
+def shallow(module: nn.Module) -> nn.Module:
+    """The same parameters in a tree of its own."""
+    twin = copy.copy(module)
+    twin._modules = {name: None if child is None else shallow(child) for name, child in module._modules.items()}
+    return twin
+
+
+def text_model(model: Any) -> Any:
+    decoder = model.get_decoder()
+    return getattr(decoder, "language_model", decoder)
+
+
+def run_fused(decoder: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    context = DenseContext(layout_from_config(decoder.config), ids.shape[1], dtype)
+    positions = torch.arange(ids.shape[1], device=DEVICE)[None]
+    return decoder(input_ids=ids, position_ids=positions, use_cache=False, specdec_ctx=context).last_hidden_state
+
+
+def tokens(num_rows: int) -> torch.Tensor:
+    return torch.randint(1, 96, (1, num_rows), generator=torch.Generator().manual_seed(num_rows)).to(DEVICE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("ops", [REFERENCE, KERNELS], ids=["reference", "kernels"])
+def test_fused_is_the_module_it_replaces(
+    family: str, ops: Operations, make_target: Callable[..., Any], hf_forward: Callable[..., Any]
+):
+    model = make_target(family, fresh=True).to(DEVICE)
+    source = text_model(model)
+    ids = tokens(13)
+    want = hf_forward(source, ids[0].tolist()).last_hidden_state
+    decoder, refused = fuse(shallow(source), ops)
+    assert isinstance(decoder, FusedDecoder) and refused == {}
+    torch.testing.assert_close(run_fused(decoder, ids, torch.float32), want, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", DENSE)
+def test_fused_rounds_as_the_module_does(family: str, make_target: Callable[..., Any], hf_forward: Callable[..., Any]):
+    """In bfloat16 the fused decoder is no further from float32 than Hugging Face's own bfloat16 is."""
+    model = make_target(family, fresh=True).to(DEVICE)
+    source = text_model(model)
+    ids = tokens(13)
+    exact = hf_forward(source, ids[0].tolist()).last_hidden_state
+    model.to(torch.bfloat16)
+    rounded = hf_forward(source, ids[0].tolist()).last_hidden_state.float()
+    decoder, _ = fuse(shallow(source), REFERENCE if DEVICE.type == "cpu" else KERNELS)
+    fused = run_fused(decoder, ids, torch.bfloat16).float()
+    assert (fused - exact).norm() <= 1.25 * (rounded - exact).norm()
+    assert (rounded - exact).norm() > 1e-3 * exact.norm()
+
+
+def test_every_entry_of_the_table_is_tested(make_target: Callable[..., Any]):
+    tested = {type(text_model(make_target(family))) for family in DENSE}
+    assert {cls for cls in FUSED if "Unified" not in cls.__name__} == tested
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_others_are_left_as_they_are(family: str, make_target: Callable[..., Any]):
+    model = make_target(family)
+    tree, refused = fuse(shallow(model), REFERENCE)
+    assert type(tree) is type(model) and type(text_model(tree)) is type(text_model(model))
+    assert list(refused) == (["model"] if family == "gemma4-moe" else [])
+
+
+def test_weights_stay_the_users(make_target: Callable[..., Any], tmp_path: Any):
+    """Same names, same objects, same values, same bytes; a change in place is seen; and the way back."""
+    model = make_target("gemma4-e2b", fresh=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    params = dict(model.named_parameters())
+    tree, _ = fuse(shallow(model), REFERENCE)
+    assert isinstance(tree.model, FusedDecoder) and not isinstance(model.model, FusedDecoder)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, rtol=0, atol=0)
+    assert all(param is params[name] for name, param in model.named_parameters())
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    assert sum(storages.values()) == sum(p.numel() * p.element_size() for p in model.parameters())
+
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        attention.k_proj.weight.fill_(7.0)
+    merged = tree.model.parts.layers[0].qkv
+    assert (merged[len(attention.q_proj.weight) :][: len(attention.k_proj.weight)] == 7.0).all()
+
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+    again, _ = fuse(shallow(model), REFERENCE)
+    assert again.model.parts.layers[0].qkv.data_ptr() == merged.data_ptr()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    assert type(unfuse(tree).model) is type(model.model)
+    assert not is_merged([attention.q_proj.weight, attention.k_proj.weight])
+    torch.testing.assert_close(dict(model.state_dict()), values, rtol=0, atol=0)
+
+
+def adapter(model: Any) -> None:
+    class Adapter(nn.Linear):
+        pass
+
+    model.layers[1].mlp.up_proj = Adapter(32, 48, bias=False)
+
+
+def hooked(model: Any) -> None:
+    model.layers[0].self_attn.register_forward_hook(lambda *_: None)
+
+
+def other_activation(model: Any) -> None:
+    model.layers[0].mlp.act_fn = nn.ReLU()
+
+
+def other_config(model: Any) -> None:
+    model.config.hidden_act = "relu"
+
+
+def dynamic_rope(model: Any) -> None:
+    model.rotary_emb.rope_type = "dynamic"
+
+
+def half_dtype(model: Any) -> None:
+    model.layers[2].half()
+
+
+def biased(model: Any) -> None:
+    model.layers[0].mlp.down_proj = nn.Linear(48, 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (adapter, "layers.1.mlp.up_proj is a"),
+        (hooked, "layers.0.self_attn is hooked"),
+        (other_activation, "is not 'silu'"),
+        (other_config, "gated by 'relu'"),
+        (dynamic_rope, "type 'dynamic'"),
+        (half_dtype, "more than one dtype"),
+        (biased, "MLP has biases"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_an_instance_that_is_not_as_its_class_is_refused(
+    change: Callable[[Any], None], reason: str, make_target: Callable[..., Any]
+):
+    model = make_target("llama", fresh=True).model
+    change(model)
+    tree, refused = fuse(shallow(model), REFERENCE)
+    assert type(tree) is type(model)
+    assert list(refused) == [""] and reason in refused[""]
+
+
+def test_a_subclass_is_not_its_class(make_target: Callable[..., Any]):
+    model = shallow(make_target("llama").model)
+    model.__class__ = type("Other", (type(model),), {})
+    assert fuse(model, REFERENCE) == (model, {})
