@@ -3,7 +3,7 @@
 On Hopper and later a kernel may start while its predecessor still runs. Every kernel here then goes through
 
     trigger          the next kernel may start, as soon as all programs of this one have
-    weights, gains   read, or asked into the L2: nothing of this forward writes them
+    weights, gains   read: nothing of this forward writes them
     wait             until the kernel before has ended and what it wrote can be seen
     the rest         activations are read, and everything is written, after the wait
 
@@ -37,19 +37,6 @@ def wait_for_previous(PDL: tl.constexpr) -> None:
     """Nothing that an earlier kernel wrote is read, and nothing is written, before this."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def prefetch_to_l2(p_from: tl.tensor, num_bytes: tl.tensor) -> None:
-    """Ask for `num_bytes` (a multiple of 16) behind each pointer, one bulk request a thread. Hopper and later."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [p_from.to(tl.int64), num_bytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 def pdl_options(device: torch.device) -> dict[str, Any]:

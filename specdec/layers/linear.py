@@ -17,25 +17,23 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from specdec.attention.paged_attention import device_limits
 from specdec.kvcache.triton_shim import tl, triton
-from specdec.layers.launch import pdl_options, prefetch_to_l2, trigger_next, wait_for_previous
+from specdec.layers.launch import pdl_options, trigger_next, wait_for_previous
 
 ACTIVATIONS = ("gelu_tanh", "silu")
 
 RANGE = 128
 """Ranges of K begin at multiples of this."""
 
-MAX_SPLITS = 16
+SPLITS, SPLIT_ROWS = 4, 8192
+"""A weight of at most so many rows is cut into so many ranges of K, on every device: part of the bits."""
 
-FEW_PROGRAMS = 256
-"""A weight is cut into so many programs of 64 rows, where its K is long enough: two for each multiprocessor of an H200.
-No property of the device in use, so that results do not depend on it."""
+FEW_PROGRAMS, FEW_ROWS = 256, 512
+"""With more programs or rows than these a program adds the ranges up: parts would be more bytes than they are worth."""
 
-FEW_ROWS = 512
-"""Parts of more rows than this are more bytes than they are worth."""
-
-PREFETCH_BYTES = 24 << 20
-"""How much of a weight the waiting programs of a product ask into the L2 at most: half of an H200's."""
+STAGES = {2: 4, 3: 3, 4: 2}
+"""Tiles on their way in each of so many programs a multiprocessor, which share its 227 KiB."""
 
 
 class Product(NamedTuple):
@@ -62,13 +60,14 @@ class Cut(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """How one launch is cut; changes no bit of the result."""
+    """How one launch is cut; changes no bit of the result. A program has `rows` <= `block_n` rows of the weight."""
 
     block_n: int
     block_m: int
     block_k: int
     num_warps: int
     num_stages: int
+    rows: int
 
 
 def reference_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
@@ -127,40 +126,37 @@ def sum_parts(
 def _multiply_range(
     p_w: tl.tensor,  # [BN, 1]
     p_x: tl.tensor,  # [1, BM]
-    m_m: tl.tensor,
+    m_w: tl.tensor,
+    m_x: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
+    b_acc: tl.tensor,
     EVEN_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """The products over columns [begin, end) of K."""
-    b_acc = tl.zeros([p_w.shape[0], p_x.shape[1]], tl.float32)
+    """b_acc plus the products over columns [begin, end) of K."""
     for i_k in range(begin, end, BLOCK_K):
         o_k = i_k + tl.arange(0, BLOCK_K)
-        if EVEN_K:
-            b_w = tl.load(p_w + o_k[None, :])  # [BN, BK]
-            b_x = tl.load(p_x + o_k[:, None], mask=m_m[None, :], other=0.0)  # [BK, BM]
-        else:
-            m_k = o_k < end
-            b_w = tl.load(p_w + o_k[None, :], mask=m_k[None, :], other=0.0)
-            b_x = tl.load(p_x + o_k[:, None], mask=m_k[:, None] & m_m[None, :], other=0.0)
+        m_k = o_k < (i_k + BLOCK_K if EVEN_K else end)
+        b_w = tl.load(p_w + o_k[None, :], mask=m_w & m_k[None, :], other=0.0)  # [BN, BK]
+        b_x = tl.load(p_x + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
         b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")
     return b_acc
 
 
-@triton.jit(do_not_specialize=["num_rows", "prefetch"])
+@triton.jit(do_not_specialize=["num_rows", "tile_rows"])
 def _linear_kernel(
     p_x: tl.tensor,  # [M, K]
     p_w: tl.tensor,  # [N, K]
     p_bias: tl.tensor,  # [N] or None
     p_out: tl.tensor,  # [S, M, N] float32, [1, M, N] or, gated, [M, N / 2]
     num_rows: tl.tensor,
+    tile_rows: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
     split_len: tl.tensor,
     s_x: tl.tensor,
     s_w: tl.tensor,
-    prefetch: tl.tensor,  # columns of K, 0: none
     SPLIT: tl.constexpr,  # the ranges of K are programs of their own; otherwise a program sums them
     WHOLE: tl.constexpr,  # there is one range
     ACTIVATION: tl.constexpr,
@@ -168,52 +164,47 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    CHUNKS: tl.constexpr,  # threads that prefetch one row
     PDL: tl.constexpr,
 ) -> None:
     trigger_next(PDL)
     # row tiles of one weight tile are neighbours, so that it is read from memory once
     i_m, i_n, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    PARTS: tl.constexpr = 1 if ACTIVATION is None else 2  # of a tile: gates, then what they gate
     o_n = tl.arange(0, BLOCK_N)
-    if ACTIVATION is None:
-        o_w = tl.minimum(i_n * BLOCK_N + o_n, N - 1)
-    else:  # half a tile of gates, then what they gate
-        o_w = tl.minimum(i_n * (BLOCK_N // 2) + o_n % (BLOCK_N // 2), N // 2 - 1) + o_n // (BLOCK_N // 2) * (N // 2)
-    p_w += o_w.to(tl.int64)[:, None] * s_w
+    o_part = i_n * tile_rows + o_n % (BLOCK_N // PARTS)  # row of its part of the weight
+    m_n = (o_n % (BLOCK_N // PARTS) < tile_rows) & (o_part < N // PARTS)
+    p_w += (o_part + o_n // (BLOCK_N // PARTS) * (N // PARTS)).to(tl.int64)[:, None] * s_w
+    m_w = m_n[:, None]
     begin = i_split * split_len
     end = tl.minimum(begin + split_len, K) if SPLIT else K
-    if PDL:
-        columns = tl.minimum(end - begin, prefetch) // (8 * CHUNKS) * 8
-        if columns > 0:
-            o_chunk = tl.arange(0, CHUNKS)[None, :] * columns
-            itemsize: tl.constexpr = p_w.dtype.element_ty.primitive_bitwidth // 8
-            num_bytes = tl.full([BLOCK_N, CHUNKS], 0, tl.int32) + columns * itemsize
-            prefetch_to_l2(p_w + begin + o_chunk, num_bytes)
     wait_for_previous(PDL)
 
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_m = o_m < num_rows
     o_row = o_m.to(tl.int64)[None, :]
+    m_x = (o_m < num_rows)[None, :]
     p_x += o_row * s_x
+    b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if SPLIT or WHOLE:
-        b_sum = _multiply_range(p_w, p_x, m_m, begin, end, EVEN_K, BLOCK_K)
+        b_sum = _multiply_range(p_w, p_x, m_w, m_x, begin, end, b_sum, EVEN_K, BLOCK_K)
     else:
-        b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for i_k in range(begin, end, split_len):
-            b_sum += _multiply_range(p_w, p_x, m_m, i_k, tl.minimum(i_k + split_len, end), EVEN_K, BLOCK_K)
+            b_part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            i_end = tl.minimum(i_k + split_len, end)
+            b_sum += _multiply_range(p_w, p_x, m_w, m_x, i_k, i_end, b_part, EVEN_K, BLOCK_K)
 
     if ACTIVATION is None:
-        o_out = i_n * BLOCK_N + o_n[:, None]
         if p_bias is not None:
-            b_sum += tl.load(p_bias + o_out, mask=o_out < N, other=0.0).to(tl.float32)
-        p_out += (i_split * num_rows + o_row) * N + o_out
-        tl.store(p_out, b_sum.to(p_out.dtype.element_ty), mask=m_m[None, :] & (o_out < N))
+            b_sum += tl.load(p_bias + o_part, mask=m_n, other=0.0).to(tl.float32)[:, None]
+        p_out += (i_split * num_rows + o_row) * N + o_part[:, None]
+        tl.store(p_out, b_sum.to(p_out.dtype.element_ty), mask=m_x & m_w)
     else:
         b_gate, b_up = tl.split(tl.permute(tl.reshape(b_sum, (2, BLOCK_N // 2, BLOCK_M)), (1, 2, 0)))
-        o_out = i_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[:, None]
         b_out = activate(b_gate, ACTIVATION) * b_up
-        p_out += o_row * (N // 2) + o_out
-        tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_m[None, :] & (o_out < N // 2))
+        o_half = tl.arange(0, BLOCK_N // 2)
+        o_out = i_n * tile_rows + o_half
+        m_out = (o_half < tile_rows) & (o_out < N // 2)
+        p_out += o_row * (N // 2) + o_out[:, None]
+        tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_x & m_out[:, None])
 
 
 @triton.jit(do_not_specialize=["part_len"])
@@ -241,8 +232,8 @@ def linear(
 ) -> Product:
     """x [M, K], weight [N, K] (rows of both at any stride), bias [N] or None -> their product."""
     cut = choose_cut(*weight.shape)
-    tiles = tiles or choose_tiles(len(x), x.dtype)
-    programs = triton.cdiv(len(x), tiles.block_m) * triton.cdiv(len(weight), tiles.block_n)
+    tiles = tiles or choose_tiles(len(x), len(weight), cut.splits, x)
+    programs = triton.cdiv(len(x), tiles.block_m) * triton.cdiv(len(weight), tiles.rows)
     split = cut.splits > 1 and programs < FEW_PROGRAMS and len(x) <= FEW_ROWS
     shape = (cut.splits if split else 1, len(x), len(weight))
     parts = torch.empty(shape, dtype=torch.float32 if split else x.dtype, device=x.device)
@@ -254,7 +245,7 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str, *, tile
     """x [M, K], weight [2 I, K] with the gate's rows first -> act(gate) * up [M, I]. One range of K."""
     assert activation in ACTIVATIONS and len(weight) % 2 == 0, f"{activation=} {weight.shape=}"
     out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
-    tiles = tiles or choose_tiles(len(x), x.dtype)
+    tiles = tiles or choose_tiles(len(x), len(weight), 1, x)
     _launch(x, weight, None, out, activation, Cut(1, weight.shape[1]), tiles, split=False)
     return out
 
@@ -287,23 +278,24 @@ def _launch(
     assert k == weight_k and x.dtype == weight.dtype, f"{x.shape=} {weight.shape=} {x.dtype=} {weight.dtype=}"
     assert x.stride(1) == weight.stride(1) == 1, f"{x.stride()=} {weight.stride()=}"
     assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
+    assert cut.splits == 1 or cut.split_len % tiles.block_k == 0, f"{cut=} {tiles=}"  # a tile lies in one range
     if num_rows == 0:
         return
-    grid = (triton.cdiv(num_rows, tiles.block_m), triton.cdiv(n, tiles.block_n), cut.splits if split else 1)
-    aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.element_size() % 16 == 0
-    columns = PREFETCH_BYTES // (grid[1] * grid[2] * tiles.block_n * weight.element_size())
+    # of a gated weight a program has as many gates as of what they gate
+    tile_rows, num_columns = (tiles.rows, n) if activation is None else (tiles.rows // 2, n // 2)
+    grid = (triton.cdiv(num_rows, tiles.block_m), triton.cdiv(num_columns, tile_rows), cut.splits if split else 1)
     _linear_kernel[grid](
         x,
         weight,
         bias,
         out,
         num_rows,
+        tile_rows,
         n,
         k,
         cut.split_len,
         x.stride(0),
         weight.stride(0),
-        columns if aligned else 0,
         SPLIT=split,
         WHOLE=cut.splits == 1,
         ACTIVATION=activation,
@@ -311,7 +303,6 @@ def _launch(
         BLOCK_N=tiles.block_n,
         BLOCK_M=tiles.block_m,
         BLOCK_K=tiles.block_k,
-        CHUNKS=max(1, 32 * tiles.num_warps // tiles.block_n),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **pdl_options(x.device),
@@ -321,15 +312,30 @@ def _launch(
 def choose_cut(n: int, k: int) -> Cut:
     """The ranges of K for a weight [n, k]. Part of the result's bits: never a function of the number of rows."""
     steps = triton.cdiv(k, RANGE)
-    wanted = min(MAX_SPLITS, max(1, FEW_PROGRAMS // triton.cdiv(n, 64)))
-    split_steps = max(2, triton.cdiv(steps, wanted))
-    return Cut(triton.cdiv(steps, split_steps), split_steps * RANGE)
+    split_steps = max(2, triton.cdiv(steps, SPLITS)) if n <= SPLIT_ROWS else max(1, steps)
+    return Cut(max(1, triton.cdiv(steps, split_steps)), split_steps * RANGE)
 
 
-def choose_tiles(num_rows: int, dtype: torch.dtype) -> Tiles:
-    """Tiles for `num_rows` rows: the fastest of those timed on an H200, at Gemma 4 E4B's shapes."""
-    if dtype == torch.float32:  # multiplies without tensor cores
-        return Tiles(64, 16 if num_rows <= 16 else 64, 32, 4, 3)
-    if num_rows <= 64:
-        return Tiles(64, max(16, triton.next_power_of_2(num_rows)), 128, 4, 4 if num_rows <= 32 else 3)
-    return Tiles(128, 128, 64, 8, 4)
+def choose_tiles(num_rows: int, n: int, splits: int, x: torch.Tensor) -> Tiles:
+    """Tiles for `num_rows` rows of x and a weight of n rows: the fastest of those timed on an H200."""
+    if x.dtype == torch.float32:  # multiplies without tensor cores
+        return Tiles(64, 16 if num_rows <= 16 else 64, 32, 4, 3, 64)
+    if num_rows > 64:
+        return Tiles(128, 64, 64, 8, 4, 128)
+    rows, programs = balanced_rows(n, splits, device_limits(x.device)[0])
+    block_m = max(16, triton.next_power_of_2(num_rows))
+    return Tiles(64, block_m, 128, 4, STAGES[programs] if block_m <= 32 else 3, rows)
+
+
+def balanced_rows(n: int, splits: int, multiprocessors: int) -> tuple[int, int]:
+    """Rows of a weight tile, and programs a multiprocessor, such that all of them have as many programs.
+
+    They share the memory's bandwidth evenly, so the one with most programs ends last: full tiles of 64 rows would leave
+    a quarter of it unused where there are 2.4 of them for each. Rows that a tile has not are not read.
+    """
+    for programs in (2, 3, 4):
+        tiles = max(1, programs * multiprocessors // splits)
+        rows = 2 * triton.cdiv(n, 2 * tiles)
+        if rows <= 64:
+            return rows, programs
+    return 64, 2

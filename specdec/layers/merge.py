@@ -18,13 +18,13 @@ def merge_rows(params: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Parameters that are one tensor's consecutive rows already, as when another engine merged them, are left as they are.
     """
-    if not is_merged(params):
-        merged = torch.cat([param.detach() for param in params])
-        for param, rows in zip(params, merged.split([len(param) for param in params]), strict=True):
-            param.data = rows
-    first = params[0].detach()
-    shape = (sum(len(param) for param in params), *first.shape[1:])
-    return first.as_strided(shape, first.stride())
+    if is_merged(params):
+        first = params[0].detach()
+        return first.as_strided((sum(len(param) for param in params), *first.shape[1:]), first.stride())
+    merged = torch.cat([param.detach() for param in params])
+    for param, rows in zip(params, merged.split([len(param) for param in params]), strict=True):
+        param.data = rows
+    return merged
 
 
 def is_merged(params: Sequence[torch.Tensor]) -> bool:

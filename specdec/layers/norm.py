@@ -20,6 +20,8 @@ from specdec.kvcache.triton_shim import tl, triton
 from specdec.layers.launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
 from specdec.layers.linear import Product, reference_finish, sum_parts
 
+NUMBERS_A_WARP = 256
+
 
 class Gain(NamedTuple):
     """An RMSNorm: weight [H], or None for a norm without one."""
@@ -167,7 +169,7 @@ def norm(
         DTYPE=TL_DTYPES[dtype],
         SPLITS=splits,
         BLOCK=block,
-        num_warps=min(16, max(1, block // 256)),
+        num_warps=min(16, max(1, block // NUMBERS_A_WARP)),
         **pdl_options(parts.device),
     )
     return hidden, normed

@@ -1,0 +1,287 @@
+"""The kernels of specdec.layers against their references: odd sizes, strides, every option; rows that do not meet."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import triton
+from torch.nn import functional as F
+
+from specdec.kvcache.spaces import FullLoc
+from specdec.layers import linear as linear_module
+from specdec.layers.linear import (
+    Cut,
+    Product,
+    Tiles,
+    balanced_rows,
+    choose_cut,
+    finish,
+    gated_linear,
+    linear,
+    reference_activate,
+    reference_finish,
+    reference_gated_linear,
+    reference_linear,
+)
+from specdec.layers.norm import Gain, norm, reference_norm
+from specdec.layers.ple import gated_projection, layer_inputs, reference_gated_projection, reference_layer_inputs
+from specdec.layers.rope_store import Destination, Heads, reference_rope_store, rope_store
+from specdec.layers.rotary import Rotary, reference_rotary, rotary
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.float32, torch.float16] + (
+    [torch.bfloat16] if DEVICE.type == "cuda" else []
+)  # interpreter: no bf16 dots
+
+pytestmark = pytest.mark.usefixtures("poison_empty")
+
+
+@pytest.fixture(autouse=True)
+def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    if DEVICE.type == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert not isinstance(linear_module._linear_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[got.dtype]
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
+    """On a GPU. In the interpreter a product is numpy's, which adds in an order of its own for each shape."""
+    if DEVICE.type == "cuda":
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    else:
+        close(got, want)
+
+
+# products
+
+
+def test_linear_by_eye():
+    x = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]], device=DEVICE)
+    weight = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]], device=DEVICE)
+    assert finish(linear(x, weight, torch.tensor([10.0, 20.0], device=DEVICE))).tolist() == [[11, 23], [10, 22]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 64, 128), (2, 1, 1), (5, 70, 100), (17, 130, 600), (70, 33, 1000)])
+def test_linear_is_the_reference(rows: int, n: int, k: int, biased: bool, dtype: torch.dtype):
+    x, weight = randn(rows, k, dtype=dtype), randn(n, k, dtype=dtype) * k**-0.5
+    bias = randn(n, dtype=dtype) if biased else None
+    product = linear(x, weight, bias)
+    assert product.dtype == dtype and product.parts.shape[1:] == (rows, n)
+    assert len(product.parts) == choose_cut(n, k).splits
+    close(finish(product), F.linear(x, weight, bias))
+    close(reference_finish(product), reference_finish(reference_linear(x, weight, bias)))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 2, 16), (3, 64, 100), (19, 66, 300), (2, 130, 128)])
+def test_gated_linear_is_the_reference(rows: int, n: int, k: int, activation: str):
+    x, weight = randn(rows, k), randn(n, k) * k**-0.5
+    close(gated_linear(x, weight, activation), reference_gated_linear(x, weight, activation))
+    gate, up = x @ weight[: n // 2].T, x @ weight[n // 2 :].T
+    want = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    close(gated_linear(x, weight, activation), want)
+
+
+def test_a_gate_of_any_size_is_exact():
+    """Far out an activation is 0 or its argument; nothing overflows on the way."""
+    x = torch.tensor([[1.0], [-1.0]], device=DEVICE)
+    for activation in ("silu", "gelu_tanh"):
+        gates = torch.tensor([0.5, 30.0, 1e4, 1e12], device=DEVICE)
+        weight = torch.cat([gates, torch.ones_like(gates)])[:, None]
+        got = gated_linear(x, weight, activation)
+        close(got[0], reference_activate(gates, activation))
+        close(got[1], -reference_activate(-gates, activation))
+
+
+def test_linear_takes_rows_of_any_stride():
+    x, weight = randn(5, 3, 64)[:, 1], randn(40, 96)[:, 16:80]
+    close(finish(linear(x, weight)), x @ weight.T)
+    close(gated_linear(x, weight, "silu"), reference_gated_linear(x, weight, "silu"))
+
+
+def test_linear_of_no_rows():
+    assert finish(linear(randn(0, 16), randn(8, 16))).shape == (0, 8)
+    assert gated_linear(randn(0, 16), randn(8, 16), "silu").shape == (0, 4)
+
+
+def test_a_part_is_its_range_of_columns():
+    cut = choose_cut(40, 700)
+    assert cut == Cut(splits=3, split_len=256)
+    x, weight = randn(2, 700), randn(40, 700)
+    parts = linear(x, weight).parts
+    for part, begin in zip(parts, (0, 256, 512), strict=True):
+        close(part, x[:, begin : begin + 256] @ weight[:, begin : begin + 256].T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(70, 600), (33, 128)], ids=["split", "whole"])
+def test_a_row_has_the_same_bits_beside_any_others(n: int, k: int, dtype: torch.dtype):
+    """Few rows split K over programs and many do not; a row's result shows neither."""
+    x, weight = randn(600, k, dtype=dtype), randn(n, k, dtype=dtype)
+    alone = [finish(linear(x[i : i + 1], weight))[0] for i in (0, 31, 599)]
+    for rows in (1, 2, 17, 33, 65, 600) if DEVICE.type == "cuda" else (2, 17, 600):
+        product = linear(x[:rows], weight)
+        if rows == 600:
+            assert len(product.parts) == 1
+        value = finish(product)
+        for i, row in zip((0, 31, 599), alone, strict=True):
+            if i < rows:
+                same_bits(value[i], row)
+
+
+def test_tiles_change_no_bit():
+    x, weight = randn(20, 300), randn(50, 300)
+    want = finish(linear(x, weight))
+    for tiles in (Tiles(64, 16, 64, 4, 2, 64), Tiles(64, 32, 128, 4, 2, 12), Tiles(128, 16, 64, 8, 3, 128)):
+        same_bits(finish(linear(x, weight, tiles=tiles)), want)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (3072, 2560), (2560, 10240), (20480, 2560), (256, 2560), (2560, 256)])
+def test_a_cut_covers_every_column_once(n: int, k: int):
+    splits, length = choose_cut(n, k)
+    assert (splits - 1) * length < k <= splits * length and length % 128 == 0
+
+
+@pytest.mark.parametrize(("n", "splits"), [(20480, 1), (3072, 4), (2560, 4), (10752, 1), (262144, 1), (2, 1)])
+def test_balanced_rows_fill_the_multiprocessors(n: int, splits: int):
+    rows, programs = balanced_rows(n, splits, 132)
+    assert rows % 2 == 0 and 0 < rows <= 64
+    if n < 4 * 132 * 64:
+        assert -(-n // rows) * splits <= programs * 132
+    assert -(-n // rows) * splits > (programs - 1) * 132 or n < 132 or rows == 64
+
+
+# norms
+
+
+def product_of(rows: int, width: int, splits: int, biased: bool = False) -> Product:
+    return Product(randn(splits, rows, width), randn(width) if biased else None, torch.float32)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("width", [1, 63, 100, 2000])
+def test_norm_is_the_reference(width: int, splits: int):
+    rows = 3
+    gains = [Gain(randn(width), 1e-6), Gain(randn(width), 1e-5, round_first=True), Gain(None, 1e-6)]
+    residual = randn(rows, 2, width)[:, 1]
+    product = product_of(rows, width, splits, biased=splits > 1)
+    for options in (
+        {},
+        {"pre": gains[0]},
+        {"post": gains[0]},
+        {"residual": residual, "pre": gains[1]},
+        {"post": gains[1], "residual": residual, "pre": gains[2]},
+        {"post": gains[2], "residual": residual, "scale": randn(1), "pre": gains[0]},
+        {"scale": randn(1)},
+    ):
+        torch.testing.assert_close(norm(product, **options), reference_norm(product, **options), rtol=2e-5, atol=2e-5)
+
+
+def test_norm_rounds_where_transformers_rounds():
+    x = randn(4, 100, dtype=torch.float16)
+    for round_first in (False, True):
+        gain = Gain(randn(100, dtype=torch.float16), 1e-6, round_first)
+        options = {"post": gain, "residual": randn(4, 100, dtype=torch.float16), "pre": gain}
+        got, want = (f(Product.of(x), **options) for f in (norm, reference_norm))
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+def test_norm_of_a_sum_that_is_done_copies_nothing():
+    x = randn(3, 8)
+    hidden, normed = norm(Product.of(x), pre=Gain(None, 1e-6))
+    assert hidden.data_ptr() == x.data_ptr() and normed.data_ptr() != x.data_ptr()
+
+
+# rotary and store
+
+HEADS = {
+    "gemma": lambda d: Heads(4, 2, d, Gain(randn(d), 1e-6), Gain(randn(d), 1e-6), Gain(None, 1e-6)),
+    "keys as values": lambda d: Heads(2, 1, d, Gain(randn(d), 1e-6), Gain(randn(d), 1e-6), Gain(None, 1e-6), True),
+    "queries": lambda d: Heads(3, 0, d, Gain(randn(d), 1e-6)),
+    "llama": lambda d: Heads(4, 1, d),
+    "qwen3": lambda d: Heads(2, 2, d, Gain(randn(d), 1e-6, True), Gain(randn(d), 1e-6, True)),
+}
+
+
+@pytest.mark.parametrize(("dim", "rotated"), [(8, 8), (20, 12), (64, 16)])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("kind", HEADS)
+def test_rope_store_is_the_reference(kind: str, splits: int, dim: int, rotated: int):
+    rows, heads = 5, HEADS[kind](dim)
+    product = product_of(rows, heads.width, splits, biased=splits > 1)
+    table = Rotary(*randn(2, rows, rotated // 2 + 3)[..., : rotated // 2])
+    pools = torch.zeros((4, 12, heads.num_kv, dim), device=DEVICE)
+    slots = FullLoc(torch.tensor([[7, 1], [3, 1], [0, 1], [11, 1], [0, 1]], device=DEVICE)[:, 0])  # two padded rows
+    got = rope_store(product, heads, table, Destination(pools[0], pools[1], slots))
+    want = reference_rope_store(product, heads, table, Destination(pools[2], pools[3], slots))
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(pools[:2, 1:], pools[2:, 1:], rtol=2e-5, atol=2e-5)
+    if heads.num_kv:
+        torch.testing.assert_close(pools[0][slots[[0, 1, 3]]], got.k[[0, 1, 3]], rtol=0, atol=0)
+        assert not pools[:2, [1, 2, 4, 5, 6, 8, 9, 10]].any()
+    without = rope_store(product, heads, table)
+    torch.testing.assert_close(without, got, rtol=0, atol=0)
+
+
+def test_rope_by_eye():
+    """Position 0 turns nothing; a quarter turn sends channel j to j + R / 2; channels past R stay."""
+    table = Rotary(torch.tensor([[1.0], [0.0]], device=DEVICE), torch.tensor([[0.0], [1.0]], device=DEVICE))
+    rows = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=DEVICE).expand(2, 4)
+    got = rope_store(Product.of(rows.contiguous()), Heads(1, 0, 4), table).q
+    assert got[:, 0].tolist() == [[1, 2, 3, 4], [-2, 1, 3, 4]]
+
+
+def test_rotary_is_the_reference():
+    positions = torch.tensor([[0, 9], [1, 9], [77, 9], [131071, 9]], device=DEVICE)[:, 0]
+    frequencies = 1e4 ** (-torch.arange(0, 70, device=DEVICE) / 70)
+    for dtype in (torch.float32, torch.float16):
+        got, want = (f(positions, frequencies, 0.9, dtype) for f in (rotary, reference_rotary))
+        torch.testing.assert_close(tuple(got), tuple(want), rtol=1e-3, atol=1e-4)
+
+
+# per-layer embeddings
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width", "height", "splits"), [(1, 8, 32, 1), (5, 20, 70, 3), (40, 16, 33, 2)])
+def test_gated_projection_is_the_reference(rows: int, width: int, height: int, splits: int, dtype: torch.dtype):
+    gate = Product(randn(splits, rows, width), None, dtype)
+    inputs, weight = randn(rows, 3, width, dtype=dtype)[:, 1], randn(height, width, dtype=dtype) * width**-0.5
+    got, want = (f(gate, inputs, weight, "gelu_tanh") for f in (gated_projection, reference_gated_projection))
+    close(finish(got), reference_finish(want))
+
+
+@pytest.mark.parametrize(("rows", "layers", "width", "splits"), [(1, 1, 8, 1), (4, 3, 20, 2), (3, 2, 64, 3)])
+def test_layer_inputs_is_the_reference(rows: int, layers: int, width: int, splits: int):
+    context = product_of(rows, layers * width, splits)
+    tokens, table = torch.randint(0, 9, (rows,), device=DEVICE), randn(9, layers * width)
+    options = {"context_scale": 0.3, "table_scale": 4.0}
+    gain = Gain(randn(width), 1e-6)
+    got = layer_inputs(context, tokens, table, gain, **options)
+    assert got.shape == (rows, layers, width)
+    close(got, reference_layer_inputs(context, tokens, table, gain, **options))
+
+
+@pytest.mark.parametrize("operation", [norm, rope_store, gated_projection, layer_inputs], ids=lambda f: f.__name__)
+def test_nothing_to_do(operation: Callable[..., object]):
+    empty = torch.empty((1, 0, 8), device=DEVICE)
+    product, nobody = Product(empty, None, torch.float32), torch.empty((0, 4), device=DEVICE)
+    arguments = {
+        norm: (product,),
+        rope_store: (product, Heads(1, 0, 8), Rotary(nobody, nobody)),
+        gated_projection: (product, empty[0], randn(4, 8), "silu"),
+        layer_inputs: (product, torch.zeros(0, dtype=torch.int64, device=DEVICE), randn(3, 8), Gain(randn(8), 1e-6)),
+    }[operation]
+    scales = {"context_scale": 1.0, "table_scale": 1.0} if operation is layer_inputs else {}
+    operation(*arguments, **scales)
