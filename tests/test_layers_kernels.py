@@ -10,11 +10,7 @@ from torch.nn import functional as F
 from specdec.kvcache.spaces import FullLoc
 from specdec.layers import linear as linear_module
 from specdec.layers.linear import (
-    Cut,
     Product,
-    Tiles,
-    balanced_rows,
-    choose_cut,
     finish,
     gated_linear,
     linear,
@@ -22,11 +18,14 @@ from specdec.layers.linear import (
     reference_finish,
     reference_gated_linear,
     reference_linear,
+    vendor_gated_linear,
+    vendor_linear,
 )
 from specdec.layers.norm import Gain, norm, reference_norm
 from specdec.layers.ple import gated_projection, layer_inputs, reference_gated_projection, reference_layer_inputs
 from specdec.layers.rope_store import Destination, Heads, reference_rope_store, rope_store
 from specdec.layers.rotary import Rotary, reference_rotary, rotary
+from specdec.layers.tiling import Cut, Tiles, balanced_rows, choose_cut
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + (
@@ -115,6 +114,14 @@ def test_linear_of_no_rows():
     assert gated_linear(randn(0, 16), randn(8, 16), "silu").shape == (0, 4)
 
 
+@pytest.mark.parametrize("rows", [64, 65])
+def test_vendor_products_are_the_same_products(rows: int):
+    x, weight, bias = randn(rows, 40), randn(70, 40), randn(70)
+    close(finish(vendor_linear(x, weight, bias)), F.linear(x, weight, bias))
+    close(vendor_gated_linear(x, weight, "silu"), reference_gated_linear(x, weight, "silu"))
+    close(vendor_gated_linear(x, weight, "gelu_tanh"), reference_gated_linear(x, weight, "gelu_tanh"))
+
+
 def test_a_part_is_its_range_of_columns():
     cut = choose_cut(40, 700)
     assert cut == Cut(splits=3, split_len=256)
@@ -156,10 +163,10 @@ def test_a_cut_covers_every_column_once(n: int, k: int):
 @pytest.mark.parametrize(("n", "splits"), [(20480, 1), (3072, 4), (2560, 4), (10752, 1), (262144, 1), (2, 1)])
 def test_balanced_rows_fill_the_multiprocessors(n: int, splits: int):
     rows, programs = balanced_rows(n, splits, 132)
-    assert rows % 2 == 0 and 0 < rows <= 64
+    assert rows % 2 == 0 and 32 <= rows <= 64
     if n < 4 * 132 * 64:
         assert -(-n // rows) * splits <= programs * 132
-    assert -(-n // rows) * splits > (programs - 1) * 132 or n < 132 or rows == 64
+    assert -(-n // rows) * splits > (programs - 1) * 132 or n < 132 * 32 or rows == 64
 
 
 # norms

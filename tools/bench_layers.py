@@ -5,12 +5,11 @@
     forward    the whole decoder and head in one CUDA graph, context 1,024, random bfloat16 weights; `--peers`: beside
                the Hugging Face modules in a graph
 
-Times are medians of CUDA-graph replays; products rotate over copies of their weights, so that the L2 is cold. `--tune`
-searches tiles and cuts instead. A check that fails ends the run with 1 before anything is timed.
+Times are medians of CUDA-graph replays; products rotate over copies of their weights, so that the L2 is cold. A check
+that fails ends the run with 1 before anything is timed.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -29,14 +28,14 @@ from specdec.attention.bridge import ATTENTION_NAME, AttentionCall, text_configs
 from specdec.attention.paged_attention import ancestor_bits, paged_attention
 from specdec.kvcache.layout import layout_from_config
 from specdec.kvcache.spaces import FullLoc
-from specdec.layers import linear as linear_module
 from specdec.layers.fuse import fuse
-from specdec.layers.linear import Cut, Tiles, finish, gated_linear, linear, reference_gated_linear
+from specdec.layers.linear import VENDOR_ROWS, finish, gated_linear, linear, reference_gated_linear
 from specdec.layers.norm import Gain, norm, reference_norm
-from specdec.layers.operations import KERNELS
+from specdec.layers.operations import FAST, KERNELS
 from specdec.layers.ple import gated_projection, reference_gated_projection
 from specdec.layers.rope_store import Attended, Destination, Heads, reference_rope_store, rope_store
 from specdec.layers.rotary import reference_rotary, rotary
+from specdec.layers.tiling import choose_cut
 
 BF16 = torch.bfloat16
 CONTEXT = 1024
@@ -181,16 +180,16 @@ def copies(n: int, k: int) -> int:
     return int(min(24, max(2, 4e8 // (n * k * 2))))
 
 
-def time_product(name: str, num_rows: int, weights: Sequence[torch.Tensor], tiles: Tiles | None = None) -> float:
+def time_product(name: str, num_rows: int, weights: Sequence[torch.Tensor]) -> float:
     """Microseconds of one product, in a chain over cold weights."""
     x = randn(num_rows, weights[0].shape[1])
 
     def chain() -> None:
         for w in weights:
             if name == "gate/up":
-                gated_linear(x, w, "gelu_tanh", tiles=tiles)
+                gated_linear(x, w, "gelu_tanh")
             else:
-                linear(x, w, tiles=tiles)
+                linear(x, w)
 
     return replay_ms(chain, 8) * 1e3 / len(weights)
 
@@ -206,72 +205,8 @@ def product_rows(read: float, row_counts: Sequence[int]) -> list[Row]:
             ours = time_product(name, num_rows, weights)
             cublas = replay_ms(lambda x=x, ws=weights: [x @ w.T for w in ws], 8) * 1e3 / len(weights)
             cells.append(f"{num_rows}: {ours:.1f} / {cublas:.1f}")
-        rows.append(
-            Row(f"{name} {n}x{k}, {tuple(linear_module.choose_cut(n, k))}", f"floor {floor:.1f} us", ", ".join(cells))
-        )
+        rows.append(Row(f"{name} {n}x{k}, {tuple(choose_cut(n, k))}", f"floor {floor:.1f} us", ", ".join(cells)))
     return rows
-
-
-def tune(read: float, row_counts: Sequence[int], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Every tiling and cut that fits, each shape; the five fastest are printed."""
-    found = []
-    for name in names:
-        n, k = SHAPES[name]
-        weights = [randn(n, k) for _ in range(copies(n, k))]
-        for num_rows in row_counts:
-            tried = []
-            for tiles in tilings(num_rows):
-                for splits in (1,) if name in ("gate/up", "head", "ple context") else (1, 2, 4, 5, 8, 10, 16):
-                    if splits > 1 and (k // splits < 256 or (k // 128) % splits):
-                        continue
-                    linear_module.choose_cut = lambda n, k, splits=splits: Cut(splits, -(-k // 128 // splits) * 128)
-                    try:
-                        us = time_product(name, num_rows, weights, tiles)
-                    except Exception as error:  # too much shared memory
-                        if "resource" not in str(error):
-                            print(name, tiles, splits, repr(error)[:200])
-                        continue
-                    tried.append((us, splits, tuple(tiles)))
-            tried.sort()
-            floor = n * k * 2 / read * 1e6
-            print(
-                f"{name} {n}x{k} {num_rows} rows, floor {floor:.1f}:",
-                *(f"{us:.1f} S{s} {t}" for us, s, t in tried[:6]),
-                flush=True,
-            )
-            best: dict[int, float] = {}
-            for us, splits, _ in tried:
-                best.setdefault(splits, us)
-            print("   by splits:", {s: round(us, 1) for s, us in sorted(best.items())}, flush=True)
-            found.append({"name": name, "rows": num_rows, "floor": floor, "tried": tried})
-    return found
-
-
-def tilings(num_rows: int) -> list[Tiles]:
-    if num_rows <= 16:
-        shapes = [(64, 16, 128, 4, s) for s in (3, 4, 5, 6)] + [(64, 16, 64, 4, s) for s in (6, 8)]
-        return [
-            Tiles(*s)
-            for s in [*shapes, (64, 16, 256, 4, 3), (128, 16, 128, 8, 3), (128, 16, 128, 4, 3), (128, 16, 64, 4, 5)]
-        ]
-    if num_rows <= 64:
-        block_m = 32 if num_rows <= 32 else 64
-        shapes = [(64, block_m, 128, 4, s) for s in (3, 4)] + [(64, block_m, 64, 4, s) for s in (4, 6)]
-        return [
-            Tiles(*s) for s in [*shapes, (128, block_m, 128, 8, 3), (128, block_m, 64, 4, 4), (128, block_m, 64, 8, 5)]
-        ]
-    shapes = [(64, 64, 128, 4, 3), (64, 32, 128, 4, 4), (128, 64, 64, 4, 4), (128, 64, 64, 8, 4), (128, 128, 64, 8, 3)]
-    return [
-        Tiles(*s)
-        for s in [
-            *shapes,
-            (128, 128, 64, 8, 4),
-            (128, 256, 64, 8, 3),
-            (64, 256, 64, 4, 3),
-            (64, 128, 64, 4, 4),
-            (64, 256, 64, 8, 4),
-        ]
-    ]
 
 
 # the forward
@@ -289,7 +224,7 @@ class BenchContext:
         self.pages = {None: order[:, :CONTEXT].contiguous(), window: order[:, CONTEXT - window : CONTEXT].contiguous()}
         zeros = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
         self.start = {None: zeros, window: zeros + CONTEXT - window}
-        self.slots = FullLoc(order[:, CONTEXT:].reshape(-1))
+        self.slots = FullLoc(order[:, CONTEXT:].flatten().contiguous())
         self.committed_len = zeros + CONTEXT
         self.positions = self.committed_len[:, None] + torch.arange(nodes, device=DEVICE)
         chain = torch.ones((nodes, nodes), dtype=torch.bool, device=DEVICE).tril()
@@ -385,6 +320,7 @@ def forward_rows(read: float, row_counts: Sequence[int], peers: Sequence[int]) -
     hf_ms = {n: replay_ms(lambda n=n: run(hf, n, model.lm_head)) for n in peers}
     fused, refused = fuse(hf, KERNELS)
     assert not refused, refused
+    fast, _ = fuse(hf, FAST)
     begin = time.perf_counter()
     rows = []
     skip = {id(hf.embed_tokens_per_layer.weight)}
@@ -401,6 +337,10 @@ def forward_rows(read: float, row_counts: Sequence[int], peers: Sequence[int]) -
             print(f"fused, first forward {time.perf_counter() - begin:.0f} s", flush=True)
         ms = replay_ms(lambda n=n: run(fused, n, lambda x: finish(linear(x, model.lm_head.weight))), 50)
         body = replay_ms(lambda n=n: run(fused, n, None), 20)
+        vendor = ""
+        if n > VENDOR_ROWS:
+            library = replay_ms(lambda n=n: run(fast, n, model.lm_head), 20)
+            vendor = f", vendor's products {library:.3f} ms"
         bare = 0.0
         if n in peers:  # what attention of the forward costs: without it
             context.attend_fused = lambda layer, rows, scaling: rows.q  # type: ignore[method-assign]
@@ -411,7 +351,7 @@ def forward_rows(read: float, row_counts: Sequence[int], peers: Sequence[int]) -
             Row(
                 f"forward, {n} rows ({context.batch} x {context.nodes})",
                 f"{error:.1e} from HF",
-                f"{ms:.3f} ms = {ms / floor:.2f} x floor {floor:.3f}; without head {body:.3f}{peer}",
+                f"{ms:.3f} ms = {ms / floor:.2f} x floor {floor:.3f}; without head {body:.3f}{vendor}{peer}",
                 error < 0.05,
             )
         )
@@ -425,8 +365,6 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="*", default=list(FORWARDS), help="rows of the forwards")
     parser.add_argument("--peers", type=int, nargs="*", default=[], help="of these, beside the Hugging Face modules")
     parser.add_argument("--products", type=int, nargs="*", default=[], help="time products of so many rows")
-    parser.add_argument("--tune", type=int, nargs="*", default=[], help="search tiles for so many rows")
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), help="of these products")
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--warm", type=int, help="compile what a forward of so many rows needs, and end")
     parser.add_argument("--out", type=Path)
@@ -447,16 +385,14 @@ def main() -> int:
             rows += [*check_products(), *check_small()]
             print(f"checked after {time.perf_counter() - begin:.0f} s", flush=True)
         failed = [row for row in rows if not row.ok]
-        details = []
         if not failed:
-            details = tune(read, options.tune, options.shapes) if options.tune else []
             rows += product_rows(read, options.products) if options.products else []
             rows += forward_rows(read, options.rows, options.peers) if options.rows else []
     failed = [row for row in rows if not row.ok]
     lines = [f"| {' | '.join([*row[:3], 'ok' if row.ok else '**FAILED**'])} |" for row in rows]
     print("\n".join([f"{time.perf_counter() - begin:.0f} s", "| what | error | time | |", "|---|---|---|---|", *lines]))
     if options.out is not None:
-        options.out.write_text("\n".join(lines) + "\n" + json.dumps(details) + "\n", "utf-8")
+        options.out.write_text("\n".join(lines) + "\n", "utf-8")
     return 1 if failed else 0
 
 

@@ -142,7 +142,7 @@ def describe_llama(model: Any) -> DecoderParts:
 
 def _products(
     attention: Any, projections: list[nn.Linear], mlp: Any, merged: list[tuple[torch.Tensor, ...]]
-) -> dict[str, torch.Tensor | None]:
+) -> dict[str, Any]:
     """The weights of a layer's products, QKV and gate / up merged; adds what was merged to `merged`."""
     gate_up = (mlp.gate_proj, mlp.up_proj)
     if any(linear.bias is not None for linear in (*gate_up, mlp.down_proj)):

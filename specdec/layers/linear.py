@@ -17,23 +17,17 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from specdec.attention.paged_attention import device_limits
 from specdec.kvcache.triton_shim import tl, triton
 from specdec.layers.launch import pdl_options, trigger_next, wait_for_previous
+from specdec.layers.tiling import Cut, Tiles, choose_cut, choose_tiles
 
 ACTIVATIONS = ("gelu_tanh", "silu")
-
-RANGE = 128
-"""Ranges of K begin at multiples of this."""
-
-SPLITS, SPLIT_ROWS = 4, 8192
-"""A weight of at most so many rows is cut into so many ranges of K, on every device: part of the bits."""
 
 FEW_PROGRAMS, FEW_ROWS = 256, 512
 """With more programs or rows than these a program adds the ranges up: parts would be more bytes than they are worth."""
 
-STAGES = {2: 4, 3: 3, 4: 2}
-"""Tiles on their way in each of so many programs a multiprocessor, which share its 227 KiB."""
+VENDOR_ROWS = 64
+"""Up to so many rows `linear` is faster than the vendor's library."""
 
 
 class Product(NamedTuple):
@@ -50,24 +44,6 @@ class Product(NamedTuple):
     def of(cls, value: torch.Tensor) -> "Product":
         """What is already a sum [M, N]."""
         return cls(value[None], None, value.dtype)
-
-
-class Cut(NamedTuple):
-    """`splits` ranges of `split_len` columns of K, the last of what is left: a function of the weight's shape alone."""
-
-    splits: int
-    split_len: int
-
-
-class Tiles(NamedTuple):
-    """How one launch is cut; changes no bit of the result. A program has `rows` <= `block_n` rows of the weight."""
-
-    block_n: int
-    block_m: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    rows: int
 
 
 def reference_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
@@ -207,6 +183,26 @@ def _linear_kernel(
         tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_x & m_out[:, None])
 
 
+@triton.jit
+def _gate_kernel(
+    p_merged: tl.tensor,  # [M, 2 I]
+    p_out: tl.tensor,  # [M, I]
+    width: tl.tensor,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    i_row = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m = o < width
+    wait_for_previous(PDL)
+    b_gate = tl.load(p_merged + i_row * 2 * width + o, mask=m, other=0.0).to(tl.float32)
+    b_up = tl.load(p_merged + i_row * 2 * width + width + o, mask=m, other=0.0).to(tl.float32)
+    b_out = activate(b_gate, ACTIVATION) * b_up
+    tl.store(p_out + i_row * width + o, b_out.to(p_out.dtype.element_ty), mask=m)
+
+
 @triton.jit(do_not_specialize=["part_len"])
 def _finish_kernel(
     p_parts: tl.tensor,  # [S, M, N]
@@ -247,6 +243,23 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str, *, tile
     out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
     tiles = tiles or choose_tiles(len(x), len(weight), 1, x)
     _launch(x, weight, None, out, activation, Cut(1, weight.shape[1]), tiles, split=False)
+    return out
+
+
+def vendor_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+    """`linear`, by the vendor's library where x has many rows: faster there, with bits that depend on their number."""
+    return linear(x, weight, bias) if len(x) <= VENDOR_ROWS else Product.of(F.linear(x, weight, bias))
+
+
+def vendor_gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
+    """`gated_linear`, likewise."""
+    if len(x) <= VENDOR_ROWS:
+        return gated_linear(x, weight, activation)
+    merged = F.linear(x, weight)
+    out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
+    _gate_kernel[(len(x), triton.cdiv(out.shape[1], 1024))](
+        merged, out, out.shape[1], ACTIVATION=activation, BLOCK=1024, num_warps=4, **pdl_options(x.device)
+    )
     return out
 
 
@@ -307,35 +320,3 @@ def _launch(
         num_stages=tiles.num_stages,
         **pdl_options(x.device),
     )
-
-
-def choose_cut(n: int, k: int) -> Cut:
-    """The ranges of K for a weight [n, k]. Part of the result's bits: never a function of the number of rows."""
-    steps = triton.cdiv(k, RANGE)
-    split_steps = max(2, triton.cdiv(steps, SPLITS)) if n <= SPLIT_ROWS else max(1, steps)
-    return Cut(max(1, triton.cdiv(steps, split_steps)), split_steps * RANGE)
-
-
-def choose_tiles(num_rows: int, n: int, splits: int, x: torch.Tensor) -> Tiles:
-    """Tiles for `num_rows` rows of x and a weight of n rows: the fastest of those timed on an H200."""
-    if x.dtype == torch.float32:  # multiplies without tensor cores
-        return Tiles(64, 16 if num_rows <= 16 else 64, 32, 4, 3, 64)
-    if num_rows > 64:
-        return Tiles(128, 64, 64, 8, 4, 128)
-    rows, programs = balanced_rows(n, splits, device_limits(x.device)[0])
-    block_m = max(16, triton.next_power_of_2(num_rows))
-    return Tiles(64, block_m, 128, 4, STAGES[programs] if block_m <= 32 else 3, rows)
-
-
-def balanced_rows(n: int, splits: int, multiprocessors: int) -> tuple[int, int]:
-    """Rows of a weight tile, and programs a multiprocessor, such that all of them have as many programs.
-
-    They share the memory's bandwidth evenly, so the one with most programs ends last: full tiles of 64 rows would leave
-    a quarter of it unused where there are 2.4 of them for each. Rows that a tile has not are not read.
-    """
-    for programs in (2, 3, 4):
-        tiles = max(1, programs * multiprocessors // splits)
-        rows = 2 * triton.cdiv(n, 2 * tiles)
-        if rows <= 64:
-            return rows, programs
-    return 64, 2

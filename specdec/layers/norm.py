@@ -142,7 +142,8 @@ def norm(
         assert gain is None or gain.weight is None or gain.weight.shape == (width,), f"{gain} for {width=}"
     assert residual is None or (residual.shape == (num_rows, width) and residual.stride(1) == 1), f"{parts.shape=}"
     assert residual is None or residual.dtype == dtype, f"{residual.dtype=} {dtype=}"
-    changed = not (splits == 1 and parts.dtype == dtype and bias is post is residual is scale is None)
+    whole = splits == 1 and parts.dtype == dtype and bias is None
+    changed = not whole or any(x is not None for x in (post, residual, scale))
     hidden = parts.new_empty((num_rows, width), dtype=dtype) if changed else parts[0]
     normed = hidden if pre is None else torch.empty_like(hidden)
     if num_rows == 0 or not (changed or pre is not None):

@@ -1,6 +1,10 @@
-"""What the fused modules compute with, as one object: the kernels of this folder, or their references in plain torch.
+"""What the fused modules compute with, as one object; the choice is made once, where a model is fused.
 
-The choice is made once, where a model is fused; nothing asks for it again. Signatures are the references' own.
+    REFERENCE   plain torch                                    runs anywhere, and is the oracle
+    KERNELS     the kernels of this folder                     a row's bits do not depend on the number of rows
+    FAST        the same, the vendor's products at many rows   faster prefill and large batches, without that property
+
+Signatures are the references' own.
 """
 
 from collections.abc import Callable
@@ -16,6 +20,8 @@ from specdec.layers.linear import (
     reference_finish,
     reference_gated_linear,
     reference_linear,
+    vendor_gated_linear,
+    vendor_linear,
 )
 from specdec.layers.norm import norm, reference_norm
 from specdec.layers.ple import gated_projection, layer_inputs, reference_gated_projection, reference_layer_inputs
@@ -35,6 +41,8 @@ class Operations(NamedTuple):
 
 
 KERNELS = Operations(linear, gated_linear, finish, norm, rotary, rope_store, layer_inputs, gated_projection)
+
+FAST = KERNELS._replace(linear=vendor_linear, gated_linear=vendor_gated_linear)
 
 REFERENCE = Operations(
     reference_linear,

@@ -12,6 +12,8 @@ Both products are narrow: they wait for each other, not for memory. The activati
 second, where K is only P, and its weight is in registers before the wait. Rounded where transformers rounds.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -27,7 +29,7 @@ def reference_layer_inputs(
     """e [T, L, P]. context: x W_model [T, L P]; tokens [T]; table: T [V, L P]; the gain is over P."""
     width = _width(gain)
     normed = reference_rms_norm((reference_finish(context) * context_scale).unflatten(-1, (-1, width)), gain)
-    return (normed + F.embedding(tokens, table).view_as(normed) * table_scale) * 2.0**-0.5
+    return (normed + F.embedding(tokens, table).view_as(normed) * table_scale) * math.sqrt(0.5)
 
 
 def reference_gated_projection(gate: Product, inputs: torch.Tensor, weight: torch.Tensor, activation: str) -> Product:

@@ -1,0 +1,75 @@
+"""How a product is cut: along K by the weight's shape alone, and into tiles by everything else.
+
+The cut of K is part of the result's bits: never a function of the device or of the number of rows. Tiles are of no
+effect on bits: they are what was fastest in a whole forward on an H200, not product by product.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from specdec.attention.paged_attention import device_limits
+from specdec.kvcache.triton_shim import triton
+
+RANGE = 128
+"""Ranges of K begin at multiples of this."""
+
+SPLITS, SPLIT_ROWS = 4, 8192
+"""A weight of at most so many rows is cut into so many ranges of K: otherwise it would be too few programs."""
+
+MIN_TILE_ROWS = 32
+"""Fewer rows a program than this read x more often than they gain."""
+
+DEPTH = {2: (128, 4), 3: (128, 3), 4: (128, 2)}
+DEPTH_MANY = {2: (128, 3), 3: (64, 4), 4: (64, 3)}
+"""Programs a multiprocessor -> columns a tile, tiles on their way in each: they share 227 KiB. MANY: above 32 rows."""
+
+
+class Cut(NamedTuple):
+    """`splits` ranges of `split_len` columns of K, the last of what is left."""
+
+    splits: int
+    split_len: int
+
+
+class Tiles(NamedTuple):
+    """One launch. A program has `rows` <= `block_n` rows of the weight."""
+
+    block_n: int
+    block_m: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    rows: int
+
+
+def choose_cut(n: int, k: int) -> Cut:
+    """The ranges of K for a weight [n, k]."""
+    steps = triton.cdiv(k, RANGE)
+    split_steps = max(2, triton.cdiv(steps, SPLITS)) if n <= SPLIT_ROWS else steps
+    return Cut(triton.cdiv(steps, split_steps), split_steps * RANGE)
+
+
+def choose_tiles(num_rows: int, n: int, splits: int, x: torch.Tensor) -> Tiles:
+    """Tiles for `num_rows` rows of x and a weight of n rows."""
+    if x.dtype == torch.float32:  # multiplies without tensor cores
+        return Tiles(64, 16 if num_rows <= 16 else 64, 32, 4, 3, 64)
+    if num_rows > 64:
+        return Tiles(128, 64, 64, 8, 4, 128)
+    rows, programs = balanced_rows(n, splits, device_limits(x.device)[0])
+    block_k, stages = (DEPTH if num_rows <= 32 else DEPTH_MANY)[programs]
+    return Tiles(64, max(16, triton.next_power_of_2(num_rows)), block_k, 4, stages, rows)
+
+
+def balanced_rows(n: int, splits: int, multiprocessors: int) -> tuple[int, int]:
+    """Rows of a weight tile, and programs a multiprocessor, such that all of them have as many programs.
+
+    They share the memory's bandwidth evenly, so the one with most programs ends last: full tiles of 64 rows would leave
+    a quarter of it unused where there are 2.4 of them for each. Rows that a tile has not are not read.
+    """
+    for programs in DEPTH:
+        tiles = max(1, programs * multiprocessors // splits)
+        rows = 2 * triton.cdiv(n, 2 * tiles)
+        if rows <= 64:
+            return max(rows, MIN_TILE_ROWS), programs
+    return 64, 2
