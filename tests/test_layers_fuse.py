@@ -1,7 +1,7 @@
 """Fused decoders against the Hugging Face text models they replace, on random weights and rows."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,8 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.attention.bridge import AttentionCall, ForwardContext, attention_installed, text_configs
 from specdec.kvcache.layout import KVLayout, layout_from_config
 from specdec.kvcache.spaces import FullLoc
+from specdec.layers.attend import PlannedContext
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.fuse import FUSED, fuse, unfuse
 from specdec.layers.merge import is_merged
@@ -108,6 +111,87 @@ def test_fused_rounds_as_the_module_does(family: str, make_target: Callable[...,
     fused = run_fused(decoder, ids, torch.bfloat16).float()
     assert (fused - exact).norm() <= 1.25 * (rounded - exact).norm()
     assert (rounded - exact).norm() > 1e-3 * exact.norm()
+
+
+class FrozenContext:
+    """Every layer reads one prefix of 11 keys, of which it owns nothing, as an MTP assistant does."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self.kv = [torch.randn(2, 1, 11, layer.self_attn.head_dim, device=DEVICE) for layer in layers]
+
+    def destination(self, layer: int) -> None:
+        return None
+
+    def attend_fused(self, layer: int, rows: Attended, *, scaling: float) -> torch.Tensor:
+        assert rows.k is None and rows.v is None
+        k, v = self.kv[layer].expand(2, rows.q.shape[1], -1, -1)
+        return F.scaled_dot_product_attention(rows.q.transpose(0, 1), k, v, scale=scaling).transpose(0, 1).contiguous()
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        rows = Attended(call.query[:, :, 0], None, None)  # [T, Hq, 1, D]
+        return self.attend_fused(call.layer, rows, scaling=call.scaling)[:, None]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ops", [REFERENCE, KERNELS], ids=["reference", "kernels"])
+@pytest.mark.parametrize("ordered", [False, True], ids=["dense", "centroids"])
+def test_fused_assistant_is_the_module_it_replaces(
+    ordered: bool, ops: Operations, make_target: Callable[..., Any], make_assistant: Callable[..., Any]
+):
+    """The decoder of an MTP assistant: queries only, called with embeddings, as a batch of single rows."""
+    model = copy.deepcopy(make_assistant(make_target("gemma4-31b"), ordered=ordered)).to(DEVICE).model
+    context = FrozenContext(model.layers)
+    x = torch.randn(5, 1, 24, device=DEVICE)
+    unused = torch.zeros(1, 1, 1, 1, device=DEVICE)
+    options = {
+        "inputs_embeds": x,
+        "position_ids": torch.tensor([[3], [900], [0], [7], [7]], device=DEVICE),
+        "attention_mask": dict.fromkeys(model.config.layer_types),
+        "shared_kv_states": dict.fromkeys(model.config.layer_types, (unused, unused)),
+        "use_cache": False,
+        "specdec_ctx": context,
+    }
+    with attention_installed(text_configs(model)):
+        want = model(**options).last_hidden_state
+    decoder, refused = fuse(shallow(model), ops)
+    assert refused == {}
+    torch.testing.assert_close(decoder(**options).last_hidden_state, want, rtol=1e-4, atol=1e-4)
+
+
+class Planned(nn.Module):
+    """A fused decoder where the engine calls an unfused one."""
+
+    def __init__(self, decoder: FusedDecoder) -> None:
+        super().__init__()
+        self.decoder, self.layers, self.norm = decoder, decoder.layers, decoder.norm
+
+    def forward(self, *, specdec_ctx: ForwardContext, **options: Any) -> Any:
+        return self.decoder(specdec_ctx=PlannedContext(specdec_ctx), **options)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("family", ["gemma4-e2b", "gemma4-31b", "qwen2", "mistral"])
+def test_an_engine_generates_the_same_on_fused_layers(
+    family: str,
+    page_size: int,
+    make_target: Callable[..., Any],
+    make_assistant: Callable[..., Any],
+    random_prompt: Callable[..., list[int]],
+):
+    """Prefill, trees or chains, several requests, past the sliding window."""
+    model = make_target(family)
+    drafter, topk = (make_assistant(model), 2) if family.startswith("gemma4") else ("ngram", 1)
+    config = EngineConfig(max_batch_size=2, page_size=page_size, attention="torch")
+    with Engine.from_pretrained(
+        model, drafter=drafter, spec=SpecConfig(num_steps=3, topk=topk), config=config
+    ) as engine:
+        prompts = [random_prompt(length, seed=length) for length in (5, 13, 21)]
+        params = SamplingParams(max_new_tokens=14)
+        want = [out.token_ids for out in engine.generate(prompts, params)]
+        fused, refused = fuse(shallow(engine.target.decoder), REFERENCE)
+        assert isinstance(fused, FusedDecoder) and refused == {}
+        engine.target.decoder = Planned(fused)
+        assert [out.token_ids for out in engine.generate(prompts, params)] == want
 
 
 def test_every_entry_of_the_table_is_tested(make_target: Callable[..., Any]):
