@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import Gemma4UnifiedTextConfig, Gemma4UnifiedTextModel
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.attention.bridge import AttentionCall, ForwardContext, attention_installed, text_configs
+from specdec.attention.bridge import AttentionCall, record_states
+from specdec.attention.private_copy import private_copy
 from specdec.kvcache.layout import KVLayout, layout_from_config
 from specdec.kvcache.spaces import FullLoc
 from specdec.layers.attend import PlannedContext
@@ -19,9 +21,10 @@ from specdec.layers.fuse import FUSED, fuse, unfuse
 from specdec.layers.merge import is_merged
 from specdec.layers.operations import KERNELS, REFERENCE, Operations
 from specdec.layers.rope_store import Attended, Destination
+from specdec.models import target as target_module
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DENSE = ["gemma4-e2b", "gemma4-31b", "llama", "qwen2", "qwen3", "mistral"]
+DENSE = ["gemma4-e2b", "gemma4-31b", "gemma4-multimodal", "llama", "qwen2", "qwen3", "mistral"]
 OTHERS = ["gemma4-moe", "gemma3", "gemma2", "gpt_oss", "qwen3_moe"]
 
 pytestmark = pytest.mark.usefixtures("poison_empty")
@@ -60,13 +63,6 @@ class DenseContext:
         return F.scaled_dot_product_attention(q, k, v, seen.to(DEVICE), scale=scaling).transpose(0, 1).contiguous()
 
 
-def shallow(module: nn.Module) -> nn.Module:
-    """The same parameters in a tree of its own."""
-    twin = copy.copy(module)
-    twin._modules = {name: None if child is None else shallow(child) for name, child in module._modules.items()}
-    return twin
-
-
 def text_model(model: Any) -> Any:
     decoder = model.get_decoder()
     return getattr(decoder, "language_model", decoder)
@@ -78,21 +74,77 @@ def run_fused(decoder: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torc
     return decoder(input_ids=ids, position_ids=positions, use_cache=False, specdec_ctx=context).last_hidden_state
 
 
+def unified() -> nn.Module:
+    """The text model of a 12B, which transformers has in a file of its own."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = Gemma4UnifiedTextConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        layer_types=kinds,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        sliding_window=8,
+        max_position_embeddings=4096,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = Gemma4UnifiedTextModel(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.3)
+    return model
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
+    "original_max_position_embeddings": 64
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "attention biases": {"attention_bias": True},
+    "yarn": {"rope_parameters": YARN | {"rope_theta": 1e4}},
+    "llama3": {"rope_parameters": LLAMA3 | {"rope_theta": 1e4}},
+}
+
+
+@pytest.fixture
+def make_text_model(make_target: Callable[..., Any]) -> Callable[[str], Any]:
+    """A fresh text model of a family, of a variant of Llama, or the unified one."""
+
+    def make(name: str) -> Any:
+        if name == "gemma4-unified":
+            return unified().to(DEVICE)
+        if name not in VARIANTS:
+            return text_model(make_target(name, fresh=True)).to(DEVICE)
+        model = text_model(make_target("llama", fresh=True, **VARIANTS[name])).to(DEVICE)
+        with torch.no_grad():
+            for param_name, param in model.named_parameters():
+                if param_name.endswith("bias"):
+                    param.normal_()
+        return model
+
+    return make
+
+
 def tokens(num_rows: int) -> torch.Tensor:
     return torch.randint(1, 96, (1, num_rows), generator=torch.Generator().manual_seed(num_rows)).to(DEVICE)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("name", [*DENSE, "gemma4-unified", *VARIANTS])
 @pytest.mark.parametrize("ops", [REFERENCE, KERNELS], ids=["reference", "kernels"])
 def test_fused_is_the_module_it_replaces(
-    family: str, ops: Operations, make_target: Callable[..., Any], hf_forward: Callable[..., Any]
+    name: str, ops: Operations, make_text_model: Callable[[str], Any], hf_forward: Callable[..., Any]
 ):
-    model = make_target(family, fresh=True).to(DEVICE)
-    source = text_model(model)
+    source = make_text_model(name)
     ids = tokens(13)
     want = hf_forward(source, ids[0].tolist()).last_hidden_state
-    decoder, refused = fuse(shallow(source), ops)
+    decoder, refused = fuse(private_copy(source), ops)
     assert isinstance(decoder, FusedDecoder) and refused == {}
     torch.testing.assert_close(run_fused(decoder, ids, torch.float32), want, rtol=1e-4, atol=1e-4)
 
@@ -107,7 +159,7 @@ def test_fused_rounds_as_the_module_does(family: str, make_target: Callable[...,
     exact = hf_forward(source, ids[0].tolist()).last_hidden_state
     model.to(torch.bfloat16)
     rounded = hf_forward(source, ids[0].tolist()).last_hidden_state.float()
-    decoder, _ = fuse(shallow(source), REFERENCE if DEVICE.type == "cpu" else KERNELS)
+    decoder, _ = fuse(private_copy(source), REFERENCE if DEVICE.type == "cpu" else KERNELS)
     fused = run_fused(decoder, ids, torch.bfloat16).float()
     assert (fused - exact).norm() <= 1.25 * (rounded - exact).norm()
     assert (rounded - exact).norm() > 1e-3 * exact.norm()
@@ -151,22 +203,10 @@ def test_fused_assistant_is_the_module_it_replaces(
         "use_cache": False,
         "specdec_ctx": context,
     }
-    with attention_installed(text_configs(model)):
-        want = model(**options).last_hidden_state
-    decoder, refused = fuse(shallow(model), ops)
+    want = private_copy(model)(**options).last_hidden_state
+    decoder, refused = fuse(private_copy(model), ops)
     assert refused == {}
     torch.testing.assert_close(decoder(**options).last_hidden_state, want, rtol=1e-4, atol=1e-4)
-
-
-class Planned(nn.Module):
-    """A fused decoder where the engine calls an unfused one."""
-
-    def __init__(self, decoder: FusedDecoder) -> None:
-        super().__init__()
-        self.decoder, self.layers, self.norm = decoder, decoder.layers, decoder.norm
-
-    def forward(self, *, specdec_ctx: ForwardContext, **options: Any) -> Any:
-        return self.decoder(specdec_ctx=PlannedContext(specdec_ctx), **options)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -177,6 +217,7 @@ def test_an_engine_generates_the_same_on_fused_layers(
     make_target: Callable[..., Any],
     make_assistant: Callable[..., Any],
     random_prompt: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Prefill, trees or chains, several requests, past the sliding window."""
     model = make_target(family)
@@ -188,21 +229,22 @@ def test_an_engine_generates_the_same_on_fused_layers(
         prompts = [random_prompt(length, seed=length) for length in (5, 13, 21)]
         params = SamplingParams(max_new_tokens=14)
         want = [out.token_ids for out in engine.generate(prompts, params)]
-        fused, refused = fuse(shallow(engine.target.decoder), REFERENCE)
+        fused, refused = fuse(private_copy(text_model(model)), REFERENCE)
         assert isinstance(fused, FusedDecoder) and refused == {}
-        engine.target.decoder = Planned(fused)
+        record_states(list(fused.layers))
+        engine.target.decoder = fused
+        monkeypatch.setattr(target_module, "ForwardContext", PlannedContext)
         assert [out.token_ids for out in engine.generate(prompts, params)] == want
 
 
-def test_every_entry_of_the_table_is_tested(make_target: Callable[..., Any]):
-    tested = {type(text_model(make_target(family))) for family in DENSE}
-    assert {cls for cls in FUSED if "Unified" not in cls.__name__} == tested
+def test_every_entry_of_the_table_is_tested(make_text_model: Callable[[str], Any]):
+    assert {type(make_text_model(name)) for name in [*DENSE, "gemma4-unified"]} == set(FUSED)
 
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_others_are_left_as_they_are(family: str, make_target: Callable[..., Any]):
     model = make_target(family)
-    tree, refused = fuse(shallow(model), REFERENCE)
+    tree, refused = fuse(private_copy(model), REFERENCE)
     assert type(tree) is type(model) and type(text_model(tree)) is type(text_model(model))
     assert list(refused) == (["model"] if family == "gemma4-moe" else [])
 
@@ -212,7 +254,7 @@ def test_weights_stay_the_users(make_target: Callable[..., Any], tmp_path: Any):
     model = make_target("gemma4-e2b", fresh=True)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     params = dict(model.named_parameters())
-    tree, _ = fuse(shallow(model), REFERENCE)
+    tree, _ = fuse(private_copy(model), REFERENCE)
     assert isinstance(tree.model, FusedDecoder) and not isinstance(model.model, FusedDecoder)
     after = model.state_dict()
     assert list(after) == list(before)
@@ -232,7 +274,7 @@ def test_weights_stay_the_users(make_target: Callable[..., Any], tmp_path: Any):
     loaded = type(model).from_pretrained(tmp_path)
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
 
-    again, _ = fuse(shallow(model), REFERENCE)
+    again, _ = fuse(private_copy(model), REFERENCE)
     assert again.model.parts.layers[0].qkv.data_ptr() == merged.data_ptr()
     values = {name: value.clone() for name, value in model.state_dict().items()}
     assert type(unfuse(tree).model) is type(model.model)
@@ -259,8 +301,8 @@ def other_config(model: Any) -> None:
     model.config.hidden_act = "relu"
 
 
-def dynamic_rope(model: Any) -> None:
-    model.rotary_emb.rope_type = "dynamic"
+def unknown_rope(model: Any) -> None:
+    model.rotary_emb.rope_type = "spiral"
 
 
 def half_dtype(model: Any) -> None:
@@ -278,7 +320,7 @@ def biased(model: Any) -> None:
         (hooked, "layers.0.self_attn is hooked"),
         (other_activation, "is not 'silu'"),
         (other_config, "gated by 'relu'"),
-        (dynamic_rope, "type 'dynamic'"),
+        (unknown_rope, "type 'spiral'"),
         (half_dtype, "more than one dtype"),
         (biased, "MLP has biases"),
     ],
@@ -289,12 +331,12 @@ def test_an_instance_that_is_not_as_its_class_is_refused(
 ):
     model = make_target("llama", fresh=True).model
     change(model)
-    tree, refused = fuse(shallow(model), REFERENCE)
+    tree, refused = fuse(private_copy(model), REFERENCE)
     assert type(tree) is type(model)
     assert list(refused) == [""] and reason in refused[""]
 
 
 def test_a_subclass_is_not_its_class(make_target: Callable[..., Any]):
-    model = shallow(make_target("llama").model)
+    model = private_copy(make_target("llama").model)
     model.__class__ = type("Other", (type(model),), {})
     assert fuse(model, REFERENCE) == (model, {})

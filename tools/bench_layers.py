@@ -24,8 +24,10 @@ import torch.nn.functional as F
 from gpu_attention import bandwidth
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
-from specdec.attention.bridge import ATTENTION_NAME, AttentionCall, text_configs
-from specdec.attention.paged_attention import ancestor_bits, paged_attention
+from specdec.attention.bridge import AttentionCall
+from specdec.attention.paged_attention import paged_attention
+from specdec.attention.private_copy import ATTENTION_NAME, text_configs
+from specdec.attention.tree import ancestor_bits
 from specdec.kvcache.layout import layout_from_config
 from specdec.kvcache.spaces import FullLoc
 from specdec.layers.fuse import fuse

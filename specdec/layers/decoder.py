@@ -105,13 +105,14 @@ class FusedLayer(nn.Module):
         normed: torch.Tensor,
         rotary: Rotary,
         layer_input: torch.Tensor | None,
-        context: FusedContext,
+        *,
+        specdec_ctx: FusedContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden, normed [T, H], layer_input [T, P] -> the next layer's hidden and normed."""
         parts, ops = self.parts, self.ops
         qkv = ops.linear(normed, parts.qkv, parts.qkv_bias)
-        rows = ops.rope_store(qkv, parts.heads, rotary, context.destination(self.index))
-        attended = context.attend_fused(self.index, rows, scaling=parts.scaling)
+        rows = ops.rope_store(qkv, parts.heads, rotary, specdec_ctx.destination(self.index))
+        attended = specdec_ctx.attend_fused(self.index, rows, scaling=parts.scaling)
         out = ops.linear(attended.flatten(1), parts.out, parts.out_bias)
         hidden, normed = ops.norm(out, post=parts.attention_norm, residual=hidden, pre=parts.mlp_input_norm)
         down = ops.linear(ops.gated_linear(normed, parts.gate_up, parts.activation), parts.down)
@@ -165,7 +166,8 @@ class FusedDecoder(nn.Module):
         _, normed = self.ops.norm(Product.of(hidden), pre=self.parts.layers[0].input_norm)
         for i, layer in enumerate(self.layers):
             layer_input = None if inputs is None else inputs[:, i]
-            hidden, normed = layer(hidden, normed, tables[self.parts.layers[i].kind], layer_input, specdec_ctx)
+            table = tables[self.parts.layers[i].kind]
+            hidden, normed = layer(hidden, normed, table, layer_input, specdec_ctx=specdec_ctx)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden).view(inputs_embeds.shape))
 
     def _layer_inputs(self, hidden: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from specdec.attention.hf_norms import fused_rms_norm
 from specdec.errors import UnsupportedModelError
 from specdec.layers.decoder import DecoderParts, EmbeddingParts, LayerParts, PleParts
 from specdec.layers.linear import reference_activate
@@ -36,7 +37,7 @@ def describe_gemma4(model: Any) -> DecoderParts:
     """Gemma 4's text model, dense: with or without per-layer embeddings, shared K/V, keys as values."""
     config = model.config
     _check_tree(model)
-    if config.enable_moe_block:
+    if getattr(config, "enable_moe_block", False):  # the unified models have no such field
         raise Unfusable("its layers have experts beside the MLP")
     activation = _activation(model.layers[0].mlp.act_fn, config.hidden_activation)
     merged: list[tuple[torch.Tensor, ...]] = []
@@ -55,7 +56,7 @@ def describe_gemma4(model: Any) -> DecoderParts:
         )
         projections = [attention.q_proj] if shared else [attention.q_proj, attention.k_proj, attention.v_proj]
         ple = None
-        if layer.hidden_size_per_layer_input:
+        if getattr(layer, "hidden_size_per_layer_input", 0):
             ple = PleParts(
                 gate=layer.per_layer_input_gate.weight,
                 projection=layer.per_layer_projection.weight,
@@ -77,7 +78,7 @@ def describe_gemma4(model: Any) -> DecoderParts:
             )
         )
     embeddings = None
-    if model.hidden_size_per_layer_input:
+    if getattr(model, "hidden_size_per_layer_input", 0):
         embedding = model.embed_tokens_per_layer
         embeddings = EmbeddingParts(
             context=model.per_layer_model_projection.weight,
@@ -194,7 +195,9 @@ def _check_tree(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if type(module).__module__ not in allowed:
             raise Unfusable(f"its module {name} is a {type(module).__module__}.{type(module).__name__}")
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        forward = vars(module).get("forward")  # the norms of a private copy have one that is the same norm
+        replaced = forward is not None and getattr(forward, "__func__", None) is not fused_rms_norm
+        if module._forward_hooks or module._forward_pre_hooks or replaced:
             raise Unfusable(f"the forward of its module {name} is hooked or replaced")
     kinds = {(param.dtype, param.device) for param in model.parameters()}
     if len(kinds) > 1:

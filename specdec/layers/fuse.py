@@ -2,7 +2,7 @@
 
     fuse(tree, KERNELS) -> the tree with its text models replaced, and why others in the table were not
 
-`tree` is the caller's own: an engine fuses its shallow copy, never the user's modules. The classes are matched exactly,
+`tree` is the caller's own: an engine fuses its private copy, never the user's modules. The classes are matched exactly,
 since a subclass may compute something else. Families without an entry are left as they are.
 """
 
