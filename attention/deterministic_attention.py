@@ -1,0 +1,207 @@
+"""The cut of `tree_attention` in plain torch, for the CPU: a row's bits are a function of its own path there too.
+
+    tiles   BLOCK_K keys at multiples of BLOCK_K by position, each a softmax of its own: maximum, sum, accumulator
+    a row   its tiles scaled to their common maximum, added up in ascending order, then the sink
+
+A product is always [ROWS, D] x [D, BLOCK_K] or [ROWS, BLOCK_K] x [BLOCK_K, D], batched: its bits depend on neither the
+number of products nor a row's place among ROWS. The rest is one operation an element, no fused or vectorised sums.
+Complete committed tiles are shared by all rows of a request; the nodes of a tree gather what lies behind them each by
+itself. Computes in float32, or in float64 for float64. The host reads lengths: it is not for capturing.
+"""
+
+import torch
+from torch.nn.functional import pad
+
+from specdec.attention.own_keys import ALIGN, OwnKeys
+
+BLOCK_K = ALIGN
+ROWS = 16
+
+State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of J tiles: maximum and sum [B, Hkv, J, R], accumulator [B, Hkv, J, R, D]."""
+
+
+def deterministic_attention(
+    query: torch.Tensor,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    own: OwnKeys,
+    pages: torch.Tensor,
+    start: torch.Tensor | None,
+    committed_len: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    page_size: int,
+    scaling: float,
+    block_len: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `tree_attention`; `own` from `reference_own_keys`."""
+    batch, num_heads, num_rows, _ = query.shape
+    kv_heads = pool_k.shape[1]
+    group = num_heads // kv_heads
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    start = torch.zeros_like(committed_len) if start is None else start
+    low = start[:, None].expand_as(positions)  # [B, N] the oldest and the newest key that a row sees
+    high = positions if own.path_len else (committed_len - 1)[:, None].expand_as(positions)
+    if window is not None:
+        low = torch.maximum(low, positions - window + 1)
+    if block_len is not None:
+        high = torch.where(torch.arange(num_rows, device=query.device) < block_len[:, None], high, -1)
+    oldest, newest = low.amin(1), high.amax(1)  # [B]
+    own_base = committed_len // BLOCK_K * BLOCK_K
+    is_tree = own.run_end is not None
+    shared_newest = torch.minimum(newest, own_base - 1) if is_tree else newest
+    first_tile = oldest // BLOCK_K
+    num_tiles = int((shared_newest // BLOCK_K - first_tile).amax()) + 1 if batch else 0
+    key_pos = (first_tile[:, None] + torch.arange(max(num_tiles, 0), device=query.device))[:, :, None] * BLOCK_K
+    key_pos = key_pos + torch.arange(BLOCK_K, device=query.device)  # [B, J, BLOCK_K]
+    slots = _slots(key_pos, oldest, shared_newest, own, pages, start, own_base, page_size)
+    keys, values = (_tiles(pool, slots, shared_newest >= oldest, dtype) for pool in (pool_k, pool_v))
+
+    q = query.to(dtype).unflatten(1, (kv_heads, group)).transpose(2, 3)  # [B, Hkv, N, G, D]
+    sink = None if sinks is None else sinks.to(dtype).view(kv_heads, 1, group).expand(-1, num_rows, -1).flatten(1)
+    rows = _pad_rows(q.flatten(2, 3), 2)  # [B, Hkv, R, D]
+    row_low, row_high = (
+        _pad_rows(x.repeat_interleave(group, 1), 1, value) for x, value in ((low, 1 << 40), (high, -1))
+    )
+    states: list[State] = []
+    outs: list[torch.Tensor] = []
+    for begin in range(0, rows.shape[2], ROWS):
+        some = slice(begin, begin + ROWS)
+        tiles = slice(None)
+        if not is_tree:  # the tiles that some row here sees; the others would change nothing
+            from_tile = int((row_low[:, some].amin(1) // BLOCK_K - first_tile).amin().clamp(min=0))
+            tiles = slice(
+                from_tile, max(from_tile, int((row_high[:, some].amax(1) // BLOCK_K - first_tile).amax()) + 1)
+            )
+        pos = key_pos[:, None, tiles, None]  # [B, 1, J, 1, BLOCK_K]
+        visible = (pos >= row_low[:, None, None, some, None]) & (pos <= row_high[:, None, None, some, None])
+        if is_tree:
+            visible = visible & (pos < own_base[:, None, None, None, None])
+        state = _tile_states(rows[:, :, some], keys[:, :, tiles], values[:, :, tiles], visible, scaling, softcap)
+        if is_tree:
+            states.append(state)
+        else:
+            outs.append(_fold(state, None if sink is None else _pad_rows(sink, 1)[:, some]))
+    if is_tree:
+        shared = [torch.cat(parts, 3)[:, :, :, : num_rows * group] for parts in zip(*states, strict=True)]
+        own_states = _own_states(q, pool_k, pool_v, own, low, high, own_base, scaling, softcap)
+        both = [torch.cat(parts, 2) for parts in zip(shared, own_states, strict=True)]
+        outs = [_fold((both[0], both[1], both[2]), sink)]
+    out = torch.cat(outs, 2)[:, :, : num_rows * group].unflatten(2, (num_rows, group))  # [B, Hkv, N, G, D]
+    return out.transpose(1, 2).flatten(2, 3).to(query.dtype).contiguous()
+
+
+def _slots(
+    key_pos: torch.Tensor,
+    oldest: torch.Tensor,
+    newest: torch.Tensor,
+    own: OwnKeys,
+    pages: torch.Tensor,
+    start: torch.Tensor,
+    own_base: torch.Tensor,
+    page_size: int,
+) -> torch.Tensor:
+    """The slots of key_pos [B, J, BLOCK_K]; outside [oldest, newest] those of the nearest key inside."""
+    pos = torch.maximum(torch.minimum(key_pos.flatten(1), newest[:, None]), oldest[:, None])
+    pages = pages if pages.shape[1] else pages.new_zeros(len(pages), 1)
+    column = (pos - start[:, None]).clamp(0, pages.shape[1] * page_size - 1)
+    committed = pages.long().gather(1, column // page_size) * page_size + column % page_size
+    owned = own.slots[:, 0].long().gather(1, (pos - own_base[:, None]).clamp(0, own.slots.shape[2] - 1))
+    return torch.where(pos < own_base[:, None], committed, owned).view_as(key_pos)
+
+
+def _tiles(pool: torch.Tensor, slots: torch.Tensor, exist: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[X, J, BLOCK_K] slots -> [X, Hkv, J, BLOCK_K, D]; 0 where a request has no keys, whose slots hold anything."""
+    tiles = pool.index_select(0, slots.flatten()).view(*slots.shape, *pool.shape[1:]).permute(0, 3, 1, 2, 4).to(dtype)
+    return tiles if bool(exist.all()) else tiles.masked_fill(~exist[:, None, None, None, None], 0.0)
+
+
+def _own_states(
+    q: torch.Tensor,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    own: OwnKeys,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    own_base: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+) -> State:
+    """Of q [B, Hkv, N, G, D]: each node's own tiles [B, Hkv, J, N * G, ...]."""
+    batch, _, num_nodes, group, _ = q.shape
+    num_tiles = max(1, int(((high - own_base[:, None]) // BLOCK_K).amax()) + 1)
+    columns = torch.arange(num_tiles * BLOCK_K, device=q.device)
+    exist = high >= own_base[:, None]  # [B, N]
+    oldest = torch.maximum(low - own_base[:, None], torch.zeros_like(low))[:, :, None]
+    column = torch.minimum(columns, (high - own_base[:, None])[:, :, None]).maximum(oldest)  # [B, N, W]
+    slots = own.slots.long().gather(2, column.clamp(0, own.slots.shape[2] - 1)).view(-1, num_tiles, BLOCK_K)
+    keys, values = (_tiles(pool, slots, exist.flatten(), q.dtype) for pool in (pool_k, pool_v))
+    pos = own_base[:, None, None] + columns
+    visible = (pos >= low[:, :, None]) & (pos <= high[:, :, None])  # [B, N, W]
+    visible = visible.view(-1, 1, num_tiles, 1, BLOCK_K)
+    rows = _pad_rows(q.transpose(1, 2).flatten(0, 1), 2)  # [B * N, Hkv, R, D]
+    parts = [
+        _tile_states(rows[:, :, i : i + ROWS], keys, values, visible, scaling, softcap)
+        for i in range(0, rows.shape[2], ROWS)
+    ]
+
+    def by_request(x: torch.Tensor) -> torch.Tensor:
+        """[B * N, Hkv, J, R, ...] -> [B, Hkv, J, N * G, ...]"""
+        return x[:, :, :, :group].unflatten(0, (batch, num_nodes)).movedim(1, 3).flatten(3, 4)
+
+    maximum, total, acc = (by_request(torch.cat(part, 3)) for part in zip(*parts, strict=True))
+    return maximum, total, acc
+
+
+def _tile_states(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+) -> State:
+    """q [X, Hkv, ROWS, D], keys and values [X, Hkv, J, BLOCK_K, D], visible [X, 1, J, ROWS or 1, BLOCK_K]."""
+    shape = keys.shape[:3]
+    q = q[:, :, None].expand(*shape, -1, -1).flatten(0, 2)  # [X * Hkv * J, ROWS, D]
+    keys, values = keys.reshape(-1, *keys.shape[3:]), values.reshape(-1, *values.shape[3:])
+    scores = torch.bmm(q, keys.transpose(1, 2)).unflatten(0, shape) * scaling  # [X, Hkv, J, ROWS, BLOCK_K]
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~visible, -torch.inf)
+    maximum = scores.amax(-1)
+    weights = torch.exp(scores - _finite(maximum)[..., None]).flatten(0, 2)
+    ones = weights.new_ones(1, BLOCK_K, ROWS).expand(len(weights), -1, -1)
+    total = torch.bmm(weights, ones)[..., 0]
+    return maximum, total.unflatten(0, shape), torch.bmm(weights, values).unflatten(0, shape)
+
+
+def _fold(state: State, sink: torch.Tensor | None) -> torch.Tensor:
+    """The tiles of each row added up, oldest first: sink [Hkv, R] -> [B, Hkv, R, D]; 0 for a row that sees nothing."""
+    maximum, sums, accs = state
+    if not maximum.shape[2]:
+        return accs.sum(2)  # of no tiles
+    top = maximum.amax(2)
+    top = _finite(top if sink is None else torch.maximum(top, sink))
+    scale = torch.exp(maximum - top[:, :, None])
+    sums, accs = sums * scale, accs * scale[..., None]
+    total, acc = sums[:, :, 0], accs[:, :, 0]
+    for tile in range(1, maximum.shape[2]):
+        total, acc = total + sums[:, :, tile], acc + accs[:, :, tile]
+    if sink is not None:
+        total = total + torch.exp(sink - top)
+    return acc / torch.where(total == 0, 1.0, total)[..., None]
+
+
+def _finite(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x == -torch.inf, 0.0, x)
+
+
+def _pad_rows(x: torch.Tensor, dim: int, value: int = 0) -> torch.Tensor:
+    """`dim` filled up to whole row tiles."""
+    missing = -x.shape[dim] % ROWS
+    return pad(x, (0,) * (2 * (x.dim() - 1 - dim)) + (0, missing), value=value) if missing else x
