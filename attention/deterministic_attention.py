@@ -17,8 +17,11 @@ from specdec.attention.own_keys import ALIGN, OwnKeys
 BLOCK_K = ALIGN
 ROWS = 16
 
+_SMALLEST = {torch.float32: -87.0, torch.float64: -708.0}
+"""Scores below give subnormal weights."""
+
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of J tiles: maximum and sum [B, Hkv, J, R], accumulator [B, Hkv, J, R, D]."""
+"""Of J tiles: maximum and sum [J, B, Hkv, R], accumulator [J, B, Hkv, R, D]."""
 
 
 def deterministic_attention(
@@ -77,11 +80,11 @@ def deterministic_attention(
             tiles = slice(
                 from_tile, max(from_tile, int((row_high[:, some].amax(1) // BLOCK_K - first_tile).amax()) + 1)
             )
-        pos = key_pos[:, None, tiles, None]  # [B, 1, J, 1, BLOCK_K]
-        visible = (pos >= row_low[:, None, None, some, None]) & (pos <= row_high[:, None, None, some, None])
+        pos = key_pos.transpose(0, 1)[tiles, :, None, None]  # [J, B, 1, 1, BLOCK_K]
+        visible = (pos >= row_low[:, None, some, None]) & (pos <= row_high[:, None, some, None])
         if is_tree:
-            visible = visible & (pos < own_base[:, None, None, None, None])
-        state = _tile_states(rows[:, :, some], keys[:, :, tiles], values[:, :, tiles], visible, scaling, softcap)
+            visible = visible & (pos < own_base[:, None, None, None])
+        state = _tile_states(rows[:, :, some], keys[tiles], values[tiles], visible, scaling, softcap)
         if is_tree:
             states.append(state)
         else:
@@ -89,7 +92,7 @@ def deterministic_attention(
     if is_tree:
         shared = [torch.cat(parts, 3)[:, :, :, : num_rows * group] for parts in zip(*states, strict=True)]
         own_states = _own_states(q, pool_k, pool_v, own, low, high, own_base, scaling, softcap)
-        both = [torch.cat(parts, 2) for parts in zip(shared, own_states, strict=True)]
+        both = [torch.cat(parts) for parts in zip(shared, own_states, strict=True)]
         outs = [_fold((both[0], both[1], both[2]), sink)]
     out = torch.cat(outs, 2)[:, :, : num_rows * group].unflatten(2, (num_rows, group))  # [B, Hkv, N, G, D]
     return out.transpose(1, 2).flatten(2, 3).to(query.dtype).contiguous()
@@ -115,9 +118,10 @@ def _slots(
 
 
 def _tiles(pool: torch.Tensor, slots: torch.Tensor, exist: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[X, J, BLOCK_K] slots -> [X, Hkv, J, BLOCK_K, D]; 0 where a request has no keys, whose slots hold anything."""
-    tiles = pool.index_select(0, slots.flatten()).view(*slots.shape, *pool.shape[1:]).permute(0, 3, 1, 2, 4).to(dtype)
-    return tiles if bool(exist.all()) else tiles.masked_fill(~exist[:, None, None, None, None], 0.0)
+    """[X, J, BLOCK_K] slots -> [J, X, Hkv, BLOCK_K, D]; 0 where a request has no keys, whose slots hold anything."""
+    tiles = pool.index_select(0, slots.flatten()).view(*slots.shape, *pool.shape[1:]).permute(1, 0, 3, 2, 4)
+    tiles = tiles.to(dtype).contiguous()
+    return tiles if bool(exist.all()) else tiles.masked_fill(~exist[:, None, None, None], 0.0)
 
 
 def _own_states(
@@ -131,7 +135,7 @@ def _own_states(
     scaling: float,
     softcap: float | None,
 ) -> State:
-    """Of q [B, Hkv, N, G, D]: each node's own tiles [B, Hkv, J, N * G, ...]."""
+    """Of q [B, Hkv, N, G, D]: each node's own tiles [J, B, Hkv, N * G, ...]."""
     batch, _, num_nodes, group, _ = q.shape
     num_tiles = max(1, int(((high - own_base[:, None]) // BLOCK_K).amax()) + 1)
     columns = torch.arange(num_tiles * BLOCK_K, device=q.device)
@@ -142,7 +146,7 @@ def _own_states(
     keys, values = (_tiles(pool, slots, exist.flatten(), q.dtype) for pool in (pool_k, pool_v))
     pos = own_base[:, None, None] + columns
     visible = (pos >= low[:, :, None]) & (pos <= high[:, :, None])  # [B, N, W]
-    visible = visible.view(-1, 1, num_tiles, 1, BLOCK_K)
+    visible = visible.view(-1, num_tiles, BLOCK_K).transpose(0, 1)[:, :, None, None]
     rows = _pad_rows(q.transpose(1, 2).flatten(0, 1), 2)  # [B * N, Hkv, R, D]
     parts = [
         _tile_states(rows[:, :, i : i + ROWS], keys, values, visible, scaling, softcap)
@@ -150,8 +154,8 @@ def _own_states(
     ]
 
     def by_request(x: torch.Tensor) -> torch.Tensor:
-        """[B * N, Hkv, J, R, ...] -> [B, Hkv, J, N * G, ...]"""
-        return x[:, :, :, :group].unflatten(0, (batch, num_nodes)).movedim(1, 3).flatten(3, 4)
+        """[J, B * N, Hkv, R, ...] -> [J, B, Hkv, N * G, ...]"""
+        return x[:, :, :, :group].unflatten(1, (batch, num_nodes)).transpose(2, 3).flatten(3, 4)
 
     maximum, total, acc = (by_request(torch.cat(part, 3)) for part in zip(*parts, strict=True))
     return maximum, total, acc
@@ -165,16 +169,16 @@ def _tile_states(
     scaling: float,
     softcap: float | None,
 ) -> State:
-    """q [X, Hkv, ROWS, D], keys and values [X, Hkv, J, BLOCK_K, D], visible [X, 1, J, ROWS or 1, BLOCK_K]."""
+    """q [X, Hkv, ROWS, D], keys and values [J, X, Hkv, BLOCK_K, D], visible [J, X, 1, ROWS or 1, BLOCK_K]."""
     shape = keys.shape[:3]
-    q = q[:, :, None].expand(*shape, -1, -1).flatten(0, 2)  # [X * Hkv * J, ROWS, D]
-    keys, values = keys.reshape(-1, *keys.shape[3:]), values.reshape(-1, *values.shape[3:])
-    scores = torch.bmm(q, keys.transpose(1, 2)).unflatten(0, shape) * scaling  # [X, Hkv, J, ROWS, BLOCK_K]
+    q, keys, values = q.expand(shape[0], -1, -1, -1, -1).flatten(0, 2), keys.flatten(0, 2), values.flatten(0, 2)
+    scores = torch.bmm(q, keys.transpose(1, 2)).unflatten(0, shape).mul_(scaling)  # [J, X, Hkv, ROWS, BLOCK_K]
     if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~visible, -torch.inf)
-    maximum = scores.amax(-1)
-    weights = torch.exp(scores - _finite(maximum)[..., None]).flatten(0, 2)
+        scores.div_(softcap).tanh_().mul_(softcap)
+    maximum = scores.masked_fill_(~visible, -torch.inf).amax(-1)
+    scores.sub_(_finite(maximum)[..., None])
+    scores.masked_fill_(scores < _SMALLEST[scores.dtype], -torch.inf)  # a subnormal takes 60 times as long as a 0
+    weights = scores.exp_().flatten(0, 2)
     ones = weights.new_ones(1, BLOCK_K, ROWS).expand(len(weights), -1, -1)
     total = torch.bmm(weights, ones)[..., 0]
     return maximum, total.unflatten(0, shape), torch.bmm(weights, values).unflatten(0, shape)
@@ -182,16 +186,17 @@ def _tile_states(
 
 def _fold(state: State, sink: torch.Tensor | None) -> torch.Tensor:
     """The tiles of each row added up, oldest first: sink [Hkv, R] -> [B, Hkv, R, D]; 0 for a row that sees nothing."""
-    maximum, sums, accs = state
-    if not maximum.shape[2]:
-        return accs.sum(2)  # of no tiles
-    top = maximum.amax(2)
+    maximum, sums, accs = state  # scaled in place
+    if not len(maximum):
+        return accs.sum(0)  # of no tiles
+    top = maximum.amax(0)
     top = _finite(top if sink is None else torch.maximum(top, sink))
-    scale = torch.exp(maximum - top[:, :, None])
-    sums, accs = sums * scale, accs * scale[..., None]
-    total, acc = sums[:, :, 0], accs[:, :, 0]
-    for tile in range(1, maximum.shape[2]):
-        total, acc = total + sums[:, :, tile], acc + accs[:, :, tile]
+    scale = torch.exp(maximum - top)
+    sums, accs = sums.mul_(scale), accs.mul_(scale[..., None])
+    total, acc = sums[0], accs[0]
+    for tile in range(1, len(maximum)):
+        total += sums[tile]
+        acc += accs[tile]
     if sink is not None:
         total = total + torch.exp(sink - top)
     return acc / torch.where(total == 0, 1.0, total)[..., None]

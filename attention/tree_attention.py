@@ -17,6 +17,9 @@ What is not visible weighs nothing, exactly, so neither siblings nor the rest of
 chunks or the row tile show in the result. The block's K and V are read from the pool, where the forward has stored
 them: then a key is loaded by the same code whether it is committed or not, layers that share the K/V of another need
 nothing else, and a fused rotation can store and forget them. The launcher reads nothing back.
+
+Rows that do not exist and slots that nobody wrote may hold anything. A NaN or infinity in the K or V of a row that does
+exist may reach all rows of its row tile.
 """
 
 from typing import NamedTuple
