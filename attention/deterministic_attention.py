@@ -94,7 +94,8 @@ def deterministic_attention(
         own_states = _own_states(q, pool_k, pool_v, own, low, high, own_base, scaling, softcap)
         both = [torch.cat(parts) for parts in zip(shared, own_states, strict=True)]
         outs = [_fold((both[0], both[1], both[2]), sink)]
-    out = torch.cat(outs, 2)[:, :, : num_rows * group].unflatten(2, (num_rows, group))  # [B, Hkv, N, G, D]
+    packed = torch.cat(outs, 2)[:, :, : num_rows * group]
+    out: torch.Tensor = packed.unflatten(2, (num_rows, group))  # [B, Hkv, N, G, D]
     return out.transpose(1, 2).flatten(2, 3).to(query.dtype).contiguous()
 
 
@@ -155,7 +156,8 @@ def _own_states(
 
     def by_request(x: torch.Tensor) -> torch.Tensor:
         """[J, B * N, Hkv, R, ...] -> [J, B, Hkv, N * G, ...]"""
-        return x[:, :, :, :group].unflatten(1, (batch, num_nodes)).transpose(2, 3).flatten(3, 4)
+        nodes: torch.Tensor = x[:, :, :, :group].unflatten(1, (batch, num_nodes))
+        return nodes.transpose(2, 3).flatten(3, 4)
 
     maximum, total, acc = (by_request(torch.cat(part, 3)) for part in zip(*parts, strict=True))
     return maximum, total, acc

@@ -243,7 +243,8 @@ def count_splits(num_keys: int, window: int | None, path_len: int, cut: Cut, *, 
     """The most splits that one request can have."""
     if grows:
         units = -(-num_keys // cut.split_len)
-        short, middle = SHORT_SPLITS.value, MIDDLE_SPLITS.value
+        short: int = SHORT_SPLITS.value
+        middle: int = MIDDLE_SPLITS.value
         far = max(0, units - short - 2 * middle)
         return max(1, min(units, short) + min(-(-max(0, units - short) // 2), middle) + -(-far // 4))
     if window is not None:

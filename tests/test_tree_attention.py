@@ -449,6 +449,12 @@ def test_a_row_has_the_bits_of_plain_decoding_in_any_company(
         assert torch.equal(out[path], expected[begin : begin + len(path)]), f"a tree at {begin} in a batch"
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_splits_folded_where_they_are_made_or_afterwards_give_the_same_bits(window: int | None) -> None:
+    args = lay_out([request(n, 5, [-1, 0, 0, 1, 3], seed=n) for n in (100, 31)], window=window)
+    assert torch.equal(folded(args), run(args))
+
+
 @PATHS
 def test_trees_of_200_nodes(attend: Run) -> None:
     """Far more nodes than an integer has bits; the path of the text is 40 deep and crosses tiles."""
