@@ -1,0 +1,60 @@
+"""The mixtures of transformers' models as `moe` wants them: views of their parameters, nothing copied.
+
+Experts are stored alike in every family and say how (`is_transposed`, `is_concatenated`, `has_bias`); routers differ.
+"""
+
+from typing import Any
+
+from torch import nn
+from transformers.activations import GELUTanh, SiLUActivation
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts, Gemma4TextRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
+
+from specdec.layers.moe import Experts, Router
+
+EXPERT_CLASSES = (Gemma4TextExperts, GptOssExperts, MixtralExperts, Qwen3MoeExperts)
+ROUTER_CLASSES = (Gemma4TextRouter, GptOssTopKRouter, MixtralTopKRouter, Qwen3MoeTopKRouter)
+
+
+def router_of(module: nn.Module) -> Router | None:
+    """None: not a router that `moe` knows."""
+    m: Any = module
+    if isinstance(m, Gemma4TextRouter):
+        return Router(
+            m.proj.weight, m.config.top_k_experts, scale=m.scale, eps=m.eps, expert_scale=m.per_expert_scale
+        )
+    if isinstance(m, GptOssTopKRouter):
+        return Router(m.weight, m.top_k, bias=m.bias)
+    if isinstance(m, MixtralTopKRouter):
+        return Router(m.weight, m.top_k)
+    if isinstance(m, Qwen3MoeTopKRouter):
+        return Router(m.weight, m.top_k, normalised=m.norm_topk_prob)
+    return None
+
+
+def experts_of(module: nn.Module) -> Experts | None:
+    """None: not experts that `moe` knows, or with another activation."""
+    m: Any = module
+    if not isinstance(m, EXPERT_CLASSES):
+        return None
+    if isinstance(m, GptOssExperts):
+        activation = "swiglu_clamped"
+    elif isinstance(m.act_fn, GELUTanh):
+        activation = "gelu_tanh"
+    elif isinstance(m.act_fn, nn.SiLU | SiLUActivation):
+        activation = "silu"
+    else:
+        return None
+    gate_up, down = (p.transpose(1, 2) if m.is_transposed else p for p in (m.gate_up_proj, m.down_proj))
+    return Experts(
+        gate_up,
+        down,
+        activation,
+        m.gate_up_proj_bias if m.has_bias else None,
+        m.down_proj_bias if m.has_bias else None,
+        interleaved=not m.is_concatenated,
+        alpha=getattr(m, "alpha", 0.0),
+        limit=getattr(m, "limit", 0.0),
+    )

@@ -1,0 +1,111 @@
+"""The ordered-embedding head without a row of the vocabulary: equal to the dense form and `SamplingBatch`."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specdec import SamplingParams
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.kvcache.triton_shim import triton
+from specdec.layers.centroid import (
+    CentroidHead,
+    centroid_best,
+    centroid_sample,
+    reference_centroid_best,
+    reference_centroid_logits,
+    reference_centroid_sample,
+    score_kernel,
+)
+from specdec.layers.sample import SampleParams
+from specdec.sampling import SamplingBatch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SETTINGS = [
+    {"temperature": 0.0},
+    *({"temperature": t} for t in (0.6, 1.3)),
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 1.0, "top_k": 6, "top_p": 0.8},
+    {"temperature": 1.0, "top_k": 10**6, "top_p": 0.4},
+    {"temperature": 2.0, "min_p": 0.2},
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels_run():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if DEVICE.type == "cpu":
+            monkeypatch.setenv("TRITON_INTERPRET", "1")
+            assert not isinstance(score_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
+        yield
+
+
+def batch_of(settings):
+    batch = SamplingBatch.of([SamplingParams(**s) for s in settings], list(range(5, 5 + len(settings))), DEVICE)
+    return SampleParams(*(getattr(batch, name) for name in SampleParams._fields)), batch
+
+
+def head_of(num_centroids, cluster, width, top_k, dtype=torch.float32):
+    torch.manual_seed(num_centroids)
+    vocab = num_centroids * cluster
+    return CentroidHead(
+        torch.randn(num_centroids, width, device=DEVICE).to(dtype),
+        torch.randperm(vocab, device=DEVICE).view(num_centroids, cluster),
+        torch.randn(vocab, width, device=DEVICE).to(dtype) * 0.5,
+        top_k,
+    )
+
+
+def test_tokens_are_those_of_the_assistants_dense_path(make_target, make_assistant, poison_empty):
+    """96 tokens in 12 centroids, 3 opened: `Gemma4MTPDrafter._head`, then the sampler over the whole vocabulary."""
+    assistant = make_assistant(make_target("gemma4-e2b"), ordered=True).to(DEVICE)
+    ordered = assistant.masked_embedding
+    head = CentroidHead(
+        ordered.centroids.weight,
+        ordered.token_ordering.view(ordered.num_centroids, -1),
+        assistant.lm_head.weight,
+        ordered.centroid_intermediate_top_k,
+    )
+    params, batch = batch_of(SETTINGS)
+    torch.manual_seed(0)
+    hidden = torch.randn(len(SETTINGS), 3, 24, device=DEVICE)
+    positions = torch.randint(0, 900, hidden.shape[:2], device=DEVICE)
+    with torch.no_grad():
+        logits = Gemma4MTPDrafter._head(SimpleNamespace(assistant=assistant), hidden)
+        expected = batch.sample(logits, positions)
+        assert centroid_sample(hidden, positions, params, head).tolist() == expected.tolist()
+        torch.testing.assert_close(reference_centroid_logits(hidden, head), logits)
+        best = centroid_best(hidden, positions, params, head, 4)
+        scores = batch.log_scores(logits, positions).topk(4, dim=-1)
+    torch.testing.assert_close(best.scores, scores.values, atol=2e-5, rtol=1e-5)
+    kept = scores.values > -torch.inf  # which of the removed tokens come last is nobody's business
+    assert torch.equal(best.tokens[kept], scores.indices[kept])
+
+
+@pytest.mark.parametrize("sizes", [(5, 3, 7, 2), (20, 9, 33, 20), (3, 130, 16, 1)], ids=str)
+def test_odd_sizes(sizes, poison_empty):
+    head = head_of(*sizes)
+    params, _ = batch_of(SETTINGS)
+    hidden = torch.randn(len(SETTINGS), 2, sizes[2], device=DEVICE)
+    positions = torch.randint(0, 900, hidden.shape[:2], device=DEVICE)
+    expected = reference_centroid_sample(hidden, positions, params, head)
+    assert centroid_sample(hidden, positions, params, head).tolist() == expected.tolist()
+
+
+def test_equal_centroids_open_the_lower_number(poison_empty):
+    """Centroids 1, 2 and 4 are equal and best; two are opened."""
+    width, cluster = 4, 2
+    centroids = torch.zeros(5, width, device=DEVICE)
+    centroids[[1, 2, 4], 0] = 1.0
+    weight = torch.zeros(10, width, device=DEVICE)
+    weight[:, 0] = torch.arange(10.0)
+    head = CentroidHead(centroids, torch.arange(10, device=DEVICE).view(5, cluster), weight, 2)
+    params, _ = batch_of(SETTINGS[:1])
+    hidden = torch.tensor([[[1.0, 0, 0, 0], [-1.0, 0, 0, 0]]], device=DEVICE)
+    positions = torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
+    # the negated row likes centroids 0 and 3, and of their tokens the least
+    assert centroid_sample(hidden, positions, params, head).tolist() == [[5, 0]]
+    best = centroid_best(hidden, positions, params, head, 4)
+    assert best.tokens.tolist() == [[[5, 4, 3, 2], [0, 1, 6, 7]]]
+    expected = reference_centroid_best(hidden, positions, params, head, 4)
+    torch.testing.assert_close(best, expected, atol=2e-6, rtol=1e-5)

@@ -1,0 +1,170 @@
+"""Mixtures of experts: the kernels against the references, and both against transformers' eager modules."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma4TextConfig, GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts, Gemma4TextRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from specdec.kvcache.triton_shim import triton
+from specdec.layers.moe import (
+    Experts,
+    Router,
+    Routing,
+    apply_experts,
+    reference_apply_experts,
+    reference_route,
+    route,
+)
+from specdec.layers.moe_families import experts_of, router_of
+from specdec.layers.moe_kernels import sum_kernel
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# the interpreter's numpy says when float32 reaches infinity, as it does in a sigmoid
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
+FAMILIES = ["gemma4", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe-raw"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels_run():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if DEVICE.type == "cpu":
+            monkeypatch.setenv("TRITON_INTERPRET", "1")
+            assert not isinstance(sum_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
+        yield
+
+
+def build(family: str, hidden: int = 40, width: int = 24, num_experts: int = 9, top_k: int = 3) -> Any:
+    """(router module, experts module, forward of transformers' eager block) with random weights, float32."""
+    torch.manual_seed(len(family))
+    sizes = {"hidden_size": hidden, "num_experts_per_tok": top_k, "experts_implementation": "eager"}
+    if family == "gemma4":
+        config = Gemma4TextConfig(
+            **{"hidden_size": hidden, "moe_intermediate_size": width, "num_experts": num_experts},
+            **{"top_k_experts": top_k, "enable_moe_block": True, "experts_implementation": "eager"},
+        )
+        router, experts = Gemma4TextRouter(config), Gemma4TextExperts(config)
+
+        def forward(x):
+            _, weights, index = router(x)
+            return experts(x, index, weights)
+
+    else:
+        block: Any
+        if family == "gpt_oss":
+            block = GptOssMLP(GptOssConfig(**sizes, intermediate_size=width, num_local_experts=num_experts))
+            router = block.router
+        elif family == "mixtral":
+            block = MixtralSparseMoeBlock(
+                MixtralConfig(**sizes, intermediate_size=width, num_local_experts=num_experts)
+            )
+            router = block.gate
+        else:
+            block = Qwen3MoeSparseMoeBlock(
+                Qwen3MoeConfig(
+                    **sizes,
+                    moe_intermediate_size=width,
+                    num_experts=num_experts,
+                    norm_topk_prob=not family.endswith("raw"),
+                )
+            )
+            router = block.gate
+        experts = block.experts
+
+        def forward(x):
+            out = block.eval()(x[None])
+            return (out[0] if isinstance(out, tuple) else out)[0]
+
+    with torch.no_grad():
+        for parameter in (*router.parameters(), *experts.parameters()):
+            parameter.normal_(std=0.5)
+    return router.to(DEVICE), experts.to(DEVICE), forward
+
+
+def arrived(num_rows):
+    return torch.zeros(-(-num_rows // 16), dtype=torch.int32, device=DEVICE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_rows", [1, 5, 19])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_block_is_that_of_transformers(family, num_rows, poison_empty):
+    router_module, experts_module, forward = build(family)
+    router, experts = router_of(router_module), experts_of(experts_module)
+    x = torch.randn(num_rows, 40, device=DEVICE) * 2
+    expected = forward(x)
+    counter = arrived(num_rows)
+    routing = route(x, router, counter)
+    assert counter.tolist() == [0] * len(counter)
+    torch.testing.assert_close(routing, reference_route(x, router), atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(reference_apply_experts(x, routing, experts), expected, atol=2e-4, rtol=1e-5)
+    for few in (True, False):
+        torch.testing.assert_close(apply_experts(x, routing, experts, few=few), expected, atol=2e-4, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["gemma4", "gpt_oss"])
+def test_a_row_has_the_same_bits_beside_any_others(family, poison_empty):
+    router_module, experts_module, _ = build(family, hidden=600, width=72)
+    router, experts = router_of(router_module), experts_of(experts_module)
+    x = torch.randn(21, 600, device=DEVICE)
+    routing = route(x, router, arrived(21))
+    out = apply_experts(x, routing, experts)
+    assert torch.equal(apply_experts(x, routing, experts, few=False), out)
+    for rows in ([4], [20, 4], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]):
+        alone = route(x[rows], router, arrived(len(rows)))
+        assert torch.equal(alone.weights, routing.weights[rows]) and torch.equal(alone.experts, routing.experts[rows])
+        for few in (True, False):
+            assert torch.equal(apply_experts(x[rows], alone, experts, few=few), out[rows])
+
+
+def test_equal_logits_choose_the_lower_expert(poison_empty):
+    router = Router(torch.ones(5, 16, device=DEVICE), 3)
+    routing = route(torch.randn(2, 16, device=DEVICE), router, arrived(2))
+    assert routing.experts.tolist() == [[0, 1, 2]] * 2
+    torch.testing.assert_close(routing.weights, torch.full((2, 3), 1 / 3, device=DEVICE))
+
+
+@torch.no_grad()
+def test_tokens_that_all_choose_one_expert(poison_empty):
+    """Its list is as long as the batch, those of the others are empty."""
+    experts = Experts(
+        torch.randn(4, 12, 20, device=DEVICE), torch.randn(4, 20, 6, device=DEVICE), "silu"
+    )  # [E, 2 I, H], [E, H, I]
+    x = torch.randn(37, 20, device=DEVICE)
+    routing = Routing(torch.full((37, 1), 2, dtype=torch.int32, device=DEVICE), torch.rand(37, 1, device=DEVICE))
+    expected = reference_apply_experts(x, routing, experts)
+    for few in (True, False):
+        torch.testing.assert_close(apply_experts(x, routing, experts, few=few), expected, atol=1e-4, rtol=1e-5)
+
+
+def test_no_rows():
+    experts = Experts(torch.randn(4, 12, 20, device=DEVICE), torch.randn(4, 20, 6, device=DEVICE), "silu")
+    x = torch.randn(0, 20, device=DEVICE)
+    routing = route(x, Router(torch.randn(4, 20, device=DEVICE), 2), arrived(1))
+    assert apply_experts(x, routing, experts).shape == (0, 20)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("family", ["gemma4", "gpt_oss"])
+def test_half_precision_is_within_rounding(family, dtype, poison_empty):
+    router_module, experts_module, _ = build(family, hidden=256, width=64)
+    router, experts = router_of(router_module.to(dtype)), experts_of(experts_module.to(dtype))
+    x = (torch.randn(7, 256, device=DEVICE) * 0.1).to(dtype)
+    routing = route(x, router, arrived(7))
+    wide = Experts(*(f.float() if isinstance(f, torch.Tensor) else f for f in experts))
+    expected = reference_apply_experts(x.float(), routing, wide)
+    for few in (True, False):
+        got = apply_experts(x, routing, experts, few=few).float()
+        assert (got - expected).norm() / expected.norm() < (1e-3 if dtype == torch.float16 else 1e-2)
+
+
+def test_modules_of_other_families_are_left_alone():
+    assert router_of(torch.nn.Linear(2, 2)) is None
+    assert experts_of(torch.nn.Linear(2, 2)) is None

@@ -1,0 +1,258 @@
+"""Sampling without a sort: the tokens of `SamplingBatch`, whatever the parameters, the ties, the cut of the vocabulary.
+
+Small cuts make a vocabulary of some hundred tokens span many tiles, and lists overflow.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from specdec import DraftTree, SamplingParams
+from specdec.kvcache.triton_shim import tl, triton
+from specdec.layers.noise import NOISE_ERROR, exact_noise, noise_bound, noise_stream, reference_noise
+from specdec.layers.sample import (
+    Cut,
+    SampleParams,
+    Seen,
+    best_tokens,
+    log_probs,
+    reference_best_tokens,
+    reference_log_probs,
+    reference_sample,
+    sample,
+)
+from specdec.layers.seen import mark_seen, path_tokens, reference_mark_seen
+from specdec.sampling import SamplingBatch, gumbel_noise, seen_tokens
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+INF = float("inf")
+CUTS = {
+    "listed": Cut(tile=256, group=8, capacity=512),
+    "many tiles": Cut(tile=64, group=4, capacity=96),
+    "overflows": Cut(tile=64, group=4, capacity=8),
+}
+
+
+# the interpreter's numpy says when float32 reaches infinity, which it should
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels_run():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if DEVICE.type == "cpu":
+            monkeypatch.setenv("TRITON_INTERPRET", "1")
+            assert not isinstance(noise_bound, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
+        yield
+
+
+def batch_of(params, seeds=None):
+    """The same parameters for the code under test and for `SamplingBatch`."""
+    seeds = list(range(7, 7 + len(params))) if seeds is None else seeds
+    batch = SamplingBatch.of(params, seeds, DEVICE)
+    return SampleParams(*(getattr(batch, name) for name in SampleParams._fields)), batch
+
+
+SETTINGS = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "top_k": 3, "top_p": 0.5, "min_p": 0.2},
+    *({"temperature": t} for t in (1e-42, 0.7, 1.0, 30.0)),
+    *({"temperature": 1.0, "top_k": k} for k in (1, 2, 7, 50, 149, 150, 151, 10**6)),
+    *({"temperature": 0.8, "top_p": p} for p in (1e-60, 1e-3, 0.3, 0.9, 0.999)),
+    *({"temperature": 1.2, "min_p": p} for p in (1e-30, 0.02, 0.5, 1.0)),
+    *(
+        {"temperature": 1.5, "top_k": k, "top_p": p, "min_p": m}
+        for k, p, m in itertools.product((5, 60), (0.4, 0.95), (0.0, 0.1))
+    ),
+]
+
+
+def label(settings):
+    return "-".join(f"{k}={v}" for k, v in settings.items())
+
+
+def logits_of(kind, batch, nodes, vocab, dtype=torch.float32):
+    x = torch.randn(batch, nodes, vocab) * 3
+    if kind == "ties":
+        x = x.round()
+    elif kind == "flat":
+        x = torch.zeros_like(x)
+    elif kind == "masked":  # as a grammar leaves it
+        x[torch.rand_like(x) < 0.9] = -INF
+        x[..., 3] = 0.0
+    elif kind == "ascending":
+        x = x.sort(-1).values
+    return x.to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut"),
+    [
+        *(("random", "many tiles"), ("ties", "many tiles"), ("masked", "many tiles"), ("ascending", "many tiles")),
+        *(("random", "listed"), ("flat", "listed"), ("ties", "overflows")),
+    ],
+)
+def test_tokens_are_those_of_the_sorted_sampler(kind, cut, poison_empty):
+    """Every setting in one batch: the rows do not meet."""
+    torch.manual_seed(len(kind))
+    vocab, cut = 150, CUTS[cut]
+    params = [SamplingParams(**settings) for settings in SETTINGS]
+    logits = logits_of(kind, len(params), 1, vocab)
+    positions = torch.randint(0, 5000, (len(params), 1), device=DEVICE)
+    fast, slow = batch_of(params)
+    expected = slow.sample(logits, positions)
+    got = sample(logits, positions, fast, cut=cut)
+    wrong = {label(s): (g, e) for s, g, e in zip(SETTINGS, got.tolist(), expected.tolist(), strict=True) if g != e}
+    assert wrong == {}
+    assert reference_sample(logits, positions, fast).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 65, 257])
+def test_a_vocabulary_of_any_size(vocab, poison_empty):
+    torch.manual_seed(vocab)
+    params = [SamplingParams(**settings) for settings in SETTINGS[::5]]
+    logits = torch.randn(len(params), 2, vocab, device=DEVICE)
+    positions = torch.arange(2 * len(params), device=DEVICE).view(-1, 2)
+    fast, slow = batch_of(params)
+    assert sample(logits, positions, fast, cut=CUTS["many tiles"]).tolist() == slow.sample(logits, positions).tolist()
+
+
+def test_ties_at_the_border_of_the_nucleus_keep_the_lowest_ids():
+    logits = torch.tensor([[[0.0, 2.0, 2.0, 2.0, 2.0, 0.0]]], device=DEVICE)
+    position = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    for top_p, kept in ((0.2, [1]), (0.4, [1, 2]), (0.6, [1, 2, 3]), (0.9, [1, 2, 3, 4]), (0.95, [0, 1, 2, 3, 4])):
+        fast, _ = batch_of([SamplingParams(temperature=1.0, top_p=top_p)])
+        best = best_tokens(logits, position, fast, 6)
+        assert sorted(best.tokens[best.scores > -INF].tolist()) == kept
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "masked"])
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_best_tokens_are_the_best_of_log_scores(kind, k, poison_empty):
+    torch.manual_seed(k)
+    settings = SETTINGS[::3]
+    params = [SamplingParams(**s) for s in settings]
+    logits = logits_of(kind, len(params), 1, 130)
+    positions = torch.arange(len(params), device=DEVICE)[:, None]
+    fast, slow = batch_of(params)
+    best = best_tokens(logits, positions, fast, k, cut=CUTS["many tiles"])
+    expected = slow.log_scores(logits, positions)
+    ordered = expected.sort(dim=-1, descending=True, stable=True)
+    kept = ordered.values[..., :k] > -INF
+    assert torch.equal(best.tokens[kept], ordered.indices[..., :k][kept])
+    torch.testing.assert_close(best.scores, ordered.values[..., :k], atol=2e-5, rtol=2e-5)
+    reference = reference_best_tokens(logits, positions, fast, k)
+    assert torch.equal(reference.tokens[kept], best.tokens[kept])
+    torch.testing.assert_close(reference.scores, best.scores, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+@pytest.mark.parametrize("softcap", [None, 2.5])
+def test_log_probabilities_are_those_of_the_model(cut, softcap, poison_empty):
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 150, device=DEVICE) * 3
+    chosen = torch.randint(0, 150, (2, 3), device=DEVICE)
+    got, expected = (f(logits, chosen, 4, softcap, **o) for f, o in ((log_probs, {"cut": cut}), (reference_log_probs, {})))
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    capped = logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    log_p = capped.log_softmax(-1)
+    torch.testing.assert_close(got.chosen, log_p.gather(2, chosen[..., None])[..., 0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got.best.scores, log_p.topk(4).values, atol=1e-5, rtol=1e-5)
+
+
+def test_the_softcap_rounds_as_the_model_does(poison_empty):
+    """In half precision capped logits tie, and a tie goes to the lower id: the cap may not be left out of an argmax."""
+    logits = (torch.arange(64.0).view(1, 1, 64) * 4).to(DEVICE, torch.float16)
+    capped = torch.tanh(logits / 30) * 30
+    assert (capped == capped.max()).sum() > 3
+    position = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    fast, _ = batch_of([SamplingParams()])
+    assert sample(logits, position, fast, 30.0).tolist() == capped.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+def test_half_precision_logits(dtype, poison_empty):
+    """Hundreds of equal logits, as 16 bits have them."""
+    torch.manual_seed(3)
+    params = [SamplingParams(**settings) for settings in SETTINGS[::4]]
+    logits = logits_of("random", len(params), 1, 300, dtype)
+    positions = torch.arange(len(params), device=DEVICE)[:, None]
+    fast, slow = batch_of(params)
+    expected = slow.sample(logits, positions)
+    assert sample(logits, positions, fast, cut=CUTS["many tiles"]).tolist() == expected.tolist()
+
+
+def test_penalty_along_each_nodes_own_path(poison_empty):
+    """root 5; 6 and 7 are its children, 8 a child of 6: every node knows the history and its own ancestors."""
+    torch.manual_seed(1)
+    vocab = 70
+    history = torch.randint(0, vocab, (3, 9), device=DEVICE)
+    length = torch.tensor([9, 4, 1], device=DEVICE)
+    tree = DraftTree.from_parents(
+        torch.tensor([[5, 6, 7, 8]] * 3, device=DEVICE), torch.tensor([[-1, 0, 0, 1]] * 3, device=DEVICE)
+    )
+    row = torch.tensor([2, 0, 3], device=DEVICE)
+    bits = torch.zeros(4, -(-vocab // 32), dtype=torch.int32, device=DEVICE)
+    mark_seen(bits, row, history, length)
+    expected_bits = torch.zeros_like(bits)
+    reference_mark_seen(expected_bits, row, history, length)
+    assert torch.equal(bits, expected_bits)
+    assert bits[1].tolist() == [0, 0, 0]
+    params = [
+        SamplingParams(repetition_penalty=1.7),
+        SamplingParams(temperature=1.0, repetition_penalty=0.6, top_k=9),
+        SamplingParams(temperature=0.7, repetition_penalty=1.0),
+    ]
+    logits = torch.randn(3, 4, vocab, device=DEVICE) * 2
+    positions = torch.arange(12, device=DEVICE).view(3, 4)
+    fast, slow = batch_of(params)
+    seen = Seen(bits[row], path_tokens(tree.tokens, tree.ancestors))
+    penalised = slow.penalised(logits, seen_tokens(history, length, vocab, tree))
+    expected = slow.sample(penalised, positions)
+    for cut in (CUTS["many tiles"], CUTS["overflows"]):
+        assert sample(logits, positions, fast, None, seen, cut=cut).tolist() == expected.tolist()
+    assert reference_sample(logits, positions, fast, None, seen).tolist() == expected.tolist()
+    assert expected.tolist() != slow.sample(logits, positions).tolist()
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(poison_empty):
+    torch.manual_seed(2)
+    params = [SamplingParams(**settings) for settings in SETTINGS[1::4]]
+    logits = logits_of("ties", len(params), 1, 200)
+    positions = torch.arange(len(params), device=DEVICE)[:, None]
+    fast, _ = batch_of(params)
+    together = best_tokens(logits, positions, fast, 3, cut=CUTS["many tiles"])
+    for i in range(len(params)):
+        one = SampleParams(*(p[i : i + 1] for p in fast))
+        alone = best_tokens(logits[i : i + 1], positions[i : i + 1], one, 3, cut=CUTS["many tiles"])
+        assert torch.equal(alone.tokens[0], together.tokens[i])
+        assert torch.equal(alone.scores[0], together.scores[i])
+
+
+def test_rows_of_a_strided_view(poison_empty):
+    """Logits of the nodes of one request, out of a wider buffer."""
+    torch.manual_seed(4)
+    wide = torch.randn(1, 5, 200, device=DEVICE)
+    logits = wide[:, :, 30:130]
+    positions = torch.arange(5, device=DEVICE)[None]
+    fast, slow = batch_of([SamplingParams(temperature=1.0, top_p=0.9)])
+    assert sample(logits, positions, fast).tolist() == slow.sample(logits, positions).tolist()
+
+
+@triton.jit
+def _noise_kernel(p_seed, p_position, p_exact, p_near, num_tokens, BLOCK: tl.constexpr):
+    stream = noise_stream(tl.load(p_seed), tl.load(p_position))
+    o_token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(p_exact + o_token, exact_noise(stream, o_token), mask=o_token < num_tokens)
+    tl.store(p_near + o_token, noise_bound(stream, o_token), mask=o_token < num_tokens)
+
+
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (5, 77), ((1 << 63) - 1, 1 << 40)])
+def test_noise_is_the_samplers_and_its_bound_is_near(seed, position, poison_empty):
+    seeds, positions = torch.tensor([seed], device=DEVICE), torch.tensor([position], device=DEVICE)
+    exact, near = torch.empty(70_000, device=DEVICE), torch.empty(70_000, device=DEVICE)
+    _noise_kernel[(triton.cdiv(70_000, 1024),)](seeds, positions, exact, near, 70_000, BLOCK=1024)
+    assert torch.equal(exact, gumbel_noise(seeds, positions[None], 70_000)[0, 0])
+    assert torch.equal(exact, reference_noise(seeds, positions, torch.arange(70_000, device=DEVICE)))
+    assert (exact - near).abs().max() < NOISE_ERROR.value / 8
