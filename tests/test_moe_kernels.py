@@ -24,9 +24,6 @@ from specdec.layers.moe_families import experts_of, router_of
 from specdec.layers.moe_kernels import sum_kernel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# the interpreter's numpy says when float32 reaches infinity, as it does in a sigmoid
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-
 FAMILIES = ["gemma4", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe-raw"]
 
 
@@ -45,8 +42,12 @@ def build(family: str, hidden: int = 40, width: int = 24, num_experts: int = 9, 
     sizes = {"hidden_size": hidden, "num_experts_per_tok": top_k, "experts_implementation": "eager"}
     if family == "gemma4":
         config = Gemma4TextConfig(
-            **{"hidden_size": hidden, "moe_intermediate_size": width, "num_experts": num_experts},
-            **{"top_k_experts": top_k, "enable_moe_block": True, "experts_implementation": "eager"},
+            hidden_size=hidden,
+            moe_intermediate_size=width,
+            num_experts=num_experts,
+            top_k_experts=top_k,
+            enable_moe_block=True,
+            experts_implementation="eager",
         )
         router, experts = Gemma4TextRouter(config), Gemma4TextExperts(config)
 

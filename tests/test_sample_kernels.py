@@ -28,9 +28,9 @@ from specdec.sampling import SamplingBatch, gumbel_noise, seen_tokens
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INF = float("inf")
 CUTS = {
-    "listed": Cut(tile=256, group=8, capacity=512),
-    "many tiles": Cut(tile=64, group=4, capacity=96),
-    "overflows": Cut(tile=64, group=4, capacity=8),
+    "listed": Cut(tile=256, group=8, capacity=512, listed=64),
+    "many tiles": Cut(tile=64, group=4, capacity=96, listed=32),
+    "overflows": Cut(tile=64, group=4, capacity=8, listed=8),
 }
 
 
@@ -127,6 +127,17 @@ def test_ties_at_the_border_of_the_nucleus_keep_the_lowest_ids():
         assert sorted(best.tokens[best.scores > -INF].tolist()) == kept
 
 
+def test_a_nucleus_is_a_share_of_the_whole_row_and_not_of_its_list(poison_empty):
+    """The list has half of the row's mass here: 3 of 10 of that would be half as many tokens."""
+    torch.manual_seed(0)
+    logits = torch.randn(1, 1, 200, device=DEVICE)
+    fast, slow = batch_of([SamplingParams(temperature=1.0, top_p=0.3)])
+    kept = int((slow.log_weights(logits) > -INF).sum())
+    cut = Cut(tile=64, group=16, capacity=150, listed=64)
+    best = best_tokens(logits, torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), fast, 60, cut=cut)
+    assert 5 < kept < 60 and int((best.scores > -INF).sum()) == kept
+
+
 @pytest.mark.parametrize("kind", ["random", "ties", "masked"])
 @pytest.mark.parametrize("k", [1, 3, 5])
 def test_best_tokens_are_the_best_of_log_scores(kind, k, poison_empty):
@@ -139,11 +150,10 @@ def test_best_tokens_are_the_best_of_log_scores(kind, k, poison_empty):
     best = best_tokens(logits, positions, fast, k, cut=CUTS["many tiles"])
     expected = slow.log_scores(logits, positions)
     ordered = expected.sort(dim=-1, descending=True, stable=True)
-    kept = ordered.values[..., :k] > -INF
-    assert torch.equal(best.tokens[kept], ordered.indices[..., :k][kept])
+    assert torch.equal(best.tokens, ordered.indices[..., :k])  # removed tokens too, lowest id first
     torch.testing.assert_close(best.scores, ordered.values[..., :k], atol=2e-5, rtol=2e-5)
     reference = reference_best_tokens(logits, positions, fast, k)
-    assert torch.equal(reference.tokens[kept], best.tokens[kept])
+    assert torch.equal(reference.tokens, best.tokens)
     torch.testing.assert_close(reference.scores, best.scores, atol=2e-5, rtol=2e-5)
 
 
@@ -153,7 +163,7 @@ def test_log_probabilities_are_those_of_the_model(cut, softcap, poison_empty):
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 150, device=DEVICE) * 3
     chosen = torch.randint(0, 150, (2, 3), device=DEVICE)
-    got, expected = (f(logits, chosen, 4, softcap, **o) for f, o in ((log_probs, {"cut": cut}), (reference_log_probs, {})))
+    got, expected = log_probs(logits, chosen, 4, softcap, cut=cut), reference_log_probs(logits, chosen, 4, softcap)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     capped = logits if softcap is None else torch.tanh(logits / softcap) * softcap
     log_p = capped.log_softmax(-1)

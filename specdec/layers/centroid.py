@@ -3,7 +3,7 @@ r"""A head with ordered embeddings: score C centroids, then only the tokens of t
     a_c = c . h,   best = the k centroids with the largest a (lower number first),   x_v = w_v . h for their tokens v
 
 All other tokens have x = -inf, so a draw cannot pick them. `ordering` [C, V / C] names the tokens of each centroid.
-The k V / C scored tokens are a row's list, and `choose_kernel` of `sample_kernels` draws from it: no row of the
+The k V / C scored tokens are a row's list, and `choose_kernel` draws from it: no row of the
 vocabulary is ever made. Scores are rounded to the model's dtype, as a dense head's are.
 
     score_kernel    grid (centroid tiles, rows)   a, rounded
@@ -16,9 +16,10 @@ from typing import NamedTuple
 import torch
 
 from specdec.kvcache.triton_shim import tl, triton
+from specdec.layers.choose_kernel import choose_kernel
 from specdec.layers.launch import pdl_options, trigger_next, wait_for_previous
 from specdec.layers.sample import MAX_BEST, Best, SampleParams, reference_best_tokens, reference_sample
-from specdec.layers.sample_kernels import LARGEST, choose_kernel
+from specdec.layers.sample_kernels import LARGEST
 
 
 class CentroidHead(NamedTuple):
@@ -197,11 +198,12 @@ def _choose(
         *(None, positions.contiguous(), *params[:4], None, params.seed, None, None, *nothing),
         *(list_id, list_x, None, None, None, tokens, values if scores else None, None),
         *(0, vocab_size, num_nodes, list_len, list_len, None, 0, 0, 0),
+        LISTED=True,
         SCORES=scores,
         K=k,
         SLOTS=max(2, triton.next_power_of_2(k)),
         TILES=1,
-        TILE=min(4096, triton.next_power_of_2(list_len)),
+        TILE=min(2048, triton.next_power_of_2(list_len)),
         num_warps=8,
         **options,
     )

@@ -28,7 +28,7 @@ ROUTER_RANGE = 256
 
 
 class Router(NamedTuple):
-    """weight [E, H] and optional bias [E]; scale [H]: x is normed (with eps) and scaled; expert_scale [E] of weights."""
+    """weight [E, H], bias [E] or None; scale [H]: x is normed (with eps) and scaled; expert_scale [E] of weights."""
 
     weight: torch.Tensor
     top_k: int
@@ -102,7 +102,7 @@ def reference_gate(gate: torch.Tensor, up: torch.Tensor, experts: Experts) -> to
 
 
 def route(x: torch.Tensor, router: Router, arrived: torch.Tensor) -> Routing:
-    """x [T, H] -> its experts. `arrived`: int32 zeros, one for each 16 rows, of this caller alone; zeros again after."""
+    """x [T, H] -> its experts. `arrived`: int32 zeros, one for every 16 rows, this caller's own; zeros again after."""
     num_rows, hidden = x.shape
     num_experts = len(router.weight)
     assert router.weight.shape == (num_experts, hidden) and router.weight.is_contiguous(), f"{router.weight.shape=}"
@@ -122,6 +122,7 @@ def route(x: torch.Tensor, router: Router, arrived: torch.Tensor) -> Routing:
         TOP_K=router.top_k,
         SLOTS=triton.next_power_of_2(router.top_k),
         NORMALISED=router.normalised,
+        SPLITS=grid[1],
         BLOCK_E=max(16, triton.next_power_of_2(num_experts)),
         BLOCK_T=16,
         BLOCK_K=64,
@@ -176,9 +177,7 @@ def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: b
             num_stages=num_stages,
             **options,
         )
-    sum_kernel[(triton.cdiv(hidden, 512), num_rows)](
-        parts, out, hidden, TOP_K=top_k, BLOCK=512, num_warps=4, **options
-    )
+    sum_kernel[(triton.cdiv(hidden, 512), num_rows)](parts, out, hidden, TOP_K=top_k, BLOCK=512, num_warps=4, **options)
     return out
 
 

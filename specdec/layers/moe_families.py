@@ -21,15 +21,13 @@ ROUTER_CLASSES = (Gemma4TextRouter, GptOssTopKRouter, MixtralTopKRouter, Qwen3Mo
 def router_of(module: nn.Module) -> Router | None:
     """None: not a router that `moe` knows."""
     m: Any = module
-    if isinstance(m, Gemma4TextRouter):
-        return Router(
-            m.proj.weight, m.config.top_k_experts, scale=m.scale, eps=m.eps, expert_scale=m.per_expert_scale
-        )
-    if isinstance(m, GptOssTopKRouter):
+    if isinstance(module, Gemma4TextRouter):
+        return Router(m.proj.weight, m.config.top_k_experts, scale=m.scale, eps=m.eps, expert_scale=m.per_expert_scale)
+    if isinstance(module, GptOssTopKRouter):
         return Router(m.weight, m.top_k, bias=m.bias)
-    if isinstance(m, MixtralTopKRouter):
+    if isinstance(module, MixtralTopKRouter):
         return Router(m.weight, m.top_k)
-    if isinstance(m, Qwen3MoeTopKRouter):
+    if isinstance(module, Qwen3MoeTopKRouter):
         return Router(m.weight, m.top_k, normalised=m.norm_topk_prob)
     return None
 
@@ -37,9 +35,9 @@ def router_of(module: nn.Module) -> Router | None:
 def experts_of(module: nn.Module) -> Experts | None:
     """None: not experts that `moe` knows, or with another activation."""
     m: Any = module
-    if not isinstance(m, EXPERT_CLASSES):
+    if not isinstance(module, EXPERT_CLASSES):
         return None
-    if isinstance(m, GptOssExperts):
+    if isinstance(module, GptOssExperts):
         activation = "swiglu_clamped"
     elif isinstance(m.act_fn, GELUTanh):
         activation = "gelu_tanh"

@@ -13,6 +13,7 @@ assignment is a column of its own in a product whose sum over K is never cut: it
 
 from specdec.kvcache.triton_shim import tl, triton
 from specdec.layers.launch import trigger_next, wait_for_previous
+from specdec.layers.linear import activate
 
 INF = tl.constexpr(float("inf"))
 
@@ -38,6 +39,7 @@ def route_kernel(
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,  # TOP_K, rounded up to a power of 2
     NORMALISED: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -45,7 +47,6 @@ def route_kernel(
 ) -> None:
     trigger_next(PDL)
     i_tile, i_split = tl.program_id(0), tl.program_id(1)
-    splits = tl.num_programs(1)
     o_e = tl.arange(0, BLOCK_E)
     o_t = i_tile * BLOCK_T + tl.arange(0, BLOCK_T)
     m_e, m_t = o_e < num_experts, o_t < num_rows
@@ -72,13 +73,13 @@ def route_kernel(
     if p_scale is not None:
         tl.store(p_squares + i_split * num_rows + o_row, tl.sum(b_squares, 0), mask=m_t)
     tl.debug_barrier()  # the whole program has written before it says so
-    if tl.atomic_add(p_arrived + i_tile, 1, sem="acq_rel") == splits - 1:
+    if tl.atomic_add(p_arrived + i_tile, 1, sem="acq_rel") == SPLITS - 1:
         tl.store(p_arrived + i_tile, 0)
         o_logit = o_row[:, None] * num_experts + o_e[None, :]  # [BT, BE]
         m_part = m_t[:, None] & m_e[None, :]
         b_logit = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
         b_square = tl.zeros([BLOCK_T], tl.float32)
-        for i_part in range(splits):
+        for i_part in tl.static_range(SPLITS):  # all loads at once
             p_part = p_parts + i_part * part_len + o_logit
             b_logit += tl.load(p_part, mask=m_part, other=0.0, cache_modifier=".cg")
             if p_scale is not None:
@@ -139,15 +140,13 @@ def list_kernel(
 
 
 @triton.jit
-def _activate(b_gate: tl.tensor, b_up: tl.tensor, alpha: tl.tensor, limit: tl.tensor, ACT: tl.constexpr) -> tl.tensor:
+def _gate(b_gate: tl.tensor, b_up: tl.tensor, alpha: tl.tensor, limit: tl.tensor, ACT: tl.constexpr) -> tl.tensor:
     """float32 in and out."""
     if ACT == "swiglu_clamped":
         b_gate = tl.minimum(b_gate, limit)
-        return (tl.clamp(b_up, -limit, limit) + 1.0) * b_gate * tl.sigmoid(alpha * b_gate)
-    if ACT == "silu":
-        return b_gate * tl.sigmoid(b_gate) * b_up
-    # 1 + tanh(u) = 2 sigmoid(2 u), and 1.59.. = 2 sqrt(2 / pi)
-    return b_gate * tl.sigmoid(1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate)) * b_up
+        b_sigmoid = tl.sigmoid(tl.maximum(alpha * b_gate, -80.0))  # e^80 is a float32
+        return (tl.clamp(b_up, -limit, limit) + 1.0) * b_gate * b_sigmoid
+    return activate(b_gate, ACT) * b_up
 
 
 @triton.jit
@@ -203,7 +202,7 @@ def _multiply(
             b_pair = tl.permute(tl.reshape(b_acc, (2, HALF, BLOCK_M)), (1, 2, 0))
         b_gate, b_up = tl.split(b_pair)
         o_n = i_n * HALF + tl.arange(0, HALF)[:, None]
-        b_out = _activate(b_gate, b_up, alpha, limit, ACT).to(p_out.dtype.element_ty)
+        b_out = _gate(b_gate, b_up, alpha, limit, ACT).to(p_out.dtype.element_ty)
         tl.store(p_out + o_slot * (N // 2) + o_n, b_out, mask=m_slot[None, :] & (o_n < N // 2))
 
 

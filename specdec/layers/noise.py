@@ -21,6 +21,7 @@ GAMMA, MIX1, MIX2 = tl.constexpr(_GAMMA), tl.constexpr(_MIX1), tl.constexpr(_MIX
 HALF = tl.constexpr(1 << 51)
 WHOLE = tl.constexpr(1 << 52)
 ULP = tl.constexpr(2.0**-52)
+MINUS_LN2 = tl.constexpr(-0.6931471805599453)
 
 NOISE_ERROR = tl.constexpr(2.0**-13)
 """More than `noise_bound` is off, and than rounding adds where a sum of it and a score can be the largest."""
@@ -77,10 +78,13 @@ def exact_noise(stream: tl.tensor, token: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def noise_bound(stream: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """float32, within NOISE_ERROR of `exact_noise`."""
+    """float32, within NOISE_ERROR of `exact_noise`. Made of what is cheap: 32-bit conversions and log2."""
     bits = _uniform_bits(stream, token)
     low = bits < HALF
-    t = (tl.where(low, bits, WHOLE - 1 - bits).to(tl.float32) + 0.5) * ULP  # u, or 1 - u: at most 1/2
+    least = tl.where(low, bits, WHOLE - 1 - bits)
+    high, rest = (least >> 20).to(tl.int32).to(tl.float32), (least & 0xFFFFF).to(tl.int32).to(tl.float32)
+    t = high * (1048576 * ULP) + (rest + 0.5) * ULP
+    # t is u, or 1 - u: at most 1/2
     series = t * (1.0 + t * (0.5 + t * (0.33333334 + t * 0.25)))  # -log(1 - t)
-    exponential = tl.where(low, -tl.log(t), tl.where(t < 0.03125, series, -tl.log(1.0 - t)))
-    return -tl.log(exponential)
+    exponential = tl.where(low | (t >= 0.03125), tl.log2(tl.where(low, t, 1.0 - t)) * MINUS_LN2, series)
+    return tl.log2(exponential) * MINUS_LN2

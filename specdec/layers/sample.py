@@ -7,7 +7,7 @@ r"""The next token from logits on the device, with no sort of the vocabulary and
 
 `sample` draws it; `best_tokens` gives the K best of log P + g with their log-probabilities (the children of a tree's
 node); `log_probs` those of the model's own distribution. Every parameter is a vector by request, so that one captured
-launch serves any mix of them. `sample_kernels` says how; the references here sort.
+launch serves any mix of them. `sample_kernels` and `choose_kernel` say how; the references here sort.
 """
 
 from typing import NamedTuple
@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 
 from specdec.kvcache.triton_shim import triton
+from specdec.layers.choose_kernel import choose_kernel
 from specdec.layers.launch import pdl_options
 from specdec.layers.noise import reference_noise
-from specdec.layers.sample_kernels import choose_kernel, collect_kernel, floor_kernel, scan_kernel
+from specdec.layers.sample_kernels import collect_kernel, floor_kernel, scan_kernel
 
 MAX_BEST = 64
 """Most tokens that `best_tokens` and `log_probs` return a row."""
@@ -57,11 +58,15 @@ class TokenScores(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a row is cut; changes no result. `capacity`: tokens that a row's list holds."""
+    """How a row, and its list of at most `capacity` tokens, is cut; changes no result."""
 
     tile: int = 4096
     group: int = 64
     capacity: int = 8192
+    listed: int = 512
+
+
+DEFAULT_CUT = Cut()
 
 
 def reference_logits(
@@ -139,7 +144,7 @@ def sample(
     softcap: float | None = None,
     seen: Seen | None = None,
     *,
-    cut: Cut = Cut(),
+    cut: Cut = DEFAULT_CUT,
 ) -> torch.Tensor:
     """The token drawn at each node: logits [B, N, V] of any floating dtype, positions [B, N] int64 -> [B, N] int64."""
     return _choose(logits, positions, params, softcap, seen, 1, None, cut, scores=False)[0][..., 0]
@@ -152,20 +157,20 @@ def best_tokens(
     k: int,
     softcap: float | None = None,
     *,
-    cut: Cut = Cut(),
+    cut: Cut = DEFAULT_CUT,
 ) -> Best:
     """The k best tokens of log P + g at each node and their log-probabilities, which are those of the sum over all
-    tokens; greedy: of the logits. A token that the filters remove has -inf."""
+    tokens; greedy: of the logits. Where the filters leave fewer, the lowest ids that they remove follow, with -inf."""
     tokens, scores, _ = _choose(logits, positions, params, softcap, None, k, None, cut, scores=True)
     return Best(tokens, scores)
 
 
 def log_probs(
-    logits: torch.Tensor, chosen: torch.Tensor, k: int, softcap: float | None = None, *, cut: Cut = Cut()
+    logits: torch.Tensor, chosen: torch.Tensor, k: int, softcap: float | None = None, *, cut: Cut = DEFAULT_CUT
 ) -> TokenScores:
     """Log-probabilities of the chosen tokens [B, N] and of the k likeliest of each node, before any parameter."""
-    zeros = torch.zeros(len(logits), device=logits.device)
-    params = SampleParams(zeros, chosen[:, 0], zeros, zeros, zeros, chosen[:, 0])  # all but temperature 0 unread
+    greedy, unread = torch.zeros(len(logits), device=logits.device), torch.empty_like(chosen[:, 0])
+    params = SampleParams(greedy, unread, greedy, greedy, greedy, unread)
     tokens, scores, of_chosen = _choose(logits, chosen, params, softcap, None, max(k, 1), chosen, cut, scores=True)
     return TokenScores(of_chosen, Best(tokens[..., :k], scores[..., :k]))
 
@@ -240,17 +245,19 @@ def _choose(
         num_warps=8,
         **options,
     )
-    choose_kernel[(rows,)](
-        *(logits, positions, *params, bits, path, tile_max, tile_best, row_max, floor, count, mass),
-        *(list_id, list_x, sum_max, sums, None if chosen is None else chosen.contiguous()),
-        *(tokens, values if scores else None, of_chosen if chosen is not None else None),
-        *(num_tiles, vocab_size, num_nodes, cut.capacity, 0, softcap, s_row, s_seen, path_len),
-        SCORES=scores,
-        K=k,
-        SLOTS=max(2, triton.next_power_of_2(k)),
-        TILES=triton.next_power_of_2(num_tiles),
-        TILE=cut.tile,
-        num_warps=8,
-        **options,
-    )
+    for listed in (True, False):
+        choose_kernel[(rows,)](
+            *(logits, positions, *params, bits, path, tile_max, tile_best, row_max, floor, count, mass),
+            *(list_id, list_x, sum_max, sums, None if chosen is None else chosen.contiguous()),
+            *(tokens, values if scores else None, of_chosen if chosen is not None else None),
+            *(num_tiles, vocab_size, num_nodes, cut.capacity, 0, softcap, s_row, s_seen, path_len),
+            LISTED=listed,
+            SCORES=scores,
+            K=k,
+            SLOTS=max(2, triton.next_power_of_2(k)),
+            TILES=triton.next_power_of_2(num_tiles),
+            TILE=cut.listed if listed else cut.tile,
+            num_warps=4 if listed else 16,
+            **options,
+        )
     return tokens, values, of_chosen

@@ -57,5 +57,5 @@ def mark_seen(bits: torch.Tensor, row: torch.Tensor, tokens: torch.Tensor, num_t
 
 
 def path_tokens(tokens: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
-    """tokens [B, N] of a tree and ancestors [B, N, N] (a node is its own) -> each node's path [B, N, N], -1 elsewhere."""
+    """tokens [B, N] of a tree, ancestors [B, N, N] (a node is its own) -> each node's path [B, N, N], -1 elsewhere."""
     return torch.where(ancestors, tokens[:, None, :], -1)
