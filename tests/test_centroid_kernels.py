@@ -71,7 +71,7 @@ def test_tokens_are_those_of_the_assistants_dense_path(make_target, make_assista
     hidden = torch.randn(len(SETTINGS), 3, 24, device=DEVICE)
     positions = torch.randint(0, 900, hidden.shape[:2], device=DEVICE)
     with torch.no_grad():
-        logits = Gemma4MTPDrafter._head(SimpleNamespace(assistant=assistant), hidden)
+        logits = Gemma4MTPDrafter._head(SimpleNamespace(model=assistant), hidden)
         expected = batch.sample(logits, positions)
         assert centroid_sample(hidden, positions, params, head).tolist() == expected.tolist()
         torch.testing.assert_close(reference_centroid_logits(hidden, head), logits)
