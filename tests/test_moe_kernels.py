@@ -131,6 +131,13 @@ def test_equal_logits_choose_the_lower_expert(poison_empty):
     torch.testing.assert_close(routing.weights, torch.full((2, 3), 1 / 3, device=DEVICE))
 
 
+def test_a_router_of_many_experts(poison_empty):
+    torch.manual_seed(0)
+    router = Router(torch.randn(300, 70, device=DEVICE), 10, bias=torch.randn(300, device=DEVICE), normalised=False)
+    x = torch.randn(3, 70, device=DEVICE)
+    torch.testing.assert_close(route(x, router, arrived(3)), reference_route(x, router), atol=2e-6, rtol=2e-6)
+
+
 @torch.no_grad()
 def test_tokens_that_all_choose_one_expert(poison_empty):
     """Its list is as long as the batch, those of the others are empty."""

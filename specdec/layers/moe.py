@@ -114,6 +114,7 @@ def route(x: torch.Tensor, router: Router, arrived: torch.Tensor) -> Routing:
         return Routing(experts, weights)
     grid = triton.cdiv(num_rows, 16), triton.cdiv(hidden, ROUTER_RANGE)
     assert arrived.dtype == torch.int32 and len(arrived) >= grid[0], f"{arrived.shape=} {num_rows=}"
+    block_e = max(16, triton.next_power_of_2(num_experts))
     parts = torch.empty((grid[1], num_rows, num_experts), dtype=torch.float32, device=x.device)
     squares = torch.empty((grid[1], num_rows), dtype=torch.float32, device=x.device)
     route_kernel[grid](
@@ -123,11 +124,11 @@ def route(x: torch.Tensor, router: Router, arrived: torch.Tensor) -> Routing:
         SLOTS=triton.next_power_of_2(router.top_k),
         NORMALISED=router.normalised,
         SPLITS=grid[1],
-        BLOCK_E=max(16, triton.next_power_of_2(num_experts)),
+        BLOCK_E=block_e,
         BLOCK_T=16,
         BLOCK_K=64,
         num_warps=4,
-        num_stages=4,
+        num_stages=min(4, max(1, 160_000 // (64 * (block_e + 16) * x.element_size()))),  # of shared memory
         **pdl_options(x.device),
     )
     return Routing(experts, weights)
