@@ -55,7 +55,7 @@ def is_assistant_config(config: Mapping[str, Any]) -> bool:
 
 FAMILIES = (
     DrafterFamily(
-        title="Gemma 4 MTP assistants",
+        title=f"Gemma 4 MTP assistants ({', '.join(ASSISTANT_TYPES)})",
         matches=is_assistant_config,
         load=lambda checkpoint, target: Gemma4MTPDrafter(checkpoint.module(target), target),
         wrap=Gemma4MTPDrafter,

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specdec import SamplingParams
-from specdec.request import Request, RequestState
+from specdec.request import Request
 from specdec.text.detokenize import Detokenizer
 
 SPECIAL = ["<s>", "<|im_end|>"]
@@ -118,11 +118,11 @@ def run(tokenizer, ids, params, rounds):
     """A request that is given `ids` in rounds of the given sizes, and what its stream hands out: (request, deltas)."""
     request = Request([0], params, 0, Detokenizer(tokenizer), frozenset())
     deltas, at = [], 0
-    while request.state is not RequestState.FINISHED:
+    while not request.finished:
         size = rounds[len(deltas) % len(rounds)]
-        request.append(ids[at : at + size])
+        request.settle(ids[at : at + size], [], request.stats.copy())
         at += size
-        finished = request.state is RequestState.FINISHED
+        finished = request.finished
         deltas.append(request.detokenizer.stream(request.output_ids, params.stop_strings, finished=finished))
     return request, deltas
 
@@ -219,7 +219,7 @@ def test_a_stop_string_that_begins_in_the_prompt_does_not_count():
     request = Request(
         ids_of(tokenizer, "x"), SamplingParams(max_new_tokens=2, stop="x b"), 0, Detokenizer(tokenizer), frozenset()
     )
-    request.append(ids_of(tokenizer, "b", "a"))
+    request.settle(ids_of(tokenizer, "b", "a"), [], request.stats.copy())
     assert request.output().text == "b a" and request.finish_reason == "length"
 
 

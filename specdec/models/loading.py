@@ -77,7 +77,8 @@ class Checkpoint:
             raise CheckpointError(f"{self.name!r} is not a folder; {known}")
         meant = difflib.get_close_matches(self.name, (*BUNDLED_NAMES, *WORDS), n=1, cutoff=0.8)
         if meant:
-            raise CheckpointError(f"no checkpoint {self.name!r} here; did you mean {meant[0]!r}?")
+            bundled = ", ".join(BUNDLED_NAMES)
+            raise CheckpointError(f"no checkpoint {self.name!r} here; did you mean {meant[0]!r}? Bundled are {bundled}")
         try:
             return Path(str(cached_file(self.path, "config.json", **self.hub_options)))
         except (OSError, ValueError) as error:
