@@ -149,8 +149,13 @@ class Request:
         self.settled = Settled(len(self.prompt), "", stats, copy.copy(self.detokenizer))
 
     @property
+    def finish_reason(self) -> str:
+        """One of "stop", "length" and "abort"; empty while it goes on."""
+        return self.settled.finish_reason
+
+    @property
     def finished(self) -> bool:
-        return bool(self.settled.finish_reason)
+        return bool(self.finish_reason)
 
     @property
     def tokens(self) -> list[int]:
@@ -227,7 +232,7 @@ class Request:
             prompt_token_ids=list(self.prompt),
             token_ids=self.output_ids,
             text=self.detokenizer.final_text(self.output_ids, self.params.stop_strings),
-            finish_reason=self.settled.finish_reason,
+            finish_reason=self.finish_reason,
             stats=self.stats,
             drafted=self.drafted,
             logprobs=self._logprobs[: self.num_output] if self.params.logprobs is not None else None,
