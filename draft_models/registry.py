@@ -3,6 +3,7 @@
 To add a drafter, add a line to `FAMILIES` (checkpoints and modules) or to `WORDS` (drafters without a checkpoint).
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -101,14 +102,19 @@ def _not_a_drafter(what: str, config: Mapping[str, Any]) -> UnsupportedModelErro
     )
 
 
+_LOADING = threading.RLock()
+
+
 @contextmanager
 def constructible_assistants() -> Iterator[None]:
     """Let transformers build an assistant, all of whose layers are kv-shared.
 
     Some releases (5.23 among them) compute `kv_sharing_modes` from the layers that are not shared and raise for a model
-    that has none; an assistant is one. There the answer is plainly that every layer reuses.
+    that has none; an assistant is one. There the answer is plainly that every layer reuses. The classes belong to the
+    whole process, so one thread at a time loads under this.
     """
     with ExitStack() as stack:
+        stack.enter_context(_LOADING)
         for config_class in (Gemma4TextConfig, Gemma4UnifiedTextConfig):
             stack.enter_context(_all_layers_may_share(config_class))
         yield

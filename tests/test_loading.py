@@ -1,12 +1,17 @@
 """Checkpoints from a folder: every tensor is the checkpoint's, in whatever class and layout it was saved."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
+from specdec.errors import CheckpointError, ConfigError
+from specdec.models.bundled import BUNDLED_DIR
 from specdec.models.loading import load_model, pick_dtype
 
 PARAMS = SamplingParams(max_new_tokens=12)
@@ -90,3 +95,124 @@ def test_half_precision_runs(dtype, make_target, random_prompt, tmp_path):
             12,
             12,
         ]
+
+
+# what users hand in
+
+
+def test_paths_words_and_options_are_understood(tmp_path, monkeypatch):
+    """A Path, "none", and loading arguments, which go to transformers for the target and, who asks, for the drafter."""
+    seen = []
+
+    def spied(cls, path, *args, **options):
+        seen.append((Path(path).name, {k: v for k, v in options.items() if k in ("revision", "token", "attn_bias")}))
+        return original(path, *args, **options)
+
+    original = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", classmethod(spied))
+    config = EngineConfig(max_model_len=64)
+    folder = BUNDLED_DIR / "tiny-gemma4"
+    plain = Engine.from_pretrained(folder, "none", tokenizer=folder, config=config)
+    assert plain.drafter is None and plain.tokenizer is not None
+    Engine.from_pretrained(
+        folder,
+        BUNDLED_DIR / "tiny-gemma4-mtp",
+        config=config,
+        revision="v1",
+        token="secret",
+        drafter_options={"revision": "v2"},
+    )
+    assert seen == [
+        ("tiny-gemma4", {}),
+        ("tiny-gemma4", {"revision": "v1", "token": "secret"}),
+        ("tiny-gemma4-mtp", {"revision": "v2", "token": "secret"}),
+    ]
+
+
+def test_loading_arguments_without_anything_to_load_are_refused(make_target):
+    with pytest.raises(ConfigError, match=r"^revision, token: loading arguments are for names, and a loaded model was"):
+        Engine.from_pretrained(make_target("llama"), token="secret", revision="v1")
+
+
+@pytest.mark.parametrize("what", ["target", "drafter"])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.zeros(3, 4), r"<Tensor of shape \(3, 4\)>"),
+        (torch.nn.Linear(2, 2), "Linear"),
+        ([1, 2], r"\[1, 2\]"),
+        (7, "7"),
+    ],
+    ids=["tensor", "module", "list", "number"],
+)
+def test_what_is_no_model_is_named_and_not_printed(what, value, said, make_target):
+    arguments = (value,) if what == "target" else (make_target("llama"), value)
+    with pytest.raises(SpecDecError, match=said) as caught:
+        Engine.from_pretrained(*arguments)
+    assert "tensor(" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as it imports its compiler
+def test_a_compiled_model_is_asked_for_what_it_wraps(make_target):
+    compiled = torch.compile(make_target("llama"))
+    for arguments, role in (((compiled,), "target"), ((make_target("llama"), compiled), "drafter")):
+        with pytest.raises(ConfigError, match=rf"^{role} is a torch.compile'd LlamaForCausalLM; .* {role}._orig_mod$"):
+            Engine.from_pretrained(*arguments)
+
+
+class Adapted(torch.nn.Module):
+    """What specdec asks of a peft model: adapters in place in a base model, or prompts that live outside."""
+
+    def __init__(self, base, learned_prompts=False):
+        super().__init__()
+        self.base = base
+        self.peft_config = {"default": None}
+        self.active_peft_config = SimpleNamespace(is_prompt_learning=learned_prompts, peft_type="PROMPT_TUNING")
+
+    def get_base_model(self):
+        return self.base
+
+
+def test_a_model_with_adapters_in_place_is_its_base(make_target, greedy_oracle):
+    model = make_target("llama")
+    [out] = Engine.from_pretrained(Adapted(model), config=EngineConfig(max_model_len=64)).generate(
+        [1, 2, 3], SamplingParams(max_new_tokens=4)
+    )
+    assert out.token_ids == greedy_oracle(model, [1, 2, 3], 4)
+    with pytest.raises(
+        ConfigError, match=r"^target is a peft model with learned prompts \(PROMPT_TUNING\), which live"
+    ):
+        Engine.from_pretrained(Adapted(model, learned_prompts=True))
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["name", "module"])
+def test_a_drafter_is_no_target(loaded, make_target, make_assistant):
+    target = make_assistant(make_target("gemma4-e2b")) if loaded else "tiny-gemma4-mtp"
+    with pytest.raises(ConfigError, match=r"^target.* a drafter.*; give the model that it drafts for as the target"):
+        Engine.from_pretrained(target)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("tiny-gemma", "tiny-gemma4"), ("smollm2-135m-eagle", "smollm2-135m-eagle3"), ("n-gram", "ngram")],
+)
+def test_a_misspelt_name_is_answered_at_once(name, meant, monkeypatch, make_target):
+    monkeypatch.setattr("specdec.models.loading.cached_file", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(CheckpointError, match=f"^no checkpoint '{name}' here; did you mean '{meant}'"):
+        Engine.from_pretrained(make_target("llama"), name)
+
+
+def test_a_quantiser_places_what_it_makes(monkeypatch, tmp_path):
+    """`.to(device)` is refused by some quantised models, and undoes the placement of others."""
+    moved = []
+    original = AutoModelForCausalLM.from_pretrained
+
+    def quantised(cls, *args, **options):
+        model, info = original(*args, **options)
+        model.is_quantized = True
+        monkeypatch.setattr(type(model), "to", lambda self, *a, **k: moved.append(a) or self)
+        return model, info
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", classmethod(quantised))
+    load_model("tiny-gemma4", dtype=torch.float32, device=torch.device("cpu"))
+    assert moved == []
