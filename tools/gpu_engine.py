@@ -216,7 +216,10 @@ def check_rows(quick: bool = False) -> Iterator[Row]:
                 wrong, ties = compare([out.token_ids for out in outputs], wanted)
                 accepted = sum(sum(out.stats.accepted_counts) for out in outputs)
                 error = f"{wrong} of {new * len(prompts)} tokens differ"
-                error += f", {ties} after a tie" * (ties > 0) + f"; {accepted} drafts accepted" * (accepted > 0)
+                if ties:
+                    error += f", {ties} after a tie"
+                if accepted:
+                    error += f"; {accepted} drafts accepted"
                 yield Row(name, error, f"{milliseconds:.1f} ms a token", ok=not wrong)
     if not ON_CPU:  # the interpreter has no bfloat16
         yield from half_rows(prompts, new)
