@@ -58,7 +58,7 @@ def private_copy(module: nn.Module, attention: str = ATTENTION_NAME) -> nn.Modul
         state["training"] = False
         state["_compiled_call_impl"] = None  # compiled code calls the original
         if state.get("rope_type") in GROWING_ROPE:
-            state["_buffers"] = {**state["_buffers"], "inv_freq": state["original_inv_freq"]}
+            state["_buffers"] = {**state["_buffers"], "inv_freq": original.original_inv_freq}
             state["rope_type"] = "default"
         if isinstance(original, DECOMPOSED_NORMS):
             state["forward"] = MethodType(fused_rms_norm, twin)

@@ -57,11 +57,11 @@ def _check_tree(name: str, tree: DraftTree, batch: DraftBatch, vocab_size: int) 
     num_requests, num_nodes = tree.tokens.shape
     assert num_requests == len(batch.root), f"{name}: {num_requests} trees for {len(batch.root)} requests"
     assert 1 <= num_nodes <= batch.num_nodes, f"{name}: {num_nodes} nodes, at most {batch.num_nodes} may be verified"
-    assert int(tree.depth.max()) <= batch.num_steps, f"{name}: deeper than the {batch.num_steps} levels that are wanted"
     for field in ("tokens", "parents", "depth"):
         dtype = getattr(tree, field).dtype
         assert dtype == torch.int64, f"{name}: {field} is {dtype}, int64 is wanted"
     tree.check()
+    assert int(tree.depth.max()) <= batch.num_steps, f"{name}: deeper than the {batch.num_steps} levels that are wanted"
     assert torch.equal(tree.tokens[:, 0], batch.root), f"{name}: node 0 is not the root of the batch"
     inside = int(tree.tokens.min()) >= 0 and int(tree.tokens.max()) < vocab_size
     assert inside, f"{name}: a token outside the vocabulary"

@@ -58,21 +58,22 @@ def scripted() -> type[ScriptedDrafter]:
 
 @pytest.fixture(scope="session")
 def tree_script() -> Callable[..., Callable[[list[int], int], tuple[list[int], list[int] | None]]]:
-    """tree_script(truths, vocab=96, hit=0.7, max_depth=None): a script of random branching trees.
+    """tree_script(truths, vocab=96, hit=0.7): a script of random branching trees.
 
-    `truths` are whole sequences: a draft behind a path that follows one of them follows it too with probability `hit`,
-    in a random place among its siblings. A pure function of the tokens, so the same in any batch.
+    script(tokens, n, depth=None) gives n nodes, none deeper than `depth`. `truths` are whole sequences: a draft behind
+    a path that follows one of them follows it too with probability `hit`, in a random place among its siblings. A pure
+    function of the tokens, so the same in any batch.
     """
 
     def make(
-        truths: Sequence[Sequence[int]], vocab: int = VOCAB, hit: float = 0.7, max_depth: int | None = None
+        truths: Sequence[Sequence[int]], vocab: int = VOCAB, hit: float = 0.7
     ) -> Callable[[list[int], int], tuple[list[int], list[int] | None]]:
-        def script(tokens: list[int], n: int) -> tuple[list[int], list[int] | None]:
+        def script(tokens: list[int], n: int, depth: int | None = None) -> tuple[list[int], list[int] | None]:
             rng = random.Random(str(tokens))
             paths = [list(tokens)]  # by node
             parents: list[int] = []
             while len(paths) <= n:
-                deepest = len(tokens) + (n if max_depth is None else max_depth)
+                deepest = len(tokens) + (n if depth is None else depth)
                 newest = [i for i, path in enumerate(paths) if len(path) < deepest][-3:]
                 parent = newest[rng.randrange(len(newest))]
                 above = paths[parent]

@@ -339,7 +339,7 @@ class Spy:
             return tree
         tokens, parents = [], []
         for history, length in zip(batch.history.tolist(), batch.history_len.tolist(), strict=True):
-            drafts, above = self.script(history[:length], batch.num_nodes - 1)
+            drafts, above = self.script(history[:length], batch.num_nodes - 1, batch.num_steps)
             tokens.append([history[length - 1], *drafts])
             parents.append([-1, *above])
         return DraftTree.from_parents(torch.tensor(tokens), torch.tensor(parents))
@@ -432,7 +432,7 @@ def test_logits_and_kv_equal_a_dense_head(
     model = make_target("gemma4-31b" if kind in ("specforge", "modelopt-final") else "gpt_oss")
     prompts = [random_prompt(19, seed=1), random_prompt(5, seed=2)]
     truths = [prompt + greedy_oracle(model, prompt, 12) for prompt in prompts]
-    spy, tensors = make_spy(case, tmp_path, model, script=tree_script(truths, max_depth=4))
+    spy, tensors = make_spy(case, tmp_path, model, script=tree_script(truths))
     engine = Engine(
         TargetModel(model),
         spy,

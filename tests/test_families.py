@@ -445,3 +445,18 @@ def test_autocast_around_an_engine_changes_nothing(drafter, make_engine, greedy_
         assert [out.token_ids for out in engine.generate(prompts, GREEDY)] == wanted
         streamed = [token for delta in engine.stream(prompts[0], GREEDY) for token in delta.token_ids]
     assert streamed == wanted[0]
+
+
+def test_the_users_own_long_forward_changes_no_engine(make_target, greedy_oracle) -> None:
+    """Dynamic RoPE writes the frequencies of a long forward to its buffer; the engine has its own buffers."""
+    model = make_target(
+        "llama",
+        fresh=True,
+        max_position_embeddings=32,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    )
+    prompt, new = list(range(1, 20)), 10
+    want = greedy_oracle(model, prompt, new)
+    engine = Engine.from_pretrained(model, config=EngineConfig(max_model_len=32))
+    model(torch.arange(60)[None] % 90, use_cache=False)
+    assert engine.generate(prompt, SamplingParams(max_new_tokens=new))[0].token_ids == want
