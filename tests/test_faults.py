@@ -118,8 +118,8 @@ def chosen(made: list[CodeType]) -> list[int]:
 @pytest.mark.parametrize("stage", ["prompt", "round"])
 @pytest.mark.parametrize(
     ("drafter", "spec", "page_size"),
-    [("mtp", CHAIN, 1), ("mtp", TREE, 4), ("ngram", CHAIN, 4), (None, CHAIN, 1)],
-    ids=["mtp-chain-1", "mtp-tree-4", "ngram-4", "plain-1"],
+    [("mtp", CHAIN, 1), ("mtp", TREE, 4), ("ngram", CHAIN, 4)],
+    ids=["mtp-chain-1", "mtp-tree-4", "ngram-4"],
 )
 def test_a_fault_at_any_call_of_a_step_is_as_if_it_had_not_begun(stage, drafter, spec, page_size, scenes) -> None:
     scene = scenes(drafter, spec, page_size)

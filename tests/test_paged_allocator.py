@@ -95,7 +95,7 @@ def free_and_held(pool: PagedAllocator) -> None:
     pool._held[pool._stack[0]] = True
 
 
-def sink_held(pool: PagedAllocator) -> None:
+def page_0_held(pool: PagedAllocator) -> None:
     pool._held[0] = True
 
 
@@ -108,7 +108,7 @@ def page_lost(pool: PagedAllocator) -> None:
     [
         (free_twice, "a page is free twice"),
         (free_and_held, "a free page is held"),
-        (sink_held, "the sink page is held"),
+        (page_0_held, "page 0 is held"),
         (page_lost, r"held 2 \+ free 1 != 4"),
     ],
 )
