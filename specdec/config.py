@@ -4,6 +4,7 @@ Arguments come in the types that users have at hand (numpy scalars, the name of 
 Python's own types and `torch.dtype`.
 """
 
+import difflib
 import functools
 import inspect
 import math
@@ -37,6 +38,11 @@ def plain_arguments(cls: Config) -> Config:
 
     @functools.wraps(init)
     def plain_init(*args: Any, **kwargs: Any) -> None:
+        for name in sorted(kwargs.keys() - signature.parameters.keys()):
+            known = list(signature.parameters)[1:]  # without self
+            close = difflib.get_close_matches(name, known, n=1)
+            meant = f"did you mean {close[0]}? " if close else ""
+            raise ConfigError(f"{cls.__name__} has no setting {name}; {meant}It has {', '.join(known)}")
         bound = signature.bind(*args, **kwargs)
         for name, value in bound.arguments.items():
             bound.arguments[name] = _as_dtype(value) if name == "dtype" else _plain(value)

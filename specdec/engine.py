@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.arguments import params_for, require_no_setting, require_parts, require_type
 from specdec.attention.backend import choose_backend
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
@@ -36,7 +37,7 @@ from specdec.scheduler import Scheduler
 from specdec.settle import settle_chunks, settle_round
 from specdec.sizing import make_cache
 from specdec.text.detokenize import Detokenizer
-from specdec.text.prompts import Prompt, as_prompt_list, chat_ids
+from specdec.text.prompts import Prompt, as_prompt_list, as_token_ids, chat_ids, require_text
 
 
 class Engine:
@@ -46,6 +47,7 @@ class Engine:
     runtime). Engines may share a target and a drafter: both are weights, and an engine's state is its own.
     """
 
+    @torch.inference_mode(False)  # ordinary tensors, whoever makes the engine
     def __init__(
         self,
         target: TargetModel,
@@ -55,6 +57,9 @@ class Engine:
         spec: SpecConfig | None = None,
         config: EngineConfig | None = None,
     ) -> None:
+        require_parts(target, drafter, tokenizer)
+        require_type("spec", spec, SpecConfig)
+        require_type("config", config, EngineConfig)
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
@@ -102,8 +107,9 @@ class Engine:
         exactly, a drafter for another target), ConfigError (bad settings).
         """
         config = config or EngineConfig()
-        _require_type("spec", spec, SpecConfig)
-        _require_type("config", config, EngineConfig)
+        require_type("spec", spec, SpecConfig)
+        require_type("config", config, EngineConfig)
+        require_no_setting(target_options)
         model = load_target(target, dtype=config.dtype, device=config.device, options=target_options)
         if tokenizer is None and isinstance(target, (str, PathLike)):
             tokenizer = load_tokenizer(target, target_options)
@@ -174,12 +180,12 @@ class Engine:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the special tokens that the tokenizer adds."""
-        ids: list[int] = self._require_tokenizer()(text)["input_ids"]
+        ids: list[int] = self._require_tokenizer()(require_text("text", text))["input_ids"]
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
-        text: str = self._require_tokenizer().decode(list(token_ids), skip_special_tokens=True)
+        text: str = self._require_tokenizer().decode(as_token_ids(token_ids), skip_special_tokens=True)
         return text
 
     def stats(self) -> RequestStats:
@@ -197,6 +203,9 @@ class Engine:
                 self._live.clear()
                 self.scheduler.restart([])
                 self.cache.clear()
+
+    def __reduce__(self) -> NoReturn:
+        raise SpecDecError("an engine is not copied or pickled; make another, which may share its target and drafter")
 
     def __enter__(self) -> "Engine":
         return self
@@ -333,7 +342,7 @@ class Engine:
         self._require_open()
         many = as_prompt_list(prompts)
         requests: list[Request] = []
-        for index, (prompt, one) in enumerate(zip(many, _params_for(params, len(many)), strict=True)):
+        for index, (prompt, one) in enumerate(zip(many, params_for(params, len(many)), strict=True)):
             ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
             if not prompt or not ids:
                 raise ConfigError(f"prompt {index} is empty; at least one token is needed to continue from")
@@ -372,22 +381,6 @@ def _end_tokens(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]
         if ids is not None:
             return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
     return frozenset()
-
-
-def _params_for(params: Any, count: int) -> list[SamplingParams]:
-    """One SamplingParams for each of `count` prompts."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
-        raise ConfigError(f"params={params!r}: a SamplingParams for all prompts, or a list of one each, is wanted")
-    if len(params) != count:
-        raise ConfigError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one each")
-    return list(params)
-
-
-def _require_type(name: str, value: object, wanted: type) -> None:
-    if value is not None and not isinstance(value, wanted):
-        raise ConfigError(f"{name} is {shown(value)}; a {wanted.__name__} is wanted")
 
 
 @contextmanager

@@ -195,6 +195,8 @@ def generate(
     mask = _attention_mask(settings, ids, attention_mask)
     copies = settings.copies()
     ids, mask = ids.repeat_interleave(copies, dim=0), mask.repeat_interleave(copies, dim=0)
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise ConfigError(f"streamer={shown(streamer)}: a transformers streamer, with put and end, is wanted")
     if streamer is not None and len(ids) != 1:
         raise ConfigError(f"a streamer takes one row, not {len(ids)}; leave it out, or use Engine.stream for each")
 

@@ -60,6 +60,12 @@ def make_cache(
             f"KV pools of {full_slots} full and {swa_slots} SWA slots hold no page of {page_size}; "
             "raise full_slots / swa_slots or lower page_size"
         )
+    needed, there = full_slots * full_bytes + swa_slots * swa_bytes, _all_bytes(target.device)
+    if needed > there:
+        raise CapacityError(
+            f"KV pools of {full_slots} full and {swa_slots} SWA slots take {needed / 1e9:,.1f} GB, and {target.device} "
+            f"has {there / 1e9:,.1f} GB in all; lower full_slots / swa_slots, or leave them None"
+        )
     allocator = HybridAllocator(
         full_pages=full_slots // page_size,
         swa_pages=None if window is None else swa_slots // page_size,
@@ -70,6 +76,12 @@ def make_cache(
         allocator, max_requests=batch, max_len=max_len, lookahead=num_nodes, window=window, extra_keys=extra_keys
     )
     return KVCache(allocator, table, operations), max_len
+
+
+def _all_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -1,6 +1,8 @@
 """A user's mistake is one sentence with the value and what is allowed, raised before anything changes."""
 
+import copy
 import json
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +19,7 @@ from transformers import (
     DiffLlamaConfig,
     FalconConfig,
     Gemma3TextConfig,
+    GenerationConfig,
     GPT2Config,
     Llama4TextConfig,
     LlamaConfig,
@@ -33,7 +36,8 @@ from transformers import (
 )
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig, SpecDecError
-from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
+from specdec.errors import CapacityError, CheckpointError, ConfigError, UnsupportedModelError
+from specdec.models.target import TargetModel
 from specdec.sampling import SamplingBatch
 
 NAN, INF = float("nan"), float("inf")
@@ -84,6 +88,8 @@ def is_untouched(engine):
         (torch.tensor(3), ["3"]),
         ([[torch.tensor(1.5)]], ["1.5", "integers"]),
         (b"abc", ["b'abc'"]),
+        (torch.empty(3, dtype=torch.int64, device="meta"), ["shape (3,)", "meta device"]),
+        ([{"role": "user", "content": "hi"}], ["'role': 'user'", "Engine.chat_prompt"]),
         ({"input_ids": [1]}, ["list of token ids"]),
         ("a0b1", ["tokenizer=", "token ids"]),
         (["a0b1"], ["tokenizer=", "token ids"]),
@@ -120,14 +126,32 @@ def test_a_tokenizer_with_more_tokens_than_the_model(make_target, make_engine, b
         ({"max_new_tokens": 1}, ["SamplingParams"]),
         ([None, None], ["None", "SamplingParams"]),
         (5, ["5", "SamplingParams"]),
+        (GenerationConfig(max_new_tokens=1), ["<GenerationConfig>", "SamplingParams"]),
+        ([SHORT, None], ["<SamplingParams>, None"]),
     ],
-    ids=["many", "none", "dicts", "dict", "nones", "number"],
+    ids=["many", "none", "dicts", "dict", "nones", "number", "of transformers", "one missing"],
 )
 def test_params(params, parts, engine):
     with pytest.raises(ConfigError) as error:
         engine.generate([[1, 2], [3]], params)
     assert_one_sentence(error, *parts)
     assert is_untouched(engine)
+
+
+@pytest.mark.parametrize("text", [5, None, ["a", "b"], "a\ud800b"], ids=repr)
+def test_what_is_no_text_is_not_encoded(text, make_target, make_engine, pair_tokenizer):
+    with pytest.raises(ConfigError) as error:
+        make_engine(make_target("llama"), tokenizer=pair_tokenizer).encode(text)
+    assert_one_sentence(error, "half a surrogate pair at character 2" if isinstance(text, str) else "string is wanted")
+
+
+@pytest.mark.parametrize(
+    ("ids", "part"), [("ab", "'ab'"), (5, "5"), (None, "None"), ([1, -100], "-100"), ([1.5], "1.5"), ([[1]], "[1]")]
+)
+def test_what_is_no_list_of_ids_is_not_decoded(ids, part, make_target, make_engine, pair_tokenizer):
+    with pytest.raises(ConfigError) as error:
+        make_engine(make_target("llama"), tokenizer=pair_tokenizer).decode(ids)
+    assert_one_sentence(error, part)
 
 
 def test_stop_strings_need_a_tokenizer(engine):
@@ -284,6 +308,39 @@ def test_a_setting_is_never_printed_whole(value):
             assert "tensor(" not in str(error.value) and "in_features" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "setting", "meant"),
+    [
+        (SamplingParams, "max_tokens", "did you mean max_new_tokens?"),
+        (SamplingParams, "do_sample", "It has max_new_tokens, temperature"),
+        (SpecConfig, "steps", "did you mean num_steps?"),
+        (EngineConfig, "gpu_memory_utilization", "It has max_batch_size"),
+    ],
+)
+def test_a_setting_that_does_not_exist(kind, setting, meant):
+    with pytest.raises(ConfigError) as error:
+        kind(**{setting: 3})
+    assert_one_sentence(error, f"{kind.__name__} has no setting {setting}", meant)
+
+
+@pytest.mark.parametrize(
+    ("setting", "where"),
+    [("max_model_len", "config=EngineConfig(max_model_len=...)"), ("num_steps", "spec=SpecConfig(num_steps=...)")],
+)
+def test_a_setting_in_the_wrong_place(setting, where, make_target):
+    for target in ("tiny-gemma4", make_target("llama")):
+        with pytest.raises(ConfigError) as error:
+            Engine.from_pretrained(target, **{setting: 3})
+        assert_one_sentence(error, where)
+
+
+@pytest.mark.parametrize("slots", [10**9, 1 << 40])
+def test_pools_larger_than_the_machine(slots, make_target):
+    with pytest.raises(CapacityError) as error:
+        Engine.from_pretrained(make_target("llama"), config=EngineConfig(full_slots=slots, max_model_len=64))
+    assert_one_sentence(error, str(slots), "GB", "lower full_slots")
+
+
 def test_pools_too_small_for_a_page(make_target):
     with pytest.raises(SpecDecError) as error:
         Engine.from_pretrained(make_target("mistral"), config=EngineConfig(full_slots=8, swa_slots=3, page_size=4))
@@ -334,6 +391,52 @@ def test_target_of_the_wrong_type(value):
     with pytest.raises(ConfigError) as error:
         Engine.from_pretrained(value)
     assert_one_sentence(error, repr(value), "transformers model")
+
+
+def test_an_engine_is_made_of_what_is_bound(make_target):
+    model = make_target("llama")
+    bound = TargetModel(model)
+    for arguments, part in [
+        (("tiny-gemma4",), "target is 'tiny-gemma4'"),
+        ((model,), "target is <LlamaForCausalLM>"),
+        ((bound, "ngram"), "drafter is 'ngram'"),
+        ((bound, model), "drafter is <LlamaForCausalLM>"),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            Engine(*arguments)
+        assert_one_sentence(error, part, "Engine.from_pretrained")
+    with pytest.raises(ConfigError) as error:
+        Engine(bound, tokenizer="tiny-gemma4")
+    assert_one_sentence(error, "tokenizer is 'tiny-gemma4'", "Engine.from_pretrained")
+    with pytest.raises(ConfigError) as error:
+        Engine(bound, spec={"num_steps": 2})
+    assert_one_sentence(error, "spec is", "SpecConfig")
+
+
+def test_an_engine_is_not_copied(engine):
+    for twin in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(SpecDecError) as error:
+            twin(engine)
+        assert_one_sentence(error, "make another")
+
+
+def test_a_model_without_weights(make_target):
+    with pytest.raises(UnsupportedModelError) as error:
+        Engine.from_pretrained(make_target("llama", fresh=True).to("meta"))
+    assert_one_sentence(error, "is on the meta device, without weights")
+
+
+def test_no_name_is_not_the_present_folder(checkpoint, monkeypatch):
+    monkeypatch.chdir(checkpoint)
+    with pytest.raises(CheckpointError) as error:
+        Engine.from_pretrained("")
+    assert_one_sentence(error, "'' names no checkpoint")
+
+
+def test_a_long_reason_for_a_missing_device_is_cut():
+    with pytest.raises(ConfigError) as error:
+        Engine.from_pretrained("tiny-gemma4", config=EngineConfig(device="xpu"))
+    assert_one_sentence(error, "device='xpu' cannot be used")
 
 
 def test_drafter_of_the_wrong_type(make_target):

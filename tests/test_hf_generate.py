@@ -500,6 +500,12 @@ def test_a_text_streamer_prints_the_same(model, byte_words, capsys):
     assert capsys.readouterr().out == want
 
 
+@pytest.mark.parametrize("streamer", [3, "text"])
+def test_what_is_no_streamer(streamer, model):
+    with pytest.raises(ConfigError, match="a transformers streamer, with put and end, is wanted"):
+        specdec.generate(model, None, torch.tensor([[2, 3]]), max_new_tokens=2, streamer=streamer)
+
+
 def test_a_streamer_takes_one_row(model):
     with pytest.raises(SpecDecError) as error:
         specdec.generate(model, None, torch.tensor([PROMPTS[0]] * 2), streamer=Recorder(), max_new_tokens=2)

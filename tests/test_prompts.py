@@ -70,7 +70,7 @@ SAY = {"role": "user", "content": "Hi"}
         ([{"role": "user", "content": [{"type": "text"}]}], ["message 0", "'type': 'text'"]),
         ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], ["'image'", "only text"]),
         ([{"role": "wizard", "content": "Hi"}], ["chat template", "roles are user and assistant"]),
-        ([{"role": "user", "content": "\ud800"}], ["chat template"]),
+        ([{"role": "user", "content": "\ud800"}], ["message 0", "half a surrogate pair at character 1"]),
     ],
     ids=lambda value: type(value).__name__,
 )

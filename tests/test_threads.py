@@ -131,6 +131,20 @@ def test_updates_of_the_users_weights_are_seen(make_target, random_prompt, greed
     assert after != before and after == greedy_oracle(copy.deepcopy(model), prompt, 4)
 
 
+@pytest.mark.parametrize("drafter", [None, "gemma4-mtp"])
+def test_an_engine_outlives_the_mode_it_was_made_in(drafter, make_target, make_assistant, random_prompt, greedy_oracle):
+    """Tensors made in inference mode cannot be written to outside of it."""
+    model, prompt = make_target("gemma4-31b"), random_prompt(12)
+    assistant = make_assistant(model) if drafter else None
+    with torch.inference_mode():
+        engine = Engine.from_pretrained(model, assistant, config=EngineConfig(max_model_len=64))
+    oracle = greedy_oracle(model, prompt, 6)
+    for mode in (torch.enable_grad, torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():
+            [out] = engine.generate(prompt, SamplingParams(max_new_tokens=6, ignore_eos=True))
+        assert out.token_ids == oracle
+
+
 def test_a_model_keeps_its_training_mode(make_target):
     model = make_target("llama", fresh=True)
     model.train()

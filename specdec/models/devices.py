@@ -12,7 +12,7 @@ def require_device(device: str | torch.device | None) -> None:
     try:
         torch.empty(1, device=device)
     except (AssertionError, RuntimeError, NotImplementedError) as error:  # torch has no common base for them
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0].partition(". ")[0]  # torch goes on and on
         there = f"; CUDA devices here: {torch.cuda.device_count()}" if str(device).startswith("cuda") else ""
         raise ConfigError(
             f"device={str(device)!r} cannot be used with torch {torch.__version__} ({reason}){there}; "

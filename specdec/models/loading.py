@@ -68,6 +68,8 @@ class Checkpoint:
     def config_file(self) -> Path:
         """Its config.json. Raises CheckpointError in one sentence."""
         known = f"give a checkpoint folder, a hub id, or one of {', '.join(BUNDLED_NAMES)}"
+        if not self.name:
+            raise CheckpointError(f"'' names no checkpoint; {known}")
         if Path(self.path).is_dir():
             file = Path(self.path, str(self.options.get("subfolder", "")), "config.json")
             if not file.is_file():

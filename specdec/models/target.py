@@ -128,6 +128,8 @@ class TargetModel:
                 raise UnsupportedModelError(f"{self.name} {what} ({attribute}={value}), which specdec does not support")
         placement = getattr(self.model, "hf_device_map", None) or {}
         devices = {str(device) for device in placement.values()} | {w.device.type for w in self.model.parameters()}
+        if devices == {"meta"}:
+            raise UnsupportedModelError(f"{self.name} is on the meta device, without weights; load it onto a real one")
         if len(devices) > 1 or "meta" in devices:
             raise UnsupportedModelError(f"{self.name} is spread over {sorted(devices)}; specdec runs on one device")
 

@@ -38,6 +38,29 @@ def as_prompt_list(prompts: Any) -> list[Prompt]:
     return [_as_prompt(item) for item in items]
 
 
+def as_token_ids(value: Any) -> list[int]:
+    """Ids to decode. Raises ConfigError, with the value, for anything else."""
+    items = _as_list(value)
+    if items is None:
+        raise ConfigError(f"token_ids={shown(value)}: a list of token ids is wanted")
+    ids = [_token_id(item) for item in items]
+    for token in ids:
+        if token < 0:
+            raise ConfigError(f"token id {token} is negative; take padding out before decoding")
+    return ids
+
+
+def require_text(name: str, text: Any) -> str:
+    """The text, if a tokenizer can read it: a string without halves of surrogate pairs."""
+    if not isinstance(text, str):
+        raise ConfigError(f"{name} is {shown(text)}; a string is wanted")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} holds half a surrogate pair at character {error.start + 1}") from error
+    return text
+
+
 def chat_ids(tokenizer: Any, messages: Iterable[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
     """Token ids of a chat under the tokenizer's template, up to where the answer begins.
 
@@ -77,7 +100,9 @@ def _as_messages(messages: Any) -> list[dict[str, Any]]:
         if content is None:
             if not any(str(key).startswith(INSTEAD_OF_CONTENT) and value for key, value in message.items()):
                 raise ConfigError(f"message {index} of the chat has no content; text is wanted")
-        elif not isinstance(content, str):
+        elif isinstance(content, str):
+            require_text(f"message {index} of the chat", content)
+        else:
             _require_text_parts(index, content)
     return [dict(message) for message in chat]
 
@@ -110,6 +135,8 @@ def _as_prompt(item: Any) -> Prompt:
 def _as_list(value: Any) -> list[Any] | None:
     """The items of a sequence, array or tensor; None for what is none (a number, bytes, a mapping)."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise ConfigError(f"{shown(value)} is on the meta device, where a tensor has no values")
         return list(value.tolist()) if value.ndim else None
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
         return list(value)
@@ -126,4 +153,5 @@ def _token_id(token: Any) -> int:
             raise TypeError
         return operator.index(token)
     except TypeError:
-        raise ConfigError(f"a prompt holds {shown(token)}; token ids are integers") from None
+        hint = "; a chat goes through Engine.chat_prompt" if isinstance(token, Mapping) else ""
+        raise ConfigError(f"a prompt holds {shown(token)}; token ids are integers{hint}") from None

@@ -1,0 +1,50 @@
+"""What callers hand to an engine besides prompts, checked before anything is made of it.
+
+It knows settings and the shape of parts, no model. Every refusal is one sentence that says where the thing belongs.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import fields
+from typing import Any
+
+from specdec.config import EngineConfig, SamplingParams, SpecConfig
+from specdec.errors import ConfigError, shown
+
+MISPLACED = {field.name: "config=EngineConfig({})" for field in fields(EngineConfig) if field.name != "dtype"}
+MISPLACED |= {field.name: "spec=SpecConfig({})" for field in fields(SpecConfig)}
+"""Settings that `from_pretrained` does not take by themselves (transformers knows a dtype), and where they go."""
+
+
+def require_no_setting(options: Collection[str]) -> None:
+    """Raise ConfigError where a loading argument is a setting of the engine."""
+    for name in sorted(MISPLACED.keys() & set(options)):
+        raise ConfigError(f"{name} is a setting of the engine; pass {MISPLACED[name].format(f'{name}=...')}")
+
+
+def params_for(params: Any, count: int) -> list[SamplingParams]:
+    """One SamplingParams for each of `count` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise ConfigError(f"params={shown(params)}: a SamplingParams for all prompts, or a list of one each, is wanted")
+    if len(params) != count:
+        raise ConfigError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one each")
+    return list(params)
+
+
+def require_parts(target: Any, drafter: Any, tokenizer: Any) -> None:
+    """Names and loaded modules are for `from_pretrained`; what an Engine is made of has been bound."""
+    for name, part, wanted, fits in (
+        ("target", target, "a TargetModel", hasattr(target, "layout")),
+        ("drafter", drafter, "a fitted Drafter", drafter is None or callable(getattr(drafter, "bind", None))),
+        ("tokenizer", tokenizer, "a tokenizer", tokenizer is None or callable(tokenizer)),
+    ):
+        if not fits:
+            raise ConfigError(
+                f"{name} is {shown(part)}; Engine(...) wants {wanted}, Engine.from_pretrained takes names and models"
+            )
+
+
+def require_type(name: str, value: object, wanted: type) -> None:
+    if value is not None and not isinstance(value, wanted):
+        raise ConfigError(f"{name} is {shown(value)}; a {wanted.__name__} is wanted")
