@@ -54,6 +54,20 @@ class TargetInfo(Protocol):
     def device(self) -> torch.device: ...
 
 
+class Fit(NamedTuple):
+    """What of a target the shapes of a drafter depend on: fitted to one, it does not run beside another."""
+
+    layout: KVLayout
+    hidden_size: int
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, target: TargetInfo) -> "Fit":
+        return cls(target.layout, target.hidden_size, target.vocab_size, target.dtype, target.device)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBatch:
     """The requests to draft for.
@@ -127,13 +141,14 @@ class Drafter(Protocol):
     `aux_layers`: target states it wants to see besides the final one, each named by the layer it enters (`num_layers`:
     what leaves the last layer, before the final norm). `kv_layout`: K/V of its own, in full space, by the target's
     slots; None: it keeps none. `extra_keys`: committed keys on sliding layers that it reads beyond the target's own
-    window.
+    window. `fit`: of the target that it was fitted to; None: it runs beside any.
     """
 
     name: str
     aux_layers: tuple[int, ...] = ()
     kv_layout: KVLayout | None = None
     extra_keys: int = 0
+    fit: Fit | None = None
 
     def bind(self, binding: Binding) -> DraftWorker:
         """A worker for one engine."""

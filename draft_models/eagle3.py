@@ -23,7 +23,7 @@ from specdec.attention.reference import newest
 from specdec.attention.tree import DraftTree
 from specdec.attention.tree_build import Growth
 from specdec.attention.visibility import bias_of, visible
-from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation, TargetInfo
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, TargetInfo
 from specdec.draft_models.eagle3_config import TargetShape
 from specdec.draft_models.eagle3_format import Eagle3Checkpoint, read_head
 from specdec.draft_models.eagle3_model import Eagle3Head, embed_raw, load_head
@@ -49,6 +49,7 @@ class Eagle3Drafter(Drafter):
         table = target.embed if head.embed_tokens is None else head.embed_tokens
         self.embedding: torch.Tensor = table.weight  # type: ignore[assignment]
         self.target_head = target.head
+        self.fit = Fit.of(target)
         self.vocab_size = target.vocab_size
         self.dtype = target.dtype
         self.target_ids = None if target_ids is None else target_ids.to(target.device)

@@ -21,7 +21,7 @@ from specdec.attention.plan import plan_frozen
 from specdec.attention.private_copy import private_copy
 from specdec.attention.tree import DraftTree
 from specdec.attention.tree_build import Growth
-from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation, TargetInfo
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, TargetInfo
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.frozen import KVView, frozen_kv
 from specdec.kvcache.layout import SLIDING_ATTENTION
@@ -49,6 +49,7 @@ class Gemma4MTPDrafter(Drafter):
         self.assistant: Any = assistant
         self.model: Any = private_copy(assistant)
         self.embed = target.embed
+        self.fit = Fit.of(target)
         config = assistant.config.get_text_config()  # type: ignore[operator, union-attr]
         self.layer_map, self.windows = fit_layers(assistant, target)
         self._masks: dict[str, None] = dict.fromkeys(config.layer_types)

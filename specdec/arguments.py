@@ -8,7 +8,8 @@ from dataclasses import fields
 from typing import Any
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
-from specdec.errors import ConfigError, shown
+from specdec.draft_models.base import Fit
+from specdec.errors import ConfigError, UnsupportedModelError, shown
 
 MISPLACED = {field.name: "config=EngineConfig({})" for field in fields(EngineConfig) if field.name != "dtype"}
 MISPLACED |= {field.name: "spec=SpecConfig({})" for field in fields(SpecConfig)}
@@ -33,7 +34,7 @@ def params_for(params: Any, count: int) -> list[SamplingParams]:
 
 
 def require_parts(target: Any, drafter: Any, tokenizer: Any) -> None:
-    """Names and loaded modules are for `from_pretrained`; what an Engine is made of has been bound."""
+    """Names and loaded modules are for `from_pretrained`; what an Engine is made of is fitted to each other."""
     for name, part, wanted, fits in (
         ("target", target, "a TargetModel", hasattr(target, "layout")),
         ("drafter", drafter, "a fitted Drafter", drafter is None or callable(getattr(drafter, "bind", None))),
@@ -43,6 +44,13 @@ def require_parts(target: Any, drafter: Any, tokenizer: Any) -> None:
             raise ConfigError(
                 f"{name} is {shown(part)}; Engine(...) wants {wanted}, Engine.from_pretrained takes names and models"
             )
+
+    fit = getattr(drafter, "fit", None)
+    if fit is not None and fit != Fit.of(target):
+        raise UnsupportedModelError(
+            f"drafter {drafter.name} was fitted to a target of other layers, sizes or dtype than {target.name}; "
+            "give Engine.from_pretrained its name or module, to fit it to this one"
+        )
 
 
 def require_type(name: str, value: object, wanted: type) -> None:

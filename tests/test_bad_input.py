@@ -36,6 +36,7 @@ from transformers import (
 )
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig, SpecDecError
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.errors import CapacityError, CheckpointError, ConfigError, UnsupportedModelError
 from specdec.models.target import TargetModel
 from specdec.sampling import SamplingBatch
@@ -413,6 +414,16 @@ def test_an_engine_is_made_of_what_is_bound(make_target):
     assert_one_sentence(error, "spec is", "SpecConfig")
 
 
+@pytest.mark.parametrize("changes", [{"hidden_size": 48}, {"vocab_size": 120}], ids=str)
+def test_a_drafter_fitted_to_another_target(changes, make_target, make_assistant):
+    one = TargetModel(make_target("gemma4-31b"))
+    fitted = Gemma4MTPDrafter(make_assistant(one.model), one)
+    for make in (Engine.from_pretrained, lambda model, drafter: Engine(TargetModel(model), drafter)):
+        with pytest.raises(UnsupportedModelError) as error:
+            make(make_target("gemma4-31b", **changes), fitted)
+        assert_one_sentence(error, "gemma4_mtp was fitted to a target of other layers, sizes")
+
+
 def test_an_engine_is_not_copied(engine):
     for twin in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(SpecDecError) as error:
@@ -435,8 +446,8 @@ def test_no_name_is_not_the_present_folder(checkpoint, monkeypatch):
 
 def test_a_long_reason_for_a_missing_device_is_cut():
     with pytest.raises(ConfigError) as error:
-        Engine.from_pretrained("tiny-gemma4", config=EngineConfig(device="xpu"))
-    assert_one_sentence(error, "device='xpu' cannot be used")
+        Engine.from_pretrained("tiny-gemma4", config=EngineConfig(device="fpga"))
+    assert_one_sentence(error, "device='fpga' cannot be used")
 
 
 def test_drafter_of_the_wrong_type(make_target):

@@ -503,6 +503,13 @@ def test_published_prompts_are_evaluated(task, name, groups, shared_data):
 # going on after a kill, and with more problems
 
 
+def test_transcripts_are_a_folder(tmp_path):
+    file = tmp_path / "report.csv"
+    file.write_text("a,b")
+    with pytest.raises(SpecDecError, match=r"report\.csv' is a file; a folder is wanted"):
+        open_transcripts(file, {"settings": {}}, 0)
+
+
 def test_a_line_without_its_line_feed_is_dropped_and_written_over(tmp_path):
     settings = {"a": 1}
     with open_transcripts(tmp_path, settings, 0) as file:

@@ -33,6 +33,8 @@ def read_transcripts(folder: Path, settings: Record, earlier: Earlier | None = N
 
 def open_transcripts(folder: Path, settings: Record, rank: int, earlier: Earlier | None = None) -> TextIO:
     """This process's file, to go on behind its last whole line; its first line holds the settings."""
+    if folder.is_file():
+        raise ConfigError(f"transcripts={str(folder)!r} is a file; a folder is wanted")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"transcripts-{rank}.jsonl"
     [*whole] = _whole_lines(path)
