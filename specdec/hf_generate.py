@@ -23,6 +23,7 @@ from specdec.config import MAX_TREE_NODES, EngineConfig, SamplingParams, SpecCon
 from specdec.engine import Engine
 from specdec.errors import ConfigError, shown
 from specdec.models.bundled import resolve_name
+from specdec.models.context_length import context_length
 from specdec.models.loading import load_tokenizer
 
 HONOURED = frozenset(
@@ -215,7 +216,8 @@ def generate(
         longest = max((len(prompt) for prompt in prompts), default=0) + max(
             (p.max_new_tokens for p in params), default=1
         )
-        engine_config = EngineConfig(max_batch_size=min(max(len(prompts), 1), 4096), max_model_len=longest)
+        most = context_length(model.config.get_text_config()).most or longest  # beyond it the engine refuses the row
+        engine_config = EngineConfig(max_batch_size=min(max(len(prompts), 1), 4096), max_model_len=min(longest, most))
     name = os.fspath(drafter) if isinstance(drafter, os.PathLike) else drafter
     spec = spec or settings.spec()
     with _modes_kept(model, drafter), Engine.from_pretrained(model, name, spec=spec, config=engine_config) as engine:

@@ -23,7 +23,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import specdec
 from specdec import EngineConfig, SpecConfig, SpecDecError
-from specdec.errors import ConfigError
+from specdec.errors import CapacityError, ConfigError
 
 PROMPTS = [[5, 9, 31, 7, 22, 9, 31], [11, 3], [8, 8, 8, 40, 2]]
 
@@ -504,6 +504,14 @@ def test_a_text_streamer_prints_the_same(model, byte_words, capsys):
 def test_what_is_no_streamer(streamer, model):
     with pytest.raises(ConfigError, match="a transformers streamer, with put and end, is wanted"):
         specdec.generate(model, None, torch.tensor([[2, 3]]), max_new_tokens=2, streamer=streamer)
+
+
+def test_more_tokens_than_the_model_serves(model):
+    """The message is about the arguments of the call, not about an engine that the user never saw."""
+    most = model.config.max_position_embeddings
+    says = rf"a prompt of 2 tokens with max_new_tokens={most} makes .* ask for at most {most - 2} new tokens"
+    with pytest.raises(CapacityError, match=says):
+        specdec.generate(model, None, torch.tensor([[2, 3]]), max_new_tokens=most)
 
 
 def test_a_streamer_takes_one_row(model):
