@@ -15,8 +15,10 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Conf
 from specdec.draft_models.eagle3_config import Eagle3Spec, TargetShape, is_eagle3_config, resolve_aux_ids
 from specdec.draft_models.eagle3_format import Eagle3Checkpoint, read_head, write_head
 from specdec.draft_models.eagle3_keys import HARMLESS, HARMLESS_NAME, HONOURED, NEUTRAL
-from specdec.draft_models.eagle3_model import Eagle3Head, draft_kv_bytes, load_head
+from specdec.draft_models.eagle3_model import Eagle3Head, load_head
 from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError
+from specdec.kvcache.layout import KVLayout
+from specdec.kvcache.spaces import Space
 
 TARGET = TargetShape(name="target", num_layers=8, hidden_size=16, vocab_size=60)
 SPEC = Eagle3Spec(
@@ -144,7 +146,8 @@ def test_what_is_written_is_read_again(spec: Eagle3Spec, tmp_path: Path) -> None
     assert (again.target_ids is None) == (ids is None)
     if ids is not None:
         assert torch.equal(again.target_ids, ids)
-    assert draft_kv_bytes(spec, torch.bfloat16) == 2 * spec.num_layers * 2 * spec.head_dim * 2
+    layout = KVLayout.uniform(spec.num_layers, spec.num_kv_heads, spec.head_dim)  # what a drafter of this head keeps
+    assert layout.numbers_per_slot(Space.FULL) == 2 * spec.num_layers * 2 * spec.head_dim
 
 
 def test_a_written_head_has_published_names(folder: Path) -> None:
