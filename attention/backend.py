@@ -16,6 +16,7 @@ from specdec.attention.paged_attention_kernels import attend_kernel
 from specdec.attention.plan import PlanBackend
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.tree import DraftTree
+from specdec.attention.tree_build import TreeBackend
 from specdec.attention.tree_walk import Accepted
 from specdec.attention.triton_backend import TritonBackend
 from specdec.errors import ConfigError
@@ -25,22 +26,10 @@ MAX_HEAD_DIM = 512
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class Backend(PlanBackend, Protocol):
-    """Locate, store, move, attend (see `PlanBackend`), and what trees need."""
+class Backend(PlanBackend, TreeBackend, Protocol):
+    """Locate, store, move, attend (`PlanBackend`), select trees (`TreeBackend`) and walk them."""
 
     name: str
-
-    def select_tree(
-        self,
-        root: torch.Tensor,
-        tokens: torch.Tensor,
-        scores: torch.Tensor,
-        parents: torch.Tensor,
-        *,
-        num_nodes: int,
-        num_levels: int,
-    ) -> DraftTree:
-        """The best tree of `num_nodes` nodes among the candidates: see `tree_build`."""
 
     def accept(self, tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
         """The path on which every draft is what the target drew: see `tree_walk`."""

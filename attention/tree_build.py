@@ -47,7 +47,8 @@ class TreeBackend(Protocol):
         *,
         num_nodes: int,
         num_levels: int,
-    ) -> DraftTree: ...
+    ) -> DraftTree:
+        """The best tree of `num_nodes` nodes among the candidates."""
 
 
 class Growth:

@@ -323,13 +323,9 @@ class Engine:
 
     def _release_idle(self) -> None:
         """Release what was aborted while nobody's turn could; whoever has a turn now will."""
-        while self._doomed and not self._lock.locked():
-            with self._lock:
-                if self._interrupted:
-                    self._begin_again()
-                self._interrupted = True
-                self._release_doomed()
-                self._interrupted = False
+        if self._doomed and not self._lock.locked():
+            with self._turn():  # releases at its end, and looks again
+                pass
 
     def _forget(self, number: int) -> None:
         request = self._live.pop(number)
