@@ -23,9 +23,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # both packages compile small functions, which a comparison has no use for
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import torch
 import transformers
 from rich.console import Console
@@ -291,6 +288,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4, help="draft steps")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # both packages compile small functions, no use for a comparison
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("specdec").setLevel(logging.ERROR)  # the two readings of norm_output are what is checked
