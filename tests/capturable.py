@@ -1,0 +1,106 @@
+"""Can this be captured in a CUDA graph? A check that runs anywhere, the CPU included.
+
+    with capturable():
+        tree = worker.propose(batch)
+
+raises `HostWork` where the block waits for the device (`.item()`, `.tolist()`, `if tensor:`, a shape that depends on
+values), or makes a tensor out of host data (`torch.tensor([..])`, `torch.from_numpy`, indexing by a list, a factory
+without `device=`). On a CPU device and host are one, so it goes by what is asked for and not by where tensors lie; on a
+GPU copies between the two are refused as well. What Triton's interpreter does in a kernel's place is not looked at.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from specdec.kvcache.triton_shim import triton
+
+TO_HOST = {torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__array__}
+FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.Tensor.new_tensor}
+FACTORIES = {torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.zeros}
+DEPENDS_ON_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
+
+
+class HostWork(AssertionError):
+    """Something that no CUDA graph can hold."""
+
+
+@contextmanager
+def capturable() -> Iterator[None]:
+    """See above."""
+    functions, operators = _Functions(), _Operators()
+    with ExitStack() as stack:
+        stack.enter_context(functions)
+        stack.enter_context(operators)
+        if triton:
+            stack.enter_context(_unwatched_interpreter(functions, operators))
+        yield
+
+
+class _Functions(TorchFunctionMode):
+    """What Python asks for."""
+
+    watching = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.watching:
+            if func in TO_HOST:
+                raise HostWork(f"Tensor.{func.__name__} waits for the device")
+            if func in FROM_HOST:
+                raise HostWork(f"{func.__name__} makes a tensor out of host data")
+            if func in FACTORIES and kwargs.get("device") is None:
+                raise HostWork(f"torch.{func.__name__} without device= makes its tensor on the host")
+        return func(*args, **kwargs)
+
+
+class _Operators(TorchDispatchMode):
+    """What that comes down to, composite operators taken apart."""
+
+    watching = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.watching:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.lift_fresh.default and args[0].dim():  # a lone number travels with the launch
+            raise HostWork("a tensor is made out of host data")
+        if func.overloadpacket in INDEXING:
+            if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
+                raise HostWork(f"{func} by a mask has a shape that depends on values; use where or masked_fill")
+        elif any(tag in func.tags for tag in DEPENDS_ON_VALUES):
+            raise HostWork(f"{func} waits for the device")
+        with self:
+            out = func.decompose(*args, **kwargs)
+        if out is NotImplemented:
+            out = func(*args, **kwargs)
+            tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor) and x.dim()]
+            if len({tensor.device.type for tensor in tensors}) > 1:
+                raise HostWork(f"{func} copies between host and device")
+        return out
+
+
+@contextmanager
+def _unwatched_interpreter(*modes: Any) -> Iterator[None]:
+    """The modes look away while the interpreter runs a kernel."""
+    executor = triton.runtime.interpreter.GridExecutor
+    launch = executor.__call__
+
+    def unwatched(self: Any, *args: Any, **kwargs: Any) -> None:
+        for mode in modes:
+            mode.watching = False
+        try:
+            launch(self, *args, **kwargs)
+        finally:
+            for mode in modes:
+                mode.watching = True
+
+    with mock.patch.object(executor, "__call__", unwatched):
+        yield
