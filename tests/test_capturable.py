@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from capturable import HostWork, capturable
 
 from specdec.kvcache.store_kv import store_kv
-
-from capturable import HostWork, capturable
 
 X = torch.arange(6.0)
 MASK = X > 2
