@@ -8,7 +8,7 @@ import torch
 from specdec import SamplingParams
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.kvcache.triton_shim import triton
-from specdec.layers.centroid import (
+from specdec.layers.sampling.centroid import (
     CentroidHead,
     centroid_best,
     centroid_sample,
@@ -17,7 +17,7 @@ from specdec.layers.centroid import (
     reference_centroid_sample,
     score_kernel,
 )
-from specdec.layers.sample import SampleParams
+from specdec.layers.sampling.sample import SampleParams
 from specdec.sampling import SamplingBatch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

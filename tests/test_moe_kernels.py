@@ -11,7 +11,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from specdec.kvcache.triton_shim import triton
-from specdec.layers.moe import (
+from specdec.layers.moe.families import experts_of, router_of
+from specdec.layers.moe.kernels import sum_kernel
+from specdec.layers.moe.mixture import (
     Experts,
     Router,
     Routing,
@@ -20,8 +22,6 @@ from specdec.layers.moe import (
     reference_route,
     route,
 )
-from specdec.layers.moe_families import experts_of, router_of
-from specdec.layers.moe_kernels import sum_kernel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FAMILIES = ["gemma4", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe-raw"]

@@ -10,8 +10,8 @@ import torch
 
 from specdec import DraftTree, SamplingParams
 from specdec.kvcache.triton_shim import tl, triton
-from specdec.layers.noise import NOISE_ERROR, exact_noise, noise_bound, noise_stream, reference_noise
-from specdec.layers.sample import (
+from specdec.layers.sampling.noise import NOISE_ERROR, exact_noise, noise_bound, noise_stream, reference_noise
+from specdec.layers.sampling.sample import (
     Cut,
     SampleParams,
     Seen,
@@ -22,7 +22,7 @@ from specdec.layers.sample import (
     reference_sample,
     sample,
 )
-from specdec.layers.seen import mark_seen, path_tokens, reference_mark_seen
+from specdec.layers.sampling.seen import mark_seen, path_tokens, reference_mark_seen
 from specdec.sampling import SamplingBatch, gumbel_noise, seen_tokens
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

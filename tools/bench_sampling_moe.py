@@ -23,10 +23,18 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTo
 
 from specdec import SamplingParams
 from specdec.layers import moe
-from specdec.layers.centroid import CentroidHead, centroid_best, centroid_sample, reference_centroid_logits
-from specdec.layers.moe import Experts, Router, Routing, apply_experts, reference_apply_experts, reference_route, route
-from specdec.layers.moe_families import experts_of, router_of
-from specdec.layers.sample import SampleParams, best_tokens, log_probs, sample
+from specdec.layers.moe.families import experts_of, router_of
+from specdec.layers.moe.mixture import (
+    Experts,
+    Router,
+    Routing,
+    apply_experts,
+    reference_apply_experts,
+    reference_route,
+    route,
+)
+from specdec.layers.sampling.centroid import CentroidHead, centroid_best, centroid_sample, reference_centroid_logits
+from specdec.layers.sampling.sample import SampleParams, best_tokens, log_probs, sample
 from specdec.sampling import SamplingBatch
 
 VOCAB = 1000 if ON_CPU else 262_144

@@ -12,8 +12,8 @@ the rest is maxima and minima.
 
 from specdec.kvcache.triton_shim import tl, triton
 from specdec.layers.launch import trigger_next, wait_for_previous
-from specdec.layers.noise import NOISE_ERROR, exact_noise, noise_bound, noise_stream
-from specdec.layers.sample_kernels import INF, LARGEST, MASS_UNIT, load_logits, mass_of, min_score_of, score_of
+from specdec.layers.sampling.noise import NOISE_ERROR, exact_noise, noise_bound, noise_stream
+from specdec.layers.sampling.sample_kernels import INF, LARGEST, MASS_UNIT, load_logits, mass_of, min_score_of, score_of
 
 WORST_KEY = tl.constexpr(0x7F800000)  # the bits of infinity
 SETTLED = tl.constexpr(-1)  # the count of a row whose token is chosen

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 
 from specdec.kvcache.triton_shim import tl, triton
-from specdec.layers.choose_kernel import choose_kernel
 from specdec.layers.launch import pdl_options, trigger_next, wait_for_previous
-from specdec.layers.sample import MAX_BEST, Best, SampleParams, reference_best_tokens, reference_sample
-from specdec.layers.sample_kernels import LARGEST
+from specdec.layers.sampling.choose_kernel import choose_kernel
+from specdec.layers.sampling.sample import MAX_BEST, Best, SampleParams, reference_best_tokens, reference_sample
+from specdec.layers.sampling.sample_kernels import LARGEST
 
 
 class CentroidHead(NamedTuple):

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 
 from specdec.kvcache.triton_shim import triton
-from specdec.layers.choose_kernel import choose_kernel
 from specdec.layers.launch import pdl_options
-from specdec.layers.noise import reference_noise
-from specdec.layers.sample_kernels import collect_kernel, floor_kernel, scan_kernel
+from specdec.layers.sampling.choose_kernel import choose_kernel
+from specdec.layers.sampling.noise import reference_noise
+from specdec.layers.sampling.sample_kernels import collect_kernel, floor_kernel, scan_kernel
 
 MAX_BEST = 64
 """Most tokens that `best_tokens` and `log_probs` return a row."""

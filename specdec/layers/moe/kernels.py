@@ -1,4 +1,4 @@
-"""The Triton kernels behind `moe`, which holds the math, the references and the launches.
+"""The Triton kernels behind `mixture`, which holds the math, the references and the launches.
 
     route_kernel     grid (row tiles, splits)      router logits of one range of K; the last program of a row tile to
                                                    finish adds the ranges up, in order, and picks the top k

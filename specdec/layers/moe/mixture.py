@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from specdec.kvcache.triton_shim import triton
 from specdec.layers.launch import pdl_options
-from specdec.layers.moe_kernels import list_kernel, product_kernel, route_kernel, sum_kernel
+from specdec.layers.moe.kernels import list_kernel, product_kernel, route_kernel, sum_kernel
 
 ACTIVATIONS = ("gelu_tanh", "silu", "swiglu_clamped")
 

@@ -17,7 +17,7 @@ token depends on how rows are cut, or on the rows beside.
 
 from specdec.kvcache.triton_shim import tl, triton
 from specdec.layers.launch import trigger_next, wait_for_previous
-from specdec.layers.noise import NOISE_ERROR, noise_bound, noise_stream
+from specdec.layers.sampling.noise import NOISE_ERROR, noise_bound, noise_stream
 
 INF = tl.constexpr(float("inf"))
 LARGEST = tl.constexpr(0x7FFFFFFF)

@@ -1,0 +1,1 @@
+"""Sampling over the vocabulary without sorting it: draws, log-probabilities, best tokens, and the centroid head."""
