@@ -10,7 +10,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := constraints.txt
 INSTALL := $(PIP) install -q -c $(CONSTRAINTS)
 LATEST := .venv-latest
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
+# bytecode is kept whatever the shell says: without it every process of a run rewrites and compiles all tests again
+TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+PYTEST := $(TEST_ENV) $(BIN)/pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -32,7 +34,7 @@ test-latest:  ## the tests on the newest versions that a plain install takes, in
 	$(MAKE) $(LATEST)/.torch VENV=$(LATEST) CONSTRAINTS=constraints-latest.txt
 	$(LATEST)/bin/python -m pip --disable-pip-version-check install -q -c constraints-latest.txt \
 		--upgrade --upgrade-strategy eager -e ".[test]"
-	OMP_NUM_THREADS=1 $(LATEST)/bin/pytest -n $(JOBS) $(ARGS)
+	$(TEST_ENV) $(LATEST)/bin/pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 gpu-test: $(VENV)/.run  ## on a CUDA device: kernels, timings and the engine as one table (ARGS="--out FILE")
 	$(BIN)/python tools/gpu_test.py $(ARGS)

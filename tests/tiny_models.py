@@ -1,4 +1,4 @@
-"""Tiny random targets of every family and assistants for them, and what they must generate: the oracle is transformers.
+"""Tiny random targets of every family, assistants and engines for them, and what they must generate by transformers.
 
 A plugin of conftest.py. A model is cached for the session, so a test that changes one asks for a fresh one.
 """
@@ -37,9 +37,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from specdec import Engine, EngineConfig, SpecConfig
 from specdec.attention.private_copy import text_configs
 from specdec.draft_models.registry import constructible_assistants
 from specdec.kvcache.layout import layout_from_config
+from specdec.models.target import TargetModel
+
+from marks import slow
 
 VOCAB = 96
 WINDOW = 8
@@ -53,7 +57,7 @@ FAST_FAMILIES = ("gemma4-e2b", "gemma2", "gpt_oss", "llama")  # shared K/V, soft
 
 
 def each_of(families: list[str]) -> list[Any]:
-    return [family if family in FAST_FAMILIES else pytest.param(family, marks=pytest.mark.slow) for family in families]
+    return [family if family in FAST_FAMILIES else slow(family) for family in families]
 
 
 @pytest.fixture(params=each_of(FAMILIES))
@@ -279,3 +283,28 @@ def greedy_oracle(hf_forward: Callable[..., Any]) -> Callable[[PreTrainedModel, 
         return out[:n]
 
     return oracle
+
+
+@pytest.fixture(scope="session")
+def make_engine() -> Callable[..., Engine]:
+    """make_engine(model, drafter=None, *, num_steps=3, spec=None, tokenizer=None, **engine_config).
+
+    `drafter`: a module or a name, or any drafter.
+    """
+
+    def make(
+        model: PreTrainedModel,
+        drafter: Any = None,
+        *,
+        num_steps: int = 3,
+        spec: SpecConfig | None = None,
+        tokenizer: Any = None,
+        **config: Any,
+    ) -> Engine:
+        spec = spec or SpecConfig(num_steps=num_steps)
+        settings = EngineConfig(**{"max_model_len": 256, "prefill_chunk": 16, **config})
+        if hasattr(drafter, "bind"):
+            return Engine(TargetModel(model), drafter, tokenizer=tokenizer, spec=spec, config=settings)
+        return Engine.from_pretrained(model, drafter, tokenizer=tokenizer, spec=spec, config=settings)
+
+    return make
