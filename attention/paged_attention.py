@@ -1,9 +1,14 @@
-r"""Attention over a paged prefix and the block of new rows, as one call: decode, trees, frozen drafting, prefill.
+r"""Attention over a paged prefix and a block of new keys, as one call: decode, trees, drafting, prefill.
 
 For request b, query row i at position q_i, keys at position p in page `pages[b, (p - start_b) // page_size]`, window w:
 
     visible(i, p) = start_b <= p < S_b      and q_i - p < w     a committed key; S_b = committed_len[b]
-    visible(i, j) = bit j of ancestors[b,i] and q_i - q_j < w   a row of the block; no ancestors: j <= i < block_len
+    visible(i, j) = bit j of ancestors[b,i] and q_i - r_j < w   key j of the block, at position r_j
+                  = j <= i < block_len      and q_i - q_j < w   the same without ancestors
+
+The block's keys are the rows' own, N for N queries, or those of a draft in progress: M for the N queries of its newest
+level, which see their ancestors among all levels so far. M beyond 64 takes more words of ancestor bits.
+
     out_i = sum_j e^{x_ij} v_j / (e^{sink} + sum_j e^{x_ij}),   x_ij = cap(scaling * q_i . k_j),  cap(x) = c tanh(x / c)
 
 The keys are cut into splits s that run side by side, each a softmax of its own, with lse_s = log sum_{j in s} e^{x_ij}:
@@ -22,8 +27,8 @@ import torch
 from specdec.attention.paged_attention_kernels import attend_kernel, merge_kernel
 from specdec.kvcache.triton_shim import triton
 
-MAX_TREE_NODES = 64
-"""One int64 of ancestor bits a row."""
+WORD = 64
+"""Ancestor bits in an int64: bit j % 64 of word j // 64 is key j of the block."""
 
 
 class Tiles(NamedTuple):
@@ -50,6 +55,7 @@ def reference_paged_attention(
     page_size: int,
     scaling: float,
     ancestors: torch.Tensor | None = None,
+    block_positions: torch.Tensor | None = None,
     block_len: torch.Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -65,9 +71,15 @@ def reference_paged_attention(
     visible = (key_pos < committed_len[:, None])[:, None].expand(-1, num_rows, -1)  # [B, N, L]
     k, v = pool_k[slots].transpose(1, 2), pool_v[slots].transpose(1, 2)  # [B, Hkv, L, D]
     if block_k is not None and block_v is not None:
-        key_pos = torch.cat([key_pos, positions], 1)
-        seen = rows[:, None] >= rows if ancestors is None else (ancestors[..., None] >> rows) & 1 == 1
-        visible = torch.cat([visible, seen & valid[:, None, :]], 2)
+        key_pos = torch.cat([key_pos, positions if block_positions is None else block_positions], 1)
+        keys = torch.arange(block_k.shape[2], device=query.device)
+        seen = (rows[:, None] >= keys).expand(batch, -1, -1)
+        if ancestors is not None:
+            words = ancestors.view(batch, num_rows, -1)
+            seen = (words[:, :, keys // WORD] >> keys % WORD) & 1 == 1
+        if block_len is not None:
+            seen = seen & (keys < block_len[:, None])[:, None]
+        visible = torch.cat([visible, seen], 2)
         k, v = torch.cat([k, block_k], 2), torch.cat([v, block_v], 2)
     visible = visible & valid[:, :, None]
     if window is not None:
@@ -99,6 +111,7 @@ def paged_attention(
     page_size: int,
     scaling: float,
     ancestors: torch.Tensor | None = None,
+    block_positions: torch.Tensor | None = None,
     block_len: torch.Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -108,11 +121,13 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend -> [B, N, Hq, D] in the query's dtype.
 
-    query: [B, Hq, N, D], any strides.             block_k, block_v: [B, Hkv, N, D], any strides, or None.
+    query: [B, Hq, N, D], any strides.             block_k, block_v: [B, Hkv, M, D], any strides, or None.
     pool_k, pool_v: [slots, Hkv, D], any strides.  pages: [B, P] page ids of the space of these pools.
     start: [B], the position of the first key of the table; page-aligned, behind every window.
-    committed_len: [B], keys of the prefix.        positions: [B, N] of the queries, and so of the block's keys.
-    ancestors: [B, N] int64 (`DraftTree.bits`), N <= 64; None: the block is causal, its positions rising by one a row.
+    committed_len: [B], keys of the prefix.        positions: [B, N] of the queries.
+    ancestors: int64 bits of the block's keys, [B, N, words] or [B, N] (`DraftTree.bits`); None: the block is causal, M
+    is N, and positions rise by one a row.
+    block_positions: [B, M] of the block's keys; None: they are the queries' own.
     block_len: [B], rows of the block that exist (None: all N); the others see nothing and nobody sees them.
     window: keys fewer than this many positions behind are visible.  softcap: c above.  sinks: [Hq] logits.
     split_len: a fixed number of keys a split, so that no result depends on the batch; None: fill the device.
@@ -127,12 +142,20 @@ def paged_attention(
     assert start.is_contiguous() and committed_len.is_contiguous()
     assert block_len is None or (block_len.shape == (batch,) and block_len.is_contiguous())
     assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
+    num_keys = 0
     if block_k is not None:
-        assert block_v is not None and block_k.shape == block_v.shape == (batch, kv_heads, num_rows, head_dim)
+        num_keys = block_k.shape[2]
+        assert block_v is not None and block_k.shape == block_v.shape == (batch, kv_heads, num_keys, head_dim)
         assert block_k.dtype == block_v.dtype == query.dtype, f"{block_k.dtype=} {block_v.dtype=}"
+        assert block_positions is not None or num_keys == num_rows, f"{num_keys} keys have no positions"
     if ancestors is not None:
-        assert ancestors.shape == (batch, num_rows) and num_rows <= MAX_TREE_NODES, f"{ancestors.shape=}"
+        ancestors = ancestors if ancestors.dim() == 3 else ancestors[:, :, None]
+        assert ancestors.shape == (batch, num_rows, -(-num_keys // WORD)), f"{ancestors.shape=} {num_keys=}"
         assert ancestors.dtype == torch.int64, f"{ancestors.dtype=}"
+    else:
+        assert block_positions is None, "keys at positions of their own are seen by ancestors"
+    key_pos = positions if block_positions is None else block_positions
+    assert num_keys == 0 or key_pos.shape == (batch, num_keys), f"{key_pos.shape=} {num_keys=}"
 
     group = num_heads // kv_heads
     block_d = _power_of_two(head_dim)
@@ -140,12 +163,12 @@ def paged_attention(
         tiles = choose_tiles(num_rows * group, block_d, query.element_size())
         tiles = fit_tiles(tiles, block_d, query.element_size(), device_limits(query.device)[1])
     row_tiles = -(-num_rows * group // tiles.block_m)
-    num_keys = num_pages * page_size
+    prefix_keys = num_pages * page_size
     if split_len is not None:
         assert split_len % tiles.block_k == 0, f"{split_len=} must be a multiple of {tiles.block_k}"
-        num_splits = -(-num_keys // split_len) + 1  # a start may lie within one
+        num_splits = -(-prefix_keys // split_len) + 1  # a start may lie within one
     else:
-        num_splits = choose_splits(row_tiles * batch * kv_heads, num_keys, tiles.waves, query.device)
+        num_splits = choose_splits(row_tiles * batch * kv_heads, prefix_keys, tiles.waves, query.device)
 
     out = torch.empty((batch, num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
     part, lse = out, None
@@ -164,6 +187,7 @@ def paged_attention(
         start,
         committed_len,
         positions,
+        key_pos,
         ancestors,
         block_len,
         sinks,
@@ -174,6 +198,7 @@ def paged_attention(
         window,
         split_len or 0,
         num_rows,
+        num_keys,
         num_splits,
         num_pages,
         *query.stride(),
@@ -183,7 +208,8 @@ def paged_attention(
         *pool_v.stride(),
         *pages.stride(),
         *positions.stride(),
-        *_strides(ancestors, 2),
+        *key_pos.stride(),
+        *_strides(ancestors, 3),
         PAGE_SIZE=page_size,
         KV_HEADS=kv_heads,
         GROUP=group,
@@ -192,6 +218,7 @@ def paged_attention(
         BLOCK_K=tiles.block_k,
         BLOCK_D=block_d,
         BLOCK_STAGES=block_stages,
+        WORDS=1 if ancestors is None else ancestors.shape[2],
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

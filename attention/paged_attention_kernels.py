@@ -47,13 +47,13 @@ def _absorb(
 
 @triton.jit(
     do_not_specialize=[
-        *("window", "split_len", "num_rows", "num_splits", "num_pages"),
-        *("s_page_b", "s_pos_b", "s_pos", "s_anc_b", "s_anc"),
+        *("window", "split_len", "num_rows", "num_keys", "num_splits", "num_pages"),
+        *("s_page_b", "s_pos_b", "s_pos", "s_key_b", "s_key", "s_anc_b", "s_anc", "s_anc_w"),
     ]
 )
 def attend_kernel(
     p_q: tl.tensor,  # [B, Hq, N, D]
-    p_block_k: tl.tensor,  # [B, Hkv, N, D] or None
+    p_block_k: tl.tensor,  # [B, Hkv, M, D] or None
     p_block_v: tl.tensor,
     p_pool_k: tl.tensor,  # [slots, Hkv, D]
     p_pool_v: tl.tensor,
@@ -61,7 +61,8 @@ def attend_kernel(
     p_start: tl.tensor,  # [B]
     p_committed_len: tl.tensor,  # [B]
     p_positions: tl.tensor,  # [B, N]
-    p_ancestors: tl.tensor,  # [B, N] or None
+    p_key_pos: tl.tensor,  # [B, M], the positions of the block's keys
+    p_ancestors: tl.tensor,  # [B, N, WORDS] or None
     p_block_len: tl.tensor,  # [B] or None
     p_sinks: tl.tensor,  # [Hq] or None
     p_out: tl.tensor,  # [splits, B, N, Hq, D]
@@ -71,6 +72,7 @@ def attend_kernel(
     window: tl.tensor,  # or None
     split_len: tl.tensor,  # keys of a split, 0: divide what each request has
     num_rows: tl.tensor,
+    num_keys: tl.tensor,  # M of the block
     num_splits: tl.tensor,
     num_pages: tl.tensor,
     s_q_b: tl.tensor,
@@ -95,8 +97,11 @@ def attend_kernel(
     s_page: tl.tensor,
     s_pos_b: tl.tensor,
     s_pos: tl.tensor,
+    s_key_b: tl.tensor,
+    s_key: tl.tensor,
     s_anc_b: tl.tensor,
     s_anc: tl.tensor,
+    s_anc_w: tl.tensor,
     PAGE_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -105,6 +110,7 @@ def attend_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_STAGES: tl.constexpr,
+    WORDS: tl.constexpr,
 ) -> None:
     i_tile, i_split = tl.program_id(0), tl.program_id(2)
     i_b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
@@ -125,7 +131,8 @@ def attend_kernel(
     b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
 
     if p_ancestors is not None:  # here and not where it is used: between the loops, ptxas would serialise every wgmma
-        b_bits = tl.load(p_ancestors + i_b * s_anc_b + o_node * s_anc, mask=m_row, other=0)  # [BM]
+        p_ancestors += i_b * s_anc_b + o_node * s_anc
+        b_bits = tl.load(p_ancestors, mask=m_row, other=0)  # [BM]
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if p_sinks is not None:
         b_sink = tl.load(p_sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32) * LOG2E
@@ -164,25 +171,30 @@ def attend_kernel(
             m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)
         b_max, b_sum, b_acc = _absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
-    # the block: rows [first, last) of this forward's own keys, in split 0
+    # the block: keys [first, last) of the forward's own, in split 0
     if p_block_k is not None:
         BLOCK_N: tl.constexpr = BLOCK_K if p_ancestors is None else 16
+        valid_keys = num_keys
+        if p_block_len is not None:
+            valid_keys = tl.minimum(num_keys, valid_rows)
         first = 0
-        last = tl.where(i_split == 0, valid_rows, 0)
+        last = tl.where(i_split == 0, valid_keys, 0)
         if p_ancestors is None:
             last = tl.minimum(last, (i_tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
             if window is not None:  # positions of a causal block rise by one a row
                 first = tl.maximum(i_tile * BLOCK_M // GROUP - window + 1, 0) // BLOCK_N * BLOCK_N
         for i_key in tl.range(first, last, BLOCK_N, num_stages=BLOCK_STAGES):
             o_key = i_key + tl.arange(0, BLOCK_N)
-            m_key = o_key < valid_rows
+            m_key = o_key < valid_keys
             if p_ancestors is None:
                 m_seen = o_node[:, None] >= o_key[None, :]
             else:
-                m_seen = ((b_bits[:, None] >> tl.minimum(o_key, 63)[None, :]) & 1) != 0
+                if WORDS > 1:
+                    b_bits = tl.load(p_ancestors + i_key // 64 * s_anc_w, mask=m_row, other=0)
+                m_seen = ((b_bits[:, None] >> (o_key % 64)[None, :]) & 1) != 0
             m_seen = m_seen & m_row[:, None] & m_key[None, :]
             if window is not None:
-                b_key_pos = tl.load(p_positions + i_b * s_pos_b + o_key * s_pos, mask=m_key, other=0).to(tl.int32)
+                b_key_pos = tl.load(p_key_pos + i_b * s_key_b + o_key * s_key, mask=m_key, other=0).to(tl.int32)
                 m_seen = m_seen & (b_pos[:, None] - b_key_pos[None, :] < window)
             if p_ancestors is not None:  # a row that nobody sees may hold anything
                 m_key = tl.max(m_seen.to(tl.int32), 0) > 0

@@ -200,6 +200,37 @@ def test_evicted_prefixes(kind: str, page_size: int) -> None:
     Case([75, 4, 40], 3, kind=kind, starts=starts, window=12, page_size=page_size, sinks=True).check(tiles=SMALL)
 
 
+def ancestor_words(ancestors: torch.Tensor) -> torch.Tensor:
+    """[B, N, M] bool -> [B, N, ceil(M / 64)], bit by bit."""
+    out = torch.zeros((*ancestors.shape[:2], -(-ancestors.shape[2] // 64)), dtype=torch.int64)
+    for key in range(ancestors.shape[2]):
+        out[:, :, key // 64] += ancestors[:, :, key].long() << key % 64
+    return out
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+@pytest.mark.parametrize(
+    ("parents", "first", "options"),
+    [
+        ([-1, 0, 0, 1, 1, 4, 3], 5, {}),
+        ([-1, 0, 0, 2, 1, 4, 5, 3], 6, {"window": 3, "sinks": True}),
+        ([-1, 0, 1, 2], 3, {"window": 2}),
+        pytest.param(bushy(150), 148, {"window": 9}, marks=pytest.mark.slow),
+        pytest.param(bushy(64), 60, {"softcap": 1.5}, marks=pytest.mark.slow),
+        (bushy(67), 65, {}),
+    ],
+    ids=["tree", "window", "chain", "three words", "one word", "two words"],
+)
+def test_the_newest_level_of_a_draft(parents: list[int], first: int, options: dict[str, Any], page_size: int) -> None:
+    """Fewer queries than block keys: rows `first`, ... of a tree, among the keys of all its nodes."""
+    case = Case([40, 0, 9], len(parents), parents=parents, page_size=page_size, heads=(4, 2), **options)
+    expected, a = case.dense()[:, first:], case.args
+    a["block_positions"], a["ancestors"] = a["positions"], ancestor_words(case.sees)[:, first:]
+    a["positions"], a["query"] = a["positions"][:, first:], a["query"][:, :, first:]
+    for out in (case.run(tiles=SMALL), reference_paged_attention(**a)):
+        torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=2e-5)
+
+
 def test_a_query_whose_window_holds_nothing_is_zero() -> None:
     case = Case([40, 2], 2, kind="frozen", window=3, sinks=True)
     case.args["positions"] += torch.tensor([[0], [9]])  # row 1 looks from far behind its two keys
