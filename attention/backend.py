@@ -1,8 +1,8 @@
 """What an engine computes with: plain torch, or the Triton kernels. One object, chosen at construction.
 
-    backend   tables of a plan       K/V written and moved   attention            tree selection, accept walk
-    torch     slots, by indexing     index_copy_ by slot     SDPA over a gather   sorts and gathers
-    triton    pages, one launch      store_kv, move_kv       paged_attention      one launch each
+    backend   tables of a plan     K/V written, moved    attention           of a draft's level      trees and walks
+    torch     slots, by indexing   index_copy_ by slot   SDPA, by a gather   SDPA, one copy a draft  sorts and gathers
+    triton    pages, one launch    store_kv, move_kv     paged_attention     the same                one launch each
 
 Every plan refers to the backend that made it, every worker is handed it; nothing further down asks which one it is.
 """
@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from specdec.attention.draft_block import Draft, DraftBlock
 from specdec.attention.paged_attention import device_limits
 from specdec.attention.paged_attention_kernels import attend_kernel
 from specdec.attention.plan import PlanBackend
@@ -20,6 +21,7 @@ from specdec.attention.tree_build import TreeBackend
 from specdec.attention.tree_walk import Accepted
 from specdec.attention.triton_backend import TritonBackend
 from specdec.errors import ConfigError
+from specdec.kvcache.stores import KVStore
 from specdec.kvcache.triton_shim import triton
 
 MAX_HEAD_DIM = 512
@@ -30,6 +32,9 @@ class Backend(PlanBackend, TreeBackend, Protocol):
     """Locate, store, move, attend (`PlanBackend`), select trees (`TreeBackend`) and walk them."""
 
     name: str
+
+    def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
+        """The K/V and attention of a draft in progress, by a drafter that keeps its own K/V in `store`."""
 
     def accept(self, tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
         """The path on which every draft is what the target drew: see `tree_walk`."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.attention.draft_block import CopiedDraft, Draft, DraftBlock
 from specdec.attention.plan import Attend, KVPlan, Located
 from specdec.attention.reference import VisibleKeys
 from specdec.attention.tree import DraftTree
@@ -57,6 +58,9 @@ class TorchBackend:
         table = plan.prefix.full if space is Space.FULL else plan.prefix.swa
         assert table is not None, "a sliding layer, but the plan has no SWA table"
         return VisibleKeys.of(plan, table, space, window).attend
+
+    def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
+        return CopiedDraft(store, draft)
 
     def store(self, layer: LayerKV, slots: FullLoc | SwaLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         reference_store_kv(k, v, slots, layer.k, layer.v)

@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from specdec.attention.draft_block import Draft, DraftBlock, PagedDraft
 from specdec.attention.page_table import PageTables, build_page_tables
 from specdec.attention.paged_attention import paged_attention
 from specdec.attention.plan import Attend, KVPlan, Located
@@ -66,6 +67,9 @@ class TritonBackend:
             block_len=plan.block_len,
             window=None if window is None else window + plan.window_shift,
         )
+
+    def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
+        return PagedDraft(store, draft)
 
     def store(self, layer: LayerKV, slots: FullLoc | SwaLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         store_kv(k, v, slots, layer.k, layer.v)

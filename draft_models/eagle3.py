@@ -13,16 +13,15 @@ copied, nothing is rolled back. Invariant: after `observe`, K/V of [0, S) are th
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
+from specdec.attention.draft_block import Draft, DraftBlock
 from specdec.attention.plan import plan_chunk
-from specdec.attention.reference import newest
 from specdec.attention.tree import DraftTree
 from specdec.attention.tree_build import Growth
-from specdec.attention.visibility import bias_of, visible
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, TargetInfo
 from specdec.draft_models.eagle3_config import TargetShape
 from specdec.draft_models.eagle3_format import Eagle3Checkpoint, read_head
@@ -31,7 +30,6 @@ from specdec.errors import UnsupportedModelError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.spaces import Space
-from specdec.kvcache.stores import KVStore
 
 
 class Eagle3Drafter(Drafter):
@@ -97,8 +95,7 @@ class Eagle3Worker:
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             kept = self.store.layers[layer]
-            new_k, new_v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))  # [B*D, Hkv, head_dim]
-            backend.store(kept, slots, new_k, new_v)
+            backend.store(kept, slots, by_row(k), by_row(v))
             return attention[windows[layer]](q, k, v, kept.k, kept.v, scaling=drafter.scaling)
 
         embeds = embed_raw(drafter.embedding, behind)
@@ -108,107 +105,49 @@ class Eagle3Worker:
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
         """Level l needs the states of level l - 1, so there are num_steps - 1 forwards, of topk nodes a request."""
-        drafter, head = self.drafter, self.drafter.head
-        root_pos = batch.history_len[:, None] - 1  # [B, 1]
+        drafter, head, topk, levels = self.drafter, self.drafter.head, batch.topk, batch.num_steps
+        steps = torch.arange(levels + 1, device=batch.root.device)
+        pos = batch.history_len - 1 + steps[:, None]  # [levels + 1, B], S first
         a = self._hidden[batch.rows.index][:, None]  # [B, 1, H], of position S - 1
-        topk, levels = batch.topk, batch.num_steps
         growth = Growth(batch.root)
         chain = [batch.root[:, None]]
-        scratch = ScratchBlock(self, batch, topk * (levels - 1)) if levels > 1 else None
+        table = self.binding.cache.table
+        block = None
+        if levels > 1:
+            draft = Draft(table, batch.rows, pos[: levels - 1], topk, drafter.spec.windows)
+            block = self.binding.backend.draft_block(self.store, draft)
         for level in range(levels):
-            positions = root_pos + level  # of the nodes that come next; their children are drawn two further on
             logits = drafter.logits(a)
+            drawn_pos = pos[level + 1][:, None].expand(-1, a.shape[1])
+            origin = None
             if topk == 1:
-                beam = batch.sample(logits, positions + 1)  # [B, 1]
-                origin = torch.zeros_like(beam)
+                beam = batch.sample(logits, drawn_pos)  # [B, 1]
                 chain.append(beam)
             else:
-                drawn_pos = (positions + 1).expand(-1, a.shape[1])
                 best = batch.log_scores(logits, drawn_pos).topk(topk, dim=-1)  # [B, M, K]
                 beam, origin = growth.add_level(best.indices, best.values)  # [B, K]
-            if scratch is not None and level + 1 < levels:
-                hidden = head.feedback(a).gather(1, origin[:, :, None].expand(-1, -1, a.shape[-1]))
-                scratch.enter_level(positions, origin)
-                embeds = embed_raw(drafter.embedding, beam)
-                a = head(embeds, hidden, positions.expand(-1, topk), scratch.attend)  # [B, K, H]
+            if block is not None and level + 1 < levels:
+                hidden = head.feedback(a)
+                if origin is not None:
+                    hidden = hidden.gather(1, origin[:, :, None].expand(-1, -1, a.shape[-1]))
+                block.enter_level(origin if level else None)
+                attend = partial(self._attend_draft, block)
+                a = head(embed_raw(drafter.embedding, beam), hidden, pos[level][:, None].expand(-1, topk), attend)
         if topk == 1:
             return DraftTree.chain(torch.cat(chain, dim=1))
         return growth.select(self.binding.backend, batch.num_nodes)
 
-
-class ScratchBlock:
-    """K/V of one draft in progress: for each layer, a copy of the committed keys in sight and the nodes drafted so far.
-
-    Attention here is plain torch, always: the kernel wants as many queries as block keys, and the few nodes of a level
-    see those of all levels before.
-    `ancestors` [B, K, M]: which scratch nodes each node of the present level sees, itself included.
-    """
-
-    def __init__(self, worker: Eagle3Worker, batch: DraftBatch, num_nodes: int) -> None:
-        self.windows = worker.drafter.spec.windows
-        self.scaling = worker.drafter.scaling
-        self.num_nodes, self.filled = num_nodes, 0
-        length = batch.history_len - 1  # [B]
-        self.key_pos = length.new_zeros((len(length), num_nodes))
-        self.ancestors = length.new_zeros((len(length), 1, num_nodes), dtype=torch.bool)
-        self.positions = length[:, None]
-        all_slots = worker.binding.cache.table.slots.tensor[batch.rows.index, : batch.rows.longest]
-        self.prefix: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}  # position, is it committed: [B, L]
-        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # K and V [B, Hkv, L + M, D] of each layer
-        for layer, window in enumerate(self.windows):
-            slots, start = all_slots, torch.zeros_like(length)
-            if window is not None:
-                slots, start = newest(all_slots, length, window)
-            key_pos = start[:, None] + torch.arange(slots.shape[1], device=slots.device)
-            committed = key_pos < length[:, None]
-            self.prefix[window] = (key_pos, committed)
-            own = torch.where(committed, slots, slots[:, :1])
-            self.kept.append(copy_with_room(worker.store, layer, own, num_nodes))
-        self._bias: dict[int | None, torch.Tensor] = {}
-
-    def enter_level(self, positions: torch.Tensor, origin: torch.Tensor) -> None:
-        """The next K nodes: all at `positions` [B, 1], children of the nodes `origin` [B, K] of the level above."""
-        topk = origin.shape[1]
-        nodes = torch.arange(self.filled, self.filled + topk, device=origin.device)
-        index = origin[:, :, None].expand(-1, -1, self.num_nodes)
-        columns = torch.arange(self.num_nodes, device=origin.device)
-        self.ancestors = self.ancestors.gather(1, index) | (nodes[:, None] == columns)
-        self.key_pos[:, self.filled : self.filled + topk] = positions
-        self.positions = positions.expand(-1, topk)
-        self.filled += topk
-        self._bias = {window: bias_of(self._seen(window)) for window in self.prefix}
-
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Of the present level's nodes: q [B, Hq, K, D], k and v [B, Hkv, K, D] -> [B, K, Hq, D]."""
-        kept_k, kept_v = self.kept[layer]
-        end = kept_k.shape[2] - self.num_nodes + self.filled
-        kept_k[:, :, end - q.shape[2] : end] = k
-        kept_v[:, :, end - q.shape[2] : end] = v
-        bias = self._bias[self.windows[layer]].to(q.dtype)
-        out = F.scaled_dot_product_attention(
-            q, kept_k[:, :, :end], kept_v[:, :, :end], attn_mask=bias, scale=self.scaling, enable_gqa=True
-        )
-        return out.transpose(1, 2)
-
-    def _seen(self, window: int | None) -> torch.Tensor:
-        """[B, K, L + M]: what the present level sees of the prefix and of the nodes drafted so far."""
-        key_pos, committed = self.prefix[window]
-        known = torch.cat(
-            [committed[:, None].expand(-1, self.ancestors.shape[1], -1), self.ancestors[:, :, : self.filled]], dim=2
-        )
-        return visible(self.positions, torch.cat([key_pos, self.key_pos[:, : self.filled]], dim=1), known, window)
+    def _attend_draft(
+        self, block: DraftBlock, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """`Attend` of a level: q [B, Hq, K, D], k and v [B, Hkv, K, D] -> [B, K, Hq, D]."""
+        self.binding.backend.store(*block.destination(layer), by_row(k), by_row(v))
+        return block.attend(layer, q, scaling=self.drafter.scaling)
 
 
-def copy_with_room(
-    store: KVStore, layer: int, slots: torch.Tensor, num_nodes: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of slots [B, L], and zeros for `num_nodes` more: [B, Hkv, L + M, D] each."""
-    kept = store.layers[layer]
-    copies = []
-    for tensor in (kept.k, kept.v):
-        part = tensor.index_select(0, slots.reshape(-1)).view(*slots.shape, *tensor.shape[1:]).transpose(1, 2)
-        copies.append(torch.cat([part, part.new_zeros((*part.shape[:2], num_nodes, part.shape[3]))], dim=2))
-    return copies[0], copies[1]
+def by_row(x: torch.Tensor) -> torch.Tensor:
+    """[B, heads, N, D] -> [B * N, heads, D]."""
+    return x.transpose(1, 2).flatten(0, 1)
 
 
 def eagle3_drafter(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:
