@@ -20,6 +20,8 @@ from specdec.layers.sampling.centroid import (
 from specdec.layers.sampling.sample import SampleParams
 from specdec.sampling import SamplingBatch
 
+from marks import slow
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SETTINGS = [
     {"temperature": 0.0},
@@ -56,6 +58,7 @@ def head_of(num_centroids, cluster, width, top_k, dtype=torch.float32):
     )
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_assistants_dense_path(make_target, make_assistant, poison_empty):
     """96 tokens in 12 centroids, 3 opened: `Gemma4MTPDrafter._head`, then the sampler over the whole vocabulary."""
     assistant = make_assistant(make_target("gemma4-e2b"), ordered=True).to(DEVICE)
@@ -81,7 +84,7 @@ def test_tokens_are_those_of_the_assistants_dense_path(make_target, make_assista
     assert torch.equal(best.tokens, scores.indices[..., :4])
 
 
-@pytest.mark.parametrize("sizes", [(5, 3, 7, 2), (20, 9, 33, 20), (3, 130, 16, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(5, 3, 7, 2), slow((20, 9, 33, 20)), (3, 130, 16, 1)], ids=str)
 def test_odd_sizes(sizes, poison_empty):
     head = head_of(*sizes)
     params, _ = batch_of(SETTINGS)

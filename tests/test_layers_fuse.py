@@ -23,6 +23,8 @@ from specdec.layers.operations import KERNELS, REFERENCE, Operations
 from specdec.layers.rope_store import Attended, Destination
 from specdec.models import target as target_module
 
+from marks import slow
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DENSE = ["gemma4-e2b", "gemma4-31b", "gemma4-multimodal", "llama", "qwen2", "qwen3", "mistral"]
 OTHERS = ["gemma4-moe", "gemma3", "gemma2", "gpt_oss", "qwen3_moe"]
@@ -136,10 +138,17 @@ def tokens(num_rows: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*DENSE, "gemma4-unified", *VARIANTS])
-@pytest.mark.parametrize("ops", [REFERENCE, KERNELS], ids=["reference", "kernels"])
+@pytest.mark.parametrize(
+    ("ops", "name"),
+    [(REFERENCE, name) for name in [*DENSE, "gemma4-unified", *VARIANTS]]
+    + [
+        (KERNELS, name) if name == "gemma4-e2b" else slow(KERNELS, name)
+        for name in [*DENSE, "gemma4-unified", *VARIANTS]
+    ],
+    ids=lambda x: x if isinstance(x, str) else "kernels" if x is KERNELS else "reference",
+)
 def test_fused_is_the_module_it_replaces(
-    name: str, ops: Operations, make_text_model: Callable[[str], Any], hf_forward: Callable[..., Any]
+    ops: Operations, name: str, make_text_model: Callable[[str], Any], hf_forward: Callable[..., Any]
 ):
     source = make_text_model(name)
     ids = tokens(13)

@@ -27,6 +27,8 @@ from specdec.layers.rope_store import Destination, Heads, reference_rope_store, 
 from specdec.layers.rotary import Rotary, reference_rotary, rotary
 from specdec.layers.tiling import Cut, Tiles, balanced_rows, choose_cut
 
+from marks import slow
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + (
     [torch.bfloat16] if DEVICE.type == "cuda" else []
@@ -221,8 +223,9 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize(("dim", "rotated"), [(8, 8), (20, 12), (64, 16)])
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    ("dim", "rotated", "splits"), [slow(8, 8, 1), slow(8, 8, 3), (20, 12, 3), slow(64, 16, 1), slow(64, 16, 3)]
+)
 @pytest.mark.parametrize("kind", HEADS)
 def test_rope_store_is_the_reference(kind: str, splits: int, dim: int, rotated: int):
     rows, heads = 5, HEADS[kind](dim)

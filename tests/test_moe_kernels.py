@@ -23,6 +23,8 @@ from specdec.layers.moe.mixture import (
     route,
 )
 
+from marks import slow
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FAMILIES = ["gemma4", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe-raw"]
 
@@ -92,7 +94,7 @@ def arrived(num_rows):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("num_rows", [1, 5, 19])
+@pytest.mark.parametrize("num_rows", [slow(1), 5, slow(19)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_block_is_that_of_transformers(family, num_rows, poison_empty):
     router_module, experts_module, forward = build(family)
@@ -109,18 +111,21 @@ def test_the_block_is_that_of_transformers(family, num_rows, poison_empty):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["gemma4", "gpt_oss"])
-def test_a_row_has_the_same_bits_beside_any_others(family, poison_empty):
-    router_module, experts_module, _ = build(family, hidden=600, width=72)
+@pytest.mark.parametrize(
+    ("family", "hidden", "width"), [("gpt_oss", 40, 24), slow("gemma4", 520, 40), slow("gpt_oss", 520, 40)]
+)
+def test_a_row_has_the_same_bits_beside_any_others(family, hidden, width, poison_empty):
+    """520 channels are several ranges of the router's and several tiles of the sum's."""
+    router_module, experts_module, _ = build(family, hidden=hidden, width=width)
     router, experts = router_of(router_module), experts_of(experts_module)
-    x = torch.randn(21, 600, device=DEVICE)
+    x = torch.randn(21, hidden, device=DEVICE)
     routing = route(x, router, arrived(21))
     out = apply_experts(x, routing, experts)
     assert torch.equal(apply_experts(x, routing, experts, few=False), out)
     for rows in ([4], [20, 4], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]):
         alone = route(x[rows], router, arrived(len(rows)))
         assert torch.equal(alone.weights, routing.weights[rows]) and torch.equal(alone.experts, routing.experts[rows])
-        for few in (True, False):
+        for few in (True, False) if len(rows) < 3 or DEVICE.type == "cuda" else (False,):
             assert torch.equal(apply_experts(x[rows], alone, experts, few=few), out[rows])
 
 
@@ -160,7 +165,7 @@ def test_no_rows():
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("family", ["gemma4", "gpt_oss"])
+@pytest.mark.parametrize("family", [slow("gemma4"), "gpt_oss"])
 def test_half_precision_is_within_rounding(family, dtype, poison_empty):
     router_module, experts_module, _ = build(family, hidden=256, width=64)
     router, experts = router_of(router_module.to(dtype)), experts_of(experts_module.to(dtype))

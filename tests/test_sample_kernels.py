@@ -25,6 +25,8 @@ from specdec.layers.sampling.sample import (
 from specdec.layers.sampling.seen import mark_seen, path_tokens, reference_mark_seen
 from specdec.sampling import SamplingBatch, gumbel_noise, seen_tokens
 
+from marks import slow
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INF = float("inf")
 CUTS = {
@@ -89,8 +91,8 @@ def logits_of(kind, batch, nodes, vocab, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("kind", "cut"),
     [
-        *(("random", "many tiles"), ("ties", "many tiles"), ("masked", "many tiles"), ("ascending", "many tiles")),
-        *(("random", "listed"), ("flat", "listed"), ("ties", "overflows")),
+        *(slow("random", "many tiles"), slow("ties", "many tiles"), ("masked", "many tiles")),
+        *(slow("ascending", "many tiles"), slow("random", "listed"), slow("flat", "listed"), slow("ties", "overflows")),
     ],
 )
 def test_tokens_are_those_of_the_sorted_sampler(kind, cut, poison_empty):
@@ -108,7 +110,7 @@ def test_tokens_are_those_of_the_sorted_sampler(kind, cut, poison_empty):
     assert reference_sample(logits, positions, fast).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 65, 257])
+@pytest.mark.parametrize("vocab", [slow(1), 2, 65, slow(257)])
 def test_a_vocabulary_of_any_size(vocab, poison_empty):
     torch.manual_seed(vocab)
     params = [SamplingParams(**settings) for settings in SETTINGS[::5]]
@@ -138,8 +140,10 @@ def test_a_nucleus_is_a_share_of_the_whole_row_and_not_of_its_list(poison_empty)
     assert 5 < kept < 60 and int((best.scores > -INF).sum()) == kept
 
 
-@pytest.mark.parametrize("kind", ["random", "ties", "masked"])
-@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize(
+    ("k", "kind"),
+    [(5, "masked"), slow(1, "random"), slow(3, "ties"), slow(5, "ties"), slow(3, "random"), slow(1, "masked")],
+)
 def test_best_tokens_are_the_best_of_log_scores(kind, k, poison_empty):
     torch.manual_seed(k)
     settings = SETTINGS[::3]
@@ -158,7 +162,7 @@ def test_best_tokens_are_the_best_of_log_scores(kind, k, poison_empty):
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
-@pytest.mark.parametrize("softcap", [None, 2.5])
+@pytest.mark.parametrize("softcap", [slow(None), 2.5])
 def test_log_probabilities_are_those_of_the_model(cut, softcap, poison_empty):
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 150, device=DEVICE) * 3
@@ -181,7 +185,7 @@ def test_the_softcap_rounds_as_the_model_does(poison_empty):
     assert sample(logits, position, fast, 30.0).tolist() == capped.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [slow(torch.float16), pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 def test_half_precision_logits(dtype, poison_empty):
     """Hundreds of equal logits, as 16 bits have them."""
     torch.manual_seed(3)
@@ -193,7 +197,8 @@ def test_half_precision_logits(dtype, poison_empty):
     assert sample(logits, positions, fast, cut=CUTS["many tiles"]).tolist() == expected.tolist()
 
 
-def test_penalty_along_each_nodes_own_path(poison_empty):
+@pytest.mark.parametrize("cut", ["many tiles", slow("overflows")])
+def test_penalty_along_each_nodes_own_path(cut, poison_empty):
     """root 5; 6 and 7 are its children, 8 a child of 6: every node knows the history and its own ancestors."""
     torch.manual_seed(1)
     vocab = 70
@@ -220,12 +225,12 @@ def test_penalty_along_each_nodes_own_path(poison_empty):
     seen = Seen(bits[row], path_tokens(tree.tokens, tree.ancestors))
     penalised = slow.penalised(logits, seen_tokens(history, length, vocab, tree))
     expected = slow.sample(penalised, positions)
-    for cut in (CUTS["many tiles"], CUTS["overflows"]):
-        assert sample(logits, positions, fast, None, seen, cut=cut).tolist() == expected.tolist()
+    assert sample(logits, positions, fast, None, seen, cut=CUTS[cut]).tolist() == expected.tolist()
     assert reference_sample(logits, positions, fast, None, seen).tolist() == expected.tolist()
     assert expected.tolist() != slow.sample(logits, positions).tolist()
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_the_rows_beside_it(poison_empty):
     torch.manual_seed(2)
     params = [SamplingParams(**settings) for settings in SETTINGS[1::4]]
@@ -258,7 +263,7 @@ def _noise_kernel(p_seed, p_position, p_exact, p_near, num_tokens, BLOCK: tl.con
     tl.store(p_near + o_token, noise_bound(stream, o_token), mask=o_token < num_tokens)
 
 
-@pytest.mark.parametrize(("seed", "position"), [(0, 0), (5, 77), ((1 << 63) - 1, 1 << 40)])
+@pytest.mark.parametrize(("seed", "position"), [slow(0, 0), slow(5, 77), ((1 << 63) - 1, 1 << 40)])
 def test_noise_is_the_samplers_and_its_bound_is_near(seed, position, poison_empty):
     seeds, positions = torch.tensor([seed], device=DEVICE), torch.tensor([position], device=DEVICE)
     exact, near = torch.empty(70_000, device=DEVICE), torch.empty(70_000, device=DEVICE)

@@ -26,6 +26,8 @@ from specdec.attention.tree_attention import (
     tree_attention,
 )
 
+from marks import slow
+
 CUDA = torch.cuda.is_available()
 BLOCK_K = 16
 SMALL: dict[str, Any] = {"cut": Cut(BLOCK_K, 2 * BLOCK_K), "tiles": RowTiles(16, 4, 1)}
@@ -249,36 +251,39 @@ def request(
     return Request(text[:length], text[length:], parents, **fields)
 
 
-@pytest.mark.parametrize("length", [0, 1, BLOCK_K - 1, BLOCK_K, BLOCK_K + 1, 63, 64, 65])
-@pytest.mark.parametrize("num_rows", [1, 17])
-def test_trees_behind_prefixes_of_odd_length(length: int, num_rows: int) -> None:
-    check([request(length, num_rows, bushy(num_rows)), request(5, num_rows, bushy(num_rows, 1), seed=1)])
+@pytest.mark.parametrize("lengths", [(0, 65), (64, 1), (BLOCK_K - 1, 63), (BLOCK_K + 1, BLOCK_K)], ids=str)
+@pytest.mark.parametrize("num_rows", [1, slow(17)])
+def test_trees_behind_prefixes_of_odd_length(lengths: tuple[int, int], num_rows: int) -> None:
+    check([request(n, num_rows, bushy(num_rows, seed), seed=seed) for seed, n in enumerate(lengths)])
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("heads", [(2, 2), (4, 1), (6, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "page_size"),
+    [((2, 2), 4), ((4, 1), 1), slow((6, 2), 16), slow((2, 2), 16), slow((4, 1), 4), slow((6, 2), 1)],
+    ids=str,
+)
 def test_page_sizes_and_groups(page_size: int, heads: tuple[int, int]) -> None:
     requests = [request(n, 3, [-1, 0, 0], heads=heads, seed=n) for n in (37, 16, 0)]
     check(requests, page_size=page_size, spare_pages=2)
 
 
-@pytest.mark.parametrize("evict", [False, True])
-@pytest.mark.parametrize(("window", "page_size"), [(1, 1), (2, 4), (4, 1), (18, 16)])
+@pytest.mark.parametrize("evict", [slow(False), True])
+@pytest.mark.parametrize(("window", "page_size"), [slow(1, 1), (2, 4), slow(4, 1), slow(18, 16)])
 def test_windows_go_by_depth_and_may_be_smaller_than_the_tree(window: int, page_size: int, evict: bool) -> None:
     parents = [-1, 0, 0, 2, 1, 4, 5, 3]  # depths 0 1 1 2 2 3 4 3
     requests = [request(n, 8, parents, seed=n) for n in (40, 3, 0)]
     check(requests, window=window, page_size=page_size, evict=evict)
 
 
-@pytest.mark.parametrize("extras", [{"softcap": 1.5}, {"softcap": 2.0, "window": 9}, {}], ids=str)
-@pytest.mark.parametrize("parents", [[-1, 0, 1, 1, 0], None], ids=["tree", "chain"])
+@pytest.mark.parametrize("extras", [slow({"softcap": 1.5}), {"softcap": 2.0, "window": 9}, slow({})], ids=str)
+@pytest.mark.parametrize("parents", [[-1, 0, 1, 1, 0], slow(None)], ids=["tree", "chain"])
 def test_softcap_and_sinks(parents: list[int] | None, extras: dict[str, Any]) -> None:
     requests = [request(n, 5, parents, heads=(4, 2), seed=n) for n in (50, 0, 1)]
     check(requests, sinks=torch.linspace(-1, 2, 4), **extras)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("num_rows", [1, 17])
+@pytest.mark.parametrize("window", [slow(None), 5])
+@pytest.mark.parametrize("num_rows", [1, slow(17)])
 def test_frozen_queries_read_the_committed_prefix_only(num_rows: int, window: int | None) -> None:
     requests = [request(n, num_rows, heads=(4, 2), seed=n, frozen=True) for n in (33, 1, 0)]
     check(requests, window=window, spare_pages=3, sinks=torch.zeros(4))
@@ -293,8 +298,7 @@ def test_a_query_whose_window_holds_nothing_is_zero(attend: Run) -> None:
     assert bool((out[0] != 0).any())
 
 
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("num_rows", [17, 35])
+@pytest.mark.parametrize(("num_rows", "window"), [(17, 20), slow(17, None), slow(35, 20)])
 def test_prefill_chunks_with_padded_rows(num_rows: int, window: int | None) -> None:
     """What padded rows hold is nobody's business: their slots keep NaN."""
     valid = [num_rows, num_rows // 2, 0]
@@ -304,7 +308,7 @@ def test_prefill_chunks_with_padded_rows(num_rows: int, window: int | None) -> N
     check(requests, window=window)
 
 
-@pytest.mark.parametrize("head_dim", [40, 80, 112, 512])
+@pytest.mark.parametrize("head_dim", [40, slow(80), slow(112), 512])
 def test_head_sizes(head_dim: int) -> None:
     check([request(18, 2, [-1, 0], head_dim=head_dim)])
 
@@ -316,6 +320,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
     check(requests, kernels_too=dtype == torch.float16 or (CUDA and dtype == torch.bfloat16), window=30)
 
 
+@pytest.mark.slow
 def test_splits_grow_with_the_position() -> None:
     """16 of 16 keys, 16 of 32, then of 64: 850 keys reach the third kind."""
     args = lay_out([request(850, 1), request(300, 1, seed=1)])
@@ -370,7 +375,7 @@ def test_own_keys_of_a_small_tree() -> None:
         assert chain.slots[0, 0, :8].tolist() == [164, 165, 7, 8, 9, 10, 11, 0]
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("page_size", [slow(1), 4])
 def test_own_keys_against_the_reference(page_size: int) -> None:
     g = torch.Generator().manual_seed(0)
     lengths = torch.tensor([0, 63, 64, 100])
@@ -409,7 +414,7 @@ def planted(num_nodes: int, begin: int, text: Text, seed: int) -> tuple[Request,
 
 BITS = pytest.mark.parametrize(
     ("attend", "dtype"),
-    [(run, torch.float32), (folded, torch.float32), (run_plain, torch.float32), (run_plain, torch.bfloat16)]
+    [slow(run, torch.float32), slow(folded, torch.float32), (run_plain, torch.float32), (run_plain, torch.bfloat16)]
     + ([(run, torch.bfloat16), (run, torch.float16), (folded, torch.bfloat16)] if CUDA else []),
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
@@ -449,13 +454,26 @@ def test_a_row_has_the_bits_of_plain_decoding_in_any_company(
         assert torch.equal(out[path], expected[begin : begin + len(path)]), f"a tree at {begin} in a batch"
 
 
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", [slow(None), 40])
 def test_splits_folded_where_they_are_made_or_afterwards_give_the_same_bits(window: int | None) -> None:
     args = lay_out([request(n, 5, [-1, 0, 0, 1, 3], seed=n) for n in (100, 31)], window=window)
     assert torch.equal(folded(args), run(args))
 
 
-@PATHS
+@pytest.mark.parametrize("window", [slow(None), 9])
+def test_a_path_through_two_tiles_has_the_bits_of_plain_decoding(window: int | None) -> None:
+    """The quick one: a tree beside another, whose longest path begins in the tile before the last."""
+    text = Text.random(BLOCK_K + 8, HEADS, 16)
+    begin = BLOCK_K - 3
+    tree, path = planted(9, begin, text, begin)
+    other = planted(9, 3, text, 1)[0]
+    assert begin + len(path) > BLOCK_K + 1
+    out = run(lay_out([other, tree], window=window, page_size=4))[1, path]
+    alone = [Request(text[:p], text[p : p + 1]) for p in range(begin, begin + len(path))]
+    assert torch.equal(out, run(lay_out(alone, window=window))[:, 0])
+
+
+@pytest.mark.parametrize("attend", [slow(run), run_plain], ids=["kernels", "plain"])
 def test_trees_of_200_nodes(attend: Run) -> None:
     """Far more nodes than an integer has bits; the path of the text is 40 deep and crosses tiles."""
     text = Text.random(60, HEADS, 16)
