@@ -1,6 +1,9 @@
 """Where a round's time goes, by stage, without slowing the round: CUDA events on a GPU, the host clock on a CPU.
 
-clock.start("draft"); ...; clock.mark("verify"); ...; seconds = clock.stop()      # {"draft": s, "verify": s}
+clock.start("draft"); ...; clock.mark("verify"); ...; clock.stop()
+clock.seconds()      # {"draft": s, "verify": s}, once the device has come that far
+
+The events of a captured round are part of its graph: each replay records them again.
 """
 
 import time
@@ -9,10 +12,11 @@ import torch
 
 
 class StageClock:
-    """Times consecutive stages; `stop` comes after the round's device-to-host copy, so that it waits for nothing."""
+    """Times consecutive stages. captured: they are marked while a graph is captured, and read after each replay."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, captured: bool = False) -> None:
         self._cuda = device.type == "cuda"
+        self._captured = captured
         self._marks: list[tuple[str, float, torch.cuda.Event | None]] = []
 
     def start(self, stage: str) -> None:
@@ -24,20 +28,20 @@ class StageClock:
         """A new stage begins, and the one before it ends."""
         event = None
         if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.cuda.Event(enable_timing=True, external=self._captured)
             event.record()
         self._marks.append((stage, time.perf_counter(), event))
 
-    def stop(self) -> dict[str, float]:
-        """Seconds by stage since the first mark; the clock is empty again."""
+    def stop(self) -> None:
+        """The last stage ends."""
         self.mark("")
-        if self._cuda:
-            torch.cuda.current_stream().synchronize()
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by stage; on a GPU the last mark must have been reached."""
         seconds: dict[str, float] = {}
         for (stage, start, event), (_, end, next_event) in zip(self._marks, self._marks[1:], strict=False):
             spent = end - start
             if event is not None and next_event is not None:
                 spent = event.elapsed_time(next_event) / 1e3
             seconds[stage] = seconds.get(stage, 0.0) + spent
-        self._marks.clear()
         return seconds

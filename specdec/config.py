@@ -104,6 +104,8 @@ class EngineConfig:
     prefill_chunk: most prompt tokens of one request in one forward.
     attention: "torch" runs anywhere; "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a
     CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
+    cuda_graphs: each round is captured once a shape and replayed; "auto" does so on a GPU, and where a model cannot be
+    captured its rounds run as they are; True makes that an error, and needs a GPU.
     """
 
     max_batch_size: int = 8
@@ -129,8 +131,8 @@ class EngineConfig:
         if self.attention not in ATTENTION_BACKENDS:
             known = ", ".join(ATTENTION_BACKENDS)
             raise ConfigError(f"attention={shown(self.attention)} is unknown; choose one of {known}")
-        if self.cuda_graphs is not False and self.cuda_graphs != "auto":
-            raise ConfigError(f"cuda_graphs={shown(self.cuda_graphs)}: this version has none; use 'auto' or False")
+        if not isinstance(self.cuda_graphs, bool) and self.cuda_graphs != "auto":
+            raise ConfigError(f"cuda_graphs={shown(self.cuda_graphs)}: True, False or 'auto' is wanted")
         if self.deterministic is not False:
             raise ConfigError(
                 f"deterministic={shown(self.deterministic)}: batch-invariant kernels are not available in this "

@@ -28,11 +28,13 @@ from specdec.attention.backend import choose_backend
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.errors import ConfigError, SpecDecError, shown
+from specdec.graphs import graphs_for
 from specdec.kvcache.mirror import IntArray
+from specdec.launch import Launcher
 from specdec.models.loading import SHARED_OPTIONS, load_any_drafter, load_target, load_tokenizer
 from specdec.models.target import TargetModel
 from specdec.request import GenerationOutput, Request, RequestStats, StreamDelta
-from specdec.round import Round, Seats
+from specdec.round import Round
 from specdec.scheduler import Scheduler
 from specdec.settle import settle_chunks, settle_round
 from specdec.sizing import make_cache
@@ -75,6 +77,7 @@ class Engine:
             self.table, max_model_len=self.max_model_len, prefill_chunk=self.config.prefill_chunk
         )
         self.round = Round(target, drafter, self.cache, backend)
+        self.launcher = Launcher(self.round, self.spec, graphs_for(self.round, self.config.cuda_graphs))
         self.end_tokens = _end_tokens(target.model, tokenizer)
         self._live: dict[int, Request] = {}  # by number, oldest first: the one list that a fault cannot spoil
         self._submitted = 0
@@ -202,6 +205,8 @@ class Engine:
                     request.abort()
                 self._live.clear()
                 self.scheduler.restart([])
+                if self.launcher.graphs is not None:
+                    self.launcher.graphs.clear()
                 self.cache.clear()
 
     def __reduce__(self) -> NoReturn:
@@ -251,7 +256,7 @@ class Engine:
             if self.scheduler.idle:
                 return  # another thread's steps finished everything
             for request in self.scheduler.admit():
-                self.round.tokens[request.row, : request.settled.num_tokens] = np.array(request.tokens, dtype=np.int64)
+                self.round.take(request.row, request.tokens, request.params, request.seed)
             requests, chunk_len = self.scheduler.next_prefill()
             # Triton launches on the current device, whatever it is; K/V have the model's dtype, whatever autocast says
             device = self.target.device
@@ -267,21 +272,19 @@ class Engine:
                     self._forget(request.number)
 
     def _prefill(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
-        seats = _seats(requests)
-        done = self.table.committed_len.host[seats.rows]
+        rows, params = _seats(requests)
+        done = self.table.committed_len.host[rows]
         drawing = [
             i
             for i, request in enumerate(requests)
             if request.num_output == 0 and done[i] + chunk_len[i] == request.prefill_target
         ]
-        result = self.round.prefill(seats, chunk_len, drawing)
+        result = self.launcher.prefill(rows, params, chunk_len, drawing)
         settle_chunks(self.table, self.round.tokens, requests, chunk_len, drawing, result)
 
     def _decode(self, requests: Sequence[Request]) -> None:
-        # no request can use more drafts than it has tokens to go, less the bonus
         to_go = max(request.params.max_new_tokens - request.num_output for request in requests)
-        num_steps, num_nodes = self.spec.shortened(to_go - 1) if self.drafter is not None else (0, 1)
-        result = self.round.decode(_seats(requests), num_steps, self.spec.topk, num_nodes)
+        result = self.launcher.decode(*_seats(requests), to_go)
         settle_round(self.table, self.round.tokens, requests, result)
 
     def _deltas(self, request: Request) -> Iterator[StreamDelta]:
@@ -365,9 +368,9 @@ class Engine:
         return self.tokenizer
 
 
-def _seats(requests: Sequence[Request]) -> Seats:
-    rows = np.array([request.row for request in requests], dtype=np.int64)
-    return Seats(rows, [request.params for request in requests], [request.seed for request in requests])
+def _seats(requests: Sequence[Request]) -> tuple[IntArray, list[SamplingParams]]:
+    """The rows [B] of requests, and how each of them samples."""
+    return np.array([request.row for request in requests], dtype=np.int64), [request.params for request in requests]
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:

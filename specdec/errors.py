@@ -85,3 +85,10 @@ def shown(value: object) -> str:
     """A value as a message shows it: never a printed tensor, module or long list."""
     text = " ".join(_short.repr(value).split())
     return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."
+
+
+def first_line(error: Exception, most: int = 200) -> str:
+    """The first sentence of another library's message, at a readable length."""
+    lines = str(error).strip().splitlines()
+    line = lines[0] if lines else type(error).__name__
+    return line if len(line) <= most else line[:most] + "..."

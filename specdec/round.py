@@ -1,16 +1,18 @@
-"""The device's part: a group of prompt chunks, or one speculative round of all decoding requests.
+"""The device's part: a group of prompt chunks, or one speculative round of all seated requests.
 
-    draft -> verify (one target forward) -> sample and match -> commit -> observe -> one packed device-to-host copy
+    draft -> verify (one target forward) -> sample and match -> commit -> observe -> one packed result
 
-It reads the request table and the tokens of each row, and changes them on the device only; the host settles what came
-out afterwards (`settle.py`). It knows no request: rows, sampling parameters and seeds are its input.
+What a round reads and changes lies on the device, by row of the request table: slots, committed lengths, tokens,
+sampling parameters, the drafter's state. `decode` is a program over that: nothing in it comes from the host but a
+`RoundShape`, and nothing goes back but what it returns. So it can be captured once a shape and replayed (`launch.py`);
+the host settles what came out afterwards (`settle.py`). It knows no request.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from specdec.attention.backend import Backend
 from specdec.attention.plan import plan_chunk, plan_verify
@@ -23,45 +25,12 @@ from specdec.kvcache.frozen import own_view
 from specdec.kvcache.mirror import IntArray, MirroredArray
 from specdec.kvcache.table import Rows
 from specdec.models.target import TargetModel, TargetOutput
-from specdec.request import TokenLogprob
-from specdec.sampling import SamplingBatch, seen_tokens
-
-
-class Seats(NamedTuple):
-    """Who takes part: rows of the request table [B] and, for each, how it samples and with which seed."""
-
-    rows: IntArray
-    params: Sequence[SamplingParams]
-    seeds: Sequence[int]
-
-    def take(self, chosen: Sequence[int]) -> "Seats":
-        return Seats(self.rows[chosen], [self.params[i] for i in chosen], [self.seeds[i] for i in chosen])
-
-
-class ChunkResult(NamedTuple):
-    """After prompt chunks: the first token of those that are through, and its log-probabilities."""
-
-    tokens: IntArray
-    logprobs: list[list[TokenLogprob]]
-    seconds: dict[str, float]
-
-
-class RoundResult(NamedTuple):
-    """After a round: length [B] of the accepted path [B, N] of nodes; tokens [B, D], the first `length` are emitted.
-
-    num_steps: levels of the draft. seconds: by stage.
-    """
-
-    length: IntArray
-    path: IntArray
-    tokens: IntArray
-    logprobs: list[list[TokenLogprob]]
-    num_steps: int
-    seconds: dict[str, float]
+from specdec.result import LogProbs, RoundShape, pack
+from specdec.sampling import SamplingBatch, SamplingTable, Uses, seen_tokens
 
 
 class Round:
-    """Runs target and drafter over one KV cache. `tokens`: token ids by row and position."""
+    """Target and drafter over one KV cache, and the state of both. `tokens`: token ids by row and position."""
 
     def __init__(self, target: TargetModel, drafter: Drafter | None, cache: KVCache, backend: Backend) -> None:
         self.target = target
@@ -73,23 +42,49 @@ class Round:
         self.view = own_view(cache.allocator, store)
         self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store))
         self.tokens = MirroredArray(cache.table.slots.host.shape, self.device)
-        self.clock = StageClock(self.device)
+        self.sampling = SamplingTable(len(self.tokens.host), self.device)
+        self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows that take part, padding behind
 
     def reset(self) -> None:
-        """A step was interrupted: nobody holds a view, and every row's tokens are to be loaded again."""
+        """A step was interrupted: nobody holds a view, and every row is to be taken again."""
         if self.worker is not None:
             self.worker.view = None
-        self.tokens.clear()
+        for mirrored in (self.tokens, self.sampling.cells, self.seats):
+            mirrored.clear()
+
+    def take(self, row: int, tokens: Sequence[int], params: SamplingParams, seed: int) -> None:
+        """A request with these tokens so far has been given this row."""
+        self.tokens[row, : len(tokens)] = np.array(tokens, dtype=np.int64)
+        self.sampling[row] = params, seed
+
+    def seat(self, rows: IntArray, batch: int) -> None:
+        """These rows take part in the next round; the seats behind them, up to `batch`, are padding."""
+        seats = np.full(batch, self.cache.table.padding_row, dtype=np.int64)
+        seats[: len(rows)] = rows
+        if (self.seats.host[:batch] != seats).any():
+            self.seats[:batch] = seats
+
+    def flush(self) -> None:
+        """Send what the host has changed anywhere, in one upload."""
+        self.cache.flush(self.tokens, self.sampling.cells, self.seats)
 
     @torch.inference_mode()
-    def prefill(self, seats: Seats, chunk_len: IntArray, through: Sequence[int]) -> ChunkResult:
-        """Make K/V of the next `chunk_len` [B] tokens of each row; the seats `through` draw a first token.
+    def prefill(
+        self,
+        seats: IntArray,
+        chunk_len: IntArray,
+        through: IntArray,
+        uses: Uses,
+        logprobs: int | None,
+        clock: StageClock,
+    ) -> torch.Tensor:
+        """Make K/V of the next `chunk_len` [B] tokens of rows `seats` [B]; those numbered `through` [T] draw a token.
 
-        The host commits the chunks afterwards; the drafter observes them as if it had.
+        -> the packed result [T, W] of a round of one node. The host commits the chunks afterwards; the drafter observes
+        them as if it had.
         """
-        self.clock.start("prefill")
-        self.cache.flush(self.tokens)
-        rows = self.cache.table.rows(seats.rows)
+        clock.start("prefill")
+        rows = self.cache.table.rows(seats)
         length = self._upload(chunk_len)
         width = int(chunk_len.max())
         plan = plan_chunk(self.backend, self.cache.table, rows, length, width)
@@ -99,43 +94,45 @@ class Round:
         out = self.target.forward(fed, plan, self.view, self.aux_layers)
 
         behind = self.tokens.tensor[rows.index, (plan.committed_len + length).clamp(max=last_column)]
-        drawn, logprobs = np.zeros(0, dtype=np.int64), list[list[TokenLogprob]]()
-        if through:
-            chosen = self._upload(np.array(through, dtype=np.int64))
-            last = out.hidden[chosen, length[chosen] - 1]  # [T, H]
+        packed = behind.new_zeros((0, 3))
+        if len(through):
+            chosen = self._upload(through)
+            logits = self.target.logits(out.hidden[chosen, length[chosen] - 1])[:, None]  # [T, 1, V]
             history = self.tokens.tensor[rows.index[chosen], : rows.longest + width]
-            first, logprobs = self._draw_first(
-                seats.take(through), last, history, (plan.committed_len + length)[chosen]
-            )
-            behind = behind.index_copy(0, chosen, first)
-            drawn = first.cpu().numpy()
-        steps = torch.arange(width, device=self.device).expand(len(seats.rows), width)
+            history_len = (plan.committed_len + length)[chosen]
+            sampling = self.sampling.at(rows.index[chosen], uses)
+            first = _draw(sampling, logits, history_len[:, None], history, history_len, None)  # [T, 1]
+            behind = behind.index_copy(0, chosen, first[:, 0])
+            scores = None if logprobs is None else LogProbs.of(logits, first, logprobs)
+            packed = pack(torch.ones_like(chosen), torch.zeros_like(first), first, scores)
+        steps = torch.arange(width, device=self.device).expand(len(seats), width)
         self._observe(rows, plan.committed_len, fed, out, steps, length, behind)
-        return ChunkResult(drawn, logprobs, self.clock.stop())
+        clock.stop()
+        return packed
 
     @torch.inference_mode()
-    def decode(self, seats: Seats, num_steps: int, topk: int, num_nodes: int) -> RoundResult:
-        """One round: every row gains at least one token. `num_nodes`: verify width, the root included."""
-        self.clock.start("other")
-        self.cache.flush(self.tokens)
+    def decode(self, shape: RoundShape, clock: StageClock) -> torch.Tensor:
+        """One round: every seated row gains at least one token. -> the packed result [B, W]."""
+        clock.start("other")
         table = self.cache.table
-        rows = table.rows(seats.rows)
+        rows = Rows(self.seats.tensor[: shape.batch], shape.longest)
         committed = table.committed_len.tensor[rows.index]  # [B], a copy: S before the commit
-        history = self.tokens.tensor[rows.index, : rows.longest + 1]  # [B, L]
+        history = self.tokens.tensor[rows.index, : shape.longest + 1]  # [B, L]
         history_len = committed + 1
         root = history.gather(1, committed[:, None])[:, 0]
-        sampling = self._sampling(seats).at(history_len, num_steps + 1, self.target.vocab_size)
+        sampling = self.sampling.at(rows.index, shape.uses)
+        sampling = sampling.ahead(history_len, shape.num_steps + 1, self.target.vocab_size)
 
-        self.clock.mark("draft")
-        if self.worker is not None and num_steps > 0:
+        clock.mark("draft")
+        if self.worker is not None and shape.num_steps > 0:
             batch = DraftBatch(
                 rows=rows,
                 root=root,
                 history=history,
                 history_len=history_len,
-                num_steps=num_steps,
-                topk=topk,
-                num_nodes=num_nodes,
+                num_steps=shape.num_steps,
+                topk=shape.topk,
+                num_nodes=shape.num_nodes,
                 sample=sampling.sample,
                 log_scores=sampling.log_scores,
             )
@@ -143,27 +140,28 @@ class Round:
         else:
             tree = DraftTree.chain(root[:, None])
 
-        self.clock.mark("verify")
+        clock.mark("verify")
         plan = plan_verify(self.backend, table, rows, tree)
         out = self.target.forward(tree.tokens, plan, self.view, self.aux_layers)  # [B, N, H]
         logits = self.target.logits(out.hidden)  # [B, N, V]
 
-        self.clock.mark("other")
-        scores = logits
-        if sampling.any_penalty:
-            scores = sampling.penalised(logits, seen_tokens(history, history_len, logits.shape[-1], tree))
-        accepted = self.backend.accept(tree, sampling.sample(scores, plan.positions + 1))
-        depth = min(tree.num_nodes, num_steps + 1)  # no path is longer
-        path, tokens = accepted.path[:, :depth], accepted.tokens[:, :depth]
+        clock.mark("other")
+        drawn = _draw(sampling, logits, plan.positions + 1, history, history_len, tree)
+        accepted = self.backend.accept(tree, drawn)
+        missing = (0, shape.num_nodes - tree.num_nodes)  # a drafter may propose less than it was asked for
+        nodes, tokens = F.pad(accepted.path, missing), F.pad(accepted.tokens, missing)[:, : shape.depth]
+        path = nodes[:, : shape.depth]  # no path is longer
         self.cache.commit_on_device(rows, accepted.length, accepted.path)
         self._append(rows, committed, tokens, accepted.length)
         bonus = tokens.gather(1, accepted.length[:, None] - 1)[:, 0]
         self._observe(rows, committed, tree.tokens, out, path, accepted.length, bonus)
-        # the round's only device-to-host copy, unless somebody asks for log-probabilities
-        packed = torch.cat([accepted.length[:, None], accepted.path, tokens], dim=1).cpu().numpy()
-        length, nodes, emitted = np.split(packed, (1, 1 + tree.num_nodes), axis=1)
-        logprobs = self._logprobs(seats, logits, path, tokens)
-        return RoundResult(length[:, 0], nodes, emitted, logprobs, num_steps, self.clock.stop())
+        scores = None
+        if shape.logprobs is not None:
+            on_path = logits.gather(1, path[:, :, None].expand(-1, -1, logits.shape[-1]))  # [B, D, V]
+            scores = LogProbs.of(on_path, tokens, shape.logprobs)
+        packed = pack(accepted.length, nodes, tokens, scores)
+        clock.stop()
+        return packed
 
     def _append(self, rows: Rows, committed: torch.Tensor, tokens: torch.Tensor, length: torch.Tensor) -> None:
         """Write the emitted tokens behind the root: tokens [B, D], of which the first `length` [B] count."""
@@ -197,40 +195,19 @@ class Round:
         )
         self.worker.observe(seen)
 
-    def _draw_first(
-        self, seats: Seats, hidden: torch.Tensor, history: torch.Tensor, length: torch.Tensor
-    ) -> tuple[torch.Tensor, list[list[TokenLogprob]]]:
-        """The token [T] behind prompts, `length` [T] tokens of history [T, L], from the states at their ends [T, H]."""
-        logits = self.target.logits(hidden)[:, None]  # [T, 1, V]
-        sampling = self._sampling(seats)
-        scores = logits
-        if sampling.any_penalty:
-            scores = sampling.penalised(logits, seen_tokens(history, length, logits.shape[-1], None))
-        drawn = sampling.sample(scores, length[:, None])  # [T, 1]
-        return drawn[:, 0], self._logprobs(seats, logits, torch.zeros_like(drawn), drawn)
-
-    def _sampling(self, seats: Seats) -> SamplingBatch:
-        return SamplingBatch.of(seats.params, seats.seeds, self.device)
-
-    def _logprobs(
-        self, seats: Seats, logits: torch.Tensor, path: torch.Tensor, tokens: torch.Tensor
-    ) -> list[list[TokenLogprob]]:
-        """Per row, the log-probabilities of tokens [B, D] drawn after nodes path [B, D]; empty if nobody asks."""
-        most = max((-1 if p.logprobs is None else p.logprobs) for p in seats.params)
-        if most < 0:
-            return [[] for _ in seats.params]
-        log_p = logits.float().log_softmax(dim=-1)
-        log_p = log_p.gather(1, path[:, :, None].expand(-1, -1, log_p.shape[-1]))  # [B, D, V] by step
-        chosen = log_p.gather(2, tokens[:, :, None])[:, :, 0].cpu().tolist()
-        values, ids = (x.cpu().tolist() for x in log_p.topk(min(most, log_p.shape[-1]), dim=-1))
-        drawn = tokens.cpu().tolist()
-        result: list[list[TokenLogprob]] = []
-        for i, params in enumerate(seats.params):
-            count = params.logprobs
-            steps = range(0 if count is None else len(chosen[i]))
-            alternatives = [dict(zip(ids[i][s][:count], values[i][s][:count], strict=True)) for s in steps]
-            result.append([TokenLogprob(drawn[i][s], chosen[i][s], alternatives[s]) for s in steps])
-        return result
-
     def _upload(self, array: IntArray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _draw(
+    sampling: SamplingBatch,
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    history: torch.Tensor,
+    history_len: torch.Tensor,
+    tree: DraftTree | None,
+) -> torch.Tensor:
+    """The target's tokens [B, N] from logits [B, N, V], penalties included; the other arguments as `seen_tokens`."""
+    if sampling.uses.penalty:
+        logits = sampling.penalised(logits, seen_tokens(history, history_len, logits.shape[-1], tree))
+    return sampling.sample(logits, positions)

@@ -10,11 +10,14 @@ top-k, top-p and min-p, in that order, as transformers applies them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from specdec.attention.tree import DraftTree
 from specdec.config import SamplingParams
+from specdec.kvcache.mirror import MirroredArray
 
 
 def _int64(value: int) -> int:
@@ -48,11 +51,60 @@ def gumbel_noise(seed: torch.Tensor, positions: torch.Tensor, vocab_size: int) -
     return -torch.log(-torch.log(uniform)).float()
 
 
+class Uses(NamedTuple):
+    """What any of a batch's requests asks for: all that its rounds need to compute."""
+
+    sampled: bool
+    top_k_top_p: bool
+    min_p: bool
+    penalty: bool
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> "Uses":
+        return cls(
+            sampled=any(p.temperature > 0 for p in params),
+            top_k_top_p=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1) for p in params),
+            min_p=any(p.temperature > 0 and p.min_p > 0 for p in params),
+            penalty=any(p.repetition_penalty != 1 for p in params),
+        )
+
+
+class SamplingTable:
+    """The sampling parameters of every row of the request table, on both sides: a request brings its own once.
+
+    One row: seed and top_k as they are, the others as the bits of a float64. A row that nobody took is greedy.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self.cells = MirroredArray((num_rows, 6), device)
+
+    def __setitem__(self, row: int, params_and_seed: tuple[SamplingParams, int]) -> None:
+        params, seed = params_and_seed
+        numbers = [params.temperature, params.top_p, params.min_p, params.repetition_penalty]
+        whole = np.array([seed, params.top_k], dtype=np.int64)
+        self.cells[row] = np.concatenate([whole, np.array(numbers, dtype=np.float64).view(np.int64)])
+
+    def at(self, rows: torch.Tensor, uses: Uses) -> "SamplingBatch":
+        """The parameters of rows [B], a copy on the device."""
+        cells = self.cells.tensor[rows].t().contiguous()  # [6, B]
+        temperature, top_p, min_p, repetition_penalty = cells[2:].view(torch.float64).float().unbind()
+        return SamplingBatch(
+            temperature=temperature,
+            top_k=cells[1],
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=cells[0],
+            uses=uses,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The parameters of B requests as vectors [B] on the device, and which features any of them uses.
+    """The parameters of B requests as vectors [B] on the device, and what any of them uses.
 
-    noise: [B, W, V] of positions first [B] and behind, made once for all that draw there (`at`); None: made as needed.
+    noise: [B, W, V] of positions first [B] and behind, made once for all that draw there (`ahead`); None: made as
+    needed.
     """
 
     temperature: torch.Tensor
@@ -61,45 +113,31 @@ class SamplingBatch:
     min_p: torch.Tensor
     repetition_penalty: torch.Tensor
     seed: torch.Tensor
-    any_sampled: bool
-    any_sorted: bool
-    any_min_p: bool
-    any_penalty: bool
+    uses: Uses
     first: torch.Tensor | None = None
     noise: torch.Tensor | None = None
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> "SamplingBatch":
-        def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+        table = SamplingTable(len(params), device)
+        for row, each in enumerate(zip(params, seeds, strict=True)):
+            table[row] = each
+        return table.at(torch.arange(len(params), device=device), Uses.of(params))
 
-        return cls(
-            temperature=column([p.temperature for p in params]),
-            top_k=column([p.top_k for p in params], torch.int64),
-            top_p=column([p.top_p for p in params]),
-            min_p=column([p.min_p for p in params]),
-            repetition_penalty=column([p.repetition_penalty for p in params]),
-            seed=torch.tensor(list(seeds), dtype=torch.int64).to(device, non_blocking=True),
-            any_sampled=any(p.temperature > 0 for p in params),
-            any_sorted=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1) for p in params),
-            any_min_p=any(p.temperature > 0 and p.min_p > 0 for p in params),
-            any_penalty=any(p.repetition_penalty != 1 for p in params),
-        )
-
-    def at(self, first: torch.Tensor, count: int, vocab_size: int) -> "SamplingBatch":
+    def ahead(self, first: torch.Tensor, count: int, vocab_size: int) -> "SamplingBatch":
         """The same for `count` positions from first [B] on: nodes of a tree and steps of a draft share their noise."""
-        if not self.any_sampled:
+        if not self.uses.sampled:
             return self
         positions = first[:, None] + torch.arange(count, device=first.device)
         return replace(self, first=first, noise=gumbel_noise(self.seed, positions, vocab_size))
 
     def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Draw the token of each position: logits [B, K, V], positions [B, K] -> [B, K] int64."""
-        return (logits if not self.any_sampled else self._perturbed(logits, positions)).argmax(dim=-1)
+        return (logits if not self.uses.sampled else self._perturbed(logits, positions)).argmax(dim=-1)
 
     def log_scores(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Log-probabilities [B, K, V] float32 of being drawn, the noise given; their argmax is what `sample` draws."""
-        scores = logits.float() if not self.any_sampled else self._perturbed(logits, positions)
+        scores = logits.float() if not self.uses.sampled else self._perturbed(logits, positions)
         return scores.log_softmax(dim=-1)
 
     def _perturbed(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -116,9 +154,9 @@ class SamplingBatch:
         scores = logits.float()
         # the best token stays at 0 however small the temperature, so that nothing overflows
         scores = (scores - scores.amax(-1, keepdim=True)) / temperature[:, None, None]
-        if self.any_sorted:
+        if self.uses.top_k_top_p:
             scores = self._top_k_top_p(scores)
-        if self.any_min_p:  # P_v < min_p * max P
+        if self.uses.min_p:  # P_v < min_p * max P
             floor = scores.amax(-1, keepdim=True) + torch.log(self.min_p)[:, None, None]
             scores = scores.masked_fill(scores < floor, -torch.inf)
         return scores
@@ -139,7 +177,7 @@ class SamplingBatch:
         before = weights.cumsum(dim=-1) - weights  # mass of strictly better-ranked tokens
         nucleus = self.top_p[:, None, None]
         outside = (before >= nucleus) & (nucleus < 1)
-        outside[..., 0] = False  # the best token stays, also where top_p rounds to 0
+        outside[..., 0].fill_(False)  # the best token stays, also where top_p rounds to 0
         ordered = ordered.masked_fill(outside, -torch.inf)
         return torch.empty_like(scores).scatter_(-1, order, ordered)
 

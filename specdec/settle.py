@@ -12,7 +12,7 @@ import numpy as np
 from specdec.kvcache.mirror import IntArray, MirroredArray
 from specdec.kvcache.table import RequestTable
 from specdec.request import Request, RequestState
-from specdec.round import ChunkResult, RoundResult
+from specdec.result import RoundResult
 
 
 def settle_chunks(
@@ -21,7 +21,7 @@ def settle_chunks(
     requests: Sequence[Request],
     chunk_len: IntArray,
     through: Sequence[int],
-    result: ChunkResult,
+    result: RoundResult,
 ) -> None:
     """`through`: the requests, by number in the batch, that drew the first token of their output."""
     rows = np.array([request.row for request in requests], dtype=np.int64)
@@ -29,8 +29,9 @@ def settle_chunks(
     table.evict(rows)
     for place, number in enumerate(through):
         request = requests[number]
-        tokens[request.row, len(request.prompt)] = result.tokens[place]
-        request.settle([int(result.tokens[place])], result.logprobs[place], request.stats.copy())
+        first = int(result.tokens[place, 0])
+        tokens[request.row, len(request.prompt)] = first
+        request.settle([first], result.logprobs[place], request.stats.copy())
     for request in requests:
         request.stats.prefill_seconds += result.seconds["prefill"] / len(requests)
         if table.committed_len.host[request.row] == request.prefill_target:

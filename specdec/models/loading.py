@@ -30,7 +30,7 @@ from specdec.draft_models.registry import (
     load_drafter,
     wrap_drafter,
 )
-from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
+from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, shown
 from specdec.models.bundled import BUNDLED_NAMES, resolve_name
 from specdec.models.devices import require_device
 
@@ -266,13 +266,6 @@ def unwrapped(model: Any, role: str) -> Any:
             "adapters in place (LoRA and its kin) are supported"
         )
     return model.get_base_model()
-
-
-def first_line(error: Exception, most: int = 200) -> str:
-    """The first sentence of another library's message, at a readable length."""
-    lines = str(error).strip().splitlines()
-    line = lines[0] if lines else type(error).__name__
-    return line if len(line) <= most else line[:most] + "..."
 
 
 def _require_same(name: str, wanted: object, actual: object) -> None:

@@ -1,0 +1,129 @@
+"""Captured rounds: the device's part of a round recorded once for each shape, then replayed without Python.
+
+    1st round of a shape   runs as it is: compiles kernels, warms what libraries set up lazily
+    2nd                    is captured, then replayed
+    later                  replayed
+
+Everything that differs from round to round is data in tensors that are never replaced: seats, slots, lengths, tokens,
+sampling parameters, the drafter's state. Page tables, translations, write locations and views are made inside, from
+those, at every replay: nothing made in one round outlives it. A captured round belongs to the view that it was captured
+under, and to a live cache; a replay under anything else is an error.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from specdec.clock import StageClock
+from specdec.errors import ConfigError, FrozenKVError, first_line
+from specdec.result import RoundShape
+from specdec.round import Round
+
+logger = logging.getLogger(__name__)
+
+Program = Callable[[], torch.Tensor]
+Capture = Callable[[Program], tuple[Callable[[], None], torch.Tensor]]
+"""Records a program instead of running it -> (what replays it, the tensor that it returns, written anew each time)."""
+
+SHORTEST = 1024
+"""Tokens: tables are at least this wide, since narrow ones gain nothing."""
+
+
+class CudaCapture:
+    """Captures into CUDA graphs that share one pool of memory, since they never run at the same time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, program: Program) -> tuple[Callable[[], None], torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        # another thread may use the device meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            out = program()
+        return graph.replay, out
+
+
+class Captured(NamedTuple):
+    """A round that can be replayed, its packed result, its clock, and the view that it was captured under."""
+
+    replay: Callable[[], None]
+    packed: torch.Tensor
+    clock: StageClock
+    view_key: tuple[object, ...]
+
+
+class RoundGraphs:
+    """The captured rounds of one engine. strict: what cannot be captured is an error, else it runs as it is."""
+
+    def __init__(self, round: Round, capture: Capture, *, strict: bool) -> None:
+        self.round = round
+        self._capture = capture
+        self._strict = strict
+        self._captured: dict[RoundShape, Captured | None] = {}  # None: it ran once
+        self._refused = False  # the model or the drafter does what a graph cannot hold
+
+    def bucket(self, shape: RoundShape) -> RoundShape:
+        """The shape under which a round runs: padded to the next size there is."""
+        table = self.round.cache.table
+        batch = next(size for size in batch_sizes(table.max_requests) if size >= shape.batch)
+        longest = min(length_bucket(shape.longest), table.slots.host.shape[1] - 1)
+        return shape._replace(batch=batch, longest=longest)
+
+    def replay(self, shape: RoundShape) -> Captured | None:
+        """Run the captured round of this shape, with its result on the way; None: there is none, run it as it is."""
+        if shape not in self._captured:
+            self._captured[shape] = None
+            return None
+        captured = self._captured[shape]
+        if captured is None:
+            captured = self._captured[shape] = None if self._refused else self._try(shape)
+        if captured is not None:
+            if captured.view_key != self.round.view.key:
+                raise FrozenKVError("a captured round is replayed under another view than its own")
+            self.round.cache.allocator.require_unfrozen("a captured round")
+            captured.replay()
+        return captured
+
+    def clear(self) -> None:
+        """Let go of all that was captured, and of its memory."""
+        self._captured.clear()
+
+    def _try(self, shape: RoundShape) -> Captured | None:
+        clock = StageClock(self.round.device, captured=True)
+        try:
+            replay, packed = self._capture(lambda: self.round.decode(shape, clock))
+        except Exception as error:  # of many kinds: whatever the model does that a graph cannot hold
+            if self._strict:
+                raise ConfigError(
+                    f"a round of {shape.batch} requests cannot be captured in a CUDA graph ({first_line(error)}); "
+                    "use cuda_graphs='auto' or False"
+                ) from error
+            logger.warning("rounds run without CUDA graphs: %s", first_line(error))
+            self._refused = True
+            return None
+        return Captured(replay, packed, clock, self.round.view.key)
+
+
+def graphs_for(round: Round, setting: str | bool) -> RoundGraphs | None:
+    """What `EngineConfig.cuda_graphs` means. Raises ConfigError when it is True, and there is no GPU."""
+    if round.device.type != "cuda":
+        if setting is True:
+            raise ConfigError(f"cuda_graphs=True needs a CUDA device, and this model is on {round.device}; use 'auto'")
+        return None
+    return None if setting is False else RoundGraphs(round, CudaCapture(), strict=setting is True)
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Numbers of seats that rounds are captured for: 1, 2, 4, 8, then every 8th up to 64, every 32nd behind, `most`."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, most + 32, 32)]
+    return [size for size in sizes if size < most] + [most]
+
+
+def length_bucket(longest: int) -> int:
+    """The next of 1024, 1536, 2048, 3072, 4096, ...: tables are at most a half wider than need be."""
+    size = SHORTEST
+    while size < longest:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size

@@ -1,0 +1,114 @@
+"""What is fixed of a round before it runs, and what comes out of it: one packed array for the host.
+
+    column   0        1 .. N   N+1 .. N+D   and for those who ask, of each of the D tokens:
+             length   path     tokens       its log-probability, the K highest ones of its place, their token ids
+
+All int64, so that one copy brings it; floats travel as the bits of a float64.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specdec.kvcache.mirror import IntArray
+from specdec.request import TokenLogprob
+from specdec.sampling import Uses
+
+
+class RoundShape(NamedTuple):
+    """All that decides what a round computes, but for the data on the device: captured rounds are found by it.
+
+    batch: seats, those of padding included. longest: no committed prefix is longer. num_steps, topk, num_nodes: of the
+    draft; the root is a node. uses: of sampling. logprobs: most alternatives that anybody asks for, None: nobody asks.
+    """
+
+    batch: int
+    longest: int
+    num_steps: int
+    topk: int
+    num_nodes: int
+    uses: Uses
+    logprobs: int | None
+
+    @property
+    def depth(self) -> int:
+        """Most tokens that a request can gain: no path is longer."""
+        return min(self.num_nodes, self.num_steps + 1)
+
+
+class LogProbs(NamedTuple):
+    """Of D tokens: chosen [B, D] float32, the K highest at each place [B, D, K] and their ids [B, D, K]."""
+
+    chosen: torch.Tensor
+    values: torch.Tensor
+    ids: torch.Tensor
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> "LogProbs":
+        """logits [B, D, V] that tokens [B, D] were drawn from, before any parameter."""
+        log_p = logits.float().log_softmax(dim=-1)
+        values, ids = log_p.topk(min(count, log_p.shape[-1]), dim=-1)
+        return cls(log_p.gather(2, tokens[:, :, None])[:, :, 0], values, ids)
+
+
+class RoundResult(NamedTuple):
+    """length [B] of the accepted path [B, N] of nodes; tokens [B, D], the first `length` are emitted.
+
+    logprobs: per request, of its D tokens; empty for those who did not ask. num_steps: levels of the draft. seconds: by
+    stage.
+    """
+
+    length: IntArray
+    path: IntArray
+    tokens: IntArray
+    logprobs: list[list[TokenLogprob]]
+    num_steps: int
+    seconds: dict[str, float]
+
+
+def pack(length: torch.Tensor, path: torch.Tensor, tokens: torch.Tensor, scores: LogProbs | None) -> torch.Tensor:
+    """length [B], path [B, N], tokens [B, D] -> [B, W] int64."""
+    columns = [length[:, None], path, tokens]
+    if scores is not None:
+        columns += [_bits(scores.chosen), _bits(scores.values.flatten(1)), scores.ids.flatten(1)]
+    return torch.cat(columns, dim=1)
+
+
+def unpack(
+    packed: IntArray,
+    num_nodes: int,
+    depth: int,
+    asked: Sequence[int | None],
+    *,
+    num_steps: int,
+    seconds: dict[str, float],
+) -> RoundResult:
+    """`asked`: of each request, how many alternatives a token it wants (None: no log-probabilities); the first rows."""
+    packed = packed[: len(asked)]
+    length, path, tokens, rest = np.split(packed, np.cumsum([1, num_nodes, depth]), axis=1)
+    logprobs: list[list[TokenLogprob]] = [[] for _ in asked]
+    if rest.shape[1]:
+        count = (rest.shape[1] // depth - 1) // 2
+        chosen, values, ids = np.split(rest, np.cumsum([depth, depth * count]), axis=1)
+        chosen, values = _floats(chosen), _floats(values).reshape(len(asked), depth, count)
+        ids = ids.reshape(len(asked), depth, count)
+        for i, wanted in enumerate(asked):
+            if wanted is not None:
+                best = [
+                    dict(zip(ids[i, s, :wanted].tolist(), values[i, s, :wanted].tolist(), strict=True))
+                    for s in range(depth)
+                ]
+                of_tokens = zip(tokens[i].tolist(), chosen[i].tolist(), best, strict=True)
+                logprobs[i] = [TokenLogprob(*one) for one in of_tokens]
+    return RoundResult(length[:, 0], path, tokens, logprobs, num_steps, seconds)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.double().view(torch.int64)
+
+
+def _floats(bits: IntArray) -> npt.NDArray[np.float64]:
+    return np.ascontiguousarray(bits).view(np.float64)

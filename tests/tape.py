@@ -1,0 +1,126 @@
+"""A CUDA graph on the CPU: what a program does to tensors, recorded once, then done again without the program.
+
+    replay, out = record(program)     runs nothing for good: what the program wrote is put back
+    replay()                          the same operators on the same memory; every output is written where it was
+
+Like a captured graph it freezes what Python decided, has fixed addresses, and refuses what a capture cannot hold: a
+value read back to the host, a shape that depends on data, a list of Python numbers uploaded inside. Kernels of Triton's
+interpreter are recorded too.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from specdec.kvcache.triton_shim import triton
+
+READS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "unique", "equal", "lift_fresh")
+
+
+class NotCapturable(RuntimeError):
+    """The program does what a graph cannot hold."""
+
+
+class Tape(TorchDispatchMode):
+    """Records every operator as it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Callable[[], None]] = []
+        self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # storages of others, as they were
+        self._made: set[int] = set()
+        self._kept: list[Any] = []  # nothing recorded is freed, so no address is used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.partition("::")[2]
+        if name.startswith(READS) and not name.startswith("item_"):
+            raise NotCapturable(f"{name} inside of a captured round")
+        if name in ("index", "index_put_", "index_put") and any(
+            i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+        ):
+            raise NotCapturable(f"{name} by a mask: its shape depends on data")
+        if func._schema.is_mutable:
+            for tensor in self._mutated(func, args, kwargs):
+                self.keep(tensor)
+        out = func(*args, **kwargs)
+        self._kept.append((args, kwargs, out))
+        ins = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        outs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        fresh = [t for t in outs if t.untyped_storage().data_ptr() not in ins]
+        if func._schema.is_mutable:
+            self.steps.append(lambda: func(*args, **kwargs))
+        elif fresh:
+            self._made |= {t.untyped_storage().data_ptr() for t in fresh}
+            self.steps.append(lambda: _rewrite(outs, func(*args, **kwargs), ins))
+        return out
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Remember what a storage that the program did not make holds, before it is written."""
+        place = tensor.untyped_storage().data_ptr()
+        if place not in self._made and place not in self.written:
+            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            self.written[place] = (whole, whole.clone())
+
+    @staticmethod
+    def _mutated(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.is_write:
+                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                yield from (t for t in tree_leaves(value) if isinstance(t, torch.Tensor))
+
+
+def _rewrite(outs: list[torch.Tensor], again: Any, ins: set[int]) -> None:
+    news = [t for t in tree_leaves(again) if isinstance(t, torch.Tensor)]
+    for old, new in zip(outs, news, strict=True):
+        if old.untyped_storage().data_ptr() not in ins:
+            old.copy_(new)
+
+
+def record(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    """`Capture` of `specdec.graphs`, for tests on the CPU."""
+    tape = Tape()
+    with torch.inference_mode(), _kernels_on(tape), tape:
+        out = program()
+    with torch.inference_mode():
+        for whole, before in tape.written.values():
+            whole.copy_(before)
+
+    def replay() -> None:
+        with torch.inference_mode():
+            for step in tape.steps:
+                step()
+
+    return replay, out
+
+
+@contextmanager
+def _kernels_on(tape: Tape) -> Iterator[None]:
+    """Launches of interpreted kernels go onto the tape as well."""
+    if not triton:
+        yield
+        return
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def recorded(executor: Any, *args: Any, **kwargs: Any) -> None:
+        with torch.utils._python_dispatch._disable_current_modes():
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, torch.Tensor):
+                    tape.keep(tensor)
+            tape._kept.append((args, kwargs))
+            launch(executor, *args, **kwargs)
+        tape.steps.append(lambda: launch(executor, *args, **kwargs))
+
+    GridExecutor.__call__ = recorded
+    try:
+        yield
+    finally:
+        GridExecutor.__call__ = launch
+
+
