@@ -1,47 +1,58 @@
-"""Where a round's time goes, by stage, without slowing the round: CUDA events on a GPU, the host clock on a CPU.
+"""Where a round's time goes, by stage, without slowing it: the device writes down when each stage began.
 
-clock.start("draft"); ...; clock.mark("verify"); ...; clock.stop()
-clock.seconds()      # {"draft": s, "verify": s}, once the device has come that far
+    clock.start("draft"); ...; clock.mark("verify"); ...; stamps = clock.stop()        [3] int64, nanoseconds
+    seconds_by_stage(("draft", "verify"), stamps on the host)                          {"draft": s, "verify": s}
 
-The events of a captured round are part of its graph: each replay records them again.
+The stamps are data of the round and leave it with its result; in a captured round they are taken at every replay.
 """
 
 import time
+from collections.abc import Sequence
 
 import torch
 
+from specdec.kvcache.mirror import IntArray
+from specdec.kvcache.triton_shim import tl, triton
+
+MOST_MARKS = 8
+
+
+@triton.jit
+def _stamp_kernel(p_stamp: tl.tensor) -> None:
+    tl.store(p_stamp, tl.extra.cuda.globaltimer())
+
 
 class StageClock:
-    """Times consecutive stages. captured: they are marked while a graph is captured, and read after each replay."""
+    """Times consecutive stages."""
 
-    def __init__(self, device: torch.device, *, captured: bool = False) -> None:
-        self._cuda = device.type == "cuda"
-        self._captured = captured
-        self._marks: list[tuple[str, float, torch.cuda.Event | None]] = []
+    def __init__(self, device: torch.device) -> None:
+        self._stamps = torch.zeros(MOST_MARKS, dtype=torch.int64, device=device)
+        self._on_device = device.type == "cuda" and torch.version.cuda is not None and bool(triton)
+        self._marked = 0
 
     def start(self, stage: str) -> None:
         """Begin with this stage, whatever an interrupted round left behind."""
-        self._marks.clear()
+        self._marked = 0
         self.mark(stage)
 
     def mark(self, stage: str) -> None:
         """A new stage begins, and the one before it ends."""
-        event = None
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True, external=self._captured)
-            event.record()
-        self._marks.append((stage, time.perf_counter(), event))
+        stamp = self._stamps[self._marked]
+        if self._on_device:
+            _stamp_kernel[(1,)](stamp, num_warps=1)
+        else:
+            stamp.fill_(time.perf_counter_ns())
+        self._marked += 1
 
-    def stop(self) -> None:
-        """The last stage ends."""
-        self.mark("")
+    def stop(self) -> torch.Tensor:
+        """The last stage ends. -> [M + 1] when each of the M stages began, and the end; on the device."""
+        self.mark("end")
+        return self._stamps[: self._marked]
 
-    def seconds(self) -> dict[str, float]:
-        """Seconds by stage; on a GPU the last mark must have been reached."""
-        seconds: dict[str, float] = {}
-        for (stage, start, event), (_, end, next_event) in zip(self._marks, self._marks[1:], strict=False):
-            spent = end - start
-            if event is not None and next_event is not None:
-                spent = event.elapsed_time(next_event) / 1e3
-            seconds[stage] = seconds.get(stage, 0.0) + spent
-        return seconds
+
+def seconds_by_stage(stages: Sequence[str], stamps: IntArray) -> dict[str, float]:
+    """Seconds of each of M stages from M + 1 stamps; stages of one name add up."""
+    seconds = dict.fromkeys(stages, 0.0)
+    for stage, spent in zip(stages, (stamps[1:] - stamps[:-1]).tolist(), strict=True):
+        seconds[stage] += spent / 1e9
+    return seconds

@@ -9,7 +9,7 @@ A step that is interrupted (an error, Ctrl-C) happened to no request: the next o
 
 import secrets
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -28,12 +28,12 @@ from specdec.attention.backend import choose_backend
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.errors import ConfigError, SpecDecError, shown
-from specdec.graphs import graphs_for
+from specdec.graphs import RoundGraphs, capture_for
 from specdec.kvcache.mirror import IntArray
-from specdec.launch import Launcher
+from specdec.launch import Launcher, UnderWay
 from specdec.models.loading import SHARED_OPTIONS, load_any_drafter, load_target, load_tokenizer
 from specdec.models.target import TargetModel
-from specdec.request import GenerationOutput, Request, RequestStats, StreamDelta
+from specdec.request import GenerationOutput, Request, RequestState, RequestStats, StreamDelta
 from specdec.round import Round
 from specdec.scheduler import Scheduler
 from specdec.settle import settle_chunks, settle_round
@@ -70,14 +70,18 @@ class Engine:
         layouts = [target.layout] + ([] if drafter is None or drafter.kv_layout is None else [drafter.kv_layout])
         head_dim = max(layer.head_dim for layout in layouts for layer in layout.layers)
         backend = choose_backend(self.config.attention, target.device, target.dtype, head_dim)
-        lookahead = self.spec.num_nodes if drafter is not None else 1
+        capture = capture_for(target.device, self.config.cuda_graphs)
+        rounds_ahead = 1 if capture is None else 2  # slots for a round that starts before the one in front is settled
+        lookahead = rounds_ahead * (self.spec.num_nodes if drafter is not None else 1)
         self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)
         self.table = self.cache.table
         self.scheduler = Scheduler(
             self.table, max_model_len=self.max_model_len, prefill_chunk=self.config.prefill_chunk
         )
         self.round = Round(target, drafter, self.cache, backend)
-        self.launcher = Launcher(self.round, self.spec, graphs_for(self.round, self.config.cuda_graphs))
+        graphs = None if capture is None else RoundGraphs(self.round, capture, strict=self.config.cuda_graphs is True)
+        self.launcher = Launcher(self.round, self.spec, graphs)
+        self._under_way: deque[tuple[list[Request], UnderWay]] = deque()  # rounds that are not settled, oldest first
         self.end_tokens = _end_tokens(target.model, tokenizer)
         self._live: dict[int, Request] = {}  # by number, oldest first: the one list that a fault cannot spoil
         self._submitted = 0
@@ -204,6 +208,7 @@ class Engine:
                 for request in self._live.values():
                     request.abort()
                 self._live.clear()
+                self._under_way.clear()
                 self.scheduler.restart([])
                 if self.launcher.graphs is not None:
                     self.launcher.graphs.clear()
@@ -237,6 +242,7 @@ class Engine:
         for number, request in list(self._live.items()):
             if request.finished:
                 self._forget(number)
+        self._under_way.clear()
         self.round.reset()
         self.scheduler.restart(list(self._live.values()))
 
@@ -255,21 +261,18 @@ class Engine:
             self._require_open()
             if self.scheduler.idle:
                 return  # another thread's steps finished everything
-            for request in self.scheduler.admit():
-                self.round.take(request.row, request.tokens, request.params, request.seed)
-            requests, chunk_len = self.scheduler.next_prefill()
             # Triton launches on the current device, whatever it is; K/V have the model's dtype, whatever autocast says
             device = self.target.device
             with torch.cuda.device_of(self.table.slots.tensor), torch.autocast(device.type, enabled=False):
+                if self.scheduler.wants_prefill:
+                    self._settle_rounds(0)
+                for request in self.scheduler.admit():
+                    self.round.take(request.row, request.tokens, request.params, request.seed)
+                requests, chunk_len = self.scheduler.next_prefill()
                 if requests:
                     self._prefill(requests, chunk_len)
                 else:
-                    requests = self.scheduler.next_decode()
-                    self._decode(requests)
-            for request in requests:
-                if request.finished:
-                    self.scheduler.release(request)
-                    self._forget(request.number)
+                    self._decode(self.scheduler.next_decode())
 
     def _prefill(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
         rows, params = _seats(requests)
@@ -279,13 +282,38 @@ class Engine:
             for i, request in enumerate(requests)
             if request.num_output == 0 and done[i] + chunk_len[i] == request.prefill_target
         ]
-        result = self.launcher.prefill(rows, params, chunk_len, drawing)
+        result = self.launcher.prefill(rows, params, chunk_len, drawing).result()
         settle_chunks(self.table, self.round.tokens, requests, chunk_len, drawing, result)
+        self._release_finished(requests)
 
     def _decode(self, requests: Sequence[Request]) -> None:
-        to_go = max(request.params.max_new_tokens - request.num_output for request in requests)
-        result = self.launcher.decode(*_seats(requests), to_go)
-        settle_round(self.table, self.round.tokens, requests, result)
+        """Launch a round of those that it can bring anything; settle those before it, but for the launcher's lag."""
+        sure = Counter(
+            request.number for seated, _ in self._under_way for request in seated
+        )  # a token a round, or more
+        to_go = {r.number: r.params.max_new_tokens - r.num_output - sure[r.number] for r in requests}
+        going_on = [request for request in requests if to_go[request.number] > 0]
+        if going_on:
+            longest = max(to_go[request.number] for request in going_on)
+            step = self.launcher.decode(*_seats(going_on), longest, len(self._under_way))
+            self._under_way.append((going_on, step))
+        self._settle_rounds(self.launcher.lag if going_on else 0)
+
+    def _settle_rounds(self, left: int) -> None:
+        """Settle the oldest rounds under way, all but `left`; who was released meanwhile has no part in them."""
+        while len(self._under_way) > left:
+            requests, step = self._under_way.popleft()
+            result = step.result()
+            decoding = [i for i, request in enumerate(requests) if request.state is RequestState.DECODE]
+            settled = [requests[i] for i in decoding]
+            settle_round(self.table, self.round.tokens, settled, result.take(decoding))
+            self._release_finished(settled)
+
+    def _release_finished(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.finished:
+                self.scheduler.release(request)
+                self._forget(request.number)
 
     def _deltas(self, request: Request) -> Iterator[StreamDelta]:
         sent = 0

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.clock import StageClock
 from specdec.errors import ConfigError, FrozenKVError, first_line
 from specdec.result import RoundShape
 from specdec.round import Round
@@ -46,11 +45,10 @@ class CudaCapture:
 
 
 class Captured(NamedTuple):
-    """A round that can be replayed, its packed result, its clock, and the view that it was captured under."""
+    """A round that can be replayed, its packed result, and the view that it was captured under."""
 
     replay: Callable[[], None]
     packed: torch.Tensor
-    clock: StageClock
     view_key: tuple[object, ...]
 
 
@@ -71,29 +69,27 @@ class RoundGraphs:
         longest = min(length_bucket(shape.longest), table.slots.host.shape[1] - 1)
         return shape._replace(batch=batch, longest=longest)
 
-    def replay(self, shape: RoundShape) -> Captured | None:
-        """Run the captured round of this shape, with its result on the way; None: there is none, run it as it is."""
-        if shape not in self._captured:
-            self._captured[shape] = None
-            return None
-        captured = self._captured[shape]
+    def run(self, shape: RoundShape) -> torch.Tensor:
+        """One round of the seated rows -> its packed result, which the next round of this shape overwrites."""
+        captured = self._captured.get(shape)
+        if captured is None and shape in self._captured and not self._refused:
+            captured = self._captured[shape] = self._try(shape)
         if captured is None:
-            captured = self._captured[shape] = None if self._refused else self._try(shape)
-        if captured is not None:
-            if captured.view_key != self.round.view.key:
-                raise FrozenKVError("a captured round is replayed under another view than its own")
-            self.round.cache.allocator.require_unfrozen("a captured round")
-            captured.replay()
-        return captured
+            self._captured[shape] = None
+            return self.round.decode(shape)
+        if captured.view_key != self.round.view.key:
+            raise FrozenKVError("a captured round is replayed under another view than its own")
+        self.round.cache.allocator.require_unfrozen("a captured round")
+        captured.replay()
+        return captured.packed
 
     def clear(self) -> None:
         """Let go of all that was captured, and of its memory."""
         self._captured.clear()
 
     def _try(self, shape: RoundShape) -> Captured | None:
-        clock = StageClock(self.round.device, captured=True)
         try:
-            replay, packed = self._capture(lambda: self.round.decode(shape, clock))
+            replay, packed = self._capture(lambda: self.round.decode(shape))
         except Exception as error:  # of many kinds: whatever the model does that a graph cannot hold
             if self._strict:
                 raise ConfigError(
@@ -103,16 +99,16 @@ class RoundGraphs:
             logger.warning("rounds run without CUDA graphs: %s", first_line(error))
             self._refused = True
             return None
-        return Captured(replay, packed, clock, self.round.view.key)
+        return Captured(replay, packed, self.round.view.key)
 
 
-def graphs_for(round: Round, setting: str | bool) -> RoundGraphs | None:
-    """What `EngineConfig.cuda_graphs` means. Raises ConfigError when it is True, and there is no GPU."""
-    if round.device.type != "cuda":
+def capture_for(device: torch.device, setting: str | bool) -> Capture | None:
+    """What `EngineConfig.cuda_graphs` means on a device. Raises ConfigError when it is True, and there is no GPU."""
+    if device.type != "cuda":
         if setting is True:
-            raise ConfigError(f"cuda_graphs=True needs a CUDA device, and this model is on {round.device}; use 'auto'")
+            raise ConfigError(f"cuda_graphs=True needs a CUDA device, and this model is on {device}; use 'auto'")
         return None
-    return None if setting is False else RoundGraphs(round, CudaCapture(), strict=setting is True)
+    return None if setting is False else CudaCapture()
 
 
 def batch_sizes(most: int) -> list[int]:

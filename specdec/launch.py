@@ -1,77 +1,86 @@
 """Starts rounds and prompt chunks on the device and brings back what came out, in one copy.
 
 It chooses the shape of a round, seats the rows, sends what the host has changed in one upload, and runs the round as it
-is or, on a GPU, as a captured one. A round under way is waited for only when its result is asked for.
+is or, on a GPU, as a captured one. A round under way is waited for only when its result is asked for, and captured
+rounds may be launched before the one in front has been settled: `lag` of them, for which slots are reserved.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from specdec.clock import StageClock
 from specdec.config import SamplingParams, SpecConfig
 from specdec.graphs import RoundGraphs
 from specdec.kvcache.mirror import IntArray
 from specdec.result import RoundResult, RoundShape, unpack
-from specdec.round import Round
+from specdec.round import DECODE_STAGES, PREFILL_STAGES, Round
 from specdec.sampling import Uses
 
 FULL_DEPTH = 1 << 30
 
 
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A launched step: its result is on its way to the host, and there once `done` is reached."""
+
+    packed: torch.Tensor
+    done: torch.cuda.Event | None
+    shape: RoundShape
+    stages: tuple[str, ...]
+    asked: list[int | None]  # of each request: alternatives to every token that it wants
+
+    def result(self) -> RoundResult:
+        """Waits for the device."""
+        if self.done is not None:
+            self.done.synchronize()
+        packed: IntArray = self.packed.numpy()
+        return unpack(packed, self.shape, self.stages, self.asked)
+
+
 class Launcher:
-    """Runs the rounds of one engine. graphs: None on a device that has none."""
+    """Runs the steps of one engine. graphs: None where rounds are not captured."""
 
     def __init__(self, round: Round, spec: SpecConfig, graphs: RoundGraphs | None) -> None:
         self.round = round
         self.spec = spec
         self.graphs = graphs
-        self._clock = StageClock(round.device)
+
+    @property
+    def lag(self) -> int:
+        """Rounds that may be under way when one more is launched."""
+        return 0 if self.graphs is None else 1
 
     def prefill(
         self, rows: IntArray, params: Sequence[SamplingParams], chunk_len: IntArray, through: Sequence[int]
-    ) -> RoundResult:
+    ) -> UnderWay:
         """Prompt chunks of `chunk_len` [B] tokens; the result is that of the rows numbered `through`."""
         drawing = [params[i] for i in through]
+        uses, logprobs = Uses.of(drawing), _most_logprobs(drawing)
+        shape = RoundShape(len(drawing), 0, 0, 1, 1, uses, logprobs)
         self.round.flush()
-        packed = self.round.prefill(
-            rows, chunk_len, np.array(through, dtype=np.int64), Uses.of(drawing), _most_logprobs(drawing), self._clock
-        )
-        host = Fetched.of(packed).wait()
-        asked = [p.logprobs for p in drawing]
-        return unpack(host, 1, 1, asked, num_steps=0, seconds=self._clock.seconds())
+        packed = self.round.prefill(rows, chunk_len, np.array(through, dtype=np.int64), uses, logprobs)
+        return _fetch(packed, shape, PREFILL_STAGES, drawing)
 
-    def decode(self, rows: IntArray, params: Sequence[SamplingParams], to_go: int) -> RoundResult:
-        """One round of these rows, of which none can use more than `to_go` tokens."""
-        shape = self._shape(rows, params, to_go)
+    def decode(self, rows: IntArray, params: Sequence[SamplingParams], to_go: int, under_way: int) -> UnderWay:
+        """One round of these rows, of which none can use more than `to_go` tokens, behind `under_way` others."""
+        shape = self._shape(rows, params, to_go, under_way)
         if self.graphs is not None:
             shape = self.graphs.bucket(shape)
         self.round.seat(rows, shape.batch)
         self.round.flush()
-        captured = None if self.graphs is None else self.graphs.replay(shape)
-        if captured is None:
-            packed, clock = self.round.decode(shape, self._clock), self._clock
-        else:
-            packed, clock = captured.packed, captured.clock
-        host = Fetched.of(packed).wait()
-        return unpack(
-            host,
-            shape.num_nodes,
-            shape.depth,
-            [p.logprobs for p in params],
-            num_steps=shape.num_steps,
-            seconds=clock.seconds(),
-        )
+        packed = self.round.decode(shape) if self.graphs is None else self.graphs.run(shape)
+        return _fetch(packed, shape, DECODE_STAGES, params)
 
-    def _shape(self, rows: IntArray, params: Sequence[SamplingParams], to_go: int) -> RoundShape:
+    def _shape(self, rows: IntArray, params: Sequence[SamplingParams], to_go: int, under_way: int) -> RoundShape:
         num_steps, num_nodes = 0, 1
         if self.round.worker is not None:  # no request can use more drafts than it has tokens to go, less the bonus
             num_steps, num_nodes = self.spec.shortened(FULL_DEPTH if self.graphs is not None else to_go - 1)
+        longest = int(self.round.cache.table.committed_len.host[rows].max(initial=0))
         return RoundShape(
             batch=len(rows),
-            longest=int(self.round.cache.table.committed_len.host[rows].max(initial=0)),
+            longest=longest + under_way * num_nodes,  # the host learns of those later
             num_steps=num_steps,
             topk=self.spec.topk,
             num_nodes=num_nodes,
@@ -80,27 +89,18 @@ class Launcher:
         )
 
 
-class Fetched(NamedTuple):
-    """A copy on its way to the host; `done` is reached when it is there."""
-
-    host: torch.Tensor
-    done: torch.cuda.Event | None
-
-    @classmethod
-    def of(cls, packed: torch.Tensor) -> "Fetched":
-        if packed.device.type != "cuda":
-            return cls(packed, None)
-        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-        host.copy_(packed, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return cls(host, done)
-
-    def wait(self) -> IntArray:
-        if self.done is not None:
-            self.done.synchronize()
-        array: IntArray = self.host.numpy()
-        return array
+def _fetch(
+    packed: torch.Tensor, shape: RoundShape, stages: tuple[str, ...], params: Sequence[SamplingParams]
+) -> UnderWay:
+    """Send the packed result to the host, before anything overwrites it."""
+    asked = [p.logprobs for p in params]
+    if packed.device.type != "cuda":
+        return UnderWay(packed.clone(), None, shape, stages, asked)
+    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+    host.copy_(packed, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    return UnderWay(host, done, shape, stages, asked)
 
 
 def _most_logprobs(params: Sequence[SamplingParams]) -> int | None:

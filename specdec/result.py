@@ -1,7 +1,8 @@
 """What is fixed of a round before it runs, and what comes out of it: one packed array for the host.
 
-    column   0        1 .. N   N+1 .. N+D   and for those who ask, of each of the D tokens:
-             length   path     tokens       its log-probability, the K highest ones of its place, their token ids
+    a row    length   path [N]   tokens [D]   and if anybody asks, of each of the D tokens: its log-probability, the K
+                                              highest ones of its place, their token ids
+    B rows, one behind the other, then the stamps of the round's clock
 
 All int64, so that one copy brings it; floats travel as the bits of a float64.
 """
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from specdec.clock import seconds_by_stage
 from specdec.kvcache.mirror import IntArray
 from specdec.request import TokenLogprob
 from specdec.sampling import Uses
@@ -68,27 +70,34 @@ class RoundResult(NamedTuple):
     num_steps: int
     seconds: dict[str, float]
 
+    def take(self, chosen: Sequence[int]) -> "RoundResult":
+        """Of these requests only."""
+        logprobs = [self.logprobs[i] for i in chosen]
+        return self._replace(
+            length=self.length[chosen], path=self.path[chosen], tokens=self.tokens[chosen], logprobs=logprobs
+        )
 
-def pack(length: torch.Tensor, path: torch.Tensor, tokens: torch.Tensor, scores: LogProbs | None) -> torch.Tensor:
-    """length [B], path [B, N], tokens [B, D] -> [B, W] int64."""
+
+def pack(
+    length: torch.Tensor, path: torch.Tensor, tokens: torch.Tensor, scores: LogProbs | None, stamps: torch.Tensor
+) -> torch.Tensor:
+    """length [B], path [B, N], tokens [B, D], stamps [M] -> int64 [B * W + M]."""
     columns = [length[:, None], path, tokens]
     if scores is not None:
         columns += [_bits(scores.chosen), _bits(scores.values.flatten(1)), scores.ids.flatten(1)]
-    return torch.cat(columns, dim=1)
+    return torch.cat([torch.cat(columns, dim=1).flatten(), stamps])
 
 
-def unpack(
-    packed: IntArray,
-    num_nodes: int,
-    depth: int,
-    asked: Sequence[int | None],
-    *,
-    num_steps: int,
-    seconds: dict[str, float],
-) -> RoundResult:
-    """`asked`: of each request, how many alternatives a token it wants (None: no log-probabilities); the first rows."""
-    packed = packed[: len(asked)]
-    length, path, tokens, rest = np.split(packed, np.cumsum([1, num_nodes, depth]), axis=1)
+def unpack(packed: IntArray, shape: RoundShape, stages: Sequence[str], asked: Sequence[int | None]) -> RoundResult:
+    """The result of the first of `shape.batch` rows, as many as `asked` has.
+
+    asked: of each request, how many alternatives a token it wants; None: no log-probabilities.
+    """
+    stamps = packed[len(packed) - len(stages) - 1 :]
+    depth, numbers = shape.depth, len(packed) - len(stamps)
+    width = numbers // shape.batch if shape.batch else 1 + shape.num_nodes + depth
+    rows = packed[:numbers].reshape(shape.batch, width)[: len(asked)]
+    length, path, tokens, rest = np.split(rows, np.cumsum([1, shape.num_nodes, depth]), axis=1)
     logprobs: list[list[TokenLogprob]] = [[] for _ in asked]
     if rest.shape[1]:
         count = (rest.shape[1] // depth - 1) // 2
@@ -103,7 +112,8 @@ def unpack(
                 ]
                 of_tokens = zip(tokens[i].tolist(), chosen[i].tolist(), best, strict=True)
                 logprobs[i] = [TokenLogprob(*one) for one in of_tokens]
-    return RoundResult(length[:, 0], path, tokens, logprobs, num_steps, seconds)
+    seconds = seconds_by_stage(stages, stamps)
+    return RoundResult(length[:, 0], path, tokens, logprobs, shape.num_steps, seconds)
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

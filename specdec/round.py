@@ -28,6 +28,9 @@ from specdec.models.target import TargetModel, TargetOutput
 from specdec.result import LogProbs, RoundShape, pack
 from specdec.sampling import SamplingBatch, SamplingTable, Uses, seen_tokens
 
+PREFILL_STAGES, DECODE_STAGES = ("prefill",), ("other", "draft", "verify", "other")
+"""What the clocks of the two programs time."""
+
 
 class Round:
     """Target and drafter over one KV cache, and the state of both. `tokens`: token ids by row and position."""
@@ -44,6 +47,7 @@ class Round:
         self.tokens = MirroredArray(cache.table.slots.host.shape, self.device)
         self.sampling = SamplingTable(len(self.tokens.host), self.device)
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows that take part, padding behind
+        self.clock = StageClock(self.device)
 
     def reset(self) -> None:
         """A step was interrupted: nobody holds a view, and every row is to be taken again."""
@@ -76,14 +80,13 @@ class Round:
         through: IntArray,
         uses: Uses,
         logprobs: int | None,
-        clock: StageClock,
     ) -> torch.Tensor:
         """Make K/V of the next `chunk_len` [B] tokens of rows `seats` [B]; those numbered `through` [T] draw a token.
 
-        -> the packed result [T, W] of a round of one node. The host commits the chunks afterwards; the drafter observes
+        -> the packed result of T rounds of one node. The host commits the chunks afterwards; the drafter observes
         them as if it had.
         """
-        clock.start("prefill")
+        self.clock.start("prefill")
         rows = self.cache.table.rows(seats)
         length = self._upload(chunk_len)
         width = int(chunk_len.max())
@@ -94,7 +97,7 @@ class Round:
         out = self.target.forward(fed, plan, self.view, self.aux_layers)
 
         behind = self.tokens.tensor[rows.index, (plan.committed_len + length).clamp(max=last_column)]
-        packed = behind.new_zeros((0, 3))
+        first, scores = behind.new_zeros((0, 1)), None
         if len(through):
             chosen = self._upload(through)
             logits = self.target.logits(out.hidden[chosen, length[chosen] - 1])[:, None]  # [T, 1, V]
@@ -104,16 +107,14 @@ class Round:
             first = _draw(sampling, logits, history_len[:, None], history, history_len, None)  # [T, 1]
             behind = behind.index_copy(0, chosen, first[:, 0])
             scores = None if logprobs is None else LogProbs.of(logits, first, logprobs)
-            packed = pack(torch.ones_like(chosen), torch.zeros_like(first), first, scores)
         steps = torch.arange(width, device=self.device).expand(len(seats), width)
         self._observe(rows, plan.committed_len, fed, out, steps, length, behind)
-        clock.stop()
-        return packed
+        return pack(torch.ones_like(first[:, 0]), torch.zeros_like(first), first, scores, self.clock.stop())
 
     @torch.inference_mode()
-    def decode(self, shape: RoundShape, clock: StageClock) -> torch.Tensor:
-        """One round: every seated row gains at least one token. -> the packed result [B, W]."""
-        clock.start("other")
+    def decode(self, shape: RoundShape) -> torch.Tensor:
+        """One round: every seated row gains at least one token. -> the packed result."""
+        self.clock.start("other")
         table = self.cache.table
         rows = Rows(self.seats.tensor[: shape.batch], shape.longest)
         committed = table.committed_len.tensor[rows.index]  # [B], a copy: S before the commit
@@ -123,7 +124,7 @@ class Round:
         sampling = self.sampling.at(rows.index, shape.uses)
         sampling = sampling.ahead(history_len, shape.num_steps + 1, self.target.vocab_size)
 
-        clock.mark("draft")
+        self.clock.mark("draft")
         if self.worker is not None and shape.num_steps > 0:
             batch = DraftBatch(
                 rows=rows,
@@ -140,12 +141,12 @@ class Round:
         else:
             tree = DraftTree.chain(root[:, None])
 
-        clock.mark("verify")
+        self.clock.mark("verify")
         plan = plan_verify(self.backend, table, rows, tree)
         out = self.target.forward(tree.tokens, plan, self.view, self.aux_layers)  # [B, N, H]
         logits = self.target.logits(out.hidden)  # [B, N, V]
 
-        clock.mark("other")
+        self.clock.mark("other")
         drawn = _draw(sampling, logits, plan.positions + 1, history, history_len, tree)
         accepted = self.backend.accept(tree, drawn)
         missing = (0, shape.num_nodes - tree.num_nodes)  # a drafter may propose less than it was asked for
@@ -159,9 +160,7 @@ class Round:
         if shape.logprobs is not None:
             on_path = logits.gather(1, path[:, :, None].expand(-1, -1, logits.shape[-1]))  # [B, D, V]
             scores = LogProbs.of(on_path, tokens, shape.logprobs)
-        packed = pack(accepted.length, nodes, tokens, scores)
-        clock.stop()
-        return packed
+        return pack(accepted.length, nodes, tokens, scores, self.clock.stop())
 
     def _append(self, rows: Rows, committed: torch.Tensor, tokens: torch.Tensor, length: torch.Tensor) -> None:
         """Write the emitted tokens behind the root: tokens [B, D], of which the first `length` [B] count."""

@@ -33,6 +33,12 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
+    @property
+    def wants_prefill(self) -> bool:
+        """May the next step be one of prompts: somebody's is unfinished, or a row is free for who waits."""
+        unfinished = any(request.state is RequestState.PREFILL for request in self.running)
+        return unfinished or (bool(self.waiting) and len(self.running) < self.table.max_requests)
+
     def submit(self, request: Request) -> None:
         """Queue a request. Raises CapacityError, with the numbers, when it can never run."""
         self.require_fits(len(request.prompt), request.params.max_new_tokens)
@@ -123,7 +129,7 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
             self.table.close(request.row)
-            request.row = -1
+            request.row, request.state = -1, RequestState.WAITING
         elif request in self.waiting:
             self.waiting.remove(request)
 
@@ -133,7 +139,6 @@ class Scheduler:
             return
         victim = self.running[-1]
         self.release(victim)
-        victim.state = RequestState.WAITING
         victim.stats.preemptions += 1
         self.waiting.appendleft(victim)
 

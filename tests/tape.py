@@ -122,5 +122,3 @@ def _kernels_on(tape: Tape) -> Iterator[None]:
         yield
     finally:
         GridExecutor.__call__ = launch
-
-
