@@ -9,14 +9,13 @@ A step that is interrupted (an error, Ctrl-C) happened to no request: the next o
 
 import secrets
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from types import TracebackType
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -29,15 +28,14 @@ from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.graphs import RoundGraphs, capture_for
-from specdec.kvcache.mirror import IntArray
-from specdec.launch import Launcher, UnderWay
+from specdec.launch import Launcher
 from specdec.models.loading import SHARED_OPTIONS, load_any_drafter, load_target, load_tokenizer
 from specdec.models.target import TargetModel
-from specdec.request import GenerationOutput, Request, RequestState, RequestStats, StreamDelta
+from specdec.request import GenerationOutput, Request, RequestStats, StreamDelta
 from specdec.round import Round
 from specdec.scheduler import Scheduler
-from specdec.settle import settle_chunks, settle_round
 from specdec.sizing import make_cache
+from specdec.steps import Steps
 from specdec.text.detokenize import Detokenizer
 from specdec.text.prompts import Prompt, as_prompt_list, as_token_ids, chat_ids, require_text
 
@@ -80,8 +78,7 @@ class Engine:
         )
         self.round = Round(target, drafter, self.cache, backend)
         graphs = None if capture is None else RoundGraphs(self.round, capture, strict=self.config.cuda_graphs is True)
-        self.launcher = Launcher(self.round, self.spec, graphs)
-        self._under_way: deque[tuple[list[Request], UnderWay]] = deque()  # rounds that are not settled, oldest first
+        self.steps = Steps(self.scheduler, Launcher(self.round, self.spec, graphs))
         self.end_tokens = _end_tokens(target.model, tokenizer)
         self._live: dict[int, Request] = {}  # by number, oldest first: the one list that a fault cannot spoil
         self._submitted = 0
@@ -208,10 +205,9 @@ class Engine:
                 for request in self._live.values():
                     request.abort()
                 self._live.clear()
-                self._under_way.clear()
-                self.scheduler.restart([])
-                if self.launcher.graphs is not None:
-                    self.launcher.graphs.clear()
+                self.steps.restart([])
+                if self.steps.launcher.graphs is not None:
+                    self.steps.launcher.graphs.clear()
                 self.cache.clear()
 
     def __reduce__(self) -> NoReturn:
@@ -242,9 +238,7 @@ class Engine:
         for number, request in list(self._live.items()):
             if request.finished:
                 self._forget(number)
-        self._under_way.clear()
-        self.round.reset()
-        self.scheduler.restart(list(self._live.values()))
+        self.steps.restart(list(self._live.values()))
 
     def _submit(self, requests: Sequence[Request]) -> None:
         with self._turn():
@@ -256,63 +250,12 @@ class Engine:
                 self.scheduler.submit(request)
 
     def _step(self) -> None:
-        """One forward: prefill first, so that a waiting prompt joins the batch as soon as it can."""
+        """One step, unless another thread's steps have finished everything."""
         with self._turn():
             self._require_open()
             if self.scheduler.idle:
-                return  # another thread's steps finished everything
-            # Triton launches on the current device, whatever it is; K/V have the model's dtype, whatever autocast says
-            device = self.target.device
-            with torch.cuda.device_of(self.table.slots.tensor), torch.autocast(device.type, enabled=False):
-                if self.scheduler.wants_prefill:
-                    self._settle_rounds(0)
-                for request in self.scheduler.admit():
-                    self.round.take(request.row, request.tokens, request.params, request.seed)
-                requests, chunk_len = self.scheduler.next_prefill()
-                if requests:
-                    self._prefill(requests, chunk_len)
-                else:
-                    self._decode(self.scheduler.next_decode())
-
-    def _prefill(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
-        rows, params = _seats(requests)
-        done = self.table.committed_len.host[rows]
-        drawing = [
-            i
-            for i, request in enumerate(requests)
-            if request.num_output == 0 and done[i] + chunk_len[i] == request.prefill_target
-        ]
-        result = self.launcher.prefill(rows, params, chunk_len, drawing).result()
-        settle_chunks(self.table, self.round.tokens, requests, chunk_len, drawing, result)
-        self._release_finished(requests)
-
-    def _decode(self, requests: Sequence[Request]) -> None:
-        """Launch a round of those that it can bring anything; settle those before it, but for the launcher's lag."""
-        sure = Counter(
-            request.number for seated, _ in self._under_way for request in seated
-        )  # a token a round, or more
-        to_go = {r.number: r.params.max_new_tokens - r.num_output - sure[r.number] for r in requests}
-        going_on = [request for request in requests if to_go[request.number] > 0]
-        if going_on:
-            longest = max(to_go[request.number] for request in going_on)
-            step = self.launcher.decode(*_seats(going_on), longest, len(self._under_way))
-            self._under_way.append((going_on, step))
-        self._settle_rounds(self.launcher.lag if going_on else 0)
-
-    def _settle_rounds(self, left: int) -> None:
-        """Settle the oldest rounds under way, all but `left`; who was released meanwhile has no part in them."""
-        while len(self._under_way) > left:
-            requests, step = self._under_way.popleft()
-            result = step.result()
-            decoding = [i for i, request in enumerate(requests) if request.state is RequestState.DECODE]
-            settled = [requests[i] for i in decoding]
-            settle_round(self.table, self.round.tokens, settled, result.take(decoding))
-            self._release_finished(settled)
-
-    def _release_finished(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if request.finished:
-                self.scheduler.release(request)
+                return
+            for request in self.steps.run():
                 self._forget(request.number)
 
     def _deltas(self, request: Request) -> Iterator[StreamDelta]:
@@ -394,11 +337,6 @@ class Engine:
         if self.tokenizer is None:
             raise ConfigError("text prompts need a tokenizer; pass tokenizer=..., or give token ids")
         return self.tokenizer
-
-
-def _seats(requests: Sequence[Request]) -> tuple[IntArray, list[SamplingParams]]:
-    """The rows [B] of requests, and how each of them samples."""
-    return np.array([request.row for request in requests], dtype=np.int64), [request.params for request in requests]
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:

@@ -1,0 +1,238 @@
+"""Captured rounds: what a CUDA graph would do, on the CPU, by a tape that freezes all that Python decided.
+
+Tokens are those of the same rounds run as they are, whoever joins and leaves, and nothing of one round outlives it.
+"""
+
+import logging
+import random
+
+import pytest
+import torch
+from tape import NotCapturable, record
+
+import specdec.engine
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.attention.torch_backend import TorchBackend
+from specdec.draft_models.ngram import NgramDrafter
+from specdec.errors import ConfigError, FrozenKVError
+from specdec.graphs import batch_sizes, length_bucket
+
+TREE = SpecConfig(3, 2, 6)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """graphs(True): engines made from now on capture their rounds on a tape."""
+
+    def use(on: bool) -> None:
+        monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if on else None)
+
+    return use
+
+
+def requests(count: int, seed: int = 1) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts and outputs of many lengths, greedy and sampled, some with penalties and log-probabilities."""
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(3, 90) for _ in range(draw.randrange(1, 30))] for _ in range(count)]
+    params = [
+        SamplingParams(
+            max_new_tokens=draw.randrange(1, 20),
+            temperature=draw.choice([0, 0, 0.8]),
+            top_k=draw.choice([0, 12]),
+            repetition_penalty=draw.choice([1, 1.2]),
+            logprobs=draw.choice([None, None, 2]),
+            seed=i,
+            ignore_eos=True,
+        )
+        for i in range(count)
+    ]
+    return prompts, params
+
+
+def serve(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    outs = engine.generate(prompts, params)
+    engine.table.check()
+    assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
+    assert [bool(out.logprobs) for out in outs] == [p.logprobs is not None for p in params]
+    return [out.token_ids for out in outs]
+
+
+def captured_batches(engine: Engine) -> set[int]:
+    return {shape.batch for shape, captured in engine.steps.launcher.graphs._captured.items() if captured is not None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool", [{}, {"page_size": 4, "full_slots": 120, "swa_slots": 100}], ids=["roomy", "short"])
+@pytest.mark.parametrize(
+    ("drafter", "spec"),
+    [(None, None), ("ngram", None), ("mtp", None), ("mtp", TREE), ("eagle3", TREE)],
+    ids=["plain", "ngram", "mtp-chain", "mtp-tree", "eagle3-tree"],
+)
+def test_captured_rounds_give_the_same_tokens(drafter, spec, pool, graphs) -> None:
+    """Twelve requests join and leave four rows; the short pools preempt some of them, with rounds under way."""
+    name = {"mtp": "tiny-gemma4-mtp", "eagle3": "tiny-gemma4-eagle3"}.get(drafter, drafter)
+    config = EngineConfig(max_batch_size=4, max_model_len=96, **pool)
+    asked = requests(12)
+    outputs = []
+    for on in (False, True):
+        graphs(on)
+        engine = Engine.from_pretrained("tiny-gemma4", name, spec=spec, config=config)
+        outputs.append(serve(engine, *asked))
+        if on:
+            assert len(captured_batches(engine)) > 1
+            assert bool(pool) == bool(engine.stats().preemptions)
+    assert outputs[0] == outputs[1]
+
+
+@pytest.fixture
+def small_engine(graphs, make_target, make_engine):
+    def make(drafter="ngram", on=True, cuda_graphs="auto", **config) -> Engine:
+        graphs(on)
+        config["cuda_graphs"] = cuda_graphs
+        return make_engine(make_target("gemma4-e2b"), drafter, **{"max_batch_size": 2, "max_model_len": 64, **config})
+
+    return make
+
+
+def test_graphs_give_the_same_tokens_on_a_small_model(small_engine) -> None:
+    asked = requests(5, seed=3)
+    engine = small_engine()
+    assert serve(engine, *asked) == serve(small_engine(on=False), *asked)
+    assert captured_batches(engine) == {1, 2}
+
+
+@pytest.mark.slow
+def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant, monkeypatch) -> None:
+    """Tables, attention, tree selection and the accept walk as interpreted kernels on the tape."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assistant = make_assistant(make_target("gemma4-e2b"))
+    outputs = []
+    for on in (True, False):
+        engine = small_engine(assistant, on, spec=SpecConfig(2, 2, 4), page_size=2, attention="triton")
+        outputs.append(serve(engine, [[5, 9, 11], [7]], [SamplingParams(max_new_tokens=6, ignore_eos=True)] * 2))
+    assert outputs[0] == outputs[1]
+
+
+def test_a_round_is_launched_before_the_one_in_front_is_settled(small_engine) -> None:
+    engine = small_engine(None)
+    stream = engine.stream([5, 9, 11], SamplingParams(max_new_tokens=6, ignore_eos=True))
+    seen = [(len(delta.token_ids), len(engine.steps.under_way)) for delta in stream]
+    # the first token is the prompt's; what is sure to end a request is not followed by a round for nothing
+    assert seen == [(1, 0), (1, 1), (1, 1), (1, 1), (1, 1), (1, 0)]
+    assert engine.table.lookahead == 2
+
+
+def test_who_leaves_has_no_part_in_the_rounds_under_way(small_engine) -> None:
+    """A row is taken by another request while a round of the one before is under way."""
+    prompts, params = requests(3, seed=5)
+    engine, alone = small_engine(max_batch_size=1), small_engine(on=False)
+    longer = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    stream = engine.stream(prompts[0], longer)
+    for _ in range(4):
+        next(stream)
+    assert engine.steps.under_way
+    stream.close()
+    assert [out.token_ids for out in engine.generate(prompts[1:], params[1:])] == [
+        out.token_ids for out in alone.generate(prompts[1:], params[1:])
+    ]
+    engine.table.check()
+
+
+def test_a_translation_that_outlives_its_step_would_be_seen(small_engine, monkeypatch) -> None:
+    """The defect, seeded: tables made before the capture, so that every replay reads those of another round."""
+    asked = requests(4, seed=6)
+    right = serve(small_engine(on=False), *asked)
+    assert serve(small_engine(), *asked) == right
+    locate, made = TorchBackend.locate, {}
+
+    def memoised(self, table, rows, committed_len, num_queries):
+        key = rows.index.shape, num_queries
+        if key not in made or not torch.utils._python_dispatch._get_current_dispatch_mode():
+            made[key] = locate(self, table, rows, committed_len, num_queries)
+        return made[key]
+
+    monkeypatch.setattr(TorchBackend, "locate", memoised)
+    assert [out.token_ids for out in small_engine().generate(*asked)] != right
+
+
+class Peeking(NgramDrafter):
+    """Looks at a token on the host."""
+
+    def propose(self, batch):
+        if int(batch.root[0]) < 0:
+            raise AssertionError
+        return super().propose(batch)
+
+
+def test_what_cannot_be_captured_runs_as_it_is_and_is_said_once(small_engine, caplog) -> None:
+    asked = requests(4, seed=7)
+    right = serve(small_engine(on=False), *asked)
+    with caplog.at_level(logging.WARNING, "specdec"):
+        engine = small_engine(Peeking())
+        assert serve(engine, *asked) == right
+    assert [r.message for r in caplog.records] == ["rounds run without CUDA graphs: item inside of a captured round"]
+    strict = small_engine(Peeking(), cuda_graphs=True)
+    with pytest.raises(ConfigError, match=r"^a round of 1 requests cannot be captured .*cuda_graphs='auto' or False$"):
+        strict.generate([[5, 9]], SamplingParams(max_new_tokens=9, ignore_eos=True))
+
+
+def test_a_captured_round_belongs_to_its_view_and_to_a_live_cache(small_engine) -> None:
+    engine = small_engine(None)
+    engine.generate([[5, 9]], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    graphs, allocator = engine.steps.launcher.graphs, engine.table.allocator
+    [shape] = [shape for shape, captured in graphs._captured.items() if captured]
+    owner = object()
+    allocator.freeze(owner)
+    with pytest.raises(FrozenKVError):
+        graphs.run(shape)
+    allocator.thaw(owner)
+    engine.round.view.layer_map = (1, *engine.round.view.layer_map[1:])
+    with pytest.raises(FrozenKVError, match="another view"):
+        graphs.run(shape)
+
+
+def test_true_needs_a_gpu(make_target, make_engine) -> None:
+    with pytest.raises(ConfigError, match=r"^cuda_graphs=True needs a CUDA device, and this model is on cpu"):
+        make_engine(make_target("llama"), cuda_graphs=True)
+
+
+def test_the_sizes_that_rounds_are_captured_for() -> None:
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(6) == [1, 2, 4, 6]
+    assert batch_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert batch_sizes(100) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 100]
+    assert [length_bucket(n) for n in (0, 1024, 1025, 1536, 1537, 5000)] == [1024, 1024, 1536, 1536, 2048, 6144]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: x + x.sum().item(),
+        lambda x: x[x > 1],
+        lambda x: x.nonzero(),
+        lambda x: x + torch.tensor([1.0, 2.0, 3.0]),
+    ],
+    ids=["a value read", "a mask", "nonzero", "a list uploaded"],
+)
+def test_the_tape_refuses_what_a_graph_cannot_hold(program) -> None:
+    with pytest.raises(NotCapturable):
+        record(lambda: program(torch.arange(3.0)))
+
+
+def test_the_tape_does_again_what_was_done_to_tensors() -> None:
+    """x = 1 2 3; each replay adds y to it and returns twice the sum: what Python knew of y does not matter."""
+    x, y, runs = torch.tensor([1.0, 2.0, 3.0]), torch.tensor(10.0), []
+
+    def program() -> torch.Tensor:
+        runs.append(1)
+        x.add_(y)
+        return x.sum() * 2
+
+    replay, out = record(program)
+    assert x.tolist() == [1, 2, 3]
+    replay()
+    assert x.tolist() == [11, 12, 13] and out == 72
+    y.fill_(1.0)
+    replay()
+    assert x.tolist() == [12, 13, 14] and out == 78
+    assert len(runs) == 1
