@@ -132,7 +132,7 @@ class EngineConfig:
             known = ", ".join(ATTENTION_BACKENDS)
             raise ConfigError(f"attention={shown(self.attention)} is unknown; choose one of {known}")
         if not isinstance(self.cuda_graphs, bool) and self.cuda_graphs != "auto":
-            raise ConfigError(f"cuda_graphs={shown(self.cuda_graphs)}: True, False or 'auto' is wanted")
+            raise ConfigError(f"cuda_graphs={shown(self.cuda_graphs)}: True, 'auto' or False is wanted")
         if self.deterministic is not False:
             raise ConfigError(
                 f"deterministic={shown(self.deterministic)}: batch-invariant kernels are not available in this "

@@ -106,7 +106,9 @@ def capture_for(device: torch.device, setting: str | bool) -> Capture | None:
     """What `EngineConfig.cuda_graphs` means on a device. Raises ConfigError when it is True, and there is no GPU."""
     if device.type != "cuda":
         if setting is True:
-            raise ConfigError(f"cuda_graphs=True needs a CUDA device, and this model is on {device}; use 'auto'")
+            raise ConfigError(
+                f"cuda_graphs=True needs a CUDA device, and this model is on {device}; use 'auto' or False"
+            )
         return None
     return None if setting is False else CudaCapture()
 
