@@ -101,8 +101,8 @@ def unpack(packed: IntArray, shape: RoundShape, stages: Sequence[str], asked: Se
     logprobs: list[list[TokenLogprob]] = [[] for _ in asked]
     if rest.shape[1]:
         count = (rest.shape[1] // depth - 1) // 2
-        chosen, values, ids = np.split(rest, np.cumsum([depth, depth * count]), axis=1)
-        chosen, values = _floats(chosen), _floats(values).reshape(len(asked), depth, count)
+        of_chosen, of_best, ids = np.split(rest, np.cumsum([depth, depth * count]), axis=1)
+        chosen, values = _floats(of_chosen), _floats(of_best).reshape(len(asked), depth, count)
         ids = ids.reshape(len(asked), depth, count)
         for i, wanted in enumerate(asked):
             if wanted is not None:
