@@ -12,14 +12,17 @@ from specdec.draft_models.eagle3_config import Eagle3Spec
 from specdec.draft_models.eagle3_model import Eagle3Head
 from specdec.models.target import TargetModel
 
+from marks import pairs
+from tiny_models import FAMILIES, GEMMA4_FAMILIES
+
 SPECS = [SpecConfig(3, 2), SpecConfig(10, 3, 16), SpecConfig(2, 8, 64)]
 LENGTHS = (1, 9, 40)
 NEW = 14
 FEW_TOKENS = 12  # so few that an untrained drafter is right now and then
 
 
-def spec_id(spec):
-    return f"{spec.num_steps}x{spec.topk}"
+def spec_id(value):
+    return f"{value.num_steps}x{value.topk}" if isinstance(value, SpecConfig) else None
 
 
 def eagle3(model, windows=(None, 6)):
@@ -47,13 +50,14 @@ def eagle3(model, windows=(None, 6)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
-@pytest.mark.parametrize("ordered", [False, True], ids=["dense", "centroid"])
+@pytest.mark.parametrize(
+    ("family", "spec", "page_size", "ordered"), pairs(GEMMA4_FAMILIES, SPECS, [1, 4, 16], [False, True]), ids=spec_id
+)
 def test_greedy_trees_equal_the_eager_forward(
-    gemma4_family, ordered, spec, page_size, make_target, make_assistant, make_engine, greedy_oracle, random_prompt
+    family, spec, page_size, ordered, make_target, make_assistant, make_engine, greedy_oracle, random_prompt
 ):
-    model = make_target(gemma4_family)
+    """`ordered`: with a centroid head."""
+    model = make_target(family)
     prompts = [random_prompt(n) for n in LENGTHS]
     engine = make_engine(model, make_assistant(model, ordered), spec=spec, page_size=page_size, max_batch_size=2)
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=NEW))
@@ -62,8 +66,11 @@ def test_greedy_trees_equal_the_eager_forward(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("spec", SPECS[:2], ids=spec_id)
+@pytest.mark.parametrize(
+    ("family", "spec", "page_size"),
+    [(family, spec, (1, 4, 16)[(i + j) % 3]) for i, family in enumerate(FAMILIES) for j, spec in enumerate(SPECS[:2])],
+    ids=spec_id,
+)
 def test_eagle3_trees_equal_the_eager_forward(
     family, spec, page_size, make_target, make_engine, greedy_oracle, random_prompt
 ):
@@ -78,15 +85,17 @@ def test_eagle3_trees_equal_the_eager_forward(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
-@pytest.mark.parametrize("spec", SPECS[:2], ids=spec_id)
 @pytest.mark.parametrize(
-    ("name", "drafter"),
-    [("gemma4-e2b", "mtp"), ("gemma4-e2b", "eagle3"), ("gpt_oss", "eagle3"), ("llama", "eagle3"), ("qwen2", "eagle3")],
+    ("pair", "spec", "temperature"),
+    pairs(
+        ["gemma4-e2b mtp", "gemma4-e2b eagle3", "gpt_oss eagle3", "llama eagle3", "qwen2 eagle3"], SPECS[:2], [0.7, 1.3]
+    ),
+    ids=spec_id,
 )
 def test_seeded_sampling_equals_plain_decoding(
-    name, drafter, spec, temperature, make_target, make_assistant, make_engine, random_prompt
+    pair, spec, temperature, make_target, make_assistant, make_engine, random_prompt
 ):
+    name, drafter = pair.split()
     model = make_target(name, vocab_size=FEW_TOKENS) if drafter == "eagle3" else make_target(name)
     prompts = [random_prompt(n, vocab=FEW_TOKENS) for n in LENGTHS]
     params = [SamplingParams(max_new_tokens=NEW, temperature=temperature, top_p=0.9, seed=i) for i in range(3)]

@@ -14,6 +14,8 @@ from specdec.draft_models.ngram import NgramDrafter
 from specdec.kvcache.frozen import frozen_kv
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Rows
 
+from marks import pairs
+
 # prompt lookup
 
 
@@ -124,9 +126,9 @@ def drafter_of(make_assistant, make_engine, scripted, tree_script):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("name", ["ngram", "mtp", "mtp-centroid", "trees"])
+@pytest.mark.parametrize(
+    ("name", "page_size", "temperature"), pairs(["ngram", "mtp", "mtp-centroid", "trees"], [1, 4], [0.0, 1.0])
+)
 def test_conformance(name, page_size, temperature, make_target, make_engine, greedy_oracle, random_prompt, drafter_of):
     model = make_target("gemma4-e2b")
     drafter = Checked(drafter_of(name, model))

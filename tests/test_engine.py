@@ -11,6 +11,8 @@ from specdec import SamplingParams, SpecDecError
 from specdec.errors import CapacityError, ConfigError
 from specdec.scheduler import slots_needed
 
+from marks import pairs
+
 NEW = 16
 
 
@@ -234,9 +236,7 @@ def test_stop_strings_across_token_borders(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", [None, "perfect"])
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("at", range(10))
+@pytest.mark.parametrize(("at", "page_size", "drafter"), pairs(range(10), [1, 4], ["perfect", None]))
 def test_end_tokens_cut_an_accepted_path(
     at, page_size, drafter, make_target, make_engine, greedy_oracle, random_prompt, perfect
 ):
@@ -531,9 +531,9 @@ def test_a_prompt_may_be_any_kind_of_row_of_ids(given, make_target, make_engine)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma4-e2b", "mistral", "llama"])
-@pytest.mark.parametrize("page_size", [1, 8, 32])
-@pytest.mark.parametrize("num_steps", [1, 9])
+@pytest.mark.parametrize(
+    ("family", "page_size", "num_steps"), pairs(["gpt_oss", "gemma4-e2b", "mistral", "llama"], [1, 8, 32], [1, 9])
+)
 def test_pools_sized_by_the_engine_serve_the_longest_request(family, page_size, num_steps, make_target, make_engine):
     """A one-request engine with small windows and large pages once made an SWA pool that no request fitted."""
     settings = {"max_batch_size": 1, "page_size": page_size, "prefill_chunk": 1, "max_model_len": 100}

@@ -3,14 +3,24 @@
 Every family of target, any drafter and tree, any page size, chunk size, batch and pool that is just large enough.
 """
 
+import itertools
+
 import pytest
 
 from specdec import SamplingParams
 from specdec.scheduler import slots_needed
 
+from marks import pairs, quick, slow
+from tiny_models import FAMILIES, FAST_FAMILIES, GEMMA4_FAMILIES
+
 LENGTHS = (1, 5, 13, 40, 60)
 NEW = 20
 GREEDY = SamplingParams(max_new_tokens=NEW)
+SOME = ["gemma4-e2b", "gpt_oss", "llama", "mistral"]
+
+
+def is_fast(family, *_):
+    return family in FAST_FAMILIES
 
 
 @pytest.fixture
@@ -38,8 +48,7 @@ def test_the_oracle_wanders(family, make_target, greedy_oracle, prompts):
     assert len({token for prompt in prompts for token in greedy_oracle(make_target(family), prompt, NEW)}) > 20
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("drafter", [None, "ngram"])
+@pytest.mark.parametrize(("family", "drafter", "page_size"), quick(pairs(FAMILIES, [None, "ngram"], [1, 4]), is_fast))
 def test_families(family, drafter, page_size, make_target, make_engine, greedy_oracle, prompts):
     model = make_target(family)
     outputs = run(make_engine(model, drafter, page_size=page_size, max_batch_size=3), prompts)
@@ -49,15 +58,17 @@ def test_families(family, drafter, page_size, make_target, make_engine, greedy_o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("ordered", [False, True], ids=["dense", "centroid"])
-def test_mtp(gemma4_family, ordered, page_size, make_target, make_assistant, make_engine, greedy_oracle, prompts):
-    model = make_target(gemma4_family)
+@pytest.mark.parametrize(("family", "ordered", "page_size"), pairs(GEMMA4_FAMILIES, [False, True], [1, 4]))
+def test_mtp(family, ordered, page_size, make_target, make_assistant, make_engine, greedy_oracle, prompts):
+    model = make_target(family)
     engine = make_engine(model, make_assistant(model, ordered), page_size=page_size, max_batch_size=3)
     assert tokens(run(engine, prompts)) == [greedy_oracle(model, p, NEW) for p in prompts]
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("family", "page_size"),
+    quick([(family, size) for i, family in enumerate(FAMILIES) for size in (1, 3 + i % 2)], is_fast),
+)
 def test_random_trees(family, page_size, make_target, make_engine, greedy_oracle, prompts, scripted, tree_script):
     """Branches of which some are right, in any order: the accepted nodes are scattered over the tree."""
     model = make_target(family)
@@ -69,9 +80,7 @@ def test_random_trees(family, page_size, make_target, make_engine, greedy_oracle
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("name", ["gemma4-e2b", "gpt_oss", "llama", "mistral"])
-@pytest.mark.parametrize("num_steps", [3, 12])
+@pytest.mark.parametrize(("num_steps", "name", "page_size"), pairs([3, 12], SOME, [1, 4]))
 def test_right_drafts_are_all_accepted(
     name, num_steps, page_size, make_target, make_engine, greedy_oracle, prompts, scripted
 ):
@@ -93,7 +102,7 @@ def test_right_drafts_are_all_accepted(
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("name", ["gemma4-e2b", "gpt_oss", "llama", "mistral"])
+@pytest.mark.parametrize("name", SOME)
 def test_wrong_drafts_are_never_accepted(name, page_size, make_target, make_engine, greedy_oracle, prompts, scripted):
     model = make_target(name)
     whole = [p + greedy_oracle(model, p, NEW + 3) for p in prompts]
@@ -109,13 +118,16 @@ def test_wrong_drafts_are_never_accepted(name, page_size, make_target, make_engi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 7, 512])
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("name", ["gemma4-e2b", "gemma4-31b", "gpt_oss", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "page_size", "chunk"), pairs(["gemma4-e2b", "gemma4-31b", "gpt_oss", "qwen3"], [1, 4], [1, 7, 512])
+)
 def test_prefill_chunks(name, page_size, chunk, make_target, make_engine, greedy_oracle, prompts):
     model = make_target(name)
     engine = make_engine(model, "ngram", page_size=page_size, prefill_chunk=chunk, max_batch_size=3)
     assert tokens(run(engine, prompts)) == [greedy_oracle(model, p, NEW) for p in prompts]
+
+
+FEW_POOLS = [("gemma4-e2b", *case) for case in pairs([1, 2, NEW], [1, 3, 4], LENGTHS)]
 
 
 def just_enough(engine, prompt_len, new, factor=1.0):
@@ -126,10 +138,13 @@ def just_enough(engine, prompt_len, new, factor=1.0):
     return {"full_slots": full, **({"swa_slots": swa} if swa else {})}
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("page_size", [1, 3, 4])
-@pytest.mark.parametrize("name", ["gemma4-e2b", "llama", "mistral"])
-@pytest.mark.parametrize("new", [1, 2, NEW])
+@pytest.mark.parametrize(
+    ("name", "new", "page_size", "length"),
+    [
+        *quick(itertools.product(["gemma4-e2b"], [1, 2, NEW], [1, 3, 4], LENGTHS), lambda *case: case in FEW_POOLS),
+        *(slow(name, *case) for name in ("llama", "mistral") for case in pairs([1, 2, NEW], [1, 3, 4], LENGTHS)),
+    ],
+)
 def test_pools_just_large_enough(
     name, page_size, length, new, make_target, make_engine, greedy_oracle, random_prompt, scripted, tree_script
 ):
@@ -146,9 +161,7 @@ def test_pools_just_large_enough(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("name", ["gemma4-e2b", "gpt_oss", "llama", "mistral"])
-@pytest.mark.parametrize("factor", [1.0, 1.5])
+@pytest.mark.parametrize(("name", "page_size", "factor"), pairs(SOME, [1, 4], [1.0, 1.5]))
 def test_preemption(name, page_size, factor, make_target, make_engine, greedy_oracle, prompts, scripted, tree_script):
     """Rows for all, slots for little more than one: requests throw each other out, and nothing shows."""
     model = make_target(name)

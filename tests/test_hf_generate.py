@@ -25,6 +25,8 @@ import specdec
 from specdec import EngineConfig, SpecConfig, SpecDecError
 from specdec.errors import CapacityError, ConfigError
 
+from marks import pairs, quick
+
 PROMPTS = [[5, 9, 31, 7, 22, 9, 31], [11, 3], [8, 8, 8, 40, 2]]
 
 
@@ -198,10 +200,16 @@ REFUSED = {
     "cache_implementation": "quantized",
     "a_field_of_the_future": 1,
 }
+PLACES = ["keyword", "given", "own"]
 
 
-@pytest.mark.parametrize("where", ["keyword", "given", "own"])
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    ("name", "where"),
+    quick(
+        [(name, where) for name in REFUSED for where in PLACES],
+        lambda name, where: where == PLACES[list(REFUSED).index(name) % 3],
+    ),
+)
 def test_every_setting_that_is_not_honoured_is_refused_wherever_it_is_made(name, where, model):
     value, ids = REFUSED[name], torch.tensor([PROMPTS[0]])
     kwargs = {}
@@ -247,6 +255,7 @@ NO_CHANGE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NO_CHANGE)
 def test_values_that_change_nothing_pass(name, model):
     ids, mask = padded(PROMPTS, "left")
@@ -254,6 +263,13 @@ def test_values_that_change_nothing_pass(name, model):
     want = model.generate(ids, attention_mask=mask, **kwargs)
     for value in (NO_CHANGE[name], None):
         assert specdec.generate(model, None, ids, mask, **kwargs, **{name: value}).tolist() == want.tolist()
+
+
+def test_all_values_that_change_nothing_pass_together(model):
+    ids, mask = padded(PROMPTS, "left")
+    kwargs = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": None}
+    want = model.generate(ids, attention_mask=mask, **kwargs)
+    assert specdec.generate(model, None, ids, mask, **kwargs, **NO_CHANGE).tolist() == want.tolist()
 
 
 SIGNATURE = (
@@ -342,20 +358,18 @@ OWN = {"max_new_tokens": 5, "eos_token_id": [31, 8], "pad_token_id": 3, "repetit
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
-@pytest.mark.parametrize("own", [{}, OWN, {"max_length": 12}], ids=["no-own", "own", "own-length"])
 @pytest.mark.parametrize(
-    "given",
-    [
-        None,
-        {},
-        {"repetition_penalty": 2.0},
-        {"max_new_tokens": 9, "pad_token_id": 1},
-        {"max_length": 20},
-        {"max_length": 11},
-    ],
+    ("own", "given", "kwargs"),
+    pairs(
+        [{}, OWN, {"max_length": 12}],
+        [
+            *(None, {}, {"repetition_penalty": 2.0}, {"max_new_tokens": 9, "pad_token_id": 1}),
+            *({"max_length": 20}, {"max_length": 11}),
+        ],
+        [{}, {"max_new_tokens": 6}, {"eos_token_id": 40}, {"max_length": 20}],
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("kwargs", [{}, {"max_new_tokens": 6}, {"eos_token_id": 40}, {"max_length": 20}], ids=str)
 def test_a_given_config_is_filled_from_the_models_own(own, given, kwargs, model):
     for name, value in own.items():
         setattr(model.generation_config, name, value)
@@ -387,9 +401,11 @@ def test_the_default_length_ends_at_the_models_limit(make_target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("side", ["left", "none"])
-@pytest.mark.parametrize("end", [None, 40, [40, 77], [0, 40], -1, [-1], 10**6, torch.tensor([40, 77])], ids=str)
-@pytest.mark.parametrize("pad", [None, 0, 40, 1])
+@pytest.mark.parametrize(
+    ("end", "pad", "side"),
+    pairs([None, 40, [40, 77], [0, 40], -1, [-1], 10**6, torch.tensor([40, 77])], [None, 0, 40, 1], ["left", "none"]),
+    ids=str,
+)
 def test_padding_and_ends_without_a_mask(side, end, pad, model):
     """The mask comes from the padding where padding can be told from an end, as in transformers."""
     ids = padded(PROMPTS, side, pad=0)[0] if side == "left" else torch.tensor([PROMPTS[0], PROMPTS[0][::-1]])
@@ -538,7 +554,7 @@ def byte_words():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(16))
 def test_stop_strings_end_where_transformers_ends(seed, model, byte_words):
     """Strings out of the true continuation: across tokens, begun in the prompt, special, and some that never come."""
     torch.manual_seed(seed)

@@ -367,8 +367,8 @@ def test_evict_treats_each_row_by_its_own_length(page_size: int):
 
 @PAGE_SIZES
 def test_a_long_request_holds_a_window_of_swa_pages(page_size: int):
-    """3000 rounds: the SWA pool stays at the size of window, slack, lookahead and rounding, whatever the length."""
-    rounds, lookahead, retain = 3000, 5, 7
+    """1000 rounds: the SWA pool stays at the size of window, slack, lookahead and rounding, whatever the length."""
+    rounds, lookahead, retain = 1000, 5, 7
     limit = -(-(retain + 2 * page_size - 1 + lookahead + page_size - 1) // page_size)
     table = make(
         page_size,
@@ -388,7 +388,7 @@ def test_a_long_request_holds_a_window_of_swa_pages(page_size: int):
         path = np.sort(rng.permutation(4)[: rng.integers(0, 4)] + 1)
         table.commit(ints(row), ints(1 + len(path)), np.array([[0, *path]]))
         table.evict(ints(row))
-        if i % 300 == 0:
+        if i % 100 == 0:
             table.check()
     table.check()
     length = int(table.committed_len.host[row])
