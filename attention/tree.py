@@ -21,6 +21,7 @@ class DraftTree:
     tokens, parents, depth: [B, N] int64 (parents[:, 0] = -1, depth[:, 0] = 0).
     ancestors: [B, N, N] bool, `ancestors[b, i, j]`: j is i itself or an ancestor of i.
     bits: [B, N] int64, bit j of node i says the same; None for more than 64 nodes.
+    max_depth: no node is deeper; None: not known, so at most N - 1. is_chain: each node is the parent of the next.
     """
 
     tokens: torch.Tensor
@@ -28,6 +29,8 @@ class DraftTree:
     depth: torch.Tensor
     ancestors: torch.Tensor
     bits: torch.Tensor | None
+    max_depth: int | None = None
+    is_chain: bool = False
 
     @property
     def num_nodes(self) -> int:
@@ -46,6 +49,8 @@ class DraftTree:
             depth=steps.expand(batch, num_nodes),
             ancestors=ancestors.expand(batch, num_nodes, num_nodes),
             bits=None if bits is None else bits.expand(batch, num_nodes),
+            max_depth=num_nodes - 1,
+            is_chain=True,
         )
 
     @classmethod
@@ -78,6 +83,8 @@ class DraftTree:
         rebuilt = DraftTree.from_parents(self.tokens, self.parents)
         assert bool((rebuilt.depth == self.depth).all()), "depth disagrees with parents"
         assert bool((rebuilt.ancestors == self.ancestors).all()), "ancestors disagree with parents"
+        assert self.max_depth is None or bool((self.depth <= self.max_depth).all()), f"deeper than {self.max_depth}"
+        assert not self.is_chain or bool((self.parents == nodes - 1).all()), "is_chain, but it branches"
         assert (rebuilt.bits is None) == (self.bits is None), "bits are for at most 64 nodes, and then always"
         if rebuilt.bits is not None and self.bits is not None:
             assert bool((rebuilt.bits == self.bits).all()), "bits disagree with parents"

@@ -201,7 +201,7 @@ def select_tree(
         BLOCK=block,
         num_warps=max(1, min(block // 256, 8)),
     )
-    return DraftTree(node_tokens, node_parents, *tree_fields(node_parents, max_depth=num_levels))
+    return DraftTree(node_tokens, node_parents, *tree_fields(node_parents, max_depth=num_levels), max_depth=num_levels)
 
 
 def _check_candidates(

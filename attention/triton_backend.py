@@ -2,14 +2,17 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from specdec.attention.draft_block import Draft, DraftBlock, PagedDraft
+from specdec.attention.own_keys import own_keys
 from specdec.attention.page_table import PageTables, build_page_tables
 from specdec.attention.paged_attention import paged_attention
 from specdec.attention.plan import Attend, KVPlan, Located
 from specdec.attention.tree import DraftTree
+from specdec.attention.tree_attention import tree_attention
 from specdec.attention.tree_build import MAX_CANDIDATES, reference_select_tree, select_tree
 from specdec.attention.tree_walk import Accepted, accept
 from specdec.kvcache.move_kv import move_kv
@@ -56,6 +59,10 @@ class TritonBackend:
     def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:
         assert isinstance(plan.prefix, PrefixPages), f"a plan of another backend: {type(plan.prefix).__name__}"
         pages, start = plan.prefix.pages(space)
+        if window is not None:
+            window += plan.window_shift
+        if plan.block_len is None:
+            return self._tree_attention(plan, pages, start if space is Space.SWA else None, space, window)
         return partial(
             paged_attention,
             pages=pages,
@@ -63,10 +70,45 @@ class TritonBackend:
             committed_len=plan.committed_len,
             positions=plan.positions,
             page_size=plan.page_size,
-            ancestors=None if plan.tree is None else plan.tree.bits,
             block_len=plan.block_len,
-            window=None if window is None else window + plan.window_shift,
+            window=window,
         )
+
+    def _tree_attention(
+        self, plan: KVPlan, pages: torch.Tensor, start: torch.Tensor | None, space: Space, window: int | None
+    ) -> Attend:
+        """Chains, trees and frozen drafts: their own keys are found once, for all layers of the space."""
+        tree = plan.tree
+        write = None if tree is None else plan.write_slots(space).view(plan.positions.shape)
+        parents = None if tree is None or tree.is_chain else tree.parents
+        own = own_keys(
+            pages,
+            start,
+            plan.committed_len,
+            write,
+            parents,
+            page_size=plan.page_size,
+            max_depth=None if tree is None else tree.max_depth,
+        )
+
+        def attend(
+            query: torch.Tensor, _k: object, _v: object, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any
+        ) -> torch.Tensor:
+            return tree_attention(
+                query,
+                pool_k,
+                pool_v,
+                own,
+                pages,
+                start,
+                plan.committed_len,
+                plan.positions,
+                page_size=plan.page_size,
+                window=window,
+                **options,
+            )
+
+        return attend
 
     def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
         return PagedDraft(store, draft)
