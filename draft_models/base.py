@@ -28,9 +28,10 @@ Sample = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits [B, K, V], positions [B, K] of the tokens being drawn) -> tokens [B, K], with the requests' own parameters
 and noise: a drafter that draws through it proposes what the target would draw from the same logits."""
 
-Scores = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""The same arguments -> [B, K, V] float32 log-probabilities given the noise: their argmax is the draw, the runners-up
-what the target draws where its logits differ a little. Trees branch by them."""
+Best = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+"""The same arguments and a count C -> tokens [B, K, C] and their log-probabilities given the noise, float32, best
+first: the first is the draw, the runners-up what the target draws where its logits differ a little. Trees branch by
+them."""
 
 
 class TargetInfo(Protocol):
@@ -86,7 +87,7 @@ class DraftBatch:
     topk: int
     num_nodes: int
     sample: Sample
-    log_scores: Scores
+    best: Best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,8 +124,7 @@ class Eagle3Worker:
                 beam = batch.sample(logits, drawn_pos)  # [B, 1]
                 chain.append(beam)
             else:
-                best = batch.log_scores(logits, drawn_pos).topk(topk, dim=-1)  # [B, M, K]
-                beam, origin = growth.add_level(best.indices, best.values)  # [B, K]
+                beam, origin = growth.add_level(*batch.best(logits, drawn_pos, topk))  # [B, K]
             if block is not None and level + 1 < levels:
                 hidden = head.feedback(a)
                 if origin is not None:

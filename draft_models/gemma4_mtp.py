@@ -131,8 +131,7 @@ class Gemma4MTPWorker:
                 context = self._context(batch, view, tokens.shape[1])
             logits, hidden = self.drafter.step(tokens, hidden, context)
             positions = (context.plan.committed_len[:, None] + step).expand_as(tokens)
-            best = batch.log_scores(logits, positions).topk(batch.topk, dim=-1)  # [B, M, K]
-            tokens, origin = growth.add_level(best.indices, best.values)
+            tokens, origin = growth.add_level(*batch.best(logits, positions, batch.topk))
             hidden = hidden.gather(1, origin[:, :, None].expand(-1, -1, hidden.shape[-1]))
         return growth.select(self.binding.backend, batch.num_nodes)
 

@@ -59,19 +59,18 @@ class Witness(StatelessDrafter):
         return self
 
     def propose(self, batch: DraftBatch) -> DraftTree:
-        levels: list[torch.Tensor] = []  # log-probabilities [B, M, V] of the children of each level's M nodes
+        levels: list[tuple[torch.Tensor, torch.Tensor]] = []  # tokens and log-probabilities [B, M, K] of the children
 
-        def log_scores(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            levels.append(batch.log_scores(logits, positions))
+        def best(logits: torch.Tensor, positions: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+            levels.append(batch.best(logits, positions, count))
             return levels[-1]
 
         def sample(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # what a chain calls
-            log_scores(logits, positions)
-            return batch.sample(logits, positions)
+            return best(logits, positions, 1)[0][..., 0]
 
-        tree = self.worker.propose(replace(batch, log_scores=log_scores, sample=sample))
+        tree = self.worker.propose(replace(batch, best=best, sample=sample))
         plan = plan_verify(self.binding.backend, self.binding.cache.table, batch.rows, tree)
-        self._last = Round(tree, plan, path_log_probs(batch.root, levels, batch.topk))
+        self._last = Round(tree, plan, path_log_probs(batch.root, levels))
         return tree
 
     def observe(self, seen: Observation) -> None:
@@ -82,16 +81,15 @@ class Witness(StatelessDrafter):
             self.best = replace(self._last, accepted=tuple(path), bonus=int(seen.next_token[0]))
 
 
-def path_log_probs(root: torch.Tensor, levels: list[torch.Tensor], topk: int) -> dict[TokenPath, float]:
+def path_log_probs(root: torch.Tensor, levels: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[TokenPath, float]:
     """Replay the growth of the (only) tree from the scores that the drafter branched by."""
     growth = Growth(root)
     log_prob: dict[TokenPath, float] = {(): 0.0}
     beam: list[TokenPath] = [()]
-    for scores in levels:
-        best = scores.topk(topk, dim=-1)  # [1, M, K]
-        for above, tokens, values in zip(beam, best.indices[0].tolist(), best.values[0].tolist(), strict=True):
+    for level_tokens, level_scores in levels:
+        for above, tokens, values in zip(beam, level_tokens[0].tolist(), level_scores[0].tolist(), strict=True):
             log_prob |= {(*above, token): log_prob[above] + value for token, value in zip(tokens, values, strict=True)}
-        chosen = growth.add_level(best.indices, best.values)
+        chosen = growth.add_level(level_tokens, level_scores)
         pairs = zip(chosen.tokens[0].tolist(), chosen.origin[0].tolist(), strict=True)
         beam = [(*beam[origin], token) for token, origin in pairs]
     return log_prob

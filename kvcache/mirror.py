@@ -70,7 +70,10 @@ def flush(arrays: Sequence[MirroredArray]) -> None:
     cells = [np.unique(np.concatenate(array._changed)) for array in stale]
     values = [array.host.reshape(-1)[flat] for array, flat in zip(stale, cells, strict=True)]
     packed = torch.from_numpy(np.stack([np.concatenate(cells), np.concatenate(values)]))  # [2, M]
-    packed = packed.to(stale[0]._tensor.device, non_blocking=True)
+    device = stale[0]._tensor.device
+    if device.type == "cuda":
+        packed = packed.pin_memory()  # or the copy would wait for what the device is doing
+    packed = packed.to(device, non_blocking=True)
     for array, part in zip(stale, packed.split([len(flat) for flat in cells], dim=1), strict=True):
         array._tensor.view(-1).index_copy_(0, part[0], part[1])
         array._changed = []

@@ -27,7 +27,7 @@ from specdec.attention.backend import choose_backend
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.errors import ConfigError, SpecDecError, shown
-from specdec.graphs import RoundGraphs, capture_for
+from specdec.graphs import RoundGraphs, batch_sizes, capture_for
 from specdec.launch import Launcher
 from specdec.models.loading import SHARED_OPTIONS, load_any_drafter, load_target, load_tokenizer
 from specdec.models.target import TargetModel
@@ -87,6 +87,11 @@ class Engine:
         self._interrupted = False  # a turn began and did not end
         self._doomed: deque[Request] = deque()  # aborted, to be released at the next end of a turn
         self._closed = False
+        if graphs is not None:
+            sizes = batch_sizes(self.config.max_batch_size)
+            with _progress_bar("capturing rounds", len(sizes), enabled=True) as advance:
+                for _ in self.steps.warm_up():
+                    advance(1)
 
     @classmethod
     def from_pretrained(
@@ -146,7 +151,9 @@ class Engine:
         requests = self._make_requests(prompts, params)
         try:
             self._submit(requests)
-            with _progress_bar(len(requests), enabled=len(requests) > 1 if progress is None else progress) as advance:
+            with _progress_bar(
+                "generating", len(requests), enabled=len(requests) > 1 if progress is None else progress
+            ) as advance:
                 finished = 0
                 while finished < len(requests):
                     self._step()
@@ -349,10 +356,10 @@ def _end_tokens(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]
 
 
 @contextmanager
-def _progress_bar(total: int, *, enabled: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error that counts finished requests; nothing when disabled or off a terminal."""
+def _progress_bar(what: str, total: int, *, enabled: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error that counts what is done; nothing when disabled or off a terminal."""
     console = Console(stderr=True)
-    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not (enabled and console.is_terminal)) as bar:
-        task = bar.add_task("generate", total=total)
+        task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)

@@ -5,14 +5,14 @@ is or, on a GPU, as a captured one. A round under way is waited for only when it
 rounds may be launched before the one in front has been settled: `lag` of them, for which slots are reserved.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from specdec.config import SamplingParams, SpecConfig
-from specdec.graphs import RoundGraphs
+from specdec.graphs import RoundGraphs, batch_sizes
 from specdec.kvcache.mirror import IntArray
 from specdec.result import RoundResult, RoundShape, unpack
 from specdec.round import DECODE_STAGES, PREFILL_STAGES, Round
@@ -51,6 +51,22 @@ class Launcher:
     def lag(self) -> int:
         """Rounds that may be under way when one more is launched."""
         return 0 if self.graphs is None else 1
+
+    def warm_up(self) -> Iterator[int]:
+        """Capture greedy rounds of full drafts at the shortest tables, the largest batch first; nobody is seated.
+
+        Yields the sizes, each when it is done. Other shapes are captured when they come.
+        """
+        if self.graphs is None:
+            return
+        nobody = np.zeros(0, dtype=np.int64)
+        for size in reversed(batch_sizes(self.round.cache.table.max_requests)):
+            shape = self.graphs.bucket(self._shape(nobody, [], FULL_DEPTH, 0)._replace(batch=size))
+            for _ in range(2):  # as it is, then captured
+                self.round.seat(nobody, shape.batch)
+                self.round.flush()
+                self.graphs.run(shape)
+            yield size
 
     def prefill(
         self, rows: IntArray, params: Sequence[SamplingParams], chunk_len: IntArray, through: Sequence[int]

@@ -20,13 +20,14 @@ from specdec.attention.tree import DraftTree
 from specdec.clock import StageClock
 from specdec.config import SamplingParams
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation
+from specdec.kernel_sampling import KernelSampling
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view
 from specdec.kvcache.mirror import IntArray, MirroredArray
 from specdec.kvcache.table import Rows
 from specdec.models.target import TargetModel, TargetOutput
 from specdec.result import LogProbs, RoundShape, pack
-from specdec.sampling import SamplingBatch, SamplingTable, Uses, seen_tokens
+from specdec.sampling import Past, SamplingBatch, SamplingTable, Uses
 
 PREFILL_STAGES, DECODE_STAGES = ("prefill",), ("other", "draft", "verify", "other")
 """What the clocks of the two programs time."""
@@ -45,7 +46,10 @@ class Round:
         self.view = own_view(cache.allocator, store)
         self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store))
         self.tokens = MirroredArray(cache.table.slots.host.shape, self.device)
-        self.sampling = SamplingTable(len(self.tokens.host), self.device)
+        on_kernels = backend.name == "triton" and self.device.type == "cuda"  # in the interpreter they are very slow
+        self.sampling = SamplingTable(
+            len(self.tokens.host), self.device, KernelSampling if on_kernels else SamplingBatch
+        )
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows that take part, padding behind
         self.clock = StageClock(self.device)
 
@@ -104,7 +108,7 @@ class Round:
             history = self.tokens.tensor[rows.index[chosen], : rows.longest + width]
             history_len = (plan.committed_len + length)[chosen]
             sampling = self.sampling.at(rows.index[chosen], uses)
-            first = _draw(sampling, logits, history_len[:, None], history, history_len, None)  # [T, 1]
+            first = sampling.draw(logits, history_len[:, None], Past(history, history_len, None))  # [T, 1]
             behind = behind.index_copy(0, chosen, first[:, 0])
             scores = None if logprobs is None else LogProbs.of(logits, first, logprobs)
         steps = torch.arange(width, device=self.device).expand(len(seats), width)
@@ -135,7 +139,7 @@ class Round:
                 topk=shape.topk,
                 num_nodes=shape.num_nodes,
                 sample=sampling.sample,
-                log_scores=sampling.log_scores,
+                best=sampling.best,
             )
             tree = self.worker.propose(batch)
         else:
@@ -147,7 +151,7 @@ class Round:
         logits = self.target.logits(out.hidden)  # [B, N, V]
 
         self.clock.mark("other")
-        drawn = _draw(sampling, logits, plan.positions + 1, history, history_len, tree)
+        drawn = sampling.draw(logits, plan.positions + 1, Past(history, history_len, tree))
         accepted = self.backend.accept(tree, drawn)
         missing = (0, shape.num_nodes - tree.num_nodes)  # a drafter may propose less than it was asked for
         nodes, tokens = F.pad(accepted.path, missing), F.pad(accepted.tokens, missing)[:, : shape.depth]
@@ -196,17 +200,3 @@ class Round:
 
     def _upload(self, array: IntArray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-
-def _draw(
-    sampling: SamplingBatch,
-    logits: torch.Tensor,
-    positions: torch.Tensor,
-    history: torch.Tensor,
-    history_len: torch.Tensor,
-    tree: DraftTree | None,
-) -> torch.Tensor:
-    """The target's tokens [B, N] from logits [B, N, V], penalties included; the other arguments as `seen_tokens`."""
-    if sampling.uses.penalty:
-        logits = sampling.penalised(logits, seen_tokens(history, history_len, logits.shape[-1], tree))
-    return sampling.sample(logits, positions)

@@ -69,34 +69,20 @@ class Uses(NamedTuple):
         )
 
 
-class SamplingTable:
-    """The sampling parameters of every row of the request table, on both sides: a request brings its own once.
+class Best(NamedTuple):
+    """tokens [B, K, C] int64, best first, and their log-probabilities, the noise given."""
 
-    One row: seed and top_k as they are, the others as the bits of a float64. A row that nobody took is greedy.
-    """
+    tokens: torch.Tensor
+    scores: torch.Tensor
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.cells = MirroredArray((num_rows, 6), device)
 
-    def __setitem__(self, row: int, params_and_seed: tuple[SamplingParams, int]) -> None:
-        params, seed = params_and_seed
-        numbers = [params.temperature, params.top_p, params.min_p, params.repetition_penalty]
-        whole = np.array([seed, params.top_k], dtype=np.int64)
-        self.cells[row] = np.concatenate([whole, np.array(numbers, dtype=np.float64).view(np.int64)])
+class Past(NamedTuple):
+    """What penalties read: the tokens so far, the root included, history [B, L], of which length [B] count, and the
+    tree behind them; no tree: one place behind each history."""
 
-    def at(self, rows: torch.Tensor, uses: Uses) -> "SamplingBatch":
-        """The parameters of rows [B], a copy on the device."""
-        cells = self.cells.tensor[rows].t().contiguous()  # [6, B]
-        temperature, top_p, min_p, repetition_penalty = cells[2:].view(torch.float64).float().unbind()
-        return SamplingBatch(
-            temperature=temperature,
-            top_k=cells[1],
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=cells[0],
-            uses=uses,
-        )
+    history: torch.Tensor
+    length: torch.Tensor
+    tree: DraftTree | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +120,16 @@ class SamplingBatch:
     def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Draw the token of each position: logits [B, K, V], positions [B, K] -> [B, K] int64."""
         return (logits if not self.uses.sampled else self._perturbed(logits, positions)).argmax(dim=-1)
+
+    def draw(self, logits: torch.Tensor, positions: torch.Tensor, past: "Past") -> torch.Tensor:
+        """The target's tokens [B, K], penalties included."""
+        if self.uses.penalty:
+            logits = self.penalised(logits, seen_tokens(past.history, past.length, logits.shape[-1], past.tree))
+        return self.sample(logits, positions)
+
+    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best:
+        """The `count` best of `log_scores`: a node's children."""
+        return Best(*reversed(self.log_scores(logits, positions).topk(count, dim=-1)))
 
     def log_scores(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Log-probabilities [B, K, V] float32 of being drawn, the noise given; their argmax is what `sample` draws."""
@@ -180,6 +176,38 @@ class SamplingBatch:
         outside[..., 0].fill_(False)  # the best token stays, also where top_p rounds to 0
         ordered = ordered.masked_fill(outside, -torch.inf)
         return torch.empty_like(scores).scatter_(-1, order, ordered)
+
+
+class SamplingTable:
+    """The sampling parameters of every row of the request table, on both sides: a request brings its own once.
+
+    One row: seed and top_k as they are, the others as the bits of a float64; one that nobody took is greedy. kind: what
+    samples with them.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device, kind: type[SamplingBatch] = SamplingBatch) -> None:
+        self.cells = MirroredArray((num_rows, 6), device)
+        self._kind = kind
+
+    def __setitem__(self, row: int, params_and_seed: tuple[SamplingParams, int]) -> None:
+        params, seed = params_and_seed
+        numbers = [params.temperature, params.top_p, params.min_p, params.repetition_penalty]
+        whole = np.array([seed, params.top_k], dtype=np.int64)
+        self.cells[row] = np.concatenate([whole, np.array(numbers, dtype=np.float64).view(np.int64)])
+
+    def at(self, rows: torch.Tensor, uses: Uses) -> SamplingBatch:
+        """The parameters of rows [B], a copy on the device."""
+        cells = self.cells.tensor[rows].t().contiguous()  # [6, B]
+        temperature, top_p, min_p, repetition_penalty = cells[2:].view(torch.float64).float().unbind()
+        return self._kind(
+            temperature=temperature,
+            top_k=cells[1],
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=cells[0],
+            uses=uses,
+        )
 
 
 def seen_tokens(

@@ -11,7 +11,8 @@ until nothing is under way.
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -34,6 +35,11 @@ class Steps:
         self.table = scheduler.table
         self.under_way: deque[tuple[list[Request], UnderWay]] = deque()
 
+    def warm_up(self) -> Iterator[int]:
+        """`Launcher.warm_up`, before anything else has run."""
+        with self._on_device():
+            yield from self.launcher.warm_up()
+
     def restart(self, requests: Sequence[Request]) -> None:
         """Begin again with these requests, oldest first, whatever state everything is in."""
         self.under_way.clear()
@@ -42,10 +48,8 @@ class Steps:
 
     def run(self) -> list[Request]:
         """One step, prompts first, so that a waiting one joins the batch as soon as it can. -> who ended in it."""
-        device = self.round.device
         finished: list[Request] = []
-        # Triton launches on the current device, whatever it is; K/V have the model's dtype, whatever autocast says
-        with torch.cuda.device_of(self.table.slots.tensor), torch.autocast(device.type, enabled=False):
+        with self._on_device():
             if self.scheduler.wants_prefill:
                 finished += self._settle_rounds(0)
             for request in self.scheduler.admit():
@@ -54,6 +58,13 @@ class Steps:
             if requests:
                 return finished + self._prefill(requests, chunk_len)
             return finished + self._decode(self.scheduler.next_decode())
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Triton launches on the current device, whatever it is; K/V have the model's dtype, whatever autocast says."""
+        device = self.round.device
+        with torch.cuda.device_of(self.round.seats.tensor), torch.autocast(device.type, enabled=False):
+            yield
 
     def _prefill(self, requests: Sequence[Request], chunk_len: IntArray) -> list[Request]:
         rows, params = _seats(requests)

@@ -27,7 +27,7 @@ def lookup(*histories, steps=4, max_ngram=3):
     batch = DraftBatch(
         rows=Rows(torch.arange(len(histories)), length), root=torch.tensor([h[-1] for h in histories]),
         history=padded, history_len=lengths, num_steps=steps, topk=1, num_nodes=1 + steps,
-        sample=None, log_scores=None,
+        sample=None, best=None,
     )  # fmt: skip
     tree = NgramDrafter(max_ngram).propose(batch)
     tree.check()
@@ -161,7 +161,7 @@ def round_of(make_target, make_engine, random_prompt, scripted):
     stream = engine.stream(random_prompt(12), SamplingParams(max_new_tokens=8))
     next(stream)
     with torch.inference_mode(), pytest.raises(InterruptedError):
-        engine._decode(engine.scheduler.next_decode())
+        engine.steps._decode(engine.scheduler.next_decode())
     yield caught[0], engine
     stream.close()
 

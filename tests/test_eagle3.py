@@ -317,13 +317,13 @@ class Spy:
         drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def spied(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-            def record(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            def record(logits: torch.Tensor, positions: torch.Tensor, *count: int) -> torch.Tensor:
                 drawn.append((logits.clone(), positions.clone()))
-                return draw(logits, positions)
+                return draw(logits, positions, *count)
 
             return record
 
-        watched = dataclasses.replace(batch, sample=spied(batch.sample), log_scores=spied(batch.log_scores))
+        watched = dataclasses.replace(batch, sample=spied(batch.sample), best=spied(batch.best))
         tree = self.worker.propose(watched)
         assert len(drawn) == batch.num_steps and tree.num_nodes == batch.num_nodes
         kept = self.worker.store.layers.values()

@@ -113,6 +113,14 @@ def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant,
     assert outputs[0] == outputs[1]
 
 
+def test_rounds_are_captured_before_the_first_request(small_engine) -> None:
+    """With nobody seated: all rows are padding, and what padding wrote is nowhere to be seen."""
+    engine = small_engine(max_batch_size=5)
+    assert captured_batches(engine) == {1, 2, 4, 5}
+    engine.table.check()
+    assert not engine.table.slots.tensor.any() and not engine.table.committed_len.tensor.any()
+
+
 def test_a_round_is_launched_before_the_one_in_front_is_settled(small_engine) -> None:
     engine = small_engine(None)
     stream = engine.stream([5, 9, 11], SamplingParams(max_new_tokens=6, ignore_eos=True))
@@ -168,19 +176,17 @@ def test_what_cannot_be_captured_runs_as_it_is_and_is_said_once(small_engine, ca
     asked = requests(4, seed=7)
     right = serve(small_engine(on=False), *asked)
     with caplog.at_level(logging.WARNING, "specdec"):
-        engine = small_engine(Peeking())
-        assert serve(engine, *asked) == right
+        assert serve(small_engine(Peeking()), *asked) == right
     assert [r.message for r in caplog.records] == ["rounds run without CUDA graphs: item inside of a captured round"]
-    strict = small_engine(Peeking(), cuda_graphs=True)
-    with pytest.raises(ConfigError, match=r"^a round of 1 requests cannot be captured .*cuda_graphs='auto' or False$"):
-        strict.generate([[5, 9]], SamplingParams(max_new_tokens=9, ignore_eos=True))
+    with pytest.raises(ConfigError, match=r"^a round of 2 requests cannot be captured .*cuda_graphs='auto' or False$"):
+        small_engine(Peeking(), cuda_graphs=True)
 
 
 def test_a_captured_round_belongs_to_its_view_and_to_a_live_cache(small_engine) -> None:
     engine = small_engine(None)
     engine.generate([[5, 9]], SamplingParams(max_new_tokens=8, ignore_eos=True))
     graphs, allocator = engine.steps.launcher.graphs, engine.table.allocator
-    [shape] = [shape for shape, captured in graphs._captured.items() if captured]
+    shape = next(shape for shape, captured in graphs._captured.items() if captured)
     owner = object()
     allocator.freeze(owner)
     with pytest.raises(FrozenKVError):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specdec import DraftTree, SamplingParams
+from specdec.kernel_sampling import KernelSampling
 from specdec.kvcache.triton_shim import tl, triton
 from specdec.layers.sampling.noise import NOISE_ERROR, exact_noise, noise_bound, noise_stream, reference_noise
 from specdec.layers.sampling.sample import (
@@ -23,7 +24,7 @@ from specdec.layers.sampling.sample import (
     sample,
 )
 from specdec.layers.sampling.seen import mark_seen, path_tokens, reference_mark_seen
-from specdec.sampling import SamplingBatch, gumbel_noise, seen_tokens
+from specdec.sampling import Past, SamplingBatch, SamplingTable, Uses, gumbel_noise, seen_tokens
 
 from marks import slow
 
@@ -271,3 +272,32 @@ def test_noise_is_the_samplers_and_its_bound_is_near(seed, position, poison_empt
     assert torch.equal(exact, gumbel_noise(seeds, positions[None], 70_000)[0, 0])
     assert torch.equal(exact, reference_noise(seeds, positions, torch.arange(70_000, device=DEVICE)))
     assert (exact - near).abs().max() < NOISE_ERROR.value / 8
+
+
+@pytest.mark.parametrize("with_tree", [False, True], ids=["first", "tree"])
+def test_what_an_engine_samples_with(with_tree):
+    """`KernelSampling` in the place of `SamplingBatch`: draws with penalties along each node's path, and children."""
+    params = [
+        SamplingParams(temperature=0.0, repetition_penalty=1.5),
+        SamplingParams(temperature=0.9, top_k=9, repetition_penalty=0.7),
+        SamplingParams(temperature=1.0, top_p=0.8),
+    ]
+    generator = torch.Generator().manual_seed(3)
+    history = torch.randint(0, 70, (3, 6), generator=generator).to(DEVICE)
+    tree = DraftTree.from_parents(history[:, :4], torch.tensor([[-1, 0, 0, 2]] * 3, device=DEVICE))
+    past = Past(history, torch.tensor([6, 2, 4], device=DEVICE), tree if with_tree else None)
+    logits = (torch.randn(3, 4 if with_tree else 1, 70, generator=generator) * 3).to(DEVICE)
+    positions = torch.arange(12, device=DEVICE).view(3, 4)[:, : logits.shape[1]]
+    drawn, children = [], []
+    for kind in (SamplingBatch, KernelSampling):
+        table = SamplingTable(5, DEVICE, kind)
+        for row, each in zip((1, 4, 0), params, strict=True):
+            table[row] = each, 40 + row
+        batch = table.at(torch.tensor([1, 4, 0], device=DEVICE), Uses.of(params)).ahead(positions[:, 0], 5, 70)
+        assert type(batch) is kind
+        drawn.append(batch.draw(logits, positions, past))
+        children.append(batch.best(logits, positions, 3))
+    assert torch.equal(*drawn)
+    left = children[0].scores > -INF  # by the filters; among the others any will do
+    assert left.any(-1).all() and torch.equal(children[0].tokens[left], children[1].tokens[left])
+    torch.testing.assert_close(children[0].scores, children[1].scores, atol=1e-4, rtol=1e-4)
