@@ -160,9 +160,7 @@ def eagle3_text(problems):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layers", [[3, 16, 28], [1, 14, 26], [27, 15, 2]], ids=["one later", "one earlier", "reversed"]
-)
+@pytest.mark.parametrize("layers", [[3, 16, 28], [1, 14, 26]], ids=["one later", "one earlier"])
 def test_wrong_aux_layers_fail_the_acceptance_check(layers, problems, eagle3_text, tmp_path):
     """A head that is fed other layers' states drafts worse, and says nothing. One layer off is the mistake of the field
     (an id names a layer's output or its input); it costs this head little, so the check is narrow."""

@@ -13,7 +13,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from specdec import Engine, SpecDecError, __version__
+from specdec import Engine, SamplingParams, SpecDecError, __version__
 from specdec.cli import app
 from specdec.commands.bench import bench
 from specdec.commands.evaluate import evaluate
@@ -22,6 +22,8 @@ from specdec.commands.models import models
 from specdec.models.bundled import BUNDLED_NAMES
 from specdec.models.published import EAGLE3_PAIRS, GEMMA4_PAIRS
 from specdec.request import StreamDelta
+
+from marks import slow
 
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
 
@@ -32,7 +34,7 @@ def run(*args):
 
 @pytest.fixture(scope="module")
 def answer():
-    result = run("generate", QUESTION, "--json", "-", "--max-new-tokens", "48")
+    result = run("generate", QUESTION, "--json", "-", "--max-new-tokens", "24")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -47,13 +49,13 @@ def test_json_holds_text_tokens_and_statistics(answer):
 
 
 def test_plain_text_is_the_same_text(answer):
-    result = run("generate", QUESTION, "--max-new-tokens", "48")
+    result = run("generate", QUESTION, "--max-new-tokens", "24")
     assert result.stdout.strip() == answer["text"].strip()
     assert "acceptance length" in result.stderr
 
 
 def test_without_a_drafter_the_tokens_are_the_same(answer):
-    result = run("generate", QUESTION, "--json", "-", "--max-new-tokens", "48", "--drafter", "none")
+    result = run("generate", QUESTION, "--json", "-", "--max-new-tokens", "24", "--drafter", "none")
     plain = json.loads(result.stdout)
     assert plain["token_ids"] == answer["token_ids"]
     assert plain["stats"]["acceptance_length"] == 1
@@ -61,10 +63,10 @@ def test_without_a_drafter_the_tokens_are_the_same(answer):
 
 
 def test_show_drafts_prints_the_whole_text_and_styles_the_accepted_drafts(answer):
-    result = run("generate", QUESTION, "--max-new-tokens", "48", "--show-drafts")
+    result = run("generate", QUESTION, "--max-new-tokens", "24", "--show-drafts")
     assert answer["text"].strip() in result.stdout
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine:
-        [out] = engine.generate(engine.chat_prompt(QUESTION))
+        [out] = engine.generate(engine.chat_prompt(QUESTION), SamplingParams(max_new_tokens=24))
         text = coloured(out, engine.tokenizer)
     assert text.plain == out.text
     styled = sum(span.end - span.start for span in text.spans)
@@ -109,7 +111,7 @@ def test_mistakes_get_one_sentence_and_exit_code_2(args, says):
 
 @pytest.mark.slow
 def test_bench_reports_speed_acceptance_and_accuracy():
-    result = run("bench", "--limit", "3", "--json", "-")
+    result = run("bench", "--limit", "3", "--max-new-tokens", "64", "--json", "-")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["prompts"] == 3
@@ -122,7 +124,7 @@ def test_bench_reports_speed_acceptance_and_accuracy():
 @pytest.mark.slow
 def test_a_tree_gives_the_same_tokens(answer):
     tree = ("--num-steps", "3", "--draft-topk", "4", "--num-draft-tokens", "12")
-    out = json.loads(run("generate", QUESTION, "--json", "-", "--max-new-tokens", "48", *tree).stdout)
+    out = json.loads(run("generate", QUESTION, "--json", "-", "--max-new-tokens", "24", *tree).stdout)
     assert out["token_ids"] == answer["token_ids"]
     assert len(out["stats"]["accepted_per_position"]) == 3
     report = json.loads(run("bench", "--limit", "2", "--max-new-tokens", "16", "--json", "-", *tree).stdout)
@@ -304,7 +306,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_finished(tmp_path):
     """Against the process itself: a signal while it works, the report of before, and the same command again."""
     report, folder = tmp_path / "report.json", tmp_path / "kept"
     report.write_text("before")
-    args = ["eval", "gsm8k", "--limit", "40", "--batch-size", "1", "--max-new-tokens", "48"]
+    args = ["eval", "gsm8k", "--limit", "40", "--batch-size", "1", "--max-new-tokens", "8"]
     command = [sys.executable, "-m", "specdec.cli", *args, "--transcripts", str(folder), "--json", str(report)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     path = folder / "transcripts-0.jsonl"
@@ -347,7 +349,9 @@ def test_ctrl_c_while_an_answer_streams(monkeypatch):
     assert (result.exit_code, result.stdout, result.stderr) == (130, "half an ans\n", "specdec: interrupted\n")
 
 
-@pytest.mark.parametrize("command", ["models", "generate --help", "bench --limit 1 --max-new-tokens 2 --drafter none"])
+@pytest.mark.parametrize(
+    "command", ["models", "generate --help", slow("bench --limit 1 --max-new-tokens 2 --drafter none")]
+)
 def test_a_reader_who_has_gone_ends_it_quietly(command):
     arguments = [sys.executable, "-m", "specdec.cli", *command.split()]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -392,6 +396,7 @@ def test_negative_limits_are_refused(command):
     assert "greater than or equal to 0" in re.sub(r"[\s│]+", " ", result.stderr)
 
 
+@pytest.mark.slow
 def test_a_speed_task_from_the_shell(tmp_path):
     data = tmp_path / "code.jsonl"
     data.write_text(json.dumps({"task_id": "x/0", "prompt": "def add(a, b):\n", "test": "assert add(1, 2) == 3"}))

@@ -29,8 +29,8 @@ from specdec.models.bundled import HELD_OUT_PROBLEMS, resolve_name
 from specdec.models.loading import load_tokenizer
 
 PAIR = ("tiny-gemma4", "tiny-gemma4-mtp")
-SMALL = {"limit": 7, "compare": True, "params": SamplingParams(64), "config": EngineConfig(max_batch_size=2)}
-COMMAND = ("eval", "gsm8k", "--limit", "7", "--compare", "--max-new-tokens", "64", "--batch-size", "2")
+SMALL = {"limit": 7, "compare": True, "params": SamplingParams(32), "config": EngineConfig(max_batch_size=2)}
+COMMAND = ("eval", "gsm8k", "--limit", "7", "--compare", "--max-new-tokens", "32", "--batch-size", "2")
 
 
 def without_timing(report):
@@ -297,7 +297,8 @@ def test_the_plot_is_a_png(fixed_report, tmp_path):
 
 
 @pytest.mark.slow
-def test_greedy_accuracy_is_the_same_and_transcripts_match(report):
+def test_greedy_accuracy_is_the_same_and_transcripts_match():
+    report = evaluate_gsm8k(*PAIR, **{**SMALL, "params": SamplingParams(64)})
     speculative, plain = report["runs"]["speculative"], report["runs"]["plain"]
     assert report["comparison"]["equal"] == 7
     assert report["comparison"]["unequal"] == []
@@ -434,7 +435,7 @@ def questions(tmp_path_factory):
 
 
 def test_a_second_turn_follows_the_models_own_first_answer(questions, tmp_path):
-    params = SamplingParams(12)
+    params = SamplingParams(6)
     report = evaluate("mt-bench", *PAIR, data=questions, params=params, folder=tmp_path)
     assert report["comparison"] == {"equal": 5, "unequal": []}
     assert {name: group["problems"] for name, group in report["categories"].items()} == {"math": 2, "writing": 1}
@@ -535,8 +536,8 @@ def test_other_settings_are_refused_and_named(tmp_path):
 def test_every_setting_that_changes_an_output_is_compared(report, folder):
     for change in (
         {"limit": 6},
-        {"params": SamplingParams(63)},
-        {"params": SamplingParams(64, temperature=0.5)},
+        {"params": SamplingParams(31)},
+        {"params": SamplingParams(32, temperature=0.5)},
         {"config": EngineConfig(max_batch_size=1)},
         {"instruction": "Think."},
         {"shots": 1},
@@ -562,6 +563,7 @@ def test_a_larger_limit_takes_over_what_is_finished(report, folder, tmp_path, mo
     assert made == []
 
 
+@pytest.mark.slow
 def test_an_extension_that_is_cut_short_leaves_the_file_before(report, folder, tmp_path, monkeypatch):
     path = tmp_path / "transcripts-0.jsonl"
     path.write_bytes((folder / "transcripts-0.jsonl").read_bytes())
@@ -586,6 +588,7 @@ def test_an_extension_of_other_problems_is_refused(tmp_path):
         run([{**rows[0], "question": "What else?"}, *rows[1:], rows[0]], 4)
 
 
+@pytest.mark.slow
 def test_settings_that_change_no_answer_may_differ(report, folder, tmp_path):
     (tmp_path / "transcripts-0.jsonl").write_bytes((folder / "transcripts-0.jsonl").read_bytes())
     roomy = replace(SMALL["config"], max_model_len=400, full_slots=900, swa_slots=900)
@@ -622,7 +625,7 @@ def test_an_interruption_keeps_what_is_finished(report, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("kept", [0.2, 0.7])
 def test_a_file_cut_anywhere_is_completed(kept, report, folder, tmp_path):
     """At the end and in the middle of a line; lines that were whole stay as they are."""
     whole = (folder / "transcripts-0.jsonl").read_bytes()

@@ -70,7 +70,7 @@ COMPARING = (
     "gemma4_mtp.py --compare",
     "eagle3.py --compare",
     "hf_drop_in.py",
-    "batch_stream.py --compare",
+    "batch_stream.py --compare --limit 3 --batch-size 2 --max-new-tokens 40",
 )
 
 pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="needs the checkout")

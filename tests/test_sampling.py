@@ -202,8 +202,7 @@ SETTINGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("setting", "page_size"), [(name, (1, 4)[i % 2]) for i, name in enumerate(SETTINGS)])
 def test_same_tokens_with_and_without_speculation(
     setting, page_size, make_target, make_assistant, make_engine, random_prompt, scripted, tree_script
 ):
@@ -302,8 +301,11 @@ def test_law_of_a_draw(settings, axis):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.8, "repetition_penalty": 1.3}], ids=str)
-@pytest.mark.parametrize("drafter", ["mtp", "tree", "ngram"])
+@pytest.mark.parametrize(
+    ("drafter", "settings"),
+    [("mtp", {}), ("tree", {"top_k": 5}), ("ngram", {}), ("tree", {"top_p": 0.8, "repetition_penalty": 1.3})],
+    ids=str,
+)
 def test_law_of_three_tokens(
     drafter, settings, make_target, make_assistant, make_engine, hf_forward, scripted, tree_script
 ):

@@ -11,6 +11,8 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.models.target import TargetModel
 
+from marks import slow
+
 NEW = 10
 
 
@@ -46,14 +48,14 @@ def modes_and_configs(model: torch.nn.Module) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize(("drafter", "count"), [(None, 40), ("ngram", 40), ("mtp", 120)])
+@pytest.mark.parametrize(("drafter", "count"), [slow(None, 40), ("ngram", 40), slow("mtp", 120)])
 def test_eight_threads_share_an_engine(
     drafter, count, make_target, make_assistant, make_engine, greedy_oracle, random_prompt
 ):
     model = make_target("gemma4-e2b")
     module = make_assistant(model) if drafter == "mtp" else drafter
     engine = make_engine(model, module, max_batch_size=3, full_slots=160, swa_slots=160)
-    prompts = [random_prompt(1 + n % 23, seed=n) for n in range(count)]
+    prompts = [random_prompt(1 + n % 23) for n in range(count)]
     truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
     params = SamplingParams(max_new_tokens=NEW)
     got: dict[int, list[int]] = {}
@@ -73,12 +75,13 @@ def test_eight_threads_share_an_engine(
     assert engine.stats().output_tokens == NEW * len(prompts)
 
 
+@pytest.mark.slow
 def test_four_engines_over_one_model_in_four_threads(make_target, make_assistant, greedy_oracle, random_prompt):
     """Plain, prompt lookup and two over one assistant; one engine has a model of its own of the same class."""
     model, other = make_target("gemma4-e2b"), make_target("gemma4-e2b", seed=5)
     model.train()
     assistant = make_assistant(model)
-    prompts = [random_prompt(1 + n % 17, seed=n) for n in range(50)]
+    prompts = [random_prompt(1 + n % 17) for n in range(50)]
     before = modes_and_configs(model), modes_and_configs(assistant)
     truths = {id(m): [greedy_oracle(m, prompt, NEW) for prompt in prompts] for m in (model, other)}
     config = EngineConfig(max_batch_size=2, max_model_len=64, prefill_chunk=8)

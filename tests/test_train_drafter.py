@@ -275,7 +275,6 @@ def run(examples, monkeypatch, target: Path, prompts: Path, out: Path, more: str
     return json.loads((out / "training" / "report.json").read_text())
 
 
-@pytest.mark.slow
 class Clock:
     """Seconds that a test sets."""
 
@@ -323,6 +322,7 @@ def test_a_stage_shows_a_bar_with_the_time_left_on_a_terminal(examples) -> None:
     assert out.getvalue() == ""
 
 
+@pytest.mark.slow
 def test_every_stage_of_a_run_says_what_is_left_the_report_too(
     examples, monkeypatch, checkpoint, prompts, tmp_path, capsys
 ) -> None:
