@@ -19,6 +19,7 @@ from specdec.attention.private_copy import ATTENTION_NAME
 from specdec.errors import SpecDecError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.spaces import Space
+from specdec.kvcache.store_kv import Destination
 
 IGNORED_KWARGS = frozenset(
     {"position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states", "is_causal"}
@@ -120,13 +121,39 @@ class ForwardContext:
         return cls(plan, view, windows, attention, dict.fromkeys(lenders), dict.fromkeys(aux_layers))
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        layer = call.layer
+        """For a layer of Hugging Face: its K/V are stored here, unless they are another layer's."""
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (call.query, call.key, call.value))  # [B*N, heads, D]
+        own: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        if self.plan.write_full is not None and self.view.owns(call.layer):
+            kept = self.view.writable_layer(call.layer)
+            self.plan.backend.store(kept, self.plan.write_slots(kept.space), k, v)
+            own = k, v
+        out = self.attend_rows(call.layer, q, *own, scaling=call.scaling, softcap=call.softcap, sinks=call.sinks)
+        return out.view(len(call.query), -1, *out.shape[1:])
+
+    def destination(self, layer: int) -> Destination | None:
+        """Where this layer's new K/V go; None when it stores none: it shares another's, or reads a frozen cache."""
+        if self.plan.write_full is None or not self.view.owns(layer):
+            return None
+        kept = self.view.writable_layer(layer)
+        return Destination(kept.k, kept.v, self.plan.write_slots(kept.space))
+
+    def attend_rows(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q [T, Hq, D] -> [T, Hq, D], contiguous. k, v [T, Hkv, D]: the rows' own, stored already; None: another
+        layer's."""
         block = None
         if self.plan.write_full is not None:
-            if self.view.owns(layer):
-                kept = self.view.writable_layer(layer)
-                self.plan.backend.store(kept, self.plan.write_slots(kept.space), k, v)
+            if k is not None and v is not None:
                 block = self._by_request(k), self._by_request(v)
                 if layer in self.lent:
                     self.lent[layer] = block
@@ -134,10 +161,10 @@ class ForwardContext:
                 block = self.lent[self.view.layer_map[layer]]
         block_k, block_v = block or (None, None)
         kept_k, kept_v, space = self.view.layer(layer)
-        options = {"scaling": call.scaling, "softcap": call.softcap, "sinks": call.sinks}
         attend = self.attention[space, self.windows[layer]]
+        options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
         out = attend(self._by_request(q), block_k, block_v, kept_k, kept_v, **options)  # [B, N, Hq, D]
-        return out.reshape(len(call.query), -1, *out.shape[2:])
+        return out.reshape(q.shape)
 
     def _by_request(self, packed: torch.Tensor) -> torch.Tensor:
         """[B*N, H, D] -> [B, H, N, D], a view."""

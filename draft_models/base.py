@@ -23,6 +23,9 @@ from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.stores import KVStore
 from specdec.kvcache.table import Rows
+from specdec.layers.fuse import Weights
+from specdec.layers.operations import Operations
+from specdec.layers.sampling.sample import SampleParams
 
 Sample = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits [B, K, V], positions [B, K] of the tokens being drawn) -> tokens [B, K], with the requests' own parameters
@@ -53,6 +56,9 @@ class TargetInfo(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def ops(self) -> Operations | None:
+        """What fused layers compute with; None: modules run as they were written."""
 
 
 class Fit(NamedTuple):
@@ -77,6 +83,8 @@ class DraftBatch:
     root: [B] the previous bonus token, at position S, whose K/V does not exist yet.
     num_steps, topk, num_nodes: levels, branches and size (with the root) of the tree that is wanted; topk 1 is a chain.
     history: [B, L] every token of each request by position (root at index S); history_len: [B], S + 1.
+    params: what `sample` and `best` draw with, for operations that draw without a row of the vocabulary; None:
+    draw through those.
     """
 
     rows: Rows
@@ -88,6 +96,7 @@ class DraftBatch:
     num_nodes: int
     sample: Sample
     best: Best
+    params: SampleParams | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +151,9 @@ class Drafter(Protocol):
     `aux_layers`: target states it wants to see besides the final one, each named by the layer it enters (`num_layers`:
     what leaves the last layer, before the final norm). `kv_layout`: K/V of its own, in full space, by the target's
     slots; None: it keeps none. `extra_keys`: committed keys on sliding layers that it reads beyond the target's own
-    window. `fit`: of the target that it was fitted to; None: it runs beside any.
+    window. `fit`: of the target that it was fitted to; None: it runs beside any. `unfused`: why its layers run as they
+    were written although fused ones were asked for; None: they do not, or it has none. `weights`: what it reads and
+    others may re-point, None: nothing.
     """
 
     name: str
@@ -150,6 +161,8 @@ class Drafter(Protocol):
     kv_layout: KVLayout | None = None
     extra_keys: int = 0
     fit: Fit | None = None
+    unfused: str | None = None
+    weights: Weights | None = None
 
     def bind(self, binding: Binding) -> DraftWorker:
         """A worker for one engine."""

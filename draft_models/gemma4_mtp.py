@@ -8,15 +8,18 @@ sliding one, the last full one, after kv-sharing), over exactly the committed pr
     t_{j+1} ~ head(y_j),   h_{j+1} = post_projection(y_j)
 
 so one row a request and no KV of its own: nothing to roll back. The head is dense, or picks the best centroids and
-scores only their tokens (`use_ordered_embeddings`). Checkpoints: transformers' Gemma4AssistantForCausalLM.
+scores only their tokens (`use_ordered_embeddings`). Beside a target made with operations for fused layers it has fused
+layers too. Checkpoints: transformers' Gemma4AssistantForCausalLM.
 """
 
+import logging
+import math
 from typing import Any
 
 import torch
 from torch import nn
 
-from specdec.attention.bridge import ForwardContext
+from specdec.attention.bridge import AttentionCall, ForwardContext
 from specdec.attention.plan import plan_frozen
 from specdec.attention.private_copy import private_copy
 from specdec.attention.tree import DraftTree
@@ -25,6 +28,14 @@ from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observa
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.frozen import KVView, frozen_kv
 from specdec.kvcache.layout import SLIDING_ATTENTION
+from specdec.layers.families import Unfusable
+from specdec.layers.fuse import Weights, fuse, fuse_linear
+from specdec.layers.merge import held_storages
+from specdec.layers.operations import Operations
+from specdec.layers.sampling.centroid import CentroidHead
+from specdec.layers.sampling.sample import MAX_BEST
+
+logger = logging.getLogger("specdec")
 
 QUERY_POSITION_OFFSET = 0
 """The drafter queries at position S + this, at every step. transformers uses S (the bonus token's own position); SGLang
@@ -33,6 +44,9 @@ and vLLM use S - 1. The model's owner wrote the former."""
 WINDOW_SHIFT = 2
 """Added to the sliding window of the drafter's query at S: it sees `sliding_window + 1` committed keys, the newest.
 transformers masks with |distance| <= window over the keys it is given, whose newest lies at S - 1."""
+
+FUSED_BOUND = 0.03
+"""Largest relative difference of fused layers' median row, a layer: rounding in 16 bits. What is wrong is off by 1."""
 
 
 class Gemma4MTPDrafter(Drafter):
@@ -43,6 +57,7 @@ class Gemma4MTPDrafter(Drafter):
     """
 
     name = "gemma4_mtp"
+    weights: Weights
     extra_keys = WINDOW_SHIFT - QUERY_POSITION_OFFSET
 
     def __init__(self, assistant: nn.Module, target: TargetInfo) -> None:
@@ -51,11 +66,16 @@ class Gemma4MTPDrafter(Drafter):
         self.embed = target.embed
         self.fit = Fit.of(target)
         config = assistant.config.get_text_config()  # type: ignore[operator, union-attr]
+        self.ops = target.ops
         self.layer_map, self.windows = fit_layers(assistant, target)
         self._masks: dict[str, None] = dict.fromkeys(config.layer_types)
         # every layer is kv-shared and reads these unless our attention function ignores them, as it does
         unused = torch.zeros((1, 1, 1, 1), dtype=target.dtype, device=target.device)
         self._unused_kv = dict.fromkeys(config.layer_types, (unused, unused))
+
+        if target.ops is not None:
+            self.unfused = self._fuse(target.ops)
+        self.weights = Weights(self.name, self.model)
 
     def bind(self, binding: Binding) -> "Gemma4MTPWorker":
         return Gemma4MTPWorker(self, binding)
@@ -64,16 +84,80 @@ class Gemma4MTPDrafter(Drafter):
         self, tokens: torch.Tensor, hidden: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One draft step of M nodes a request: tokens [B, M], hidden [B, M, Ht] -> logits [B, M, V], next hidden."""
+        out, following = self.forward(tokens, hidden, context.plan.positions, context)
+        return self._head(out), following
+
+    def forward(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same up to the head: states [B, M, H] and next hidden [B, M, Ht]; positions [B, M]."""
         inputs = self.model.pre_projection(torch.cat([self.embed(tokens), hidden], dim=-1))  # [B, M, H]
         out = self.model.model(
             inputs_embeds=inputs.flatten(0, 1)[:, None],  # a batch of single rows: [B * M, 1, H]
-            position_ids=context.plan.positions.reshape(-1, 1),
+            position_ids=positions.reshape(-1, 1),
             attention_mask=self._masks,
             shared_kv_states=self._unused_kv,
             use_cache=False,
             specdec_ctx=context,
         ).last_hidden_state.view(*tokens.shape, -1)  # [B, M, H]
-        return self._head(out), self.model.post_projection(out)
+        return out, self.model.post_projection(out)
+
+    def draw(self, out: torch.Tensor, positions: torch.Tensor, batch: DraftBatch) -> torch.Tensor:
+        """The token [B, M] behind each state [B, M, H], to stand at positions [B, M]."""
+        if self._centroids is None or self.ops is None or batch.params is None:
+            return batch.sample(self._head(out), positions)
+        return self.ops.centroid_sample(out, positions, batch.params, self._centroids)
+
+    def best(self, out: torch.Tensor, positions: torch.Tensor, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `topk` likeliest of them, the noise given, and their log-probabilities: [B, M, K]."""
+        head = self._centroids
+        if head is None or self.ops is None or batch.params is None or batch.topk > min(MAX_BEST, head.num_listed):
+            return batch.best(self._head(out), positions, batch.topk)
+        return self.ops.centroid_best(out, positions, batch.params, head, batch.topk)
+
+    @property
+    def _centroids(self) -> CentroidHead | None:
+        ordered = self.model.masked_embedding
+        if ordered is None or self.unfused is not None:
+            return None
+        ordering = ordered.token_ordering.view(ordered.num_centroids, -1)  # [C, V / C]
+        top_k = ordered.centroid_intermediate_top_k
+        return CentroidHead(ordered.centroids.weight, ordering, self.model.lm_head.weight, top_k)
+
+    def _fuse(self, ops: Operations) -> str | None:
+        """Put fused layers in place; the reason if they are not."""
+        model = self.model
+        plain = {name: getattr(model, name) for name in ("model", "pre_projection", "post_projection", "lm_head")}
+        held = held_storages(model)
+        level = logging.WARNING
+        try:
+            wanted = self._probed()
+            for name, module in plain.items():
+                setattr(model, name, fuse(module, ops) if name == "model" else fuse_linear(module, ops))
+            error = (self._probed() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+            bound = FUSED_BOUND * math.sqrt(1 + len(self.windows))
+            reason = None if error.median() <= bound else "its fused layers compute something else than its own"
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as refusal:  # of many kinds: kernels are compiled here
+            reason = str(refusal) or type(refusal).__name__
+            level = logging.INFO if isinstance(refusal, Unfusable) else level
+        if reason is not None:
+            for name, module in plain.items():
+                setattr(model, name, module)
+            logger.log(level, "drafter %s runs unfused: %s", self.name, reason)
+        del held
+        return reason
+
+    @torch.inference_mode()
+    def _probed(self) -> torch.Tensor:
+        """What it makes of six tokens where attention answers with the queries: [6, V + Ht] float32."""
+        device = self.model.device
+        tokens = torch.arange(6, device=device).view(2, 3)
+        hidden = self.embed(tokens + 6)
+        with torch.autocast(device.type, enabled=False):
+            out, following = self.forward(tokens, hidden, tokens * 100, _Echo())
+            return torch.cat([self.model.lm_head(out), following], dim=-1).flatten(0, 1).float()
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, M, H] -> [B, M, V]; tokens outside the chosen centroids get -inf, so that a draw cannot pick them."""
@@ -87,6 +171,19 @@ class Gemma4MTPDrafter(Drafter):
         weight: torch.Tensor = self.model.lm_head.weight
         scores = torch.einsum("bmkh,bmh->bmk", weight[selected], hidden)
         return scores.new_full((*hidden.shape[:2], weight.shape[0]), -torch.inf).scatter_(2, selected, scores)
+
+
+class _Echo:
+    """An attention whose answer is the query."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        return call.query.transpose(1, 2)
+
+    def destination(self, layer: int) -> None:
+        return None
+
+    def attend_rows(self, layer: int, q: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        return q
 
 
 class Gemma4MTPWorker:
@@ -106,6 +203,8 @@ class Gemma4MTPWorker:
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
+        if self.drafter.ops is not None:
+            self.drafter.weights.generation()
         hidden = self._seed_hidden[batch.rows.index][:, None]  # [B, M, Ht], M = 1, then topk
         allocator, store = self.binding.cache.allocator, self.binding.target_store
         with frozen_kv(allocator, store, self, self.drafter.layer_map) as view:
@@ -118,8 +217,8 @@ class Gemma4MTPWorker:
         root_pos = context.plan.committed_len[:, None]  # [B, 1]
         tokens = [batch.root[:, None]]
         for step in range(1, batch.num_steps + 1):
-            logits, hidden = self.drafter.step(tokens[-1], hidden, context)
-            tokens.append(batch.sample(logits, root_pos + step))
+            out, hidden = self.drafter.forward(tokens[-1], hidden, context.plan.positions, context)
+            tokens.append(self.drafter.draw(out, root_pos + step, batch))
         return DraftTree.chain(torch.cat(tokens, dim=1))
 
     def _tree(self, batch: DraftBatch, hidden: torch.Tensor, view: KVView) -> DraftTree:
@@ -129,9 +228,9 @@ class Gemma4MTPWorker:
         for step in range(1, batch.num_steps + 1):
             if step <= 2:  # one query for the root, then topk
                 context = self._context(batch, view, tokens.shape[1])
-            logits, hidden = self.drafter.step(tokens, hidden, context)
+            out, hidden = self.drafter.forward(tokens, hidden, context.plan.positions, context)
             positions = (context.plan.committed_len[:, None] + step).expand_as(tokens)
-            tokens, origin = growth.add_level(*batch.best(logits, positions, batch.topk))
+            tokens, origin = growth.add_level(*self.drafter.best(out, positions, batch))
             hidden = hidden.gather(1, origin[:, :, None].expand(-1, -1, hidden.shape[-1]))
         return growth.select(self.binding.backend, batch.num_nodes)
 

@@ -6,10 +6,20 @@ The slots are in the space of the pools, looked up once when the step was planne
 as often as they like: which of them it keeps is undefined, and nobody reads it. All other slots are distinct.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from specdec.kvcache.spaces import FullLoc, SwaLoc
 from specdec.kvcache.triton_shim import tl, triton
+
+
+class Destination(NamedTuple):
+    """Where a layer's new K/V go: pools [slots, Hkv, D] and slots [T] of their space."""
+
+    pool_k: torch.Tensor
+    pool_v: torch.Tensor
+    slots: FullLoc | SwaLoc
 
 
 def reference_store_kv(

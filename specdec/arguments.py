@@ -53,6 +53,16 @@ def require_parts(target: Any, drafter: Any, tokenizer: Any) -> None:
         )
 
 
+def require_fused(fused: str | bool, target: Any, drafter: Any) -> None:
+    """Parts are fused, or not, where they are made: `True` wants all of them, `False` none, "auto" what they are."""
+    for part in (target, drafter):
+        reason = getattr(part, "unfused", None)
+        if fused is True and reason is not None:
+            raise ConfigError(f"fused=True, but {part.name} runs unfused: {reason}; use fused='auto'")
+    if fused is False and target.unfused is None:
+        raise ConfigError(f"fused=False, but {target.name} was made with fused layers; make it without `ops`")
+
+
 def require_type(name: str, value: object, wanted: type) -> None:
     if value is not None and not isinstance(value, wanted):
         raise ConfigError(f"{name} is {shown(value)}; a {wanted.__name__} is wanted")

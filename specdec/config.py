@@ -106,6 +106,10 @@ class EngineConfig:
     CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
     cuda_graphs: each round is captured once a shape and replayed; "auto" does so on a GPU, and where a model cannot be
     captured its rounds run as they are; True makes that an error, and needs a GPU.
+    fused: decoder layers of few large kernels in the place of transformers' modules. "auto" does so with "triton" on a
+    GPU, where the family has them; True everywhere (in plain torch without "triton"), and refuses a model or drafter
+    that has none; False never. Merges weights in place: they become views of larger tensors, the same values under the
+    same names.
     """
 
     max_batch_size: int = 8
@@ -119,6 +123,7 @@ class EngineConfig:
     dtype: torch.dtype | None = None  # a name is turned into one before
     device: str | torch.device | None = None
     prefill_chunk: int = 512
+    fused: str | bool = "auto"
 
     def __post_init__(self) -> None:
         _require_int("max_batch_size", self.max_batch_size, 1, 4096)
@@ -138,6 +143,8 @@ class EngineConfig:
                 f"deterministic={shown(self.deterministic)}: batch-invariant kernels are not available in this "
                 "version; use False"
             )
+        if not (isinstance(self.fused, bool) or self.fused == "auto"):
+            raise ConfigError(f"fused={shown(self.fused)}: 'auto', True or False is wanted")
         if self.device is not None:
             _require_device(self.device)
         dtype: object = self.dtype

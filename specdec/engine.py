@@ -22,13 +22,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.arguments import params_for, require_no_setting, require_parts, require_type
+from specdec.arguments import params_for, require_fused, require_no_setting, require_parts, require_type
 from specdec.attention.backend import choose_backend
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.graphs import RoundGraphs, batch_sizes, capture_for
 from specdec.launch import Launcher
+from specdec.layers.operations import choose_operations
 from specdec.models.loading import SHARED_OPTIONS, load_any_drafter, load_target, load_tokenizer
 from specdec.models.target import TargetModel
 from specdec.request import GenerationOutput, Request, RequestStats, StreamDelta
@@ -65,6 +66,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.spec = spec or SpecConfig()
         self.config = config or EngineConfig()
+        require_fused(self.config.fused, target, drafter)
         layouts = [target.layout] + ([] if drafter is None or drafter.kv_layout is None else [drafter.kv_layout])
         head_dim = max(layer.head_dim for layout in layouts for layer in layout.layers)
         backend = choose_backend(self.config.attention, target.device, target.dtype, head_dim)
@@ -131,7 +133,7 @@ class Engine:
         elif tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
             raise ConfigError(f"tokenizer is {shown(tokenizer)}; a tokenizer or its name is wanted")
         shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
-        bound = TargetModel(model)
+        bound = TargetModel(model, choose_operations(config.fused, config.attention, model.device, model.dtype))
         fitted = load_any_drafter(drafter, bound, {**shared, **(drafter_options or {})})
         return cls(bound, fitted, tokenizer=tokenizer, spec=spec, config=config)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.layers.sampling.sample import SampleParams, Seen, best_tokens, sample
+from specdec.layers.sampling.sample import Seen, best_tokens, sample
 from specdec.layers.sampling.seen import mark_seen, path_tokens
 from specdec.sampling import Best, Past, SamplingBatch
 
@@ -20,16 +20,13 @@ class KernelSampling(SamplingBatch):
         return self
 
     def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return sample(logits, positions, self._params())
+        return sample(logits, positions, self.params)
 
     def draw(self, logits: torch.Tensor, positions: torch.Tensor, past: Past) -> torch.Tensor:
-        return sample(logits, positions, self._params(), seen=_seen(past, logits.shape) if self.uses.penalty else None)
+        return sample(logits, positions, self.params, seen=_seen(past, logits.shape) if self.uses.penalty else None)
 
     def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best:
-        return Best(*best_tokens(logits, positions, self._params(), count))
-
-    def _params(self) -> SampleParams:
-        return SampleParams(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, self.seed)
+        return Best(*best_tokens(logits, positions, self.params, count))
 
 
 def _seen(past: Past, shape: torch.Size) -> Seen:

@@ -140,6 +140,7 @@ class Round:
                 num_nodes=shape.num_nodes,
                 sample=sampling.sample,
                 best=sampling.best,
+                params=sampling.params,
             )
             tree = self.worker.propose(batch)
         else:

@@ -18,6 +18,7 @@ import torch
 from specdec.attention.tree import DraftTree
 from specdec.config import SamplingParams
 from specdec.kvcache.mirror import MirroredArray
+from specdec.layers.sampling.sample import SampleParams
 
 
 def _int64(value: int) -> int:
@@ -109,6 +110,11 @@ class SamplingBatch:
         for row, each in enumerate(zip(params, seeds, strict=True)):
             table[row] = each
         return table.at(torch.arange(len(params), device=device), Uses.of(params))
+
+    @property
+    def params(self) -> SampleParams:
+        """The vectors alone, as the kernels take them."""
+        return SampleParams(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, self.seed)
 
     def ahead(self, first: torch.Tensor, count: int, vocab_size: int) -> "SamplingBatch":
         """The same for `count` positions from first [B] on: nodes of a tree and steps of a draft share their noise."""

@@ -198,6 +198,7 @@ CONFIG = {
     "attention": (["flash", None, ""], "torch"),
     "cuda_graphs": ([True, "on", None], "'auto' or False"),
     "deterministic": ([True, 1, "yes"], "False"),
+    "fused": (["on", None, 1, ""], "'auto', True or False"),
     "dtype": (["float33", "int8", "nn", torch.int8, 32], "torch.dtype"),
     "device": (["gpu", 7.5, ""], "device"),
 }

@@ -28,6 +28,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -142,6 +144,9 @@ def build_target(family: str, **overrides: Any) -> PreTrainedModel:
         case "qwen3_moe":
             experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 3}
             return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**base, **experts, **overrides}))
+        case "mixtral":
+            experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 3}
+            return MixtralForCausalLM(MixtralConfig(**{**base, **experts, **overrides}))
         case "mistral":
             slides = {"num_hidden_layers": 3, "sliding_window": WINDOW}
             return MistralForCausalLM(MistralConfig(**{**base, **slides, **overrides}))

@@ -7,6 +7,7 @@ computed where the one before ends. Per layer, with [..] where the family has it
     a = attention                      the context      o = a W_o                              linear
     h, x = h + [norm](o), norm(h)      norm             m = act(x W_gate) (x W_up)             gated_linear
     d = m W_down                       linear           h = h + [norm](d)                      norm
+    or the experts' weighted sum:      route, apply_experts; or both: d = norm(d) + norm(experts), before h's own
     [p = W_proj (act(W_gate h) e)      linear, ple      h = h + norm(p)]                       norm, the same launch as
     h, x = [c] h, norm of the next layer(h)
 
@@ -14,14 +15,15 @@ The families are descriptions (`LayerParts`) read off the Hugging Face modules; 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from specdec.layers.attend import FusedContext
+from specdec.kvcache.store_kv import Destination
 from specdec.layers.linear import Product
+from specdec.layers.moe.mixture import Experts, Router, arrivals
 from specdec.layers.norm import Gain
 from specdec.layers.operations import Operations
 from specdec.layers.rope_store import Heads
@@ -33,13 +35,35 @@ class PleParts:
     """Gemma 4's per-layer embedding in one layer: W_gate [P, H], W_proj [H, P], the norm behind them."""
 
     gate: torch.Tensor
+    activation: str
     projection: torch.Tensor
     norm: Gain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MlpParts:
+    """`gate_up` is a merged weight."""
+
+    gate_up: torch.Tensor
+    activation: str
+    down: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeParts:
+    """Experts in the place of an MLP, or beside one (Gemma 4): then the router reads the residual stream, the experts
+    read `input_norm` of it, and what both add is normed each for itself before the sum."""
+
+    router: Router
+    experts: Experts
+    input_norm: Gain | None = None
+    mlp_norm: Gain | None = None
+    norm: Gain | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
-    """One decoder layer. `qkv` and `gate_up` are merged weights; `kind` names its rotary table."""
+    """One decoder layer, with an MLP, experts or both. `qkv` is a merged weight; `kind` names its rotary table."""
 
     kind: str
     heads: Heads
@@ -51,10 +75,10 @@ class LayerParts:
     input_norm: Gain
     attention_norm: Gain | None  # on what attention adds
     mlp_input_norm: Gain
-    gate_up: torch.Tensor
-    activation: str
-    down: torch.Tensor
+    mlp: MlpParts | None
     mlp_norm: Gain | None  # on what the MLP adds
+    sinks: torch.Tensor | None = None
+    moe: MoeParts | None = None
     ple: PleParts | None = None
     scale: torch.Tensor | None = None
 
@@ -81,6 +105,35 @@ class DecoderParts:
     embeddings: EmbeddingParts | None = None
 
 
+class FusedContext(Protocol):
+    """What a fused layer asks of the forward that it runs in, over T packed rows."""
+
+    def destination(self, layer: int) -> Destination | None:
+        """Where this layer's new K/V go; None when it stores none: it shares another's, or reads a frozen cache."""
+
+    def attend_rows(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """-> [T, Hq, D], contiguous. The rows' keys and values, where the layer has its own, are stored already."""
+
+
+class Shared(NamedTuple):
+    """What a forward makes once for all layers: rotary tables by kind; per-layer embeddings [T, L, P], or None;
+    zeros that routers count with, or None."""
+
+    rotary: dict[str, Rotary]
+    layer_inputs: torch.Tensor | None
+    arrived: torch.Tensor | None
+
+
 class FusedNorm(nn.Module):
     """The norm behind the last layer."""
 
@@ -100,45 +153,66 @@ class FusedLayer(nn.Module):
         self.index, self.parts, self.next_norm, self.ops = index, parts, next_norm, ops
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        normed: torch.Tensor,
-        rotary: Rotary,
-        layer_input: torch.Tensor | None,
-        *,
-        specdec_ctx: FusedContext,
+        self, hidden: torch.Tensor, normed: torch.Tensor, shared: Shared, *, specdec_ctx: FusedContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden, normed [T, H], layer_input [T, P] -> the next layer's hidden and normed."""
+        """hidden, normed [T, H] -> the next layer's."""
         parts, ops = self.parts, self.ops
         qkv = ops.linear(normed, parts.qkv, parts.qkv_bias)
-        rows = ops.rope_store(qkv, parts.heads, rotary, specdec_ctx.destination(self.index))
-        attended = specdec_ctx.attend_fused(self.index, rows, scaling=parts.scaling)
+        rows = ops.rope_store(qkv, parts.heads, shared.rotary[parts.kind], specdec_ctx.destination(self.index))
+        attended = specdec_ctx.attend_rows(self.index, *rows, scaling=parts.scaling, sinks=parts.sinks)
         out = ops.linear(attended.flatten(1), parts.out, parts.out_bias)
         hidden, normed = ops.norm(out, post=parts.attention_norm, residual=hidden, pre=parts.mlp_input_norm)
-        down = ops.linear(ops.gated_linear(normed, parts.gate_up, parts.activation), parts.down)
-        if parts.ple is None:
-            return ops.norm(down, post=parts.mlp_norm, residual=hidden, scale=parts.scale, pre=self.next_norm)
-        hidden, _ = ops.norm(down, post=parts.mlp_norm, residual=hidden)
+        added = self._feed_forward(hidden, normed, shared)
+        if parts.ple is None or shared.layer_inputs is None:
+            return ops.norm(added, post=parts.mlp_norm, residual=hidden, scale=parts.scale, pre=self.next_norm)
+        hidden, _ = ops.norm(added, post=parts.mlp_norm, residual=hidden)
         gate = ops.linear(hidden, parts.ple.gate)
-        added = ops.gated_projection(gate, layer_input, parts.ple.projection, parts.activation)
+        layer_input = shared.layer_inputs[:, self.index]
+        added = ops.gated_projection(gate, layer_input, parts.ple.projection, parts.ple.activation)
         return ops.norm(added, post=parts.ple.norm, residual=hidden, scale=parts.scale, pre=self.next_norm)
+
+    def _feed_forward(self, hidden: torch.Tensor, normed: torch.Tensor, shared: Shared) -> Product:
+        """What MLP and experts add, before its norm."""
+        mlp, moe, ops = self.parts.mlp, self.parts.moe, self.ops
+        down: Product | None = None
+        if mlp is not None:
+            down = ops.linear(ops.gated_linear(normed, mlp.gate_up, mlp.activation), mlp.down)
+        if moe is None:
+            assert down is not None
+            return down
+        if down is None:
+            routing = ops.route(normed, moe.router, shared.arrived)
+            return Product.of(ops.apply_experts(normed, routing, moe.experts))
+        dense, _ = ops.norm(down, post=moe.mlp_norm)
+        routing = ops.route(hidden, moe.router, shared.arrived)
+        _, normed = ops.norm(Product.of(hidden), pre=moe.input_norm)
+        chosen = Product.of(ops.apply_experts(normed, routing, moe.experts))
+        return Product.of(ops.norm(chosen, post=moe.norm, residual=dense)[0])
 
 
 class FusedDecoder(nn.Module):
     """Stands where a Hugging Face text model stood: called with the same keywords, it ignores masks and caches.
 
-    `source` is that module; its embedding is used, its parameters are those that the layers read.
+    `source` is that module; its embedding is used, its parameters are those that the layers read. When something has
+    re-pointed them, `adopt` takes a new description: a forward never reads both old and new weights.
     """
 
     def __init__(self, source: nn.Module, parts: DecoderParts, ops: Operations) -> None:
         super().__init__()
         self.source: Any = source
         self.config: Any = source.config
-        self.parts, self.ops = parts, ops
-        following = [*(layer.input_norm for layer in parts.layers[1:]), None]
-        layers = zip(parts.layers, following, strict=True)
-        self.layers = nn.ModuleList(FusedLayer(i, layer, norm, ops) for i, (layer, norm) in enumerate(layers))
+        self.ops = ops
+        self.layers = nn.ModuleList(FusedLayer(i, layer, None, ops) for i, layer in enumerate(parts.layers))
         self.norm = FusedNorm(parts.final_norm, ops)
+        self.adopt(parts)
+
+    def adopt(self, parts: DecoderParts) -> None:
+        """Run by this description of the source from now on."""
+        self.parts = parts
+        following = [*(layer.input_norm for layer in parts.layers[1:]), None]
+        for layer, described, next_norm in zip(self.layers, parts.layers, following, strict=True):
+            layer.parts, layer.next_norm = described, next_norm  # type: ignore[assignment]
+        self.norm.gain = parts.final_norm
 
     def get_input_embeddings(self) -> nn.Module:
         embedding: nn.Module = self.source.get_input_embeddings()
@@ -162,12 +236,11 @@ class FusedDecoder(nn.Module):
             kind: self.ops.rotary(positions, frequencies, factor, hidden.dtype)
             for kind, (frequencies, factor) in self.parts.rotary.items()
         }
-        inputs = self._layer_inputs(hidden, input_ids)
+        routed = any(layer.moe is not None for layer in self.parts.layers)
+        shared = Shared(tables, self._layer_inputs(hidden, input_ids), arrivals(hidden) if routed else None)
         _, normed = self.ops.norm(Product.of(hidden), pre=self.parts.layers[0].input_norm)
-        for i, layer in enumerate(self.layers):
-            layer_input = None if inputs is None else inputs[:, i]
-            table = tables[self.parts.layers[i].kind]
-            hidden, normed = layer(hidden, normed, table, layer_input, specdec_ctx=specdec_ctx)
+        for layer in self.layers:
+            hidden, normed = layer(hidden, normed, shared, specdec_ctx=specdec_ctx)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden).view(inputs_embeds.shape))
 
     def _layer_inputs(self, hidden: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor | None:

@@ -4,6 +4,8 @@ A model is described only as it is: whatever the description could not say raise
 model runs as Hugging Face wrote it. Describing a model merges its QKV and gate / up weights in place (`merge.py`).
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +13,10 @@ from torch import nn
 
 from specdec.attention.hf_norms import fused_rms_norm
 from specdec.errors import UnsupportedModelError
-from specdec.layers.decoder import DecoderParts, EmbeddingParts, LayerParts, PleParts
+from specdec.layers.decoder import DecoderParts, EmbeddingParts, LayerParts, MlpParts, MoeParts, PleParts
 from specdec.layers.linear import reference_activate
-from specdec.layers.merge import merge_rows
+from specdec.layers.merge import is_merged, merge_rows
+from specdec.layers.moe.families import experts_of, router_of
 from specdec.layers.norm import Gain
 from specdec.layers.rope_store import Heads
 
@@ -33,50 +36,15 @@ class Unfusable(UnsupportedModelError):
     """This instance does something that its fused form would not."""
 
 
+Groups = list[tuple[torch.Tensor, ...]]
+"""Parameters that were merged, as they are gathered."""
+
+
 def describe_gemma4(model: Any) -> DecoderParts:
-    """Gemma 4's text model, dense: with or without per-layer embeddings, shared K/V, keys as values."""
-    config = model.config
+    """Gemma 4's text model: with or without per-layer embeddings, shared K/V, keys as values, experts beside an MLP."""
     _check_tree(model)
-    if getattr(config, "enable_moe_block", False):  # the unified models have no such field
-        raise Unfusable("its layers have experts beside the MLP")
-    activation = _activation(model.layers[0].mlp.act_fn, config.hidden_activation)
-    merged: list[tuple[torch.Tensor, ...]] = []
-    layers = []
-    for layer in model.layers:
-        attention = layer.self_attn
-        shared = attention.is_kv_shared_layer
-        heads = Heads(
-            num_q=attention.q_proj.out_features // attention.head_dim,
-            num_kv=0 if shared else attention.k_proj.out_features // attention.head_dim,
-            head_dim=attention.head_dim,
-            q_norm=_float_gain(attention.q_norm),
-            k_norm=None if shared else _float_gain(attention.k_norm),
-            v_norm=None if shared else _float_gain(attention.v_norm),
-            values_are_keys=not shared and attention.v_proj is None,
-        )
-        projections = [attention.q_proj] if shared else [attention.q_proj, attention.k_proj, attention.v_proj]
-        ple = None
-        if getattr(layer, "hidden_size_per_layer_input", 0):
-            ple = PleParts(
-                gate=layer.per_layer_input_gate.weight,
-                projection=layer.per_layer_projection.weight,
-                norm=_float_gain(layer.post_per_layer_input_norm),
-            )
-        layers.append(
-            LayerParts(
-                kind=attention.layer_type,
-                heads=heads,
-                scaling=attention.scaling,
-                **_products(attention, [p for p in projections if p is not None], layer.mlp, merged),
-                activation=activation,
-                input_norm=_float_gain(layer.input_layernorm),
-                attention_norm=_float_gain(layer.post_attention_layernorm),
-                mlp_input_norm=_float_gain(layer.pre_feedforward_layernorm),
-                mlp_norm=_float_gain(layer.post_feedforward_layernorm),
-                ple=ple,
-                scale=layer.layer_scalar,
-            )
-        )
+    merged: Groups = []
+    layers = tuple(_gemma4_layer(layer, model.config.hidden_activation, merged) for layer in model.layers)
     embeddings = None
     if getattr(model, "hidden_size_per_layer_input", 0):
         embedding = model.embed_tokens_per_layer
@@ -93,75 +61,144 @@ def describe_gemma4(model: Any) -> DecoderParts:
         frequencies = getattr(model.rotary_emb, f"{kind}_inv_freq")
         rotary[kind] = frequencies, float(getattr(model.rotary_emb, f"{kind}_attention_scaling"))
     return DecoderParts(
-        layers=tuple(layers),
+        layers=layers,
         final_norm=_float_gain(model.norm),
         rotary=rotary,
-        merged=tuple(merged),
+        merged=_checked(merged),
         embeddings=embeddings,
     )
 
 
+def _gemma4_layer(layer: Any, activation: str, merged: Groups) -> LayerParts:
+    attention = layer.self_attn
+    shared = attention.is_kv_shared_layer
+    heads = Heads(
+        num_q=attention.q_proj.out_features // attention.head_dim,
+        num_kv=0 if shared else attention.k_proj.out_features // attention.head_dim,
+        head_dim=attention.head_dim,
+        q_norm=_float_gain(attention.q_norm),
+        k_norm=None if shared else _float_gain(attention.k_norm),
+        v_norm=None if shared else _float_gain(attention.v_norm),
+        values_are_keys=not shared and attention.v_proj is None,
+    )
+    projections = [attention.q_proj] if shared else [attention.q_proj, attention.k_proj, attention.v_proj]
+    ple = moe = None
+    if getattr(layer, "hidden_size_per_layer_input", 0):
+        ple = PleParts(
+            gate=layer.per_layer_input_gate.weight,
+            activation=_activation(layer.act_fn, activation),
+            projection=layer.per_layer_projection.weight,
+            norm=_float_gain(layer.post_per_layer_input_norm),
+        )
+    if getattr(layer, "enable_moe_block", False):  # the unified models have no such attribute
+        moe = _moe(layer.router, layer.experts)
+        moe = replace(
+            moe,
+            input_norm=_float_gain(layer.pre_feedforward_layernorm_2),
+            mlp_norm=_float_gain(layer.post_feedforward_layernorm_1),
+            norm=_float_gain(layer.post_feedforward_layernorm_2),
+        )
+    return LayerParts(
+        kind=attention.layer_type,
+        heads=heads,
+        scaling=attention.scaling,
+        **_attention_products(attention, [p for p in projections if p is not None], merged),
+        input_norm=_float_gain(layer.input_layernorm),
+        attention_norm=_float_gain(layer.post_attention_layernorm),
+        mlp_input_norm=_float_gain(layer.pre_feedforward_layernorm),
+        mlp=_mlp(layer.mlp, activation, merged),
+        mlp_norm=_float_gain(layer.post_feedforward_layernorm),
+        moe=moe,
+        ple=ple,
+        scale=layer.layer_scalar,
+    )
+
+
 def describe_llama(model: Any) -> DecoderParts:
-    """Llama and its kin: norm, attention, residual, norm, gated MLP, residual."""
-    config = model.config
+    """Llama and its kin: norm, attention, residual, norm, gated MLP or experts, residual."""
+    return _describe_llama(model, _rounding_gain)
+
+
+def describe_gpt_oss(model: Any) -> DecoderParts:
+    """GPT-OSS: the same with attention sinks, biases, experts, and norms in float32 throughout."""
+    return _describe_llama(model, lambda norm: Gain(norm.weight, norm.variance_epsilon))
+
+
+def _describe_llama(model: Any, gain: Callable[[Any], Gain]) -> DecoderParts:
     _check_tree(model)
     _check_rope(model.rotary_emb.rope_type)
-    activation = _activation(model.layers[0].mlp.act_fn, config.hidden_act)
-    merged: list[tuple[torch.Tensor, ...]] = []
+    merged: Groups = []
     layers = []
     for layer in model.layers:
-        attention = layer.self_attn
-        normed = hasattr(attention, "q_norm")
+        attention, mlp = layer.self_attn, layer.mlp
+        normed, mixed = hasattr(attention, "q_norm"), hasattr(mlp, "experts")
         heads = Heads(
             num_q=attention.q_proj.out_features // attention.head_dim,
             num_kv=attention.k_proj.out_features // attention.head_dim,
             head_dim=attention.head_dim,
-            q_norm=_rounding_gain(attention.q_norm) if normed else None,
-            k_norm=_rounding_gain(attention.k_norm) if normed else None,
+            q_norm=gain(attention.q_norm) if normed else None,
+            k_norm=gain(attention.k_norm) if normed else None,
         )
-        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         layers.append(
             LayerParts(
                 kind="",
                 heads=heads,
                 scaling=attention.scaling,
-                **_products(attention, projections, layer.mlp, merged),
-                activation=activation,
-                input_norm=_rounding_gain(layer.input_layernorm),
+                sinks=getattr(attention, "sinks", None),
+                **_attention_products(attention, [attention.q_proj, attention.k_proj, attention.v_proj], merged),
+                input_norm=gain(layer.input_layernorm),
                 attention_norm=None,
-                mlp_input_norm=_rounding_gain(layer.post_attention_layernorm),
+                mlp_input_norm=gain(layer.post_attention_layernorm),
+                mlp=None if mixed else _mlp(mlp, model.config.hidden_act, merged),
                 mlp_norm=None,
+                moe=_moe(mlp.router if hasattr(mlp, "router") else mlp.gate, mlp.experts) if mixed else None,
             )
         )
     return DecoderParts(
         layers=tuple(layers),
-        final_norm=_rounding_gain(model.norm),
+        final_norm=gain(model.norm),
         rotary={"": (model.rotary_emb.inv_freq, float(model.rotary_emb.attention_scaling))},
-        merged=tuple(merged),
+        merged=_checked(merged),
     )
 
 
-def _products(
-    attention: Any, projections: list[nn.Linear], mlp: Any, merged: list[tuple[torch.Tensor, ...]]
-) -> dict[str, Any]:
-    """The weights of a layer's products, QKV and gate / up merged; adds what was merged to `merged`."""
-    gate_up = (mlp.gate_proj, mlp.up_proj)
-    if any(linear.bias is not None for linear in (*gate_up, mlp.down_proj)):
-        raise Unfusable("its MLP has biases")
-    groups = [tuple(p.weight for p in projections), tuple(p.weight for p in gate_up)]
-    qkv_bias = None
-    if any(p.bias is not None for p in projections):
-        groups.append(tuple(p.bias for p in projections))
-        qkv_bias = merge_rows(groups[2])
-    merged.extend(groups)
+def _attention_products(attention: Any, projections: list[Any], merged: Groups) -> dict[str, Any]:
+    """The weights of a layer's attention, QKV merged; adds what was merged to `merged`."""
+    weights = tuple(p.weight for p in projections)
+    biases = tuple(p.bias for p in projections if p.bias is not None)
+    if len(biases) not in (0, len(weights)):
+        raise Unfusable("some of its attention projections have biases and others none")
+    merged.extend([weights, biases] if biases else [weights])
     return {
-        "qkv": merge_rows(groups[0]),
-        "qkv_bias": qkv_bias,
+        "qkv": merge_rows(weights),
+        "qkv_bias": merge_rows(biases) if biases else None,
         "out": attention.o_proj.weight,
         "out_bias": attention.o_proj.bias,
-        "gate_up": merge_rows(groups[1]),
-        "down": mlp.down_proj.weight,
     }
+
+
+def _mlp(mlp: Any, activation: str, merged: Groups) -> MlpParts:
+    """An MLP, gate and up merged."""
+    if any(linear.bias is not None for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
+        raise Unfusable("its MLP has biases")
+    merged.append((mlp.gate_proj.weight, mlp.up_proj.weight))
+    return MlpParts(
+        gate_up=merge_rows(merged[-1]), activation=_activation(mlp.act_fn, activation), down=mlp.down_proj.weight
+    )
+
+
+def _moe(router: nn.Module, experts: nn.Module) -> MoeParts:
+    described_router, described_experts = router_of(router), experts_of(experts)
+    if described_router is None or described_experts is None:
+        raise Unfusable(f"its experts ({type(experts).__name__}) compute something else than their class says")
+    return MoeParts(router=described_router, experts=described_experts)
+
+
+def _checked(merged: Groups) -> tuple[tuple[torch.Tensor, ...], ...]:
+    """A parameter that two groups hold is merged with one of them only."""
+    if not all(map(is_merged, merged)):
+        raise Unfusable("some of its weights are tied to one another")
+    return tuple(merged)
 
 
 def _float_gain(norm: Any) -> Gain:
@@ -195,10 +232,25 @@ def _check_tree(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if type(module).__module__ not in allowed:
             raise Unfusable(f"its module {name} is a {type(module).__module__}.{type(module).__name__}")
-        forward = vars(module).get("forward")  # the norms of a private copy have one that is the same norm
-        replaced = forward is not None and getattr(forward, "__func__", None) is not fused_rms_norm
-        if module._forward_hooks or module._forward_pre_hooks or replaced:
+        if not is_untouched(module):
             raise Unfusable(f"the forward of its module {name} is hooked or replaced")
+    for name, param in model.named_parameters():
+        if not is_plain(param):
+            raise Unfusable(f"its parameter {name} is no plain tensor of floats ({type(param.data).__name__})")
+        if param.device.type == "cpu" and param.is_shared():
+            raise Unfusable(f"its parameter {name} is in memory that other processes share")
     kinds = {(param.dtype, param.device) for param in model.parameters()}
     if len(kinds) > 1:
         raise Unfusable(f"its parameters are of more than one dtype or device: {sorted(map(str, kinds))}")
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Does it run the forward of its class, and nothing else?"""
+    forward = vars(module).get("forward")  # the norms of a private copy have one that is the same norm
+    replaced = forward is not None and getattr(forward, "__func__", None) is not fused_rms_norm
+    return not (module._forward_hooks or module._forward_pre_hooks or replaced)
+
+
+def is_plain(param: torch.Tensor) -> bool:
+    """A dense floating tensor: not quantised, not sharded."""
+    return type(param.data) is torch.Tensor and param.layout == torch.strided and param.is_floating_point()

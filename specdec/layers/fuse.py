@@ -1,82 +1,147 @@
 """The one table of what replaces what: Hugging Face text model -> how it is described to `FusedDecoder`.
 
-    fuse(tree, KERNELS) -> the tree with its text models replaced, and why others in the table were not
+    fuse(text_model, KERNELS) -> a FusedDecoder over the same weights, called with the same keywords
 
-`tree` is the caller's own: an engine fuses its private copy, never the user's modules. The classes are matched exactly,
-since a subclass may compute something else. Families without an entry are left as they are.
+The caller's own module: an engine fuses its private copy, never the user's. Classes are matched exactly, since a
+subclass may compute something else. Describing one merges weights in place: one thread at a time.
 """
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4UnifiedTextModel
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssModel
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.mistral.modeling_mistral import MistralModel
+from transformers.models.mixtral.modeling_mixtral import MixtralModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel
 
+from specdec.errors import UnsupportedModelError
 from specdec.layers.decoder import DecoderParts, FusedDecoder
-from specdec.layers.families import Unfusable, describe_gemma4, describe_llama
-from specdec.layers.merge import unmerge_rows
+from specdec.layers.families import (
+    Unfusable,
+    describe_gemma4,
+    describe_gpt_oss,
+    describe_llama,
+    is_plain,
+    is_untouched,
+)
+from specdec.layers.merge import MERGING, Watch, unmerge_rows
 from specdec.layers.operations import Operations
 
 FUSED: dict[type[nn.Module], Callable[[nn.Module], DecoderParts]] = {
     Gemma4TextModel: describe_gemma4,
     Gemma4UnifiedTextModel: describe_gemma4,
+    GptOssModel: describe_gpt_oss,
     LlamaModel: describe_llama,
     MistralModel: describe_llama,
+    MixtralModel: describe_llama,
     Qwen2Model: describe_llama,
     Qwen3Model: describe_llama,
+    Qwen3MoeModel: describe_llama,
 }
 
 
-def fuse(tree: nn.Module, ops: Operations) -> tuple[nn.Module, dict[str, str]]:
-    """-> the tree, of which the root may be another module now, and {module name: why it was left as it is}."""
-    refused: dict[str, str] = {}
-    # outside inference mode, where a parameter cannot be given other data
-    with torch.inference_mode(False), torch.no_grad():
-        tree = _fused(tree, "", ops, refused)
-        for name, parent, attribute, module in list(_children(tree, "")):
-            fused = _fused(module, name, ops, refused)
-            if fused is not module:
-                parent._modules[attribute] = fused
-    return tree, refused
+def fuse(source: nn.Module, ops: Operations) -> FusedDecoder:
+    """What stands in the place of a text model from now on. Raises Unfusable, with the reason as a clause."""
+    return FusedDecoder(source, _described(source), ops)
 
 
-def unfuse(tree: nn.Module) -> nn.Module:
-    """The tree with the Hugging Face modules back in their places, each weight in a storage of its own."""
-    with torch.inference_mode(False), torch.no_grad():
-        for _, parent, attribute, module in list(_children(tree, "")):
+class FusedLinear(nn.Module):
+    """Stands where an `nn.Linear` stood; `weight` is looked up at each call."""
+
+    def __init__(self, source: nn.Linear, ops: Operations) -> None:
+        super().__init__()
+        self.source, self.ops = source, ops
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.source.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K] -> [..., N]."""
+        rows = self.ops.linear(x.reshape(-1, x.shape[-1]), self.source.weight, self.source.bias)
+        return self.ops.finish(rows).view(*x.shape[:-1], -1)
+
+
+def fuse_linear(module: nn.Module, ops: Operations) -> nn.Module:
+    """The same product by `ops`; the module itself where it is more than a product."""
+    plain = type(module) is nn.Linear and is_untouched(module) and all(map(is_plain, module.parameters()))
+    return FusedLinear(module, ops) if plain else module  # type: ignore[arg-type]
+
+
+class Weights:
+    """The weights that one or more modules read, where others may re-point them at any time.
+
+    Kept in step by asking for `generation` before each forward: a fused decoder is described again when they have
+    moved. Whoever holds addresses, as a captured graph does, remembers the number that it was made at.
+    """
+
+    def __init__(self, name: str, *modules: nn.Module) -> None:
+        self.name, self._modules = name, modules
+        self._watch = Watch(*modules)
+        self._placement = self._where()
+        self._in_step = True
+        self._generation = 0
+        self._lock = threading.Lock()
+
+    def generation(self) -> int:
+        """Counts how often they were found elsewhere. Raises UnsupportedModelError while they are of another dtype or
+        on another device than they were: K/V would not fit."""
+        with self._lock:
+            if self._watch.moved():
+                self._in_step = False
+            if not self._in_step:
+                self._adopt()
+                self._in_step = True
+                self._generation += 1
+            return self._generation
+
+    def _adopt(self) -> None:
+        now = self._where()
+        if now != self._placement:
+            raise UnsupportedModelError(
+                f"the weights of {self.name} are {_shown(now)} now, and were {_shown(self._placement)} when its engine "
+                "was made; make a new one, or move them back"
+            )
+        for module in self._modules:
             if isinstance(module, FusedDecoder):
-                parent._modules[attribute] = _unfused(module)
-        return _unfused(tree) if isinstance(tree, FusedDecoder) else tree
+                try:
+                    module.adopt(_described(module.source))
+                except Unfusable as reason:
+                    raise UnsupportedModelError(
+                        f"the weights of {self.name} were replaced by others that its fused layers cannot run "
+                        f"({reason}); make a new engine"
+                    ) from reason
+        self._watch.moved()  # by the merge, to where they are described now
+
+    def _where(self) -> set[tuple[torch.dtype, torch.device]]:
+        return {(param.dtype, param.device) for module in self._modules for param in module.parameters()}
 
 
-def _fused(module: nn.Module, name: str, ops: Operations, refused: dict[str, str]) -> nn.Module:
-    describe = FUSED.get(type(module))
-    if describe is None:
-        return module
-    try:
-        return FusedDecoder(module, describe(module), ops)
-    except Unfusable as reason:
-        refused[name] = str(reason)
-        return module
+def _shown(placement: set[tuple[torch.dtype, torch.device]]) -> str:
+    return " and ".join(sorted(f"{dtype} on {device}" for dtype, device in placement))
 
 
-def _unfused(decoder: FusedDecoder) -> nn.Module:
-    for params in decoder.parts.merged:
-        unmerge_rows(params)
+def unfuse(decoder: FusedDecoder) -> nn.Module:
+    """The Hugging Face module back, each weight in a storage of its own: for when no other engine runs on them."""
+    with MERGING, torch.inference_mode(False), torch.no_grad():
+        for params in decoder.parts.merged:
+            unmerge_rows(params)
     source: nn.Module = decoder.source
     return source
 
 
-def _children(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """(name, parent, attribute, module) of everything under `parent`, but not inside what is fused."""
-    if isinstance(parent, FusedDecoder):
-        return
-    for attribute, module in parent.named_children():
-        name = f"{prefix}{attribute}"
-        yield name, parent, attribute, module
-        yield from _children(module, f"{name}.")
+def _described(source: nn.Module) -> DecoderParts:
+    describe = FUSED.get(type(source))
+    if describe is None:
+        known = ", ".join(sorted(kind.__name__ for kind in FUSED))
+        raise Unfusable(f"{type(source).__name__} has no fused form; {known} have one")
+    # outside inference mode, where a parameter cannot be given other data
+    with MERGING, torch.inference_mode(False), torch.no_grad():
+        return describe(source)

@@ -4,7 +4,7 @@
     KERNELS     the kernels of this folder                     a row's bits do not depend on the number of rows
     FAST        the same, the vendor's products at many rows   faster prefill and large batches, without that property
 
-Signatures are the references' own.
+Signatures are the references' own. The references may wait for the device; the kernels never do.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from specdec.attention.backend import choose_backend
 from specdec.layers.linear import (
     Product,
     finish,
@@ -23,10 +24,18 @@ from specdec.layers.linear import (
     vendor_gated_linear,
     vendor_linear,
 )
+from specdec.layers.moe.mixture import Routing, apply_experts, reference_apply_experts, reference_route, route
 from specdec.layers.norm import norm, reference_norm
 from specdec.layers.ple import gated_projection, layer_inputs, reference_gated_projection, reference_layer_inputs
 from specdec.layers.rope_store import Attended, reference_rope_store, rope_store
 from specdec.layers.rotary import Rotary, reference_rotary, rotary
+from specdec.layers.sampling.centroid import (
+    centroid_best,
+    centroid_sample,
+    reference_centroid_best,
+    reference_centroid_sample,
+)
+from specdec.layers.sampling.sample import Best
 
 
 class Operations(NamedTuple):
@@ -38,9 +47,26 @@ class Operations(NamedTuple):
     rope_store: Callable[..., Attended]
     layer_inputs: Callable[..., torch.Tensor]
     gated_projection: Callable[..., Product]
+    route: Callable[..., Routing]
+    apply_experts: Callable[..., torch.Tensor]
+    centroid_sample: Callable[..., torch.Tensor]
+    centroid_best: Callable[..., Best]
 
 
-KERNELS = Operations(linear, gated_linear, finish, norm, rotary, rope_store, layer_inputs, gated_projection)
+KERNELS = Operations(
+    linear,
+    gated_linear,
+    finish,
+    norm,
+    rotary,
+    rope_store,
+    layer_inputs,
+    gated_projection,
+    route,
+    apply_experts,
+    centroid_sample,
+    centroid_best,
+)
 
 FAST = KERNELS._replace(linear=vendor_linear, gated_linear=vendor_gated_linear)
 
@@ -53,4 +79,20 @@ REFERENCE = Operations(
     reference_rope_store,
     reference_layer_inputs,
     reference_gated_projection,
+    reference_route,
+    reference_apply_experts,
+    reference_centroid_sample,
+    reference_centroid_best,
 )
+
+
+def choose_operations(fused: str | bool, attention: str, device: torch.device, dtype: torch.dtype) -> Operations | None:
+    """What `EngineConfig.fused` means beside `EngineConfig.attention`; None: Hugging Face's own modules.
+
+    Raises ConfigError when attention is "triton" and the kernels cannot run here.
+    """
+    if not fused or (fused == "auto" and device.type != "cuda"):
+        return None
+    if choose_backend(attention, device, dtype, head_dim=0).name == "triton":
+        return FAST
+    return None if fused == "auto" else REFERENCE

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.kvcache.spaces import FullLoc, SwaLoc
-from specdec.kvcache.store_kv import reference_store_kv
+from specdec.kvcache.store_kv import Destination, reference_store_kv
 from specdec.kvcache.triton_shim import tl, triton
 from specdec.layers.launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
 from specdec.layers.linear import Product, reference_finish, sum_parts
@@ -37,14 +36,6 @@ class Heads(NamedTuple):
     @property
     def width(self) -> int:
         return (self.num_q + self.num_kv * (1 if self.values_are_keys else 2)) * self.head_dim
-
-
-class Destination(NamedTuple):
-    """Where a layer's new K/V go: pools [slots, Hkv, D] and slots [T] of their space."""
-
-    pool_k: torch.Tensor
-    pool_v: torch.Tensor
-    slots: FullLoc | SwaLoc
 
 
 class Attended(NamedTuple):

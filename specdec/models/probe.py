@@ -101,8 +101,28 @@ class ProbeContext:
             self.faults[layer] = fault
             return query.new_zeros((len(query), query.shape[2], query.shape[1], call.value.shape[3]))
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, call.key, call.value))
-        self.rows[layer] = q, k, v
+        out = self.attend_rows(layer, q, k, v, scaling=call.scaling, softcap=call.softcap, sinks=call.sinks)
+        return out.view(len(query), -1, *out.shape[1:])
+
+    def destination(self, layer: int) -> None:
+        """Fused layers store nothing here: what they ask with is recorded."""
+
+    def attend_rows(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q [T, Hq, D], k and v [T, Hkv, D] or None: the owner's -> [T, Hq, D]."""
         spec = self.layout.layers[layer]
+        if k is None or v is None:
+            _, k, v = self.rows[spec.owner]
+        self.rows[layer] = q, k, v
         seen = [self] if self.past is None else [self.past, self]
         keys, values = (torch.cat([context.rows[spec.owner][i] for context in seen]) for i in (1, 2))
         text, positions = torch.cat([c.text for c in seen]), torch.cat([c.positions for c in seen])
@@ -110,8 +130,7 @@ class ProbeContext:
         visible = (self.text[:, None] == text) & (distance >= 0)  # [T, L]
         if spec.window is not None:
             visible &= distance < spec.window
-        out = _dense_attention(q, keys, values, visible, call)
-        return out.view(len(query), -1, *out.shape[1:])
+        return _dense_attention(q, keys, values, visible, scaling, softcap, sinks)
 
     def _fault(self, call: AttentionCall) -> str | None:
         if not 0 <= call.layer < len(self.layout.layers):
@@ -149,17 +168,23 @@ class ProbeContext:
 
 
 def _dense_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, call: AttentionCall
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """q [T, Hq, D], k and v [L, Hkv, D], visible [T, L] -> [T, Hq, D]; the softmax in float32."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-    scores = torch.einsum("thd,lhd->htl", q.float(), k) * call.scaling
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
+    scores = torch.einsum("thd,lhd->htl", q.float(), k) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~visible, -torch.inf)
-    if call.sinks is not None:
-        sink = call.sinks.float().view(-1, 1, 1).expand(-1, len(q), 1)
+    if sinks is not None:
+        sink = sinks.float().view(-1, 1, 1).expand(-1, len(q), 1)
         scores = torch.cat([scores, sink], dim=-1)
     weights = scores.softmax(dim=-1)[..., : len(k)]
     return torch.einsum("htl,lhd->thd", weights, v).to(q.dtype)
@@ -183,6 +208,45 @@ class Closeness:
         return self.difference(found, wanted) <= bound
 
 
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What a model was found to compute: its rule of logits, and each text alone, to hold other forms of it against.
+
+    alone: one context a text, with what every layer asked; states [2 * T, H] behind the final norm.
+    """
+
+    name: str
+    texts: torch.Tensor
+    rule: LogitRule
+    alone: Sequence[ProbeContext]
+    states: torch.Tensor
+    closeness: Closeness
+
+    def difference(self, run: Run) -> str | None:
+        """What differs when the rows of both texts run mixed and in two forwards, as the rest of a sentence."""
+        length, device = self.texts.shape[1], self.texts.device
+        layout = self.alone[0].layout
+        past: ProbeContext | None = None
+        for order in (_mixed(range(PREFIX_LEN), length), _mixed(range(PREFIX_LEN, length), length)):
+            rows = torch.tensor(order, device=device)
+            # a row of neither text, at a position that others have: a draft that was wrong, or padding
+            tokens = torch.cat([self.texts.flatten()[rows], self.texts[0, :1]])
+            positions = torch.cat([rows % length, rows[:1] % length])
+            text = torch.cat([rows // length, rows.new_tensor([len(self.texts)])])
+            mixed = ProbeContext(layout, text, positions, past)
+            found = run(tokens[None], positions[None], mixed)[0, :-1]
+            mixed.verify(self.name)
+            for layer in sorted(mixed.rows):
+                for kind, what in enumerate(("queries", "keys", "values")):
+                    wanted = torch.cat([context.rows[layer][kind] for context in self.alone])[rows]
+                    if not self.closeness.holds(mixed.rows[layer][kind][:-1], wanted, layer):
+                        return f"the {what} of layer {layer}"
+            if not self.closeness.holds(found, self.states[rows], len(layout.layers)):
+                return "the final states"
+            past = mixed
+        return None
+
+
 def prove(
     name: str,
     layout: KVLayout,
@@ -193,7 +257,7 @@ def prove(
     own_logits: torch.Tensor,
     rules: Sequence[LogitRule],
     exact: bool,
-) -> LogitRule:
+) -> Proof:
     """The rule by which states and head give the model's own logits; raises UnsupportedModelError when none does.
 
     texts: [2, T] tokens. own_logits: [2, T, V] of the model's own forward over them. exact: the product of a row does
@@ -220,46 +284,19 @@ def prove(
             f"{name}: its logits through the attention interface of transformers differ from those of its own forward "
             f"by {errors[best]:.1%}, so something in it is not plain causal attention, and it cannot be served exactly"
         )
-    _prove_packing(name, layout, texts, run, alone, torch.cat(states), closeness)
-    return rules[best]
-
-
-def _prove_packing(
-    name: str,
-    layout: KVLayout,
-    texts: torch.Tensor,
-    run: Run,
-    alone: Sequence[ProbeContext],
-    states: torch.Tensor,
-    closeness: Closeness,
-) -> None:
-    """Rows of both texts, mixed and in two forwards, must be what they were alone (`alone`, states [2 * T, H])."""
-    length, device = texts.shape[1], texts.device
-    past: ProbeContext | None = None
-    for order in (_mixed(range(PREFIX_LEN), length), _mixed(range(PREFIX_LEN, length), length)):
-        rows = torch.tensor(order, device=device)
-        # a row of neither text, at a position that others have: a draft that was wrong, or padding
-        tokens = torch.cat([texts.flatten()[rows], texts[0, :1]])
-        positions = torch.cat([rows % length, rows[:1] % length])
-        text = torch.cat([rows // length, rows.new_tensor([len(texts)])])
-        mixed = ProbeContext(layout, text, positions, past)
-        found = run(tokens[None], positions[None], mixed)[0, :-1]
-        mixed.verify(name)
-        for layer in sorted(mixed.rows):
-            for kind, what in enumerate(("queries", "keys", "values")):
-                wanted = torch.cat([context.rows[layer][kind] for context in alone])[rows]
-                if not closeness.holds(mixed.rows[layer][kind][:-1], wanted, layer):
-                    raise UnsupportedModelError(
-                        f"{name}: the {what} of layer {layer} do not follow from the token and its position_ids alone "
-                        "(a model that counts positions itself, or mixes neighbouring rows), so rows of several "
-                        "requests cannot share a forward"
-                    )
-        if not closeness.holds(found, states[rows], len(layout.layers)):
-            raise UnsupportedModelError(
-                f"{name}: the final states of a token depend on the other rows of the forward, so rows of several "
-                "requests cannot share one"
-            )
-        past = mixed
+    proof = Proof(name, texts, rules[best], alone, torch.cat(states), closeness)
+    what = proof.difference(run)
+    if what == "the final states":
+        raise UnsupportedModelError(
+            f"{name}: {what} of a token depend on the other rows of the forward, so rows of several requests cannot "
+            "share one"
+        )
+    if what is not None:
+        raise UnsupportedModelError(
+            f"{name}: {what} do not follow from the token and its position_ids alone (a model that counts positions "
+            "itself, or mixes neighbouring rows), so rows of several requests cannot share a forward"
+        )
+    return proof
 
 
 def _mixed(steps: Sequence[int], length: int) -> list[int]:

@@ -2,9 +2,11 @@
 
 It knows where the text decoder, the head and the final softcap of a model are, and how to run B * N packed rows through
 them under a plan. It does not know drafters, sampling or requests. Invariant: the user's module is never changed; what
-runs is a private copy over the same weights, which any number of engines and threads may share.
+runs is a private copy over the same weights, which any number of engines and threads may share. With `ops` the copy's
+layers are fused ones (`specdec/layers`), where the family has them and they prove to compute the same.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +20,14 @@ from specdec.attention.private_copy import private_copy
 from specdec.errors import SpecDecError, UnsupportedModelError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout, layout_from_config
+from specdec.layers.families import Unfusable
+from specdec.layers.fuse import Weights, fuse, fuse_linear
+from specdec.layers.merge import held_storages
+from specdec.layers.operations import Operations
 from specdec.models.context_length import ContextLength, context_length
-from specdec.models.probe import LogitRule, logit_rules, probe_texts, prove, refusing
+from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing
+
+logger = logging.getLogger("specdec")
 
 UNSUPPORTED_ATTRIBUTES = {
     "alibi": "uses ALiBi biases",
@@ -40,11 +48,15 @@ class TargetModel:
     """A causal LM and its geometry.
 
     Raises UnsupportedModelError when the model cannot be run exactly over a paged cache; every layer is probed with a
-    two-token forward, so that this happens at construction.
+    short forward, so that this happens at construction.
+
+    ops: what fused layers compute with; None: every module runs as Hugging Face wrote it. `unfused` says why they do
+    not run here, None when they do.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, ops: Operations | None = None) -> None:
         self.model = model
+        self.ops = ops
         self.name = getattr(model.config, "_name_or_path", "") or type(model).__name__
         with refusing(self.name, f"{type(model).__name__} is not built as a decoder-only causal language model"):
             self.config: Any = model.config.get_text_config()
@@ -57,10 +69,15 @@ class TargetModel:
             self.layout: KVLayout = layout_from_config(self.config)
             self.user_decoder: nn.Module = self._find_decoder()  # with the user's own attention
             self.decoder: nn.Module = private_copy(self.user_decoder)
-            record_states(list(self.decoder.layers))  # type: ignore[arg-type]
             self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
         self.windows: Sequence[int | None] = tuple(spec.window for spec in self.layout.layers)
-        self.logit_rule: LogitRule = self._probe()
+        proof = self._probe()
+        self.logit_rule: LogitRule = proof.rule
+        self.unfused: str | None = "it was made without operations for fused layers"
+        if ops is not None:
+            self.unfused = self._fuse(ops, proof)
+        record_states(list(self.decoder.layers))  # type: ignore[arg-type]
+        self.weights = Weights(self.name, self.decoder, self.head)
 
     @property
     def hidden_size(self) -> int:
@@ -90,6 +107,8 @@ class TargetModel:
         `aux_layers`: hidden states to report as well, each the state that enters that layer (num_layers: leaves the
         last).
         """
+        if self.unfused is None:
+            self.weights.generation()
         context = ForwardContext.of(plan, view, self.windows, aux_layers)
         hidden = self._run(tokens, plan.positions, context)
         if not aux_layers:
@@ -149,15 +168,37 @@ class TargetModel:
         found: nn.Module = decoder
         return found
 
+    def _fuse(self, ops: Operations, proof: Proof) -> str | None:
+        """Put fused layers in the place of the decoder's, and the head's product; the reason if they are not."""
+        plain = decoder, head = self.decoder, self.head
+        held = held_storages(decoder)  # until the proof is done
+        level = logging.WARNING
+        try:
+            with refusing(self.name, "its fused layers do not run"), torch.inference_mode():
+                self.decoder, self.head = fuse(decoder, ops), fuse_linear(head, ops)
+                with torch.autocast(self.device.type, enabled=False):
+                    what = proof.difference(self._run)
+                    if what is None and not proof.closeness.holds(self.head(proof.states), head(proof.states), 0):
+                        what = "the logits"
+            reason = None if what is None else f"{what} of its fused layers are not {type(decoder).__name__}'s own"
+        except UnsupportedModelError as error:
+            reason = str(error)
+            level = logging.INFO if isinstance(error, Unfusable) else level
+        if reason is not None:
+            self.decoder, self.head = plain  # their weights may stay merged: views of the same values
+            logger.log(level, "%s runs unfused: %s", self.name, reason)
+        del held
+        return reason
+
     @torch.inference_mode()
-    def _probe(self) -> LogitRule:
+    def _probe(self) -> Proof:
         """Prove that the model can be served, and how its logits follow from its head."""
         kind = type(self.model).__name__
         texts = probe_texts(self.model.config, self.vocab_size).to(self.device)
         with torch.autocast(self.device.type, enabled=False):
             return self._proved(texts, kind)
 
-    def _proved(self, texts: torch.Tensor, kind: str) -> LogitRule:
+    def _proved(self, texts: torch.Tensor, kind: str) -> Proof:
         with refusing(self.name, f"{kind} does not run a forward of its own over text"):
             own_logits = self._own_logits(texts)
         try:

@@ -23,6 +23,12 @@ ACTIVATIONS = ("gelu_tanh", "silu", "swiglu_clamped")
 FEW_SLOTS = 256
 """Up to so many assignments every program finds its expert's assignments itself; more are listed first."""
 
+FEW_ROWS = 64
+"""And up to so many rows: each must fit the tile of an expert that all of them choose."""
+
+ROUTER_ROWS = 16
+"""Rows that one program of the router takes."""
+
 ROUTER_RANGE = 256
 """Columns of K that one program of the router multiplies. Part of the logits' bits: no function of the rows."""
 
@@ -63,8 +69,13 @@ class Routing(NamedTuple):
     weights: torch.Tensor
 
 
-def reference_route(x: torch.Tensor, router: Router) -> Routing:
-    """x [T, H]."""
+def arrivals(x: torch.Tensor) -> torch.Tensor:
+    """What `route` counts with, for all layers of one forward over x [T, H], one after the other."""
+    return torch.zeros(-(-len(x) // ROUTER_ROWS), dtype=torch.int32, device=x.device)
+
+
+def reference_route(x: torch.Tensor, router: Router, arrived: torch.Tensor | None = None) -> Routing:
+    """x [T, H]. `arrived` is not used."""
     if router.scale is not None:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + router.eps)
@@ -102,7 +113,7 @@ def reference_gate(gate: torch.Tensor, up: torch.Tensor, experts: Experts) -> to
 
 
 def route(x: torch.Tensor, router: Router, arrived: torch.Tensor) -> Routing:
-    """x [T, H] -> its experts. `arrived`: int32 zeros, one for every 16 rows, this caller's own; zeros again after."""
+    """x [T, H] -> its experts. `arrived`: see `arrivals`; this caller's own, and zeros again after."""
     num_rows, hidden = x.shape
     num_experts = len(router.weight)
     assert router.weight.shape == (num_experts, hidden) and router.weight.is_contiguous(), f"{router.weight.shape=}"
@@ -112,7 +123,7 @@ def route(x: torch.Tensor, router: Router, arrived: torch.Tensor) -> Routing:
     weights = torch.empty((num_rows, router.top_k), dtype=torch.float32, device=x.device)
     if num_rows == 0:
         return Routing(experts, weights)
-    grid = triton.cdiv(num_rows, 16), triton.cdiv(hidden, ROUTER_RANGE)
+    grid = triton.cdiv(num_rows, ROUTER_ROWS), triton.cdiv(hidden, ROUTER_RANGE)
     assert arrived.dtype == torch.int32 and len(arrived) >= grid[0], f"{arrived.shape=} {num_rows=}"
     block_e = max(16, triton.next_power_of_2(num_experts))
     parts = torch.empty((grid[1], num_rows, num_experts), dtype=torch.float32, device=x.device)
@@ -125,7 +136,7 @@ def route(x: torch.Tensor, router: Router, arrived: torch.Tensor) -> Routing:
         NORMALISED=router.normalised,
         SPLITS=grid[1],
         BLOCK_E=block_e,
-        BLOCK_T=16,
+        BLOCK_T=ROUTER_ROWS,
         BLOCK_K=64,
         num_warps=4,
         num_stages=min(4, max(1, 160_000 // (64 * (block_e + 16) * x.element_size()))),  # of shared memory
@@ -135,7 +146,7 @@ def route(x: torch.Tensor, router: Router, arrived: torch.Tensor) -> Routing:
 
 
 def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: bool | None = None) -> torch.Tensor:
-    """x [T, H] -> [T, H]. `few`: without a list; None: up to FEW_SLOTS assignments."""
+    """x [T, H] -> [T, H]. `few`: without a list; None: up to FEW_SLOTS assignments of FEW_ROWS rows."""
     num_rows, hidden = x.shape
     num_experts, width = len(experts.gate_up), experts.gate_up.shape[1]
     top_k = routing.experts.shape[1]
@@ -151,7 +162,7 @@ def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: b
     parts = torch.empty((slots, hidden), dtype=torch.float32, device=x.device)
     options = pdl_options(x.device)
     first = order = None
-    if not (slots <= FEW_SLOTS if few is None else few):
+    if not (slots <= FEW_SLOTS and num_rows <= FEW_ROWS if few is None else few):
         first = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
         order = torch.empty(slots, dtype=torch.int32, device=x.device)
         list_kernel[(num_experts,)](routing.experts, first, order, slots, BLOCK=1024, num_warps=4, **options)

@@ -30,6 +30,11 @@ class CentroidHead(NamedTuple):
     weight: torch.Tensor
     top_k: int
 
+    @property
+    def num_listed(self) -> int:
+        """Tokens that a row scores."""
+        return self.top_k * self.ordering.shape[1]
+
 
 def reference_centroid_logits(hidden: torch.Tensor, head: CentroidHead) -> torch.Tensor:
     """hidden [B, M, H] -> [B, M, V], -inf outside the best centroids."""
@@ -161,7 +166,7 @@ def _choose(
     rows = batch * num_nodes
     num_centroids, cluster = head.ordering.shape
     vocab_size = num_centroids * cluster
-    list_len = head.top_k * cluster
+    list_len = head.num_listed
     assert head.centroids.shape == (num_centroids, width) and head.weight.shape == (vocab_size, width), (
         f"{head.centroids.shape=} {head.weight.shape=} {head.ordering.shape=} {hidden.shape=}"
     )

@@ -1,0 +1,407 @@
+"""Engines on fused layers: the same tokens, the user's weights as they are at each moment, and why some run unfused."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.layers.decoder import FusedDecoder
+from specdec.layers.fuse import FusedLinear
+from specdec.layers.merge import is_merged
+from specdec.layers.operations import FAST, KERNELS, REFERENCE, choose_operations
+from specdec.models.target import TargetModel
+
+NEW = 12
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(max_new_tokens=NEW)
+SAMPLED = [
+    SamplingParams(max_new_tokens=NEW, temperature=0.9, seed=1),
+    SamplingParams(max_new_tokens=NEW, temperature=1.3, top_k=20, top_p=0.9, seed=2),
+    SamplingParams(max_new_tokens=NEW, temperature=0.7, min_p=0.02, repetition_penalty=1.3, seed=3),
+]
+FUSABLE = ["gemma4-e2b", "llama", "gpt_oss", "gemma4-moe"]
+SLOW = ["gemma4-31b", "gemma4-multimodal", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"]
+DRAFTS = {"chain": SpecConfig(num_steps=3), "tree": SpecConfig(num_steps=3, topk=2, num_draft_tokens=6)}
+
+
+def of(families: Sequence[str], *, slow: Sequence[str] = ()) -> list[Any]:
+    return [*families, *(pytest.param(family, marks=pytest.mark.slow) for family in slow)]
+
+
+@pytest.fixture
+def generate(make_engine: Callable[..., Engine]) -> Callable[..., list[list[int]]]:
+    """generate(model, drafter, prompts, params, fused=..., **settings): tokens, and that `fused` is what ran."""
+
+    def run(model: Any, drafter: Any, prompts: list[list[int]], params: Any, **settings: Any) -> list[list[int]]:
+        with make_engine(model, drafter, max_batch_size=2, **settings) as engine:
+            assert isinstance(engine.target.decoder, FusedDecoder) == settings["fused"]
+            assert isinstance(engine.target.head, FusedLinear) == settings["fused"]
+            if isinstance(engine.drafter, Gemma4MTPDrafter):
+                assert isinstance(engine.drafter.model.model, FusedDecoder) == settings["fused"]
+                assert isinstance(engine.drafter.model.post_projection, FusedLinear) == settings["fused"]
+            return [out.token_ids for out in engine.generate(prompts, params)]
+
+    return run
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("family", of(FUSABLE, slow=SLOW))
+def test_tokens_are_those_of_unfused_layers(
+    family, shape, page_size, generate, make_target, make_assistant, random_prompt
+):
+    """Greedy and sampled, past the sliding window, in chunks, more requests than seats."""
+    model = make_target(family)
+    drafters = [make_assistant(model)] if family.startswith("gemma4") else ["ngram" if shape == "chain" else None]
+    if family == "gemma4-e2b":
+        drafters.append(make_assistant(model, ordered=True))
+    prompts = [random_prompt(length, seed=length) for length in (5, 13, 21)]
+    for drafter in drafters:
+        for params in (GREEDY, SAMPLED):
+            settings = {"spec": DRAFTS[shape], "page_size": page_size, "prefill_chunk": 7}
+            want = generate(model, drafter, prompts, params, fused=False, **settings)
+            assert generate(model, drafter, prompts, params, fused=True, **settings) == want
+
+
+@pytest.mark.parametrize("family", ["gemma4-e2b", "gpt_oss"])
+def test_states_that_drafters_ask_for_are_those_of_unfused_layers(family, make_target, make_engine, random_prompt):
+    """Those that enter layers, the one that leaves the last, and the final one."""
+    seen = []
+    for fused in (False, True):
+        engine = make_engine(make_target(family), None, fused=fused)
+        layers = len(engine.target.layout.layers)
+        inner, outputs = engine.target.forward, []
+
+        def forward(tokens, plan, view, aux_layers=(), inner=inner, outputs=outputs, layers=layers):
+            outputs.append(inner(tokens, plan, view, (0, 2, layers)))
+            return outputs[-1]._replace(aux_states=None)
+
+        engine.target.forward = forward
+        engine.generate([random_prompt(9)], SamplingParams(max_new_tokens=3))
+        seen.append([(out.hidden.clone(), out.aux_states.clone()) for out in outputs])
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "ordered"),
+    [
+        pytest.param("llama", "chain", False),
+        pytest.param("gemma4-e2b", "chain", True, marks=pytest.mark.slow),
+        pytest.param("gemma4-e2b", "tree", True, marks=pytest.mark.slow),
+        pytest.param("gemma4-moe", "tree", False, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "chain", False, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_the_same_on_the_kernels(
+    family, shape, ordered, generate, make_target, make_assistant, random_prompt, monkeypatch
+):
+    """The layers' own, and the centroid head's: for greedy and sampled requests at once."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    small = {"num_hidden_layers": 2} if family in ("llama", "gpt_oss") else {}
+    if family == "gpt_oss":
+        small["layer_types"] = ["sliding_attention", "full_attention"]
+    model = make_target(family, **small)
+    drafter = make_assistant(model, ordered=ordered) if family.startswith("gemma4") else None
+    prompts = [random_prompt(10), random_prompt(3)]
+    params = [SamplingParams(max_new_tokens=4), SamplingParams(max_new_tokens=4, temperature=0.9, seed=1)]
+    settings = {"spec": DRAFTS[shape], "prefill_chunk": 16}
+    want = generate(model, drafter, prompts, params, fused=False, **settings)
+    assert generate(model, drafter, prompts, params, fused=True, attention="triton", **settings) == want
+
+
+def test_auto_is_unfused_on_a_cpu(make_target, make_engine):
+    engine = make_engine(make_target("llama"))
+    assert engine.config.fused == "auto" and engine.target.ops is None
+    assert not isinstance(engine.target.decoder, FusedDecoder)
+
+
+@pytest.mark.parametrize(
+    ("fused", "attention", "wanted"),
+    [(False, "triton", None), ("auto", "triton", None), (True, "torch", REFERENCE), (True, "auto", REFERENCE)],
+)
+def test_operations_by_setting(fused, attention, wanted):
+    assert choose_operations(fused, attention, CPU, torch.float32) is wanted
+
+
+def test_operations_in_the_interpreter_are_the_kernels(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose_operations(True, "triton", CPU, torch.float32) is FAST
+    with pytest.raises(ConfigError, match="works in"):
+        choose_operations(True, "triton", CPU, torch.bfloat16)
+
+
+# refusals
+
+
+def test_a_family_without_fused_layers(make_target, make_engine, greedy_oracle, random_prompt):
+    model = make_target("gemma3")
+    with pytest.raises(ConfigError, match=r"fused=True, .* Gemma3TextModel has no fused form; Gemma4TextModel, .*auto"):
+        make_engine(model, fused=True)
+    target = TargetModel(model, REFERENCE)
+    assert "Gemma3TextModel has no fused form" in target.unfused
+    prompt = random_prompt(9)
+    [out] = Engine(target, config=EngineConfig(max_model_len=64)).generate(prompt, GREEDY)
+    assert out.token_ids == greedy_oracle(model, prompt, NEW)
+
+
+def test_a_drafter_that_cannot_be_fused(make_target, make_assistant, make_engine):
+    model = make_target("gemma4-31b")
+    assistant = make_assistant(model, seed=7)
+    handle = assistant.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(ConfigError, match=r"gemma4_mtp runs unfused: the forward of its module layers.0.mlp"):
+            make_engine(model, assistant, fused=True)
+    finally:
+        handle.remove()
+
+
+def test_what_an_engine_is_given_must_be_what_its_config_says(make_target):
+    target = TargetModel(make_target("llama"), REFERENCE)
+    Engine(target, config=EngineConfig(fused=True, max_model_len=64))
+    with pytest.raises(ConfigError, match="was made with fused layers"):
+        Engine(target, config=EngineConfig(fused=False, max_model_len=64))
+    with pytest.raises(ConfigError, match="made without operations"):
+        Engine(TargetModel(make_target("llama")), config=EngineConfig(fused=True, max_model_len=64))
+
+
+def wrong_norm(*args: Any, **kwargs: Any) -> Any:
+    hidden, normed = REFERENCE.norm(*args, **kwargs)
+    return hidden, normed * 1.05
+
+
+def wrong_rotary(positions: torch.Tensor, *args: Any) -> Any:
+    return REFERENCE.rotary(positions + 1 * (positions > 2), *args)
+
+
+def shifted_rotary(positions: torch.Tensor, *args: Any) -> Any:
+    """Right for each query and key together: attention scores depend on differences. Stored keys would be wrong."""
+    return REFERENCE.rotary(positions + 1, *args)
+
+
+def failing(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("out of shared memory\nand more lines")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"norm": wrong_norm}, "the queries of layer 0"),
+        ({"rotary": wrong_rotary}, "the queries of layer 0"),
+        ({"rotary": shifted_rotary}, "the queries of layer 0"),
+        ({"gated_linear": lambda x, w, act: REFERENCE.gated_linear(x, w, "gelu_tanh")}, "the queries of layer 1"),
+        ({"linear": failing}, "its fused layers do not run (RuntimeError: out of shared memory)"),
+    ],
+    ids=["norm", "rotary", "shifted", "activation", "failing"],
+)
+def test_layers_that_do_not_prove_equal_do_not_run(
+    change, reason, make_target, greedy_oracle, random_prompt, caplog, monkeypatch
+):
+    """Said once, in a warning; the text is the model's own."""
+    model = make_target("llama")
+    with caplog.at_level(logging.INFO, "specdec"):
+        target = TargetModel(model, REFERENCE._replace(**change))
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING and "runs unfused" in record.message and reason in record.message
+    assert reason in target.unfused and not isinstance(target.decoder, FusedDecoder)
+    prompt = random_prompt(9)
+    [out] = Engine(target, config=EngineConfig(max_model_len=64)).generate(prompt, GREEDY)
+    assert out.token_ids == greedy_oracle(model, prompt, NEW)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"norm": lambda *a, **k: tuple(x * 3 for x in REFERENCE.norm(*a, **k))}, "something else than its own"),
+        ({"linear": failing}, "out of shared memory"),
+    ],
+    ids=["norm", "failing"],
+)
+def test_a_drafter_that_does_not_prove_equal_runs_unfused(change, reason, make_target, make_assistant, caplog):
+    target = TargetModel(make_target("gemma4-31b"), REFERENCE)
+    target.ops = REFERENCE._replace(**change)
+    with caplog.at_level(logging.INFO, "specdec"):
+        drafter = Gemma4MTPDrafter(make_assistant(target.model), target)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING and reason in record.message and reason in drafter.unfused
+    assert not any(isinstance(module, FusedDecoder | FusedLinear) for module in drafter.model.modules())
+
+
+# weights that change
+
+
+def truth(model: Any, prompt: list[int], hf_forward: Callable[..., Any]) -> list[int]:
+    """Like `greedy_oracle`, which remembers what a model said before it changed."""
+    tokens = list(prompt)
+    for _ in range(NEW):
+        tokens.append(int(hf_forward(model, tokens).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def in_place(model: Any, other: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            value.copy_(other[name])
+
+
+def assigned(model: Any, other: dict[str, torch.Tensor]) -> None:
+    model.load_state_dict(other, assign=True)
+    model.tie_weights()
+
+
+def assigned_in_part(model: Any, other: dict[str, torch.Tensor]) -> None:
+    """One weight of a merged group, one of none, and a norm."""
+    names = ["layers.1.self_attn.k_proj.weight", "layers.2.self_attn.o_proj.weight", "layers.0.input_layernorm.weight"]
+    model.load_state_dict({f"model.{name}": other[f"model.{name}"] for name in names}, strict=False, assign=True)
+
+
+def pointed_elsewhere(model: Any, other: dict[str, torch.Tensor]) -> None:
+    for name, param in model.named_parameters():
+        if name.endswith("up_proj.weight"):
+            param.data = other[name].clone()
+
+
+def there_and_back(model: Any, other: dict[str, torch.Tensor]) -> None:
+    model.double()
+    in_place(model, other)
+    model.float()
+
+
+@pytest.mark.parametrize("change", [in_place, assigned, assigned_in_part, pointed_elsewhere, there_and_back])
+@pytest.mark.parametrize("family", ["gemma4-e2b", "qwen2"])
+def test_changed_weights_are_seen(change, family, make_target, make_engine, hf_forward, random_prompt):
+    model, prompt = make_target(family, fresh=True), random_prompt(11)
+    other = make_target(family, seed=4, fresh=True).state_dict()
+    engine = make_engine(model, None, fused=True)
+    before = truth(model, prompt, hf_forward)
+    assert engine.generate(prompt, GREEDY)[0].token_ids == before
+    change(model, other)
+    after = truth(model, prompt, hf_forward)
+    assert after != before
+    assert engine.generate(prompt, GREEDY)[0].token_ids == after
+
+
+def test_a_captured_graph_is_told_that_weights_moved(make_target):
+    """Also an unfused one: another engine may merge what it reads."""
+    model = make_target("llama", fresh=True)
+    unfused = TargetModel(model)
+    assert unfused.weights.generation() == unfused.weights.generation() == 0
+    fused, twin = TargetModel(model, REFERENCE), TargetModel(model, REFERENCE)
+    assert unfused.weights.generation() == 1
+    assert (fused.weights.generation(), twin.weights.generation()) == (0, 0)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.zero_()
+    assert (unfused.weights.generation(), fused.weights.generation()) == (1, 0)
+    param = model.model.layers[0].mlp.up_proj.weight
+    param.data = param.data.clone()
+    assert fused.weights.generation() == 1
+    assert is_merged([model.model.layers[0].mlp.gate_proj.weight, param])
+    assert (unfused.weights.generation(), twin.weights.generation(), fused.weights.generation()) == (2, 1, 1)
+    assert twin.decoder.parts.layers[0].mlp.gate_up.data_ptr() == fused.decoder.parts.layers[0].mlp.gate_up.data_ptr()
+
+
+def test_weights_of_another_dtype_are_refused_until_they_are_back(make_target, make_engine, random_prompt, hf_forward):
+    model, prompt = make_target("llama", fresh=True), random_prompt(5)
+    engine = make_engine(model, None, fused=True)
+    want = truth(model, prompt, hf_forward)
+    model.double()
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match=r"are torch.float64 on cpu now, and were torch.float32 on cpu"):
+            engine.generate(prompt, GREEDY)
+    model.float()
+    assert engine.generate(prompt, GREEDY)[0].token_ids == want
+
+
+def test_weights_that_fused_layers_cannot_run_are_refused(make_target, make_engine, random_prompt):
+    """A hook that comes later is not seen, as in any engine; another activation in the place of the old one is."""
+    model = make_target("llama", fresh=True)
+    target = TargetModel(model, REFERENCE)
+    target.decoder.source.layers[0].mlp.act_fn = nn.ReLU()  # before weights move
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match="its fused layers cannot run"):
+            target.weights.generation()
+
+
+def test_weights_tied_to_one_another_are_not_merged(make_target, make_engine, greedy_oracle, random_prompt):
+    model = make_target("llama", fresh=True)
+    layers, prompt = model.model.layers, random_prompt(7)
+    layers[2].self_attn.q_proj.weight = layers[0].self_attn.q_proj.weight
+    target = TargetModel(model, REFERENCE)
+    assert "tied to one another" in target.unfused
+    [out] = Engine(target, config=EngineConfig(max_model_len=64)).generate(prompt, GREEDY)
+    assert out.token_ids == greedy_oracle(model, prompt, NEW)
+
+
+def test_weights_in_shared_memory_stay_there(make_target):
+    model = make_target("llama", fresh=True).share_memory()
+    assert "that other processes share" in TargetModel(model, REFERENCE).unfused
+    assert all(param.is_shared() for param in model.parameters())
+
+
+class Quantised(torch.Tensor):
+    """A tensor that is more than its numbers."""
+
+
+def test_tensors_of_another_class_are_not_merged(make_target):
+    model = make_target("llama", fresh=True)
+    proj = model.model.layers[1].mlp.up_proj
+    proj.weight = nn.Parameter(proj.weight.data.as_subclass(Quantised))
+    assert "layers.1.mlp.up_proj.weight is no plain tensor" in TargetModel(model, REFERENCE).unfused
+
+
+# threads
+
+
+def test_engines_are_built_over_a_model_that_others_run(
+    make_target, make_assistant, make_engine, greedy_oracle, random_prompt
+):
+    """Eight threads: two generate on unfused engines all the while, six build fused ones and generate."""
+    model = make_target("gemma4-e2b", fresh=True)
+    prompts = [random_prompt(3 + n, seed=n) for n in range(6)]
+    truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    assistant = make_assistant(model)
+    old = [make_engine(model, drafter, fused=False) for drafter in ("ngram", assistant)]
+    building, faults = threading.Event(), []
+    start = threading.Barrier(8)
+
+    def guarded(job: Callable[[], None]) -> None:
+        try:
+            start.wait()
+            job()
+        except BaseException as fault:
+            faults.append(fault)
+
+    def run(engine: Engine) -> None:
+        while True:
+            last = building.is_set()
+            assert [out.token_ids for out in engine.generate(prompts, GREEDY)] == truths
+            if last:
+                return
+
+    def build(drafter: Any) -> None:
+        for _ in range(2):
+            with make_engine(model, drafter, fused=True) as engine:
+                assert [out.token_ids for out in engine.generate(prompts, GREEDY)] == truths
+
+    jobs = [*(lambda e=e: run(e) for e in old), *(lambda d=d: build(d) for d in ["ngram", assistant, None] * 2)]
+    threads = [threading.Thread(target=guarded, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads[2:]:
+        thread.join()
+    building.set()
+    for thread in threads[:2]:
+        thread.join()
+    assert faults == []
+
+
+def test_kernels_are_the_operations_of_a_fused_engine():
+    """FAST differs from KERNELS in its products only."""
+    assert FAST._replace(linear=KERNELS.linear, gated_linear=KERNELS.gated_linear) == KERNELS
