@@ -83,14 +83,13 @@ class Gemma4MTPDrafter(Drafter):
     def step(
         self, tokens: torch.Tensor, hidden: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One draft step of M nodes a request: tokens [B, M], hidden [B, M, Ht] -> logits [B, M, V], next hidden."""
-        out, following = self.forward(tokens, hidden, context.plan.positions, context)
-        return self._head(out), following
+        """One draft step of M nodes a request: tokens [B, M], hidden [B, M, Ht] -> the head's states [B, M, H], next
+        hidden."""
+        return self._run(tokens, hidden, context.plan.positions, context)
 
-    def forward(
+    def _run(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same up to the head: states [B, M, H] and next hidden [B, M, Ht]; positions [B, M]."""
         inputs = self.model.pre_projection(torch.cat([self.embed(tokens), hidden], dim=-1))  # [B, M, H]
         out = self.model.model(
             inputs_embeds=inputs.flatten(0, 1)[:, None],  # a batch of single rows: [B * M, 1, H]
@@ -156,7 +155,7 @@ class Gemma4MTPDrafter(Drafter):
         tokens = torch.arange(6, device=device).view(2, 3)
         hidden = self.embed(tokens + 6)
         with torch.autocast(device.type, enabled=False):
-            out, following = self.forward(tokens, hidden, tokens * 100, _Echo())
+            out, following = self._run(tokens, hidden, tokens * 100, _Echo())
             return torch.cat([self.model.lm_head(out), following], dim=-1).flatten(0, 1).float()
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -217,7 +216,7 @@ class Gemma4MTPWorker:
         root_pos = context.plan.committed_len[:, None]  # [B, 1]
         tokens = [batch.root[:, None]]
         for step in range(1, batch.num_steps + 1):
-            out, hidden = self.drafter.forward(tokens[-1], hidden, context.plan.positions, context)
+            out, hidden = self.drafter.step(tokens[-1], hidden, context)
             tokens.append(self.drafter.draw(out, root_pos + step, batch))
         return DraftTree.chain(torch.cat(tokens, dim=1))
 
@@ -228,7 +227,7 @@ class Gemma4MTPWorker:
         for step in range(1, batch.num_steps + 1):
             if step <= 2:  # one query for the root, then topk
                 context = self._context(batch, view, tokens.shape[1])
-            out, hidden = self.drafter.forward(tokens, hidden, context.plan.positions, context)
+            out, hidden = self.drafter.step(tokens, hidden, context)
             positions = (context.plan.committed_len[:, None] + step).expand_as(tokens)
             tokens, origin = growth.add_level(*self.drafter.best(out, positions, batch))
             hidden = hidden.gather(1, origin[:, :, None].expand(-1, -1, hidden.shape[-1]))

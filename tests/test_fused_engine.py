@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ from specdec.layers.merge import is_merged
 from specdec.layers.operations import FAST, KERNELS, REFERENCE, choose_operations
 from specdec.models.target import TargetModel
 
+from marks import slow
+
 NEW = 12
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(max_new_tokens=NEW)
@@ -29,10 +31,6 @@ SAMPLED = [
 FUSABLE = ["gemma4-e2b", "llama", "gpt_oss", "gemma4-moe"]
 SLOW = ["gemma4-31b", "gemma4-multimodal", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"]
 DRAFTS = {"chain": SpecConfig(num_steps=3), "tree": SpecConfig(num_steps=3, topk=2, num_draft_tokens=6)}
-
-
-def of(families: Sequence[str], *, slow: Sequence[str] = ()) -> list[Any]:
-    return [*families, *(pytest.param(family, marks=pytest.mark.slow) for family in slow)]
 
 
 @pytest.fixture
@@ -53,7 +51,7 @@ def generate(make_engine: Callable[..., Engine]) -> Callable[..., list[list[int]
 
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("shape", ["chain", "tree"])
-@pytest.mark.parametrize("family", of(FUSABLE, slow=SLOW))
+@pytest.mark.parametrize("family", [*FUSABLE, *map(slow, SLOW)])
 def test_tokens_are_those_of_unfused_layers(
     family, shape, page_size, generate, make_target, make_assistant, random_prompt
 ):
@@ -92,11 +90,11 @@ def test_states_that_drafters_ask_for_are_those_of_unfused_layers(family, make_t
 @pytest.mark.parametrize(
     ("family", "shape", "ordered"),
     [
-        pytest.param("llama", "chain", False),
-        pytest.param("gemma4-e2b", "chain", True, marks=pytest.mark.slow),
-        pytest.param("gemma4-e2b", "tree", True, marks=pytest.mark.slow),
-        pytest.param("gemma4-moe", "tree", False, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", "chain", False, marks=pytest.mark.slow),
+        ("llama", "chain", False),
+        slow("gemma4-e2b", "chain", True),
+        slow("gemma4-e2b", "tree", True),
+        slow("gemma4-moe", "tree", False),
+        slow("gpt_oss", "chain", False),
     ],
 )
 def test_tokens_are_the_same_on_the_kernels(

@@ -45,15 +45,15 @@ def spy(monkeypatch):
     step, propose = Gemma4MTPDrafter.step, Gemma4MTPWorker.propose
 
     def spying_step(self, tokens, hidden, context):
-        logits, after = step(self, tokens, hidden, context)
+        states, after = step(self, tokens, hidden, context)
         this = record.rounds[-1]
         this.fed.append(tokens[:, 0].clone())
         this.positions.append(context.plan.positions.clone())
-        this.logits.append(logits[:, 0].clone())
+        this.logits.append(self._head(states)[:, 0].clone())
         worker = record.worker
         allocator = worker.binding.cache.allocator
         record.states.append((allocator.frozen, worker.view is context.view and not worker.view.writable))
-        return logits, after
+        return states, after
 
     def spying_propose(self, batch):
         rows = zip(batch.history.tolist(), batch.history_len.tolist(), strict=True)
