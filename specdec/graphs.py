@@ -7,7 +7,7 @@
 Everything that differs from round to round is data in tensors that are never replaced: seats, slots, lengths, tokens,
 sampling parameters, the drafter's state. Page tables, translations, write locations and views are made inside, from
 those, at every replay: nothing made in one round outlives it. A captured round belongs to the view that it was captured
-under, and to a live cache; a replay under anything else is an error.
+under, and to a live cache; a replay under anything else is an error. When weights have moved, all are captured again.
 """
 
 import logging
@@ -60,6 +60,7 @@ class RoundGraphs:
         self._capture = capture
         self._strict = strict
         self._captured: dict[RoundShape, Captured | None] = {}  # None: it ran once
+        self._generation = round.weights_generation()
         self._refused = False  # the model or the drafter does what a graph cannot hold
 
     def bucket(self, shape: RoundShape) -> RoundShape:
@@ -71,6 +72,9 @@ class RoundGraphs:
 
     def run(self, shape: RoundShape) -> torch.Tensor:
         """One round of the seated rows -> its packed result, which the next round of this shape overwrites."""
+        if self._generation != (now := self.round.weights_generation()):
+            self._generation = now
+            self.clear()
         captured = self._captured.get(shape)
         if captured is None and shape in self._captured and not self._refused:
             captured = self._captured[shape] = self._try(shape)

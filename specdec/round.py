@@ -52,6 +52,8 @@ class Round:
         )
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows that take part, padding behind
         self.clock = StageClock(self.device)
+        drafts = getattr(drafter, "weights", None)
+        self._weights = [target.weights] if drafts is None else [target.weights, drafts]
 
     def reset(self) -> None:
         """A step was interrupted: nobody holds a view, and every row is to be taken again."""
@@ -59,6 +61,10 @@ class Round:
             self.worker.view = None
         for mirrored in (self.tokens, self.sampling.cells, self.seats):
             mirrored.clear()
+
+    def weights_generation(self) -> int:
+        """Another number whenever weights of target or drafter have been re-pointed: see `Weights`."""
+        return sum(weights.generation() for weights in self._weights)
 
     def take(self, row: int, tokens: Sequence[int], params: SamplingParams, seed: int) -> None:
         """A request with these tokens so far has been given this row."""

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tape import record
 from torch import nn
 
+import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.errors import ConfigError, UnsupportedModelError
@@ -302,6 +304,46 @@ def test_a_captured_graph_is_told_that_weights_moved(make_target):
     assert is_merged([model.model.layers[0].mlp.gate_proj.weight, param])
     assert (unfused.weights.generation(), twin.weights.generation(), fused.weights.generation()) == (2, 1, 1)
     assert twin.decoder.parts.layers[0].mlp.gate_up.data_ptr() == fused.decoder.parts.layers[0].mlp.gate_up.data_ptr()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_captured_rounds_see_changed_weights(fused, make_target, make_engine, hf_forward, random_prompt, monkeypatch):
+    """The tape stands for a graph, which holds the tensors that it was captured with."""
+    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    model, prompt = make_target("qwen2", fresh=True), random_prompt(11)
+    other = make_target("qwen2", seed=4, fresh=True).state_dict()
+    engine = make_engine(model, None, fused=fused)
+    for change in (None, assigned, None, assigned_in_part):
+        if change is not None:
+            change(model, other)
+            other = make_target("qwen2", seed=5, fresh=True).state_dict()
+        want = truth(model, prompt, hf_forward)
+        for _ in range(2):
+            assert engine.generate(prompt, GREEDY)[0].token_ids == want
+        assert any(engine.steps.launcher.graphs._captured.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma4-e2b", "gpt_oss"])
+def test_rounds_on_the_kernels_can_be_captured(
+    family, make_target, make_assistant, make_engine, random_prompt, monkeypatch
+):
+    """Nothing is read back, uploaded or shaped by data: layers, experts, an assistant and its centroid head."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    small = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    model = make_target(family, **(small if family == "gpt_oss" else {}))
+    drafter = make_assistant(model, ordered=True) if family == "gemma4-e2b" else None
+    asked = [random_prompt(4), random_prompt(2)], SamplingParams(max_new_tokens=5, temperature=0.8, seed=3)
+    outputs = []
+    for capture in (record, None):
+        monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting, capture=capture: capture)
+        settings = {"max_batch_size": 2, "fused": True, "attention": "triton", "spec": SpecConfig(2, 2, 4)}
+        engine = make_engine(model, drafter, cuda_graphs="auto", **settings)
+        outputs.append([out.token_ids for out in engine.generate(*asked)])
+        assert engine.target.unfused is None
+        if capture is not None:
+            assert any(engine.steps.launcher.graphs._captured.values())
+    assert outputs[0] == outputs[1]
 
 
 def test_weights_of_another_dtype_are_refused_until_they_are_back(make_target, make_engine, random_prompt, hf_forward):
