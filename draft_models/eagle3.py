@@ -13,29 +13,33 @@ copied, nothing is rolled back. Invariant: after `observe`, K/V of [0, S) are th
 """
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from specdec.attention.draft_block import Draft, DraftBlock
+from specdec.attention.bridge import ForwardContext
+from specdec.attention.draft_block import Draft
 from specdec.attention.plan import plan_chunk
 from specdec.attention.tree import DraftTree
 from specdec.attention.tree_build import Growth
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, TargetInfo
 from specdec.draft_models.eagle3_config import TargetShape
 from specdec.draft_models.eagle3_format import Eagle3Checkpoint, read_head
-from specdec.draft_models.eagle3_model import Eagle3Head, embed_raw, load_head
+from specdec.draft_models.eagle3_forms import DraftContext, HeadForm, HeadOutput, PlainHead
+from specdec.draft_models.eagle3_fused import choose_form
+from specdec.draft_models.eagle3_model import Eagle3Head, load_head
 from specdec.errors import UnsupportedModelError
-from specdec.kvcache.frozen import KVView
+from specdec.kvcache.frozen import KVView, own_view
 from specdec.kvcache.layout import KVLayout
-from specdec.kvcache.spaces import Space
+from specdec.layers.fuse import Weights
+from specdec.layers.operations import REFERENCE
 
 
 class Eagle3Drafter(Drafter):
-    """A head fitted to a target. Make one with `eagle3_drafter`."""
+    """A head fitted to a target. Make one with `eagle3_drafter`. Its layers are fused where the target's are to be."""
 
     name = "eagle3"
+    weights: Weights
 
     def __init__(self, head: Eagle3Head, target_ids: torch.Tensor | None, target: TargetInfo) -> None:
         self.head = head
@@ -44,21 +48,25 @@ class Eagle3Drafter(Drafter):
         self.kv_layout: KVLayout | None = KVLayout.uniform(
             self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim
         )
-        table = target.embed if head.embed_tokens is None else head.embed_tokens
-        self.embedding: torch.Tensor = table.weight  # type: ignore[assignment]
-        self.target_head = target.head
         self.fit = Fit.of(target)
         self.vocab_size = target.vocab_size
         self.dtype = target.dtype
         self.target_ids = None if target_ids is None else target_ids.to(target.device)
-        self.scaling = self.spec.head_dim**-0.5
+        self.weights = Weights(self.name, head)
+        table = target.embed if head.embed_tokens is None else head.embed_tokens
+        plain = PlainHead(head, table, target.head)
+        self.form: HeadForm = plain
+        self.ops = REFERENCE
+        if target.ops is not None:
+            self.form, self.unfused = choose_form(plain, self.weights, target.ops)
+            self.ops = target.ops
 
     def bind(self, binding: Binding) -> "Eagle3Worker":
         return Eagle3Worker(self, binding)
 
-    def logits(self, a: torch.Tensor) -> torch.Tensor:
-        """a [B, M, H] -> [B, M, V] over the target's vocabulary, -inf for tokens outside the draft's."""
-        logits = self.head.logits(a, self.target_head)
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """norm(a) [B, M, H] -> [B, M, V] over the target's vocabulary, -inf for tokens outside the draft's."""
+        logits = self.form.logits(normed)
         if self.target_ids is None:
             return logits
         full = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
@@ -73,80 +81,55 @@ class Eagle3Worker:
         self.drafter = drafter
         self.binding = binding
         assert drafter.kv_layout is not None
-        self.store = binding.cache.add_store(drafter.kv_layout, drafter.dtype)
-        rows = binding.cache.table.max_requests + 1
-        self._hidden = drafter.embedding.new_zeros((rows, drafter.spec.hidden_size))  # [rows, H]
+        cache = binding.cache
+        self.store = cache.add_store(drafter.kv_layout, drafter.dtype)
+        self.own_view = own_view(cache.allocator, self.store)
+        shape = (cache.table.max_requests + 1, drafter.spec.hidden_size)
+        self._hidden = torch.zeros(shape, dtype=drafter.dtype, device=cache.allocator.device)  # [rows, H]
 
     @torch.inference_mode()
     def observe(self, seen: Observation) -> None:
-        drafter, backend, path, width = self.drafter, self.binding.backend, seen.path, seen.path.shape[1]
-        last = (seen.length - 1).clamp(min=0)[:, None]  # [B, 1]
-        tokens = seen.tokens.gather(1, path)
-        behind = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1)  # the token behind each
-        behind = behind.scatter(1, last, seen.next_token[:, None])
-        source = seen.hidden if seen.aux_states is None else seen.aux_states
-        states = source.gather(1, path[:, :, None].expand(-1, -1, source.shape[-1]))  # [B, D, A * Ht]
-
+        drafter, source = self.drafter, seen.hidden if seen.aux_states is None else seen.aux_states
+        states, behind = drafter.ops.path_rows(source, seen.tokens, seen.path, seen.length, seen.next_token)
         # a run of new tokens behind [0, start), whatever has been committed since
-        plan = plan_chunk(backend, self.binding.cache.table, seen.rows, seen.length, width, start=seen.start)
-        windows = drafter.spec.windows
-        attention = {window: backend.attention(plan, Space.FULL, window) for window in set(windows)}
-        slots = plan.write_slots(Space.FULL)
-
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            kept = self.store.layers[layer]
-            backend.store(kept, slots, by_row(k), by_row(v))
-            return attention[windows[layer]](q, k, v, kept.k, kept.v, scaling=drafter.scaling)
-
-        embeds = embed_raw(drafter.embedding, behind)
-        a = drafter.head(embeds, drafter.head.features(states), plan.positions, attend)  # [B, D, H]
-        self._hidden[seen.rows.index] = a.gather(1, last[:, :, None].expand(-1, -1, a.shape[-1]))[:, 0]
+        table, width = self.binding.cache.table, seen.path.shape[1]
+        plan = plan_chunk(self.binding.backend, table, seen.rows, seen.length, width, start=seen.start)
+        context = ForwardContext.of(plan, self.own_view, drafter.spec.windows)
+        state = drafter.form.extend(behind, states, plan.positions, context).state  # [B, D, H]
+        drafter.ops.keep_last(self._hidden, seen.rows.index, state, seen.length)
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
         """Level l needs the states of level l - 1, so there are num_steps - 1 forwards, of topk nodes a request."""
-        drafter, head, topk, levels = self.drafter, self.drafter.head, batch.topk, batch.num_steps
+        drafter, backend, topk, levels = self.drafter, self.binding.backend, batch.topk, batch.num_steps
         steps = torch.arange(levels + 1, device=batch.root.device)
         pos = batch.history_len - 1 + steps[:, None]  # [levels + 1, B], S first
-        a = self._hidden[batch.rows.index][:, None]  # [B, 1, H], of position S - 1
+        node_pos = pos[:, :, None].expand(-1, -1, topk).contiguous()  # [levels + 1, B, K]
+        draft = Draft(self.binding.cache.table, batch.rows, pos[: levels - 1], topk, drafter.spec.windows)
+        block = backend.draft_block(self.store, draft) if levels > 1 else None
+        state = self._hidden[batch.rows.index][:, None]  # [B, 1, H], of position S - 1
+        out = HeadOutput(state, drafter.form.norm(state))
         growth = Growth(batch.root)
         chain = [batch.root[:, None]]
-        table = self.binding.cache.table
-        block = None
-        if levels > 1:
-            draft = Draft(table, batch.rows, pos[: levels - 1], topk, drafter.spec.windows)
-            block = self.binding.backend.draft_block(self.store, draft)
         for level in range(levels):
-            logits = drafter.logits(a)
-            drawn_pos = pos[level + 1][:, None].expand(-1, a.shape[1])
+            logits = drafter.logits(out.normed)
+            drawn_pos = node_pos[level + 1, :, : logits.shape[1]]
             origin = None
             if topk == 1:
                 beam = batch.sample(logits, drawn_pos)  # [B, 1]
                 chain.append(beam)
             else:
                 beam, origin = growth.add_level(*batch.best(logits, drawn_pos, topk))  # [B, K]
-            if block is not None and level + 1 < levels:
-                hidden = head.feedback(a)
-                if origin is not None:
-                    hidden = hidden.gather(1, origin[:, :, None].expand(-1, -1, a.shape[-1]))
-                block.enter_level(origin if level else None)
-                attend = partial(self._attend_draft, block)
-                a = head(embed_raw(drafter.embedding, beam), hidden, pos[level][:, None].expand(-1, topk), attend)
+            if block is None or level + 1 == levels:
+                break
+            hidden = out.normed if drafter.spec.norm_output else out.state
+            if origin is not None:
+                hidden = hidden.gather(1, origin[:, :, None].expand(-1, -1, hidden.shape[-1]))
+            block.enter_level(origin if level else None)
+            out = drafter.form.step(beam, hidden, node_pos[level], DraftContext(block, backend, topk))
         if topk == 1:
             return DraftTree.chain(torch.cat(chain, dim=1))
-        return growth.select(self.binding.backend, batch.num_nodes)
-
-    def _attend_draft(
-        self, block: DraftBlock, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        """`Attend` of a level: q [B, Hq, K, D], k and v [B, Hkv, K, D] -> [B, K, Hq, D]."""
-        self.binding.backend.store(*block.destination(layer), by_row(k), by_row(v))
-        return block.attend(layer, q, scaling=self.drafter.scaling)
-
-
-def by_row(x: torch.Tensor) -> torch.Tensor:
-    """[B, heads, N, D] -> [B * N, heads, D]."""
-    return x.transpose(1, 2).flatten(0, 1)
+        return growth.select(backend, batch.num_nodes)
 
 
 def eagle3_drafter(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:

@@ -21,13 +21,16 @@ from specdec.attention.triton_backend import TritonBackend
 from specdec.draft_models.base import Binding, DraftBatch, Observation
 from specdec.draft_models.eagle3 import Eagle3Drafter
 from specdec.draft_models.eagle3_config import Eagle3Spec
+from specdec.draft_models.eagle3_forms import PlainHead
 from specdec.draft_models.eagle3_model import Eagle3Head
 from specdec.kvcache.table import Rows
+from specdec.layers.operations import KERNELS, REFERENCE, Operations
 from specdec.models.target import TargetModel
 
 VOCAB, DRAFT_VOCAB = 24, 17
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS: dict[str, Callable[[], Backend]] = {"torch": TorchBackend, "triton": TritonBackend}
+OPERATIONS: dict[str, Operations | None] = {"modules": None, "torch": REFERENCE, "kernels": KERNELS}
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +40,11 @@ def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Outcome(NamedTuple):
-    """Of the real rows: the tree, and what `observe` left: states, K and V by request, layer and position."""
+    """Of the real rows: the tree, the logits of each level, and what `observe` left: states, K and V by request, layer
+    and position."""
 
     tree: DraftTree
+    logits: list[torch.Tensor]
     hidden: torch.Tensor
     kept: list[torch.Tensor]
 
@@ -47,8 +52,17 @@ class Outcome(NamedTuple):
 class Scene:
     """A worker over requests of some lengths whose K/V and states are a function of (seed, request, position)."""
 
-    def __init__(self, model: Any, backend: str, lengths: Sequence[int], page_size: int, windows: Sequence[int | None]):
+    def __init__(
+        self,
+        model: Any,
+        backend: str,
+        lengths: Sequence[int],
+        page_size: int,
+        windows: Sequence[int | None],
+        ops: str = "modules",
+    ) -> None:
         target = TargetModel(model)
+        target.ops = OPERATIONS[ops]  # of the head alone: the model is not ours to change
         torch.manual_seed(3)
         spec = Eagle3Spec(
             hidden_size=target.hidden_size,
@@ -79,6 +93,7 @@ class Scene:
             backend=BACKENDS[backend](),
         )
         drafter = Eagle3Drafter(head.eval(), target_ids, target)
+        assert drafter.unfused is None and isinstance(drafter.form, PlainHead) == (ops == "modules")
         self.worker = drafter.bind(Binding(self.rig, self.rig.backend, self.rig.store))
         table = self.rig.table
         spare = table.open()  # so that rows and requests have other numbers
@@ -95,6 +110,7 @@ class Scene:
         self.worker._hidden.fill_(torch.nan)
         for row in self.rows:
             self.worker._hidden[row] = self._random(100 + int(row), spec.hidden_size)
+        self.drawn_from: list[torch.Tensor] = []
         self.rig.flush()
 
     def _random(self, seed: int, *shape: int) -> torch.Tensor:
@@ -113,9 +129,18 @@ class Scene:
             num_steps=steps,
             topk=topk,
             num_nodes=num_nodes,
-            sample=lambda logits, positions: logits.argmax(-1),
-            log_scores=lambda logits, positions: logits.float().log_softmax(-1),
+            sample=self._sample,
+            best=self._best,
         )
+
+    def _sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self.drawn_from.append(logits)
+        return logits.argmax(-1)
+
+    def _best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.drawn_from.append(logits)
+        scores, tokens = logits.log_softmax(-1).topk(count, dim=-1)
+        return tokens, scores
 
     def observation(self, batch: DraftBatch, seats: Sequence[int | None], num_nodes: int) -> Observation:
         """Request i has accepted i % 3 + 1 nodes, the last ones that are possible; padding one, as a walk says."""
@@ -159,7 +184,8 @@ class Scene:
             torch.testing.assert_close(pool[~written], old[~written], rtol=0, atol=0, equal_nan=True)
         picked = torch.tensor(real, dtype=torch.int64, device=DEVICE)
         one = DraftTree.from_parents(tree.tokens[picked], tree.parents[picked])
-        return Outcome(one, self.worker._hidden[batch.rows.index[picked]].clone(), kept)
+        logits = [level[picked] for level in self.drawn_from]
+        return Outcome(one, logits, self.worker._hidden[batch.rows.index[picked]].clone(), kept)
 
     def _pools(self) -> list[torch.Tensor]:
         return [pool for kept in self.worker.store.layers.values() for pool in (kept.k, kept.v)]
@@ -169,11 +195,12 @@ def agree(got: Outcome, want: Outcome) -> None:
     assert got.tree.tokens.tolist() == want.tree.tokens.tolist()
     assert got.tree.parents.tolist() == want.tree.parents.tolist()
     assert torch.isfinite(got.hidden).all()
+    torch.testing.assert_close(got.logits, want.logits, atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(got.hidden, want.hidden, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(got.kept, want.kept, atol=1e-4, rtol=1e-4)
 
 
-SHAPES = {"chain": (3, 1, 4), "tree": (3, 2, 6), "two levels": (2, 3, 5), "one level": (1, 3, 4)}
+SHAPES = {"chain": (4, 1, 5), "tree": (4, 2, 7), "two levels": (2, 3, 5), "one level": (1, 3, 4)}
 LENGTHS = (9, 1, 14)
 
 
@@ -186,7 +213,7 @@ def model(make_target: Callable[..., Any]) -> Any:
     ("shape", "windows", "page_size"),
     [
         ("chain", (None, 2), 4),
-        ("tree", (None, 2), 1),
+        ("two levels", (2,), 1),
         ("one level", (5,), 4),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
@@ -201,10 +228,16 @@ def test_a_round_is_the_same_however_it_runs(
     """Torch with the true lengths and nobody beside them, against both backends in a captured round's surroundings."""
     want = Scene(model, "torch", LENGTHS, page_size, windows).round([0, 1, 2], max(LENGTHS), *SHAPES[shape])
     assert len({tuple(tokens) for tokens in want.tree.tokens.tolist()}) == len(LENGTHS)
-    for backend in BACKENDS:
-        for seats, longest in (([0, 1, 2], max(LENGTHS)), ([2, None, 0, None, 1], 150)):
-            got = Scene(model, backend, LENGTHS, page_size, windows).round(seats, longest, *SHAPES[shape])
-            agree(got, want)
+    alone, padded = ([0, 1, 2], max(LENGTHS)), ([2, None, 0, None, 1], 150)
+    for backend, ops, (seats, longest) in (
+        ("torch", "modules", padded),
+        ("torch", "torch", padded),
+        ("triton", "modules", alone),
+        ("triton", "modules", padded),
+        ("triton", "kernels", alone if shape == "tree" else padded),
+    ):
+        got = Scene(model, backend, LENGTHS, page_size, windows, ops).round(seats, longest, *SHAPES[shape])
+        agree(got, want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

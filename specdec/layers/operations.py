@@ -26,6 +26,8 @@ from specdec.layers.linear import (
 )
 from specdec.layers.moe.mixture import Routing, apply_experts, reference_apply_experts, reference_route, route
 from specdec.layers.norm import norm, reference_norm
+from specdec.layers.pair_norm import pair_norm, reference_pair_norm
+from specdec.layers.path_rows import keep_last, path_rows, reference_keep_last, reference_path_rows
 from specdec.layers.ple import gated_projection, layer_inputs, reference_gated_projection, reference_layer_inputs
 from specdec.layers.rope_store import Attended, reference_rope_store, rope_store
 from specdec.layers.rotary import Rotary, reference_rotary, rotary
@@ -43,6 +45,9 @@ class Operations(NamedTuple):
     gated_linear: Callable[..., torch.Tensor]
     finish: Callable[[Product], torch.Tensor]
     norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    pair_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    path_rows: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    keep_last: Callable[..., None]
     rotary: Callable[[torch.Tensor, torch.Tensor, float, torch.dtype], Rotary]
     rope_store: Callable[..., Attended]
     layer_inputs: Callable[..., torch.Tensor]
@@ -58,6 +63,9 @@ KERNELS = Operations(
     gated_linear,
     finish,
     norm,
+    pair_norm,
+    path_rows,
+    keep_last,
     rotary,
     rope_store,
     layer_inputs,
@@ -75,6 +83,9 @@ REFERENCE = Operations(
     reference_gated_linear,
     reference_finish,
     reference_norm,
+    reference_pair_norm,
+    reference_path_rows,
+    reference_keep_last,
     reference_rotary,
     reference_rope_store,
     reference_layer_inputs,
