@@ -7,6 +7,8 @@ import pytest
 import torch
 from capturable import capturable
 
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.draft_models.eagle3 import Eagle3Drafter
 from specdec.draft_models.eagle3_config import Eagle3Spec
 from specdec.draft_models.eagle3_forms import Echo, HeadOutput, PlainHead
 from specdec.draft_models.eagle3_fused import FusedHead, choose_form
@@ -208,3 +210,23 @@ def test_padding_rows_may_keep_their_last_row_several_times() -> None:
     KERNELS.keep_last(kept, torch.tensor([2, 0, 2], device=DEVICE), rows, length)
     torch.testing.assert_close(kept[0], rows[1, 0])
     assert kept[2].tolist() in (rows[0, 1].tolist(), rows[2, 1].tolist())
+
+
+@pytest.mark.parametrize("spec", [SpecConfig(num_steps=3), SpecConfig(3, 3, 8)], ids=["chain", "tree"])
+def test_an_engine_with_a_fused_head_drafts_and_says_the_same(spec: SpecConfig) -> None:
+    """The bundled pair: every round accepts as many drafts, so the head draws what its modules draw."""
+    outs = []
+    for fused in (False, True):
+        config = EngineConfig(fused=fused, max_batch_size=2, max_model_len=128)
+        with Engine.from_pretrained("tiny-gemma4", drafter="tiny-gemma4-eagle3", spec=spec, config=config) as engine:
+            drafter = engine.drafter
+            assert isinstance(drafter, Eagle3Drafter) and isinstance(drafter.form, FusedHead) == fused
+            prompts = [
+                engine.chat_prompt(text) for text in ("Ann has 3 pens and buys 4. How many?", "What is 6 times 7?")
+            ]
+            outs.append(engine.generate(prompts, SamplingParams(max_new_tokens=16)))
+    plain, fused_outs = outs
+    for one, other in zip(plain, fused_outs, strict=True):
+        assert other.token_ids == one.token_ids
+        assert other.stats.rounds == one.stats.rounds < len(one.token_ids) - 1, "nothing was accepted"
+        assert other.stats.accepted_per_position == one.stats.accepted_per_position
