@@ -66,7 +66,7 @@ class RoundGraphs:
     def bucket(self, shape: RoundShape) -> RoundShape:
         """The shape under which a round runs: padded to the next size there is."""
         table = self.round.cache.table
-        batch = next(size for size in batch_sizes(table.max_requests) if size >= shape.batch)
+        batch = min(size for size in batch_sizes(table.max_requests) if size >= shape.batch)
         longest = min(length_bucket(shape.longest), table.slots.host.shape[1] - 1)
         return shape._replace(batch=batch, longest=longest)
 

@@ -36,8 +36,9 @@ class Scheduler:
     @property
     def wants_prefill(self) -> bool:
         """May the next step be one of prompts: somebody's is unfinished, or a row is free for who waits."""
-        unfinished = any(request.state is RequestState.PREFILL for request in self.running)
-        return unfinished or (bool(self.waiting) and len(self.running) < self.table.max_requests)
+        if self.waiting and len(self.running) < self.table.max_requests:
+            return True
+        return RequestState.PREFILL in [request.state for request in self.running]
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises CapacityError, with the numbers, when it can never run."""
