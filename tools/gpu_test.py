@@ -2,6 +2,7 @@
 
     kernels   paged attention against float64; page tables, store, move, trees and walks against plain torch
     engine    attention "torch" and "triton" against transformers' eager forward, every drafter, chains and trees
+    graphs    captured rounds against rounds as they are, 200 requests at a time; no wait for the host, a level memory
     timings   attention against measured read bandwidth, the small kernels in microseconds
 
 Exits with 1 when a check fails (and times nothing then), with 2 where there is no CUDA device. `--quick` keeps small
@@ -21,6 +22,7 @@ from pathlib import Path
 from gpu_setup import ON_CPU, Row, device_option, machine, require_device  # isort: skip - before triton
 import gpu_attention
 import gpu_engine
+import gpu_graphs
 import gpu_tables
 import torch
 
@@ -53,7 +55,7 @@ def main() -> int:
     quick = options.quick or ON_CPU
     torch.manual_seed(0)
     sources = [gpu_attention.check_rows(quick), gpu_tables.check_rows(quick)]
-    sources += [] if options.kernels else [gpu_engine.check_rows(quick)]
+    sources += [] if options.kernels else [gpu_engine.check_rows(quick), gpu_graphs.check_rows(quick)]
     lines: list[str] = []
     failed: list[str] = []
 
