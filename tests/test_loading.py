@@ -1,6 +1,7 @@
 """Checkpoints from a folder: every tensor is the checkpoint's, in whatever class and layout it was saved."""
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -127,6 +128,43 @@ def test_paths_words_and_options_are_understood(tmp_path, monkeypatch):
         ("tiny-gemma4", {"revision": "v1", "token": "secret"}),
         ("tiny-gemma4-mtp", {"revision": "v2", "token": "secret"}),
     ]
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_a_checkpoints_own_runs_when_it_is_trusted(make_target, greedy_oracle, monkeypatch, tmp_path):
+    """transformers knows neither its config nor its model; without leave it is one sentence."""
+    monkeypatch.setattr("sys.modules", dict(sys.modules))  # transformers keeps what it imports from there
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr("builtins.input", lambda *_: "n")  # it asks on a terminal
+    model, folder = make_target("llama"), tmp_path / "own"
+    model.save_pretrained(folder)
+    (folder / "own_code.py").write_text(OWN_CODE)
+    stored = json.loads((folder / "config.json").read_text()) | {
+        "model_type": "own",
+        "architectures": ["OwnForCausalLM"],
+        "auto_map": {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnForCausalLM"},
+    }
+    (folder / "config.json").write_text(json.dumps(stored))
+    config = EngineConfig(max_model_len=64)
+    with pytest.raises(CheckpointError, match="contains custom code") as error:
+        Engine.from_pretrained(folder, config=config)
+    assert "\n" not in str(error.value)
+    engine = Engine.from_pretrained(folder, config=config, trust_remote_code=True)
+    assert type(engine.target.model).__name__ == "OwnForCausalLM"
+    prompt = [1, 2, 3]
+    [out] = engine.generate(prompt, SamplingParams(max_new_tokens=6))
+    assert out.token_ids == greedy_oracle(model, prompt, 6)
 
 
 def test_loading_arguments_without_anything_to_load_are_refused(make_target):
