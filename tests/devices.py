@@ -3,6 +3,7 @@
 A plugin of conftest.py.
 """
 
+import gc
 import inspect
 from collections.abc import Callable
 from types import FunctionType, ModuleType
@@ -22,6 +23,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    # the modules and the tests, millions of objects, live to the end: the garbage collector need not visit them again
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

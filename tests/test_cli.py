@@ -48,12 +48,14 @@ def test_json_holds_text_tokens_and_statistics(answer):
     assert len(answer["stats"]["accepted_per_position"]) == 4
 
 
+@pytest.mark.slow
 def test_plain_text_is_the_same_text(answer):
     result = run("generate", QUESTION, "--max-new-tokens", "24")
     assert result.stdout.strip() == answer["text"].strip()
     assert "acceptance length" in result.stderr
 
 
+@pytest.mark.slow
 def test_without_a_drafter_the_tokens_are_the_same(answer):
     result = run("generate", QUESTION, "--json", "-", "--max-new-tokens", "24", "--drafter", "none")
     plain = json.loads(result.stdout)
@@ -62,6 +64,7 @@ def test_without_a_drafter_the_tokens_are_the_same(answer):
     assert not any(plain["drafted"])
 
 
+@pytest.mark.slow
 def test_show_drafts_prints_the_whole_text_and_styles_the_accepted_drafts(answer):
     result = run("generate", QUESTION, "--max-new-tokens", "24", "--show-drafts")
     assert answer["text"].strip() in result.stdout
@@ -73,6 +76,7 @@ def test_show_drafts_prints_the_whole_text_and_styles_the_accepted_drafts(answer
     assert 0 < styled < len(text.plain)
 
 
+@pytest.mark.slow
 def test_raw_leaves_the_chat_template_out(answer):
     raw = json.loads(run("generate", QUESTION, "--json", "-", "--raw", "--max-new-tokens", "4").stdout)
     assert len(raw["prompt_token_ids"]) < len(answer["prompt_token_ids"])
@@ -150,6 +154,7 @@ def test_eval_writes_its_report_three_ways(tmp_path):
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_eval_prints_a_table_or_one_json_object():
     table = run(*EVAL, "--drafter", "none")
     assert table.stdout.startswith("| run | strict accuracy")
@@ -160,6 +165,7 @@ def test_eval_prints_a_table_or_one_json_object():
     assert report["comparison"] is None
 
 
+@pytest.mark.slow
 def test_eval_says_no_before_it_works(tmp_path, monkeypatch):
     nowhere = run(*EVAL, "--json", str(tmp_path / "nowhere" / "report.json"))
     assert nowhere.exit_code == 2
@@ -186,15 +192,15 @@ def shell(*args):
     ("args", "code"),
     [
         (["--help"], 0),
-        (["--version"], 0),
-        (["generate", "--help"], 0),
-        (["bench", "--help"], 0),
+        slow(["--version"], 0),
+        slow(["generate", "--help"], 0),
+        slow(["bench", "--help"], 0),
         (["eval", "--help"], 0),
-        (["models", "--help"], 0),
-        (["models"], 0),
+        slow(["models", "--help"], 0),
+        slow(["models"], 0),
         (["bench", "--no-such-option"], 2),
-        (["bench", "--topk", "4"], 2),
-        (["bench", "--json", "no/such/folder/report.json"], 2),
+        slow(["bench", "--topk", "4"], 2),
+        slow(["bench", "--json", "no/such/folder/report.json"], 2),
     ],
     ids=str,
 )
@@ -284,6 +290,7 @@ def test_an_option_is_not_taken_for_the_file_of_json(value):
     assert result.stderr.startswith(f"specdec: '{value}': a file name or '-' is wanted")
 
 
+@pytest.mark.slow
 def test_names_of_dtypes():
     assert run("generate", "x", "--max-new-tokens", "1", "--dtype", "bf16").exit_code == 0
     assert "'int8' is not one of" in re.sub(r"[\s│]+", " ", run("generate", "x", "--dtype", "int8").stderr)
@@ -322,6 +329,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_finished(tmp_path):
     assert report.read_text() == "before"
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_benchmark_prints_what_all_have_done(monkeypatch):
     calls = []
     generate = Engine.generate
@@ -413,6 +421,7 @@ def test_a_speed_task_from_the_shell(tmp_path):
     assert "'gsm9k' is not one of" in re.sub(r"[\s│]+", " ", run("eval", "gsm9k").stderr)
 
 
+@pytest.mark.slow
 def test_nothing_moves_on_standard_error_off_a_terminal():
     result = run("bench", "--limit", "1", "--max-new-tokens", "2")
     assert result.stderr == ""

@@ -11,7 +11,7 @@ from specdec import SamplingParams, SpecDecError
 from specdec.errors import CapacityError, ConfigError
 from specdec.scheduler import slots_needed
 
-from marks import pairs
+from marks import pairs, slow
 
 NEW = 16
 
@@ -338,7 +338,7 @@ def test_statistics_add_up(make_target, make_engine, greedy_oracle, random_promp
     assert engine.stats().rounds > 0  # a copy
 
 
-@pytest.mark.parametrize("new", range(2, 12))
+@pytest.mark.parametrize("new", [2, *map(slow, range(3, 11)), 11])
 def test_drafted_flags_are_the_accepted_drafts(new, make_target, make_engine, random_prompt, perfect):
     """Also when the last path is cut by an end token or by max_new_tokens while a neighbour drafts on."""
     model, prompts = make_target("gemma4-e2b"), [random_prompt(9), random_prompt(20)]
@@ -444,8 +444,8 @@ def test_the_longest_that_fits_is_served(make_target, make_engine, greedy_oracle
 # what it leaves behind
 
 
-@pytest.mark.parametrize("name", ["gemma4-e2b", "gemma4-multimodal", "gpt_oss", "llama"])
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["gemma4-e2b", slow("gemma4-multimodal"), slow("gpt_oss"), "llama"])
+@pytest.mark.parametrize("implementation", [slow("eager"), "sdpa"])
 def test_the_model_is_as_it_was(name, implementation, make_target, make_assistant, make_engine, random_prompt):
     if (name, implementation) == ("gpt_oss", "sdpa"):
         pytest.skip("transformers has no sdpa attention with sinks")

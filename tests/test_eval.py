@@ -358,6 +358,7 @@ def test_seeds_of_problems_are_distinct_and_valid():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+@pytest.mark.slow
 def test_paths_and_the_word_none_are_understood(tmp_path):
     data = tmp_path / "some.jsonl"
     data.write_text('{"question": "a", "answer": "#### 1"}\n')
@@ -434,6 +435,7 @@ def questions(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_second_turn_follows_the_models_own_first_answer(questions, tmp_path):
     params = SamplingParams(6)
     report = evaluate("mt-bench", *PAIR, data=questions, params=params, folder=tmp_path)
@@ -459,6 +461,7 @@ def test_without_a_chat_template_a_dialogue_is_its_texts():
     assert as_text(ids) == "one\n\ntwo\n\nthree"
 
 
+@pytest.mark.slow
 def test_a_first_answer_that_differs_is_found_and_withholds_the_speed(questions, monkeypatch):
     generate = Engine.generate
 
@@ -477,6 +480,7 @@ def test_a_first_answer_that_differs_is_found_and_withholds_the_speed(questions,
     assert "speed_up" not in report["timing"]
 
 
+@pytest.mark.slow
 def test_the_eight_categories_of_mt_bench_are_one_group_of_spec_bench(questions):
     report = evaluate("spec-bench", *PAIR, data=questions, compare=False, params=SamplingParams(2))
     assert set(report["categories"]) == {"mt_bench"}
@@ -573,6 +577,7 @@ def test_an_extension_that_is_cut_short_leaves_the_file_before(report, folder, t
     assert path.read_bytes() == (folder / "transcripts-0.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_an_extension_of_other_problems_is_refused(tmp_path):
     data = tmp_path / "data.jsonl"
     rows = [{"question": f"What is {n}?", "answer": f"#### {n}"} for n in range(3)]

@@ -248,6 +248,7 @@ def test_mistakes_get_one_sentence_and_exit_code_2(command, says, run):
     assert says in err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_streamed_colours_are_those_of_the_finished_output(module):
     pieces = []
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", config=EngineConfig(max_batch_size=1)) as engine:

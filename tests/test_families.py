@@ -16,7 +16,7 @@ from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.models.target import TargetModel
 
-from marks import slow
+from marks import quick, slow
 
 VOCAB, WINDOW, NEW = 96, 8, 12
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
@@ -143,10 +143,14 @@ def assert_one_sentence(error, *parts):
 # served, with the model's own tokens
 
 
+def is_fast(name, *_):
+    return list(SERVED).index(name) % 4 == 0
+
+
 @pytest.mark.parametrize(
     ("name", "way", "page_size"),
     [
-        *((name, "tree", (1, 4)[i % 2]) for i, name in enumerate(SERVED)),
+        *quick(((name, "tree", (1, 4)[i % 2]) for i, name in enumerate(SERVED)), is_fast),
         *(slow(name, ("plain", "ngram")[i // 2 % 2], (4, 1)[i % 2]) for i, name in enumerate(SERVED)),
     ],
 )
@@ -162,8 +166,11 @@ def test_tokens_are_the_models_own(
     assert len({token for tokens in wanted for token in tokens}) > 4
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    quick(((name, dtype) for name in SERVED for dtype in (torch.bfloat16, torch.float16)), is_fast),
+    ids=str,
+)
 def test_rounding_refuses_nobody(name, dtype):
     """In 16 bits a packed row differs from a lone one by rounding, and a router may choose otherwise."""
     for seed in range(3):

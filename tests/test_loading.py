@@ -101,6 +101,7 @@ def test_half_precision_runs(dtype, make_target, random_prompt, tmp_path):
 # what users hand in
 
 
+@pytest.mark.slow
 def test_paths_words_and_options_are_understood(tmp_path, monkeypatch):
     """A Path, "none", and loading arguments, which go to transformers for the target and, who asks, for the drafter."""
     seen = []
@@ -190,6 +191,7 @@ def test_what_is_no_model_is_named_and_not_printed(what, value, said, make_targe
     assert "tensor(" not in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as it imports its compiler
 def test_a_compiled_model_is_asked_for_what_it_wraps(make_target):
     compiled = torch.compile(make_target("llama"))

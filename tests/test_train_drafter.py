@@ -25,6 +25,8 @@ from specdec.draft_models.gemma4_mtp import WINDOW_SHIFT, Gemma4MTPDrafter
 from specdec.errors import UnsupportedModelError
 from specdec.models.target import TargetModel
 
+from marks import slow
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MODULES = ("training_data", "drafter_lessons", "eagle3_training", "mtp_training", "train_drafter", "training_progress")
 
@@ -334,7 +336,7 @@ def test_every_stage_of_a_run_says_what_is_left_the_report_too(
         assert any(re.fullmatch(pattern + ".*", line) for line in lines), (stage, lines)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", slow("mtp")])
 def test_a_run_leaves_a_drafter_that_loads(
     kind, examples, monkeypatch, checkpoint, prompts, tmp_path, byte_tokenizer
 ) -> None:
@@ -411,6 +413,7 @@ def test_what_cannot_be_trained_is_said_before_any_work(
         run(examples, monkeypatch, checkpoint, prompts, tmp_path / "out", more)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_keeps_what_it_has(examples, monkeypatch, checkpoint, prompts, tmp_path, capsys) -> None:
     script, calls = examples["train_drafter"], []
 

@@ -15,6 +15,8 @@ from specdec.attention.tree_build import Growth, reference_select_nodes, select_
 from specdec.attention.tree_walk import accept, reference_accept, reference_tree_fields, tree_fields
 from specdec.attention.triton_backend import TritonBackend
 
+from marks import slow
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 QUICK = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 INF, NAN = float("inf"), float("nan")
@@ -143,6 +145,7 @@ def test_select_is_a_naive_best_first_search(forest: tuple[list[list[float]], li
     assert torch.equal(shifted.bool(), grown.ancestors)
 
 
+@pytest.mark.slow
 @settings(QUICK, max_examples=20)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000), st.booleans())
 def test_growth_keeps_the_best_paths(topk: int, levels: int, seed: int, ties: bool):
@@ -209,7 +212,7 @@ def test_fields_by_eye(poison_empty: None):
     ]
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2, 3, 17, 33, 63, 64])
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 17, slow(33), slow(63), slow(64)])
 def test_fields_are_the_reference(num_nodes: int, poison_empty: None):
     chain = DraftTree.chain(torch.zeros((2, num_nodes), dtype=torch.int64, device=DEVICE))
     for tree in (random_tree(3, num_nodes, seed=num_nodes), chain):
@@ -235,7 +238,7 @@ def test_walk_by_eye(poison_empty: None):
     assert walk.tokens.tolist() == [[1, 3, 9, 1], [2, 8, 2, 2], [7, 7, 7, 7]]
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2, 5, 17, 63, 64, 100])
+@pytest.mark.parametrize("num_nodes", [1, 2, 5, 17, slow(63), slow(64), slow(100)])
 def test_walk_is_what_verify_accepts(num_nodes: int, poison_empty: None):
     for seed in range(4):
         tree = random_tree(5, num_nodes, seed)
