@@ -31,6 +31,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
 @pytest.fixture
 def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill what `torch.empty` and its kin return, so that an unwritten element shows: NaN, or the largest integer."""

@@ -3,7 +3,6 @@
 The K/V of every slot that holds no committed key is NaN, and so is the null slot that padding rows read and write.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +25,8 @@ from specdec.draft_models.eagle3_model import Eagle3Head
 from specdec.kvcache.table import Rows
 from specdec.layers.operations import KERNELS, REFERENCE, Operations
 from specdec.models.target import TargetModel
+
+from marks import pairs, slow
 
 VOCAB, DRAFT_VOCAB = 24, 17
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -212,13 +213,10 @@ def model(make_target: Callable[..., Any]) -> Any:
 @pytest.mark.parametrize(
     ("shape", "windows", "page_size"),
     [
-        ("chain", (None, 2), 4),
-        ("two levels", (2,), 1),
         ("one level", (5,), 4),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in itertools.product(SHAPES, [(None,), (5,), (3, None, 2)], [1, 4])
-        ),
+        slow("chain", (None, 2), 4),
+        slow("two levels", (2,), 1),
+        *(slow(*case) for case in pairs(list(SHAPES), [(None,), (5,), (3, None, 2)], [1, 4])),
     ],
     ids=str,
 )
@@ -240,7 +238,7 @@ def test_a_round_is_the_same_however_it_runs(
         agree(got, want)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", slow("triton")])
 def test_padding_alone_is_a_round(backend: str, model: Any) -> None:
     """A round captured before any request has come."""
     Scene(model, backend, (), 1, (None, 3)).round([None, None], 0, *SHAPES["tree"])
@@ -269,6 +267,7 @@ class Made(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 def test_the_kernels_copy_nothing_of_the_context(model: Any) -> None:
     """A draft makes as many numbers behind 100 keys as behind 20; plain torch copies them."""
     made: dict[str, list[int]] = {}

@@ -20,7 +20,7 @@ from specdec.layers.merge import is_merged
 from specdec.layers.operations import FAST, KERNELS, REFERENCE, choose_operations
 from specdec.models.target import TargetModel
 
-from marks import slow
+from marks import pairs, quick, slow
 
 NEW = 12
 CPU = torch.device("cpu")
@@ -51,9 +51,10 @@ def generate(make_engine: Callable[..., Engine]) -> Callable[..., list[list[int]
     return run
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-@pytest.mark.parametrize("family", [*FUSABLE, *map(slow, SLOW)])
+@pytest.mark.parametrize(
+    ("family", "shape", "page_size"),
+    quick(pairs([*FUSABLE, *SLOW], ["chain", "tree"], [1, 4]), lambda family, *_: family in ("llama", "gpt_oss")),
+)
 def test_tokens_are_those_of_unfused_layers(
     family, shape, page_size, generate, make_target, make_assistant, random_prompt
 ):
@@ -92,7 +93,7 @@ def test_states_that_drafters_ask_for_are_those_of_unfused_layers(family, make_t
 @pytest.mark.parametrize(
     ("family", "shape", "ordered"),
     [
-        ("llama", "chain", False),
+        slow("llama", "chain", False),
         slow("gemma4-e2b", "chain", True),
         slow("gemma4-e2b", "tree", True),
         slow("gemma4-moe", "tree", False),
@@ -274,7 +275,7 @@ def there_and_back(model: Any, other: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("change", [in_place, assigned, assigned_in_part, pointed_elsewhere, there_and_back])
-@pytest.mark.parametrize("family", ["gemma4-e2b", "qwen2"])
+@pytest.mark.parametrize("family", [slow("gemma4-e2b"), "qwen2"])
 def test_changed_weights_are_seen(change, family, make_target, make_engine, hf_forward, random_prompt):
     model, prompt = make_target(family, fresh=True), random_prompt(11)
     other = make_target(family, seed=4, fresh=True).state_dict()
@@ -399,6 +400,7 @@ def test_tensors_of_another_class_are_not_merged(make_target):
 # threads
 
 
+@pytest.mark.slow
 def test_engines_are_built_over_a_model_that_others_run(
     make_target, make_assistant, make_engine, greedy_oracle, random_prompt
 ):
