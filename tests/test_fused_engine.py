@@ -1,7 +1,9 @@
 """Engines on fused layers: the same tokens, the user's weights as they are at each moment, and why some run unfused."""
 
+import copy
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +16,10 @@ import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.layers import families
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.fuse import FusedLinear
-from specdec.layers.merge import is_merged
+from specdec.layers.merge import is_merged, merge_rows
 from specdec.layers.operations import FAST, KERNELS, REFERENCE, choose_operations
 from specdec.models.target import TargetModel
 
@@ -32,6 +35,7 @@ SAMPLED = [
 ]
 FUSABLE = ["gemma4-e2b", "llama", "gpt_oss", "gemma4-moe"]
 SLOW = ["gemma4-31b", "gemma4-multimodal", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"]
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here; see make gpu-test")
 DRAFTS = {"chain": SpecConfig(num_steps=3), "tree": SpecConfig(num_steps=3, topk=2, num_draft_tokens=6)}
 
 
@@ -90,6 +94,7 @@ def test_states_that_drafters_ask_for_are_those_of_unfused_layers(family, make_t
     torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-4)
 
 
+@interpreted
 @pytest.mark.parametrize(
     ("family", "shape", "ordered"),
     [
@@ -131,6 +136,7 @@ def test_operations_by_setting(fused, attention, wanted):
     assert choose_operations(fused, attention, CPU, torch.float32) is wanted
 
 
+@interpreted
 def test_operations_in_the_interpreter_are_the_kernels(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose_operations(True, "triton", CPU, torch.float32) is FAST
@@ -324,6 +330,7 @@ def test_captured_rounds_see_changed_weights(fused, make_target, make_engine, hf
         assert any(engine.steps.launcher.graphs._captured.values())
 
 
+@interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma4-e2b", "gpt_oss"])
 def test_rounds_on_the_kernels_can_be_captured(
@@ -397,7 +404,74 @@ def test_tensors_of_another_class_are_not_merged(make_target):
     assert "layers.1.mlp.up_proj.weight is no plain tensor" in TargetModel(model, REFERENCE).unfused
 
 
+def test_changed_weights_of_an_assistant_are_seen(make_target, make_assistant, make_engine, random_prompt):
+    """Its drafts are those of unfused layers, before and after; the first of each round tells."""
+    model = make_target("gemma4-31b")
+    assistant, other = copy.deepcopy(make_assistant(model)), make_assistant(model, seed=9).state_dict()
+    seen = []
+    engines = [make_engine(model, assistant, fused=fused) for fused in (True, False)]
+    for change in (None, in_place, None, assigned):
+        if change is not None:
+            change(assistant, other)
+            other = make_assistant(model, seed=10).state_dict()
+        drafts = [drafted(engine, random_prompt(9)) for engine in engines]
+        assert drafts[0] == drafts[1]
+        seen.append(drafts[0])
+    assert seen[0] != seen[1] == seen[2] != seen[3] != seen[0]
+
+
+def drafted(engine: Engine, prompt: list[int]) -> list[list[int]]:
+    """The trees of each round of a request."""
+    worker, trees = engine.round.worker, []
+    propose = type(worker).propose
+    worker.propose = lambda batch: trees.append(propose(worker, batch)) or trees[-1]
+    engine.generate(prompt, GREEDY)
+    del worker.propose
+    return [tree.tokens.tolist() for tree in trees]
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_a_centroid_head_draws_from_its_list(shape, make_target, make_assistant, make_engine, random_prompt):
+    """Fused, no row of the vocabulary is made for a draft; a list shorter than `topk` falls back to one."""
+    model, calls = make_target("gemma4-e2b"), []
+
+    def counted(name: str) -> Callable[..., Any]:
+        return lambda *args: calls.append(name) or getattr(REFERENCE, name)(*args)
+
+    target = TargetModel(model, REFERENCE)
+    target.ops = REFERENCE._replace(**{name: counted(name) for name in ("centroid_sample", "centroid_best")})
+    drafter = Gemma4MTPDrafter(make_assistant(model, ordered=True), target)
+    engine = Engine(target, drafter, spec=DRAFTS[shape], config=EngineConfig(max_model_len=64))
+    drafter._head = lambda hidden: pytest.fail("the head made a row of the vocabulary")
+    engine.generate(random_prompt(5), GREEDY)
+    assert set(calls) == {"centroid_sample" if shape == "chain" else "centroid_best"}
+    del drafter._head
+    wide = Engine(target, drafter, spec=SpecConfig(1, 25), config=EngineConfig(max_model_len=64))
+    calls.clear()
+    wide.generate(random_prompt(5), GREEDY)
+    assert calls == []
+
+
 # threads
+
+
+def test_one_thread_at_a_time_merges(make_target, monkeypatch):
+    model, inside, most = make_target("llama", fresh=True), [], []
+
+    def slow_merge(params):
+        inside.append(0)
+        most.append(len(inside))
+        time.sleep(0.002)
+        inside.pop()
+        return merge_rows(params)
+
+    monkeypatch.setattr(families, "merge_rows", slow_merge)
+    threads = [threading.Thread(target=TargetModel, args=(model, REFERENCE)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(most) == 4 * 6 and set(most) == {1}
 
 
 @pytest.mark.slow

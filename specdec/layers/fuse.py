@@ -84,6 +84,7 @@ class Weights:
 
     def __init__(self, name: str, *modules: nn.Module) -> None:
         self.name, self._modules = name, modules
+        self._decoders = [m for root in modules for m in root.modules() if isinstance(m, FusedDecoder)]
         self._watch = Watch(*modules)
         self._placement = self._where()
         self._in_step = True
@@ -109,15 +110,14 @@ class Weights:
                 f"the weights of {self.name} are {_shown(now)} now, and were {_shown(self._placement)} when its engine "
                 "was made; make a new one, or move them back"
             )
-        for module in self._modules:
-            if isinstance(module, FusedDecoder):
-                try:
-                    module.adopt(_described(module.source))
-                except Unfusable as reason:
-                    raise UnsupportedModelError(
-                        f"the weights of {self.name} were replaced by others that its fused layers cannot run "
-                        f"({reason}); make a new engine"
-                    ) from reason
+        for decoder in self._decoders:
+            try:
+                decoder.adopt(_described(decoder.source))
+            except Unfusable as reason:
+                raise UnsupportedModelError(
+                    f"the weights of {self.name} were replaced by others that its fused layers cannot run ({reason}); "
+                    "make a new engine"
+                ) from reason
         self._watch.moved()  # by the merge, to where they are described now
 
     def _where(self) -> set[tuple[torch.dtype, torch.device]]:
