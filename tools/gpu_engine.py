@@ -34,6 +34,7 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.draft_models.registry import constructible_assistants
 from specdec.engine import Engine
+from specdec.layers.operations import Operations, choose_operations
 from specdec.models.target import TargetModel
 
 VOCAB, WINDOW, TIE = 24, 16, 1e-3
@@ -177,9 +178,16 @@ def greedy(model: PreTrainedModel, prompt: list[int], new: int) -> tuple[list[in
     return out, margins
 
 
-def generate(model: PreTrainedModel, setting: Setting, attention: str, prompts: list[list[int]], new: int) -> Any:
+def generate(
+    model: PreTrainedModel,
+    setting: Setting,
+    attention: str,
+    prompts: list[list[int]],
+    new: int,
+    ops: Operations | None = None,
+) -> Any:
     """(outputs, milliseconds a token) of one engine, kernels compiled before."""
-    bound = TargetModel(model)
+    bound = TargetModel(model, ops)
     config = EngineConfig(
         attention=attention, page_size=setting.page_size, max_batch_size=2, max_model_len=256, prefill_chunk=32
     )
@@ -201,15 +209,18 @@ def check_rows(quick: bool = False) -> Iterator[Row]:
     for family in FAMILIES[:1] + FAMILIES[-1:] if quick else FAMILIES:
         model = target(family, head_dim)
         wanted = [greedy(model, prompt, new) for prompt in prompts]
-        for attention in ("torch", "triton"):
+        for attention, fused in (("torch", False), ("triton", False), ("triton", True)):
+            ops = choose_operations(fused, attention, DEVICE, torch.float32)
+            if fused and TargetModel(model, ops).unfused is not None:
+                continue  # a family without
             for setting in SETTINGS:
                 if setting.drafter == "MTP" and not family.startswith("gemma4"):
                     continue
-                name = f"{attention}, {family}, {setting.drafter}"
+                name = f"{'fused' if fused else attention}, {family}, {setting.drafter}"
                 name += "" if setting.drafter in ("none", "n-gram") else " tree" if setting.spec is TREE else " chain"
                 name += f", pages of {setting.page_size}"
                 try:
-                    outputs, milliseconds = generate(model, setting, attention, prompts, new)
+                    outputs, milliseconds = generate(model, setting, attention, prompts, new, ops)
                 except Exception as exception:  # every setting, then the verdict
                     yield Row(name, f"{type(exception).__name__} {str(exception)[:200]}", ok=False)
                     continue
