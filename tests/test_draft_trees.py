@@ -4,16 +4,11 @@ Windows (8) are smaller than the deepest tree (10) and than the longest prompt (
 """
 
 import pytest
-import torch
 
 from specdec import SamplingParams, SpecConfig
-from specdec.draft_models.eagle3 import Eagle3Drafter
-from specdec.draft_models.eagle3_config import Eagle3Spec
-from specdec.draft_models.eagle3_model import Eagle3Head
-from specdec.models.target import TargetModel
 
 from marks import pairs
-from tiny_models import FAMILIES, GEMMA4_FAMILIES
+from tiny_models import FAMILIES, GEMMA4_FAMILIES, random_eagle3
 
 SPECS = [SpecConfig(3, 2), SpecConfig(10, 3, 16), SpecConfig(2, 8, 64)]
 LENGTHS = (1, 9, 40)
@@ -23,30 +18,6 @@ FEW_TOKENS = 12  # so few that an untrained drafter is right now and then
 
 def spec_id(value):
     return f"{value.num_steps}x{value.topk}" if isinstance(value, SpecConfig) else None
-
-
-def eagle3(model, windows=(None, 6)):
-    """A random head of two layers that proposes most of a small vocabulary."""
-    target = TargetModel(model)
-    torch.manual_seed(3)
-    spec = Eagle3Spec(
-        hidden_size=target.hidden_size,
-        target_hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        intermediate_size=24,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=10,
-        aux_layers=(1, 2, len(target.layout.layers)),
-        windows=windows,
-        draft_vocab_size=FEW_TOKENS - 3,
-    )
-    head = Eagle3Head(spec)
-    for weight in head.parameters():
-        if weight.dim() > 1:
-            torch.nn.init.normal_(weight, std=0.4)
-    target_ids = torch.randperm(target.vocab_size)[: FEW_TOKENS - 3].sort().values
-    return Eagle3Drafter(head.place(target.device, target.dtype).eval(), target_ids, target)
 
 
 @pytest.mark.slow
@@ -76,7 +47,7 @@ def test_eagle3_trees_equal_the_eager_forward(
 ):
     model = make_target(family, vocab_size=FEW_TOKENS)
     prompts = [random_prompt(n, vocab=FEW_TOKENS) for n in LENGTHS]
-    engine = make_engine(model, eagle3(model), spec=spec, page_size=page_size, max_batch_size=2)
+    engine = make_engine(model, random_eagle3(model), spec=spec, page_size=page_size, max_batch_size=2)
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=NEW))
     engine.table.check()
     assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
@@ -100,7 +71,7 @@ def test_seeded_sampling_equals_plain_decoding(
     prompts = [random_prompt(n, vocab=FEW_TOKENS) for n in LENGTHS]
     params = [SamplingParams(max_new_tokens=NEW, temperature=temperature, top_p=0.9, seed=i) for i in range(3)]
     plain = make_engine(model, None).generate(prompts, params)
-    assistant = make_assistant(model) if drafter == "mtp" else eagle3(model)
+    assistant = make_assistant(model) if drafter == "mtp" else random_eagle3(model)
     trees = make_engine(model, assistant, spec=spec).generate(prompts, params)
     assert [out.token_ids for out in trees] == [out.token_ids for out in plain]
     greedy = make_engine(model, None).generate(prompts, SamplingParams(max_new_tokens=NEW))

@@ -19,6 +19,8 @@ from tape import record
 import specdec.engine
 from specdec import Engine, SamplingParams, SpecConfig
 
+from tiny_models import random_eagle3
+
 NEW = 4
 PACKAGE = tuple(f"/{folder}/" for folder in ("kvcache", "attention", "draft_models", "specdec"))
 CHAIN, TREE = SpecConfig(3), SpecConfig(3, 2, 6)
@@ -102,7 +104,8 @@ def scenes(make_target, make_assistant, make_engine, greedy_oracle, random_promp
         key = drafter, spec, page_size, captured
         if key not in engines:
             monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
-            module = make_assistant(model) if drafter == "mtp" else drafter
+            made = {"mtp": make_assistant, "eagle3": random_eagle3}
+            module = made[drafter](model) if drafter in made else drafter
             engines[key] = make_engine(
                 model, module, spec=spec, page_size=page_size, max_batch_size=2, max_model_len=64, prefill_chunk=8
             )
@@ -124,8 +127,8 @@ def chosen(made: list[CodeType]) -> list[int]:
 @pytest.mark.parametrize("stage", ["prompt", "round"])
 @pytest.mark.parametrize(
     "case",
-    [("mtp", CHAIN, 1), ("mtp", TREE, 4), ("ngram", CHAIN, 4), ("mtp", TREE, 1, True)],
-    ids=["mtp-chain-1", "mtp-tree-4", "ngram-4", "mtp-captured"],
+    [("mtp", CHAIN, 1), ("mtp", TREE, 4), ("ngram", CHAIN, 4), ("eagle3", TREE, 1), ("mtp", TREE, 1, True)],
+    ids=["mtp-chain-1", "mtp-tree-4", "ngram-4", "eagle3-tree-1", "mtp-captured"],
 )
 def test_a_fault_at_any_call_of_a_step_is_as_if_it_had_not_begun(stage, case, scenes) -> None:
     scene = scenes(*case)

@@ -18,15 +18,13 @@ from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention import backend, page_table, paged_attention, reference, tree_build, tree_walk
 from specdec.attention.backend import choose_backend
 from specdec.attention.plan import plan_chunk, plan_frozen, plan_verify
-from specdec.draft_models.eagle3 import Eagle3Drafter
-from specdec.draft_models.eagle3_config import Eagle3Spec
-from specdec.draft_models.eagle3_model import Eagle3Head
 from specdec.errors import ConfigError
 from specdec.kvcache import move_kv, store_kv
 from specdec.kvcache.spaces import Space
 from specdec.models.target import TargetModel
 
 from marks import quick
+from tiny_models import random_eagle3
 
 VOCAB, NEW, LENGTHS = 12, 7, (13, 1)
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -77,25 +75,6 @@ def launches(monkeypatch):
     return counter
 
 
-def eagle3(model, windows=(None, 6)):
-    target = TargetModel(model)
-    torch.manual_seed(3)
-    sizes = {"intermediate_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 6, "draft_vocab_size": 9}
-    spec = Eagle3Spec(
-        hidden_size=target.hidden_size,
-        target_hidden_size=target.hidden_size,
-        vocab_size=VOCAB,
-        aux_layers=(0, 1, len(target.layout.layers)),
-        windows=windows,
-        **sizes,
-    )
-    head = Eagle3Head(spec)
-    for weight in head.parameters():
-        if weight.dim() > 1:
-            torch.nn.init.normal_(weight, std=0.4)
-    return Eagle3Drafter(head.eval(), torch.randperm(VOCAB)[:9].sort().values, target)
-
-
 @pytest.mark.parametrize(
     ("name", "drafter", "spec", "page_size"),
     quick(
@@ -121,7 +100,7 @@ def test_text_and_drafts_are_those_of_torch(
 ):
     model = make_target(name, **TARGETS[name])
     prompts = [random_prompt(n, vocab=VOCAB) for n in LENGTHS]
-    make = {None: lambda model: None, "mtp": make_assistant, "eagle3": eagle3}[drafter]
+    make = {None: lambda model: None, "mtp": make_assistant, "eagle3": random_eagle3}[drafter]
     runs = {}
     for attention in ("torch", "triton"):
         bound, drafts = make(model), []
@@ -155,7 +134,7 @@ def test_seeded_sampling_is_that_of_plain_decoding(make_target, random_prompt):
     prompts = [random_prompt(n, vocab=VOCAB) for n in LENGTHS]
     params = [SamplingParams(max_new_tokens=NEW, temperature=0.8, seed=i) for i in range(2)]
     texts = []
-    for attention, drafter in (("torch", None), ("triton", eagle3(model))):
+    for attention, drafter in (("torch", None), ("triton", random_eagle3(model))):
         config = EngineConfig(attention=attention, max_batch_size=2, max_model_len=64)
         outputs = Engine(TargetModel(model), drafter, spec=TREE, config=config).generate(prompts, params)
         texts.append([out.token_ids for out in outputs])

@@ -41,6 +41,9 @@ from transformers import (
 
 from specdec import Engine, EngineConfig, SpecConfig
 from specdec.attention.private_copy import text_configs
+from specdec.draft_models.eagle3 import Eagle3Drafter
+from specdec.draft_models.eagle3_config import Eagle3Spec
+from specdec.draft_models.eagle3_model import Eagle3Head
 from specdec.draft_models.registry import constructible_assistants
 from specdec.kvcache.layout import layout_from_config
 from specdec.models.target import TargetModel
@@ -313,3 +316,23 @@ def make_engine() -> Callable[..., Engine]:
         return Engine.from_pretrained(model, drafter, tokenizer=tokenizer, spec=spec, config=settings)
 
     return make
+
+
+def random_eagle3(model: PreTrainedModel, windows: tuple[int | None, ...] = (None, 6)) -> Eagle3Drafter:
+    """A head of random weights, fitted to the model, that drafts nine of its tokens."""
+    target = TargetModel(model)
+    torch.manual_seed(3)
+    sizes = {"intermediate_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 6, "draft_vocab_size": 9}
+    spec = Eagle3Spec(
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        aux_layers=(0, 1, len(target.layout.layers)),
+        windows=windows,
+        **sizes,
+    )
+    head = Eagle3Head(spec)
+    for weight in head.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.4)
+    return Eagle3Drafter(head.eval(), torch.randperm(target.vocab_size)[:9].sort().values, target)
