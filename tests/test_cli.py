@@ -313,7 +313,8 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_finished(tmp_path):
     """Against the process itself: a signal while it works, the report of before, and the same command again."""
     report, folder = tmp_path / "report.json", tmp_path / "kept"
     report.write_text("before")
-    args = ["eval", "gsm8k", "--limit", "40", "--batch-size", "1", "--max-new-tokens", "8"]
+    # 200 long answers: on a machine however busy they are not done before four are seen
+    args = ["eval", "gsm8k", "--limit", "200", "--batch-size", "1", "--max-new-tokens", "96"]
     command = [sys.executable, "-m", "specdec.cli", *args, "--transcripts", str(folder), "--json", str(report)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     path = folder / "transcripts-0.jsonl"
@@ -323,7 +324,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_finished(tmp_path):
     out, err = process.communicate()
     assert process.returncode == 130, err
     assert re.fullmatch(
-        r"specdec: interrupted; \d+ of 40 problems are finished, kept in .*: the same command goes on\n", err
+        r"specdec: interrupted; \d+ of 200 problems are finished, kept in .*: the same command goes on\n", err
     )
     assert out.startswith("| run | strict accuracy")  # of what was finished
     assert report.read_text() == "before"
