@@ -24,6 +24,13 @@ from tiny_models import random_eagle3
 NEW = 4
 PACKAGE = tuple(f"/{folder}/" for folder in ("kvcache", "attention", "draft_models", "specdec"))
 CHAIN, TREE = SpecConfig(3), SpecConfig(3, 2, 6)
+CASES = {
+    "mtp-chain-1": ("mtp", CHAIN, 1),
+    "mtp-tree-4": ("mtp", TREE, 4),
+    "ngram-4": ("ngram", CHAIN, 4),
+    "eagle3-tree-1": ("eagle3", TREE, 1),
+    "mtp-captured": ("mtp", TREE, 1, True),
+}
 
 
 class Fault(BaseException):
@@ -124,11 +131,13 @@ def chosen(made: list[CodeType]) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["prompt", "round"])
 @pytest.mark.parametrize(
-    "case",
-    [("mtp", CHAIN, 1), ("mtp", TREE, 4), ("ngram", CHAIN, 4), ("eagle3", TREE, 1), ("mtp", TREE, 1, True)],
-    ids=["mtp-chain-1", "mtp-tree-4", "ngram-4", "eagle3-tree-1", "mtp-captured"],
+    ("stage", "case"),
+    [
+        *(("round", case) for case in CASES.values()),
+        *(("prompt", CASES[name]) for name in ("eagle3-tree-1", "mtp-captured")),  # the others do nothing else in it
+    ],
+    ids=[*(f"round-{name}" for name in CASES), "prompt-eagle3-tree-1", "prompt-mtp-captured"],
 )
 def test_a_fault_at_any_call_of_a_step_is_as_if_it_had_not_begun(stage, case, scenes) -> None:
     scene = scenes(*case)

@@ -11,8 +11,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from specdec.kvcache.triton_shim import triton
+from specdec.layers.launch import pdl_options
 from specdec.layers.moe.families import experts_of, router_of
-from specdec.layers.moe.kernels import sum_kernel
+from specdec.layers.moe.kernels import list_kernel, sum_kernel
 from specdec.layers.moe.mixture import (
     Experts,
     Router,
@@ -154,6 +155,15 @@ def test_tokens_that_all_choose_one_expert(poison_empty):
     expected = reference_apply_experts(x, routing, experts)
     for few in (True, False):
         torch.testing.assert_close(apply_experts(x, routing, experts, few=few), expected, atol=1e-4, rtol=1e-5)
+
+
+def test_a_list_of_more_assignments_than_a_block():
+    """1,024 are read at a time; behind them the lists go on, each expert's in ascending order."""
+    experts = (torch.arange(1500, device=DEVICE) ** 2 % 3).int()  # 0, 1, 1, 0, 1, 1, ... and never 2
+    first, order = torch.zeros(4, dtype=torch.int32, device=DEVICE), torch.zeros(1500, dtype=torch.int32, device=DEVICE)
+    list_kernel[(3,)](experts, first, order, 1500, BLOCK=1024, **pdl_options(DEVICE))
+    assert first.tolist() == [0, 500, 1500, 1500]
+    assert order.tolist() == [n for expert in (0, 1) for n in range(1500) if n**2 % 3 == expert]
 
 
 def test_no_rows():
