@@ -46,7 +46,7 @@ def make_cache(
         held = swa_slots_held(window - 1 + extra_keys, num_nodes, page_size)
         swa_each = whole_pages(held + page_size + config.prefill_chunk)
         swa_each = min(swa_each, full_each)
-    budget = int(_free_bytes(target.device) * MEMORY_SHARE.get(target.device.type, 0.5))
+    budget = int(free_bytes(target.device) * MEMORY_SHARE.get(target.device.type, 0.5))
     full_slots, swa_slots = config.full_slots, config.swa_slots
     if swa_slots is None:
         swa_slots = min(swa_each * batch, budget // max(2 * swa_bytes, 1))
@@ -84,7 +84,8 @@ def _all_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that nobody has taken."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -1,0 +1,67 @@
+"""Whether the tokens of a timed run are the model's own: a forward of transformers over the same text has the say.
+
+    prompt + output -> one forward of transformers, eager attention, a cache of its own, a chunk at a time
+    gap of a token  = (best logit - its logit) / standard deviation of the row
+
+In the precision of a GPU two right forwards part at the first near-tie, and of random weights many are near, so equal
+tokens are no measure. A gap is: rounding gives a little, and a wrong key or a lost token some four deviations, since
+then the best of a whole vocabulary is compared with an average one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.attention.private_copy import private_copy
+
+TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-2}
+LOW_PRECISION_TOLERANCE = 1.0
+MOST_SCORES = 1 << 28
+"""Attention scores of a layer that are made at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """tokens: how many were checked; exact: those that are the reference's best; worst: the largest gap."""
+
+    passed: bool
+    tokens: int
+    exact: int
+    worst: float
+    tolerance: float
+
+    @property
+    def words(self) -> str:
+        kept = "passed" if self.passed else "failed"
+        return f"{kept}: {self.exact} of {self.tokens} best, worst gap {self.worst:.2g} of {self.tolerance:g}"
+
+
+def check_parity(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+) -> Parity:
+    """Of greedy outputs, one prompt after the other."""
+    tolerance = TOLERANCE.get(model.dtype, LOW_PRECISION_TOLERANCE)
+    gaps = torch.cat([output_gaps(model, p, o) for p, o in zip(prompts, outputs, strict=True)])
+    worst = float(gaps.nan_to_num(torch.inf).max())
+    return Parity(worst <= tolerance, len(gaps), int((gaps == 0).sum()), worst, tolerance)
+
+
+@torch.inference_mode()
+def output_gaps(model: PreTrainedModel, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+    """[len(output)] on the CPU: how far each token is from the best one of its place, in deviations."""
+    reference: Any = private_copy(model, "eager")
+    ids = torch.tensor([*prompt, *output], device=model.device)
+    config: Any = model.config.get_text_config()
+    chunk = max(16, MOST_SCORES // (len(ids) * int(config.num_attention_heads)))
+    first = len(prompt) - 1  # the row whose logits chose the first token
+    cache = None
+    for start in range(0, first, chunk):
+        fed = ids[None, start : min(start + chunk, first)]
+        cache = reference(fed, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+    logits = reference(ids[None, first:-1], past_key_values=cache, use_cache=True).logits[0].float()
+    chosen = logits.gather(1, ids[first + 1 :, None])[:, 0]
+    gaps: torch.Tensor = (logits.amax(dim=1) - chosen) / logits.std(dim=1)
+    return gaps.cpu()
