@@ -88,6 +88,7 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
+PHASES = "Phases of a round"
 Task = Literal["gsm8k", "mt-bench", "humaneval", "spec-bench"]
 Target = Annotated[str, typer.Option(help="Hub id, folder or bundled name.")]
 DrafterName = Annotated[
@@ -177,8 +178,49 @@ def bench(
     json_file: JsonFile = None,
     dtype: DtypeName = None,
     device: Device = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Random weights at the shape of gemma4-e4b, gemma4-26b-a4b, gemma4-31b, gpt-oss-20b or llama-8b, "
+            "instead of a target: milliseconds of each phase beside the memory floor.",
+            rich_help_panel=PHASES,
+        ),
+    ] = None,
+    phases: Annotated[
+        bool, typer.Option("--phases", help="The same of the target, on its prompts.", rich_help_panel=PHASES)
+    ] = False,
+    batches: Annotated[str, typer.Option(help="Requests at a time, each in turn.", rich_help_panel=PHASES)] = "1,8,32",
+    contexts: Annotated[
+        str, typer.Option(help="Tokens before the first round, each in turn; 1k is 1024.", rich_help_panel=PHASES)
+    ] = "1k",
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds timed in each cell.", rich_help_panel=PHASES)] = 50,
+    drafts: Annotated[
+        str | None, typer.Option(help="Of plain, chain, tree; default: all that there are.", rich_help_panel=PHASES)
+    ] = None,
+    acceptance: Annotated[
+        str,
+        typer.Option(help="Acceptance lengths that tokens/s of random weights suppose.", rich_help_panel=PHASES),
+    ] = "2,3",
+    layers: Annotated[
+        int | None, typer.Option(help="A shape with fewer layers; its figures say so.", rich_help_panel=PHASES)
+    ] = None,
+    shrink: Annotated[
+        int, typer.Option(help="A shape with all widths divided by this, up to 16.", rich_help_panel=PHASES)
+    ] = 1,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="On a GPU, also the time without a kernel.", rich_help_panel=PHASES)
+    ] = False,
+    plot_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot", metavar="FILE", callback=_output, help="Over batch and context, as PNG.", rich_help_panel=PHASES
+        ),
+    ] = None,
 ) -> None:
-    """Measure tokens/s with and without the drafter; refuses to print figures if any output differs."""
+    """Measure tokens/s with and without the drafter; refuses to print figures if any output differs.
+
+    With --shape or --phases: milliseconds of each phase of a round, and how many times the memory floor that is.
+    """
 
 
 @app.command("eval", cls=Command, no_args_is_help=True)

@@ -1,15 +1,24 @@
-"""`specdec bench`: tokens per second of a pair, with and without its drafter."""
+"""`specdec bench`: tokens per second of a pair, with and without its drafter; or the milliseconds of its phases."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
 
+from specdec.commands.phases import phases as run_phases_command
 from specdec.commands.settings import drafter_name, engine_config, quiet_libraries
 from specdec.config import SamplingParams, SpecConfig
+from specdec.errors import ConfigError
 from specdec.evaluation.bench import markdown_table, run_bench
 from specdec.evaluation.data import read_prompts
 from specdec.evaluation.files import STDOUT, write_file
 from specdec.evaluation.progress import Interrupted
+
+
+def require_unused(**options: object) -> None:
+    """Raises ConfigError for an option that belongs to --shape and --phases."""
+    given = [f"--{name}" for name, value in options.items() if value is not None]
+    if given:
+        raise ConfigError(f"{', '.join(given)} belongs to --shape or --phases; give one of these, or leave it out")
 
 
 def bench(
@@ -30,8 +39,44 @@ def bench(
     json_file: Path | None,
     dtype: str | None,
     device: str | None,
+    shape: str | None,
+    phases: bool,
+    batches: str,
+    contexts: str,
+    rounds: int,
+    drafts: str | None,
+    acceptance: str,
+    layers: int | None,
+    shrink: int,
+    profile: bool,
+    plot_file: Path | None,
 ) -> None:
     quiet_libraries()
+    if shape is not None or phases:
+        run_phases_command(
+            shape=shape,
+            target=target,
+            drafter=drafter,
+            data=data,
+            limit=limit,
+            spec=SpecConfig(num_steps, draft_topk, num_draft_tokens),
+            batches=batches,
+            contexts=contexts,
+            rounds=rounds,
+            drafts=drafts,
+            acceptance=acceptance,
+            layers=layers,
+            shrink=shrink,
+            peer=peer,
+            profile=profile,
+            seed=seed,
+            json_file=json_file,
+            plot_file=plot_file,
+            dtype=dtype,
+            device=device,
+        )
+        return
+    require_unused(drafts=drafts, layers=layers, plot=plot_file, profile=profile or None)
     try:
         report = run_bench(
             target=target,

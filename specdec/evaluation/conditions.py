@@ -1,11 +1,15 @@
 """What a figure was measured with: the pair by name, the device, and the versions of the libraries below."""
 
 import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 import transformers
 
+from specdec import __version__
 from specdec.errors import ConfigError
 
 VERSIONS = f"torch {torch.__version__}, transformers {transformers.__version__}"
@@ -21,6 +25,41 @@ def hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def conditions(device: torch.device, command: str) -> dict[str, str]:
+    """All that a figure may depend on, in words; what is not known is empty."""
+    return {
+        "device": hardware(device),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "triton": _version("triton"),
+        "specdec": __version__,
+        "commit": _commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": command,
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    """Of the checkout that the package runs from, `+` where it has changes; empty where there is none."""
+    folder = Path(__file__).resolve().parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def _name(what: str, value: object) -> str:

@@ -8,6 +8,7 @@ depth and width for machines that it does not fit; what is measured on such a on
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from math import gcd
 from typing import Any
 
 from transformers import (
@@ -25,7 +26,7 @@ from specdec.errors import ConfigError
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 MOST_SHRUNK = 16
-"""Every width of every shape is a multiple of this."""
+"""Narrower heads and windows are no attention."""
 FEWEST_LAYERS = 2
 
 
@@ -54,8 +55,9 @@ class Shrink:
             raise ConfigError(f"layers={self.layers}: this shape has {published}")
         return self.layers or published
 
-    def widths(self, **published: int) -> dict[str, int]:
-        return {name: width // self.divisor for name, width in published.items()}
+    def widths(self, **published: int) -> dict[str, Any]:
+        """In multiples of 8, as all published ones are and grouped products want them."""
+        return {name: -(-width // (8 * self.divisor)) * 8 for name, width in published.items()}
 
 
 MakeTarget = Callable[[Shrink], PreTrainedConfig]
@@ -80,7 +82,9 @@ def find_shape(name: str) -> Shape:
     return SHAPES[name]
 
 
-def _gemma4(shrink: Shrink, *, layers: int, shared: int = 0, widths: Mapping[str, int], **rest: Any) -> PreTrainedConfig:
+def _gemma4(
+    shrink: Shrink, *, layers: int, shared: int = 0, widths: Mapping[str, int], **rest: Any
+) -> PreTrainedConfig:
     """Five sliding layers, then a full one. The last `shared` of the published layers read K/V of earlier ones."""
     depth = shrink.depth(layers)
     kinds = [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(depth)]
@@ -103,26 +107,26 @@ def _gemma4_assistant(target: Any, shrink: Shrink, *, heads: int, ordered: bool,
     """Four layers without K/V of their own; heads of K/V, head sizes and window are the target's."""
     kinds = [SLIDING, SLIDING, SLIDING, FULL]
     sliding, full = (target.per_layer_config[target.layer_types.index(kind)] for kind in (SLIDING, FULL))
-    text = Gemma4TextConfig(
+    text: dict[str, Any] = {
         **shrink.widths(vocab_size=262_144, **published),
-        num_hidden_layers=len(kinds),
-        layer_types=kinds,
-        num_attention_heads=heads,
-        num_key_value_heads=sliding.num_key_value_heads,
-        num_global_key_value_heads=full.num_key_value_heads,
-        attention_k_eq_v=target.attention_k_eq_v,
-        head_dim=sliding.head_dim,
-        global_head_dim=full.head_dim,
-        sliding_window=target.sliding_window,
-        max_position_embeddings=target.max_position_embeddings,
-        hidden_size_per_layer_input=0,
-        vocab_size_per_layer_input=0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+        "num_hidden_layers": len(kinds),
+        "layer_types": kinds,
+        "num_attention_heads": heads,
+        "num_key_value_heads": sliding.num_key_value_heads,
+        "num_global_key_value_heads": full.num_key_value_heads,
+        "attention_k_eq_v": target.attention_k_eq_v,
+        "head_dim": sliding.head_dim,
+        "global_head_dim": full.head_dim,
+        "sliding_window": target.sliding_window,
+        "max_position_embeddings": target.max_position_embeddings,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     with constructible_assistants():
         return Gemma4AssistantConfig(
-            text_config=text,
+            text_config=Gemma4TextConfig(**text),
             backbone_hidden_size=target.hidden_size,
             use_ordered_embeddings=ordered,
             num_centroids=2048 // shrink.divisor,
@@ -165,12 +169,13 @@ def _llama_8b(shrink: Shrink) -> PreTrainedConfig:
 def _eagle3(target: Any, shrink: Shrink, *, intermediate_size: int, norm_before_fc: bool = False) -> Eagle3Spec:
     """One layer with the target's widths, over the 32,000 most frequent tokens."""
     depth = target.num_hidden_layers
+    heads = gcd(target.num_attention_heads, target.hidden_size)  # fewer only where a width was shrunk
     return Eagle3Spec(
         hidden_size=target.hidden_size,
         target_hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
-        num_heads=target.num_attention_heads,
-        num_kv_heads=target.num_key_value_heads,
+        num_heads=heads,
+        num_kv_heads=gcd(target.num_key_value_heads, heads),
         head_dim=target.head_dim,
         aux_layers=(min(2, depth), depth // 2, max(depth - 3, 0)),
         max_position_embeddings=target.max_position_embeddings,
@@ -191,7 +196,11 @@ _E4B_WIDTHS = {
 }
 _26B_WIDTHS = {"hidden_size": 2816, "intermediate_size": 2112, "moe_intermediate_size": 704, "sliding_window": 1024}
 _31B_WIDTHS = {"hidden_size": 5376, "intermediate_size": 21_504, "sliding_window": 1024}
-_LARGE_GEMMA4 = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "max_position_embeddings": 262_144}
+_LARGE_GEMMA4: dict[str, Any] = {
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "max_position_embeddings": 262_144,
+}
 
 SHAPES = {
     shape.name: shape

@@ -1,1 +1,1 @@
-"""Milliseconds of each phase of a round beside the memory floor: of a pair, or of random weights at a published shape."""
+"""Milliseconds of each phase of a round beside the memory floor: of a real pair, or of random weights at a shape."""

@@ -47,7 +47,7 @@ def step_bytes(target: TargetModel, batch: int, nodes: int, context: int) -> Ste
             seen.add(id(weight))
             if isinstance(part, nn.Embedding) and id(weight) not in head:
                 rows += batch * nodes * weight.nbytes // len(weight)
-            elif weight.dim() > 1 and len(weight) == getattr(part, "num_experts", None):
+            elif type(part).__name__.endswith("Experts") and len(weight) == getattr(part, "num_experts", None):
                 experts += round(expected_experts(target, len(weight), batch * nodes) * weight.nbytes / len(weight))
             else:
                 weights += weight.nbytes

@@ -35,13 +35,10 @@ class Parity:
 
     @property
     def words(self) -> str:
-        kept = "passed" if self.passed else "failed"
-        return f"{kept}: {self.exact} of {self.tokens} best, worst gap {self.worst:.2g} of {self.tolerance:g}"
+        return f"{self.exact} of {self.tokens}, {self.worst:.2g} (at most {self.tolerance:g})"
 
 
-def check_parity(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
-) -> Parity:
+def check_parity(model: PreTrainedModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Parity:
     """Of greedy outputs, one prompt after the other."""
     tolerance = TOLERANCE.get(model.dtype, LOW_PRECISION_TOLERANCE)
     gaps = torch.cat([output_gaps(model, p, o) for p, o in zip(prompts, outputs, strict=True)])

@@ -7,11 +7,11 @@ the host waited for it, and the stages that the device stamped. What is launched
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from specdec.config import SamplingParams
@@ -121,7 +121,7 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: 
                 stream.close()  # type: ignore[attr-defined]
     on_cpu = engine.target.device.type == "cpu"
     passed = watched.passed[WARM_UP : WARM_UP + 1 + rounds]
-    times = [round_time(before.at, one, on_cpu) for before, one in zip(passed, passed[1:], strict=False)]
+    times = [round_time(before.at, one, on_cpu) for before, one in pairwise(passed)]
     return Driven(times, outputs, idle)
 
 
@@ -156,7 +156,7 @@ def _idle_seconds(watched: WatchedLauncher, leader: Any, output: list[int]) -> f
     spans = [
         (event.time_range.start / 1e6, event.time_range.end / 1e6)
         for event in profiler.events() or []
-        if event.device_type == DeviceType.CUDA
+        if event.device_type.name == "CUDA"
     ]
     return idle_within(spans) / PROFILED
 

@@ -23,6 +23,7 @@ from specdec.models.target import TargetModel
 from specdec.sizing import MEMORY_SHARE, free_bytes
 
 META = torch.device("meta")
+ROUTER_SCORES, MIXTURE_GAIN = 4.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +99,15 @@ def randomise(module: nn.Module, seed: int) -> None:
                 weight.normal_(std=0.02, generator=generator)
             else:  # gains of norms, scales of routers
                 weight.normal_(mean=1.0, std=0.05, generator=generator)
-    for part in module.modules():
+    parts: list[Any] = list(module.modules())
+    for part in parts:
         if getattr(part, "scaling", None) == 1.0 and hasattr(part, "q_norm"):
-            gain: torch.Tensor = part.q_norm.weight  # type: ignore[union-attr, assignment]
-            gain.mul_(len(gain) ** -0.5)
+            part.q_norm.weight.mul_(part.head_dim**-0.5)
+        if type(part).__name__.endswith("Router"):
+            scores = part.proj if hasattr(part, "proj") else part
+            scores.weight.mul_(ROUTER_SCORES / getattr(part, "scalar_root_size", 1.0))
+        if hasattr(part, "experts") and hasattr(part, "post_feedforward_layernorm_2"):
+            part.post_feedforward_layernorm_2.weight.mul_(MIXTURE_GAIN)
 
 
 def _target_module(config: Any, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

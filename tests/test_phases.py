@@ -1,0 +1,367 @@
+"""`specdec bench --shape` and `--phases`: what is timed, what is judged, and what is shown of it."""
+
+import json
+from dataclasses import fields
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from specdec import SamplingParams, SpecConfig
+from specdec.cli import app
+from specdec.commands import phases as command
+from specdec.errors import CapacityError, ConfigError
+from specdec.evaluation.conditions import conditions
+from specdec.evaluation.phases import run as run_module
+from specdec.evaluation.phases.floor import StepBytes
+from specdec.evaluation.phases.parity import Parity, check_parity, output_gaps
+from specdec.evaluation.phases.peers import Peer, peers_for
+from specdec.evaluation.phases.report import Cell, PhaseReport, Spread, table
+from specdec.evaluation.phases.rounds import drive, idle_within, most_new_tokens, round_time
+from specdec.evaluation.phases.run import Plan, Subject, run_phases
+from specdec.evaluation.progress import Interrupted
+from specdec.models.loading import load_any_drafter
+from specdec.models.target import TargetModel
+from specdec.result import RoundResult
+
+runner = CliRunner()
+SMALL = ("--layers", "2", "--shrink", "16", "--device", "cpu")
+
+
+def bench(*words):
+    return runner.invoke(app, ["bench", *words])
+
+
+@pytest.fixture
+def subject(make_target, make_assistant):
+    """A tiny random pair."""
+    model = make_target("gemma4-e2b")
+    target = TargetModel(model)
+    drafter = load_any_drafter(make_assistant(model), target)
+    return Subject(
+        name="tiny",
+        target=target,
+        drafter=drafter,
+        drafts={"plain": None, "chain": SpecConfig(2)},
+        prompts=lambda batch, context: [
+            [(7 * i + 3 * j) % target.vocab_size for j in range(context)] for i in range(batch)
+        ],
+        assumed=(2.0,),
+        dtype=target.dtype,
+    )
+
+
+def plan(**more):
+    return Plan(**{"batches": [1], "contexts": [12], "rounds": 4, **more})
+
+
+# rounds
+
+
+def test_driven_rounds_give_what_generate_gives(make_target, make_assistant, make_engine):
+    model = make_target("gemma4-e2b")
+    prompts = [[5, 6, 7, 8], [9, 10, 11, 12, 13]]
+    engine = make_engine(model, make_assistant(model), num_steps=2, max_batch_size=2)
+    driven = drive(engine, prompts, 5, 2, profiled=True)
+    assert len(driven.rounds) == 5 and driven.idle is None
+    lengths = [len(output) for output in driven.outputs]
+    fresh = make_engine(model, None, max_batch_size=2)
+    for prompt, output, length in zip(prompts, driven.outputs, lengths, strict=True):
+        [plain] = fresh.generate([prompt], ignoring_ends(length))
+        assert output == plain.token_ids
+    for one in driven.rounds:
+        assert min(one.draft, one.verify, one.other) > 0
+        assert one.draft + one.verify + one.other <= one.wall
+        assert one.host <= one.wall
+        assert 2 <= one.emitted <= 6
+
+
+def ignoring_ends(count):
+    return SamplingParams(max_new_tokens=count, ignore_eos=True)
+
+
+def test_a_request_never_ends_while_it_is_timed(make_target, make_engine):
+    model = make_target("llama")
+    [plain] = make_engine(model).generate([[5, 6, 7]], ignoring_ends(most_new_tokens(4, 0)))
+    driven = drive(make_engine(model, max_batch_size=1), [[5, 6, 7]], 4, 0, profiled=False)
+    assert driven.outputs[0] == plain.token_ids[: len(driven.outputs[0])]
+    assert most_new_tokens(4, 2) == 1 + (6 + 4 + 8 + 4) * 3
+
+
+def test_the_host_part_is_what_is_not_spent_waiting():
+    result = RoundResult(np.array([2, 1]), None, None, [], 1, {"draft": 0.2, "verify": 0.3, "other": 0.1})
+    passed = SimpleNamespace(at=11.0, launching=0.0, waiting=0.75, result=result)
+    on_gpu, on_cpu = (round_time(10.0, passed, on_cpu) for on_cpu in (False, True))
+    assert (on_gpu.wall, on_gpu.host, on_gpu.emitted) == (1.0, 0.25, 3)
+    assert on_cpu.host == pytest.approx(0.4)
+
+
+def test_idle_time_is_what_no_span_covers():
+    #      0  1  2  3  4  5  6  7
+    #      ####     ##       ##
+    #         ###
+    assert idle_within([(1.0, 2.0), (0.0, 1.5), (3.0, 4.0), (6.0, 7.0)]) == pytest.approx(1 + 2)
+    assert idle_within([(0.0, 5.0), (1.0, 2.0)]) == 0.0
+    assert idle_within([]) == 0.0
+
+
+# parity
+
+
+def test_gaps_are_zero_for_the_models_own_tokens(make_target, greedy_oracle):
+    model = make_target("gemma4-e2b")
+    prompt = list(range(5, 25))
+    output = greedy_oracle(model, prompt, 6)
+    assert output_gaps(model, prompt, output).tolist() == [0.0] * 6
+
+
+def test_gaps_are_the_distance_to_the_best_in_deviations(make_target, greedy_oracle, hf_forward):
+    model = make_target("llama")
+    prompt, wrong = [5, 6, 7], 50
+    best = greedy_oracle(model, prompt, 1)[0]
+    gaps = output_gaps(model, prompt, [best, wrong])
+    logits = hf_forward(model, [*prompt, best]).logits[0, -1]
+    assert gaps[0] == 0
+    assert float(gaps[1]) == pytest.approx(float((logits.max() - logits[wrong]) / logits.std()), rel=1e-4)
+
+
+def test_gaps_do_not_depend_on_the_chunks_of_the_reference(make_target, monkeypatch):
+    model = make_target("gemma4-e2b")
+    prompt, output = [i % 90 for i in range(60)], [3, 4, 5]
+    whole = output_gaps(model, prompt, output)
+    monkeypatch.setattr("specdec.evaluation.phases.parity.MOST_SCORES", 1)  # 16 at a time, across windows of 8
+    torch.testing.assert_close(output_gaps(model, prompt, output), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_one_wrong_token_fails(make_target, greedy_oracle):
+    model = make_target("llama")
+    prompt = [5, 6, 7]
+    output = greedy_oracle(model, prompt, 5)
+    assert check_parity(model, [prompt], [output]).passed
+    wrong = [*output[:3], (output[3] + 1) % 96, output[4]]
+    failed = check_parity(model, [prompt, prompt], [output, wrong])
+    assert not failed.passed
+    assert failed.tokens == 10 and failed.exact < 10 and failed.worst > failed.tolerance
+
+
+def test_no_figure_where_parity_fails(subject):
+    drafting = run_phases(subject, plan(), check=lambda m, p, o: Parity(False, 5, 3, 4.2, 0.01))
+    for cell in drafting.cells:
+        assert not cell.shown and cell.note == "parity failed: 3 of 5, 4.2 (at most 0.01)"
+        assert not cell.tokens_per_second and cell.acceptance_length is None
+    record = drafting.as_json()["cells"][0]
+    assert record["ms"] == {} and record["x_floor"] is None and record["floor_ms"] > 0
+
+
+def test_a_fault_of_the_engine_fails_parity(subject, monkeypatch):
+    """Logits that belong to the token beside: what the engine emits is not what transformers would."""
+    rule = subject.target.logit_rule
+    monkeypatch.setattr(subject.target, "logit_rule", lambda logits: rule(logits).roll(1, dims=-1))
+    report = run_phases(subject, plan())
+    assert [cell.shown for cell in report.cells] == [False, False]
+    assert all(cell.note.startswith("parity failed: ") for cell in report.cells)
+
+
+# cells
+
+
+def test_every_way_at_every_batch_and_context(subject):
+    report = run_phases(subject, plan(batches=[1, 2], contexts=[12, 20], peer=True))
+    named = [(cell.context, cell.batch, cell.run) for cell in report.cells]
+    runs = ["plain", "chain", "transformers, plain", "transformers, static cache"]
+    assert named == [
+        (context, batch, run)
+        for context in (12, 20)
+        for batch in (1, 2)
+        for run in (*runs, *(["transformers, assisted"] if batch == 1 else []))
+    ]
+    assert [(cell.run, cell.note, cell.rounds) for cell in report.cells if not cell.shown or cell.rounds != 4] == []
+    for cell in report.cells:
+        ours = not cell.run.startswith("transformers")
+        assert (cell.parity is not None) == ours
+        assert cell.x_floor == cell.ms["round"].median / cell.floor_ms
+        assert (cell.break_even is not None) == (cell.run == "chain")
+    plain, chain = report.cells[:2]
+    assert chain.break_even == pytest.approx(chain.ms["round"].median / plain.ms["round"].median)
+    assert chain.tokens_per_second == {"if AL 2": pytest.approx(2 / (chain.ms["round"].median / 1e3))}
+    assert plain.tokens_per_second == {"if AL 1": pytest.approx(1 / (plain.ms["round"].median / 1e3))}
+
+
+def test_a_real_pair_has_its_measured_acceptance(subject):
+    real = Subject(**{item.name: getattr(subject, item.name) for item in fields(subject)} | {"assumed": ()})
+    cell = run_phases(real, plan()).cells[1]
+    assert cell.acceptance_length is not None
+    per_round = cell.acceptance_length / (cell.ms["round"].median / 1e3)
+    assert cell.tokens_per_second == {"measured": pytest.approx(per_round)}
+
+
+def test_a_cell_without_memory_is_a_note_and_the_others_go_on(subject, monkeypatch):
+    driven = run_module._driven
+
+    def full(subject, plan, spec, prompts, max_len):
+        if len(prompts) == 2:
+            raise CapacityError("2 requests take 9 GB, and 1 GB are left")
+        return driven(subject, plan, spec, prompts, max_len)
+
+    monkeypatch.setattr(run_module, "_driven", full)
+    cells = run_phases(subject, plan(batches=[1, 2])).cells
+    assert [cell.shown for cell in cells] == [True, True, False, False]
+    assert cells[2].note == "no figure: 2 requests take 9 GB, and 1 GB are left"
+
+
+def test_a_batch_that_would_have_to_wait_is_refused(make_target, make_engine):
+    engine = make_engine(make_target("llama"), max_batch_size=4, max_model_len=64, full_slots=100)
+    run_module._require_room(engine, 1, 64)
+    with pytest.raises(CapacityError, match=r"4 requests of 64 tokens take .* GB of K/V"):
+        run_module._require_room(engine, 4, 64)
+
+
+def test_a_peer_that_cannot_is_a_note(subject, monkeypatch):
+    def fails(prompts, steps):
+        raise RuntimeError("no such kernel\nand a trace")
+
+    monkeypatch.setattr(run_module, "peers_for", lambda *given: [Peer("transformers, odd", fails)])
+    assert run_phases(subject, plan(peer=True)).cells[-1].note == "no figure: RuntimeError: no such kernel"
+
+
+def test_assisted_generation_takes_as_many_steps_as_it_has_rounds(subject, make_target):
+    peers = peers_for(subject.target.model, subject.drafter, 2, 1)
+    assert [peer.rows for peer in peers] == [1, 1, 3]
+    prompts = subject.prompts(1, 12)
+    assert [len(peer.run(prompts, 3)) for peer in peers] == [3, 3, 3]
+    forwards = []
+    hook = subject.target.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    try:
+        peers[2].run(prompts, 3)
+    finally:
+        hook.remove()
+    assert len(forwards) in (3 + 4 + 1, 3 + 4 + 2)  # a stamp each, and one more where the last look came before it
+
+
+def test_a_context_beyond_the_model_is_refused_before_anything_runs(subject):
+    with pytest.raises(ConfigError, match=r"context=4090 with 4 rounds behind it can take .* has 4096"):
+        run_phases(subject, plan(contexts=[4090]))
+
+
+def test_ctrl_c_keeps_whole_cells(subject, monkeypatch):
+    driven, calls = run_module._driven, []
+
+    def interrupted(*given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return driven(*given)
+
+    monkeypatch.setattr(run_module, "_driven", interrupted)
+    with pytest.raises(Interrupted, match="1 cells were measured") as stop:
+        run_phases(subject, plan())
+    assert [cell.run for cell in stop.value.report.cells] == ["plain"]
+
+
+def test_spreads_are_quantiles_in_milliseconds():
+    assert Spread.of([0.001 * i for i in range(11)]) == Spread(
+        pytest.approx(5.0), pytest.approx(1.0), pytest.approx(9.0)
+    )
+    assert Spread.of([0.5]) == Spread(500.0, 500.0, 500.0)
+
+
+def test_the_table_says_what_is_supposed_and_what_was_shrunk():
+    def text(**more):
+        times = {"round": Spread(4.0, 3.0, 5.0)}
+        cell = Cell(run="plain", batch=1, context=9, ms=times, floor_bytes=StepBytes(1, 0, 0, 0), floor_ms=2.0)
+        settings = {"shrunk": "", "assumed": False, "parameters": {}, "weight_bytes": 10**9, "read_bandwidth": 1e12}
+        report = PhaseReport(subject="a pair", conditions={"device": "x"}, cells=[cell], **{**settings, **more})
+        made = table(report)
+        return str(made.title), [column.header for column in made.columns], [list(c.cells) for c in made.columns]
+
+    title, heads, columns = text(shrunk="4 layers", assumed=True)
+    assert "SHRUNK to 4 layers: no figures of the published model" in title
+    assert "are supposed, not measured" in title
+    assert columns[heads.index("x floor")] == ["2.00"]
+    assert columns[heads.index("ms (p10 to p90)")] == ["4.00 (3.00 to 5.00)"]
+    title, _, _ = text()
+    assert "SHRUNK" not in title and "supposed" not in title
+
+
+def test_conditions_name_device_versions_date_and_command():
+    found = conditions(torch.device("cpu"), "specdec bench")
+    assert found["torch"] == str(torch.__version__) and found["command"] == "specdec bench"
+    assert "CPU" in found["device"] and found["date"].endswith("UTC")
+
+
+# the command
+
+
+def test_a_shape_from_the_shell(tmp_path):
+    files = ("--json", str(tmp_path / "o.json"), "--plot", str(tmp_path / "o.png"))
+    result = bench("--shape", "gemma4-e4b", *SMALL, "--batches", "1,2", "--contexts", "24", "--rounds", "3", *files)
+    assert result.exit_code == 0, result.output
+    assert "SHRUNK to 2 layers, widths / 16" in result.stdout
+    record = json.loads((tmp_path / "o.json").read_text())
+    assert set(record) == {item.name for item in fields(PhaseReport)}
+    assert [(cell["run"], cell["batch"]) for cell in record["cells"]] == [
+        (run, batch) for batch in (1, 2) for run in ("plain", "chain", "tree")
+    ]
+    for cell in record["cells"]:
+        assert set(cell) == {*(item.name for item in fields(Cell)), "x_floor"}
+        assert cell["parity"]["passed"] and cell["ms"]["round"]["median"] > 0
+        assert set(cell["floor_bytes"]) == {"weights", "experts", "rows", "kv"}
+    assert set(record["cells"][1]["ms"]) == {"round", "draft", "verify", "other", "host"}
+    assert set(record["cells"][1]["tokens_per_second"]) == {"if AL 2", "if AL 3"}
+    assert record["conditions"]["command"].startswith("specdec")
+    assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_the_drafts_that_were_asked_for():
+    result = bench("--shape", "llama-8b", *SMALL, "--drafts", "tree", "--batches", "1", "--contexts", "16",
+                   "--rounds", "2", "--json", "-")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert [cell["run"] for cell in json.loads(result.stdout)["cells"]] == ["tree"]
+
+
+@pytest.mark.slow
+def test_a_real_pair_from_the_shell():
+    result = bench("--phases", "--batches", "1", "--contexts", "40", "--rounds", "3", "--json", "-")
+    assert result.exit_code == 0, result.output
+    plain, chain = json.loads(result.stdout)["cells"]
+    assert set(chain["tokens_per_second"]) == {"measured"}
+    assert plain["acceptance_length"] == 1.0 < chain["acceptance_length"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--shape", "gemma5"), "shape='gemma5' is unknown; choose one of gemma4-e4b"),
+        (("--shape", "llama-8b", "--target", "x"), "--shape makes its own target and drafter"),
+        (("--shape", "llama-8b", *SMALL, "--drafts", "chain,bush"), "'bush' is not one of plain, chain, tree"),
+        (("--shape", "llama-8b", "--batches", "1,x"), "batches='1,x': positive whole numbers are wanted"),
+        (("--shape", "llama-8b", "--acceptance", "0.5"), "acceptance='0.5': numbers from 1 on are wanted"),
+        (("--shape", "llama-8b", *SMALL, "--contexts", "200k"), "context=204800 with 50 rounds behind it"),
+        (("--phases", "--layers", "3"), "--layers and --shrink are for --shape"),
+        (("--plot", "o.png"), "--plot belongs to --shape or --phases"),
+    ],
+    ids=["shape", "target", "drafts", "batches", "acceptance", "context", "layers", "plot"],
+)
+def test_mistakes_are_one_sentence(words, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = bench(*words)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("specdec: ") and says in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_shape_that_does_not_fit_says_so_before_it_is_made(monkeypatch):
+    monkeypatch.setattr("specdec.evaluation.phases.weights.free_bytes", lambda device: 1 << 30)
+    result = bench("--shape", "gemma4-31b", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "gemma4-31b takes 124.7 GB of weights in float32 and 1.1 GB are free on cpu" in result.stderr
+
+
+def test_numbers_and_prompts():
+    assert command.whole_numbers("batches", "8,1, 2k,8") == [1, 8, 2048]
+    assert command.numbers("acceptance", "3,2.5") == [2.5, 3.0]
+    prompts = command.joined_prompts([[1, 2, 3], [4, 5]])
+    assert prompts(2, 4) == [[5, 1, 2, 3], [2, 3, 4, 5]]
+    assert prompts(1, 2) == [[2, 3]]

@@ -1,0 +1,186 @@
+"""Published shapes without weights: their sizes against published ones, their floor by hand, and smaller ones."""
+
+import pytest
+import torch
+from transformers import Gemma4TextConfig, GptOssConfig, LlamaConfig
+
+from specdec.errors import CapacityError, ConfigError
+from specdec.evaluation.phases import weights
+from specdec.evaluation.phases.floor import expected_experts, read_bandwidth, step_bytes
+from specdec.evaluation.phases.weights import count_parameters, make_drafter, make_target, randomise, require_room
+from specdec.evaluation.shapes import SHAPES, Shrink, find_shape
+from specdec.models.target import TargetModel
+
+CPU = torch.device("cpu")
+SMALL = Shrink(layers=4, divisor=16)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "drafter"),
+    [
+        # E4B: 4.64e9 beside its table of 2.82e9 per-layer embeddings; the assistants' own tables are counted
+        ("gemma4-e4b", 7_463_013_376, 78_517_760),
+        ("gemma4-26b-a4b", 25_233_141_760, 419_711_232),  # "25.2B"
+        ("gemma4-31b", 30_697_345_280, 469_518_592),  # "30.7B"
+        ("gpt-oss-20b", 20_914_757_184, 307_641_600),  # "20.91B"
+        ("llama-8b", 8_030_261_248, 424_689_664),
+    ],
+)
+def test_shapes_have_the_published_number_of_parameters(name, target, drafter):
+    found = count_parameters(find_shape(name), Shrink())
+    assert (found.target, found.drafter) == (target, drafter)
+
+
+def test_a_step_of_e4b_streams_the_published_bytes():
+    """9.29 GB: 4,644,441,088 of its numbers, two bytes each: the table of per-layer embeddings gives rows only."""
+    config = SHAPES["gemma4-e4b"].target(Shrink())
+    table = config.vocab_size_per_layer_input * config.num_hidden_layers * config.hidden_size_per_layer_input
+    assert 2 * (7_463_013_376 - table) == 9_288_882_176
+
+
+def test_an_unknown_shape_is_refused_with_the_list():
+    with pytest.raises(ConfigError, match=r"'gemma4' is unknown; choose one of gemma4-e4b, .*, llama-8b"):
+        find_shape("gemma4")
+
+
+@pytest.mark.parametrize(
+    ("shrink", "says"),
+    [({"layers": 1}, "at least 2"), ({"divisor": 3}, "1, 2, 4, 8 or 16"), ({"divisor": 32}, "1, 2, 4, 8 or 16")],
+)
+def test_a_shape_is_not_shrunk_beyond_reason(shrink, says):
+    with pytest.raises(ConfigError, match=says):
+        Shrink(**shrink)
+
+
+def test_a_shape_has_no_more_layers_than_were_published():
+    with pytest.raises(ConfigError, match="layers=43: this shape has 42"):
+        SHAPES["gemma4-e4b"].target(Shrink(layers=43))
+
+
+@pytest.mark.parametrize("layers", range(2, 43))
+def test_every_depth_of_e4b_has_an_owner_for_each_layer(layers):
+    config = SHAPES["gemma4-e4b"].target(Shrink(layers=layers, divisor=16))
+    kinds = config.layer_types
+    assert len(kinds) == layers and kinds[-1] == "full_attention"
+    assert {*kinds[: layers - config.num_kv_shared_layers]} == {"sliding_attention", "full_attention"}
+
+
+def test_weights_are_seeded_and_keep_activations_near_one():
+    made = [make_target(SHAPES["gemma4-26b-a4b"], SMALL, CPU, torch.float32, seed) for seed in (0, 0, 1)]
+    first, again, other = (next(model.parameters()) for model in made)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    with torch.no_grad():
+        logits = made[0](torch.arange(40)[None]).logits
+    assert logits.isfinite().all()
+    assert 0.5 < float(logits.std()) < 2.0
+
+
+def test_bfloat16_activations_stay_finite_through_all_layers():
+    model = make_target(SHAPES["llama-8b"], Shrink(divisor=16), CPU, torch.bfloat16, 0)
+    with torch.no_grad():
+        logits = model(torch.arange(20)[None]).logits
+    assert logits.isfinite().all()
+
+
+def test_tied_weights_are_filled_once():
+    table, head = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False)
+    head.weight = table.weight
+    randomise(torch.nn.ModuleList([table, head]), 0)
+    alone = torch.nn.Embedding(5, 4)
+    randomise(alone, 0)
+    assert torch.equal(table.weight, alone.weight)
+
+
+def test_no_room_is_said_with_the_numbers_before_anything_is_made(monkeypatch):
+    monkeypatch.setattr(weights, "free_bytes", lambda device: 10 << 30)
+    with pytest.raises(CapacityError, match=r"gemma4-31b takes 62\.3 GB of weights in bfloat16 and 10\.7 GB are free"):
+        require_room(SHAPES["gemma4-31b"], Shrink(), CPU, torch.bfloat16)
+
+
+# the floor, by hand
+
+
+def llama(**more):
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaConfig(vocab_size=32, head_dim=4, num_hidden_layers=2, **sizes, **more)
+
+
+def target_of(config):
+    torch.manual_seed(0)
+    return TargetModel(weights._target_module(config, CPU, torch.float32))
+
+
+def test_floor_of_a_llama_by_hand():
+    layer = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16 + 2 * 8  # q, k and v, o, mlp, norms
+    counted = step_bytes(target_of(llama()), batch=3, nodes=5, context=100)
+    assert counted.weights == 4 * (2 * layer + 8 + 32 * 8)  # and the last norm, and the head
+    assert counted.rows == 3 * 5 * 8 * 4  # of the table
+    assert counted.kv == 3 * 100 * 2 * (2 * 4) * 4  # layers, K and V of one head of 4
+    assert counted.experts == 0
+    assert counted.total == counted.weights + counted.rows + counted.kv
+
+
+def test_a_tied_table_is_read_whole_and_once():
+    tied, own = (step_bytes(target_of(llama(tie_word_embeddings=tie)), 1, 1, 10) for tie in (True, False))
+    assert tied.weights == own.weights
+    assert (tied.rows, own.rows) == (0, 8 * 4)
+
+
+def test_sliding_layers_read_their_window_and_per_layer_tables_rows():
+    config = Gemma4TextConfig(
+        vocab_size=32,
+        vocab_size_per_layer_input=32,
+        hidden_size=8,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        global_head_dim=8,
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=6,
+        hidden_size_per_layer_input=2,
+    )
+    counted = step_bytes(target_of(config), batch=2, nodes=1, context=10)
+    assert counted.kv == 2 * (6 * 2 * 4 + 10 * 2 * 8) * 4
+    assert counted.rows == 2 * (2 * 2) * 4  # of [32, layers * 2]; the other table is the head's
+    assert step_bytes(target_of(config), batch=2, nodes=1, context=3).kv == 2 * (3 * 2 * 4 + 3 * 2 * 8) * 4
+
+
+def test_of_a_mixture_the_expected_experts_are_read():
+    config = GptOssConfig(
+        vocab_size=32,
+        hidden_size=8,
+        intermediate_size=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        num_hidden_layers=1,
+        layer_types=["full_attention"],
+        num_local_experts=4,
+        num_experts_per_tok=1,
+    )
+    target = target_of(config)
+    expert = (8 * 16 + 16 + 8 * 8 + 8) * 4
+    assert step_bytes(target, 1, 1, 10).experts == expert  # one row, one expert
+    assert expected_experts(target, 4, 2) == pytest.approx(1 + 3 / 4)  # the second row finds the first one's by 1 in 4
+    assert step_bytes(target, 1, 2, 10).experts == expert * 7 // 4
+    assert step_bytes(target, 1000, 1, 10).experts == 4 * expert
+    assert step_bytes(target, 1, 1, 10).weights == step_bytes(target, 1000, 1, 10).weights
+
+
+def test_read_bandwidth_is_that_of_some_machine():
+    assert 1e8 < read_bandwidth(CPU) < 1e13
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_has_a_drafter_that_fits_it(name):
+    shape = SHAPES[name]
+    target = TargetModel(make_target(shape, SMALL, CPU, torch.float32, 0))
+    drafter = make_drafter(shape, SMALL, target, 1)
+    assert drafter.fit is not None
+    assert set(shape.drafts) == {"chain", "tree"}
+    if name == "gemma4-e4b":
+        ordering = drafter.assistant.masked_embedding.token_ordering
+        assert torch.equal(ordering.sort().values, torch.arange(target.vocab_size))
