@@ -24,6 +24,7 @@ from specdec.evaluation.phases.weights import make_drafter, make_target, require
 from specdec.evaluation.plot import require_matplotlib
 from specdec.evaluation.progress import Interrupted, working
 from specdec.evaluation.shapes import Shrink, find_shape
+from specdec.layers.operations import choose_operations
 from specdec.models.loading import pick_device, pick_dtype
 from specdec.models.target import TargetModel
 
@@ -109,11 +110,13 @@ def shape_subject(
     """Random weights on the device; prompts of random tokens."""
     shape = find_shape(name)
     chosen = choose_drafts({PLAIN: None, **shape.drafts}, drafts)
-    where = pick_device(engine_config(1, dtype, device).device)
+    config = engine_config(1, dtype, device)
+    where = pick_device(config.device)
     kind = pick_dtype(getattr(torch, dtype) if dtype else None, where, shape.target(shrink))
     require_room(shape, shrink, where, kind)
     with working(f"making {name}"):
-        target = TargetModel(make_target(shape, shrink, where, kind, seed))
+        operations = choose_operations(config.fused, config.attention, where, kind)  # as Engine.from_pretrained does
+        target = TargetModel(make_target(shape, shrink, where, kind, seed), operations)
         made = make_drafter(shape, shrink, target, seed + 1) if any(chosen.values()) else None
 
     def prompts(batch: int, context: int) -> list[list[int]]:

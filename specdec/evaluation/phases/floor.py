@@ -38,9 +38,10 @@ class StepBytes:
 def step_bytes(target: TargetModel, batch: int, nodes: int, context: int) -> StepBytes:
     """Of `batch` requests of `nodes` rows each, behind `context` committed tokens."""
     weights = experts = rows = 0
-    head = {id(weight) for weight in target.head.parameters()}
+    head_module: nn.Module = target.model.get_output_embeddings()  # the user's modules: ours may hold weights merged
+    head = {id(weight) for weight in head_module.parameters()}
     seen: set[int] = set()
-    for part in [*target.decoder.modules(), *target.head.modules()]:
+    for part in [*target.user_decoder.modules(), *head_module.modules()]:
         for weight in part.parameters(recurse=False):
             if id(weight) in seen:
                 continue

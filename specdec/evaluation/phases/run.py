@@ -93,7 +93,7 @@ def run_phases(subject: Subject, plan: Plan, *, check: Check = check_parity) -> 
             parameters={name: sum(w.numel() for w in model.parameters()) for name, model in models.items()},
             weight_bytes=sum(weight.nbytes for weight in weights.values()),
             read_bandwidth=read,
-            conditions=conditions(target.device, plan.command) | {"dtype": str(target.dtype).removeprefix("torch.")},
+            conditions=conditions(target.device, plan.command) | how_it_runs(target),
             cells=_with_break_even(cells),
         )
 
@@ -111,6 +111,12 @@ def run_phases(subject: Subject, plan: Plan, *, check: Check = check_parity) -> 
         kept = f"{len(cells)} cells were measured"
         raise Interrupted(kept, report() if cells else None) from stop
     return report()
+
+
+def how_it_runs(target: TargetModel) -> dict[str, str]:
+    """Precision, and whether fused layers run."""
+    layers = "fused" if target.unfused is None else f"not fused, since {target.unfused}"
+    return {"dtype": str(target.dtype).removeprefix("torch."), "layers": layers}
 
 
 def _cell(subject: Subject, plan: Plan, read: float, name: str, batch: int, context: int, check: Check) -> Cell:
