@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -316,7 +317,9 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_finished(tmp_path):
     # 200 long answers: on a machine however busy they are not done before four are seen
     args = ["eval", "gsm8k", "--limit", "200", "--batch-size", "1", "--max-new-tokens", "96"]
     command = [sys.executable, "-m", "specdec.cli", *args, "--transcripts", str(folder), "--json", str(report)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # a shell that runs the tests in the background has its programs ignore Ctrl-C
+    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeding)
     path = folder / "transcripts-0.jsonl"
     while process.poll() is None and not (path.exists() and path.read_bytes().count(b"\n") > 3):
         time.sleep(0.02)
