@@ -26,7 +26,7 @@ from specdec.kvcache.table import Rows
 from specdec.layers.operations import KERNELS, REFERENCE, Operations
 from specdec.models.target import TargetModel
 
-from marks import pairs, slow
+from marks import slow
 
 VOCAB, DRAFT_VOCAB = 24, 17
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -216,7 +216,9 @@ def model(make_target: Callable[..., Any]) -> Any:
         ("one level", (5,), 4),
         slow("chain", (None, 2), 4),
         slow("two levels", (2,), 1),
-        *(slow(*case) for case in pairs(list(SHAPES), [(None,), (5,), (3, None, 2)], [1, 4])),
+        slow("tree", (3, None, 2), 4),
+        slow("tree", (None,), 1),
+        slow("chain", (5,), 1),
     ],
     ids=str,
 )

@@ -99,7 +99,6 @@ def test_states_that_drafters_ask_for_are_those_of_unfused_layers(family, make_t
     ("family", "shape", "ordered"),
     [
         slow("llama", "chain", False),
-        slow("gemma4-e2b", "chain", True),
         slow("gemma4-e2b", "tree", True),
         slow("gemma4-moe", "tree", False),
         slow("gpt_oss", "chain", False),

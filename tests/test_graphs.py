@@ -18,6 +18,7 @@ from specdec.errors import ConfigError, FrozenKVError
 from specdec.graphs import batch_sizes, length_bucket
 
 TREE = SpecConfig(3, 2, 6)
+SHORT_POOLS = {"page_size": 4, "full_slots": 120, "swa_slots": 100}
 
 
 @pytest.fixture
@@ -62,11 +63,16 @@ def captured_batches(engine: Engine) -> set[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pool", [{}, {"page_size": 4, "full_slots": 120, "swa_slots": 100}], ids=["roomy", "short"])
 @pytest.mark.parametrize(
-    ("drafter", "spec"),
-    [(None, None), ("ngram", None), ("mtp", None), ("mtp", TREE), ("eagle3", TREE)],
-    ids=["plain", "ngram", "mtp-chain", "mtp-tree", "eagle3-tree"],
+    ("drafter", "spec", "pool"),
+    [
+        (None, None, {}),
+        ("mtp", TREE, {}),
+        ("ngram", None, SHORT_POOLS),
+        ("mtp", None, SHORT_POOLS),
+        ("eagle3", TREE, SHORT_POOLS),
+    ],
+    ids=["plain", "mtp-tree", "ngram-short", "mtp-chain-short", "eagle3-tree-short"],
 )
 def test_captured_rounds_give_the_same_tokens(drafter, spec, pool, graphs) -> None:
     """Twelve requests join and leave four rows; the short pools preempt some of them, with rounds under way."""
