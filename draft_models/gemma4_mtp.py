@@ -28,8 +28,9 @@ from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observa
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.frozen import KVView, frozen_kv
 from specdec.kvcache.layout import SLIDING_ATTENTION
+from specdec.layers.decoder import FusedEmbedding
 from specdec.layers.families import Unfusable
-from specdec.layers.fuse import Weights, fuse, fuse_linear
+from specdec.layers.fuse import Weights, fuse, fuse_embedding, fuse_linear
 from specdec.layers.merge import held_storages
 from specdec.layers.operations import Operations
 from specdec.layers.sampling.centroid import CentroidHead
@@ -90,7 +91,11 @@ class Gemma4MTPDrafter(Drafter):
     def _run(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = self.model.pre_projection(torch.cat([self.embed(tokens), hidden], dim=-1))  # [B, M, H]
+        if isinstance(self.embed, FusedEmbedding):
+            inputs = self.embed(tokens, beside=hidden)
+        else:
+            inputs = torch.cat([self.embed(tokens), hidden], dim=-1)
+        inputs = self.model.pre_projection(inputs)  # [B, M, H]
         out = self.model.model(
             inputs_embeds=inputs.flatten(0, 1)[:, None],  # a batch of single rows: [B * M, 1, H]
             position_ids=positions.reshape(-1, 1),
@@ -127,12 +132,14 @@ class Gemma4MTPDrafter(Drafter):
         """Put fused layers in place; the reason if they are not."""
         model = self.model
         plain = {name: getattr(model, name) for name in ("model", "pre_projection", "post_projection", "lm_head")}
+        embed = self.embed
         held = held_storages(model)
         level = logging.WARNING
         try:
             wanted = self._probed()
             for name, module in plain.items():
                 setattr(model, name, fuse(module, ops) if name == "model" else fuse_linear(module, ops))
+            self.embed = fuse_embedding(embed, ops)
             error = (self._probed() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
             bound = FUSED_BOUND * math.sqrt(1 + len(self.windows))
             reason = None if error.median() <= bound else "its fused layers compute something else than its own"
@@ -144,6 +151,7 @@ class Gemma4MTPDrafter(Drafter):
         if reason is not None:
             for name, module in plain.items():
                 setattr(model, name, module)
+            self.embed = embed
             logger.log(level, "drafter %s runs unfused: %s", self.name, reason)
         del held
         return reason

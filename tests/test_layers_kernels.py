@@ -264,7 +264,9 @@ def test_rotary_is_the_reference():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "width", "height", "splits"), [(1, 8, 32, 1), (5, 20, 70, 3), (40, 16, 33, 2)])
+@pytest.mark.parametrize(
+    ("rows", "width", "height", "splits"), [(1, 8, 32, 1), (5, 20, 70, 3), (40, 16, 33, 2), (200, 20, 33, 2)]
+)
 def test_gated_projection_is_the_reference(rows: int, width: int, height: int, splits: int, dtype: torch.dtype):
     gate = Product(randn(splits, rows, width), None, dtype)
     inputs, weight = randn(rows, 3, width, dtype=dtype)[:, 1], randn(height, width, dtype=dtype) * width**-0.5

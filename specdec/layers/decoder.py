@@ -134,6 +134,24 @@ class Shared(NamedTuple):
     arrived: torch.Tensor | None
 
 
+class FusedEmbedding(nn.Module):
+    """Stands where an embedding stood, scaled or not; weight and scale are looked up at each call."""
+
+    def __init__(self, source: nn.Embedding, ops: Operations) -> None:
+        super().__init__()
+        self.source, self.ops = source, ops
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.source.weight
+
+    def forward(self, tokens: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
+        """tokens [...] -> [..., H]; with beside [..., Z]: [..., H + Z], the embeddings first."""
+        scale: torch.Tensor | None = getattr(self.source, "embed_scale", None)
+        rows = None if beside is None else beside.reshape(tokens.numel(), -1)
+        return self.ops.embed(tokens.reshape(-1), self.weight, scale, rows).view(*tokens.shape, -1)
+
+
 class FusedNorm(nn.Module):
     """The norm behind the last layer."""
 
@@ -193,15 +211,15 @@ class FusedLayer(nn.Module):
 class FusedDecoder(nn.Module):
     """Stands where a Hugging Face text model stood: called with the same keywords, it ignores masks and caches.
 
-    `source` is that module; its embedding is used, its parameters are those that the layers read. When something has
-    re-pointed them, `adopt` takes a new description: a forward never reads both old and new weights.
+    `source` is that module, `embedding` stands for its own; its parameters are those that the layers read. When
+    something has re-pointed them, `adopt` takes a new description: a forward never reads both old and new weights.
     """
 
-    def __init__(self, source: nn.Module, parts: DecoderParts, ops: Operations) -> None:
+    def __init__(self, source: nn.Module, embedding: nn.Module, parts: DecoderParts, ops: Operations) -> None:
         super().__init__()
         self.source: Any = source
         self.config: Any = source.config
-        self.ops = ops
+        self.embedding, self.ops = embedding, ops
         self.layers = nn.ModuleList(FusedLayer(i, layer, None, ops) for i, layer in enumerate(parts.layers))
         self.norm = FusedNorm(parts.final_norm, ops)
         self.adopt(parts)
@@ -229,7 +247,7 @@ class FusedDecoder(nn.Module):
         """input_ids or inputs_embeds, and position_ids, of any leading shape that packs to T rows."""
         assert position_ids is not None and specdec_ctx is not None
         if inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(input_ids)
+            inputs_embeds = self.embedding(input_ids)
         hidden = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])
         positions = position_ids.reshape(-1)
         tables = {

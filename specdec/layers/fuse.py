@@ -11,8 +11,11 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
-from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4UnifiedTextModel
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel, Gemma4TextScaledWordEmbedding
+from transformers.models.gemma4_unified.modeling_gemma4_unified import (
+    Gemma4UnifiedTextModel,
+    Gemma4UnifiedTextScaledWordEmbedding,
+)
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssModel
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.mistral.modeling_mistral import MistralModel
@@ -22,7 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel
 
 from specdec.errors import UnsupportedModelError
-from specdec.layers.decoder import DecoderParts, FusedDecoder
+from specdec.layers.decoder import DecoderParts, FusedDecoder, FusedEmbedding
 from specdec.layers.families import (
     Unfusable,
     describe_gemma4,
@@ -46,10 +49,13 @@ FUSED: dict[type[nn.Module], Callable[[nn.Module], DecoderParts]] = {
     Qwen3MoeModel: describe_llama,
 }
 
+EMBEDDINGS = (nn.Embedding, Gemma4TextScaledWordEmbedding, Gemma4UnifiedTextScaledWordEmbedding)
+
 
 def fuse(source: nn.Module, ops: Operations) -> FusedDecoder:
     """What stands in the place of a text model from now on. Raises Unfusable, with the reason as a clause."""
-    return FusedDecoder(source, _described(source), ops)
+    embedding = fuse_embedding(source.get_input_embeddings(), ops)  # type: ignore[operator]
+    return FusedDecoder(source, embedding, _described(source), ops)
 
 
 class FusedLinear(nn.Module):
@@ -73,6 +79,14 @@ def fuse_linear(module: nn.Module, ops: Operations) -> nn.Module:
     """The same product by `ops`; the module itself where it is more than a product."""
     plain = type(module) is nn.Linear and is_untouched(module) and all(map(is_plain, module.parameters()))
     return FusedLinear(module, ops) if plain else module  # type: ignore[arg-type]
+
+
+def fuse_embedding(module: nn.Module, ops: Operations) -> nn.Module:
+    """The same rows by `ops`; the module itself where it is no embedding known here, or does more than look up."""
+    if type(module) not in EMBEDDINGS or not isinstance(module, nn.Embedding):
+        return module
+    plain = is_untouched(module) and is_plain(module.weight) and module.weight.is_contiguous()
+    return FusedEmbedding(module, ops) if plain and module.max_norm is None else module
 
 
 class Weights:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.attention.backend import choose_backend
+from specdec.layers.embedding import embed, reference_embed
 from specdec.layers.linear import (
     Product,
     finish,
@@ -38,6 +39,7 @@ from specdec.layers.sampling.centroid import (
     reference_centroid_sample,
 )
 from specdec.layers.sampling.sample import Best
+from specdec.layers.softcap import reference_softcap, softcap
 
 
 class Operations(NamedTuple):
@@ -56,6 +58,8 @@ class Operations(NamedTuple):
     apply_experts: Callable[..., torch.Tensor]
     centroid_sample: Callable[..., torch.Tensor]
     centroid_best: Callable[..., Best]
+    embed: Callable[..., torch.Tensor]
+    softcap: Callable[[torch.Tensor, float], torch.Tensor]
 
 
 KERNELS = Operations(
@@ -74,6 +78,8 @@ KERNELS = Operations(
     apply_experts,
     centroid_sample,
     centroid_best,
+    embed,
+    softcap,
 )
 
 FAST = KERNELS._replace(linear=vendor_linear, gated_linear=vendor_gated_linear)
@@ -94,6 +100,8 @@ REFERENCE = Operations(
     reference_apply_experts,
     reference_centroid_sample,
     reference_centroid_best,
+    reference_embed,
+    reference_softcap,
 )
 
 

@@ -146,7 +146,8 @@ def gated_projection(gate: Product, inputs: torch.Tensor, weight: torch.Tensor, 
     assert weight.dtype == inputs.dtype == gate.dtype, f"{weight.dtype=} {inputs.dtype=}"
     out = torch.empty((num_rows, height), dtype=inputs.dtype, device=inputs.device)
     if num_rows:
-        block_m = 16 if num_rows <= 16 else 32
+        # every program activates its rows anew: few of them each, while all programs run at once
+        block_m = 16 if num_rows <= 192 else 64
         _gated_projection_kernel[(triton.cdiv(num_rows, block_m), triton.cdiv(height, 64))](
             *(gate.parts, inputs, weight, out, num_rows, height, width, inputs.stride(0)),
             ACTIVATION=activation,
@@ -154,7 +155,7 @@ def gated_projection(gate: Product, inputs: torch.Tensor, weight: torch.Tensor, 
             BLOCK_N=64,
             BLOCK_M=block_m,
             BLOCK_K=max(16, triton.next_power_of_2(width)),
-            num_warps=4,
+            num_warps=8,
             **pdl_options(out.device),
         )
     return Product.of(out)

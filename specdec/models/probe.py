@@ -16,6 +16,7 @@ import torch
 from specdec.attention.bridge import IGNORED_KWARGS, AttentionCall
 from specdec.errors import SpecDecError, UnsupportedModelError
 from specdec.kvcache.layout import KVLayout
+from specdec.layers.softcap import reference_softcap
 
 TEXT_LEN = 6
 """Tokens of each of the two texts: enough that a permutation moves every row, few enough for the largest model."""
@@ -33,6 +34,9 @@ architecture shows in nearly all rows, and by about 1."""
 Run = Callable[[torch.Tensor, torch.Tensor, object], torch.Tensor]
 """tokens [1, T], positions [1, T] and an attention context -> states after the final norm [1, T, H]."""
 
+Softcap = Callable[[torch.Tensor, float], torch.Tensor]
+"""Logits and the cap -> capped logits, in the place of those or not."""
+
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
@@ -42,13 +46,13 @@ class LogitRule:
     over: float = 1.0
     softcap: float | None = None
 
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, softcap: Softcap = reference_softcap) -> torch.Tensor:
         if self.times != 1:
             logits = logits * self.times
         if self.over != 1:
             logits = logits / self.over
         if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
+            logits = softcap(logits, self.softcap)
         return logits
 
 

@@ -119,7 +119,8 @@ class TargetModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [..., H] -> logits [..., V] in the model's dtype, scaled and softcapped as the model does."""
-        return self.logit_rule(self.head(hidden))
+        logits = self.head(hidden)
+        return self.logit_rule(logits) if self.ops is None else self.logit_rule(logits, self.ops.softcap)
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
         batch, num_rows = tokens.shape

@@ -18,22 +18,12 @@ token depends on how rows are cut, or on the rows beside.
 from specdec.kvcache.triton_shim import tl, triton
 from specdec.layers.launch import trigger_next, wait_for_previous
 from specdec.layers.sampling.noise import NOISE_ERROR, noise_bound, noise_stream
+from specdec.layers.softcap import tanh
 
 INF = tl.constexpr(float("inf"))
 LARGEST = tl.constexpr(0x7FFFFFFF)
 MASS_UNIT = tl.constexpr(float(1 << 40))
 LARGEST_FLOAT = tl.constexpr(3e38)
-
-
-@triton.jit
-def _tanh(b_x: tl.tensor) -> tl.tensor:
-    """Within a few units of float32: the quotient cancels where the series does not."""
-    b_a = tl.abs(b_x)
-    b_e = tl.exp(-2.0 * b_a)
-    b_sq = b_a * b_a
-    b_series = b_a * (1.0 + b_sq * (-0.33333334 + b_sq * (0.13333334 - b_sq * 0.053968254)))
-    b_tanh = tl.where(b_a < 0.2, b_series, tl.div_rn(1.0 - b_e, 1.0 + b_e))
-    return tl.where(b_x < 0, -b_tanh, b_tanh)
 
 
 @triton.jit
@@ -44,7 +34,7 @@ def load_logits(row: tl.tuple, o_token: tl.tensor) -> tl.tensor:
     b_x = tl.load(p_logits + o_token, mask=m_token, other=0.0)
     if softcap is not None:
         b_cap = tl.div_rn(b_x.to(tl.float32), softcap).to(b_x.dtype).to(tl.float32)
-        b_x = (_tanh(b_cap).to(b_x.dtype).to(tl.float32) * softcap).to(b_x.dtype)
+        b_x = (tanh(b_cap).to(b_x.dtype).to(tl.float32) * softcap).to(b_x.dtype)
     b_x = b_x.to(tl.float32)
     if p_seen is not None:
         penalty = tl.load(p_penalty)
