@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-PLUGINS = ("devices", "tiny_models", "stand_ins")  # tests/ is on the path: see pyproject.toml
+PLUGINS = ["devices", "tiny_models", "stand_ins"]  # tests/ is on the path: see pyproject.toml
+if os.environ["TRITON_INTERPRET"] == "1":
+    PLUGINS.insert(0, "quick_interpreter")
 ROOT = Path(__file__).resolve().parent.parent
 
 

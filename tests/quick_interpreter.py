@@ -1,0 +1,183 @@
+"""Triton's interpreter with less work around each operation of a kernel: the values it computes are untouched.
+
+Beside the one step of numpy an operation takes a hundred of Python: the interpreter makes a new type for every value,
+compares types that are the same one, and looks for overflow only to drop what it finds. Here a type is made once and
+known by identity after that. None of this is public, so what a version of Triton lacks is left out: tests are slower
+then, no more. A plugin of conftest.py where there is no GPU.
+"""
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+import triton.language as tl
+from triton.language import core
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+
+
+def replaces(owner: Any, name: str) -> Callable[[Callable[[Any], Any]], None]:
+    """Decorates a function that makes the new `owner.name` of the old one."""
+
+    def replace(make: Callable[[Any], Any]) -> None:
+        if hasattr(owner, name):
+            setattr(owner, name, make(getattr(owner, name)))
+
+    return replace
+
+
+@replaces(interpreter, "_patch_lang")
+class ReplacedOnce:
+    """The interpreter replaces the builtins of `triton.language` before a kernel runs and restores them behind it.
+
+    It replaces them again at every call of a function inside the kernel, where nothing is left to replace. Here it does
+    so once a kernel for each module that holds builtins.
+    """
+
+    def __init__(self, replace: Callable[[FunctionType], Any]) -> None:
+        self.replace = replace
+        self.done: list[ModuleType] = []  # empty outside of a kernel
+        self.outermost: Any = None
+        self.modules: dict[FunctionType, list[ModuleType]] = {}  # that hold builtins, by the function that sees them
+
+    def __call__(self, fn: FunctionType) -> Any:
+        if fn not in self.modules:
+            seen = [value for value in fn.__globals__.values() if inspect.ismodule(value)]
+            self.modules[fn] = [module for module in (tl, core) if module in seen]
+        modules = self.modules[fn]
+        if self.done and all(module in self.done for module in modules):
+            return self
+        scope = self.replace(fn)
+        if self.done:
+            self.done += modules
+            return scope
+        self.done, self.outermost = list(modules), scope
+        return self
+
+    def restore(self) -> None:
+        """Behind a kernel; the interpreter restores nothing behind a function inside it."""
+        self.done = []
+        self.outermost.restore()
+
+
+@replaces(interpreter, "_patch_attr")
+def direct_calls(_: Any) -> Any:
+    """A builtin inside of a kernel is called as it is: what checks that it is called inside of one is left out."""
+
+    def replace(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        builtin = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return builtin(*args, **kwargs)
+
+        scope.set_attr(owner, name, call)
+
+    return replace
+
+
+@replaces(interpreter.interpreter_builder, "options")
+def no_overflow_check(options: Any) -> Any:
+    """Without `debug` the interpreter computes every sum of integers in 64 bits too, and drops the assertion on it."""
+    return options if options.debug else interpreter.InterpreterOptions(sanitize_overflow=False)
+
+
+@replaces(interpreter, "_get_np_dtype")
+def numpy_types_by_name(find: Any) -> Any:
+    known: dict[str, Any] = {}
+
+    def of(dtype: Any) -> Any:
+        if dtype.name not in known:
+            known[dtype.name] = find(dtype)
+        return known[dtype.name]
+
+    return of
+
+
+BLOCKS: dict[tuple[Any, ...], Any] = {}  # every block type, for good: so two are equal when they are the same
+
+
+@replaces(core.block_type, "__init__")
+def one_block_type_of_a_shape(init: Any) -> Any:
+    def new(cls: Any, element_ty: Any, shape: Any) -> Any:
+        sizes = [size.value if isinstance(size, core.constexpr) else size for size in shape]
+        key = (element_ty.name, getattr(element_ty, "address_space", None), *sizes)
+        if key not in BLOCKS:
+            block = object.__new__(cls)
+            init(block, element_ty, shape)
+            BLOCKS[key] = block
+        return BLOCKS[key]
+
+    core.block_type.__new__ = new
+    return lambda self, element_ty, shape: None
+
+
+@replaces(core.dtype, "__eq__")
+def same_type_first(equal: Any) -> Any:
+    return lambda self, other: self is other or equal(self, other)
+
+
+@replaces(core.tensor, "__init__")
+def attributes_by_type(init: Any) -> Any:
+    """All that a tensor has beside its handle follows from its type, which keeps it."""
+
+    def quick(self: Any, handle: Any, type: Any) -> None:
+        attributes = type.__dict__.get("of_tensors")
+        if attributes is None:
+            init(self, None, type)
+            attributes = type.of_tensors = dict(self.__dict__)
+        self.__dict__.update(attributes)
+        self.handle = handle
+
+    return quick
+
+
+@replaces(TritonSemantic, "binary_op_type_checking_impl")
+def one_type_needs_no_check(check: Any) -> Any:
+    def quick(self: Any, left: Any, right: Any, *flags: bool, **options: bool) -> Any:
+        # a fourth flag is that of a division, which promotes even equal types
+        promotes = len(flags) > 3 or options or not left.__class__ is right.__class__ is core.tensor
+        if not promotes and left.type is right.type and left.dtype.__class__ is core.dtype:
+            return left, right
+        return check(self, left, right, *flags, **options)
+
+    return quick
+
+
+@replaces(TritonSemantic, "computation_type_impl")
+def promotions_by_name(promote: Any) -> Any:
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def quick(self: Any, left: Any, left_is_scalar: bool, right: Any, right_is_scalar: bool, divides: bool) -> Any:
+        case = left.name, left_is_scalar, right.name, right_is_scalar, divides
+        if case not in known:
+            known[case] = promote(self, left, left_is_scalar, right, right_is_scalar, divides)
+        return known[case]
+
+    return quick
+
+
+@replaces(TritonSemantic, "broadcast_impl_value")
+def broadcasts_by_types(broadcast: Any) -> Any:
+    """What two blocks are broadcast to is known by their types after the first time."""
+    known: dict[tuple[int, int], tuple[Any, Any, tuple[int, ...]]] = {}
+
+    def quick(self: Any, left: Any, right: Any) -> Any:
+        if left.type is right.type:
+            return left, right
+        if not left.type.is_block() or not right.type.is_block():
+            return broadcast(self, left, right)
+        types = id(left.type), id(right.type)
+        if types not in known:
+            left, right = broadcast(self, left, right)
+            known[types] = left.type, right.type, tuple(left.type.shape)
+            return left, right
+        left_type, right_type, shape = known[types]
+        if left.type is not left_type:
+            left = core.tensor(self.builder.create_broadcast(left.handle, shape), left_type)
+        if right.type is not right_type:
+            right = core.tensor(self.builder.create_broadcast(right.handle, shape), right_type)
+        return left, right
+
+    return quick

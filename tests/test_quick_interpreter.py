@@ -1,0 +1,80 @@
+"""The quicker interpreter computes and refuses what Triton's own does."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+
+
+@pytest.fixture(autouse=True)
+def kernels_run(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@triton.jit
+def halve(x):
+    return x / 2
+
+
+@triton.jit
+def kernel(p_out, p_x, CASE: tl.constexpr):
+    o_row = tl.arange(0, 4)
+    x = tl.load(p_x + o_row)  # [4], int32
+    if CASE == "a row and a column":
+        y = tl.sum(x[:, None] * 10 + x[None, :], 1)
+    elif CASE == "a column and a row":
+        y = tl.sum(x[None, :] + x[:, None] * 10, 1)
+    elif CASE == "ints are divided as floats":
+        y = halve(x) * 100
+    elif CASE == "halves keep their width":
+        y = (x.to(tl.float16) * 2048 + 1 - x.to(tl.float16) * 2048).to(tl.int32)
+    elif CASE == "bytes wrap":
+        y = (x.to(tl.uint8) * 100).to(tl.int32)
+    elif CASE == "a flag is one bit":
+        y = ((x > 1) + (x > 2)).to(tl.int32)
+    elif CASE == "shapes that do not fit":
+        y = x + tl.arange(0, 8)
+    elif CASE == "a pointer and a float":
+        y = tl.load(p_x + o_row.to(tl.float32))
+    elif CASE == "three rows":
+        y = tl.sum(tl.zeros((3, 4), tl.int32), 0)
+    tl.store(p_out + o_row, y)
+
+
+def run(case):
+    out = torch.zeros(4, dtype=torch.int32)
+    kernel[(1,)](out, torch.tensor([0, 1, 2, 3], dtype=torch.int32), CASE=case)
+    return out.tolist()
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("a row and a column", [6, 46, 86, 126]),
+        ("a column and a row", [6, 46, 86, 126]),
+        ("ints are divided as floats", [0, 50, 100, 150]),
+        ("halves keep their width", [1, 0, 0, 0]),  # 2049 is no number of 16 bits
+        ("bytes wrap", [0, 100, 200, 44]),
+        ("a flag is one bit", [0, 0, 1, 0]),
+    ],
+)
+def test_values(case, expected):
+    assert run(case) == expected
+    assert run(case) == expected  # from what is remembered
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("shapes that do not fit", "incompatible dimensions"),
+        ("a pointer and a float", "invalid operands of type"),
+        ("three rows", "must be a power of 2"),
+    ],
+)
+def test_refusals(case, said):
+    for _ in range(2):
+        with pytest.raises(InterpreterError, match=said):
+            run(case)
