@@ -9,13 +9,14 @@ from specdec import SamplingParams
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.kvcache.triton_shim import triton
 from specdec.layers.sampling.centroid import (
+    LOW_BITS,
     CentroidHead,
     centroid_best,
     centroid_sample,
     reference_centroid_best,
     reference_centroid_logits,
     reference_centroid_sample,
-    score_kernel,
+    select_kernel,
 )
 from specdec.layers.sampling.sample import SampleParams
 from specdec.sampling import SamplingBatch
@@ -38,7 +39,7 @@ def kernels_run():
     with pytest.MonkeyPatch.context() as monkeypatch:
         if DEVICE.type == "cpu":
             monkeypatch.setenv("TRITON_INTERPRET", "1")
-            assert not isinstance(score_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
+            assert not isinstance(select_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
         yield
 
 
@@ -92,6 +93,27 @@ def test_odd_sizes(sizes, poison_empty):
     positions = torch.randint(0, 900, hidden.shape[:2], device=DEVICE)
     expected = reference_centroid_sample(hidden, positions, params, head)
     assert centroid_sample(hidden, positions, params, head).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_centroids", "top_k"), [(1, 1), (5, 2), (20, 20), (300, 299), (2048, 32)])
+def test_the_best_are_selected_whatever_their_scores(num_centroids, top_k, dtype, poison_empty):
+    """Rows of every size of number, of one number, of few, of none but -inf, and of zeros of both signs."""
+    torch.manual_seed(top_k)
+    rows = [torch.randn(num_centroids) * scale for scale in (1e-6, 1.0, 1e4)]
+    rows += [torch.full((num_centroids,), value) for value in (-2.5, -torch.inf)]
+    rows += [torch.randint(-1, 2, (num_centroids,)).float(), -0.0 * (torch.arange(num_centroids) % 3)]
+    rows += [torch.where(torch.arange(num_centroids) % 2 == 0, -torch.inf, torch.randn(num_centroids))]
+    scores = torch.stack(rows).to(DEVICE, dtype)
+    opened = torch.full((len(rows), top_k), -1, dtype=torch.int32, device=DEVICE)
+    select_kernel[(len(rows),)](
+        *(scores, opened, num_centroids, top_k),
+        LOW_BITS=LOW_BITS[dtype],
+        CENTROIDS=triton.next_power_of_2(num_centroids),
+        PDL=False,
+    )
+    expected = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    assert opened.sort(dim=-1).values.tolist() == expected.sort(dim=-1).values.tolist()
 
 
 def test_equal_centroids_open_the_lower_number(poison_empty):

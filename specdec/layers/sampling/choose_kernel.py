@@ -245,14 +245,21 @@ def choose_kernel(
     whole = tl.zeros([], tl.int64)  # unknown
     if GIVEN:
         row = (p_list_x, p_penalty, p_seen, p_path, vocab_size, softcap, path_len)  # never read
-        b_max = tl.full([TILE], -INF, tl.float32)
+        b_max, b_token = tl.full([TILE], -INF, tl.float32), tl.full([TILE], LARGEST, tl.int32)
         for i_tile in range(tl.cdiv(list_len, TILE)):
             o_entry = i_tile * TILE + tl.arange(0, TILE)
-            b_max = tl.maximum(b_max, tl.load(p_list_x + o_entry, mask=o_entry < list_len, other=-INF))
+            b_x = tl.load(p_list_x + o_entry, mask=o_entry < list_len, other=-INF)
+            b_id = tl.load(p_list_id + o_entry, mask=o_entry < list_len, other=LARGEST)
+            b_token = tl.where(b_x > b_max, b_id, tl.where(b_x == b_max, tl.minimum(b_id, b_token), b_token))
+            b_max = tl.maximum(b_max, b_x)
         row_max = tl.max(b_max)
-        _score_list(list_len, p_list_id, p_list_x, row_max, temperature, TILE)
         source = (list_len, p_list_id, p_list_x, row, row_max, temperature)
-        open_row = temperature >= 0
+        open_row = (temperature > 0) | SCORES
+        if open_row:
+            _score_list(list_len, p_list_id, p_list_x, row_max, temperature, TILE)
+        else:
+            token = tl.min(tl.where(b_max == row_max, b_token, LARGEST))
+            tl.store(p_token + i_row, tl.where(token < vocab_size, token, 0).to(tl.int64))
     else:
         if p_seen is not None:
             p_penalty += i_request
