@@ -84,7 +84,7 @@ class FusedHead:
         if spec.norm_before_residual:
             state = x[:, spec.hidden_size :]
         for layer in self.layers:
-            state, x = layer(state, x, Shared({"": rotary}, None, None), specdec_ctx=context)
+            state, x = layer(state, x, Shared({"": rotary}, None), specdec_ctx=context)
         return HeadOutput(state.view(*tokens.shape, -1), x.view(*tokens.shape, -1))
 
     def _describe(self) -> None:

@@ -12,17 +12,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from specdec.kvcache.triton_shim import triton
 from specdec.layers.launch import pdl_options
+from specdec.layers.linear import finish, reference_finish
+from specdec.layers.moe import mixture
 from specdec.layers.moe.families import experts_of, router_of
-from specdec.layers.moe.kernels import list_kernel, sum_kernel
-from specdec.layers.moe.mixture import (
-    Experts,
-    Router,
-    Routing,
-    apply_experts,
-    reference_apply_experts,
-    reference_route,
-    route,
-)
+from specdec.layers.moe.kernels import list_kernel, pick_kernel
+from specdec.layers.moe.mixture import Experts, Router, Routing, reference_route, route
+from specdec.layers.norm import reference_rms_norm
 
 from marks import slow
 
@@ -35,7 +30,7 @@ def kernels_run():
     with pytest.MonkeyPatch.context() as monkeypatch:
         if DEVICE.type == "cpu":
             monkeypatch.setenv("TRITON_INTERPRET", "1")
-            assert not isinstance(sum_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
+            assert not isinstance(pick_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
         yield
 
 
@@ -90,8 +85,16 @@ def build(family: str, hidden: int = 40, width: int = 24, num_experts: int = 9, 
     return router.to(DEVICE), experts.to(DEVICE), forward
 
 
-def arrived(num_rows):
-    return torch.zeros(-(-num_rows // 16), dtype=torch.int32, device=DEVICE)
+def router_input(x: torch.Tensor, router: Router) -> torch.Tensor:
+    return x if router.gain is None else reference_rms_norm(x, router.gain) * router.factor
+
+
+def apply_experts(*arguments: Any, **options: Any) -> torch.Tensor:
+    return finish(mixture.apply_experts(*arguments, **options))
+
+
+def reference_apply_experts(*arguments: Any) -> torch.Tensor:
+    return reference_finish(mixture.reference_apply_experts(*arguments))
 
 
 @torch.no_grad()
@@ -102,10 +105,9 @@ def test_the_block_is_that_of_transformers(family, num_rows, poison_empty):
     router, experts = router_of(router_module), experts_of(experts_module)
     x = torch.randn(num_rows, 40, device=DEVICE) * 2
     expected = forward(x)
-    counter = arrived(num_rows)
-    routing = route(x, router, counter)
-    assert counter.tolist() == [0] * len(counter)
-    torch.testing.assert_close(routing, reference_route(x, router), atol=2e-6, rtol=2e-6)
+    normed = router_input(x, router)
+    routing = route(normed, router)
+    torch.testing.assert_close(routing, reference_route(normed, router), atol=2e-6, rtol=2e-6)
     torch.testing.assert_close(reference_apply_experts(x, routing, experts), expected, atol=2e-4, rtol=1e-5)
     for few in (True, False):
         torch.testing.assert_close(apply_experts(x, routing, experts, few=few), expected, atol=2e-4, rtol=1e-5)
@@ -116,15 +118,16 @@ def test_the_block_is_that_of_transformers(family, num_rows, poison_empty):
     ("family", "hidden", "width"), [("gpt_oss", 40, 24), slow("gemma4", 520, 40), slow("gpt_oss", 520, 40)]
 )
 def test_a_row_has_the_same_bits_beside_any_others(family, hidden, width, poison_empty):
-    """520 channels are several ranges of the router's and several tiles of the sum's."""
+    """520 channels are several ranges of the router's."""
     router_module, experts_module, _ = build(family, hidden=hidden, width=width)
     router, experts = router_of(router_module), experts_of(experts_module)
     x = torch.randn(21, hidden, device=DEVICE)
-    routing = route(x, router, arrived(21))
+    normed = router_input(x, router)
+    routing = route(normed, router)
     out = apply_experts(x, routing, experts)
     assert torch.equal(apply_experts(x, routing, experts, few=False), out)
     for rows in ([4], [20, 4], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]):
-        alone = route(x[rows], router, arrived(len(rows)))
+        alone = route(normed[rows], router)
         assert torch.equal(alone.weights, routing.weights[rows]) and torch.equal(alone.experts, routing.experts[rows])
         for few in (True, False) if len(rows) < 3 or DEVICE.type == "cuda" else (False,):
             assert torch.equal(apply_experts(x[rows], alone, experts, few=few), out[rows])
@@ -132,7 +135,7 @@ def test_a_row_has_the_same_bits_beside_any_others(family, hidden, width, poison
 
 def test_equal_logits_choose_the_lower_expert(poison_empty):
     router = Router(torch.ones(5, 16, device=DEVICE), 3)
-    routing = route(torch.randn(2, 16, device=DEVICE), router, arrived(2))
+    routing = route(torch.randn(2, 16, device=DEVICE), router)
     assert routing.experts.tolist() == [[0, 1, 2]] * 2
     torch.testing.assert_close(routing.weights, torch.full((2, 3), 1 / 3, device=DEVICE))
 
@@ -141,7 +144,7 @@ def test_a_router_of_many_experts(poison_empty):
     torch.manual_seed(0)
     router = Router(torch.randn(300, 70, device=DEVICE), 10, bias=torch.randn(300, device=DEVICE), normalised=False)
     x = torch.randn(3, 70, device=DEVICE)
-    torch.testing.assert_close(route(x, router, arrived(3)), reference_route(x, router), atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(route(x, router), reference_route(x, router), atol=2e-6, rtol=2e-6)
 
 
 @torch.no_grad()
@@ -169,7 +172,7 @@ def test_a_list_of_more_assignments_than_a_block():
 def test_no_rows():
     experts = Experts(torch.randn(4, 12, 20, device=DEVICE), torch.randn(4, 20, 6, device=DEVICE), "silu")
     x = torch.randn(0, 20, device=DEVICE)
-    routing = route(x, Router(torch.randn(4, 20, device=DEVICE), 2), arrived(1))
+    routing = route(x, Router(torch.randn(4, 20, device=DEVICE), 2))
     assert apply_experts(x, routing, experts).shape == (0, 20)
 
 
@@ -180,7 +183,7 @@ def test_half_precision_is_within_rounding(family, dtype, poison_empty):
     router_module, experts_module, _ = build(family, hidden=256, width=64)
     router, experts = router_of(router_module.to(dtype)), experts_of(experts_module.to(dtype))
     x = (torch.randn(7, 256, device=DEVICE) * 0.1).to(dtype)
-    routing = route(x, router, arrived(7))
+    routing = route(router_input(x, router), router)
     wide = Experts(*(f.float() if isinstance(f, torch.Tensor) else f for f in experts))
     expected = reference_apply_experts(x.float(), routing, wide)
     for few in (True, False):

@@ -7,7 +7,7 @@ computed where the one before ends. Per layer, with [..] where the family has it
     a = attention                      the context      o = a W_o                              linear
     h, x = h + [norm](o), norm(h)      norm             m = act(x W_gate) (x W_up)             gated_linear
     d = m W_down                       linear           h = h + [norm](d)                      norm
-    or the experts' weighted sum:      route, apply_experts; or both: d = norm(d) + norm(experts), before h's own
+    or the experts' weighted sum:      route, apply_experts; or both: d = norm(d) + norm(experts), fork_norm, join_norm
     [p = W_proj (act(W_gate h) e)      linear, ple      h = h + norm(p)]                       norm, the same launch as
     h, x = [c] h, norm of the next layer(h)
 
@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.kvcache.store_kv import Destination
 from specdec.layers.linear import Product
-from specdec.layers.moe.mixture import Experts, Router, arrivals
+from specdec.layers.moe.mixture import Experts, Router
 from specdec.layers.norm import Gain
 from specdec.layers.operations import Operations
 from specdec.layers.rope_store import Heads
@@ -51,8 +51,8 @@ class MlpParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeParts:
-    """Experts in the place of an MLP, or beside one (Gemma 4): then the router reads the residual stream, the experts
-    read `input_norm` of it, and what both add is normed each for itself before the sum."""
+    """Experts in the place of an MLP, or beside one (Gemma 4, `branches.py`): then router and experts read norms of
+    the residual stream of their own, and what both add is normed each for itself before the sum."""
 
     router: Router
     experts: Experts
@@ -126,12 +126,10 @@ class FusedContext(Protocol):
 
 
 class Shared(NamedTuple):
-    """What a forward makes once for all layers: rotary tables by kind; per-layer embeddings [T, L, P], or None;
-    zeros that routers count with, or None."""
+    """What a forward makes once for all layers: rotary tables by kind; per-layer embeddings [T, L, P], or None."""
 
     rotary: dict[str, Rotary]
     layer_inputs: torch.Tensor | None
-    arrived: torch.Tensor | None
 
 
 class FusedEmbedding(nn.Module):
@@ -179,33 +177,44 @@ class FusedLayer(nn.Module):
         rows = ops.rope_store(qkv, parts.heads, shared.rotary[parts.kind], specdec_ctx.destination(self.index))
         attended = specdec_ctx.attend_rows(self.index, *rows, scaling=parts.scaling, sinks=parts.sinks)
         out = ops.linear(attended.flatten(1), parts.out, parts.out_bias)
-        hidden, normed = ops.norm(out, post=parts.attention_norm, residual=hidden, pre=parts.mlp_input_norm)
-        added = self._feed_forward(hidden, normed, shared)
+        end = {"scale": parts.scale, "pre": self.next_norm}
         if parts.ple is None or shared.layer_inputs is None:
-            return ops.norm(added, post=parts.mlp_norm, residual=hidden, scale=parts.scale, pre=self.next_norm)
-        hidden, _ = ops.norm(added, post=parts.mlp_norm, residual=hidden)
+            return self._feed_forward(out, hidden, **end)
+        hidden, _ = self._feed_forward(out, hidden)
         gate = ops.linear(hidden, parts.ple.gate)
         layer_input = shared.layer_inputs[:, self.index]
         added = ops.gated_projection(gate, layer_input, parts.ple.projection, parts.ple.activation)
-        return ops.norm(added, post=parts.ple.norm, residual=hidden, scale=parts.scale, pre=self.next_norm)
+        return ops.norm(added, post=parts.ple.norm, residual=hidden, **end)
 
-    def _feed_forward(self, hidden: torch.Tensor, normed: torch.Tensor, shared: Shared) -> Product:
-        """What MLP and experts add, before its norm."""
-        mlp, moe, ops = self.parts.mlp, self.parts.moe, self.ops
-        down: Product | None = None
-        if mlp is not None:
-            down = ops.linear(ops.gated_linear(normed, mlp.gate_up, mlp.activation), mlp.down)
+    def _feed_forward(self, out: Product, hidden: torch.Tensor, **end: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add what attention gave, then what MLP or experts make of it; `end`: what else the norm behind them does."""
+        parts, moe, ops = self.parts, self.parts.moe, self.ops
+        if moe is not None and parts.mlp is not None:
+            return self._branches(moe, out, hidden, **end)
+        hidden, normed = ops.norm(out, post=parts.attention_norm, residual=hidden, pre=parts.mlp_input_norm)
         if moe is None:
-            assert down is not None
-            return down
-        if down is None:
-            routing = ops.route(normed, moe.router, shared.arrived)
-            return Product.of(ops.apply_experts(normed, routing, moe.experts))
-        dense, _ = ops.norm(down, post=moe.mlp_norm)
-        routing = ops.route(hidden, moe.router, shared.arrived)
-        _, normed = ops.norm(Product.of(hidden), pre=moe.input_norm)
-        chosen = Product.of(ops.apply_experts(normed, routing, moe.experts))
-        return Product.of(ops.norm(chosen, post=moe.norm, residual=dense)[0])
+            added = self._mlp(normed)
+        else:
+            added = ops.apply_experts(normed, ops.route(normed, moe.router), moe.experts)
+        return ops.norm(added, post=parts.mlp_norm, residual=hidden, **end)
+
+    def _branches(
+        self, moe: MoeParts, out: Product, hidden: torch.Tensor, **end: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same with MLP and experts."""
+        parts, ops = self.parts, self.ops
+        readers = {"mlp": parts.mlp_input_norm, "experts": moe.input_norm, "router": moe.router.gain}
+        fork = ops.fork_norm(out, post=parts.attention_norm, residual=hidden, **readers, factor=moe.router.factor)
+        routing = ops.route(fork.router, moe.router)
+        dense = self._mlp(fork.mlp)
+        chosen = ops.apply_experts(fork.experts, routing, moe.experts)
+        gains = {"dense_gain": moe.mlp_norm, "chosen_gain": moe.norm, "post": parts.mlp_norm}
+        return ops.join_norm(dense, chosen, **gains, residual=fork.hidden, **end)
+
+    def _mlp(self, normed: torch.Tensor) -> Product:
+        assert self.parts.mlp is not None
+        mlp = self.parts.mlp
+        return self.ops.linear(self.ops.gated_linear(normed, mlp.gate_up, mlp.activation), mlp.down)
 
 
 class FusedDecoder(nn.Module):
@@ -254,8 +263,7 @@ class FusedDecoder(nn.Module):
             kind: self.ops.rotary(positions, frequencies, factor, hidden.dtype)
             for kind, (frequencies, factor) in self.parts.rotary.items()
         }
-        routed = any(layer.moe is not None for layer in self.parts.layers)
-        shared = Shared(tables, self._layer_inputs(hidden, input_ids), arrivals(hidden) if routed else None)
+        shared = Shared(tables, self._layer_inputs(hidden, input_ids))
         _, normed = self.ops.norm(Product.of(hidden), pre=self.parts.layers[0].input_norm)
         for layer in self.layers:
             hidden, normed = layer(hidden, normed, shared, specdec_ctx=specdec_ctx)

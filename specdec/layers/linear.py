@@ -9,7 +9,8 @@ meets another. The sum over K is cut once per weight (`choose_cut`), whatever th
     y = ((0 + p_0) + p_1) + ... + p_{S-1},      p_s = sum over the s-th range of K, in ascending order
 
 so a row's result has the same bits beside any number of others. At few rows the S ranges are programs of their own,
-which leave p_s in float32 [S, M, N] to whoever reads the product next; at many, one program adds them up.
+which leave p_s in float32 [S, M, N] to whoever reads the product next; at many, one program adds them up. Where a range
+is one tile of the weight (`held`: small weights, few rows), its program asks for it while the kernel before still runs.
 """
 
 from typing import NamedTuple
@@ -90,6 +91,7 @@ def sum_parts(
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
     """A product's value at offsets `o_part` of each part, as float32 that DTYPE holds."""
+    part_len = part_len.to(tl.int64)
     b_sum = tl.load(p_parts + o_part, mask=mask, other=0.0).to(tl.float32)
     for i_split in tl.static_range(1, SPLITS):
         b_sum += tl.load(p_parts + i_split * part_len + o_part, mask=mask, other=0.0).to(tl.float32)
@@ -134,6 +136,7 @@ def _linear_kernel(
     s_x: tl.tensor,
     s_w: tl.tensor,
     SPLIT: tl.constexpr,  # the ranges of K are programs of their own; otherwise a program sums them
+    HELD: tl.constexpr,  # and each is one tile
     WHOLE: tl.constexpr,  # there is one range
     ACTIVATION: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -153,6 +156,10 @@ def _linear_kernel(
     m_w = m_n[:, None]
     begin = i_split * split_len
     end = tl.minimum(begin + split_len, K) if SPLIT else K
+    o_k = begin + tl.arange(0, BLOCK_K)
+    m_k = o_k < end
+    if HELD:
+        b_w = tl.load(p_w + o_k[None, :], mask=m_w & m_k[None, :], other=0.0)  # [BN, BK]
     wait_for_previous(PDL)
 
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -160,7 +167,10 @@ def _linear_kernel(
     m_x = (o_m < num_rows)[None, :]
     p_x += o_row * s_x
     b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if SPLIT or WHOLE:
+    if HELD:
+        b_x = tl.load(p_x + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
+        b_sum = tl.dot(b_w, b_x, b_sum, input_precision="ieee")
+    elif SPLIT or WHOLE:
         b_sum = _multiply_range(p_w, p_x, m_w, m_x, begin, end, b_sum, EVEN_K, BLOCK_K)
     else:
         for i_k in range(begin, end, split_len):
@@ -224,13 +234,21 @@ def _finish_kernel(
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tiles: Tiles | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    tiles: Tiles | None = None,
+    apart: bool = False,
 ) -> Product:
-    """x [M, K], weight [N, K] (rows of both at any stride), bias [N] or None -> their product."""
+    """x [M, K], weight [N, K] (rows of both at any stride), bias [N] or None -> their product.
+
+    apart: its ranges of K are parts whatever the number of rows.
+    """
     cut = choose_cut(*weight.shape)
-    tiles = tiles or choose_tiles(len(x), len(weight), cut.splits, x)
+    tiles = tiles or choose_tiles(len(x), len(weight), cut, x)
     programs = triton.cdiv(len(x), tiles.block_m) * triton.cdiv(len(weight), tiles.rows)
-    split = cut.splits > 1 and programs < FEW_PROGRAMS and len(x) <= FEW_ROWS
+    split = cut.splits > 1 and (apart or (programs < FEW_PROGRAMS and len(x) <= FEW_ROWS))
     shape = (cut.splits if split else 1, len(x), len(weight))
     parts = torch.empty(shape, dtype=torch.float32 if split else x.dtype, device=x.device)
     _launch(x, weight, None if split else bias, parts, None, cut, tiles, split)
@@ -241,8 +259,8 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str, *, tile
     """x [M, K], weight [2 I, K] with the gate's rows first -> act(gate) * up [M, I]. One range of K."""
     assert activation in ACTIVATIONS and len(weight) % 2 == 0, f"{activation=} {weight.shape=}"
     out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
-    tiles = tiles or choose_tiles(len(x), len(weight), 1, x)
-    _launch(x, weight, None, out, activation, Cut(1, weight.shape[1]), tiles, split=False)
+    cut = Cut(1, weight.shape[1])
+    _launch(x, weight, None, out, activation, cut, tiles or choose_tiles(len(x), len(weight), cut, x), split=False)
     return out
 
 
@@ -310,6 +328,7 @@ def _launch(
         x.stride(0),
         weight.stride(0),
         SPLIT=split,
+        HELD=split and cut.split_len == tiles.block_k,
         WHOLE=cut.splits == 1,
         ACTIVATION=activation,
         EVEN_K=k % tiles.block_k == 0,

@@ -59,6 +59,22 @@ def reference_norm(
 
 
 @triton.jit
+def scale_row(
+    b_x: tl.tensor,
+    b_w: tl.tensor,
+    square: tl.tensor,
+    eps: tl.tensor,
+    ROUND_FIRST: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> tl.tensor:
+    """The norm of b_x, whose mean square is known."""
+    b_x = b_x * tl.rsqrt(square + eps)
+    if ROUND_FIRST:
+        b_x = b_x.to(DTYPE).to(tl.float32)
+    return (b_x * b_w).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
 def rms_norm(
     b_x: tl.tensor,
     b_w: tl.tensor,
@@ -68,10 +84,7 @@ def rms_norm(
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
     """b_x float32, 0 past `num_columns`; the result is float32 that DTYPE holds."""
-    b_x = b_x * tl.rsqrt(tl.sum(b_x * b_x, 0) / num_columns + eps)
-    if ROUND_FIRST:
-        b_x = b_x.to(DTYPE).to(tl.float32)
-    return (b_x * b_w).to(DTYPE).to(tl.float32)
+    return scale_row(b_x, b_w, tl.sum(b_x * b_x, 0) / num_columns, eps, ROUND_FIRST, DTYPE)
 
 
 @triton.jit(do_not_specialize=["part_len", "eps_post", "eps_pre"])
@@ -123,6 +136,12 @@ def _norm_kernel(
         tl.store(p_normed + i_row * H + o_h, b_h.to(DTYPE), mask=m_h)
 
 
+def row_block(width: int) -> dict[str, int]:
+    """The launch options of a program that holds a row."""
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(16, max(1, block // NUMBERS_A_WARP))}
+
+
 def norm(
     product: Product,
     *,
@@ -148,7 +167,6 @@ def norm(
     normed = hidden if pre is None else torch.empty_like(hidden)
     if num_rows == 0 or not (changed or pre is not None):
         return hidden, normed
-    block = triton.next_power_of_2(width)
     _norm_kernel[(num_rows,)](
         parts,
         bias,
@@ -169,8 +187,7 @@ def norm(
         PRE_ROUNDS=pre is not None and pre.round_first,
         DTYPE=TL_DTYPES[dtype],
         SPLITS=splits,
-        BLOCK=block,
-        num_warps=min(16, max(1, block // NUMBERS_A_WARP)),
+        **row_block(width),
         **pdl_options(parts.device),
     )
     return hidden, normed

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.attention.backend import choose_backend
+from specdec.layers.branches import Fork, fork_norm, join_norm, reference_fork_norm, reference_join_norm
 from specdec.layers.embedding import embed, reference_embed
 from specdec.layers.linear import (
     Product,
@@ -47,6 +48,8 @@ class Operations(NamedTuple):
     gated_linear: Callable[..., torch.Tensor]
     finish: Callable[[Product], torch.Tensor]
     norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    fork_norm: Callable[..., Fork]
+    join_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     pair_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     path_rows: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     keep_last: Callable[..., None]
@@ -55,7 +58,7 @@ class Operations(NamedTuple):
     layer_inputs: Callable[..., torch.Tensor]
     gated_projection: Callable[..., Product]
     route: Callable[..., Routing]
-    apply_experts: Callable[..., torch.Tensor]
+    apply_experts: Callable[..., Product]
     centroid_sample: Callable[..., torch.Tensor]
     centroid_best: Callable[..., Best]
     embed: Callable[..., torch.Tensor]
@@ -67,6 +70,8 @@ KERNELS = Operations(
     gated_linear,
     finish,
     norm,
+    fork_norm,
+    join_norm,
     pair_norm,
     path_rows,
     keep_last,
@@ -89,6 +94,8 @@ REFERENCE = Operations(
     reference_gated_linear,
     reference_finish,
     reference_norm,
+    reference_fork_norm,
+    reference_join_norm,
     reference_pair_norm,
     reference_path_rows,
     reference_keep_last,

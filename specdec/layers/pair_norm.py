@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from specdec.kvcache.triton_shim import tl, triton
 from specdec.layers.launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
 from specdec.layers.linear import Product, reference_finish, sum_parts
-from specdec.layers.norm import NUMBERS_A_WARP, Gain, reference_rms_norm, rms_norm
+from specdec.layers.norm import Gain, reference_rms_norm, rms_norm, row_block
 
 
 def reference_pair_norm(
@@ -83,7 +83,6 @@ def pair_norm(
     normed = parts.new_empty((num_rows, 2 * width), dtype=dtype)
     if num_rows == 0:
         return hidden, normed
-    block = triton.next_power_of_2(width)
     _pair_norm_kernel[(num_rows, 2)](
         *(tokens, table, parts, bias, token_gain.weight, state_gain.weight, None if whole else hidden, normed),
         *(num_rows * width, width, token_gain.eps, state_gain.eps, tokens.stride(0), table.stride(0)),
@@ -91,8 +90,7 @@ def pair_norm(
         STATE_ROUNDS=state_gain.round_first,
         DTYPE=TL_DTYPES[dtype],
         SPLITS=splits,
-        BLOCK=block,
-        num_warps=min(16, max(1, block // NUMBERS_A_WARP)),
+        **row_block(width),
         **pdl_options(parts.device),
     )
     return hidden, normed

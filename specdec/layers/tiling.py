@@ -17,11 +17,14 @@ RANGE = 128
 SPLITS, SPLIT_ROWS = 4, 8192
 """A weight of at most so many rows is cut into so many ranges of K: otherwise it would be too few programs."""
 
+SMALL_SPLITS, SMALL_ROWS, SMALL_RANGE = 16, 512, 256
+"""A smaller weight into more, of so many columns where they suffice: a program can hold its tile of one."""
+
 MIN_TILE_ROWS = 32
 """Fewer rows a program than this read x more often than they gain."""
 
-DEPTH = {2: (128, 4), 3: (128, 3), 4: (128, 2)}
-DEPTH_MANY = {2: (128, 3), 3: (64, 4), 4: (64, 3)}
+DEPTH = {1: (128, 6), 2: (128, 4), 3: (128, 3), 4: (128, 2)}
+DEPTH_MANY = {1: (128, 5), 2: (128, 3), 3: (64, 4), 4: (64, 3)}
 """Programs a multiprocessor -> columns a tile, tiles on their way in each: they share 227 KiB. MANY: above 32 rows."""
 
 
@@ -46,18 +49,23 @@ class Tiles(NamedTuple):
 def choose_cut(n: int, k: int) -> Cut:
     """The ranges of K for a weight [n, k]."""
     steps = triton.cdiv(k, RANGE)
-    split_steps = max(2, triton.cdiv(steps, SPLITS)) if n <= SPLIT_ROWS else steps
+    if n <= SMALL_ROWS:
+        split_steps = max(SMALL_RANGE // RANGE, triton.cdiv(steps, SMALL_SPLITS))
+    else:
+        split_steps = max(2, triton.cdiv(steps, SPLITS)) if n <= SPLIT_ROWS else steps
     return Cut(triton.cdiv(steps, split_steps), split_steps * RANGE)
 
 
-def choose_tiles(num_rows: int, n: int, splits: int, x: torch.Tensor) -> Tiles:
+def choose_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor) -> Tiles:
     """Tiles for `num_rows` rows of x and a weight of n rows."""
     if x.dtype == torch.float32:  # multiplies without tensor cores
         return Tiles(64, 16 if num_rows <= 16 else 64, 32, 4, 3, 64)
     if num_rows > 64:
         return Tiles(128, 64, 64, 8, 4, 128)
-    rows, programs = balanced_rows(n, splits, device_limits(x.device)[0])
+    rows, programs = balanced_rows(n, cut.splits, device_limits(x.device)[0])
     block_k, stages = (DEPTH if num_rows <= 32 else DEPTH_MANY)[programs]
+    if n <= SMALL_ROWS and cut.splits > 1 and cut.split_len == SMALL_RANGE:
+        block_k, stages = SMALL_RANGE, 1
     return Tiles(64, max(16, triton.next_power_of_2(num_rows)), block_k, 4, stages, rows)
 
 
@@ -67,9 +75,10 @@ def balanced_rows(n: int, splits: int, multiprocessors: int) -> tuple[int, int]:
     They share the memory's bandwidth evenly, so the one with most programs ends last: full tiles of 64 rows would leave
     a quarter of it unused where there are 2.4 of them for each. Rows that a tile has not are not read.
     """
-    for programs in DEPTH:
+    for programs in (2, 3, 4):
         tiles = max(1, programs * multiprocessors // splits)
         rows = 2 * triton.cdiv(n, 2 * tiles)
         if rows <= 64:
-            return max(rows, MIN_TILE_ROWS), programs
+            rows = max(rows, MIN_TILE_ROWS)
+            return rows, triton.cdiv(triton.cdiv(n, rows) * splits, multiprocessors)
     return 64, 2

@@ -13,6 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts, Mixtral
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from specdec.layers.moe.mixture import Experts, Router
+from specdec.layers.norm import Gain
 
 EXPERT_CLASSES = (Gemma4TextExperts, GptOssExperts, MixtralExperts, Qwen3MoeExperts)
 ROUTER_CLASSES = (Gemma4TextRouter, GptOssTopKRouter, MixtralTopKRouter, Qwen3MoeTopKRouter)
@@ -22,7 +23,9 @@ def router_of(module: nn.Module) -> Router | None:
     """None: not a router that `mixture` knows."""
     m: Any = module
     if isinstance(module, Gemma4TextRouter):
-        return Router(m.proj.weight, m.config.top_k_experts, scale=m.scale, eps=m.eps, expert_scale=m.per_expert_scale)
+        gain = Gain(m.scale, m.norm.eps, round_first=True)
+        options = {"gain": gain, "factor": m.scalar_root_size, "expert_scale": m.per_expert_scale}
+        return Router(m.proj.weight, m.config.top_k_experts, **options)
     if isinstance(module, GptOssTopKRouter):
         return Router(m.weight, m.top_k, bias=m.bias)
     if isinstance(module, MixtralTopKRouter):

@@ -1,12 +1,13 @@
 r"""A mixture of experts: for each token the k experts its router prefers, their gated products, one weighted sum.
 
-    l = W_r x + b_r      Gemma 4: x is RMS-normed, scaled per channel and by H^-1/2 first
+    l = W_r x + b_r      x: what the router reads, normed by its own norm where it has one (Gemma 4: `branches.py`)
     w = softmax over the k largest l (`normalised`), or softmax over all l; times expert_scale
     y = sum_j w_j ( D_{e_j} act(G_{e_j} x, U_{e_j} x) + b )       over the k experts e_j in the order of their rank
 
-`route` is one launch, `apply_experts` three, or four with more than FEW_SLOTS assignments (token, expert). Partial
-results are float32 and each token's are added in rank order, so that a row has the same bits beside any other rows.
-Of equal router logits, rounded to the model's dtype as the model rounds them, the lower expert comes first.
+`route` is two launches, `apply_experts` two, or three with more than FEW_SLOTS assignments (token, expert). The last
+sum is left to whoever reads the result, a `Product` whose parts are float32 and in rank order, so that a row has the
+same bits beside any other rows. Of equal router logits, rounded to the model's dtype as the model rounds them, the
+lower expert comes first.
 """
 
 from typing import NamedTuple
@@ -15,8 +16,10 @@ import torch
 import torch.nn.functional as F
 
 from specdec.kvcache.triton_shim import triton
-from specdec.layers.launch import pdl_options
-from specdec.layers.moe.kernels import list_kernel, product_kernel, route_kernel, sum_kernel
+from specdec.layers.launch import TL_DTYPES, pdl_options
+from specdec.layers.linear import Product, linear
+from specdec.layers.moe.kernels import list_kernel, pick_kernel, product_kernel
+from specdec.layers.norm import Gain
 
 ACTIVATIONS = ("gelu_tanh", "silu", "swiglu_clamped")
 
@@ -26,21 +29,18 @@ FEW_SLOTS = 256
 FEW_ROWS = 64
 """And up to so many rows: each must fit the tile of an expert that all of them choose."""
 
-ROUTER_ROWS = 16
-"""Rows that one program of the router takes."""
-
-ROUTER_RANGE = 256
-"""Columns of K that one program of the router multiplies. Part of the logits' bits: no function of the rows."""
-
 
 class Router(NamedTuple):
-    """weight [E, H], bias [E] or None; scale [H]: x is normed (with eps) and scaled; expert_scale [E] of weights."""
+    """weight [E, H], bias [E] or None; expert_scale [E] of weights.
+
+    gain: its input is the residual stream, normed so and times `factor`; None: what the experts read.
+    """
 
     weight: torch.Tensor
     top_k: int
     bias: torch.Tensor | None = None
-    scale: torch.Tensor | None = None
-    eps: float = 0.0
+    gain: Gain | None = None
+    factor: float = 1.0
     expert_scale: torch.Tensor | None = None
     normalised: bool = True
 
@@ -69,17 +69,8 @@ class Routing(NamedTuple):
     weights: torch.Tensor
 
 
-def arrivals(x: torch.Tensor) -> torch.Tensor:
-    """What `route` counts with, for all layers of one forward over x [T, H], one after the other."""
-    return torch.zeros(-(-len(x) // ROUTER_ROWS), dtype=torch.int32, device=x.device)
-
-
-def reference_route(x: torch.Tensor, router: Router, arrived: torch.Tensor | None = None) -> Routing:
-    """x [T, H]. `arrived` is not used."""
-    if router.scale is not None:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + router.eps)
-        x = wide.to(x.dtype) * router.scale * x.shape[1] ** -0.5
+def reference_route(x: torch.Tensor, router: Router) -> Routing:
+    """x [T, H], normed -> its experts."""
     logits = F.linear(x, router.weight, router.bias).float()
     ordered = logits.sort(dim=-1, descending=True, stable=True)
     experts, best = ordered.indices[:, : router.top_k], ordered.values[:, : router.top_k]
@@ -89,7 +80,7 @@ def reference_route(x: torch.Tensor, router: Router, arrived: torch.Tensor | Non
     return Routing(experts.int(), weights)
 
 
-def reference_apply_experts(x: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+def reference_apply_experts(x: torch.Tensor, routing: Routing, experts: Experts) -> Product:
     """x [T, H] -> [T, H], expert by expert."""
     parts = torch.zeros((*routing.experts.shape, x.shape[1]), device=x.device)  # [T, k, H]
     for expert in routing.experts.unique().tolist():
@@ -99,10 +90,7 @@ def reference_apply_experts(x: torch.Tensor, routing: Routing, experts: Experts)
         gate, up = (hidden[:, ::2], hidden[:, 1::2]) if experts.interleaved else hidden.chunk(2, dim=-1)
         hidden = reference_gate(gate, up, experts).to(x.dtype)
         parts[row, rank] = F.linear(hidden, experts.down[expert], down_bias).float()
-    out = torch.zeros_like(parts[:, 0])
-    for rank in range(parts.shape[1]):
-        out = out + parts[:, rank] * routing.weights[:, rank, None]
-    return out.to(x.dtype)
+    return Product((parts * routing.weights[..., None]).transpose(0, 1), None, x.dtype)
 
 
 def reference_gate(gate: torch.Tensor, up: torch.Tensor, experts: Experts) -> torch.Tensor:
@@ -112,40 +100,29 @@ def reference_gate(gate: torch.Tensor, up: torch.Tensor, experts: Experts) -> to
     return (F.silu(gate) if experts.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
-def route(x: torch.Tensor, router: Router, arrived: torch.Tensor) -> Routing:
-    """x [T, H] -> its experts. `arrived`: see `arrivals`; this caller's own, and zeros again after."""
-    num_rows, hidden = x.shape
-    num_experts = len(router.weight)
-    assert router.weight.shape == (num_experts, hidden) and router.weight.is_contiguous(), f"{router.weight.shape=}"
-    assert x.stride(1) == 1 and x.dtype == router.weight.dtype, f"{x.stride()=} {x.dtype=} {router.weight.dtype=}"
+def route(x: torch.Tensor, router: Router) -> Routing:
+    """x [T, H], normed -> its experts."""
+    num_rows, num_experts = len(x), len(router.weight)
     assert 1 <= router.top_k <= num_experts, f"{router.top_k=} {num_experts=}"
     experts = torch.empty((num_rows, router.top_k), dtype=torch.int32, device=x.device)
     weights = torch.empty((num_rows, router.top_k), dtype=torch.float32, device=x.device)
     if num_rows == 0:
         return Routing(experts, weights)
-    grid = triton.cdiv(num_rows, ROUTER_ROWS), triton.cdiv(hidden, ROUTER_RANGE)
-    assert arrived.dtype == torch.int32 and len(arrived) >= grid[0], f"{arrived.shape=} {num_rows=}"
-    block_e = max(16, triton.next_power_of_2(num_experts))
-    parts = torch.empty((grid[1], num_rows, num_experts), dtype=torch.float32, device=x.device)
-    squares = torch.empty((grid[1], num_rows), dtype=torch.float32, device=x.device)
-    route_kernel[grid](
-        *(x, router.weight, router.bias, router.scale, router.expert_scale, parts, squares, arrived, experts, weights),
-        *(num_rows, num_experts, hidden, x.stride(0), ROUTER_RANGE, router.eps),
+    logits = linear(x, router.weight, router.bias, apart=True)  # one program for all numbers of rows: the same bits
+    pick_kernel[(num_rows,)](
+        *(logits.parts, logits.bias, router.expert_scale, experts, weights, num_rows * num_experts, num_experts),
         TOP_K=router.top_k,
-        SLOTS=triton.next_power_of_2(router.top_k),
         NORMALISED=router.normalised,
-        SPLITS=grid[1],
-        BLOCK_E=block_e,
-        BLOCK_T=ROUTER_ROWS,
-        BLOCK_K=64,
-        num_warps=4,
-        num_stages=min(4, max(1, 160_000 // (64 * (block_e + 16) * x.element_size()))),  # of shared memory
+        DTYPE=TL_DTYPES[x.dtype],
+        SPLITS=len(logits.parts),
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        num_warps=1,
         **pdl_options(x.device),
     )
     return Routing(experts, weights)
 
 
-def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: bool | None = None) -> torch.Tensor:
+def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: bool | None = None) -> Product:
     """x [T, H] -> [T, H]. `few`: without a list; None: up to FEW_SLOTS assignments of FEW_ROWS rows."""
     num_rows, hidden = x.shape
     num_experts, width = len(experts.gate_up), experts.gate_up.shape[1]
@@ -155,11 +132,10 @@ def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: b
     assert experts.down.shape == (num_experts, hidden, width // 2), f"{experts.down.shape=} {experts.gate_up.shape=}"
     assert experts.activation in ACTIVATIONS and x.stride(1) == 1, f"{experts.activation=} {x.stride()=}"
     assert x.dtype == experts.gate_up.dtype == experts.down.dtype, f"{x.dtype=} {experts.gate_up.dtype=}"
-    out = torch.empty_like(x)
-    if num_rows == 0:
-        return out
     gated = torch.empty((slots, width // 2), dtype=x.dtype, device=x.device)
-    parts = torch.empty((slots, hidden), dtype=torch.float32, device=x.device)
+    parts = torch.empty((top_k, num_rows, hidden), dtype=torch.float32, device=x.device)
+    if num_rows == 0:
+        return Product(parts, None, x.dtype)
     options = pdl_options(x.device)
     first = order = None
     if not (slots <= FEW_SLOTS and num_rows <= FEW_ROWS if few is None else few):
@@ -176,7 +152,7 @@ def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: b
         product_kernel[(triton.cdiv(n, block_n), slots if first is None else num_experts)](
             *(source, weight, bias, routing.experts if first is None else None, first, order, out_weight, target),
             *(slots, n, k, source.stride(0), *weight.stride(), experts.alpha, experts.limit),
-            PER_ROW=top_k if activated else 1,
+            TOP_K=top_k,
             ACT=experts.activation if activated else None,
             INTERLEAVED=experts.interleaved,
             EVEN_N=n % block_n == 0,
@@ -189,8 +165,7 @@ def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: b
             num_stages=num_stages,
             **options,
         )
-    sum_kernel[(triton.cdiv(hidden, 512), num_rows)](parts, out, hidden, TOP_K=top_k, BLOCK=512, num_warps=4, **options)
-    return out
+    return Product(parts, None, x.dtype)
 
 
 def _tiles(

@@ -1,0 +1,214 @@
+r"""A layer whose MLP has experts beside it (Gemma 4): where the residual stream forks, and where the branches join.
+
+    fork    h = r + post(y);   x_mlp, x_experts, x_router = norm_m(h), norm_e(h), norm_r(h) f
+    join    h = (r + post(norm_d(y_mlp) + norm_c(y_experts))) c;   x = pre(h)               c and pre may be absent
+
+y is a product, dtype(sum_s parts[s] + bias), and of the experts these parts are weighted results in rank order. Norms
+are those of `norm.py`, all in float32; the router's, in transformers a product of three, rounds before its weight and
+before the factor f too. One launch each, one program a row: no result depends on the number of rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from specdec.kvcache.triton_shim import tl, triton
+from specdec.layers.launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
+from specdec.layers.linear import Product, sum_parts
+from specdec.layers.norm import Gain, reference_norm, reference_rms_norm, rms_norm, row_block, scale_row
+
+
+class Fork(NamedTuple):
+    """The residual stream and what reads it, each [M, H]."""
+
+    hidden: torch.Tensor
+    mlp: torch.Tensor
+    experts: torch.Tensor
+    router: torch.Tensor
+
+
+def reference_fork_norm(
+    product: Product, *, post: Gain, residual: torch.Tensor, mlp: Gain, experts: Gain, router: Gain, factor: float
+) -> Fork:
+    """residual [M, H]."""
+    hidden, x = reference_norm(product, post=post, residual=residual, pre=mlp)
+    return Fork(hidden, x, reference_rms_norm(hidden, experts), reference_rms_norm(hidden, router) * factor)
+
+
+def reference_join_norm(
+    dense: Product,
+    chosen: Product,
+    *,
+    dense_gain: Gain,
+    chosen_gain: Gain,
+    post: Gain,
+    residual: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    pre: Gain | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> h, x [M, H]; without `pre`, x is h. residual: [M, H]; scale: [1]."""
+    added = reference_norm(dense, post=dense_gain)[0] + reference_norm(chosen, post=chosen_gain)[0]
+    return reference_norm(Product.of(added), post=post, residual=residual, scale=scale, pre=pre)
+
+
+@triton.jit(do_not_specialize=["part_len", "eps_post", "eps_mlp", "eps_experts", "eps_router", "factor"])
+def _fork_norm_kernel(
+    p_parts: tl.tensor,  # [S, M, H]
+    p_bias: tl.tensor,  # [H] or None
+    p_post: tl.tensor,  # [H], and those below
+    p_mlp: tl.tensor,
+    p_experts: tl.tensor,
+    p_router: tl.tensor,
+    p_residual: tl.tensor,  # [M, H]
+    p_out: tl.tensor,  # [4, M, H]
+    part_len: tl.tensor,
+    H: tl.tensor,
+    s_residual: tl.tensor,
+    eps_post: tl.tensor,
+    eps_mlp: tl.tensor,
+    eps_experts: tl.tensor,
+    eps_router: tl.tensor,
+    factor: tl.tensor,
+    DTYPE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    i_row = tl.program_id(0).to(tl.int64)
+    o_h = tl.arange(0, BLOCK)
+    m_h = o_h < H
+    b_post = tl.load(p_post + o_h, mask=m_h, other=0.0).to(tl.float32)
+    b_mlp = tl.load(p_mlp + o_h, mask=m_h, other=0.0).to(tl.float32)
+    b_experts = tl.load(p_experts + o_h, mask=m_h, other=0.0).to(tl.float32)
+    b_router = tl.load(p_router + o_h, mask=m_h, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+
+    b_residual = tl.load(p_residual + i_row * s_residual + o_h, mask=m_h, other=0.0).to(tl.float32)
+    b_h = sum_parts(p_parts, p_bias, i_row * H + o_h, o_h, m_h, part_len, SPLITS, DTYPE)
+    b_h = (b_residual + rms_norm(b_h, b_post, H, eps_post, False, DTYPE)).to(DTYPE).to(tl.float32)
+    square = tl.sum(b_h * b_h, 0) / H
+    b_mlp = scale_row(b_h, b_mlp, square, eps_mlp, False, DTYPE)
+    b_experts = scale_row(b_h, b_experts, square, eps_experts, False, DTYPE)
+    b_router = scale_row(b_h, b_router, square, eps_router, True, DTYPE) * factor
+    p_out += i_row * H + o_h
+    part_len = part_len.to(tl.int64)
+    tl.store(p_out, b_h.to(DTYPE), mask=m_h)
+    tl.store(p_out + part_len, b_mlp.to(DTYPE), mask=m_h)
+    tl.store(p_out + 2 * part_len, b_experts.to(DTYPE), mask=m_h)
+    tl.store(p_out + 3 * part_len, b_router.to(DTYPE), mask=m_h)
+
+
+@triton.jit(do_not_specialize=["part_len", "eps_dense", "eps_chosen", "eps_post", "eps_pre"])
+def _join_norm_kernel(
+    p_dense: tl.tensor,  # [S, M, H]
+    p_chosen: tl.tensor,  # [k, M, H]
+    p_dense_gain: tl.tensor,  # [H], and those below
+    p_chosen_gain: tl.tensor,
+    p_post: tl.tensor,
+    p_pre: tl.tensor,  # or None
+    p_residual: tl.tensor,  # [M, H]
+    p_scale: tl.tensor,  # [1] or None
+    p_hidden: tl.tensor,  # [M, H]
+    p_normed: tl.tensor,  # [M, H] or None
+    part_len: tl.tensor,
+    H: tl.tensor,
+    eps_dense: tl.tensor,
+    eps_chosen: tl.tensor,
+    eps_post: tl.tensor,
+    eps_pre: tl.tensor,
+    s_residual: tl.tensor,
+    DTYPE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    i_row = tl.program_id(0).to(tl.int64)
+    o_h = tl.arange(0, BLOCK)
+    m_h = o_h < H
+    o_part = i_row * H + o_h
+    b_dense_gain = tl.load(p_dense_gain + o_h, mask=m_h, other=0.0).to(tl.float32)
+    b_chosen_gain = tl.load(p_chosen_gain + o_h, mask=m_h, other=0.0).to(tl.float32)
+    b_post = tl.load(p_post + o_h, mask=m_h, other=0.0).to(tl.float32)
+    b_pre = tl.load(p_pre + o_h, mask=m_h, other=0.0).to(tl.float32) if p_pre is not None else 1.0
+    b_scale = tl.load(p_scale).to(tl.float32) if p_scale is not None else 1.0
+    wait_for_previous(PDL)
+
+    b_residual = tl.load(p_residual + i_row * s_residual + o_h, mask=m_h, other=0.0).to(tl.float32)
+    b_chosen = sum_parts(p_chosen, None, o_part, o_h, m_h, part_len, CHOSEN, DTYPE)
+    b_dense = sum_parts(p_dense, None, o_part, o_h, m_h, part_len, SPLITS, DTYPE)
+    b_dense = rms_norm(b_dense, b_dense_gain, H, eps_dense, False, DTYPE)
+    b_chosen = rms_norm(b_chosen, b_chosen_gain, H, eps_chosen, False, DTYPE)
+    b_h = (b_dense + b_chosen).to(DTYPE).to(tl.float32)
+    b_h = (b_residual + rms_norm(b_h, b_post, H, eps_post, False, DTYPE)).to(DTYPE).to(tl.float32)
+    if p_scale is not None:
+        b_h = (b_h * b_scale).to(DTYPE).to(tl.float32)
+    tl.store(p_hidden + o_part, b_h.to(DTYPE), mask=m_h)
+    if p_pre is not None:
+        tl.store(p_normed + o_part, rms_norm(b_h, b_pre, H, eps_pre, False, DTYPE).to(DTYPE), mask=m_h)
+
+
+def fork_norm(
+    product: Product, *, post: Gain, residual: torch.Tensor, mlp: Gain, experts: Gain, router: Gain, factor: float
+) -> Fork:
+    """residual [M, H], rows of any stride."""
+    parts, bias, dtype = product
+    splits, num_rows, width = parts.shape
+    _check(product, residual, post, mlp, experts, router._replace(round_first=False))
+    assert router.round_first, f"{router=}"
+    out = parts.new_empty((4, num_rows, width), dtype=dtype)
+    if num_rows:
+        _fork_norm_kernel[(num_rows,)](
+            *(parts, bias, post.weight, mlp.weight, experts.weight, router.weight, residual, out),
+            *(num_rows * width, width, residual.stride(0), post.eps, mlp.eps, experts.eps, router.eps, factor),
+            DTYPE=TL_DTYPES[dtype],
+            SPLITS=splits,
+            **row_block(width),
+            **pdl_options(parts.device),
+        )
+    return Fork(*out)
+
+
+def join_norm(
+    dense: Product,
+    chosen: Product,
+    *,
+    dense_gain: Gain,
+    chosen_gain: Gain,
+    post: Gain,
+    residual: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    pre: Gain | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> h, x [M, H]; without `pre`, x is h. residual: [M, H], rows of any stride; scale: [1]."""
+    splits, num_rows, width = dense.parts.shape
+    for product in (dense, chosen):
+        _check(product, residual, dense_gain, chosen_gain, post, *([] if pre is None else [pre]))
+        assert product.bias is None, "branches have no biases"
+    hidden = residual.new_empty((num_rows, width))
+    normed = hidden if pre is None else torch.empty_like(hidden)
+    if num_rows:
+        _join_norm_kernel[(num_rows,)](
+            *(dense.parts, chosen.parts, dense_gain.weight, chosen_gain.weight, post.weight),
+            *(None if pre is None else pre.weight, residual, scale, hidden, None if pre is None else normed),
+            *(num_rows * width, width, dense_gain.eps, chosen_gain.eps, post.eps, 0.0 if pre is None else pre.eps),
+            residual.stride(0),
+            DTYPE=TL_DTYPES[residual.dtype],
+            SPLITS=splits,
+            CHOSEN=len(chosen.parts),
+            **row_block(width),
+            **pdl_options(hidden.device),
+        )
+    return hidden, normed
+
+
+def _check(product: Product, residual: torch.Tensor, *gains: Gain) -> None:
+    parts, _, dtype = product
+    assert parts.is_contiguous(), f"{parts.stride()=}"
+    assert residual.shape == parts.shape[1:] and residual.stride(1) == 1, f"{residual.shape=} {parts.shape=}"
+    assert residual.dtype == dtype, f"{residual.dtype=} {dtype=}"
+    for gain in gains:
+        assert gain.weight is not None and gain.weight.shape == residual.shape[1:], f"{gain} for {residual.shape=}"
+        assert not gain.round_first, f"{gain}"
