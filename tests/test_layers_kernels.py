@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from specdec.kvcache.spaces import FullLoc
 from specdec.layers import linear as linear_module
+from specdec.layers.branches import fork_norm, join_norm, reference_fork_norm, reference_join_norm
 from specdec.layers.linear import (
     Product,
     finish,
@@ -149,10 +150,24 @@ def test_a_row_has_the_same_bits_beside_any_others(n: int, k: int, dtype: torch.
                 same_bits(value[i], row)
 
 
+def test_parts_stay_apart_at_any_number_of_rows():
+    x, weight, bias = randn(600, 300, dtype=torch.float16), randn(40, 300, dtype=torch.float16), randn(40).half()
+    few, many = (linear(x[:rows], weight, bias, apart=True) for rows in (3, 600))
+    assert len(linear(x, weight, bias).parts) == 1
+    assert len(few.parts) == len(many.parts) == 2 and few.parts.dtype == many.parts.dtype == torch.float32
+    same_bits(many.parts[:, :3], few.parts)
+    close(finish(many), F.linear(x, weight, bias))
+
+
 def test_tiles_change_no_bit():
     x, weight = randn(20, 300), randn(50, 300)
     want = finish(linear(x, weight))
-    for tiles in (Tiles(64, 16, 64, 4, 2, 64), Tiles(64, 32, 128, 4, 2, 12), Tiles(128, 16, 64, 8, 3, 128)):
+    for tiles in (
+        Tiles(64, 16, 64, 4, 2, 64),
+        Tiles(64, 32, 128, 4, 2, 12),
+        Tiles(128, 16, 64, 8, 3, 128),
+        Tiles(64, 32, 256, 4, 1, 32),  # a range: held
+    ):
         same_bits(finish(linear(x, weight, tiles=tiles)), want)
 
 
@@ -210,6 +225,68 @@ def test_norm_of_a_sum_that_is_done_copies_nothing():
     x = randn(3, 8)
     hidden, normed = norm(Product.of(x), pre=Gain(None, 1e-6))
     assert hidden.data_ptr() == x.data_ptr() and normed.data_ptr() != x.data_ptr()
+
+
+# branches
+
+
+def gain(width: int, dtype: torch.dtype = torch.float32, round_first: bool = False) -> Gain:
+    return Gain(randn(width, dtype=dtype), float(torch.rand(()) * 0.1), round_first)  # eps that are seen
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("width", [1, 63, 100, 2000])
+def test_fork_norm_is_the_reference(width: int, splits: int):
+    product = product_of(3, width, splits, biased=splits > 1)
+    readers = {"mlp": gain(width), "experts": gain(width), "router": gain(width, round_first=True), "factor": 0.3}
+    options = {"post": gain(width), "residual": randn(3, 2, width)[:, 1], **readers}
+    got, want = fork_norm(product, **options), reference_fork_norm(product, **options)
+    torch.testing.assert_close(tuple(got), tuple(want), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("splits", "top_k"), [(1, 1), (3, 8)])
+@pytest.mark.parametrize("width", [1, 63, 100, 2000])
+def test_join_norm_is_the_reference(width: int, splits: int, top_k: int):
+    dense, chosen = product_of(3, width, splits), product_of(3, width, top_k)
+    gains = {"dense_gain": gain(width), "chosen_gain": gain(width), "post": gain(width)}
+    for end in ({}, {"pre": gain(width)}, {"scale": randn(1), "pre": gain(width)}):
+        options = {**gains, "residual": randn(3, 2, width)[:, 1], **end}
+        got, want = (f(dense, chosen, **options) for f in (join_norm, reference_join_norm))
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_branches_by_eye():
+    """The residual stream is [3, 4] after a norm of nothing: rows of mean square 12.5, which each reader norms."""
+    ones, twos = torch.ones(2, device=DEVICE), torch.full((2,), 2.0, device=DEVICE)
+    nothing, residual = Product.of(torch.zeros(1, 2, device=DEVICE)), torch.tensor([[3.0, 4.0]], device=DEVICE)
+    readers = {"mlp": Gain(ones, 0.0), "experts": Gain(twos, 0.0), "router": Gain(ones, 12.5, True), "factor": 10.0}
+    fork = fork_norm(nothing, post=Gain(ones, 1.0), residual=residual, **readers)
+    unit = residual / 12.5**0.5
+    for got, want in zip(fork, (residual, unit, 2 * unit, 10 * residual / 5), strict=True):
+        close(got, want)
+    minus = Product.of(-7 * residual)  # of any length: what is added is normed; here the two cancel
+    gains = {"dense_gain": Gain(twos, 0.0), "chosen_gain": Gain(twos, 0.0), "post": Gain(ones, 1.0)}
+    scale = torch.tensor([0.5], device=DEVICE)
+    hidden, normed = join_norm(Product.of(5 * residual), minus, **gains, residual=residual, scale=scale)
+    close(hidden, residual / 2)
+    assert normed is hidden
+
+
+def test_branches_round_where_transformers_rounds():
+    half = torch.float16
+    x, y, residual = (randn(4, 100, dtype=half) for _ in range(3))
+    readers = {"mlp": gain(100, half), "experts": gain(100, half), "router": gain(100, half, True), "factor": 0.1}
+    options = {"post": gain(100, half), "residual": residual, **readers}
+    for got, want in zip(*(f(Product.of(x), **options) for f in (fork_norm, reference_fork_norm)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+        assert (got == want).float().mean() > 0.98  # the rest are ties of another order of the mean
+    gains = {"dense_gain": gain(100, half), "chosen_gain": gain(100, half), "post": gain(100, half)}
+    options = {**gains, "residual": residual, "scale": randn(1, dtype=half), "pre": gain(100, half)}
+    for got, want in zip(
+        *(f(Product.of(x), Product.of(y), **options) for f in (join_norm, reference_join_norm)), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+        assert (got == want).float().mean() > 0.95
 
 
 # rotary and store
@@ -285,15 +362,25 @@ def test_layer_inputs_is_the_reference(rows: int, layers: int, width: int, split
     close(got, reference_layer_inputs(context, tokens, table, gain, **options))
 
 
-@pytest.mark.parametrize("operation", [norm, rope_store, gated_projection, layer_inputs], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "operation", [norm, fork_norm, join_norm, rope_store, gated_projection, layer_inputs], ids=lambda f: f.__name__
+)
 def test_nothing_to_do(operation: Callable[..., object]):
     empty = torch.empty((1, 0, 8), device=DEVICE)
     product, nobody = Product(empty, None, torch.float32), torch.empty((0, 4), device=DEVICE)
     arguments = {
         norm: (product,),
+        fork_norm: (product,),
+        join_norm: (product, product),
         rope_store: (product, Heads(1, 0, 8), Rotary(nobody, nobody)),
         gated_projection: (product, empty[0], randn(4, 8), "silu"),
         layer_inputs: (product, torch.zeros(0, dtype=torch.int64, device=DEVICE), randn(3, 8), Gain(randn(8), 1e-6)),
     }[operation]
-    scales = {"context_scale": 1.0, "table_scale": 1.0} if operation is layer_inputs else {}
-    operation(*arguments, **scales)
+    some = Gain(randn(8), 1e-6)
+    around = {"post": some, "residual": empty[0]}
+    options = {
+        layer_inputs: {"context_scale": 1.0, "table_scale": 1.0},
+        fork_norm: {**around, "mlp": some, "experts": some, "router": some._replace(round_first=True), "factor": 1.0},
+        join_norm: {**around, "dense_gain": some, "chosen_gain": some},
+    }
+    operation(*arguments, **options.get(operation, {}))

@@ -11,7 +11,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from specdec.kvcache.triton_shim import triton
-from specdec.layers.launch import pdl_options
+from specdec.layers.launch import TL_DTYPES, pdl_options
 from specdec.layers.linear import finish, reference_finish
 from specdec.layers.moe import mixture
 from specdec.layers.moe.families import experts_of, router_of
@@ -138,6 +138,65 @@ def test_equal_logits_choose_the_lower_expert(poison_empty):
     routing = route(torch.randn(2, 16, device=DEVICE), router)
     assert routing.experts.tolist() == [[0, 1, 2]] * 2
     torch.testing.assert_close(routing.weights, torch.full((2, 3), 1 / 3, device=DEVICE))
+
+
+def pick(logits: torch.Tensor, top_k: int, normalised: bool = True) -> Routing:
+    """logits [T, E], as a product that is summed already."""
+    num_rows, num_experts = logits.shape
+    routing = Routing(
+        torch.full((num_rows, top_k), -1, dtype=torch.int32, device=DEVICE),
+        torch.full((num_rows, top_k), -1.0, device=DEVICE),
+    )
+    pick_kernel[(num_rows,)](
+        *(logits[None], None, None, *routing, num_rows, num_experts),
+        TOP_K=top_k,
+        NORMALISED=normalised,
+        DTYPE=TL_DTYPES[logits.dtype],
+        SPLITS=1,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        num_warps=1,
+        **pdl_options(DEVICE),
+    )
+    return routing
+
+
+PICKED = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", PICKED, ids=str)
+def test_a_pick_by_eye(dtype):
+    """Minus zero is zero, minus infinity is still an expert, and what is negative is the better the nearer to 0."""
+    inf = float("inf")
+    logits = torch.tensor([[-0.0, 0.0, -1.0], [-2.0, -1.0, -4.0], [-inf, -inf, 9.0], [1.0, 8.0, 2.0]], device=DEVICE)
+    routing = pick(logits.to(dtype), 3)
+    assert routing.experts.tolist() == [[0, 1, 2], [1, 0, 2], [2, 0, 1], [1, 2, 0]]
+    torch.testing.assert_close(routing.weights[:2], logits[:2].sort(descending=True).values.softmax(-1))
+    assert routing.weights[2].tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", PICKED, ids=str)
+@pytest.mark.parametrize("num_experts", [1, 37, 128, 300])
+def test_a_pick_among_many_equals_is_a_stable_sort(num_experts, dtype):
+    torch.manual_seed(num_experts)
+    logits = torch.randint(-3, 4, (9, num_experts), device=DEVICE).to(dtype) / 2
+    top_k = min(10, num_experts)
+    expected = logits.float().sort(dim=-1, descending=True, stable=True)
+    for normalised in (True, False):
+        routing = pick(logits, top_k, normalised)
+        assert torch.equal(routing.experts, expected.indices[:, :top_k].int())
+        if normalised:
+            wanted = expected.values[:, :top_k].softmax(-1)
+        else:
+            wanted = logits.float().softmax(-1).gather(1, expected.indices[:, :top_k])
+        torch.testing.assert_close(routing.weights, wanted, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, in the interpreter
+@pytest.mark.parametrize("dtype", PICKED, ids=str)
+def test_a_row_without_numbers_still_picks_experts_that_exist(dtype):
+    """What comes of it is no number either, but its neighbours' weights are read where they are."""
+    routing = pick(torch.full((1, 5), float("nan"), device=DEVICE, dtype=dtype), 3)
+    assert len({*routing.experts[0].tolist()} & {*range(5)}) == 3
 
 
 def test_a_router_of_many_experts(poison_empty):

@@ -22,17 +22,11 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts, Gemma4
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 
 from specdec import SamplingParams
-from specdec.layers import moe
+from specdec.layers.linear import finish, reference_finish
+from specdec.layers.moe import mixture
 from specdec.layers.moe.families import experts_of, router_of
-from specdec.layers.moe.mixture import (
-    Experts,
-    Router,
-    Routing,
-    apply_experts,
-    reference_apply_experts,
-    reference_route,
-    route,
-)
+from specdec.layers.moe.mixture import Experts, Router, Routing, reference_apply_experts, reference_route, route
+from specdec.layers.norm import reference_rms_norm
 from specdec.layers.sampling.centroid import CentroidHead, centroid_best, centroid_sample, reference_centroid_logits
 from specdec.layers.sampling.sample import SampleParams, best_tokens, log_probs, sample
 from specdec.sampling import SamplingBatch
@@ -223,12 +217,17 @@ def gpt_oss_layers(count: int) -> list[tuple[Any, Any]]:
     return [(GptOssTopKRouter(config), GptOssExperts(config)) for _ in range(count)]
 
 
-def mixture(arrived: torch.Tensor, x: torch.Tensor, view: tuple[Router, Experts]) -> torch.Tensor:
-    return apply_experts(x, route(x, view[0], arrived), view[1])
+def apply_experts(*arguments: Any, **options: Any) -> torch.Tensor:
+    return finish(mixture.apply_experts(*arguments, **options))
 
 
-def picked(arrived: torch.Tensor, x: torch.Tensor, view: tuple[Router, Experts]) -> Routing:
-    return route(x, view[0], arrived)
+def ours(x: torch.Tensor, view: tuple[Router, Experts]) -> torch.Tensor:
+    """Without the norms of a layer's branches, which the launches around these do."""
+    return apply_experts(x, route(x, view[0]), view[1])
+
+
+def picked(x: torch.Tensor, view: tuple[Router, Experts]) -> Routing:
+    return route(x, view[0])
 
 
 def theirs(x: torch.Tensor, layer: tuple[Any, Any]) -> torch.Tensor:
@@ -250,21 +249,20 @@ def moe_part(read: float, args: Any) -> None:
                 parameter.normal_(std=0.02 if parameter.dim() > 1 else 0.5)
         views = [(router_of(router), experts_of(experts)) for router, experts in layers]
         hidden = views[0][0].weight.shape[1]
-        arrived = torch.zeros(64, dtype=torch.int32, device=DEVICE)
-        check_moe(family, *views[0], hidden, arrived)
+        check_moe(family, *views[0], hidden)
+        check_router(family, layers[0][0], views[0][0], hidden)
         if ON_CPU or BAD:
             continue
         for tokens in TOKENS:
             xs = [torch.randn(tokens, hidden, device=DEVICE, dtype=DTYPE) for _ in layers]
-            routings = [route(x, router, arrived) for x, (router, _) in zip(xs, views, strict=True)]
+            routings = [route(x, router) for x, (router, _) in zip(xs, views, strict=True)]
             chosen = sum(len(r.experts.unique()) for r in routings) / len(routings)
             weights = views[0][1]
             expert_bytes = (weights.gate_up[0].numel() + weights.down[0].numel()) * 2
 
             floor = (chosen * expert_bytes + views[0][0].weight.nbytes) / read
-            own, pick = partial(mixture, arrived), partial(picked, arrived)
-            whole = graph_time([partial(own, x, v) for x, v in zip(xs, views, strict=True)])
-            routed = graph_time([partial(pick, x, v) for x, v in zip(xs, views, strict=True)])
+            whole = graph_time([partial(ours, x, v) for x, v in zip(xs, views, strict=True)])
+            routed = graph_time([partial(picked, x, v) for x, v in zip(xs, views, strict=True)])
             peer = graph_time([partial(theirs, x, m) for x, m in zip(xs, layers, strict=True)])
             line(
                 f"moe: {family}, {tokens} tokens, {chosen:.0f} experts",
@@ -272,37 +270,45 @@ def moe_part(read: float, args: Any) -> None:
                 f"({whole / floor:4.2f}x), grouped_mm {peer * 1e6:8.1f} us ({peer / whole:4.1f}x)",
             )
             if args.tune and tokens in (1, 8):
-                tune(own, xs, views)
+                tune(xs, views)
             if args.profile and tokens in (1, 32):
-                profile(partial(own, xs[0], views[0]))
+                profile(partial(ours, xs[0], views[0]))
         del layers, views
 
 
-def tune(own: Any, xs: list[torch.Tensor], views: list[Any]) -> None:
+def tune(xs: list[torch.Tensor], views: list[Any]) -> None:
     """The same layers with other tiles."""
-    tiles = moe._tiles
+    tiles = mixture._tiles
     for block_n, num_warps, stages in itertools.product((64, 128), (4, 8), (3, 4, 6, 8)):
 
         def other(*key: Any, n: int = block_n, w: int = num_warps, s: int = stages) -> tuple[int, ...]:
             _, block_m, block_k, _, _ = tiles(*key)
             return n, block_m, block_k, w, min(s, 200_000 // (2 * block_k * (n + block_m)))
 
-        moe._tiles = other
-        seconds = graph_time([partial(own, x, v) for x, v in zip(xs, views, strict=True)])
+        mixture._tiles = other
+        seconds = graph_time([partial(ours, x, v) for x, v in zip(xs, views, strict=True)])
         print(f"    {block_n=} {num_warps=} {stages=}: {seconds * 1e6:.1f} us", flush=True)
-    moe._tiles = tiles
+    mixture._tiles = tiles
 
 
-def check_moe(family: str, router: Router, experts: Experts, hidden: int, arrived: torch.Tensor) -> None:
+def check_router(family: str, module: Any, router: Router, hidden: int) -> None:
+    """From a residual stream: the norm that only Gemma 4's router has, and its choice, beside transformers'."""
+    x = torch.randn(21 if ON_CPU else 512, hidden, device=DEVICE, dtype=DTYPE)
+    normed = x if router.gain is None else reference_rms_norm(x, router.gain) * router.factor
+    same = float((route(normed, router).experts == module(x)[2]).all(1).float().mean())
+    line(f"moe: {family}, rows with transformers' experts in order", f"{same:.1%}", ok=same > 0.8)
+
+
+def check_moe(family: str, router: Router, experts: Experts, hidden: int) -> None:
     most = 21 if ON_CPU else 512
     x = torch.randn(most, hidden, device=DEVICE, dtype=DTYPE)
-    routing = route(x, router, arrived)
+    routing = route(x, router)
     expected = reference_route(x, router)
     same = float((routing.experts == expected.experts).all(1).float().mean())
     line(f"moe: {family}, rows with the reference's experts in order", f"{same:.1%}", ok=same > 0.8)
     wide = Experts(*(f.float() if isinstance(f, torch.Tensor) else f for f in experts))
     some = Routing(routing.experts[:24], routing.weights[:24])
-    expected_out = reference_apply_experts(x[:24].float(), some, wide)
+    expected_out = reference_finish(reference_apply_experts(x[:24].float(), some, wide))
     del wide
     for few in (True, False):
         error = float((apply_experts(x[:24], some, experts, few=few) - expected_out).norm() / expected_out.norm())
@@ -311,14 +317,13 @@ def check_moe(family: str, router: Router, experts: Experts, hidden: int, arrive
     counts = (1, 2, 5, 16, 20) if ON_CPU else (1, 2, 5, 8, 16, 17, 31, 32, 33, 64, 100, 128, 256, 511)
     equal = []
     for count in counts:
-        alone = route(x[:count], router, arrived)
+        alone = route(x[:count], router)
         out = apply_experts(x[:count], alone, experts)
         last = apply_experts(x[-count:], Routing(*(r[-count:] for r in routing)), experts)
         bits = torch.equal(alone.weights, routing.weights[:count]) and torch.equal(out, whole[:count])
         equal.append(bits and torch.equal(last, whole[-count:]))
     name = f"moe: {family}, same bits at {len(counts)} numbers of rows up to {most}"
     line(name, f"{sum(equal)} equal", ok=all(equal))
-    line(f"moe: {family}, counters are zero again", "", ok=not arrived.any())
 
 
 def main() -> int:

@@ -51,7 +51,7 @@ def reference_join_norm(
     return reference_norm(Product.of(added), post=post, residual=residual, scale=scale, pre=pre)
 
 
-@triton.jit(do_not_specialize=["part_len", "eps_post", "eps_mlp", "eps_experts", "eps_router", "factor"])
+@triton.jit(do_not_specialize=["num_rows", "eps_post", "eps_mlp", "eps_experts", "eps_router", "factor"])
 def _fork_norm_kernel(
     p_parts: tl.tensor,  # [S, M, H]
     p_bias: tl.tensor,  # [H] or None
@@ -61,7 +61,7 @@ def _fork_norm_kernel(
     p_router: tl.tensor,
     p_residual: tl.tensor,  # [M, H]
     p_out: tl.tensor,  # [4, M, H]
-    part_len: tl.tensor,
+    num_rows: tl.tensor,
     H: tl.tensor,
     s_residual: tl.tensor,
     eps_post: tl.tensor,
@@ -85,6 +85,7 @@ def _fork_norm_kernel(
     wait_for_previous(PDL)
 
     b_residual = tl.load(p_residual + i_row * s_residual + o_h, mask=m_h, other=0.0).to(tl.float32)
+    part_len = num_rows.to(tl.int64) * H  # a multiple of what H is one of
     b_h = sum_parts(p_parts, p_bias, i_row * H + o_h, o_h, m_h, part_len, SPLITS, DTYPE)
     b_h = (b_residual + rms_norm(b_h, b_post, H, eps_post, False, DTYPE)).to(DTYPE).to(tl.float32)
     square = tl.sum(b_h * b_h, 0) / H
@@ -92,14 +93,13 @@ def _fork_norm_kernel(
     b_experts = scale_row(b_h, b_experts, square, eps_experts, False, DTYPE)
     b_router = scale_row(b_h, b_router, square, eps_router, True, DTYPE) * factor
     p_out += i_row * H + o_h
-    part_len = part_len.to(tl.int64)
     tl.store(p_out, b_h.to(DTYPE), mask=m_h)
     tl.store(p_out + part_len, b_mlp.to(DTYPE), mask=m_h)
     tl.store(p_out + 2 * part_len, b_experts.to(DTYPE), mask=m_h)
     tl.store(p_out + 3 * part_len, b_router.to(DTYPE), mask=m_h)
 
 
-@triton.jit(do_not_specialize=["part_len", "eps_dense", "eps_chosen", "eps_post", "eps_pre"])
+@triton.jit(do_not_specialize=["num_rows", "eps_dense", "eps_chosen", "eps_post", "eps_pre"])
 def _join_norm_kernel(
     p_dense: tl.tensor,  # [S, M, H]
     p_chosen: tl.tensor,  # [k, M, H]
@@ -111,7 +111,7 @@ def _join_norm_kernel(
     p_scale: tl.tensor,  # [1] or None
     p_hidden: tl.tensor,  # [M, H]
     p_normed: tl.tensor,  # [M, H] or None
-    part_len: tl.tensor,
+    num_rows: tl.tensor,
     H: tl.tensor,
     eps_dense: tl.tensor,
     eps_chosen: tl.tensor,
@@ -137,6 +137,7 @@ def _join_norm_kernel(
     wait_for_previous(PDL)
 
     b_residual = tl.load(p_residual + i_row * s_residual + o_h, mask=m_h, other=0.0).to(tl.float32)
+    part_len = num_rows.to(tl.int64) * H
     b_chosen = sum_parts(p_chosen, None, o_part, o_h, m_h, part_len, CHOSEN, DTYPE)
     b_dense = sum_parts(p_dense, None, o_part, o_h, m_h, part_len, SPLITS, DTYPE)
     b_dense = rms_norm(b_dense, b_dense_gain, H, eps_dense, False, DTYPE)
@@ -162,7 +163,7 @@ def fork_norm(
     if num_rows:
         _fork_norm_kernel[(num_rows,)](
             *(parts, bias, post.weight, mlp.weight, experts.weight, router.weight, residual, out),
-            *(num_rows * width, width, residual.stride(0), post.eps, mlp.eps, experts.eps, router.eps, factor),
+            *(num_rows, width, residual.stride(0), post.eps, mlp.eps, experts.eps, router.eps, factor),
             DTYPE=TL_DTYPES[dtype],
             SPLITS=splits,
             **row_block(width),
@@ -193,7 +194,7 @@ def join_norm(
         _join_norm_kernel[(num_rows,)](
             *(dense.parts, chosen.parts, dense_gain.weight, chosen_gain.weight, post.weight),
             *(None if pre is None else pre.weight, residual, scale, hidden, None if pre is None else normed),
-            *(num_rows * width, width, dense_gain.eps, chosen_gain.eps, post.eps, 0.0 if pre is None else pre.eps),
+            *(num_rows, width, dense_gain.eps, chosen_gain.eps, post.eps, 0.0 if pre is None else pre.eps),
             residual.stride(0),
             DTYPE=TL_DTYPES[residual.dtype],
             SPLITS=splits,

@@ -87,7 +87,7 @@ def rms_norm(
     return scale_row(b_x, b_w, tl.sum(b_x * b_x, 0) / num_columns, eps, ROUND_FIRST, DTYPE)
 
 
-@triton.jit(do_not_specialize=["part_len", "eps_post", "eps_pre"])
+@triton.jit(do_not_specialize=["num_rows", "eps_post", "eps_pre"])
 def _norm_kernel(
     p_parts: tl.tensor,  # [S, M, H]
     p_bias: tl.tensor,  # [H] or None
@@ -97,7 +97,7 @@ def _norm_kernel(
     p_pre: tl.tensor,  # [H] or None
     p_hidden: tl.tensor,  # [M, H] or None
     p_normed: tl.tensor,  # [M, H] or None
-    part_len: tl.tensor,
+    num_rows: tl.tensor,
     H: tl.tensor,
     eps_post: tl.tensor,
     eps_pre: tl.tensor,
@@ -122,6 +122,7 @@ def _norm_kernel(
 
     if p_residual is not None:  # before the parts, so that all loads are on their way together
         b_residual = tl.load(p_residual + i_row * s_residual + o_h, mask=m_h, other=0.0).to(tl.float32)
+    part_len = num_rows.to(tl.int64) * H  # a multiple of what H is one of: wide loads of every part
     b_h = sum_parts(p_parts, p_bias, i_row * H + o_h, o_h, m_h, part_len, SPLITS, DTYPE)
     if POST:
         b_h = rms_norm(b_h, b_post, H, eps_post, POST_ROUNDS, DTYPE)
@@ -176,7 +177,7 @@ def norm(
         None if pre is None else pre.weight,
         hidden if changed else None,
         None if pre is None else normed,
-        num_rows * width,
+        num_rows,
         width,
         0.0 if post is None else post.eps,
         0.0 if pre is None else pre.eps,

@@ -27,14 +27,14 @@ def _order(b_logit: tl.tensor, o_e: tl.tensor, m_e: tl.tensor, DTYPE: tl.constex
     return tl.where(m_e, b_bits * 2**BITS + (BLOCK_E - o_e), -(2 ** (2 * BITS - 1)))
 
 
-@triton.jit(do_not_specialize=["part_len"])
+@triton.jit(do_not_specialize=["num_rows"])
 def pick_kernel(
     p_parts: tl.tensor,  # [S, T, E]
     p_bias: tl.tensor,  # [E] or None
     p_scale: tl.tensor,  # [E] or None
     p_experts: tl.tensor,  # [T, top_k] out
     p_weights: tl.tensor,  # [T, top_k] out
-    part_len: tl.tensor,
+    num_rows: tl.tensor,
     num_experts: tl.tensor,
     TOP_K: tl.constexpr,
     NORMALISED: tl.constexpr,
@@ -49,6 +49,7 @@ def pick_kernel(
     m_e = o_e < num_experts
     b_scale = tl.load(p_scale + o_e, mask=m_e, other=0.0).to(tl.float32) if p_scale is not None else 1.0
     wait_for_previous(PDL)
+    part_len = num_rows.to(tl.int64) * num_experts
     b_logit = sum_parts(p_parts, p_bias, i_row * num_experts + o_e, o_e, m_e, part_len, SPLITS, DTYPE)
     b_order = _order(b_logit, o_e, m_e, DTYPE, BLOCK_E)
     NONE: tl.constexpr = -(2 ** (2 * DTYPE.primitive_bitwidth - 1))

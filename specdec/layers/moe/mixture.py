@@ -110,7 +110,7 @@ def route(x: torch.Tensor, router: Router) -> Routing:
         return Routing(experts, weights)
     logits = linear(x, router.weight, router.bias, apart=True)  # one program for all numbers of rows: the same bits
     pick_kernel[(num_rows,)](
-        *(logits.parts, logits.bias, router.expert_scale, experts, weights, num_rows * num_experts, num_experts),
+        *(logits.parts, logits.bias, router.expert_scale, experts, weights, num_rows, num_experts),
         TOP_K=router.top_k,
         NORMALISED=router.normalised,
         DTYPE=TL_DTYPES[x.dtype],
