@@ -190,6 +190,7 @@ def product_kernel(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     SLOTS: tl.constexpr,  # A, rounded up to a power of 2; unused with a list
+    LONE: tl.constexpr,  # one row, so no expert has two assignments; unused with a list
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -217,12 +218,16 @@ def product_kernel(
             )
     else:
         i_expert = tl.load(p_experts + i_slot)
-        o_slot = tl.arange(0, SLOTS)
-        m_same = tl.load(p_experts + o_slot, mask=o_slot < num_slots, other=-1) == i_expert
-        if tl.min(tl.where(m_same, o_slot, SLOTS)) == i_slot:
-            b_rank = tl.where(m_same, tl.cumsum(m_same.to(tl.int32)) - 1, -1)
-            o_m = tl.arange(0, BLOCK_M)
-            b_slot = tl.max(tl.where(b_rank[:, None] == o_m[None, :], o_slot[:, None], -1), 0)  # [BM]
+        o_slot, o_m = tl.arange(0, SLOTS), tl.arange(0, BLOCK_M)
+        first = i_slot
+        if not LONE:
+            m_same = tl.load(p_experts + o_slot, mask=o_slot < num_slots, other=-1) == i_expert
+            first = tl.min(tl.where(m_same, o_slot, SLOTS))
+        if first == i_slot:
+            b_slot = tl.where(o_m == 0, i_slot, -1)  # [BM]
+            if not LONE:
+                b_rank = tl.where(m_same, tl.cumsum(m_same.to(tl.int32)) - 1, -1)
+                b_slot = tl.max(tl.where(b_rank[:, None] == o_m[None, :], o_slot[:, None], -1), 0)
             p_tile = p_w + i_expert.to(tl.int64) * s_we + o_w.to(tl.int64)[:, None] * s_wn
             _multiply(
                 *(p_x, p_tile, p_bias, p_weights, p_out, tl.maximum(b_slot, 0), b_slot >= 0, num_slots),

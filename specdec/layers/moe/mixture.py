@@ -63,7 +63,7 @@ class Experts(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """experts [T, k] int32, best first, and their weights [T, k] float32."""
+    """experts [T, k] int32, best first and all of a row different, and their weights [T, k] float32."""
 
     experts: torch.Tensor
     weights: torch.Tensor
@@ -158,6 +158,7 @@ def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: b
             EVEN_N=n % block_n == 0,
             EVEN_K=k % block_k == 0,
             SLOTS=triton.next_power_of_2(slots) if first is None else 1,
+            LONE=first is None and num_rows == 1,
             BLOCK_N=block_n,
             BLOCK_M=block_m,
             BLOCK_K=block_k,
