@@ -161,6 +161,7 @@ def test_parts_stay_apart_at_any_number_of_rows():
 
 def test_tiles_change_no_bit():
     x, weight = randn(20, 300), randn(50, 300)
+    assert choose_cut(50, 300) == Cut(splits=2, split_len=256)
     want = finish(linear(x, weight))
     for tiles in (
         Tiles(64, 16, 64, 4, 2, 64),

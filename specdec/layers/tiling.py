@@ -17,8 +17,11 @@ RANGE = 128
 SPLITS, SPLIT_ROWS = 4, 8192
 """A weight of at most so many rows is cut into so many ranges of K: otherwise it would be too few programs."""
 
-SMALL_SPLITS, SMALL_ROWS, SMALL_RANGE = 16, 512, 256
-"""A smaller weight into more, of so many columns where they suffice: a program can hold its tile of one."""
+SMALL_ROWS, SMALL_RANGE = 512, 512
+"""Of a smaller weight a range is at most so many columns: a program can hold its tile of one."""
+
+HELD_ROWS = 32
+"""Up to so many rows of x it does."""
 
 MIN_TILE_ROWS = 32
 """Fewer rows a program than this read x more often than they gain."""
@@ -49,10 +52,9 @@ class Tiles(NamedTuple):
 def choose_cut(n: int, k: int) -> Cut:
     """The ranges of K for a weight [n, k]."""
     steps = triton.cdiv(k, RANGE)
+    split_steps = max(2, triton.cdiv(steps, SPLITS)) if n <= SPLIT_ROWS else steps
     if n <= SMALL_ROWS:
-        split_steps = max(SMALL_RANGE // RANGE, triton.cdiv(steps, SMALL_SPLITS))
-    else:
-        split_steps = max(2, triton.cdiv(steps, SPLITS)) if n <= SPLIT_ROWS else steps
+        split_steps = min(split_steps, SMALL_RANGE // RANGE)
     return Cut(triton.cdiv(steps, split_steps), split_steps * RANGE)
 
 
@@ -64,8 +66,8 @@ def choose_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor) -> Tiles:
         return Tiles(128, 64, 64, 8, 4, 128)
     rows, programs = balanced_rows(n, cut.splits, device_limits(x.device)[0])
     block_k, stages = (DEPTH if num_rows <= 32 else DEPTH_MANY)[programs]
-    if n <= SMALL_ROWS and cut.splits > 1 and cut.split_len == SMALL_RANGE:
-        block_k, stages = SMALL_RANGE, 1
+    if n <= SMALL_ROWS and num_rows <= HELD_ROWS and cut.splits > 1 and cut.split_len in (256, 512):
+        block_k, stages = cut.split_len, 1
     return Tiles(64, max(16, triton.next_power_of_2(num_rows)), block_k, 4, stages, rows)
 
 
