@@ -51,6 +51,7 @@ class RowTiles(NamedTuple):
     num_stages: int
     rows: int | None = None  # packed rows a tile, None: block_m; fewer make more programs
     fold: bool | None = None  # fold splits where they are made; None: when there are rows enough to fill the device
+    max_registers: int | None = None  # a thread; what the compiler takes can keep a third program off a multiprocessor
 
 
 def reference_tree_attention(
@@ -193,6 +194,7 @@ def tree_attention(
         OWN_STAGES=tiles.num_stages if own.run_end is None else min(tiles.num_stages, 3),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **({"maxnreg": tiles.max_registers} if tiles.max_registers and query.device.type == "cuda" else {}),
         **shared_options,
     )
     merge_kernel[(batch * num_rows * num_heads,)](
@@ -215,17 +217,23 @@ def choose_cut(block_d: int, item_size: int) -> Cut:
 def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_tree: bool) -> RowTiles:
     """Row tiles for `num_rows` packed rows of each of `heads` kv heads, over all requests, as timed on an H200.
 
-    Few programs wait for latency, so a tree's own tiles go to many of them; many share the reading of K and V, unless
-    they fold, which takes the registers of a second accumulator.
+    Few programs wait for latency: they take small tiles, more stages and, a multiprocessor each, more warps. Many share
+    the reading of K and V, and the more of them fit a multiprocessor the better, unless they fold, which takes the
+    registers of a second accumulator.
     """
     if item_size > 2:  # float32 multiplies without tensor cores
         return RowTiles(16, 4 if block_d <= 256 else 8, 2)
     if num_rows > 256:
         return RowTiles(32 if block_d <= 256 else 16, 4, 3)
-    if num_rows <= 16 or num_rows * heads <= 256:
-        rows = 8 if is_tree and num_rows * heads <= 128 else None
-        return RowTiles(16, 4, 5 if block_d > 256 and num_rows * heads <= 256 else 3, rows)
-    return RowTiles(32, 4, 3 if block_d > 128 else 5)
+    lone, rows = heads <= 8, 8 if is_tree and num_rows * heads <= 128 else None
+    if num_rows > 16 and num_rows * heads > (384 if block_d == 256 else 256):
+        return RowTiles(32, 4, 3)
+    if block_d > 256:
+        return RowTiles(16, 4, 5 if lone else 3, rows)
+    if block_d > 128 and (lone or num_rows > 16):
+        return RowTiles(16, 8 if lone else 4, 5, rows)
+    stages = 5 if block_d <= 128 or heads <= 16 else 3
+    return RowTiles(16, 4, stages, rows, max_registers=None if is_tree else 168)
 
 
 def fit_rows(tiles: RowTiles, cut: Cut, block_d: int, item_size: int, shared: int) -> RowTiles:

@@ -11,6 +11,9 @@ A split is one chain of tiles, an online softmax in base 2, whose state (maximum
 Columns outside what a tile's rows can see read the nearest key inside, so that no load needs a mask, and weigh nothing:
 a tile that a row does not see leaves its state as it was, to the bit. That, the order of the chain and explicit
 fused multiply-adds (no other contraction is left to the compiler) make a row's bits a function of the row alone.
+
+Under programmatic dependent launch both kernels read the plan (lengths, positions, tables) before they wait for the
+kernel in front: plans are written by kernels that let nothing start before they end.
 """
 
 from specdec.kvcache.triton_shim import tl, triton
@@ -150,7 +153,6 @@ def attend_kernel(
 ) -> None:
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     i_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
     i_b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
     i_h = (tl.program_id(1) % KV_HEADS).to(tl.int64)
@@ -179,6 +181,8 @@ def attend_kernel(
 
     o_d = tl.arange(0, BLOCK_D)
     m_d = tl.full([BLOCK_D], True, tl.int1) if HEAD_DIM == BLOCK_D else o_d < HEAD_DIM
+    if PDL:  # what a plan holds was complete before its first layer; queries, keys and values are not
+        gdc_wait()
     p_q += i_b * s_q_b + o_head[:, None] * s_q_h + o_node[:, None].to(tl.int64) * s_q_n + o_d[None, :] * s_q_d
     b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
     p_page = p_pages + i_b * s_page_b
@@ -297,7 +301,6 @@ def merge_kernel(
     """One program a packed row: its splits folded in ascending order, then the sink. A row that sees nothing is 0."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     i_row = tl.program_id(0).to(tl.int64)
     part_rows = tl.num_programs(0).to(tl.int64)
     i_node, i_bh = i_row // GROUP % num_rows, i_row // GROUP // num_rows
@@ -321,6 +324,8 @@ def merge_kernel(
     m_d = o_d < HEAD_DIM
     b_max, b_sum = float("-inf"), 0.0
     b_acc = tl.zeros([BLOCK_D], tl.float32)
+    if PDL:
+        gdc_wait()
     for i_split in range(0, num_splits, UNROLL):
         for i_next in tl.static_range(UNROLL):
             m_split = i_split + i_next < num_splits
