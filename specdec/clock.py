@@ -15,6 +15,8 @@ from specdec.kvcache.mirror import IntArray
 from specdec.kvcache.triton_shim import tl, triton
 
 MOST_MARKS = 8
+STAMP = "_stamp_kernel"
+"""The name by which a profiler shows a mark."""
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from specdec.evaluation.phases.floor import StepBytes
 from specdec.evaluation.phases.parity import Parity, check_parity, output_gaps
 from specdec.evaluation.phases.peers import Peer, peers_for
 from specdec.evaluation.phases.report import Cell, PhaseReport, Spread, table
-from specdec.evaluation.phases.rounds import drive, idle_within, most_new_tokens, round_time
+from specdec.evaluation.phases.rounds import drive, gaps_between_stamps, idle_within, most_new_tokens, round_time
 from specdec.evaluation.phases.run import Plan, Subject, run_phases
 from specdec.evaluation.progress import Interrupted
 from specdec.models.loading import load_any_drafter
@@ -96,6 +96,14 @@ def test_the_host_part_is_what_is_not_spent_waiting():
     on_gpu, on_cpu = (round_time(10.0, passed, on_cpu) for on_cpu in (False, True))
     assert (on_gpu.wall, on_gpu.host, on_gpu.emitted) == (1.0, 0.25, 3)
     assert on_cpu.host == pytest.approx(0.4)
+
+
+def test_gaps_are_counted_within_rounds_and_not_between_them():
+    """Two rounds of two stamps, 0 to 5 and 100 to 104, with gaps of 1 and 0.5 in the first and 2 in the second."""
+    first = [("_stamp_kernel", 0.0, 1.0), ("a", 2.0, 4.0), ("_stamp_kernel", 4.5, 5.0)]
+    second = [("_stamp_kernel", 100.0, 101.0), ("copy", 50.0, 60.0), ("_stamp_kernel", 103.0, 104.0)]
+    assert gaps_between_stamps([*first, *second], 2) == pytest.approx((1.5 + 2.0) / 2)
+    assert gaps_between_stamps([], 2) == 0.0
 
 
 def test_idle_time_is_what_no_span_covers():

@@ -180,7 +180,7 @@ def test_every_shape_has_a_drafter_that_fits_it(name):
     target = TargetModel(make_target(shape, SMALL, CPU, torch.float32, 0))
     drafter = make_drafter(shape, SMALL, target, 1)
     assert drafter.fit is not None
-    assert set(shape.drafts) == {"chain", "tree"}
+    assert {"chain", "tree"} <= set(shape.drafts)
     if name == "gemma4-e4b":
         ordering = drafter.assistant.masked_embedding.token_ordering
         assert torch.equal(ordering.sort().values, torch.arange(target.vocab_size))

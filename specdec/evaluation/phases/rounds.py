@@ -8,17 +8,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from specdec.clock import STAMP
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.launch import Launcher, UnderWay
 from specdec.request import StreamDelta
 from specdec.result import RoundResult
+from specdec.round import DECODE_STAGES
 
 WARM_UP = 6
 """Rounds before the first that counts: kernels compile, a round is captured."""
@@ -46,7 +49,7 @@ class RoundTime:
 class Driven:
     """What some rounds took and gave. outputs: tokens of each request, those of warm-up included.
 
-    idle: seconds a round in which no kernel runs; None where that was not measured.
+    idle: seconds a round in which no kernel of its own runs; None where that was not measured.
     """
 
     rounds: list[RoundTime]
@@ -112,7 +115,7 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: 
         while len(watched.passed) < WARM_UP + 1 + rounds:
             outputs[0] += _next(leader).token_ids
         if profiled and engine.target.device.type == "cuda":
-            idle = _idle_seconds(watched, leader, outputs[0])
+            idle = _gaps_within_rounds(watched, leader, outputs[0])
         for stream, output in zip(streams[1:], outputs[1:], strict=True):
             output += next(stream).token_ids
     finally:
@@ -122,6 +125,8 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: 
     on_cpu = engine.target.device.type == "cpu"
     passed = watched.passed[WARM_UP : WARM_UP + 1 + rounds]
     times = [round_time(before.at, one, on_cpu) for before, one in pairwise(passed)]
+    if idle is not None:
+        idle += median(time.wall - time.draft - time.verify - time.other for time in times)
     return Driven(times, outputs, idle)
 
 
@@ -145,20 +150,29 @@ def _next(stream: Any) -> StreamDelta:
     return delta
 
 
-def _idle_seconds(watched: WatchedLauncher, leader: Any, output: list[int]) -> float:
-    """Seconds a round without a kernel, over some rounds under the profiler."""
+def _gaps_within_rounds(watched: WatchedLauncher, leader: Any, output: list[int]) -> float:
+    """Seconds a round without a kernel, between its first and its last stamp, over some rounds under the profiler.
+
+    Not between rounds, where the profiler itself keeps the host from launching: what lies there is the wall time of
+    rounds without it, less their stages.
+    """
     torch.cuda.synchronize()
     before = len(watched.passed)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         while len(watched.passed) < before + PROFILED:
             output += _next(leader).token_ids
         torch.cuda.synchronize()
-    spans = [
-        (event.time_range.start / 1e6, event.time_range.end / 1e6)
-        for event in profiler.events() or []
-        if event.device_type.name == "CUDA"
-    ]
-    return idle_within(spans) / PROFILED
+    events = [event for event in profiler.events() or [] if event.device_type.name == "CUDA"]
+    spans = [(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6) for event in events]
+    return gaps_between_stamps(spans, len(DECODE_STAGES) + 1)
+
+
+def gaps_between_stamps(spans: Sequence[tuple[str, float, float]], stamps: int) -> float:
+    """Mean time that no span covers from the first to the last of each `stamps` spans that are the clock's."""
+    taken = sorted((begin, end) for name, begin, end in spans if STAMP in name)
+    rounds = [(taken[i][0], taken[i + stamps - 1][1]) for i in range(0, len(taken) - stamps + 1, stamps)]
+    within = [[(b, e) for _, b, e in spans if first <= b and e <= last] for first, last in rounds]
+    return sum(idle_within(inside) for inside in within) / max(1, len(rounds))
 
 
 def idle_within(spans: Sequence[tuple[float, float]]) -> float:
