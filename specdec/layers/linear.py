@@ -30,6 +30,10 @@ FEW_PROGRAMS, FEW_ROWS = 256, 512
 VENDOR_ROWS = 64
 """Up to so many rows `linear` is faster than the vendor's library."""
 
+ONE_WAVE, SMALL_WEIGHT = 264, 2560 * 4096
+"""So is it at more, for a weight of at most so many numbers whose programs all run at once: they start while the kernel
+in front ends, which the library's do not."""
+
 
 class Product(NamedTuple):
     """x W^T before its last sum: y = sum_s parts[s] + bias, rounded to `dtype`.
@@ -266,7 +270,16 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str, *, tile
 
 def vendor_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
     """`linear`, by the vendor's library where x has many rows: faster there, with bits that depend on their number."""
-    return linear(x, weight, bias) if len(x) <= VENDOR_ROWS else Product.of(F.linear(x, weight, bias))
+    if len(x) <= VENDOR_ROWS or _runs_at_once(len(x), weight):
+        return linear(x, weight, bias)
+    return Product.of(F.linear(x, weight, bias))
+
+
+def _runs_at_once(num_rows: int, weight: torch.Tensor) -> bool:
+    if weight.dtype == torch.float32 or weight.numel() > SMALL_WEIGHT:
+        return False
+    programs = triton.cdiv(num_rows, 64) * triton.cdiv(len(weight), 128) * choose_cut(*weight.shape).splits
+    return programs <= ONE_WAVE
 
 
 def vendor_gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
