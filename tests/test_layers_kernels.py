@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from specdec.kvcache.spaces import FullLoc
 from specdec.layers import linear as linear_module
+from specdec.layers import tiling
 from specdec.layers.branches import fork_norm, join_norm, reference_fork_norm, reference_join_norm
 from specdec.layers.linear import (
     Product,
@@ -185,6 +186,20 @@ def test_balanced_rows_fill_the_multiprocessors(n: int, splits: int):
     if n < 4 * 132 * 64:
         assert -(-n // rows) * splits <= programs * 132
     assert -(-n // rows) * splits > (programs - 1) * 132 or n < 132 * 32 or rows == 64
+
+
+@pytest.mark.parametrize("shared_memory", [99, 163, 227], ids=lambda kilobytes: f"{kilobytes} KiB")
+def test_tiles_fit_the_shared_memory(shared_memory: int, monkeypatch: pytest.MonkeyPatch):
+    """Of an A10, an A100 and an H200; a program that waits for no load of its own has one tile of each at least."""
+    monkeypatch.setattr(tiling, "device_limits", lambda device: (108, shared_memory << 10))
+    x = torch.empty(0, dtype=torch.float16, device=DEVICE)
+    for n, k in ((128, 2816), (256, 2560), (4224, 2816), (2560, 10240), (20480, 2560), (262144, 2560)):
+        for cut in (choose_cut(n, k), Cut(1, k)):
+            for rows in (1, 8, 17, 33, 64, 65, 500):
+                tiles = tiling.choose_tiles(rows, n, cut, x)
+                assert tiles.num_stages >= 1
+                taken = tiles.num_stages * (tiles.block_n + tiles.block_m) * tiles.block_k * 2
+                assert taken <= shared_memory << 10, f"{n=} {k=} {rows=} {tiles=}"
 
 
 # norms

@@ -64,11 +64,14 @@ def choose_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor) -> Tiles:
         return Tiles(64, 16 if num_rows <= 16 else 64, 32, 4, 3, 64)
     if num_rows > 64:
         return Tiles(128, 64, 64, 8, 4, 128)
-    rows, programs = balanced_rows(n, cut.splits, device_limits(x.device)[0])
+    multiprocessors, shared_memory = device_limits(x.device)
+    rows, programs = balanced_rows(n, cut.splits, multiprocessors)
     block_k, stages = (DEPTH if num_rows <= 32 else DEPTH_MANY)[programs]
     if n <= SMALL_ROWS and num_rows <= HELD_ROWS and cut.splits > 1 and cut.split_len in (256, 512):
         block_k, stages = cut.split_len, 1
-    return Tiles(64, max(16, triton.next_power_of_2(num_rows)), block_k, 4, stages, rows)
+    block_m = max(16, triton.next_power_of_2(num_rows))
+    stages = min(stages, shared_memory // ((64 + block_m) * block_k * x.element_size()))
+    return Tiles(64, block_m, block_k, 4, stages, rows)
 
 
 def balanced_rows(n: int, splits: int, multiprocessors: int) -> tuple[int, int]:
