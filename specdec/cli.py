@@ -195,7 +195,8 @@ def bench(
     ] = "1k",
     rounds: Annotated[int, typer.Option(min=2, help="Rounds timed in each cell.", rich_help_panel=PHASES)] = 50,
     drafts: Annotated[
-        str | None, typer.Option(help="Of plain, chain, chain7, tree; default: all that there are.", rich_help_panel=PHASES)
+        str | None,
+        typer.Option(help="Of plain, chain, tree, chain7; default: all but the last.", rich_help_panel=PHASES),
     ] = None,
     acceptance: Annotated[
         str,

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from rich.console import Console
@@ -23,7 +24,7 @@ from specdec.evaluation.phases.run import PLAIN, MakePrompts, Plan, Subject, run
 from specdec.evaluation.phases.weights import make_drafter, make_target, require_room
 from specdec.evaluation.plot import require_matplotlib
 from specdec.evaluation.progress import Interrupted, working
-from specdec.evaluation.shapes import Shrink, find_shape
+from specdec.evaluation.shapes import ON_REQUEST, Shrink, find_shape
 from specdec.layers.operations import choose_operations
 from specdec.models.loading import pick_device, pick_dtype
 from specdec.models.target import TargetModel
@@ -109,15 +110,18 @@ def shape_subject(
 ) -> Subject:
     """Random weights on the device; prompts of random tokens."""
     shape = find_shape(name)
-    chosen = choose_drafts({PLAIN: None, **shape.drafts}, drafts)
+    chosen = choose_drafts({PLAIN: None, **shape.drafts}, drafts, ON_REQUEST)
     config = engine_config(1, dtype, device)
     where = pick_device(config.device)
     kind = pick_dtype(getattr(torch, dtype) if dtype else None, where, shape.target(shrink))
     require_room(shape, shrink, where, kind)
     with working(f"making {name}"):
         operations = choose_operations(config.fused, config.attention, where, kind)  # as Engine.from_pretrained does
-        target = TargetModel(make_target(shape, shrink, where, kind, seed), operations)
+        model = make_target(shape, shrink, where, kind, seed)
+        begin = perf_counter()
+        target = TargetModel(model, operations)
         made = make_drafter(shape, shrink, target, seed + 1) if any(chosen.values()) else None
+        prepared = perf_counter() - begin
 
     def prompts(batch: int, context: int) -> list[list[int]]:
         draw = random.Random(f"{seed} {batch} {context}")
@@ -132,6 +136,7 @@ def shape_subject(
         prompts=prompts,
         assumed=acceptance,
         dtype=kind,
+        prepared=prepared,
     )
 
 
@@ -183,10 +188,13 @@ def joined_prompts(ids: Sequence[list[int]]) -> MakePrompts:
     return prompts
 
 
-def choose_drafts(there: Mapping[str, SpecConfig | None], wanted: str | None) -> dict[str, SpecConfig | None]:
-    """Those named, in the order of all. Raises ConfigError for one that there is not."""
+def choose_drafts(
+    there: Mapping[str, SpecConfig | None], wanted: str | None, on_request: Mapping[str, SpecConfig] = {}
+) -> dict[str, SpecConfig | None]:
+    """Those named, in the order of all; None: all but `on_request`. Raises ConfigError for one that there is not."""
     if wanted is None:
         return dict(there)
+    there = {**there, **on_request}
     names = [word.strip() for word in wanted.split(",")]
     unknown = [name for name in names if name not in there]
     if unknown:

@@ -41,7 +41,8 @@ class Cell:
     """ms: of the round ("round"), of its stages, and of the host's part; those of a peer are of its step or round.
 
     floor_ms: of one verify step. idle_ms: of a round, without a kernel. break_even: acceptance length from which a
-    round is ahead of plain decoding. acceptance_length: of the timed rounds.
+    round is ahead of plain decoding. acceptance_length: of the timed rounds. ready_s: from weights in memory to an
+    engine whose rounds are captured, whatever it compiled on the way.
     """
 
     run: str
@@ -55,6 +56,7 @@ class Cell:
     floor_ms: float = 0.0
     idle_ms: float | None = None
     acceptance_length: float | None = None
+    ready_s: float | None = None
     break_even: float | None = None
     tokens_per_second: dict[str, float] = field(default_factory=dict)
     note: str = ""
@@ -100,6 +102,7 @@ def table(report: PhaseReport) -> Table:
     made.add_column("even at", justify="right", no_wrap=True)
     for length in lengths:
         made.add_column(f"tokens/s {length}", justify="right", no_wrap=True)
+    made.add_column("ready s", justify="right", no_wrap=True)
     made.add_column("parity: best of checked, worst gap", overflow="fold")
     for cell in report.cells:
         made.add_row(*_row(cell, lengths, idle))
@@ -120,7 +123,7 @@ def _row(cell: Cell, lengths: Sequence[str], idle: bool) -> list[str]:
     cells = [cell.run, str(cell.batch), str(cell.context)]
     floor = f"{cell.floor_ms:.2f}" if cell.floor_ms else ""
     if not cell.shown:
-        blank = [""] * (len(STAGES) + idle + 1 + len(lengths))
+        blank = [""] * (len(STAGES) + idle + 2 + len(lengths))
         return [*cells, "", "", floor, *blank, cell.note]
     times = cell.ms["round"]
     cells += [f"{times.median:.2f} ({times.p10:.2f} to {times.p90:.2f})", f"{cell.x_floor:.2f}", floor]
@@ -129,4 +132,5 @@ def _row(cell: Cell, lengths: Sequence[str], idle: bool) -> list[str]:
         cells.append("" if cell.idle_ms is None else f"{cell.idle_ms:.2f}")
     cells.append("" if cell.break_even is None else f"{cell.break_even:.2f}")
     cells += [f"{cell.tokens_per_second[length]:.1f}" if length in cell.tokens_per_second else "" for length in lengths]
+    cells.append("" if cell.ready_s is None else f"{cell.ready_s:.1f}")
     return [*cells, "not judged" if cell.parity is None else cell.parity.words]

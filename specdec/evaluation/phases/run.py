@@ -8,6 +8,7 @@ weights. An interruption leaves whole cells.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -37,7 +38,10 @@ MakePrompts = Callable[[int, int], list[list[int]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is measured. drafts: by name; plain decoding has none. assumed: acceptance lengths of random weights."""
+    """What is measured. drafts: by name; plain decoding has none. assumed: acceptance lengths of random weights.
+
+    prepared: seconds that target and drafter took behind their weights: fusing, proving, compiling.
+    """
 
     name: str
     shrunk: str = ""
@@ -47,6 +51,7 @@ class Subject:
     prompts: MakePrompts
     assumed: Sequence[float] = ()
     dtype: torch.dtype
+    prepared: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +132,7 @@ def _cell(subject: Subject, plan: Plan, read: float, name: str, batch: int, cont
     cell = Cell(run=name, batch=batch, context=context, spec=spec, floor_bytes=floor, floor_ms=_ms(floor, read))
     prompts = subject.prompts(batch, context)
     try:
-        driven = _driven(subject, plan, spec, prompts, context + most_new_tokens(plan.rounds, depth))
+        driven, ready = _driven(subject, plan, spec, prompts, context + most_new_tokens(plan.rounds, depth))
     except (CapacityError, torch.OutOfMemoryError) as error:
         return replace(cell, note=f"no figure: {first_line(error)}")
     finally:
@@ -141,10 +146,13 @@ def _cell(subject: Subject, plan: Plan, read: float, name: str, batch: int, cont
         _empty_cache(subject.target.device)
     if not parity.passed:
         return replace(cell, parity=parity, note=f"parity failed: {parity.words}")
-    return _timed(replace(cell, parity=parity), driven, subject)
+    return _timed(replace(cell, parity=parity, ready_s=subject.prepared + ready), driven, subject)
 
 
-def _driven(subject: Subject, plan: Plan, spec: SpecConfig | None, prompts: list[list[int]], max_len: int) -> Driven:
+def _driven(
+    subject: Subject, plan: Plan, spec: SpecConfig | None, prompts: list[list[int]], max_len: int
+) -> tuple[Driven, float]:
+    """The rounds, and the seconds that the engine took to be made."""
     config = EngineConfig(
         max_batch_size=len(prompts),
         max_model_len=max_len,
@@ -152,10 +160,12 @@ def _driven(subject: Subject, plan: Plan, spec: SpecConfig | None, prompts: list
         prefill_chunk=min(2048, max(16, max_len)),
     )
     drafter = None if spec is None else subject.drafter
+    begin = perf_counter()
     with Engine(subject.target, drafter, spec=spec, config=config) as engine:
+        ready = perf_counter() - begin
         _require_room(engine, len(prompts), max_len)
         depth = 0 if spec is None else spec.num_steps
-        return drive(engine, prompts, plan.rounds, depth, profiled=plan.profiled)
+        return drive(engine, prompts, plan.rounds, depth, profiled=plan.profiled), ready
 
 
 def _require_room(engine: Engine, batch: int, max_len: int) -> None:
