@@ -11,6 +11,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+gc.disable()  # until the modules and the tests, millions of objects that live to the end, are all there
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,9 +23,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # the modules and the tests, millions of objects, live to the end: the garbage collector need not visit them again
-    gc.collect()
+    # the garbage collector need not visit them ever
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

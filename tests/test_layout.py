@@ -1,6 +1,7 @@
 """Import order, package list and file sizes, read from the source with `ast`: nothing is imported."""
 
 import ast
+import functools
 import subprocess
 import sys
 import tomllib
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+parsed = functools.cache(ast.parse)  # of a text: a dozen tests read the same files
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (  # a module imports down this list; the longest name that fits counts, so "specdec" is the core
     "specdec.errors",
@@ -31,6 +33,7 @@ COMPARISONS = {"allclose", "array_equal", "equal", "isclose"}
 pytestmark = pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="needs the checkout")
 
 
+@functools.cache
 def product_sources() -> dict[str, str]:
     """Module name -> source, for the four folders as they are installed."""
     sources = {}
@@ -64,7 +67,7 @@ def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
     """Module -> own modules it imports, wherever in the file the import stands."""
     modules = set(sources)
     return {
-        module: {name for node in ast.walk(ast.parse(text)) for name in imported(node, modules) if is_own(name)}
+        module: {name for node in ast.walk(parsed(text)) for name in imported(node, modules) if is_own(name)}
         for module, text in sources.items()
     }
 
@@ -78,7 +81,7 @@ def top_level(module: str, tree: ast.Module) -> list[ast.stmt]:
 def import_errors(sources: dict[str, str]) -> list[str]:
     errors = []
     for module, text in sources.items():
-        tree = ast.parse(text)
+        tree = parsed(text)
         for node in ast.walk(tree):
             where = f"{module}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.ImportFrom) and node.level:
@@ -111,7 +114,7 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str]:
 
 def dropped_comparisons(text: str) -> list[int]:
     """Lines on which the result of a tensor comparison is thrown away."""
-    calls = (n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call))
+    calls = (n.value for n in ast.walk(parsed(text)) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call))
     return [call.lineno for call in calls if ast.unparse(call.func).rpartition(".")[2] in COMPARISONS]
 
 
@@ -128,7 +131,7 @@ def test_scripts_use_the_installed_names():
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for folder in SCRIPTS
         for path in sorted((ROOT / folder).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for node in ast.walk(parsed(path.read_text("utf-8")))
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in imported(node, set())
         if name.split(".")[0] in FOLDERS and not is_own(name)
@@ -150,7 +153,7 @@ def test_every_package_is_listed_and_mapped():
 
 @pytest.mark.parametrize("package", MAPPED)
 def test_mapped_package_refuses_its_bare_name(package: str):
-    body = ast.parse((ROOT / package.rpartition(".")[2] / "__init__.py").read_text("utf-8")).body
+    body = parsed((ROOT / package.rpartition(".")[2] / "__init__.py").read_text("utf-8")).body
     tests = [ast.unparse(node.test) for node in body if isinstance(node, ast.Assert)]
     assert f"__name__ == '{package}'" in tests
 

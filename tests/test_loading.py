@@ -15,11 +15,15 @@ from specdec.errors import CheckpointError, ConfigError
 from specdec.models.bundled import BUNDLED_DIR
 from specdec.models.loading import load_model, pick_dtype
 
+from marks import slow
+
 PARAMS = SamplingParams(max_new_tokens=12)
 CONFIG = EngineConfig(max_batch_size=1, max_model_len=64)
 
 
-@pytest.mark.parametrize("family", ["gemma4-multimodal", "gemma4-e2b", "gemma4-moe", "gpt_oss", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    "family", ["gemma4-multimodal", slow("gemma4-e2b"), "gemma4-moe", "gpt_oss", slow("qwen3"), slow("mistral")]
+)
 def test_a_saved_model_generates_what_it_did(family, make_target, greedy_oracle, random_prompt, tmp_path):
     """Multimodal Gemma 4 among them, whose text part a careless class would fill with random numbers."""
     model = make_target(family)

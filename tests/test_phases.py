@@ -1,5 +1,6 @@
 """`specdec bench --shape` and `--phases`: what is timed, what is judged, and what is shown of it."""
 
+import functools
 import json
 from dataclasses import fields
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from specdec.commands import phases as command
 from specdec.errors import CapacityError, ConfigError
 from specdec.evaluation.conditions import conditions
 from specdec.evaluation.phases import run as run_module
-from specdec.evaluation.phases.floor import StepBytes
+from specdec.evaluation.phases.floor import StepBytes, read_bandwidth
 from specdec.evaluation.phases.parity import Parity, check_parity, output_gaps
 from specdec.evaluation.phases.peers import Peer, peers_for
 from specdec.evaluation.phases.report import Cell, PhaseReport, Spread, table
@@ -28,6 +29,15 @@ from specdec.result import RoundResult
 
 runner = CliRunner()
 SMALL = ("--layers", "2", "--shrink", "16", "--device", "cpu")
+
+
+measured_bandwidth = functools.cache(read_bandwidth)
+
+
+@pytest.fixture(autouse=True)
+def one_measurement(monkeypatch):
+    """The bandwidth of a machine takes half a second to measure, and every run does."""
+    monkeypatch.setattr(run_module, "read_bandwidth", measured_bandwidth)
 
 
 def bench(*words):

@@ -11,6 +11,8 @@ from specdec.evaluation.phases.weights import count_parameters, make_drafter, ma
 from specdec.evaluation.shapes import SHAPES, Shrink, find_shape
 from specdec.models.target import TargetModel
 
+from marks import slow
+
 CPU = torch.device("cpu")
 SMALL = Shrink(layers=4, divisor=16)
 
@@ -174,7 +176,9 @@ def test_read_bandwidth_is_that_of_some_machine():
     assert 1e8 < read_bandwidth(CPU) < 1e13
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", [name if name in ("gemma4-e4b", "gpt-oss-20b", "llama-8b") else slow(name) for name in SHAPES]
+)
 def test_every_shape_has_a_drafter_that_fits_it(name):
     shape = SHAPES[name]
     target = TargetModel(make_target(shape, SMALL, CPU, torch.float32, 0))

@@ -3,6 +3,7 @@
 A plugin of conftest.py. A model is cached for the session, so a test that changes one asks for a fresh one.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -174,6 +175,29 @@ def spread(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
+SHARED: dict[int, PreTrainedModel] = {}  # the cached models by id: nobody changes them
+
+
+def proved_once(prove: Callable[[TargetModel], Any]) -> Callable[[TargetModel], Any]:
+    """A cached model is proved once in every mode of torch, not once for each of its engines."""
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def proof(target: TargetModel) -> Any:
+        if id(target.model) not in SHARED:
+            return prove(target)
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+        defaults = torch.get_default_dtype(), threading.current_thread() is threading.main_thread()
+        case = id(target.model), target.device, target.dtype, *modes, *defaults
+        if case not in known:
+            known[case] = prove(target)
+        return known[case]
+
+    return proof
+
+
+TargetModel._probe = proved_once(TargetModel._probe)  # type: ignore[method-assign]
+
+
 @pytest.fixture(scope="session")
 def make_target() -> Callable[..., PreTrainedModel]:
     """make_target(family, seed=0, fresh=False, **overrides): a tiny random target, window 8, no end token.
@@ -189,7 +213,7 @@ def make_target() -> Callable[..., PreTrainedModel]:
             model = spread(build_target(family, **overrides))
             if fresh:
                 return model
-            built[key] = model
+            built[key] = SHARED[id(model)] = model
         return built[key]
 
     return make
@@ -271,8 +295,9 @@ def hf_forward() -> Callable[..., Any]:
 
     @torch.no_grad()
     def forward(model: PreTrainedModel, ids: Sequence[int], **kwargs: Any) -> Any:
+        device = next(model.parameters()).device
         with eager(model):
-            return model(torch.tensor([list(ids)]), use_cache=False, **kwargs)
+            return model(torch.tensor([list(ids)], device=device), use_cache=False, **kwargs)
 
     return forward
 
