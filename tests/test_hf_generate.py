@@ -147,8 +147,14 @@ def test_the_model_is_left_as_it_was(make_target):
 
 @pytest.fixture
 def model(make_target):
-    """A model of one's own: its generation config may be changed."""
-    return make_target("llama", fresh=True)
+    """A model whose configs and mode may be changed: they are put back."""
+    model = make_target("llama")
+    config, generation_config = copy.deepcopy(vars(model.config)), copy.deepcopy(model.generation_config)
+    yield model
+    vars(model.config).clear()
+    vars(model.config).update(config)
+    model.generation_config = generation_config
+    model.eval()
 
 
 def one_line(error, *parts):
