@@ -5,8 +5,8 @@
     graphs    captured rounds against rounds as they are, 200 requests at a time; no wait for the host, a level memory
     timings   attention against measured read bandwidth, the small kernels in microseconds
 
-Exits with 1 when a check fails (and times nothing then), with 2 where there is no CUDA device. `--quick` keeps small
-shapes of everything and no timings, for the sanitizer:
+`--parts` names checks, so that several processes can do them at a time. Exits with 1 when a check fails (and times
+nothing then), with 2 where there is no CUDA device. `--quick` keeps small shapes of everything and no timings, for the sanitizer:
 
     compute-sanitizer --tool memcheck  --error-exitcode 1 python tools/gpu_test.py --quick --kernels
     compute-sanitizer --tool racecheck --error-exitcode 1 python tools/gpu_test.py --quick --kernels
@@ -16,7 +16,7 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from gpu_setup import ON_CPU, Row, device_option, machine, require_device  # isort: skip - before triton
@@ -25,6 +25,13 @@ import gpu_engine
 import gpu_graphs
 import gpu_tables
 import torch
+
+PARTS: dict[str, Callable[[bool], Iterator[Row]]] = {
+    "attention": gpu_attention.check_rows,
+    "tables": gpu_tables.check_rows,
+    "engine": gpu_engine.check_rows,
+    "graphs": gpu_graphs.check_rows,
+}
 
 
 def timing_rows() -> Iterator[Row]:
@@ -48,14 +55,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[device_option]
     )
     parser.add_argument("--quick", action="store_true", help="small shapes, no timings")
-    parser.add_argument("--kernels", action="store_true", help="not the engine")
+    parser.add_argument("--kernels", action="store_true", help="not the engine: --parts attention tables")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="checks to do; timings with all")
     parser.add_argument("--out", type=Path, help="write the table there too")
     options = parser.parse_args()
     require_device()
     quick = options.quick or ON_CPU
     torch.manual_seed(0)
-    sources = [gpu_attention.check_rows(quick), gpu_tables.check_rows(quick)]
-    sources += [] if options.kernels else [gpu_engine.check_rows(quick), gpu_graphs.check_rows(quick)]
+    parts = ["attention", "tables"] if options.kernels else options.parts
+    sources = [rows(quick) for part, rows in PARTS.items() if part in parts]
     lines: list[str] = []
     failed: list[str] = []
 
@@ -74,7 +82,7 @@ def main() -> int:
     write("| check | worst error | time | |")
     write("|---|---|---|---|")
     write_rows(itertools.chain(*sources))
-    if not failed and not quick:  # no figure of what is wrong
+    if not failed and not quick and len(parts) == len(PARTS):  # no figure of what is wrong
         write_rows(timing_rows())
     write(f"\n{len(lines) - 3} rows, {len(failed)} failed, {time.perf_counter() - begin:.0f} s")
     if options.out is not None:
