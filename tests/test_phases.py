@@ -320,7 +320,7 @@ def test_a_shape_from_the_shell(tmp_path):
     record = json.loads((tmp_path / "o.json").read_text())
     assert set(record) == {item.name for item in fields(PhaseReport)}
     assert [(cell["run"], cell["batch"]) for cell in record["cells"]] == [
-        (run, batch) for batch in (1, 2) for run in ("plain", "chain", "chain7", "tree")
+        (run, batch) for batch in (1, 2) for run in ("plain", "chain", "tree")
     ]
     for cell in record["cells"]:
         assert set(cell) == {*(item.name for item in fields(Cell)), "x_floor"}
