@@ -108,9 +108,15 @@ def plan_chunk(
     )
 
 
-def plan_verify(backend: PlanBackend, table: RequestTable, rows: Rows, tree: DraftTree) -> KVPlan:
-    """One tree a request. Node n writes to the slot of position S + n and sits at position S + depth[n]."""
-    committed_len = table.committed_len.tensor[rows.index]
+def plan_verify(
+    backend: PlanBackend, table: RequestTable, rows: Rows, tree: DraftTree, *, committed_len: torch.Tensor | None = None
+) -> KVPlan:
+    """One tree a request. Node n writes to the slot of position S + n and sits at position S + depth[n].
+
+    committed_len: S [B], if it is at hand.
+    """
+    if committed_len is None:
+        committed_len = table.committed_len.tensor[rows.index]
     prefix, full, swa = backend.locate(table, rows, committed_len, tree.num_nodes)
     return KVPlan(
         backend=backend,
@@ -136,10 +142,11 @@ def plan_frozen(
     """Queries that all sit at S + `position_offset`, on the committed prefix [0, S) and nothing else."""
     assert window_shift - position_offset <= table.extra_keys, f"eviction keeps too little for {window_shift=}"
     committed_len = table.committed_len.tensor[rows.index]
+    position = committed_len + position_offset if position_offset else committed_len
     return KVPlan(
         backend=backend,
         committed_len=committed_len,
-        positions=(committed_len + position_offset)[:, None].expand(-1, num_queries),
+        positions=position[:, None].expand(-1, num_queries),
         prefix=backend.locate(table, rows, committed_len, 0).prefix,
         page_size=table.allocator.page_size,
         window_shift=window_shift,

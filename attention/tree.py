@@ -8,6 +8,8 @@
 """
 
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -40,15 +42,13 @@ class DraftTree:
     def chain(cls, tokens: torch.Tensor) -> "DraftTree":
         """The tree without branches: tokens [B, N], root first."""
         batch, num_nodes = tokens.shape
-        steps = torch.arange(num_nodes, device=tokens.device)
-        ancestors = (steps[:, None] >= steps[None, :])[None]  # [1, N, N]
-        bits = ancestor_bits(ancestors)
+        chain = _chain_fields(num_nodes, tokens.device)
         return cls(
             tokens=tokens,
-            parents=(steps - 1).expand(batch, num_nodes),
-            depth=steps.expand(batch, num_nodes),
-            ancestors=ancestors.expand(batch, num_nodes, num_nodes),
-            bits=None if bits is None else bits.expand(batch, num_nodes),
+            parents=chain.parents.expand(batch, num_nodes),
+            depth=chain.depth.expand(batch, num_nodes),
+            ancestors=chain.ancestors.expand(batch, num_nodes, num_nodes),
+            bits=None if chain.bits is None else chain.bits.expand(batch, num_nodes),
             max_depth=num_nodes - 1,
             is_chain=True,
         )
@@ -92,6 +92,27 @@ class DraftTree:
             self.tokens[:, :, None] == self.tokens[:, None, :]
         )
         assert not bool((same & ~torch.eye(num_nodes, dtype=torch.bool, device=same.device)).any()), "equal siblings"
+
+
+class _ChainFields(NamedTuple):
+    """What `DraftTree` says of one chain, whatever its tokens."""
+
+    parents: torch.Tensor
+    depth: torch.Tensor
+    ancestors: torch.Tensor
+    bits: torch.Tensor | None
+
+
+@cache  # never emptied: captured rounds refer to what is in it
+def _chain_fields(num_nodes: int, device: torch.device) -> _ChainFields:
+    """Made on the host, once: on a GPU they would be seven launches a round, and those of one thread's stream."""
+    with torch.inference_mode(False):
+        steps = torch.arange(num_nodes)
+        ancestors = steps[:, None] >= steps[None, :]
+        bits = ancestor_bits(ancestors)
+        return _ChainFields(
+            (steps - 1).to(device), steps.to(device), ancestors.to(device), None if bits is None else bits.to(device)
+        )
 
 
 def ancestor_bits(ancestors: torch.Tensor) -> torch.Tensor | None:

@@ -29,8 +29,13 @@ class PrefixPages:
     tables: PageTables
 
     def pages(self, space: Space) -> tuple[torch.Tensor, torch.Tensor]:
+        pages, start = self.of(space)
+        return pages, pages.new_zeros(len(pages)) if start is None else start
+
+    def of(self, space: Space) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Page ids [B, P], and the position [B] of each first page; None: 0 for all."""
         if space is Space.FULL:
-            return self.tables.full_pages, self.tables.full_pages.new_zeros(len(self.tables.full_pages))
+            return self.tables.full_pages, None
         assert self.tables.swa_pages is not None and self.tables.swa_start is not None, "no SWA space"
         return self.tables.swa_pages, self.tables.swa_start
 
@@ -58,11 +63,11 @@ class TritonBackend:
 
     def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:
         assert isinstance(plan.prefix, PrefixPages), f"a plan of another backend: {type(plan.prefix).__name__}"
-        pages, start = plan.prefix.pages(space)
         if window is not None:
             window += plan.window_shift
         if plan.block_len is None:
-            return self._tree_attention(plan, pages, start if space is Space.SWA else None, space, window)
+            return self._tree_attention(plan, *plan.prefix.of(space), space, window)
+        pages, start = plan.prefix.pages(space)
         return partial(
             paged_attention,
             pages=pages,

@@ -119,10 +119,9 @@ class Observation:
     length: torch.Tensor
     next_token: torch.Tensor
 
-    def last_hidden(self) -> torch.Tensor:
-        """[B, H]: the state at the last committed token, the one that predicted the new bonus."""
-        last_node = self.path.gather(1, (self.length - 1)[:, None])  # [B, 1]
-        return self.hidden.gather(1, last_node[:, :, None].expand(-1, -1, self.hidden.shape[-1]))[:, 0]
+    def last_node(self) -> torch.Tensor:
+        """[B, 1]: the node of the last committed token."""
+        return self.path.gather(1, (self.length - 1)[:, None])
 
 
 class Binding(NamedTuple):

@@ -32,7 +32,7 @@ from specdec.layers.decoder import FusedEmbedding
 from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights, fuse, fuse_embedding, fuse_linear
 from specdec.layers.merge import held_storages
-from specdec.layers.operations import Operations
+from specdec.layers.operations import REFERENCE, Operations
 from specdec.layers.sampling.centroid import CentroidHead
 from specdec.layers.sampling.sample import MAX_BEST
 
@@ -206,7 +206,8 @@ class Gemma4MTPWorker:
 
     @torch.inference_mode()
     def observe(self, seen: Observation) -> None:
-        self._seed_hidden[seen.rows.index] = seen.last_hidden()
+        keep_last = (self.drafter.ops or REFERENCE).keep_last
+        keep_last(self._seed_hidden, seen.rows.index, seen.hidden, seen.last_node()[:, 0] + 1)
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
@@ -221,11 +222,12 @@ class Gemma4MTPWorker:
 
     def _chain(self, batch: DraftBatch, hidden: torch.Tensor, view: KVView) -> DraftTree:
         context = self._context(batch, view, 1)
-        root_pos = context.plan.committed_len[:, None]  # [B, 1]
+        steps = torch.arange(batch.num_steps, device=hidden.device)
+        positions = batch.history_len + steps[:, None]  # [steps, B] of what is drawn
         tokens = [batch.root[:, None]]
-        for step in range(1, batch.num_steps + 1):
+        for step in range(batch.num_steps):
             out, hidden = self.drafter.step(tokens[-1], hidden, context)
-            tokens.append(self.drafter.draw(out, root_pos + step, batch))
+            tokens.append(self.drafter.draw(out, positions[step, :, None], batch))
         return DraftTree.chain(torch.cat(tokens, dim=1))
 
     def _tree(self, batch: DraftBatch, hidden: torch.Tensor, view: KVView) -> DraftTree:

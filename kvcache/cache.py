@@ -48,7 +48,7 @@ class KVCache:
         """Send the device what the host changed since the last time, in one upload; `more`: other arrays of its."""
         flush([self.table.slots, self.table.committed_len, self.allocator.full_to_swa, *more])
 
-    def commit_on_device(self, rows: Rows, length: torch.Tensor, path: torch.Tensor) -> None:
+    def commit_on_device(self, rows: Rows, length: torch.Tensor, path: torch.Tensor | None) -> None:
         """`RequestTable.commit_on_device`, K/V moved where that is needed."""
         self.allocator.require_unfrozen("commit")
         move = self.table.commit_on_device(rows, length, path)

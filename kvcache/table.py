@@ -146,32 +146,33 @@ class RequestTable:
         self.slots[row, start : start + len(fresh)] = fresh.numpy()
         self.capacity[row] += len(fresh)
 
-    def commit_on_device(self, rows: Rows, length: torch.Tensor, path: torch.Tensor) -> Move | None:
+    def commit_on_device(self, rows: Rows, length: torch.Tensor, path: torch.Tensor | None) -> Move | None:
         """Make accepted paths final on the device, without a host value: to be followed by `adopt_commit` on the host.
 
         The first `length` [B] entries of path [B, N] are node numbers, in order, root first; node n of N was written to
-        the slot at position S + n. Returns the K/V to move into place, with pages of more than one slot.
+        the slot at position S + n. None: paths of chains, whose nodes are in place already. Returns the K/V to move
+        into place, with pages of more than one slot.
         """
         committed = self.committed_len.tensor
-        real = rows.index != self.padding_row
-        start = committed[rows.index]  # [B]
-        length = torch.where(real, length, 0)
+        length = length * (rows.index != self.padding_row)
+        move = None if path is None else self._bring_forward(rows, committed[rows.index], length, path)
+        committed.index_add_(0, rows.index, length)
+        return move
+
+    def _bring_forward(self, rows: Rows, start: torch.Tensor, length: torch.Tensor, path: torch.Tensor) -> Move | None:
+        """The slots of the path come first behind `start` [B], or what they hold is to be moved there."""
         columns = torch.arange(path.shape[1], device=path.device)
         taken = columns < length[:, None]  # [B, N]
         cells = start[:, None] + columns
         slots = self.slots.tensor
         window = slots[rows.index[:, None], cells]  # [B, N]
-        move = None
         if self.allocator.page_size == 1:
-            order = path_order(path, taken)
-            slots[rows.index[:, None], cells] = window.gather(1, order)
-        else:
-            displaced = taken & (path != columns)
-            source = torch.where(displaced, window.gather(1, path), NULL_SLOT)
-            destination = torch.where(displaced, window, NULL_SLOT)
-            move = Move(FullLoc(source.reshape(-1)), FullLoc(destination.reshape(-1)))
-        committed[rows.index] = start + length
-        return move
+            slots[rows.index[:, None], cells] = window.gather(1, path_order(path, taken))
+            return None
+        displaced = taken & (path != columns)
+        source = torch.where(displaced, window.gather(1, path), NULL_SLOT)
+        destination = torch.where(displaced, window, NULL_SLOT)
+        return Move(FullLoc(source.reshape(-1)), FullLoc(destination.reshape(-1)))
 
     def adopt_commit(self, rows: IntArray, length: IntArray, path: IntArray) -> None:
         """The host's side of `commit_on_device`, with the same numbers: length [B], path [B, N]."""

@@ -153,18 +153,19 @@ class Round:
             tree = DraftTree.chain(root[:, None])
 
         self.clock.mark("verify")
-        plan = plan_verify(self.backend, table, rows, tree)
+        plan = plan_verify(self.backend, table, rows, tree, committed_len=committed)
         out = self.target.forward(tree.tokens, plan, self.view, self.aux_layers)  # [B, N, H]
         logits = self.target.logits(out.hidden)  # [B, N, V]
 
         self.clock.mark("other")
         drawn = sampling.draw(logits, plan.positions + 1, Past(history, history_len, tree))
         accepted = self.backend.accept(tree, drawn)
-        missing = (0, shape.num_nodes - tree.num_nodes)  # a drafter may propose less than it was asked for
-        nodes, tokens = F.pad(accepted.path, missing), F.pad(accepted.tokens, missing)[:, : shape.depth]
-        path = nodes[:, : shape.depth]  # no path is longer
-        self.cache.commit_on_device(rows, accepted.length, accepted.path)
-        self._append(rows, committed, tokens, accepted.length)
+        nodes, tokens = accepted.path, accepted.tokens
+        if missing := shape.num_nodes - tree.num_nodes:  # a drafter may propose less than it was asked for
+            nodes, tokens = F.pad(nodes, (0, missing)), F.pad(tokens, (0, missing))
+        path, tokens = nodes[:, : shape.depth], tokens[:, : shape.depth]  # no path is longer
+        self.cache.commit_on_device(rows, accepted.length, None if tree.is_chain else accepted.path)
+        self._append(rows, history_len, tokens, accepted.length)
         bonus = tokens.gather(1, accepted.length[:, None] - 1)[:, 0]
         self._observe(rows, committed, tree.tokens, out, path, accepted.length, bonus)
         scores = None
@@ -173,10 +174,10 @@ class Round:
             scores = LogProbs.of(on_path, tokens, shape.logprobs)
         return pack(accepted.length, nodes, tokens, scores, self.clock.stop())
 
-    def _append(self, rows: Rows, committed: torch.Tensor, tokens: torch.Tensor, length: torch.Tensor) -> None:
+    def _append(self, rows: Rows, history_len: torch.Tensor, tokens: torch.Tensor, length: torch.Tensor) -> None:
         """Write the emitted tokens behind the root: tokens [B, D], of which the first `length` [B] count."""
         steps = torch.arange(tokens.shape[1], device=tokens.device)
-        cells = committed[:, None] + 1 + steps
+        cells = history_len[:, None] + steps
         before = self.tokens.tensor[rows.index[:, None], cells]
         self.tokens.tensor[rows.index[:, None], cells] = torch.where(steps < length[:, None], tokens, before)
 

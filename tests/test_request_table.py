@@ -224,6 +224,25 @@ def test_the_committed_positions_hold_the_path(page_size: int, window: int | Non
 
 
 @PAGE_SIZES
+def test_chains_are_committed_where_they_lie(page_size: int):
+    """On the device, no path and the path of a chain come to the same; nothing moves, and padding stays empty."""
+    after = []
+    for named in (True, False):
+        rig = make(page_size)
+        rows = [opened(rig, [100.0]), opened(rig, [100.0, 101.0])]
+        rig.flush()
+        table = rig.table
+        seats = table.rows(ints(rows[1], table.padding_row, rows[0], table.padding_row))
+        length = torch.tensor([3, 2, 5, 1])
+        path = torch.arange(5).where(torch.arange(5) < length[:, None], 0)
+        move = table.commit_on_device(seats, length, path if named else None)
+        assert named or move is None
+        after.append((table.slots.tensor.tolist(), table.committed_len.tensor.tolist()))
+    assert after[0] == after[1]
+    assert after[1][1] == [1 + 5, 2 + 3, 0, 0]
+
+
+@PAGE_SIZES
 def test_a_length_shorter_than_the_path_commits_its_start(page_size: int):
     table = make(page_size)
     row = opened(table, [100.0])

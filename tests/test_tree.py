@@ -41,6 +41,14 @@ def test_chain():
     tree.check()
 
 
+def test_chains_of_one_length_share_what_their_tokens_do_not_say():
+    first, second = DraftTree.chain(long([[5, 6, 7]])), DraftTree.chain(long([[1, 2, 3], [4, 5, 6]]))
+    for name in ("parents", "depth", "ancestors", "bits"):
+        assert getattr(first, name).data_ptr() == getattr(second, name).data_ptr(), name
+    assert second.bits.tolist() == [[0b001, 0b011, 0b111]] * 2
+    assert DraftTree.chain(torch.zeros((1, 65), dtype=torch.int64)).bits is None
+
+
 def test_a_root_alone_is_a_tree():
     for tree in (DraftTree.chain(long([[5]])), DraftTree.from_parents(long([[5]]), long([[-1]]))):
         assert (tree.parents.tolist(), tree.depth.tolist()) == ([[-1]], [[0]])
