@@ -6,7 +6,8 @@
     timings   attention against measured read bandwidth, the small kernels in microseconds
 
 `--parts` names checks, so that several processes can do them at a time. Exits with 1 when a check fails (and times
-nothing then), with 2 where there is no CUDA device. `--quick` keeps small shapes of everything and no timings, for the sanitizer:
+nothing then), with 2 where there is no CUDA device. `--quick` keeps small shapes of everything and no timings, for
+the sanitizer:
 
     compute-sanitizer --tool memcheck  --error-exitcode 1 python tools/gpu_test.py --quick --kernels
     compute-sanitizer --tool racecheck --error-exitcode 1 python tools/gpu_test.py --quick --kernels
