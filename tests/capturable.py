@@ -90,7 +90,8 @@ class _Operators(TorchDispatchMode):
 @contextmanager
 def _unwatched_interpreter(*modes: Any) -> Iterator[None]:
     """The modes look away while the interpreter runs a kernel."""
-    executor = triton.runtime.interpreter.GridExecutor
+    from triton.runtime.interpreter import GridExecutor as executor  # on a GPU nobody else has imported it
+
     launch = executor.__call__
 
     def unwatched(self: Any, *args: Any, **kwargs: Any) -> None:

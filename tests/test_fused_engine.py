@@ -124,6 +124,15 @@ def test_tokens_are_the_same_on_the_kernels(
     assert generate(model, drafter, prompts, params, fused=True, attention="triton", **settings) == want
 
 
+def test_a_model_that_was_asked_for_hidden_states_is_fused_all_the_same(make_target):
+    """transformers leaves its own hooks on such a model: they take notes when asked, and change nothing."""
+    model = make_target("llama", fresh=True)
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]), output_hidden_states=True)
+    assert model.get_decoder().layers[0]._forward_hooks, "transformers takes its notes in another way now"
+    assert TargetModel(model, REFERENCE).unfused is None
+
+
 def test_auto_is_unfused_on_a_cpu(make_target, make_engine):
     engine = make_engine(make_target("llama"))
     assert engine.config.fused == "auto" and engine.target.ops is None

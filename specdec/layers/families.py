@@ -29,6 +29,9 @@ PLAIN_MODULES = frozenset(
 )
 """Where the classes inside a text model come from, besides the file of the model itself."""
 
+NOTES_OF_TRANSFORMERS = "transformers.utils.output_capturing"
+"""Where the hooks are from that a model keeps for good once it was asked for hidden states: they only look."""
+
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -245,10 +248,11 @@ def _check_tree(model: nn.Module) -> None:
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Does it run the forward of its class, and nothing else?"""
+    """Does it run the forward of its class, and nothing else but notes that transformers takes for itself?"""
     forward = vars(module).get("forward")  # the norms of a private copy have one that is the same norm
     replaced = forward is not None and getattr(forward, "__func__", None) is not fused_rms_norm
-    return not (module._forward_hooks or module._forward_pre_hooks or replaced)
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return not replaced and all(getattr(hook, "__module__", None) == NOTES_OF_TRANSFORMERS for hook in hooks)
 
 
 def is_plain(param: torch.Tensor) -> bool:
