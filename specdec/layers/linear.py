@@ -276,7 +276,7 @@ def vendor_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def _runs_at_once(num_rows: int, weight: torch.Tensor) -> bool:
-    if weight.dtype == torch.float32 or weight.numel() > SMALL_WEIGHT:
+    if weight.dtype == torch.float32 or weight.numel() > SMALL_WEIGHT or num_rows > FEW_ROWS:
         return False
     programs: int = triton.cdiv(num_rows, 64) * triton.cdiv(len(weight), 128) * choose_cut(*weight.shape).splits
     return programs <= ONE_WAVE
