@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from specdec.attention.paged_attention import device_limits
 from specdec.kvcache.triton_shim import tl, triton
 from specdec.layers.launch import pdl_options, trigger_next, wait_for_previous
 from specdec.layers.tiling import Cut, Tiles, choose_cut, choose_tiles
@@ -30,9 +31,9 @@ FEW_PROGRAMS, FEW_ROWS = 256, 512
 VENDOR_ROWS = 64
 """Up to so many rows `linear` is faster than the vendor's library."""
 
-ONE_WAVE, SMALL_WEIGHT = 264, 2560 * 4096
-"""So is it at more, for a weight of at most so many numbers whose programs all run at once: they start while the kernel
-in front ends, which the library's do not."""
+WAVE, SMALL_WEIGHT = 2, 2560 * 4096
+"""So is it at more, for a weight of at most so many numbers whose programs all run at once, so many a multiprocessor:
+they start while the kernel in front ends, which the library's do not."""
 
 
 class Product(NamedTuple):
@@ -251,8 +252,8 @@ def linear(
     """
     cut = choose_cut(*weight.shape)
     tiles = tiles or choose_tiles(len(x), len(weight), cut, x)
-    programs = triton.cdiv(len(x), tiles.block_m) * triton.cdiv(len(weight), tiles.rows)
-    split = cut.splits > 1 and (apart or (programs < FEW_PROGRAMS and len(x) <= FEW_ROWS))
+    few = _count_tiles(x, weight, tiles) < FEW_PROGRAMS and len(x) <= FEW_ROWS
+    split = cut.splits > 1 and (apart or few)
     shape = (cut.splits if split else 1, len(x), len(weight))
     parts = torch.empty(shape, dtype=torch.float32 if split else x.dtype, device=x.device)
     _launch(x, weight, None if split else bias, parts, None, cut, tiles, split)
@@ -270,16 +271,23 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str, *, tile
 
 def vendor_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
     """`linear`, by the vendor's library where x has many rows: faster there, with bits that depend on their number."""
-    if len(x) <= VENDOR_ROWS or _runs_at_once(len(x), weight):
+    if len(x) <= VENDOR_ROWS or _runs_at_once(x, weight):
         return linear(x, weight, bias)
     return Product.of(F.linear(x, weight, bias))
 
 
-def _runs_at_once(num_rows: int, weight: torch.Tensor) -> bool:
-    if weight.dtype == torch.float32 or weight.numel() > SMALL_WEIGHT or num_rows > FEW_ROWS:
+def _runs_at_once(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    if weight.dtype == torch.float32 or weight.numel() > SMALL_WEIGHT or len(x) > FEW_ROWS:
         return False
-    programs: int = triton.cdiv(num_rows, 64) * triton.cdiv(len(weight), 128) * choose_cut(*weight.shape).splits
-    return programs <= ONE_WAVE
+    cut = choose_cut(*weight.shape)
+    programs = _count_tiles(x, weight, choose_tiles(len(x), len(weight), cut, x)) * cut.splits
+    return programs <= WAVE * device_limits(x.device)[0]
+
+
+def _count_tiles(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> int:
+    """Of a product, over its rows and the weight's."""
+    count: int = triton.cdiv(len(x), tiles.block_m) * triton.cdiv(len(weight), tiles.rows)
+    return count
 
 
 def vendor_gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
