@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from specdec.draft_models.base import Drafter
     from specdec.engine import Engine
     from specdec.errors import SpecDecError
+    from specdec.handle import Handle
     from specdec.hf_generate import generate
     from specdec.request import GenerationOutput, RequestStats
 
@@ -27,6 +28,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "GenerationOutput",
+    "Handle",
     "RequestStats",
     "SamplingParams",
     "SpecConfig",
@@ -40,6 +42,7 @@ _HOMES = {
     "Engine": "specdec.engine",
     "EngineConfig": "specdec.config",
     "GenerationOutput": "specdec.request",
+    "Handle": "specdec.handle",
     "RequestStats": "specdec.request",
     "SamplingParams": "specdec.config",
     "SpecConfig": "specdec.config",

@@ -66,10 +66,10 @@ class SpecConfig:
     num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _require_int("num_steps", self.num_steps, 1, MAX_TREE_NODES - 1)
-        _require_int("topk", self.topk, 1, MAX_TREE_NODES - 1)
+        require_int("num_steps", self.num_steps, 1, MAX_TREE_NODES - 1)
+        require_int("topk", self.topk, 1, MAX_TREE_NODES - 1)
         if self.num_draft_tokens is not None:
-            _require_int("num_draft_tokens", self.num_draft_tokens, 2, MAX_TREE_NODES)
+            require_int("num_draft_tokens", self.num_draft_tokens, 2, MAX_TREE_NODES)
             if self.num_draft_tokens > 1 + self._candidates(self.num_steps):
                 raise ConfigError(
                     f"num_draft_tokens={self.num_draft_tokens}: {self.num_steps} steps of topk={self.topk} propose at "
@@ -126,13 +126,13 @@ class EngineConfig:
     fused: str | bool = "auto"
 
     def __post_init__(self) -> None:
-        _require_int("max_batch_size", self.max_batch_size, 1, 4096)
-        _require_int("page_size", self.page_size, 1, 1024)
-        _require_int("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
+        require_int("max_batch_size", self.max_batch_size, 1, 4096)
+        require_int("page_size", self.page_size, 1, 1024)
+        require_int("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
         for name in ("max_model_len", "full_slots", "swa_slots"):
             value = getattr(self, name)
             if value is not None:
-                _require_int(name, value, 1, 1 << 40)
+                require_int(name, value, 1, 1 << 40)
         if self.attention not in ATTENTION_BACKENDS:
             known = ", ".join(ATTENTION_BACKENDS)
             raise ConfigError(f"attention={shown(self.attention)} is unknown; choose one of {known}")
@@ -176,9 +176,9 @@ class SamplingParams:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        _require_int("max_new_tokens", self.max_new_tokens, 1, 1 << 30)
+        require_int("max_new_tokens", self.max_new_tokens, 1, 1 << 30)
         _require_number("temperature", self.temperature, 0.0, math.inf)
-        _require_int("top_k", self.top_k, 0, 1 << 30)
+        require_int("top_k", self.top_k, 0, 1 << 30)
         _require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _require_number("min_p", self.min_p, 0.0, 1.0)
         _require_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
@@ -188,9 +188,9 @@ class SamplingParams:
                 f"{PENALTY_SPAN[1]:g} is wanted; beyond, the logits overflow"
             )
         if self.seed is not None:
-            _require_int("seed", self.seed, 0, (1 << 63) - 1)
+            require_int("seed", self.seed, 0, (1 << 63) - 1)
         if self.logprobs is not None:
-            _require_int("logprobs", self.logprobs, 0, 1024)
+            require_int("logprobs", self.logprobs, 0, 1024)
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos={shown(self.ignore_eos)}: True or False is wanted")
         stops: object = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -203,7 +203,7 @@ class SamplingParams:
                 f"stop_token_ids={shown(self.stop_token_ids)}: a sequence of token ids is wanted; () for none"
             )
         for token in self.stop_token_ids:
-            _require_int("stop_token_ids", token, 0, 1 << 40)
+            require_int("stop_token_ids", token, 0, 1 << 40)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -247,7 +247,8 @@ def _require_device(device: object) -> None:
         ) from None
 
 
-def _require_int(name: str, value: object, low: int, high: int) -> None:
+def require_int(name: str, value: object, low: int, high: int) -> None:
+    """Raise ConfigError unless it is an integer from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"{name}={shown(value)}: an integer from {low} to {high} is wanted")
 

@@ -3,35 +3,37 @@
     engine = Engine.from_pretrained("tiny-gemma4", drafter="tiny-gemma4-mtp")
     [out] = engine.generate("...", SamplingParams(max_new_tokens=64))
 
-Calls from several threads take turns, a step at a time; the requests of all of them, and of open streams, share rounds.
+Calls from several threads take turns, a step at a time, in the order in which they came; `submit` and `abort` wait for
+none. The requests of all of them, and of open streams, share rounds, whoever steps.
 A step that is interrupted (an error, Ctrl-C) happened to no request: the next one begins again from their tokens.
 """
 
+import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from os import PathLike
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.arguments import params_for, require_fused, require_no_setting, require_parts, require_type
 from specdec.attention.backend import choose_backend
-from specdec.config import EngineConfig, SamplingParams, SpecConfig
+from specdec.config import EngineConfig, SamplingParams, SpecConfig, require_int
 from specdec.draft_models.base import Drafter
 from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.graphs import RoundGraphs, batch_sizes, capture_for
+from specdec.handle import Handle
 from specdec.launch import Launcher
 from specdec.layers.operations import choose_operations
 from specdec.models.loading import SHARED_OPTIONS, load_any_drafter, load_target, load_tokenizer
 from specdec.models.target import TargetModel
+from specdec.progress import progress_bar
 from specdec.request import GenerationOutput, Request, RequestStats, StreamDelta
 from specdec.round import Round
 from specdec.scheduler import Scheduler
@@ -83,17 +85,18 @@ class Engine:
         self.steps = Steps(self.scheduler, Launcher(self.round, self.spec, graphs))
         self.end_tokens = _end_tokens(target.model, tokenizer)
         self._live: dict[int, Request] = {}  # by number, oldest first: the one list that a fault cannot spoil
-        self._submitted = 0
+        self._numbers = itertools.count()
         self._totals = RequestStats()
-        self._lock = threading.Lock()
+        self._lock, self._door = threading.Lock(), threading.Lock()
         self._interrupted = False  # a turn began and did not end
-        self._doomed: deque[Request] = deque()  # aborted, to be released at the next end of a turn
+        self._arrived: deque[Request] = deque()  # submitted, to join with the next turn
+        self._doomed: deque[int] = deque()  # ids to be released by the present turn, or the next
         self._closed = False
         if graphs is not None:
             sizes = batch_sizes(self.config.max_batch_size)
-            with _progress_bar("capturing rounds", len(sizes), enabled=True) as advance:
-                for _ in self.steps.warm_up():
-                    advance(1)
+            with progress_bar("capturing rounds", len(sizes)) as update:
+                for done, _ in enumerate(self.steps.warm_up(), start=1):
+                    update(done)
 
     @classmethod
     def from_pretrained(
@@ -153,15 +156,12 @@ class Engine:
         requests = self._make_requests(prompts, params)
         try:
             self._submit(requests)
-            with _progress_bar(
-                "generating", len(requests), enabled=len(requests) > 1 if progress is None else progress
-            ) as advance:
-                finished = 0
-                while finished < len(requests):
-                    self._step()
-                    now = sum(request.finished for request in requests)
-                    advance(now - finished)
-                    finished = now
+            shown = len(requests) > 1 if progress is None else progress
+            with progress_bar("generating", len(requests), enabled=shown) as update:
+                for each in requests:
+                    while not each.finished:
+                        self._advance(each)
+                        update(sum(request.finished for request in requests))
         finally:
             self._abort(requests)
         return [request.output() for request in requests]
@@ -173,6 +173,42 @@ class Engine:
         """
         [request] = self._make_requests([prompt], params)
         return self._deltas(request)
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Handle:
+        """Hand in one prompt and go on: the handle reads what steps bring. Never waits for a step under way.
+
+        priority: lower ones are served first, and preempted last; among equals whoever came first.
+        """
+        [handle] = self.submit_many([prompt], params, priority=priority)
+        return handle
+
+    def submit_many(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+    ) -> list[Handle]:
+        """`submit` for many, all of them checked before any is handed in; a handle each, in order."""
+        require_int("priority", priority, -(1 << 31), 1 << 31)
+        requests = self._make_requests(prompts, params)
+        self._submit(requests, priority)
+        return [Handle(request, self._advance, self.abort) for request in requests]
+
+    def step(self) -> bool:
+        """One step for everybody: a round of all who decode, and prompt chunks. -> is there anything left to do?"""
+        with self._turn():
+            self._require_open()
+            self._run()
+        return bool(self._live or self._arrived)
+
+    def abort(self, id: int) -> None:
+        """End the request of that id as it is; one that is not known, or has ended, is no error.
+
+        Never waits: if a step is under way it ends with it.
+        """
+        self._doomed.append(id)
+        self._look_in()
 
     def chat_prompt(self, chat: str | Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
         """Token ids of a user's turn, or of messages {"role": ..., "content": ...}, up to where the answer begins.
@@ -233,14 +269,45 @@ class Engine:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """One thread's turn to change anything; one that did not end is as if it had not begun."""
-        with self._lock:
-            if self._interrupted:
-                self._begin_again()
-            self._interrupted = True
-            yield
-            self._release_doomed()
-            self._interrupted = False
-        self._release_idle()
+        with ExitStack() as door:
+            door.enter_context(self._door)  # only one waits at the lock: who has had a turn does not get ahead of it
+            with self._lock:
+                door.close()
+                if self._interrupted:
+                    self._begin_again()
+                self._interrupted = True
+                self._let_in_and_out()
+                yield
+                self._let_in_and_out()
+                self._interrupted = False
+        self._look_in()
+
+    def _look_in(self) -> None:
+        """See to who came and who is to go, unless somebody has a turn or is about to: they will.
+
+        Never waits, so it may be called from anywhere, by the garbage collector within any turn too.
+        """
+        if (self._arrived or self._doomed) and not (self._lock.locked() or self._door.locked()):
+            with self._turn():  # at its beginning; and looks again
+                pass
+
+    def _let_in_and_out(self) -> None:
+        """Requests that were handed in join, and those that were aborted leave and free what they own."""
+        while self._arrived:
+            request = self._arrived[0]
+            if self._closed:
+                request.abort()
+            elif request.number not in self._live:  # or a turn was interrupted right here
+                self._live[request.number] = request
+                self.scheduler.submit(request)
+            self._arrived.popleft()
+        while self._doomed:
+            doomed = self._live.get(self._doomed[0])
+            if doomed is not None:
+                doomed.abort()
+                self.scheduler.release(doomed)
+                self._forget(doomed.number)
+            self._doomed.popleft()
 
     def _begin_again(self) -> None:
         """After a fault: requests are what they had settled, and everything else is made again from them."""
@@ -249,66 +316,36 @@ class Engine:
                 self._forget(number)
         self.steps.restart(list(self._live.values()))
 
-    def _submit(self, requests: Sequence[Request]) -> None:
-        with self._turn():
-            self._require_open()
-            for request in requests:
-                request.number = self._submitted
-                self._submitted += 1
-                self._live[request.number] = request
-                self.scheduler.submit(request)
+    def _submit(self, requests: Sequence[Request], priority: int = 0) -> None:
+        self._require_open()
+        for request in requests:
+            request.number, request.priority = next(self._numbers), priority
+        self._arrived.extend(requests)
+        self._look_in()
 
-    def _step(self) -> None:
-        """One step, unless another thread's steps have finished everything."""
+    def _advance(self, request: Request) -> None:
+        """One step, unless the request has ended meanwhile."""
         with self._turn():
-            self._require_open()
-            if self.scheduler.idle:
-                return
+            if not request.finished:
+                self._require_open()
+                self._run()
+
+    def _run(self) -> None:
+        if not self.scheduler.idle:
             for request in self.steps.run():
                 self._forget(request.number)
 
     def _deltas(self, request: Request) -> Iterator[StreamDelta]:
-        sent = 0
         try:
             self._submit([request])  # not before the first delta is asked for: a stream nobody reads holds nothing
-            while True:
-                while request.num_output == sent and not request.finished:
-                    self._step()
-                finished = request.finished  # before the tokens: another thread may add some now
-                tokens, drafted = request.output_ids, request.drafted
-                text = request.detokenizer.stream(tokens, request.params.stop_strings, finished=finished)
-                new, sent = slice(sent, len(tokens)), len(tokens)
-                yield StreamDelta(text, tokens[new], drafted[new], request.output() if finished else None)
-                if finished:
-                    return
+            yield from Handle(request, self._advance, self.abort)
         finally:
-            self._abort([request], wait=False)  # also when the garbage collector closes a stream, within any turn
+            self._abort([request])  # also when the garbage collector closes a stream, within any turn
 
-    def _abort(self, requests: Sequence[Request], *, wait: bool = True) -> None:
-        """End requests that have not ended and free what they own; without `wait`, when the present turn ends."""
-        ending = [request for request in requests if request.number in self._live]
-        if not ending:
-            return
-        self._doomed.extend(ending)
-        if wait:
-            with self._turn():
-                pass
-        else:
-            self._release_idle()
-
-    def _release_doomed(self) -> None:
-        while self._doomed:
-            request = self._doomed.popleft()
-            if request.number in self._live:
-                request.abort()
-                self.scheduler.release(request)
-                self._forget(request.number)
-
-    def _release_idle(self) -> None:
-        """Release what was aborted while nobody's turn could; whoever has a turn now will."""
-        if self._doomed and not self._lock.locked():
-            with self._turn():  # releases at its end, and looks again
-                pass
+    def _abort(self, requests: Sequence[Request]) -> None:
+        """`abort` for those that have not ended, or that a fault kept from leaving."""
+        self._doomed.extend(r.number for r in requests if not r.finished or r.number in self._live)
+        self._look_in()
 
     def _forget(self, number: int) -> None:
         request = self._live.pop(number)
@@ -355,13 +392,3 @@ def _end_tokens(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]
         if ids is not None:
             return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
     return frozenset()
-
-
-@contextmanager
-def _progress_bar(what: str, total: int, *, enabled: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error that counts what is done; nothing when disabled or off a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (enabled and console.is_terminal)) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)

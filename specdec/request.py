@@ -136,6 +136,7 @@ class Request:
     detokenizer: Detokenizer
     end_tokens: frozenset[int]
     number: int = -1  # in order of arrival, from the engine
+    priority: int = 0  # lower ones first
     state: RequestState = RequestState.WAITING
     row: int = -1
     settled: Settled = field(init=False)

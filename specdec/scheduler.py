@@ -4,11 +4,12 @@
                  ^                                       |                          |
                  '-- preempted, or a step was interrupted: all slots freed, tokens kept'
 
-Oldest first: a request that finds no free page preempts the youngest running one, so the oldest always advances. A
+Requests have a rank, priority and then arrival, and everything goes by it: who is admitted, whose prompt comes first,
+and that the last of those running is preempted when a page is wanted and none is free. So the first always advances. A
 request that would not fit the empty pools is refused at `submit`, so preemption always ends.
 """
 
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,8 +27,8 @@ class Scheduler:
         self.table = table
         self.max_model_len = max_model_len
         self.prefill_chunk = prefill_chunk
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # in order of admission
+        self.waiting: list[Request] = []  # both by rank
+        self.running: list[Request] = []
 
     @property
     def idle(self) -> bool:
@@ -43,10 +44,10 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request. Raises CapacityError, with the numbers, when it can never run."""
         self.require_fits(len(request.prompt), request.params.max_new_tokens)
-        self.waiting.append(request)
+        insort(self.waiting, request, key=rank)
 
     def restart(self, requests: Sequence[Request]) -> None:
-        """Begin again with these requests, oldest first, whatever state everything is in: all wait, nothing is held.
+        """Begin again with these requests, whatever state everything is in: all wait, nothing is held.
 
         Tokens are kept and their K/V made again, as after a preemption.
         """
@@ -54,7 +55,7 @@ class Scheduler:
         self.running = []
         for request in requests:
             request.state, request.row = RequestState.WAITING, -1
-        self.waiting = deque(requests)
+        self.waiting = sorted(requests, key=rank)
 
     def require_fits(self, prompt_len: int, max_new_tokens: int) -> None:
         """Raise CapacityError unless a request of this size fits the empty pools and the model length."""
@@ -87,10 +88,10 @@ class Scheduler:
             if self.running and (full > full_free or swa > swa_free):
                 break
             full_free, swa_free = full_free - full, swa_free - swa  # spoken for, though not taken yet
-            self.waiting.popleft()
+            del self.waiting[0]
             request.row = self.table.open()
             request.state = RequestState.PREFILL
-            self.running.append(request)
+            insort(self.running, request, key=rank)
             admitted.append(request)
         return admitted
 
@@ -135,13 +136,18 @@ class Scheduler:
             self.waiting.remove(request)
 
     def _make_room(self) -> None:
-        """Give up the slack behind the windows, and when that frees nothing, the youngest request."""
+        """Give up the slack behind the windows, and when that frees nothing, the last request by rank."""
         if self.table.evict(self.table.active_rows, slack_pages=0):
             return
         victim = self.running[-1]
         self.release(victim)
         victim.stats.preemptions += 1
-        self.waiting.appendleft(victim)
+        insort(self.waiting, victim, key=rank)
+
+
+def rank(request: Request) -> tuple[int, int]:
+    """Lower comes first."""
+    return request.priority, request.number
 
 
 def slots_needed(table: RequestTable, prompt_len: int, max_new_tokens: int) -> tuple[int, int]:

@@ -19,6 +19,7 @@ EXPORTS = [
     "Engine",
     "EngineConfig",
     "GenerationOutput",
+    "Handle",
     "RequestStats",
     "SamplingParams",
     "SpecConfig",

@@ -22,9 +22,9 @@ from specdec.evaluation.phases.peers import Peer, peers_for
 from specdec.evaluation.phases.report import Cell, PhaseReport, Spread, table
 from specdec.evaluation.phases.rounds import drive, gaps_between_stamps, idle_within, most_new_tokens, round_time
 from specdec.evaluation.phases.run import Plan, Subject, run_phases
-from specdec.evaluation.progress import Interrupted
 from specdec.models.loading import load_any_drafter
 from specdec.models.target import TargetModel
+from specdec.progress import Interrupted
 from specdec.result import RoundResult
 
 runner = CliRunner()

@@ -16,8 +16,8 @@ from specdec.evaluation.conditions import VERSIONS, hardware
 from specdec.evaluation.contest import engine_contestant, require_parity, take_turns
 from specdec.evaluation.data import read_prompts
 from specdec.evaluation.peers import plain_peer
-from specdec.evaluation.progress import progress_bar
 from specdec.models.loading import load_any_drafter
+from specdec.progress import progress_bar
 
 CHAIN, TREE = SpecConfig(4), SpecConfig(4, 4, 16)
 

@@ -11,7 +11,7 @@ from specdec.errors import ConfigError
 from specdec.evaluation.bench import markdown_table, run_bench
 from specdec.evaluation.data import read_prompts
 from specdec.evaluation.files import STDOUT, write_file
-from specdec.evaluation.progress import Interrupted
+from specdec.progress import Interrupted
 
 
 def require_unused(**options: object) -> None:

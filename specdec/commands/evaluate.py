@@ -11,8 +11,8 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.evaluation.evaluate import evaluate as run_task
 from specdec.evaluation.files import STDOUT, require_distinct, write_file
 from specdec.evaluation.plot import require_matplotlib, save_plot
-from specdec.evaluation.progress import Interrupted
 from specdec.evaluation.report import Report, markdown
+from specdec.progress import Interrupted
 
 BATCH_SIZES = {"gsm8k": 8}
 """By task; the others measure speed, for which one prompt at a time is the usual measure."""

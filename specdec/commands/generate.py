@@ -12,7 +12,7 @@ from specdec.commands.settings import drafter_name, engine_config, quiet_librari
 from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.evaluation.files import STDOUT, write_file
-from specdec.evaluation.progress import working
+from specdec.progress import working
 from specdec.request import GenerationOutput
 from specdec.text.detokenize import Detokenizer
 

@@ -23,11 +23,11 @@ from specdec.evaluation.phases.report import PhaseReport, table
 from specdec.evaluation.phases.run import PLAIN, MakePrompts, Plan, Subject, run_phases
 from specdec.evaluation.phases.weights import make_drafter, make_target, require_room
 from specdec.evaluation.plot import require_matplotlib
-from specdec.evaluation.progress import Interrupted, working
 from specdec.evaluation.shapes import ON_REQUEST, Shrink, find_shape
 from specdec.layers.operations import choose_operations
 from specdec.models.loading import pick_device, pick_dtype
 from specdec.models.target import TargetModel
+from specdec.progress import Interrupted, working
 
 WIDE = 220
 """Columns of a table that no terminal shows."""

@@ -15,9 +15,9 @@ from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.contest import Contestant, engine_contestant, require_parity, take_turns
 from specdec.evaluation.data import Problem
 from specdec.evaluation.peers import assisted_peer, plain_peer
-from specdec.evaluation.progress import Interrupted, progress_bar, working
 from specdec.evaluation.scoring import final_number, is_correct
 from specdec.models.devices import require_device
+from specdec.progress import Interrupted, progress_bar, working
 
 
 @dataclass(frozen=True, slots=True)

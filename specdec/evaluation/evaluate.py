@@ -29,7 +29,6 @@ from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.contest import first_difference
 from specdec.evaluation.data import Problem
 from specdec.evaluation.gsm8k import EXEMPLARS, NEXT_PROBLEM, question_text
-from specdec.evaluation.progress import Interrupted, progress_bar, working
 from specdec.evaluation.report import Report, make_report
 from specdec.evaluation.scoring import SCORES, is_correct
 from specdec.evaluation.tasks import Task, choose, cut, dialogue_ids, find_task
@@ -38,6 +37,7 @@ from specdec.models.context_length import context_length
 from specdec.models.devices import require_device
 from specdec.models.loading import Checkpoint, load_tokenizer, pick_device
 from specdec.models.target import TargetModel
+from specdec.progress import Interrupted, progress_bar, working
 
 
 def evaluate_gsm8k(target: str | Path, drafter: str | Path | None = None, **settings: Any) -> Report:

@@ -24,9 +24,9 @@ from specdec.evaluation.phases.parity import Parity, check_parity
 from specdec.evaluation.phases.peers import Peer, peers_for
 from specdec.evaluation.phases.report import Cell, PhaseReport, Spread
 from specdec.evaluation.phases.rounds import Driven, drive, most_new_tokens
-from specdec.evaluation.progress import Interrupted, progress_bar
 from specdec.kvcache.spaces import Space
 from specdec.models.target import TargetModel
+from specdec.progress import Interrupted, progress_bar
 
 PLAIN = "plain"
 CHECKED = 2

@@ -1,0 +1,241 @@
+"""Requests in hand: `submit`, `step` and `abort`, what handles give out, and who may call them from where."""
+
+import gc
+import threading
+
+import pytest
+
+from specdec import Engine, SamplingParams
+from specdec.errors import CapacityError, ConfigError, SpecDecError
+
+NEW = 10
+PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+
+
+def assert_empty(engine: Engine) -> None:
+    engine.table.check()
+    assert engine.scheduler.idle and not engine._live and not engine._arrived
+    assert engine.table.allocator.full.held_pages == 0
+
+
+def read_all(handle) -> list[int]:
+    """The tokens of everything there is to read now."""
+    return [token for delta in iter(handle.read, None) for token in delta.token_ids]
+
+
+def test_steps_bring_what_handles_read(make_target, make_engine, greedy_oracle, random_prompt):
+    """One thread, by hand: nothing is read twice, and a read never steps."""
+    model, prompts = make_target("gemma4-e2b"), [random_prompt(n) for n in (3, 21, 40)]
+    engine = make_engine(model, "ngram", max_batch_size=2)
+    assert engine.step() is False
+    handles = [engine.submit(prompt, PARAMS) for prompt in prompts]
+    assert [handle.id for handle in handles] == [0, 1, 2]
+    got, more = [[] for _ in handles], True
+    assert [handle.read() for handle in handles] == [None] * 3
+    while more:
+        more = engine.step()
+        before = engine.table.committed_len.host.copy()
+        for tokens, handle in zip(got, handles, strict=True):
+            tokens += read_all(handle)
+            assert handle.read() is None
+        assert (before == engine.table.committed_len.host).all()
+    assert got == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    assert all(handle.finished for handle in handles) and list(handles[0]) == []
+    assert [handle.output().token_ids for handle in handles] == got
+    assert_empty(engine)
+
+
+def test_iterating_steps_for_everybody(make_target, make_engine, greedy_oracle, random_prompt):
+    model, prompts = make_target("llama"), [random_prompt(n) for n in (5, 9)]
+    engine = make_engine(model)
+    first, second = (engine.submit(prompt, PARAMS) for prompt in prompts)
+    deltas = list(first)
+    assert [t for delta in deltas for t in delta.token_ids] == greedy_oracle(model, prompts[0], NEW)
+    assert [delta.output is None for delta in deltas] == [True] * (len(deltas) - 1) + [False]
+    assert second.finished and read_all(second) == greedy_oracle(model, prompts[1], NEW)
+
+
+def test_the_output_takes_nothing_from_the_deltas(make_target, make_engine, random_prompt, pair_tokenizer):
+    engine = make_engine(make_target("llama"), tokenizer=pair_tokenizer)
+    handle = engine.submit(random_prompt(5), PARAMS)
+    first = next(handle)
+    out = handle.output()
+    rest = list(handle)
+    assert first.token_ids + [t for delta in rest for t in delta.token_ids] == out.token_ids
+    assert first.text + "".join(delta.text for delta in rest) == out.text
+    assert rest[-1].output.finish_reason == "length"
+
+
+def test_bad_input_is_refused_when_it_is_submitted(make_target, make_engine):
+    engine = make_engine(make_target("llama"), max_model_len=32)
+    for prompt, params, error in (([], None, ConfigError), ([5], SamplingParams(max_new_tokens=99), CapacityError)):
+        with pytest.raises(error):
+            engine.submit(prompt, params)
+    with pytest.raises(ConfigError, match=r"^priority=1.5: an integer from"):
+        engine.submit([5], PARAMS, priority=1.5)
+    with pytest.raises(ConfigError):
+        engine.submit_many([[5], []], PARAMS)
+    assert_empty(engine)
+
+
+def test_letting_go_of_a_handle_aborts_nothing(make_target, make_engine, random_prompt):
+    engine = make_engine(make_target("llama"))
+    engine.submit(random_prompt(5), PARAMS)
+    gc.collect()
+    while engine.step():
+        pass
+    assert engine.stats().output_tokens == NEW
+
+
+def test_unknown_and_ended_ids_are_no_error(make_target, make_engine, random_prompt):
+    engine = make_engine(make_target("llama"))
+    handle = engine.submit(random_prompt(5), PARAMS)
+    engine.abort(77)
+    handle.output()
+    handle.abort()
+    engine.abort(handle.id)
+    assert handle.output().finish_reason == "length"
+    assert_empty(engine)
+
+
+def test_a_fault_in_a_step_is_told_to_who_stepped(make_target, make_engine, greedy_oracle, random_prompt, monkeypatch):
+    model, prompt = make_target("llama"), random_prompt(5)
+    engine = make_engine(model)
+    handle = engine.submit(prompt, PARAMS)
+    got = next(handle).token_ids
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.target, "logits", lambda hidden: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert got + [t for delta in handle for t in delta.token_ids] == greedy_oracle(model, prompt, NEW)
+    assert_empty(engine)
+
+
+def test_a_closed_engine_ends_its_handles(make_target, make_engine, random_prompt):
+    engine = make_engine(make_target("llama"))
+    handle, unread = engine.submit(random_prompt(5), PARAMS), engine.submit(random_prompt(9), PARAMS)
+    next(handle)
+    engine.close()
+    assert handle.finished and handle.output().finish_reason == "abort"
+    assert [delta.finish_reason for delta in unread][-1] == "abort"
+    for ask in (engine.step, lambda: engine.submit([5])):
+        with pytest.raises(SpecDecError, match="closed"):
+            ask()
+    engine.abort(handle.id)
+
+
+# several threads
+
+
+def in_threads(jobs) -> None:
+    faults = []
+
+    def run(job):
+        try:
+            job()
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if faults:
+        raise faults[0]
+
+
+def test_one_thread_steps_and_others_submit_abort_and_read(make_target, make_engine, greedy_oracle, random_prompt):
+    """As a server does it: the others never step."""
+    model, prompts = make_target("gemma4-e2b"), [random_prompt(1 + n % 23) for n in range(24)]
+    truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    engine = make_engine(model, "ngram", max_batch_size=3)
+    done, got = threading.Event(), {}
+
+    def serve():
+        while not done.is_set():
+            if not engine.step():
+                done.wait(0.001)
+
+    def ask(first):
+        for n in range(first, len(prompts), 4):
+            handle, tokens = engine.submit(prompts[n], PARAMS), []
+            while not handle.finished:
+                tokens += read_all(handle)
+                if n % 6 == 5 and tokens:
+                    engine.abort(handle.id)
+                done.wait(0.001)
+            got[n] = tokens + read_all(handle), handle.output().finish_reason
+
+    def askers():
+        try:
+            in_threads([lambda first=first: ask(first) for first in range(4)])
+        finally:
+            done.set()
+
+    in_threads([serve, askers])
+    for n, truth in enumerate(truths):
+        tokens, reason = got[n]
+        assert tokens == truth[: len(tokens)]
+        assert (reason == "length" and len(tokens) == NEW) or n % 6 == 5
+    assert_empty(engine)
+
+
+def test_all_threads_may_step(make_target, make_engine, greedy_oracle, random_prompt):
+    """Some step by themselves, some iterate, some call generate: each gets its own."""
+    model, prompts = make_target("gemma4-e2b"), [random_prompt(1 + n % 23) for n in range(18)]
+    truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    engine = make_engine(model, "ngram", max_batch_size=3, full_slots=160, swa_slots=160)
+    got = {}
+
+    def job(first):
+        for n in range(first, len(prompts), 3):
+            if first == 0:
+                got[n] = engine.generate(prompts[n], PARAMS)[0].token_ids
+            elif first == 1:
+                got[n] = [t for delta in engine.submit(prompts[n], PARAMS) for t in delta.token_ids]
+            else:
+                handle = engine.submit(prompts[n], PARAMS, priority=-1)
+                while not handle.finished:
+                    engine.step()
+                got[n] = handle.output().token_ids
+
+    in_threads([lambda first=first: job(first) for first in range(3)])
+    assert [got[n] for n in range(len(prompts))] == truths
+    assert_empty(engine)
+
+
+def test_submit_and_abort_do_not_wait_for_a_step(make_target, make_engine, random_prompt):
+    engine = make_engine(make_target("llama"))
+    handle = engine.submit(random_prompt(5), PARAMS)
+    with engine._turn():  # a step of this very thread: waiting would never end
+        other = engine.submit(random_prompt(9), PARAMS)
+        handle.abort()
+        assert not handle.finished and not other.finished
+    assert handle.finished and other.output().finish_reason == "length"
+    assert_empty(engine)
+
+
+def test_who_waits_for_a_turn_comes_before_who_just_had_one(make_target, make_engine):
+    """A thread that steps without pause once kept the others out for as long as it liked."""
+    engine = make_engine(make_target("llama"))
+    inside, waiting, order = threading.Event(), threading.Event(), []
+
+    def busy():
+        with engine._turn():
+            inside.set()
+            waiting.wait()
+            while not engine._door.locked():  # the other stands at the door
+                pass
+        for _ in range(50):
+            with engine._turn():
+                order.append("busy")
+
+    def patient():
+        inside.wait()
+        waiting.set()
+        with engine._turn():
+            order.append("patient")
+
+    in_threads([busy, patient])
+    assert order[0] == "patient" and len(order) == 51
