@@ -125,7 +125,7 @@ def paged_attention(
     pool_k, pool_v: [slots, Hkv, D], any strides.  pages: [B, P] page ids of the space of these pools.
     start: [B], the position of the first key of the table; page-aligned, behind every window.
     committed_len: [B], keys of the prefix.        positions: [B, N] of the queries.
-    ancestors: int64 bits of the block's keys, [B, N, words] or [B, N] (`DraftTree.bits`); None: the block is causal, M
+    ancestors: int64 bits of the block's keys, [B, N, words] or [B, N]; None: the block is causal, M
     is N, and positions rise by one a row.
     block_positions: [B, M] of the block's keys; None: they are the queries' own.
     block_len: [B], rows of the block that exist (None: all N); the others see nothing and nobody sees them.

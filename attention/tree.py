@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-MAX_BITS = 64
-
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
@@ -22,7 +20,6 @@ class DraftTree:
 
     tokens, parents, depth: [B, N] int64 (parents[:, 0] = -1, depth[:, 0] = 0).
     ancestors: [B, N, N] bool, `ancestors[b, i, j]`: j is i itself or an ancestor of i.
-    bits: [B, N] int64, bit j of node i says the same; None for more than 64 nodes.
     max_depth: no node is deeper; None: not known, so at most N - 1. is_chain: each node is the parent of the next.
     """
 
@@ -30,7 +27,6 @@ class DraftTree:
     parents: torch.Tensor
     depth: torch.Tensor
     ancestors: torch.Tensor
-    bits: torch.Tensor | None
     max_depth: int | None = None
     is_chain: bool = False
 
@@ -48,7 +44,6 @@ class DraftTree:
             parents=chain.parents.expand(batch, num_nodes),
             depth=chain.depth.expand(batch, num_nodes),
             ancestors=chain.ancestors.expand(batch, num_nodes, num_nodes),
-            bits=None if chain.bits is None else chain.bits.expand(batch, num_nodes),
             max_depth=num_nodes - 1,
             is_chain=True,
         )
@@ -63,13 +58,7 @@ class DraftTree:
         for _ in range(num_nodes - 1):  # one hop towards the root for every node at once
             ancestors |= (current[:, :, None] == nodes) & (current >= 0)[:, :, None]
             current = torch.where(current > 0, parents.gather(1, current.clamp(min=0)), -1)
-        return cls(
-            tokens=tokens,
-            parents=parents,
-            depth=ancestors.sum(-1) - 1,
-            ancestors=ancestors,
-            bits=ancestor_bits(ancestors),
-        )
+        return cls(tokens=tokens, parents=parents, depth=ancestors.sum(-1) - 1, ancestors=ancestors)
 
     def check(self) -> None:
         """Assert the shape rules (synchronises with the device; for tests and drafter conformance)."""
@@ -85,9 +74,6 @@ class DraftTree:
         assert bool((rebuilt.ancestors == self.ancestors).all()), "ancestors disagree with parents"
         assert self.max_depth is None or bool((self.depth <= self.max_depth).all()), f"deeper than {self.max_depth}"
         assert not self.is_chain or bool((self.parents == nodes - 1).all()), "is_chain, but it branches"
-        assert (rebuilt.bits is None) == (self.bits is None), "bits are for at most 64 nodes, and then always"
-        if rebuilt.bits is not None and self.bits is not None:
-            assert bool((rebuilt.bits == self.bits).all()), "bits disagree with parents"
         same = (self.parents[:, :, None] == self.parents[:, None, :]) & (
             self.tokens[:, :, None] == self.tokens[:, None, :]
         )
@@ -100,7 +86,6 @@ class _ChainFields(NamedTuple):
     parents: torch.Tensor
     depth: torch.Tensor
     ancestors: torch.Tensor
-    bits: torch.Tensor | None
 
 
 @cache  # never emptied: captured rounds refer to what is in it
@@ -109,15 +94,4 @@ def _chain_fields(num_nodes: int, device: torch.device) -> _ChainFields:
     with torch.inference_mode(False):
         steps = torch.arange(num_nodes)
         ancestors = steps[:, None] >= steps[None, :]
-        bits = ancestor_bits(ancestors)
-        return _ChainFields(
-            (steps - 1).to(device), steps.to(device), ancestors.to(device), None if bits is None else bits.to(device)
-        )
-
-
-def ancestor_bits(ancestors: torch.Tensor) -> torch.Tensor | None:
-    """[B, N, N] bool -> [B, N] int64, bit j of node i: j is i or an ancestor of i; None for more than 64 nodes."""
-    num_nodes = ancestors.shape[-1]
-    if num_nodes > MAX_BITS:
-        return None
-    return (ancestors.long() << torch.arange(num_nodes, device=ancestors.device)).sum(-1)
+        return _ChainFields((steps - 1).to(device), steps.to(device), ancestors.to(device))

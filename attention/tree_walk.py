@@ -1,6 +1,6 @@
 """Walks over draft trees, one program per request where plain torch needs a launch per hop.
 
-    tree_fields   parents -> depth, ancestors, and ancestors as bits: bits[n] = bits[parents[n]] | 1 << n
+    tree_fields   parents -> depth and ancestors
     accept        sample and match: node 0 is accepted; from an accepted node go to the child that carries the token
                   the target drew there, else stop. What was drawn at the end of the path is the bonus.
 
@@ -10,27 +10,25 @@ decoding draws, token for token.
     tree   0 [the] - 1 [cat] - 3 [sat]     target draws after 0: cat, after 1: ran
                    \\ 2 [dog]               path [0, 1], length 2, emitted [cat, ran]
 
-Bits are int64, so a tree has at most 64 nodes; node 63 is the sign bit.
-
-    node      0  1  2  3  4       bits  0b00001 0b00011 0b00101 0b01011 0b11011
-    parent   -1  0  0  1  3
+Every program walks `parents` from its nodes to the root: there is no mask in it, and no limit of nodes.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from specdec.attention.tree import MAX_BITS as MAX_NODES
 from specdec.attention.tree import DraftTree
 from specdec.kvcache.triton_shim import tl, triton
 
+CELLS = 4096
+"""Of the ancestor matrix, in one program."""
+
 
 class TreeFields(NamedTuple):
-    """depth [B, N] int64; ancestors [B, N, N] bool, self included; bits [B, N] int64: the same, bit j for column j."""
+    """depth [B, N] int64; ancestors [B, N, N] bool, self included."""
 
     depth: torch.Tensor
     ancestors: torch.Tensor
-    bits: torch.Tensor
 
 
 class Accepted(NamedTuple):
@@ -48,8 +46,7 @@ class Accepted(NamedTuple):
 def reference_tree_fields(parents: torch.Tensor) -> TreeFields:
     """parents [B, N], -1 at node 0 and parents[n] < n elsewhere."""
     tree = DraftTree.from_parents(parents, parents)  # any tokens will do
-    assert tree.bits is not None, f"{parents.shape[1]} nodes, at most {MAX_NODES} fit the bits of an int64"
-    return TreeFields(tree.depth, tree.ancestors, tree.bits)
+    return TreeFields(tree.depth, tree.ancestors)
 
 
 def reference_accept(tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
@@ -69,31 +66,28 @@ def _tree_fields_kernel(
     p_parents: tl.tensor,
     p_depth: tl.tensor,
     p_ancestors: tl.tensor,
-    p_bits: tl.tensor,
     stride_parents: tl.tensor,
     num_nodes: tl.tensor,
     max_depth: tl.tensor,
+    NODES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     i_request = tl.program_id(0).to(tl.int64)
-    o_node = tl.arange(0, BLOCK).to(tl.int64)
+    o_node = (tl.program_id(1) * NODES + tl.arange(0, NODES)).to(tl.int64)
+    o_column = tl.arange(0, BLOCK).to(tl.int64)
     m_node = o_node < num_nodes
     p_parents += i_request * stride_parents
-    one = tl.full([BLOCK], 1, tl.int64)
-    bits = one << o_node
-    depth = tl.zeros([BLOCK], tl.int64)
-    above = tl.load(p_parents + o_node, mask=m_node, other=-1).to(tl.int64)  # [BLOCK], -1 past the root
+    ancestors = o_column[None, :] == o_node[:, None]  # [NODES, BLOCK]
+    depth = tl.zeros([NODES], tl.int64)
+    above = tl.load(p_parents + o_node, mask=m_node, other=-1).to(tl.int64)  # [NODES], -1 past the root
     for _ in range(max_depth):  # one hop towards the root for every node at once
-        bits |= tl.where(above >= 0, one << tl.maximum(above, 0), 0)
+        ancestors = ancestors | (o_column[None, :] == above[:, None])
         depth += tl.where(above >= 0, 1, 0)
         above = tl.load(p_parents + above, mask=above >= 0, other=-1).to(tl.int64)
     o_out = i_request * num_nodes + o_node
     tl.store(p_depth + o_out, depth, mask=m_node)
-    tl.store(p_bits + o_out, bits, mask=m_node)
-    ancestors = ((bits[:, None] >> o_node[None, :]) & 1) != 0  # [BLOCK, BLOCK]
-    tl.store(
-        p_ancestors + o_out[:, None] * num_nodes + o_node[None, :], ancestors, mask=m_node[:, None] & m_node[None, :]
-    )
+    m_out = m_node[:, None] & (o_column < num_nodes)[None, :]
+    tl.store(p_ancestors + o_out[:, None] * num_nodes + o_column[None, :], ancestors, mask=m_out)
 
 
 @triton.jit(do_not_specialize=["num_nodes"])
@@ -134,23 +128,23 @@ def _accept_walk_kernel(
 def tree_fields(parents: torch.Tensor, *, max_depth: int | None = None) -> TreeFields:
     """parents [B, N] int64, -1 at node 0 and parents[n] < n elsewhere; no node is deeper than `max_depth`."""
     batch, num_nodes = parents.shape
-    assert num_nodes <= MAX_NODES, f"{num_nodes} nodes, at most {MAX_NODES} fit the bits of an int64"
     assert num_nodes == 1 or parents.stride(1) == 1, f"{parents.stride()=}"
     depth = parents.new_empty((batch, num_nodes))
-    bits = parents.new_empty((batch, num_nodes))
     ancestors = parents.new_empty((batch, num_nodes, num_nodes), dtype=torch.bool)
-    _tree_fields_kernel[(batch,)](
+    block = triton.next_power_of_2(num_nodes)
+    nodes = min(block, max(1, CELLS // block))
+    _tree_fields_kernel[(batch, triton.cdiv(num_nodes, nodes))](
         parents,
         depth,
         ancestors,
-        bits,
         parents.stride(0),
         num_nodes,
         num_nodes - 1 if max_depth is None else min(max_depth, num_nodes - 1),
-        BLOCK=triton.next_power_of_2(num_nodes),
+        NODES=nodes,
+        BLOCK=block,
         num_warps=2,
     )
-    return TreeFields(depth, ancestors, bits)
+    return TreeFields(depth, ancestors)
 
 
 def accept(tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:

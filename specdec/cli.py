@@ -100,7 +100,8 @@ BatchSize = Annotated[int, typer.Option(min=1, help="Prompts at a time.")]
 NumSteps = Annotated[int, typer.Option(min=1, help="Levels of the draft; of a chain, its tokens.")]
 DraftTopK = Annotated[int, typer.Option(min=1, help="Branches a node of the draft tree; 1: a chain.")]
 NumDraftTokens = Annotated[
-    int | None, typer.Option(help="Verified nodes, the root included; default: 1 + draft-topk * num-steps, at most 64.")
+    int | None,
+    typer.Option(help="Verified nodes, the root included; default: 1 + draft-topk * num-steps, of a tree at most 64."),
 ]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 KeepK = Annotated[int, typer.Option("--top-k", help="Keep the k most likely tokens; 0: all.")]

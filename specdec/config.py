@@ -18,8 +18,14 @@ import torch
 
 from specdec.errors import ConfigError, shown
 
-MAX_TREE_NODES = 64
-"""Verify width including the root: one 64-bit ancestor mask a node."""
+MAX_TREE_NODES = 512
+"""Verify width including the root."""
+
+DEFAULT_TREE_NODES = 64
+"""What it is at most, where nobody says how wide."""
+
+MAX_TOPK = 63
+"""Branches: what a kernel returns of the best tokens of a row, less the one that was drawn."""
 
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
 
@@ -58,7 +64,7 @@ class SpecConfig:
     """Shape of the draft: `num_steps` levels, `topk` branches a node, `num_draft_tokens` verified nodes with the root.
 
     topk = 1 is a chain. Otherwise the best `topk` nodes of each level are expanded, and the best nodes of all levels
-    are verified. num_draft_tokens None: 1 + topk * num_steps nodes, at most 64.
+    are verified. num_draft_tokens None: 1 + topk * num_steps nodes, of a tree at most 64.
     """
 
     num_steps: int = 4
@@ -67,7 +73,7 @@ class SpecConfig:
 
     def __post_init__(self) -> None:
         require_int("num_steps", self.num_steps, 1, MAX_TREE_NODES - 1)
-        require_int("topk", self.topk, 1, MAX_TREE_NODES - 1)
+        require_int("topk", self.topk, 1, MAX_TOPK)
         if self.num_draft_tokens is not None:
             require_int("num_draft_tokens", self.num_draft_tokens, 2, MAX_TREE_NODES)
             if self.num_draft_tokens > 1 + self._candidates(self.num_steps):
@@ -80,7 +86,9 @@ class SpecConfig:
     @property
     def num_nodes(self) -> int:
         """Verify width, the root included."""
-        return self.num_draft_tokens or min(1 + self.topk * self.num_steps, MAX_TREE_NODES)
+        if self.num_draft_tokens is not None:
+            return self.num_draft_tokens
+        return min(1 + self.topk * self.num_steps, DEFAULT_TREE_NODES if self.topk > 1 else MAX_TREE_NODES)
 
     def shortened(self, depth: int) -> tuple[int, int]:
         """(steps, nodes with the root) of a draft that no request can use beyond `depth` tokens."""

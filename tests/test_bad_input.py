@@ -214,14 +214,15 @@ def test_engine_config(name, value, make_target):
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"num_steps": 0}, ["num_steps=0", "1 to 63"]),
-        ({"num_steps": 64}, ["num_steps=64", "1 to 63"]),
+        ({"num_steps": 0}, ["num_steps=0", "1 to 511"]),
+        ({"num_steps": 512}, ["num_steps=512", "1 to 511"]),
         ({"num_steps": True}, ["True", "integer"]),
         ({"num_steps": "4"}, ["'4'", "integer"]),
         ({"topk": 0}, ["topk=0", "integer"]),
         ({"topk": 2, "num_steps": 1, "num_draft_tokens": 4}, ["num_draft_tokens=4", "topk=2", "at most 3 nodes"]),
         ({"topk": 64}, ["topk=64", "integer"]),
-        ({"num_draft_tokens": 1}, ["num_draft_tokens=1", "2 to 64"]),
+        ({"num_draft_tokens": 1}, ["num_draft_tokens=1", "2 to 512"]),
+        ({"num_draft_tokens": 513, "topk": 9}, ["num_draft_tokens=513", "2 to 512"]),
         ({"num_draft_tokens": 6}, ["num_draft_tokens=6", "4 steps", "5 nodes"]),
     ],
     ids=str,

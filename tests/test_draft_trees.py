@@ -36,6 +36,21 @@ def test_greedy_trees_equal_the_eager_forward(
     assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_trees_of_200_nodes_equal_the_eager_forward(
+    page_size, make_target, make_assistant, make_engine, greedy_oracle, random_prompt
+):
+    """More nodes than an integer has bits, of which most lie on paths that leave the window."""
+    model = make_target("gemma4-e2b", vocab_size=FEW_TOKENS)
+    prompts = [random_prompt(n, vocab=FEW_TOKENS) for n in (9, 3)]
+    spec = SpecConfig(num_steps=10, topk=5, num_draft_tokens=200)
+    engine = make_engine(model, make_assistant(model), spec=spec, page_size=page_size)
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=NEW))
+    engine.table.check()
+    assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    assert sum(sum(out.stats.accepted_counts) for out in outputs) > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "spec", "page_size"),

@@ -309,7 +309,7 @@ def test_arguments_that_ask_for_nothing_pass(name, model):
         ({"prompt_lookup_num_tokens": 3}, ["drafter='ngram'"]),
         ({"num_return_sequences": 2}, ["num_return_sequences=2", "do_sample"]),
         ({"num_return_sequences": 0}, ["num_return_sequences=0"]),
-        ({"num_assistant_tokens": 64}, ["num_assistant_tokens=64", "63"]),
+        ({"num_assistant_tokens": 512}, ["num_assistant_tokens=512", "511"]),
         ({"max_new_tokens": 0}, ["max_new_tokens=0"]),
         ({"max_length": 7}, ["max_length=7", "7 tokens"]),
         ({"max_length": 2.5}, ["max_length=2.5", "integer"]),

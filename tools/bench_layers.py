@@ -27,7 +27,6 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.paged_attention import paged_attention
 from specdec.attention.private_copy import ATTENTION_NAME, text_configs
-from specdec.attention.tree import ancestor_bits
 from specdec.kvcache.layout import layout_from_config
 from specdec.kvcache.spaces import FullLoc
 from specdec.layers.fuse import fuse
@@ -229,8 +228,6 @@ class BenchContext:
         self.slots = FullLoc(order[:, CONTEXT:].flatten().contiguous())
         self.committed_len = zeros + CONTEXT
         self.positions = self.committed_len[:, None] + torch.arange(nodes, device=DEVICE)
-        chain = torch.ones((nodes, nodes), dtype=torch.bool, device=DEVICE).tril()
-        self.bits = ancestor_bits(chain.expand(batch, nodes, nodes))
         self.pools = {
             spec.layer: [randn(batch * length + 1, spec.num_kv_heads, spec.head_dim) for _ in "kv"]
             for spec in self.layout.layers
@@ -261,7 +258,6 @@ class BenchContext:
             *(self.committed_len, self.positions),
             page_size=1,
             scaling=scaling,
-            ancestors=self.bits,
             window=spec.window,
             sinks=sinks,
         )
