@@ -56,7 +56,7 @@ class PlanBackend(KVOperations, Protocol):
 class KVPlan:
     """B requests, N queries each, packed as one sequence of B * N rows.
 
-    committed_len: [B] keys in the prefix.      positions: [B, N] of the queries.
+    rows: [B] of the request table.    committed_len: [B] keys in the prefix.    positions: [B, N] of the queries.
     tree: how the queries see each other, if they bring keys of a tree; else they are causal, or bring none.
     write_full, write_swa: [B * N] where their K/V go; None when they bring none.
     prefix: the backend's tables of the prefixes.
@@ -65,6 +65,7 @@ class KVPlan:
     """
 
     backend: PlanBackend
+    rows: torch.Tensor
     committed_len: torch.Tensor
     positions: torch.Tensor
     prefix: PrefixTables
@@ -98,6 +99,7 @@ def plan_chunk(
     padding = steps >= block_len[:, None]  # [B, N]
     return KVPlan(
         backend=backend,
+        rows=rows.index,
         committed_len=committed_len,
         positions=committed_len[:, None] + steps,
         prefix=prefix,
@@ -120,6 +122,7 @@ def plan_verify(
     prefix, full, swa = backend.locate(table, rows, committed_len, tree.num_nodes)
     return KVPlan(
         backend=backend,
+        rows=rows.index,
         committed_len=committed_len,
         positions=committed_len[:, None] + tree.depth,
         prefix=prefix,
@@ -145,6 +148,7 @@ def plan_frozen(
     position = committed_len + position_offset if position_offset else committed_len
     return KVPlan(
         backend=backend,
+        rows=rows.index,
         committed_len=committed_len,
         positions=position[:, None].expand(-1, num_queries),
         prefix=backend.locate(table, rows, committed_len, 0).prefix,

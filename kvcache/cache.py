@@ -14,6 +14,7 @@ import torch
 from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.mirror import IntArray, MirroredArray, flush
+from specdec.kvcache.sanitize import Sanitizer
 from specdec.kvcache.spaces import FullLoc, Space, SwaLoc
 from specdec.kvcache.stores import KVStore, LayerKV
 from specdec.kvcache.table import Move, RequestTable, Rows
@@ -37,15 +38,21 @@ class KVCache:
         self.table = table
         self.operations = operations
         self.stores: list[KVStore] = []
+        self.sanitizer: Sanitizer | None = None
 
     def add_store(self, layout: KVLayout, dtype: torch.dtype) -> KVStore:
         """Make the store of one more model; from now on `move` visits it."""
         store = KVStore(layout, self.allocator, dtype)
         self.stores.append(store)
+        if self.sanitizer is not None:
+            self.sanitizer.watch(store)
         return store
 
     def flush(self, *more: MirroredArray) -> None:
         """Send the device what the host changed since the last time, in one upload; `more`: other arrays of its."""
+        if self.sanitizer is not None:
+            self.sanitizer.check()
+            more = (*more, self.sanitizer.owners)
         flush([self.table.slots, self.table.committed_len, self.allocator.full_to_swa, *more])
 
     def commit_on_device(self, rows: Rows, length: torch.Tensor, path: torch.Tensor | None) -> None:
@@ -92,3 +99,5 @@ class KVCache:
         """Let go of all tensors."""
         for store in self.stores:
             store.clear()
+        if self.sanitizer is not None:
+            self.sanitizer.clear()

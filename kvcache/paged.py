@@ -3,6 +3,8 @@
 Page 0 takes the writes of padding: never free, never held. Invariant: free + held = capacity.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from specdec.errors import DoubleFreeError, OutOfSlotsError
@@ -15,6 +17,7 @@ class PagedAllocator:
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
         self.capacity = capacity
+        self.on_free: Callable[[IntArray], None] | None = None  # told of every page that nobody holds any more
         self.reset()
 
     def reset(self) -> None:
@@ -22,6 +25,8 @@ class PagedAllocator:
         self._stack: IntArray = np.arange(self.capacity, 0, -1, dtype=np.int64)  # the top: last of the first `_free`
         self._free = self.capacity
         self._held = np.zeros(self.capacity + 1, dtype=np.bool_)
+        if self.on_free is not None:
+            self.on_free(self._stack)
 
     @property
     def free_pages(self) -> int:
@@ -33,6 +38,10 @@ class PagedAllocator:
 
     def is_held(self, pages: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         return self._held[pages]
+
+    def owners(self, pages: IntArray) -> IntArray:
+        """How many hold each of these pages."""
+        return self._held[pages].astype(np.int64)
 
     def alloc(self, count: int) -> IntArray:
         """Take `count` pages, [count] int64. Raises OutOfSlotsError and takes none when there are fewer."""
@@ -50,6 +59,8 @@ class PagedAllocator:
         self._held[pages] = False
         self._stack[self._free : self._free + len(pages)] = pages[::-1]
         self._free += len(pages)
+        if self.on_free is not None:
+            self.on_free(pages)
 
     def require_held(self, pages: IntArray) -> None:
         """Raise DoubleFreeError unless all `pages` are held and none is named twice."""

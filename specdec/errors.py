@@ -8,6 +8,7 @@ SpecDecError
 |- OutOfSlotsError       the pools are exhausted now; the scheduler preempts and goes on
 `- KVStateError          a KV operation that the state of the allocator forbids
    |- DoubleFreeError    a slot freed (or evicted) that is not held
+   |- LocationError      SPECDEC_SANITIZE=1 found a slot that is not what, or not whose, it should be
    `- FrozenKVError      a change of the KV cache while a frozen view is open, or a misused view
 
 Their messages are one sentence. `shown` puts a value into one.
@@ -47,6 +48,10 @@ class KVStateError(SpecDecError):
 
 class DoubleFreeError(KVStateError):
     """Slots freed, or evicted, that nobody holds."""
+
+
+class LocationError(KVStateError):
+    """SPECDEC_SANITIZE=1 found a forward about to read or write a slot that is not its row's."""
 
 
 class FrozenKVError(KVStateError):

@@ -1,0 +1,160 @@
+"""A backend that compares every plan with the request table before a forward uses it: see `kvcache/sanitize.py`.
+
+It stands in front of the backend that computes and changes nothing of what that does. For B rows with S tokens committed:
+
+    write[b, n]   the slot of position S + n of the row, in the space asked for; the null slot on padding; of one owner
+    pages[b, j]   the page of position start + j * page_size of the row, as far as that is below S
+    start, P      cover [0, S) in full space, and what some query can see of it in SWA space
+    attention     of a finite query is finite: freed slots, and those never written, hold NaN
+
+All of it is tensor operations without a value read, so a captured round does it at every replay.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from specdec.attention.backend import Backend
+from specdec.attention.draft_block import Draft, DraftBlock
+from specdec.attention.plan import Attend, KVPlan, Located
+from specdec.attention.tree import DraftTree
+from specdec.attention.tree_walk import Accepted
+from specdec.kvcache.sanitize import Fault, Sanitizer
+from specdec.kvcache.spaces import NULL_SLOT, FullLoc, Space, SwaLoc
+from specdec.kvcache.stores import KVStore, LayerKV
+from specdec.kvcache.table import RequestTable, Rows
+
+
+class CheckedBackend:
+    """`backend`, watched by `sanitizer`."""
+
+    def __init__(self, backend: Backend, sanitizer: Sanitizer) -> None:
+        self.backend = backend
+        self.sanitizer = sanitizer
+        self.name = backend.name
+
+    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> Located:
+        return self.backend.locate(table, rows, committed_len, num_queries)
+
+    def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:
+        self._check_lengths(plan)
+        slots = self.sanitizer.table.slots.tensor[plan.rows]  # [B, W] of each row, by position
+        if space is Space.SWA:
+            slots = self.sanitizer.allocator.translate(FullLoc(slots))
+        self._check_writes(plan, space, slots)
+        self._check_reads(plan, space, slots)
+        return partial(self._attend, self.backend.attention(plan, space, window), plan, space)
+
+    def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
+        return CheckedDraft(self.backend.draft_block(store, draft), draft, self.sanitizer)
+
+    def store(self, layer: LayerKV, slots: FullLoc | SwaLoc, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.backend.store(layer, slots, k, v)
+
+    def move(self, store: KVStore, space: Space, source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc) -> None:
+        self.backend.move(store, space, source, destination)
+
+    def select_tree(
+        self,
+        root: torch.Tensor,
+        tokens: torch.Tensor,
+        scores: torch.Tensor,
+        parents: torch.Tensor,
+        *,
+        num_nodes: int,
+        num_levels: int,
+    ) -> DraftTree:
+        return self.backend.select_tree(root, tokens, scores, parents, num_nodes=num_nodes, num_levels=num_levels)
+
+    def accept(self, tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
+        return self.backend.accept(tree, target_tokens)
+
+    def _check_lengths(self, plan: KVPlan) -> None:
+        """A run may begin anywhere in what is committed, trees and frozen drafts stand right behind it."""
+        planned, committed = plan.committed_len, self.sanitizer.table.committed_len.tensor[plan.rows]
+        wrong = planned > committed if plan.block_len is not None else planned != committed
+        wrong &= self._real(plan)
+        shown = (planned[:, None], committed[:, None], planned[:, None])
+        self.sanitizer.note(Fault.LENGTH, Space.FULL, wrong[:, None], plan.rows, *shown)
+
+    def _check_writes(self, plan: KVPlan, space: Space, slots: torch.Tensor) -> None:
+        if plan.write_full is None:
+            return
+        write = plan.write_slots(space).view(plan.positions.shape)  # [B, N]
+        steps = torch.arange(write.shape[1], device=write.device)
+        positions = plan.committed_len[:, None] + steps  # node n lies at S + n, whatever its depth
+        inside = positions < slots.shape[1]
+        wanted = slots.gather(1, positions.clamp(max=slots.shape[1] - 1))
+        own = self._own(plan)
+        wanted = torch.where(own & inside, wanted, NULL_SLOT)
+        wrong = (write != wanted) | (own & (write == NULL_SLOT))
+        self.sanitizer.note(Fault.WRITE, space, wrong, plan.rows, positions, write, wanted)
+        owners = self.sanitizer.owners.tensor[plan.write_slots(Space.FULL).view_as(write) // plan.page_size]
+        self.sanitizer.note(Fault.SHARED, space, own & (owners > 1), plan.rows, positions, write, wanted)
+
+    def _check_reads(self, plan: KVPlan, space: Space, slots: torch.Tensor) -> None:
+        page_size, length = plan.page_size, plan.committed_len[:, None]
+        pages, start = plan.prefix.pages(space)  # [B, P], [B]
+        columns = torch.arange(pages.shape[1], device=pages.device)
+        positions = start[:, None] + columns * page_size
+        wanted = slots.gather(1, positions.clamp(max=slots.shape[1] - 1)) // page_size
+        read = (positions < length) & self._real(plan)[:, None]
+        wrong = read & ((pages != wanted) | (pages == NULL_SLOT))
+        self.sanitizer.note(Fault.READ, space, wrong, plan.rows, positions, pages * page_size, wanted * page_size)
+
+        retain = self.sanitizer.table.retain
+        oldest = torch.zeros_like(length)
+        if space is Space.SWA and retain is not None:
+            oldest = (length - retain).clamp(min=0)
+        end = start[:, None] + pages.shape[1] * page_size
+        short = ((start[:, None] > oldest) | (end < length)) & self._real(plan)[:, None]
+        missing = torch.where(start[:, None] > oldest, oldest, end)
+        lost = slots.gather(1, missing.clamp(max=slots.shape[1] - 1))
+        self.sanitizer.note(Fault.COVER, space, short, plan.rows, missing, lost, lost)
+
+    def _attend(
+        self, attend: Attend, plan: KVPlan, space: Space, query: torch.Tensor, *args: Any, **options: Any
+    ) -> Any:
+        out = attend(query, *args, **options)  # [B, N, Hq, D]
+        broken = query.isfinite().flatten(3).all(-1).all(1) & ~out.isfinite().flatten(2).all(-1)  # [B, N]
+        null = torch.zeros_like(plan.positions)
+        self.sanitizer.note(Fault.POISON, space, broken & self._own(plan), plan.rows, plan.positions, null, null)
+        return out
+
+    def _real(self, plan: KVPlan) -> torch.Tensor:
+        """[B]: no padding."""
+        return plan.rows != self.sanitizer.table.padding_row
+
+    def _own(self, plan: KVPlan) -> torch.Tensor:
+        """[B, N]: queries that exist."""
+        steps = torch.arange(plan.positions.shape[1], device=plan.positions.device)
+        real = self._real(plan)[:, None].expand_as(plan.positions)
+        return real if plan.block_len is None else real & (steps < plan.block_len[:, None])
+
+
+class CheckedDraft:
+    """A draft in progress whose attention must be finite where its queries are."""
+
+    def __init__(self, block: DraftBlock, draft: Draft, sanitizer: Sanitizer) -> None:
+        self.block = block
+        self.draft = draft
+        self.sanitizer = sanitizer
+        self.level = -1
+
+    def enter_level(self, origin: torch.Tensor | None) -> None:
+        self.level += 1
+        self.block.enter_level(origin)
+
+    def destination(self, layer: int) -> tuple[LayerKV, FullLoc]:
+        return self.block.destination(layer)
+
+    def attend(self, layer: int, query: torch.Tensor, *, scaling: float) -> torch.Tensor:
+        out = self.block.attend(layer, query, scaling=scaling)  # [B, K, Hq, D]
+        broken = query.isfinite().flatten(3).all(-1).all(1) & ~out.isfinite().flatten(2).all(-1)  # [B, K]
+        rows = self.draft.rows.index
+        broken &= (rows != self.sanitizer.table.padding_row)[:, None]
+        positions = self.draft.positions[self.level][:, None]
+        null = torch.zeros_like(positions)
+        self.sanitizer.note(Fault.POISON, Space.FULL, broken, rows, positions, null, null)
+        return out

@@ -1,0 +1,227 @@
+"""`SPECDEC_SANITIZE=1`: what nobody owns holds NaN, and locations are checked before a forward uses them.
+
+    before every launch    `check`: each slot in the table exists, is held, has its peer and as many owners as it may have
+    while planning         `note`: a plan differs from the table (`attention/checked_backend.py` compares the two)
+    when a page is freed   its K/V become NaN in every store, so that whoever still reads it shows
+
+Page 0, which takes the writes of padding, stays finite: kernels read it where a table has nothing. What a plan does wrong
+is found by tensor operations alone and written to a record on the device, so that captured rounds are checked at every
+replay; the host reads the record where it may (`verdict`). It knows no plan and no request.
+"""
+
+import os
+from collections.abc import Callable
+from enum import IntEnum
+
+import numpy as np
+import torch
+
+from specdec.errors import LocationError
+from specdec.kvcache.mirror import IntArray, MirroredArray
+from specdec.kvcache.spaces import Space
+from specdec.kvcache.stores import KVStore
+from specdec.kvcache.table import RequestTable
+
+SETTING = "SPECDEC_SANITIZE"
+Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
+"""As in `specdec.graphs`."""
+SPACES = tuple(Space)
+BLAME = f"(found by {SETTING}=1; this is a defect of specdec or of a drafter, no user's mistake)"
+
+
+class Fault(IntEnum):
+    """What a plan can do wrong; its text goes on behind "row 3, position 17: "."""
+
+    WRITE = 1
+    SHARED = 2
+    READ = 3
+    COVER = 4
+    LENGTH = 5
+    POISON = 6
+
+
+TEXTS = {
+    Fault.WRITE: "would write to {slot}, where the request table has {wanted}",
+    Fault.SHARED: "would write to {slot}, which has several owners",
+    Fault.READ: "would read {slot}, where the request table has {wanted}",
+    Fault.COVER: "would not see {wanted}: its page table does not cover the prefix, or not the window",
+    Fault.LENGTH: "is planned behind a prefix of {wanted_number} tokens, while {number} are committed",
+    Fault.POISON: "attends to a {space} slot that holds no key of its request: finite queries came out as NaN",
+}
+
+
+def sanitize_wanted() -> bool:
+    """Is the environment variable set? Engines ask once, when they are made."""
+    return os.environ.get(SETTING, "") not in ("", "0")
+
+
+class Sanitizer:
+    """Watches one table, its allocator and the stores behind its slots."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self.table = table
+        self.allocator = table.allocator
+        self.stores: list[KVStore] = []
+        pages = self.allocator.full.capacity + 1
+        self.owners = MirroredArray((pages,), self.allocator.device)  # of each full page, at the last `check`
+        self._record = torch.zeros(5, dtype=torch.int64, device=self.allocator.device)  # the first fault: see `note`
+        self._capturing = False
+        self.allocator.full.on_free = lambda freed: self._poison(Space.FULL, freed)
+        if self.allocator.swa is not None:
+            self.allocator.swa.on_free = lambda freed: self._poison(Space.SWA, freed)
+
+    def watch(self, store: KVStore) -> None:
+        """One more store: nothing has been written to it, so all of it is poison but page 0."""
+        self.stores.append(store)
+        for space in SPACES:
+            for tensor in store.tensors(space):
+                tensor[self.allocator.page_size :] = torch.nan
+
+    def clear(self) -> None:
+        """The stores are gone."""
+        self.stores.clear()
+
+    def blind(self, capture: Capture) -> Capture:
+        """The same capture; within, nothing is read back: faults stay in the record until somebody asks."""
+
+        def captured(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+            self._capturing = True
+            try:
+                return capture(program)
+            finally:
+                self._capturing = False
+
+        return captured
+
+    def note(
+        self,
+        fault: Fault,
+        space: Space,
+        found: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        wanted: torch.Tensor,
+    ) -> None:
+        """Report the first place [B, M] where `found`, if there is one: row [B], position, slot and wanted slot [B, M]."""
+        if found.numel() == 0:
+            return
+        flat = found.reshape(-1)
+        first = flat.long().argmax()[None]
+        code = torch.full_like(first, fault * len(SPACES) + SPACES.index(space))
+        of_row = rows[:, None].expand_as(found)
+        values = [x.expand_as(found).reshape(-1).index_select(0, first) for x in (of_row, positions, slots, wanted)]
+        fresh = torch.cat([code, *(value.long() for value in values)])
+        self._record.copy_(torch.where(flat.any() & (self._record[0] == 0), fresh, self._record))
+        if not self._capturing:
+            self.verdict()
+
+    def verdict(self) -> None:
+        """Raise LocationError for the first fault in the record. Waits for the device."""
+        code, row, position, slot, wanted = self._record.tolist()
+        if code == 0:
+            return
+        self._record.zero_()
+        fault, space = Fault(code // len(SPACES)), SPACES[code % len(SPACES)]
+        text = TEXTS[fault].format(
+            slot=self._slot(space, slot),
+            wanted=self._slot(space, wanted),
+            space=space.value,
+            number=slot,
+            wanted_number=wanted,
+        )
+        raise LocationError(f"row {row}, position {position}: {text} {BLAME}")
+
+    def check(self) -> None:
+        """Assert that what the rows of the table name is theirs, from the host's side alone.
+
+        Rounds under way reorder slots within a row and change nothing of this. Raises LocationError.
+        """
+        allocator, page_size = self.allocator, self.allocator.page_size
+        table, mapping = self.table, self.allocator.full_to_swa.host
+        count = np.zeros(allocator.full.capacity + 1, dtype=np.int64)
+        for row in table.active_rows.tolist():
+            capacity, committed = int(table.capacity[row]), int(table.committed_len.host[row])
+            slots = table.slots.host[row, :capacity]
+            positions = np.arange(capacity)
+            in_bounds = (slots >= page_size) & (slots < allocator.num_slots(Space.FULL))
+            self._require(in_bounds, row, positions, slots, Space.FULL, "is outside of the pool")
+            pages = slots // page_size
+            self._require(allocator.full.is_held(pages), row, positions, slots, Space.FULL, "has been freed")
+            in_page = slots % page_size == positions % page_size
+            self._require(in_page, row, positions, slots, Space.FULL, "is out of its place in the page")
+            if committed > capacity:
+                raise LocationError(
+                    f"row {row}: {committed} tokens are committed, but it owns {capacity} slots {BLAME}"
+                )
+            count[pages[::page_size]] += 1
+            if allocator.swa is None:
+                continue
+            kept = positions[int(table.evicted_len[row]) :]
+            peers = mapping[slots[kept]]
+            mapped = (peers >= page_size) & (peers < allocator.num_slots(Space.SWA))
+            self._require(mapped, row, kept, peers, Space.SWA, f"is no peer of full slots {_few(slots[kept][~mapped])}")
+            self._require(allocator.swa.is_held(peers // page_size), row, kept, peers, Space.SWA, "has been freed")
+        self._check_peers(mapping)
+        self._check_owners(count)
+
+    def _check_peers(self, mapping: IntArray) -> None:
+        """No SWA slot is the peer of two full slots."""
+        if self.allocator.swa is None:
+            return
+        times = np.bincount(mapping, minlength=2)
+        times[0] = 0
+        if (times > 1).any():
+            peer = int(times.argmax())
+            both = np.flatnonzero(mapping == peer)
+            raise LocationError(f"full slots {_few(both)} have the same peer, swa slot {peer} {BLAME}")
+
+    def _check_owners(self, count: IntArray) -> None:
+        """No full page is in more rows than it has owners; `owners` follows."""
+        owners = self.allocator.full.owners(np.arange(len(count)))
+        over = np.flatnonzero(count > owners)
+        if len(over):
+            slot = int(over[0]) * self.allocator.page_size
+            raise LocationError(
+                f"{self._slot(Space.FULL, slot)} is in {count[over[0]]} rows and has {owners[over[0]]} owners {BLAME}"
+            )
+        changed = np.flatnonzero(owners != self.owners.host)
+        self.owners[changed] = owners[changed]
+
+    def _require(
+        self, right: np.ndarray, row: int, positions: IntArray, slots: IntArray, space: Space, text: str
+    ) -> None:
+        if not right.all():
+            first = int(np.argmin(right))
+            where = f"row {row}, position {positions[first]}"
+            raise LocationError(f"{where}: {self._slot(space, int(slots[first]))} {text} {BLAME}")
+
+    def _slot(self, space: Space, slot: int) -> str:
+        """A slot and its owners, in words."""
+        name = f"{space.value} slot {slot}"
+        if slot < self.allocator.page_size:
+            return f"{name} (padding)"
+        table, held = self.table, slice(None)
+        rows = []
+        for row in table.active_rows.tolist():
+            held = slice(0, int(table.capacity[row]))
+            slots = table.slots.host[row, held]
+            if slot in (slots if space is Space.FULL else self.allocator.full_to_swa.host[slots]):
+                rows.append(row)
+        if rows:
+            return f"{name} (of row {' and '.join(map(str, rows))})"
+        pool = self.allocator.full if space is Space.FULL else self.allocator.swa
+        page = slot // self.allocator.page_size
+        free = pool is None or page > pool.capacity or not pool.is_held(np.array([page]))[0]
+        return f"{name} ({'free' if free else 'of no row'})"
+
+    def _poison(self, space: Space, pages: IntArray) -> None:
+        page_size, device = self.allocator.page_size, self.allocator.device
+        slots = torch.from_numpy((pages[:, None] * page_size + np.arange(page_size)).reshape(-1)).to(device)
+        for store in self.stores:
+            for tensor in store.tensors(space):
+                tensor.index_fill_(0, slots, torch.nan)
+
+
+def _few(slots: IntArray) -> str:
+    return ", ".join(map(str, slots[:4].tolist())) + (", ..." if len(slots) > 4 else "")
