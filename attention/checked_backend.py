@@ -1,6 +1,6 @@
 """A backend that compares every plan with the request table before a forward uses it: see `kvcache/sanitize.py`.
 
-It stands in front of the backend that computes and changes nothing of what that does. For B rows with S tokens committed:
+It stands in front of the backend that computes, and changes nothing of that. For B rows with S tokens committed:
 
     write[b, n]   the slot of position S + n of the row, in the space asked for; the null slot on padding; of one owner
     pages[b, j]   the page of position start + j * page_size of the row, as far as that is below S

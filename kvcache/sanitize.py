@@ -1,12 +1,12 @@
 """`SPECDEC_SANITIZE=1`: what nobody owns holds NaN, and locations are checked before a forward uses them.
 
-    before every launch    `check`: each slot in the table exists, is held, has its peer and as many owners as it may have
+    before every launch    `check`: slots in the table exist, are held, have peers, and no more owners than they may
     while planning         `note`: a plan differs from the table (`attention/checked_backend.py` compares the two)
     when a page is freed   its K/V become NaN in every store, so that whoever still reads it shows
 
-Page 0, which takes the writes of padding, stays finite: kernels read it where a table has nothing. What a plan does wrong
-is found by tensor operations alone and written to a record on the device, so that captured rounds are checked at every
-replay; the host reads the record where it may (`verdict`). It knows no plan and no request.
+Page 0, which takes the writes of padding, stays finite: kernels read it where a table has nothing. What a plan does
+wrong is found by tensor operations alone and written to a record on the device, so that captured rounds are checked at
+every replay; the host reads the record where it may (`verdict`). It knows no plan and no request.
 """
 
 import os
@@ -103,7 +103,7 @@ class Sanitizer:
         slots: torch.Tensor,
         wanted: torch.Tensor,
     ) -> None:
-        """Report the first place [B, M] where `found`, if there is one: row [B], position, slot and wanted slot [B, M]."""
+        """Report the first place where `found` [B, M], if any: its row [B], position, slot and wanted slot [B, M]."""
         if found.numel() == 0:
             return
         flat = found.reshape(-1)

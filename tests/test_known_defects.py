@@ -1,0 +1,302 @@
+"""Five defects that engines of this kind have had, each kept out by a check that is known to be able to fail.
+
+Of every defect: the check holds, and with the defect seeded it does not, be it by other tokens or drafts than those of
+the request alone, or by the sanitizer, which names the place. Load is what brings them out: several rows, SWA slots
+that evictions have left far from the full ones, pools so short that slots change hands.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tape import record
+
+import specdec.engine
+from specdec import DraftTree, Engine, SamplingParams, SpecConfig
+from specdec.attention.plan import KVPlan, Located
+from specdec.attention.reference import VisibleKeys
+from specdec.attention.torch_backend import SlotTables, TorchBackend
+from specdec.draft_models.base import DraftBatch
+from specdec.errors import LocationError
+from specdec.kvcache.spaces import FullLoc, SlotTable, Space, SwaLoc
+
+NEW = 12
+LENGTHS = (1, 33, 7, 21, 2, 40, 13, 26, 18, 5)
+TREE, CHAIN = SpecConfig(3, 2, 6), SpecConfig(3)
+LOAD = {"max_batch_size": 6, "full_slots": 150, "swa_slots": 150, "prefill_chunk": 16}
+NEARLY_FULL = {"max_batch_size": 4, "prefill_chunk": 64, "full_slots": 300, "swa_slots": 66}
+Seed = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.fixture
+def load(
+    make_target, make_assistant, make_engine, random_prompt, greedy_oracle, scripted, tree_script, monkeypatch
+) -> Callable[..., None]:
+    """load(seed=None, sanitize=False, drafter=..., spec=..., captured=False, fullest=None, **config): the check of all.
+
+    Serves all requests at once. Each must have the tokens of the target alone, and behind any of its tokens the drafts
+    of its lone run in a roomy engine: what a drafter reads shows in nothing else. fullest: the share of the SWA pool
+    that must be in use at some time.
+    """
+    model = make_target("gemma4-e2b")
+    prompts = [random_prompt(length) for length in LENGTHS]
+    truths = [greedy_oracle(model, prompt, NEW + 4) for prompt in prompts]
+    params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+
+    def drafter_of(name: str | None) -> Any:
+        if name == "trees":  # often right, often deep
+            return scripted(tree_script([prompt + truth for prompt, truth in zip(prompts, truths, strict=True)]))
+        return make_assistant(model) if name == "mtp" else name
+
+    def check(
+        seed: Seed | None = None,
+        *,
+        sanitize: bool,
+        drafter: str | None,
+        spec: SpecConfig = CHAIN,
+        captured: bool = False,
+        fullest: float = 0.0,
+        **config: Any,
+    ) -> None:
+        lone = make_engine(model, drafter_of(drafter), spec=spec)
+        drafts_alone = recorded_drafts(lone)
+        for prompt in prompts:
+            lone.generate(prompt, params)
+        with monkeypatch.context() as patch:
+            patch.setenv("SPECDEC_SANITIZE", str(int(sanitize)))
+            patch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
+            if seed is not None:
+                seed(patch)
+            crowded = make_engine(model, drafter_of(drafter), spec=spec, **{**LOAD, **config})
+            drafts = {} if captured else recorded_drafts(crowded)  # which needs values on the host
+            held = []
+            forward = crowded.target.forward
+            crowded.target.forward = lambda *args: held.append(pool.held_pages) or forward(*args)
+            pool = crowded.table.allocator.swa
+            outputs = crowded.generate(prompts, params)
+            assert [out.token_ids for out in outputs] == [truth[:NEW] for truth in truths]
+            both = drafts.keys() & drafts_alone.keys()
+            assert bool(both) == (drafter is not None and not captured)
+            assert {known: drafts[known] for known in both} == {known: drafts_alone[known] for known in both}
+            assert fullest * pool.capacity <= max(held)
+            crowded.table.check()
+
+    return check
+
+
+def recorded_drafts(engine: Engine) -> dict[tuple[int, ...], list[int]]:
+    """Tokens so far -> the tokens of the tree behind them, filled while the engine runs."""
+    drafts: dict[tuple[int, ...], list[int]] = {}
+    worker = engine.round.worker
+    if worker is None:
+        return drafts
+    propose = worker.propose
+
+    def recorded(batch: DraftBatch) -> DraftTree:
+        tree = propose(batch)
+        for known, length, tokens in zip(
+            batch.history.tolist(), batch.history_len.tolist(), tree.tokens.tolist(), strict=True
+        ):
+            if batch.num_steps == 3:  # later ones are shortened by whoever is beside it
+                drafts[tuple(known[:length])] = tokens
+        return tree
+
+    worker.propose = recorded
+    return drafts
+
+
+@contextmanager
+def seen(sanitize: bool, *others: type[Exception]) -> Iterator[None]:
+    """What is seeded shows: as other tokens or drafts, or to the sanitizer, which names the place."""
+    if sanitize:
+        with pytest.raises(LocationError, match=r"^row \d+, position \d+: .*(full|swa) slot"):
+            yield
+    else:
+        with pytest.raises((AssertionError, *others), match=r"assert .* == |index out of range"):
+            yield
+
+
+def for_kind(kind: str) -> Callable[[KVPlan], bool]:
+    if kind == "extend":
+        return lambda plan: plan.block_len is not None
+    if kind == "frozen":
+        return lambda plan: plan.write_full is None
+    return lambda plan: plan.tree is not None and not plan.tree.is_chain
+
+
+def read_own_keys_by_full_slots(kind: str) -> Seed:
+    """The forward's own tokens are read with full slots where the sliding layers have written SWA slots."""
+
+    def seed(patch: pytest.MonkeyPatch) -> None:
+        right, wanted = VisibleKeys.of, for_kind(kind)
+
+        def wrong(plan: KVPlan, table: Any, space: Space, window: int | None) -> VisibleKeys:
+            keys = right(plan, table, space, window)
+            if space is Space.SWA and wanted(plan):
+                own = plan.positions.shape[1]
+                untranslated = plan.write_full.view(plan.positions.shape)
+                return VisibleKeys(torch.cat([keys.slots[:, :-own], untranslated], dim=1), keys.bias)
+            return keys
+
+        patch.setattr(VisibleKeys, "of", staticmethod(wrong))
+
+    return seed
+
+
+def write_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch) -> None:
+    """The same the other way round: written with full slots, read with SWA slots."""
+    right = KVPlan.write_slots
+
+    def wrong(plan: KVPlan, space: Space) -> FullLoc | SwaLoc:
+        return right(plan, Space.FULL if plan.block_len is not None else space)
+
+    patch.setattr(KVPlan, "write_slots", wrong)
+
+
+def derive_the_pool_once(patch: pytest.MonkeyPatch) -> None:
+    """A frozen drafter's backend knows one pool, the full one, and reads sliding layers through its table."""
+    right = TorchBackend.attention
+
+    def wrong(backend: TorchBackend, plan: KVPlan, space: Space, window: int | None) -> Any:
+        if plan.write_full is None and space is Space.SWA:
+            assert isinstance(plan.prefix, SlotTables)
+            start, length = plan.prefix.swa.start, plan.prefix.swa.slots.shape[1]
+            columns = (start[:, None] + torch.arange(length)).clamp(max=plan.prefix.full.slots.shape[1] - 1)
+            full = plan.prefix.full.slots.gather(1, columns)
+            tables = SlotTables(plan.prefix.full, SlotTable(SwaLoc(full), start, plan.page_size))
+            stale = object.__new__(KVPlan)
+            for name in KVPlan.__slots__:
+                object.__setattr__(stale, name, getattr(plan, name))
+            object.__setattr__(stale, "prefix", tables)
+            return right(backend, stale, space, window)
+        return right(backend, plan, space, window)
+
+    patch.setattr(TorchBackend, "attention", wrong)
+
+
+def leave_the_draft_untranslated(patch: pytest.MonkeyPatch) -> None:
+    """A tree's part of the SWA table keeps full slots: its nodes are written and read there, into others' keys."""
+    right = TorchBackend.locate
+
+    def wrong(backend: TorchBackend, table: Any, rows: Any, committed_len: torch.Tensor, num_queries: int) -> Located:
+        located = right(backend, table, rows, committed_len, num_queries)
+        return located._replace(write_swa=SwaLoc(located.write_full)) if num_queries == 4 else located
+
+    patch.setattr(TorchBackend, "locate", wrong)
+
+
+def keep_the_translation(patch: pytest.MonkeyPatch) -> None:
+    """Tables and locations are remembered by shape: a captured round holds those of the round before its capture."""
+    right, made = TorchBackend.locate, {}
+
+    def wrong(backend: TorchBackend, table: Any, rows: Any, committed_len: torch.Tensor, num_queries: int) -> Located:
+        key = len(rows.index), rows.longest, num_queries
+        if key not in made or not torch.utils._python_dispatch._get_current_dispatch_mode():
+            made[key] = right(backend, table, rows, committed_len, num_queries)
+        return made[key]
+
+    patch.setattr(TorchBackend, "locate", wrong)
+
+
+def use_a_stale_location(patch: pytest.MonkeyPatch) -> None:
+    """The SWA slots of a prefill are kept where the forward behind it finds them instead of its own."""
+    right, kept = KVPlan.write_slots, {}
+
+    def wrong(plan: KVPlan, space: Space) -> FullLoc | SwaLoc:
+        slots = right(plan, space)
+        if plan.block_len is None or space is Space.FULL:
+            return slots
+        before = kept.setdefault(len(slots), [])
+        if not any(plan is other for other, _ in before):
+            before.append((plan, slots))
+        return before[-2][1] if len(before) > 1 else slots
+
+    patch.setattr(KVPlan, "write_slots", wrong)
+
+
+def ignore_the_location(patch: pytest.MonkeyPatch) -> None:
+    """The precomputed SWA slots of a prefill are not used: keys go to the slots that come first in the pool."""
+    right = KVPlan.write_slots
+
+    def wrong(plan: KVPlan, space: Space) -> FullLoc | SwaLoc:
+        slots = right(plan, space)
+        if plan.block_len is None or space is Space.FULL:
+            return slots
+        return SwaLoc(1 + torch.arange(len(slots)) % 90)
+
+    patch.setattr(KVPlan, "write_slots", wrong)
+
+
+# extend tokens are read in the wrong space under load (SGLang #24395)
+
+
+@pytest.mark.parametrize("sanitize", [False, True])
+def test_extend_tokens_are_read_in_the_space_they_were_written_in(sanitize, load) -> None:
+    load(drafter="trees", sanitize=sanitize)
+
+
+@pytest.mark.parametrize("sanitize", [False, True])
+@pytest.mark.parametrize("seed", [read_own_keys_by_full_slots("extend"), write_extend_tokens_by_full_slots])
+def test_extend_tokens_read_in_the_wrong_space_are_seen(seed, sanitize, load) -> None:
+    with seen(sanitize):
+        load(seed, drafter="trees", sanitize=sanitize)
+
+
+# a pool that a backend knows from its start is not the one that a frozen drafter is lent (#26966, #27491)
+
+
+@pytest.mark.parametrize("sanitize", [False, True])
+def test_a_frozen_drafter_reads_the_lent_pool_when_the_swa_pool_is_nearly_full(sanitize, load) -> None:
+    load(drafter="mtp", fullest=0.9, sanitize=sanitize, **NEARLY_FULL)
+
+
+@pytest.mark.parametrize("sanitize", [False, True])
+def test_a_frozen_drafter_that_reads_another_pool_is_seen(sanitize, load) -> None:
+    with seen(sanitize, IndexError):  # slots of the larger pool may not be there
+        load(derive_the_pool_once, drafter="mtp", sanitize=sanitize, **NEARLY_FULL)
+
+
+# the draft part of a page table is not translated, with more than one branch (#24617)
+
+
+@pytest.mark.parametrize("sanitize", [False, True])
+def test_the_draft_part_of_a_trees_table_is_translated(sanitize, load) -> None:
+    load(drafter="trees", sanitize=sanitize)
+
+
+@pytest.mark.parametrize("sanitize", [False, True])
+@pytest.mark.parametrize("seed", [leave_the_draft_untranslated, read_own_keys_by_full_slots("tree")])
+def test_an_untranslated_draft_is_seen(seed, sanitize, load) -> None:
+    with seen(sanitize):
+        load(seed, drafter="trees", sanitize=sanitize)
+
+
+# a translation is remembered, and outlives its step across a graph replay (#26152)
+
+
+@pytest.mark.parametrize("sanitize", [False, True])
+def test_no_translation_outlives_its_step_across_a_replay(sanitize, load) -> None:
+    load(drafter="mtp", spec=TREE, captured=True, sanitize=sanitize)
+
+
+@pytest.mark.parametrize("sanitize", [False, True])
+def test_a_translation_that_outlives_its_step_is_seen(sanitize, load) -> None:
+    with seen(sanitize):
+        load(keep_the_translation, drafter="mtp", spec=TREE, captured=True, sanitize=sanitize)
+
+
+# a precomputed location of a prefill is stale, or ignored (#24138)
+
+
+@pytest.mark.parametrize("sanitize", [False, True])
+def test_a_prefill_writes_to_the_locations_of_its_own_plan(sanitize, load) -> None:
+    load(drafter=None, sanitize=sanitize)
+
+
+@pytest.mark.parametrize("sanitize", [False, True])
+@pytest.mark.parametrize("seed", [use_a_stale_location, ignore_the_location])
+def test_a_stale_or_ignored_location_is_seen(seed, sanitize, load) -> None:
+    with seen(sanitize):
+        load(seed, drafter=None, sanitize=sanitize)
