@@ -20,10 +20,19 @@ from specdec.attention.draft_block import Draft, DraftBlock
 from specdec.attention.plan import Attend, KVPlan, Located
 from specdec.attention.tree import DraftTree
 from specdec.attention.tree_walk import Accepted
-from specdec.kvcache.sanitize import Fault, Sanitizer
+from specdec.kvcache.cache import KVCache
+from specdec.kvcache.sanitize import Capture, Fault, Sanitizer, sanitize_wanted
 from specdec.kvcache.spaces import NULL_SLOT, FullLoc, Space, SwaLoc
 from specdec.kvcache.stores import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
+
+
+def sanitized(cache: KVCache, backend: Backend, capture: Capture | None) -> tuple[Backend, Capture | None]:
+    """What an engine is to use in their place: themselves, unless the environment asks for checks."""
+    if not sanitize_wanted():
+        return backend, capture
+    cache.sanitizer = sanitizer = Sanitizer(cache.table)
+    return CheckedBackend(backend, sanitizer), None if capture is None else sanitizer.blind(capture)
 
 
 class CheckedBackend:

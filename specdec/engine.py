@@ -24,13 +24,12 @@ from transformers import PreTrainedModel
 
 from specdec.arguments import params_for, require_fused, require_no_setting, require_parts, require_type
 from specdec.attention.backend import choose_backend
-from specdec.attention.checked_backend import CheckedBackend
+from specdec.attention.checked_backend import sanitized
 from specdec.config import EngineConfig, SamplingParams, SpecConfig, require_int
 from specdec.draft_models.base import Drafter
 from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.graphs import RoundGraphs, batch_sizes, capture_for
 from specdec.handle import Handle
-from specdec.kvcache.sanitize import Sanitizer, sanitize_wanted
 from specdec.launch import Launcher
 from specdec.layers.operations import choose_operations
 from specdec.models.loading import SHARED_OPTIONS, load_any_drafter, load_target, load_tokenizer
@@ -79,10 +78,7 @@ class Engine:
         lookahead = rounds_ahead * (self.spec.num_nodes if drafter is not None else 1)
         self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)
         self.table = self.cache.table
-        if sanitize_wanted():
-            self.cache.sanitizer = sanitizer = Sanitizer(self.table)
-            backend = CheckedBackend(backend, sanitizer)
-            capture = None if capture is None else sanitizer.blind(capture)
+        backend, capture = sanitized(self.cache, backend, capture)
         self.scheduler = Scheduler(
             self.table, max_model_len=self.max_model_len, prefill_chunk=self.config.prefill_chunk
         )
