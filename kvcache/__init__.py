@@ -1,10 +1,11 @@
-"""Index spaces, layout, the hybrid allocator, the request table, stores and the view a worker reads KV through."""
+"""Index spaces, layout, hybrid allocator, request table, prefix cache, stores, the view a worker reads KV through."""
 
 from specdec.errors import FrozenKVError, KVStateError, OutOfSlotsError, SpecDecError
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView, frozen_kv, own_view
 from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.layout import KVLayout, layout_from_config
+from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.spaces import FullLoc, SlotTable, Space, SwaLoc
 from specdec.kvcache.stores import KVStore
 from specdec.kvcache.table import RequestTable, Rows
@@ -21,6 +22,7 @@ __all__ = [
     "KVStore",
     "KVView",
     "OutOfSlotsError",
+    "PrefixCache",
     "RequestTable",
     "Rows",
     "SlotTable",

@@ -4,20 +4,38 @@ It is the only place that makes a `SwaLoc` from a `FullLoc`, the one object that
 resolved from it), and the holder of the FROZEN state. Paging is in lockstep: a full page has one SWA peer, or none
 once it is evicted. Invariants (`check`):
 
-    1. free + held = capacity, per pool; no page has two owners.
-    2. full_to_swa[slot] is 0 when unmapped or evicted; non-zero entries are distinct and never free.
+    1. free + held + cached = capacity, per pool; what a page is claimed by is counted exactly (`PagedAllocator`).
+    2. full_to_swa[slot] is 0 where nobody claims the SWA peer; non-zero entries are distinct and never free.
     4. alloc takes from both pools or from neither.
     5. free: read mapping, free SWA, clear mapping, free full; freeing twice raises.
     6. evict frees SWA slots only.        (3, windows stay mapped, needs lengths: `RequestTable.check`)
+
+A page may be held by several rows and kept by the prefix cache, its SWA peer by some of them: each gives up its own
+claim, and what nobody claims any more is free. Pages that only the cache claims are available: alloc takes them back.
 """
+
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from specdec.errors import DoubleFreeError, FrozenKVError, OutOfSlotsError
 from specdec.kvcache.mirror import IntArray, MirroredArray
-from specdec.kvcache.paged import PagedAllocator
+from specdec.kvcache.paged import BoolArray, PagedAllocator
 from specdec.kvcache.spaces import FullLoc, Space, SwaLoc
+
+
+class PageCache(Protocol):
+    """Keeps pages that rows have given back, until they are wanted again (`PrefixCache`)."""
+
+    def release(self, full_pages: int, swa_pages: int) -> None:
+        """Make that many more pages of each pool free, or as many as it alone claims."""
+
+    def reset(self) -> None:
+        """Forget everything: the pools have."""
+
+    def check(self) -> None:
+        """Assert that what it claims is what the pools say."""
 
 
 class HybridAllocator:
@@ -33,6 +51,7 @@ class HybridAllocator:
         self.full = PagedAllocator("full", full_pages)
         self.swa = None if swa_pages is None else PagedAllocator("swa", swa_pages)
         self.full_to_swa = MirroredArray(((full_pages + 1) * page_size,), device)
+        self.cache: PageCache | None = None
         self._frozen_for: list[object] = []  # workers with an open frozen view
 
     def num_slots(self, space: Space) -> int:
@@ -67,10 +86,11 @@ class HybridAllocator:
     @property
     def available_pages(self) -> int:
         """Pages that `alloc` can give now: the minimum of what both pools have."""
-        return min(self.full.free_pages, self.swa.free_pages) if self.swa is not None else self.full.free_pages
+        full = self.full.available_pages
+        return full if self.swa is None else min(full, self.swa.available_pages)
 
     def alloc(self, num_pages: int) -> FullLoc:
-        """Take whole pages from both pools, or from neither.
+        """Take whole pages from both pools, or from neither; the cache gives up what is not free.
 
         Returns their full slots [num_pages * page_size] int64 on the host, already mapped to SWA slots.
         Raises OutOfSlotsError, with nothing taken, when either pool has fewer.
@@ -78,40 +98,99 @@ class HybridAllocator:
         self.require_unfrozen("alloc")
         assert num_pages >= 0, f"{num_pages=}"
         if num_pages > self.available_pages:
-            swa = "" if self.swa is None else f", {self.swa.free_pages} of {self.swa.capacity} in the SWA pool"
-            raise OutOfSlotsError(
-                f"{num_pages} pages wanted; free: {self.full.free_pages} of {self.full.capacity} in the full pool{swa}"
-            )
+            pools = [(self.full, "full")] + ([] if self.swa is None else [(self.swa, "SWA")])
+            there = ", ".join(f"{pool.available_pages} of {pool.capacity} in the {name} pool" for pool, name in pools)
+            raise OutOfSlotsError(f"{num_pages} pages wanted; free: {there}")
+        full_short = num_pages - self.full.free_pages
+        swa_short = 0 if self.swa is None else num_pages - self.swa.free_pages
+        if self.cache is not None and (full_short > 0 or swa_short > 0):
+            self.cache.release(max(full_short, 0), max(swa_short, 0))
         slots = self._slots(self.full.alloc(num_pages))
         if self.swa is not None and num_pages:
             self.full_to_swa[slots] = self._slots(self.swa.alloc(num_pages))
         return FullLoc(torch.from_numpy(slots))
 
-    def free(self, slots: FullLoc) -> None:
-        """Give back whole pages, named by all their slots. Raises DoubleFreeError when one is not held."""
+    def share(self, pages: IntArray, num_evicted: int) -> FullLoc:
+        """One more row holds `pages`, and the SWA peers of all but the first `num_evicted`; their full slots."""
+        self.require_unfrozen("share")
+        self.full.share(pages)
+        if self.swa is not None:
+            self.swa.share(self._swa_peers(pages[num_evicted:]))
+        return FullLoc(torch.from_numpy(self._slots(pages)))
+
+    def free(self, slots: FullLoc, *, evicted: bool = False) -> None:
+        """A row gives back whole pages, named by all their slots. Raises DoubleFreeError when one is not held.
+
+        evicted: it had given up their SWA peers before; those that are mapped yet are claimed by others.
+        """
         self.require_unfrozen("free")
         pages = self._pages(slots, "free")
         self.full.require_held(pages)
-        self._release_swa(pages)
+        if self.swa is not None and not evicted:
+            peers = self._swa_peers(pages)
+            mapped = peers != 0
+            self._release_swa(pages[mapped], peers[mapped])
         self.full.free(pages)
 
     def evict(self, slots: FullLoc) -> None:
-        """Free the SWA peers of whole pages; their full slots stay held. Raises DoubleFreeError on an evicted page."""
+        """A row gives up the SWA peers of whole pages; their full slots stay held. Raises DoubleFreeError on an
+        evicted page."""
         self.require_unfrozen("evict")
         pages = self._pages(slots, "evict")
         if self.swa is None:
             return
         self.full.require_held(pages)
-        if (self.full_to_swa.host[pages * self.page_size] == 0).any():
+        peers = self._swa_peers(pages)
+        if not peers.all():
             raise DoubleFreeError(f"SWA pool: pages {pages.tolist()} are not all mapped; some were evicted before")
-        self._release_swa(pages)
+        self._release_swa(pages, peers)
+
+    def keep(self, pages: IntArray, num_evicted: int) -> None:
+        """The cache claims `pages` that rows hold, and the SWA peers of all but the first `num_evicted`."""
+        self.require_unfrozen("keep")
+        self.full.keep(pages)
+        self.keep_swa(pages[num_evicted:])
+
+    def keep_swa(self, pages: IntArray) -> None:
+        """The cache claims the SWA peers of `pages`, which rows hold."""
+        self.require_unfrozen("keep")
+        if self.swa is not None:
+            self.swa.keep(self._swa_peers(pages))
+
+    def forget(self, pages: IntArray) -> None:
+        """The cache gives up `pages` and what it has of their SWA peers."""
+        self.require_unfrozen("forget")
+        self.forget_swa(pages[self.is_kept_in_swa(pages)])
+        self.full.forget(pages)
+
+    def forget_swa(self, pages: IntArray) -> None:
+        """The cache gives up the SWA peers of `pages`."""
+        self.require_unfrozen("forget")
+        if self.swa is not None:
+            self._unmap(pages[self.swa.forget(self._swa_peers(pages))])
+
+    def is_mapped(self, pages: IntArray) -> BoolArray:
+        """Which of `pages` have an SWA peer."""
+        mapped: BoolArray = self._swa_peers(pages) != 0
+        return mapped
+
+    def is_kept_in_swa(self, pages: IntArray) -> BoolArray:
+        """Of which pages the cache claims the SWA peer."""
+        return np.zeros(len(pages), dtype=np.bool_) if self.swa is None else self.swa.is_kept(self._swa_peers(pages))
+
+    def is_idle_in_swa(self, pages: IntArray) -> BoolArray:
+        """Of which pages nobody but the cache claims the SWA peer."""
+        kept = self.is_kept_in_swa(pages)
+        return kept if self.swa is None else kept & ~self.swa.is_held(self._swa_peers(pages))
 
     def translate(self, slots: FullLoc) -> SwaLoc:
         """The SWA slots of `slots` (any shape, on the allocator's device); 0, the null slot, where there is none."""
         return SwaLoc(self.full_to_swa.tensor[slots])
 
     def reset(self) -> None:
-        """Forget every holder: all pages are free, nothing is mapped, nothing is frozen."""
+        """Forget every holder, the cache too: all pages are free, nothing is mapped, nothing is frozen."""
+        if self.cache is not None:
+            self.cache.reset()
         self.full.reset()
         if self.swa is not None:
             self.swa.reset()
@@ -121,6 +200,8 @@ class HybridAllocator:
     def check(self) -> None:
         """Assert invariants 1, 2 and 5; cheap enough to call after every operation of a test."""
         self.full.check()
+        if self.cache is not None:
+            self.cache.check()
         mapping = self.full_to_swa.host.reshape(-1, self.page_size)  # [pages, page_size]
         heads = mapping[:, 0]
         assert (mapping[0] == 0).all(), "page 0 is mapped"
@@ -134,9 +215,16 @@ class HybridAllocator:
         self.swa.check()
         swa_pages = heads[mapped] // self.page_size
         assert len(np.unique(swa_pages)) == len(swa_pages), "an SWA page has two owners"
-        assert self.swa.is_held(swa_pages).all(), "a mapped SWA page is free"
-        assert len(swa_pages) == self.swa.held_pages, "an SWA page is held but not mapped"
-        assert self.full.is_held(np.flatnonzero(mapped)).all(), "a free full page is mapped"
+        assert (self.swa.is_held(swa_pages) | self.swa.is_kept(swa_pages)).all(), "a mapped SWA page is free"
+        claimed = self.swa.capacity - self.swa.free_pages
+        assert len(swa_pages) == claimed, "an SWA page is held but not mapped"
+        pages = np.flatnonzero(mapped)
+        assert (self.full.is_held(pages) | self.full.is_kept(pages)).all(), "a free full page is mapped"
+        more = self.swa.num_holders(swa_pages) > self.full.num_holders(pages)
+        assert not more.any(), f"pages {pages[more].tolist()}: more rows hold the SWA peer than the page"
+        assert self.full.is_kept(pages[self.swa.is_kept(swa_pages)]).all(), (
+            "the cache keeps the peer of a page that it does not"
+        )
 
     def _slots(self, pages: IntArray) -> IntArray:
         return (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
@@ -150,10 +238,15 @@ class HybridAllocator:
             raise DoubleFreeError(f"{operation} takes whole pages of {self.page_size} slots, got slots {ids.tolist()}")
         return pages
 
-    def _release_swa(self, pages: IntArray) -> None:
-        """Free the SWA peers of those pages that still have one, and clear the mapping."""
-        if self.swa is None:
-            return
-        heads = self.full_to_swa.host[pages * self.page_size]
-        self.swa.free(heads[heads != 0] // self.page_size)
+    def _swa_peers(self, pages: IntArray) -> IntArray:
+        """The SWA page of each full page, 0 where there is none."""
+        return self.full_to_swa.host[pages * self.page_size] // self.page_size
+
+    def _release_swa(self, pages: IntArray, peers: IntArray) -> None:
+        """A row gives up `peers`, the SWA pages of `pages`."""
+        assert self.swa is not None
+        self._unmap(pages[self.swa.free(peers)])
+
+    def _unmap(self, pages: IntArray) -> None:
+        """The SWA peers of `pages` are free."""
         self.full_to_swa[self._slots(pages)] = 0

@@ -1,6 +1,10 @@
-"""Free pages of one pool: a stack, and who is held. It knows nothing of slots, requests or the other pool.
+"""Pages of one pool: a stack of the free ones, and who claims the others. It knows nothing of slots or the other pool.
 
-Page 0 takes the writes of padding: never free, never held. Invariant: free + held = capacity.
+    free     nobody claims it                     alloc: held by one row
+    held     by one row or more, whoever else     share, free: one row more, one less      keep: by the cache as well
+    cached   by the prefix cache alone            forget: the cache gives it up
+
+Page 0 takes the writes of padding: nobody ever claims it. Invariant: free + held + cached = capacity.
 """
 
 from collections.abc import Callable
@@ -10,6 +14,8 @@ import numpy as np
 from specdec.errors import DoubleFreeError, OutOfSlotsError
 from specdec.kvcache.mirror import IntArray
 
+BoolArray = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
 
 class PagedAllocator:
     """Pages 1..capacity of one pool."""
@@ -17,14 +23,16 @@ class PagedAllocator:
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
         self.capacity = capacity
-        self.on_free: Callable[[IntArray], None] | None = None  # told of every page that nobody holds any more
+        self.on_free: Callable[[IntArray], None] | None = None  # told of every page that nobody claims any more
         self.reset()
 
     def reset(self) -> None:
         """All pages are free."""
         self._stack: IntArray = np.arange(self.capacity, 0, -1, dtype=np.int64)  # the top: last of the first `_free`
         self._free = self.capacity
-        self._held = np.zeros(self.capacity + 1, dtype=np.bool_)
+        self._held: IntArray = np.zeros(self.capacity + 1, dtype=np.int64)  # how many rows hold each page
+        self._kept = np.zeros(self.capacity + 1, dtype=np.bool_)  # does the cache
+        self._cached = 0
         if self.on_free is not None:
             self.on_free(self._stack)
 
@@ -33,48 +41,111 @@ class PagedAllocator:
         return self._free
 
     @property
-    def held_pages(self) -> int:
-        return self.capacity - self._free
+    def cached_pages(self) -> int:
+        return self._cached
 
-    def is_held(self, pages: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    @property
+    def held_pages(self) -> int:
+        return self.capacity - self._free - self._cached
+
+    @property
+    def kept_pages(self) -> int:
+        """Pages that the cache claims, whoever else does."""
+        return int(np.count_nonzero(self._kept))
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that no row holds: free, or to be had from the cache."""
+        return self._free + self._cached
+
+    def is_held(self, pages: IntArray) -> BoolArray:
+        return self._held[pages] > 0
+
+    def is_kept(self, pages: IntArray) -> BoolArray:
+        return self._kept[pages]
+
+    def num_holders(self, pages: IntArray) -> IntArray:
+        """How many rows hold each of these pages."""
         return self._held[pages]
 
     def owners(self, pages: IntArray) -> IntArray:
-        """How many hold each of these pages."""
-        return self._held[pages].astype(np.int64)
+        """How many claim each of these pages, rows and the cache: with two, nobody may write there."""
+        return self._held[pages] + self._kept[pages]
 
     def alloc(self, count: int) -> IntArray:
-        """Take `count` pages, [count] int64. Raises OutOfSlotsError and takes none when there are fewer."""
+        """Take `count` pages, [count] int64. Raises OutOfSlotsError and takes none when fewer are free."""
         assert count >= 0, f"{count=}"
         if count > self._free:
             raise OutOfSlotsError(f"{self.name} pool: {count} pages wanted, {self._free} of {self.capacity} free")
         pages = self._stack[self._free - count : self._free][::-1].copy()
         self._free -= count
-        self._held[pages] = True
+        self._held[pages] = 1
         return pages
 
-    def free(self, pages: IntArray) -> None:
-        """Give `pages` back. Raises DoubleFreeError, and frees none, when one is not held or named twice."""
+    def share(self, pages: IntArray) -> None:
+        """One more row holds `pages`, which somebody claims already."""
+        self._require(self.is_held(pages) | self._kept[pages], pages, "free")
+        self._cached -= int(np.count_nonzero(self._held[pages] == 0))
+        self._held[pages] += 1
+
+    def free(self, pages: IntArray) -> BoolArray:
+        """One row gives `pages` back; which of them are free now.
+
+        Raises DoubleFreeError, and frees none, when one is not held by a row or named twice.
+        """
         self.require_held(pages)
-        self._held[pages] = False
-        self._stack[self._free : self._free + len(pages)] = pages[::-1]
-        self._free += len(pages)
-        if self.on_free is not None:
-            self.on_free(pages)
+        holders = self._held[pages] - 1
+        self._held[pages] = holders
+        left, kept = holders == 0, self._kept[pages]
+        self._cached += int(np.count_nonzero(left & kept))
+        return self._push(pages, left & ~kept)
+
+    def keep(self, pages: IntArray) -> None:
+        """The cache claims `pages`, which rows hold."""
+        self.require_held(pages)
+        self._require(~self._kept[pages], pages, "kept already")
+        self._kept[pages] = True
+
+    def forget(self, pages: IntArray) -> BoolArray:
+        """The cache gives `pages` up; which of them are free now."""
+        self._require(self._kept[pages], pages, "not kept")
+        self._kept[pages] = False
+        left = self._held[pages] == 0
+        self._cached -= int(np.count_nonzero(left))
+        return self._push(pages, left)
 
     def require_held(self, pages: IntArray) -> None:
-        """Raise DoubleFreeError unless all `pages` are held and none is named twice."""
+        """Raise DoubleFreeError unless rows hold all `pages` and none is named twice."""
         in_range = (pages >= 1) & (pages <= self.capacity)
         if not in_range.all() or not self._held[pages].all() or len(np.unique(pages)) != len(pages):
             bad = [int(p) for p in pages if not (1 <= p <= self.capacity) or not self._held[p]]
             raise DoubleFreeError(f"{self.name} pool: pages {bad or pages.tolist()} are not held, or named twice")
 
     def check(self) -> None:
-        """free + held = capacity, and no page is both or twice."""
+        """free + held + cached = capacity, and no page is two of them or twice one."""
         free = self._stack[: self._free]
         assert len(np.unique(free)) == len(free), f"{self.name}: a page is free twice"
         assert not self._held[free].any(), f"{self.name}: a free page is held"
-        assert not self._held[0], f"{self.name}: page 0 is held"
-        assert int(self._held.sum()) + self._free == self.capacity, (
-            f"{self.name}: held {int(self._held.sum())} + free {self._free} != {self.capacity}"
+        assert not self._kept[free].any(), f"{self.name}: a free page is kept by the cache"
+        assert not self._held[0] and not self._kept[0], f"{self.name}: page 0 is held"
+        assert (self._held >= 0).all(), f"{self.name}: a page is held by fewer than no rows"
+        held = int(np.count_nonzero(self._held))
+        cached = int(np.count_nonzero(self._kept & (self._held == 0)))
+        assert cached == self._cached, f"{self.name}: {cached} pages are the cache's alone, {self._cached} were counted"
+        assert held + cached + self._free == self.capacity, (
+            f"{self.name}: held {held} + cached {cached} + free {self._free} != {self.capacity}"
+        )
+
+    def _push(self, pages: IntArray, which: BoolArray) -> BoolArray:
+        """Those of `pages` become free."""
+        freed = pages[which]
+        self._stack[self._free : self._free + len(freed)] = freed[::-1]
+        self._free += len(freed)
+        if self.on_free is not None and len(freed):
+            self.on_free(freed)
+        return which
+
+    def _require(self, fine: BoolArray, pages: IntArray, what: str) -> None:
+        assert bool(fine.all()) and len(np.unique(pages)) == len(pages), (
+            f"{self.name} pool: of pages {pages.tolist()} some are {what}, or named twice"
         )

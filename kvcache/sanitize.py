@@ -178,12 +178,13 @@ class Sanitizer:
 
     def _check_owners(self, count: IntArray) -> None:
         """No full page is in more rows than it has owners; `owners` follows."""
-        owners = self.allocator.full.owners(np.arange(len(count)))
-        over = np.flatnonzero(count > owners)
+        full, pages = self.allocator.full, np.arange(len(count))
+        owners, holders = full.owners(pages), full.num_holders(pages)
+        over = np.flatnonzero(count > holders)
         if len(over):
             slot = int(over[0]) * self.allocator.page_size
             raise LocationError(
-                f"{self._slot(Space.FULL, slot)} is in {count[over[0]]} rows and has {owners[over[0]]} owners {BLAME}"
+                f"{self._slot(Space.FULL, slot)} is in {count[over[0]]} rows and has {holders[over[0]]} owners {BLAME}"
             )
         changed = np.flatnonzero(owners != self.owners.host)
         self.owners[changed] = owners[changed]

@@ -117,15 +117,36 @@ class RequestTable:
         return row
 
     def close(self, row: int) -> None:
-        """Free everything the row owns."""
+        """Give up everything the row owns."""
         self.allocator.require_unfrozen("close")
         self._require_active(row)
-        capacity = int(self.capacity[row])
-        self.allocator.free(self._owned(row, 0, capacity))
+        capacity, evicted = int(self.capacity[row]), int(self.evicted_len[row])
+        self.allocator.free(self._owned(row, evicted, capacity))
+        if evicted:
+            self.allocator.free(self._owned(row, 0, evicted), evicted=True)
         self.slots[row, :capacity] = 0
         self.committed_len[row] = 0
         self.capacity[row] = self.evicted_len[row] = 0
         self._active[row] = False
+
+    def adopt(self, row: int, pages: IntArray) -> None:
+        """Begin an empty row with `pages`, which others claim: they hold the K/V of its first tokens, now committed.
+
+        The last `retain` of these tokens must be mapped, or all of them.
+        """
+        self._require_active(row)
+        assert self.capacity[row] == 0, f"{row=} owns slots already"
+        page_size = self.allocator.page_size
+        length = len(pages) * page_size
+        evicted = 0 if self.retain is None else max(0, length - self.retain) // page_size
+        self.slots[row, :length] = self.allocator.share(pages, evicted).numpy()
+        self.capacity[row], self.evicted_len[row] = length, evicted * page_size
+        self.committed_len[row] = length
+
+    def pages(self, row: int, num_pages: int) -> IntArray:
+        """The first pages that a row owns, in order."""
+        page_size = self.allocator.page_size
+        return self.slots.host[row, : num_pages * page_size : page_size] // page_size
 
     def pages_needed(self, row: int, length: int) -> int:
         """Pages that `ensure(row, length)` would allocate."""
@@ -219,13 +240,13 @@ class RequestTable:
         return int(self.evicted_len[rows].sum() - before) // page_size
 
     def check(self) -> None:
-        """Assert the allocator's invariants, that rows own disjoint held pages, and invariant 3 (windows mapped)."""
+        """Assert the allocator's invariants, that rows own what they hold there, and invariant 3 (windows mapped)."""
         self.allocator.check()
         for mirrored in (self.slots, self.committed_len, self.allocator.full_to_swa):
             mirrored.check()
-        page_size = self.allocator.page_size
+        page_size, swa = self.allocator.page_size, self.allocator.swa
         mapping = self.allocator.full_to_swa.host
-        owned: list[int] = []
+        in_full, in_swa = (np.zeros(self.allocator.full.capacity + 1, dtype=np.int64) for _ in range(2))  # rows by page
         for row in range(self.max_requests + 1):
             slots = self.slots.host[row]
             capacity, length, evicted = (
@@ -241,15 +262,25 @@ class RequestTable:
             assert in_order.all() and (by_page[:, 0] % page_size == 0).all(), f"{row=}: not whole pages in order"
             pages = by_page[:, 0] // page_size
             assert 0 not in pages, f"{row=}: owns page 0"
-            owned.extend(pages.tolist())
+            assert len(np.unique(pages)) == len(pages), f"{row=}: owns a page twice"
+            in_full[pages] += 1
             if self.retain is not None:
                 window_start = max(0, length - self.retain)
                 assert evicted <= window_start, f"{row=}: evicted {evicted}, but the window starts at {window_start}"
-                assert (mapping[slots[:evicted]] == 0).all(), f"{row=}: an evicted token is mapped"
                 assert (mapping[slots[evicted:capacity]] != 0).all(), f"{row=}: a token in the window is unmapped"
-        assert len(set(owned)) == len(owned), "a page is owned by two rows"
-        assert self.allocator.full.is_held(np.array(owned, dtype=np.int64)).all(), "a row owns a free page"
-        assert len(owned) == self.allocator.full.held_pages, "a held page belongs to no row"
+                in_swa[pages[evicted // page_size :]] += 1
+        pages = np.flatnonzero(in_full)
+        assert self.allocator.full.is_held(pages).all(), "a row owns a free page"
+        holders = self.allocator.full.num_holders(pages)
+        assert (in_full[pages] <= holders).all(), "a page is owned by two rows, with fewer claims"
+        assert (in_full[pages] == holders).all(), "a page has more claims than rows that own it"
+        assert len(pages) == self.allocator.full.held_pages, "a held page belongs to no row"
+        if swa is not None:
+            peers = mapping[::page_size] // page_size
+            unclaimed = (peers != 0) & (in_swa == 0) & ~swa.is_kept(peers)
+            assert not unclaimed.any(), f"pages {np.flatnonzero(unclaimed).tolist()}: an evicted token is mapped"
+            wrong = (peers != 0) & (swa.num_holders(peers) != in_swa)
+            assert not wrong.any(), f"pages {np.flatnonzero(wrong).tolist()}: claims on the SWA peer are miscounted"
 
     def _owned(self, row: int, start: int, end: int) -> FullLoc:
         return FullLoc(torch.from_numpy(self.slots.host[row, start:end].copy()))

@@ -1,11 +1,11 @@
-"""Random histories of the whole KV cache against a dictionary of what every position must hold.
+"""Random histories of the whole KV cache against what every position must hold, which follows from its text alone.
 
-Each machine opens rows, writes the K/V of prefill chunks and trees where the plan says, commits, evicts,
-closes, and lends the pools to a frozen drafter that then tries everything it may not do. After every step each
-committed position still reads, in both spaces, the value that was written for it, and `table.check()` holds.
+Each machine opens rows with texts of two tokens, which often begin alike, and adopts what the prefix cache has of them;
+writes the K/V of prefill chunks and trees where the plan says, commits, evicts, keeps what is committed, closes, clears
+the cache, and lends the pools to a frozen drafter that then tries everything it may not do. K/V are the number of the
+text so far; a drafter's own are that of the text with one token more. After every step each committed position of a row
+and each page of the cache reads, in both spaces, what its text says, and `table.check()` holds.
 """
-
-import itertools
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from specdec.attention.tree import DraftTree
 from specdec.errors import FrozenKVError, KVStateError, OutOfSlotsError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout, LayerSpec
+from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.spaces import FullLoc, Space
 from specdec.kvcache.table import Move
 
@@ -46,6 +47,7 @@ class Worker:
 class KVMachine(RuleBasedStateMachine):
     page_size: int
     window: int | None
+    pairs: bool
 
     @initialize(full_tokens=st.integers(24, 96), swa_tokens=st.integers(16, 72))
     def start(self, full_tokens: int, swa_tokens: int) -> None:
@@ -60,15 +62,31 @@ class KVMachine(RuleBasedStateMachine):
             dtype=torch.float64,  # holds every value written below exactly
         )
         self.allocator = self.table.allocator
+        self.own = self.table.add_store(KVLayout.uniform(1, 1, 1), torch.float64)  # of a drafter that looks ahead
+        self.cache = PrefixCache(self.table.table, pairs=self.pairs)
         self.worker = Worker()
-        self.expected: dict[int, list[float]] = {}  # row -> the value of each committed position
-        self.values = itertools.count(1)
+        self.texts: dict[int, list[int]] = {}  # row -> its tokens; one more than are committed, or the rest of a prompt
+        self.ended: list[list[int]] = [[]]
+        self.numbers: dict[tuple[int, ...], float] = {}
+        self.hits = 0
 
     # helpers
 
+    @property
+    def expected(self) -> dict[int, list[float]]:
+        """Row -> the value of each committed position."""
+        return {row: self.of(text, int(self.table.committed_len.host[row])) for row, text in self.texts.items()}
+
+    def of(self, text: list[int], length: int, ahead: int = 0) -> list[float]:
+        """The values at the first positions of a text; `ahead`: of what sees more tokens than its own."""
+        return [self.number(text[: i + 1 + ahead]) for i in range(length)]
+
+    def number(self, text: list[int]) -> float:
+        return self.numbers.setdefault(tuple(text), float(len(self.numbers) + 1))
+
     def some_rows(self, seed: int) -> np.ndarray:
         rng = np.random.default_rng(seed)
-        rows = rng.permutation(sorted(self.expected))
+        rows = rng.permutation(sorted(self.texts))
         return rows[: rng.integers(1, len(rows) + 1)].astype(np.int64)
 
     def make_room(self, rows: np.ndarray, extra: np.ndarray) -> np.ndarray:
@@ -76,30 +94,39 @@ class KVMachine(RuleBasedStateMachine):
         done = []
         for row, more in zip(rows.tolist(), extra.tolist(), strict=True):
             before = kv_contents(self.table)
-            needed = self.table.pages_needed(row, len(self.expected[row]) + more)
-            fits = needed <= self.allocator.available_pages
-            if fits and len(self.expected[row]) + more <= self.table.slots.host.shape[1]:
-                self.table.ensure(row, len(self.expected[row]) + more)
+            wanted = int(self.table.committed_len.host[row]) + more
+            fits = self.table.pages_needed(row, wanted) <= self.allocator.available_pages
+            if fits and wanted <= self.table.slots.host.shape[1]:
+                self.table.ensure(row, wanted)
                 done.append(row)
             else:
                 with pytest.raises(OutOfSlotsError):
-                    self.table.ensure(row, len(self.expected[row]) + more)
+                    self.table.ensure(row, wanted)
                 assert kv_contents(self.table) == before
         return ints(*done)
 
-    def write(self, plan: KVPlan) -> list[list[float]]:
-        """Write fresh values where the plan says, in every layer; the values by request and node."""
-        batch, nodes = plan.positions.shape
-        fresh = [[float(next(self.values)) for _ in range(nodes)] for _ in range(batch)]
-        k = torch.tensor(fresh, dtype=torch.float64).view(-1, 1, 1)
+    def write(self, plan: KVPlan, values: list[list[float]]) -> None:
+        """Write values, by request and node, where the plan says, in every layer."""
+        assert plan.positions.shape == (len(values), len(values[0]))
+        k = torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
         for layer in (SLIDING_LAYER, FULL_LAYER):
             self.table.write(layer, plan.write_full, plan.write_swa, k + 0.5 * layer, -k - 0.5 * layer)
-        return fresh
+
+    def observe(self, rows: np.ndarray, start: np.ndarray) -> None:
+        """What a drafter with K/V of its own does once tokens are committed: each sees the token behind it."""
+        for row, first in zip(rows.tolist(), start.tolist(), strict=True):
+            end = int(self.table.committed_len.host[row])
+            if len(self.texts[row]) == end:
+                self.texts[row].append(len(self.numbers) % 2)  # drawn
+            slots = torch.from_numpy(self.table.slots.host[row, first:end].copy())
+            values = self.of(self.texts[row], end, ahead=1)[first:]
+            self.own.layers[0].k[slots, 0, 0] = torch.tensor(values, dtype=torch.float64)
 
     def read_prefix(self, plan: KVPlan, rows: np.ndarray) -> None:
         """The plan's page tables lead to the committed values, in SWA from the retained window on."""
+        every = self.expected
         for i, row in enumerate(rows.tolist()):
-            expected = self.expected[row]
+            expected = every[row]
             assert plan.committed_len[i] == len(expected)
             full_slots = plan.prefix.full.slots[i, : len(expected)]
             assert self.at(Space.FULL, full_slots) == expected
@@ -117,93 +144,128 @@ class KVMachine(RuleBasedStateMachine):
         return (values - 0.5 * layer).tolist()
 
     def verify_once(self, rng: np.random.Generator, rows: np.ndarray) -> None:
-        rows = rows[[len(self.expected[row]) + NODES <= MAX_LEN for row in rows.tolist()]]
+        start = self.table.committed_len.host
+        rows = rows[[start[r] + NODES <= MAX_LEN and start[r] + 1 == len(self.texts[r]) for r in rows.tolist()]]
         rows = self.make_room(rows, np.full(len(rows), NODES))
         if len(rows) == 0:
             return
         parents = np.array([[-1, *(rng.integers(0, node) for node in range(1, NODES))] for _ in rows])
-        tree = DraftTree.from_parents(torch.arange(NODES).repeat(len(rows), 1), torch.from_numpy(parents))
-        tree.check()
+        tokens = np.array([[self.texts[r][-1], *rng.integers(0, 2, NODES - 1)] for r in rows.tolist()])
+        tree = DraftTree.from_parents(torch.from_numpy(tokens), torch.from_numpy(parents))
         plan = self.table.verify(rows, tree)
         self.read_prefix(plan, rows)
-        fresh = self.write(plan)
+        paths = [[walk_to(parents[i], node) for node in range(NODES)] for i in range(len(rows))]
+        of_node = [
+            [self.number(self.texts[row][:-1] + tokens[i, walk].tolist()) for walk in paths[i]]
+            for i, row in enumerate(rows.tolist())
+        ]
+        self.write(plan, of_node)
         path = np.zeros((len(rows), NODES), dtype=np.int64)
         lengths = np.zeros(len(rows), dtype=np.int64)
-        for i, row in enumerate(rows.tolist()):
+        for i in range(len(rows)):
             walk = [0]
             while (children := np.flatnonzero(parents[i] == walk[-1])).size and rng.random() < 0.9:
                 walk.append(int(rng.choice(children)))
             path[i, : len(walk)] = walk
             lengths[i] = len(walk) if rng.random() < 0.7 else rng.integers(0, len(walk))
-            self.expected[row] += [fresh[i][node] for node in walk[: lengths[i]]]
+        before = self.table.committed_len.host[rows]
         self.table.commit(rows, lengths, path)
+        for i, row in enumerate(rows.tolist()):
+            self.texts[row] += tokens[i, path[i, 1 : lengths[i]]].tolist() if lengths[i] else []
+        self.observe(rows, before)
 
     # what may happen
 
-    @precondition(lambda self: len(self.expected) < ROWS)
-    @rule()
-    def open(self) -> None:
+    @precondition(lambda self: len(self.texts) < ROWS)
+    @rule(seed=SEED)
+    def open(self, seed: int) -> None:
+        """A new text, or one that begins as another did; the cache may have some of it."""
+        rng = np.random.default_rng(seed)
+        known = [*self.ended, *self.texts.values()]
+        begin = known[rng.integers(0, len(known))]
+        text = begin[: rng.integers(0, len(begin) + 1)][: MAX_LEN - 8] + rng.integers(0, 2, rng.integers(1, 9)).tolist()
         row = self.table.open()
-        assert row not in self.expected
-        self.expected[row] = []
+        assert row not in self.texts
+        key = self.cache.key(text)[: len(text) - 1]
+        assert len(key) == len(text) - 1
+        whole = len(self.cache.match(key)) * self.page_size
+        taken = self.cache.adopt(row, key)
+        assert taken == whole == self.table.committed_len.host[row] < len(text)
+        self.hits += taken
+        self.texts[row] = text
 
-    @precondition(lambda self: self.expected)
+    @precondition(lambda self: self.texts)
     @rule(seed=SEED)
     def prefill(self, seed: int) -> None:
         rows = self.some_rows(seed)
         chunk = np.random.default_rng(seed + 1).integers(1, 9, len(rows))
-        chunk = np.minimum(chunk, [MAX_LEN - len(self.expected[row]) for row in rows.tolist()])
+        start = self.table.committed_len.host[rows]
+        chunk = np.minimum(chunk, [min(MAX_LEN, len(self.texts[row])) for row in rows.tolist()] - start)
         keep = np.isin(rows, self.make_room(rows, chunk)) & (chunk > 0)
-        rows, chunk = rows[keep], chunk[keep]
+        rows, chunk, start = rows[keep], chunk[keep], start[keep]
         if len(rows) == 0:
             return
         plan = self.table.chunk(rows, chunk)
         self.read_prefix(plan, rows)
-        fresh = self.write(plan)
+        padded = [self.texts[row] + [0] * 9 for row in rows.tolist()]
+        values = [self.of(text, s + int(chunk.max()))[s:] for text, s in zip(padded, start.tolist(), strict=True)]
+        self.write(plan, values)
         self.table.commit(rows, chunk)
-        for row, length, values in zip(rows.tolist(), chunk.tolist(), fresh, strict=True):
-            self.expected[row] += values[:length]
+        self.observe(rows, start)
 
-    @precondition(lambda self: self.expected)
+    @precondition(lambda self: self.texts)
+    @rule(seed=SEED)
+    def keep(self, seed: int) -> None:
+        for row in self.some_rows(seed).tolist():
+            self.cache.insert(row, self.cache.key(self.texts[row]))
+
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+        assert self.allocator.full.cached_pages == self.cache.num_pages == 0
+
+    @precondition(lambda self: self.texts)
     @rule(seed=SEED, rounds=st.integers(1, 4))
     def verify(self, seed: int, rounds: int) -> None:
         rng = np.random.default_rng(seed)
         for _ in range(rounds):
             self.verify_once(rng, self.some_rows(seed))
 
-    @precondition(lambda self: self.expected)
+    @precondition(lambda self: self.texts)
     @rule(seed=SEED)
     def evict(self, seed: int) -> None:
         rows = self.some_rows(seed)
         self.table.evict(rows)
         for row in rows.tolist() if self.window is not None else []:
-            slack = len(self.expected[row]) - WINDOW - 1 - int(self.table.evicted_len[row])
+            slack = int(self.table.committed_len.host[row]) - WINDOW - 1 - int(self.table.evicted_len[row])
             assert slack < 2 * self.page_size  # the SWA pool stays O(window)
 
-    @precondition(lambda self: self.expected)
-    @rule(seed=SEED)
-    def close(self, seed: int) -> None:
-        row = int(np.random.default_rng(seed).choice(list(self.expected)))
+    @precondition(lambda self: self.texts)
+    @rule(seed=SEED, kept=st.booleans())
+    def close(self, seed: int, kept: bool) -> None:
+        row = int(np.random.default_rng(seed).choice(list(self.texts)))
+        if kept:
+            self.cache.insert(row, self.cache.key(self.texts[row]))
         self.table.close(row)
-        del self.expected[row]
+        self.ended.append(self.texts.pop(row))
 
-    @precondition(lambda self: self.expected)
+    @precondition(lambda self: self.texts)
     @rule(seed=SEED)
     def ask_too_much(self, seed: int) -> None:
         rows = self.some_rows(seed)
         lengths = np.zeros(len(rows), dtype=np.int64)
-        lengths[-1] = self.table.capacity[rows[-1]] - len(self.expected[int(rows[-1])]) + 1
+        lengths[-1] = self.table.capacity[rows[-1]] - self.table.committed_len.host[rows[-1]] + 1
         before = kv_contents(self.table)
         with pytest.raises(KVStateError, match="goes past the slots they own"):
             self.table.commit(rows, lengths)
         with pytest.raises(OutOfSlotsError):
             self.allocator.alloc(self.allocator.available_pages + 1)
-        if len(self.expected) == ROWS:
+        if len(self.texts) == ROWS:
             with pytest.raises(KVStateError, match="rows of the request table are in use"):
                 self.table.open()
         assert kv_contents(self.table) == before
 
-    @precondition(lambda self: self.expected)
+    @precondition(lambda self: self.texts)
     @rule(seed=SEED, fails=st.booleans())
     def freeze(self, seed: int, fails: bool) -> None:
         rows = self.some_rows(seed)
@@ -226,12 +288,19 @@ class KVMachine(RuleBasedStateMachine):
     def attempt_everything(self, view: KVView, rows: np.ndarray) -> None:
         a, t, row = self.allocator, self.table, int(rows[0])
         owned = FullLoc(torch.from_numpy(t.slots.host[row, : self.page_size].copy()))
+        page = t.slots.host[row, :1] // self.page_size
         k = torch.zeros(self.page_size, 1, 1, dtype=torch.float64)
         forbidden = [
             lambda: a.alloc(1),
             lambda: a.alloc(0),
             lambda: a.free(owned),
             lambda: a.evict(owned),
+            lambda: a.share(page, 0),
+            lambda: a.keep(page, 0),
+            lambda: a.forget(page),
+            lambda: a.forget_swa(page),
+            lambda: self.cache.insert(row, self.cache.key(self.texts[row])),
+            lambda: self.cache.clear(),
             lambda: t.move(Move(owned, owned)),
             lambda: t.commit(rows, np.zeros(len(rows), dtype=np.int64)),
             lambda: t.commit(rows, np.ones(len(rows), dtype=np.int64), np.zeros((len(rows), 1), dtype=np.int64)),
@@ -257,26 +326,49 @@ class KVMachine(RuleBasedStateMachine):
     @invariant()
     def all_is_well(self) -> None:
         self.table.check()
-        assert self.table.active_rows.tolist() == sorted(self.expected)
+        assert self.table.active_rows.tolist() == sorted(self.texts)
         for row, expected in self.expected.items():
             length, evicted = len(expected), int(self.table.evicted_len[row])
-            assert self.table.committed_len.host[row] == length
             slots = FullLoc(torch.from_numpy(self.table.slots.host[row, :length]))
-            assert self.at(Space.FULL, slots) == expected
-            swa_slots = self.allocator.translate(slots)
-            if self.window is None:
-                assert not swa_slots.any()
-            else:
-                assert not swa_slots[:evicted].any()
-                assert self.at(Space.SWA, swa_slots[evicted:]) == expected[evicted:]
+            self.read(slots, self.texts[row], expected, evicted)
+
+    @invariant()
+    def the_cache_holds_what_its_keys_say(self) -> None:
+        for node in list(self.cache._by_age):
+            keys, pages, above = [node.key], [node.pages], node.parent
+            while above is not None:
+                keys, pages, above = [above.key, *keys], [above.pages, *pages], above.parent
+            key, page = np.concatenate(keys), np.concatenate(pages)
+            text = [*(key >> 32), key[-1] & 1] if self.pairs else key
+            slots = (page[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
+            tokens = [int(token) for token in text]
+            self.read(FullLoc(torch.from_numpy(slots)), tokens, self.of(tokens, len(slots)), None)
+
+    def read(self, slots: FullLoc, text: list[int], expected: list[float], mapped_from: int | None) -> None:
+        """What lies at `slots`: of an SWA peer that is gone nothing is asked, unless it lies behind `mapped_from`."""
+        assert self.at(Space.FULL, slots) == expected
+        if self.pairs:
+            assert self.own.layers[0].k[slots, 0, 0].tolist() == self.of(text, len(expected), ahead=1)
+        swa_slots = self.allocator.translate(slots)
+        if self.window is None:
+            assert not swa_slots.any()
+            return
+        assert mapped_from is None or (swa_slots[mapped_from:] != 0).all()
+        there = [i for i, slot in enumerate(swa_slots.tolist()) if slot]
+        assert self.at(Space.SWA, swa_slots[there]) == [expected[i] for i in there]
+
+
+def walk_to(parents: np.ndarray, node: int) -> list[int]:
+    """Root to node."""
+    return [*walk_to(parents, int(parents[node])), node] if node else [0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [WINDOW, None], ids=["swa", "full-only"])
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_random_histories(page_size: int, window: int | None):
-    name = f"KVMachine{page_size}{'Hybrid' if window else 'Full'}"
-    machine = type(name, (KVMachine,), {"page_size": page_size, "window": window})
+@pytest.mark.parametrize(("page_size", "pairs"), [(1, False), (4, False), (1, True), (4, True)])
+def test_random_histories(page_size: int, pairs: bool, window: int | None):
+    name = f"KVMachine{page_size}{'Hybrid' if window else 'Full'}{'Pairs' if pairs else ''}"
+    machine = type(name, (KVMachine,), {"page_size": page_size, "window": window, "pairs": pairs})
     machine.TestCase.settings = settings(
         max_examples=60 if window else 20,
         stateful_step_count=50,

@@ -1,0 +1,279 @@
+"""Pages that are kept after their request, to be adopted by the next one that begins with the same tokens.
+
+A radix tree: an edge is a run of whole pages, named by what their K/V depend on. All lengths count slots (tokens).
+
+    root --[ 31 pages: the system prompt ]--+--[ 4 pages: one question ]
+                                            '--[ 9 pages: another ]
+
+Every page of the tree is claimed in the full pool, its SWA peer only while there is room: SWA peers die first. A match
+ends where a row could go on: the `retain` tokens before its end are mapped, or all of them. What no row holds is given
+up, least recently used leaf first, when a pool runs short. It knows no request. Invariant: rows and tree each have
+claims of their own, so nothing that it gives up is taken from anybody.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specdec.kvcache.mirror import IntArray
+from specdec.kvcache.table import RequestTable
+
+BATCH = 64
+"""When a pool runs short a 64th of it is given up at once, so that this is not done again for every page."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class _Node:
+    """An edge of the tree and what lies behind it: key [n * page_size], pages [n]; num_swa: SWA peers kept of them."""
+
+    key: IntArray
+    pages: IntArray
+    parent: "_Node | None"
+    children: dict[bytes, "_Node"] = field(default_factory=dict)  # by the key of their first page
+    num_swa: int = 0
+
+
+class PrefixCache:
+    """The cache of the allocator behind `table`.
+
+    pairs: some K/V of a slot depend on the token behind it as well (a drafter's own). A run of n tokens then names the
+    K/V of its first n - 1 slots only.
+    """
+
+    def __init__(self, table: RequestTable, *, pairs: bool = False) -> None:
+        self.table = table
+        self.allocator = table.allocator
+        self.page_size = table.allocator.page_size
+        self.pairs = pairs
+        self.allocator.cache = self
+        self.reset()
+
+    def key(self, tokens: Sequence[int]) -> IntArray:
+        """One number a slot: what its K/V depend on, beyond the slots before it."""
+        ids = np.array(tokens, dtype=np.int64)
+        return ids[:-1] << 32 | ids[1:] if self.pairs else ids
+
+    def common_len(self, key: IntArray, other: IntArray) -> int:
+        """Slots of whole pages that are the same in both."""
+        length = min(len(key), len(other))
+        return self._common_pages(key[:length], other[:length]) * self.page_size
+
+    @property
+    def num_pages(self) -> int:
+        return sum(len(node.pages) for node in self._by_age)
+
+    def match(self, key: IntArray) -> IntArray:
+        """The pages that a row could begin with, as many as there are."""
+        return self._usable(self._pages_of(self._walk(key)))
+
+    def adopt(self, row: int, key: IntArray) -> int:
+        """Begin an empty row with the pages that match; how many slots they are, now committed."""
+        path = self._walk(key)
+        pages = self._usable(self._pages_of(path))
+        if len(pages):
+            self.table.adopt(row, pages)
+            self._touch([node for node, _ in path])
+        return len(pages) * self.page_size
+
+    def insert(self, row: int, key: IntArray) -> None:
+        """Keep the whole pages of a row's committed slots, as far as its key goes: [n], all of it certain."""
+        self.allocator.require_unfrozen("insert")
+        num_pages = min(len(key), int(self.table.committed_len.host[row])) // self.page_size
+        pages = self.table.pages(row, num_pages)
+        evicted = int(self.table.evicted_len[row]) // self.page_size
+        path, end, done = self._walk(key[: num_pages * self.page_size]), self._root, 0
+        for end, count in path:
+            self._revive(end, pages[done : done + count], evicted - done)
+            done += count
+        nodes = [node for node, _ in path]
+        if done < num_pages:
+            if path and count < len(end.pages):
+                nodes[-1] = end = self._split(end, count)
+            rest = key[done * self.page_size : num_pages * self.page_size]
+            nodes.append(self._append(end, rest, pages[done:], evicted - done))
+        self._touch(nodes)
+
+    def clear(self) -> None:
+        """Give everything up, as when the weights that made these K/V are no longer what they were."""
+        self.allocator.require_unfrozen("clear")
+        for node in list(self._by_age):
+            self._cut(node, 0)
+
+    def reset(self) -> None:
+        """Forget everything: the pools have."""
+        none = np.zeros(0, dtype=np.int64)
+        self._root = _Node(none, none, None)
+        self._by_age: dict[_Node, None] = {}  # used longest ago first; a node comes before its parent
+
+    def release(self, full_pages: int, swa_pages: int) -> None:
+        """Make that many more pages of each pool free, or as many as it alone claims."""
+        full, swa = self.allocator.full, self.allocator.swa
+        least_swa = 0 if swa is None else swa.free_pages + swa_pages
+        if full_pages:
+            least = full.free_pages + full_pages
+            batch = max(least, full.free_pages + full.capacity // BATCH)
+            for node in self._leaves():
+                if full.free_pages >= batch:
+                    break
+                self._trim(node, batch - full.free_pages)
+            for node in self._leaves():  # what is left lies in front of pages that rows hold
+                if full.free_pages >= least:
+                    break
+                self._cut(node, 0)
+        if swa is not None and swa.free_pages < least_swa:
+            self._release_swa(least_swa)
+
+    def check(self) -> None:
+        """Assert that the tree is one, and that what it claims is what the pools say."""
+        found: list[_Node] = []
+        stack = [self._root]
+        while stack:
+            node = stack.pop()
+            for first, child in node.children.items():
+                assert child.parent is node and self._first(child.key) == first, "a node is not where its key says"
+                assert len(child.key) == len(child.pages) * self.page_size > 0, "a node without whole pages"
+                found.append(child)
+                stack.append(child)
+        age = {node: i for i, node in enumerate(self._by_age)}
+        assert set(found) == set(age) and len(found) == len(age), "the nodes by age are not those of the tree"
+        pages = np.concatenate([self._root.pages, *(node.pages for node in found)])
+        assert len(np.unique(pages)) == len(pages), "a page is in the tree twice"
+        for node in found:
+            assert node.parent is self._root or age[node] < age[node.parent], "a parent is older than its child"  # type: ignore[index]
+            assert node.num_swa == self._count_swa(node), f"{node.num_swa=} of {self._count_swa(node)}"
+        full, swa = self.allocator.full, self.allocator.swa
+        assert full.is_kept(pages).all() and len(pages) == full.kept_pages, "the pool says that other pages are kept"
+        if swa is not None:
+            assert sum(node.num_swa for node in found) == swa.kept_pages, "the SWA pool says that other pages are kept"
+
+    # the tree
+
+    def _walk(self, key: IntArray) -> list[tuple[_Node, int]]:
+        """The nodes along a key, and how many pages of each are the same."""
+        path: list[tuple[_Node, int]] = []
+        node: _Node | None = self._root
+        while len(key) >= self.page_size and node is not None:
+            node = node.children.get(self._first(key))
+            if node is not None:
+                count = self._common_pages(node.key, key[: len(node.key)])
+                path.append((node, count))
+                key = key[count * self.page_size :]
+                if count < len(node.pages):
+                    break
+        return path
+
+    def _pages_of(self, path: list[tuple[_Node, int]]) -> IntArray:
+        return np.concatenate([self._root.pages, *(node.pages[:count] for node, count in path)])
+
+    def _usable(self, pages: IntArray) -> IntArray:
+        """As many of these first pages of a text as end with a window that is mapped.
+
+        Of pages mapped . . x x x . x, with a window of 2 pages: the first 5.
+        """
+        if self.table.retain is None:
+            return pages
+        number = np.arange(len(pages))
+        last_dead = np.maximum.accumulate(np.where(self.allocator.is_mapped(pages), -1, number))
+        first_seen = np.maximum((number + 1) * self.page_size - self.table.retain, 0) // self.page_size
+        ends = np.flatnonzero(last_dead < first_seen)
+        return pages[: ends[-1] + 1] if len(ends) else pages[:0]
+
+    def _append(self, parent: _Node, key: IntArray, pages: IntArray, num_evicted: int) -> _Node:
+        """Keep `pages` behind a node: a longer leaf, or a new one."""
+        self.allocator.keep(pages, max(num_evicted, 0))
+        if parent is self._root or parent.children:
+            node = _Node(key.copy(), pages.copy(), parent)
+            parent.children[self._first(key)] = node
+        else:
+            node = parent
+            node.key, node.pages = np.concatenate([node.key, key]), np.concatenate([node.pages, pages])
+        node.num_swa = self._count_swa(node)
+        return node
+
+    def _split(self, node: _Node, count: int) -> _Node:
+        """A node of the first `count` pages, in front of what remains."""
+        parent = node.parent
+        assert parent is not None
+        cut = count * self.page_size
+        upper = _Node(node.key[:cut].copy(), node.pages[:count].copy(), parent)
+        parent.children[self._first(upper.key)] = upper
+        node.key, node.pages, node.parent = node.key[cut:].copy(), node.pages[count:].copy(), upper
+        upper.children[self._first(node.key)] = node
+        for part in (upper, node):
+            part.num_swa = self._count_swa(part)
+        return upper
+
+    def _revive(self, node: _Node, pages: IntArray, num_evicted: int) -> None:
+        """Claim the SWA peers of a node's first pages again where a row has them: `pages`, with the same K/V.
+
+        A page whose peer is gone is exchanged for the row's own: each has its claims, so nothing is mapped anew.
+        """
+        kept = node.pages[: len(pages)]
+        dead = ~self.allocator.is_kept_in_swa(kept)
+        if self.allocator.swa is None or not dead.any():
+            return
+        mapped = self.allocator.is_mapped(kept)
+        self.allocator.keep_swa(kept[dead & mapped])
+        exchanged = dead & ~mapped & (np.arange(len(pages)) >= num_evicted)
+        self.allocator.forget(kept[exchanged])
+        self.allocator.keep(pages[exchanged], 0)
+        kept[exchanged] = pages[exchanged]
+        node.num_swa = self._count_swa(node)
+
+    def _touch(self, nodes: Sequence[_Node]) -> None:
+        """These nodes, from the root on, are the ones used last; some may be new."""
+        for node in reversed(nodes):
+            self._by_age.pop(node, None)
+            self._by_age[node] = None
+
+    # giving up
+
+    def _leaves(self) -> Iterator[_Node]:
+        """From the one used longest ago; a node whose children are gone by then is one too."""
+        return (node for node in list(self._by_age) if not node.children)
+
+    def _trim(self, leaf: _Node, most: int) -> None:
+        """Give up the last pages of a leaf that no row holds, at most `most`, back to where a match could end."""
+        held = np.flatnonzero(self.allocator.full.is_held(leaf.pages))
+        least = int(held[-1]) + 1 if len(held) else 0
+        left = max(least, len(leaf.pages) - most)
+        self._cut(leaf, max(least, len(self._usable(leaf.pages[:left]))))
+
+    def _cut(self, node: _Node, left: int) -> None:
+        """Give up all but the first `left` pages of a leaf."""
+        assert not node.children and node.parent is not None
+        if left == len(node.pages):
+            return
+        self.allocator.forget(node.pages[left:])
+        if left:
+            node.key, node.pages = node.key[: left * self.page_size].copy(), node.pages[:left].copy()
+            node.num_swa = self._count_swa(node)
+        else:
+            del node.parent.children[self._first(node.key)], self._by_age[node]
+
+    def _release_swa(self, least: int) -> None:
+        """Free SWA peers until `least` are free: first those that no match at the end of a node needs."""
+        swa, retain = self.allocator.swa, self.table.retain
+        assert swa is not None and retain is not None
+        batch = max(least, swa.free_pages + swa.capacity // BATCH)
+        for tail, wanted in ((-(-retain // self.page_size), batch), (0, least)):
+            for node in list(self._by_age):
+                if swa.free_pages >= wanted:
+                    return
+                if node.num_swa > tail:
+                    pages = node.pages[: len(node.pages) - tail]
+                    idle = pages[self.allocator.is_idle_in_swa(pages)][: wanted - swa.free_pages]
+                    self.allocator.forget_swa(idle)
+                    node.num_swa -= len(idle)
+
+    def _count_swa(self, node: _Node) -> int:
+        return int(np.count_nonzero(self.allocator.is_kept_in_swa(node.pages)))
+
+    def _first(self, key: IntArray) -> bytes:
+        return key[: self.page_size].tobytes()
+
+    def _common_pages(self, key: IntArray, other: IntArray) -> int:
+        length = min(len(key), len(other))
+        differ = key[:length] != other[:length]
+        return (int(differ.argmax()) if differ.any() else length) // self.page_size

@@ -1,0 +1,517 @@
+"""The tree of kept pages: what matches, what is adopted, what is given up first, in cases to check by eye.
+
+That K/V behind every adopted and every kept page are those of its text is shown by `test_kv_state_machine.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.errors import OutOfSlotsError
+from specdec.kvcache.hybrid import HybridAllocator
+from specdec.kvcache.prefix_cache import PrefixCache
+from specdec.kvcache.table import RequestTable
+
+from snapshots import contents
+
+PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 4, 16])
+A, B, C, D = ([token] for token in (11, 22, 33, 44))
+
+
+class Rig(SimpleNamespace):
+    """A table with a prefix cache: `retain` is window + 1, two rows and more, a lookahead of two."""
+
+    allocator: HybridAllocator
+    table: RequestTable
+    cache: PrefixCache
+
+    @classmethod
+    def make(
+        cls,
+        page_size: int = 1,
+        *,
+        window: int | None = None,
+        pairs: bool = False,
+        pages: int = 64,
+        swa_pages: int | None = None,
+        max_len: int = 64,
+    ) -> "Rig":
+        allocator = HybridAllocator(
+            full_pages=pages,
+            swa_pages=None if window is None else swa_pages or pages,
+            page_size=page_size,
+            device=torch.device("cpu"),
+        )
+        table = RequestTable(allocator, max_requests=4, max_len=max_len, lookahead=2, window=window)
+        return cls(allocator=allocator, table=table, cache=PrefixCache(table, pairs=pairs))
+
+    def begin(self, text: Sequence[int]) -> tuple[int, int]:
+        """(row, slots adopted) of a request with this prompt."""
+        row = self.table.open()
+        adopted = self.cache.adopt(row, self.cache.key(text)[: len(text) - 1])
+        self.table.check()
+        return row, adopted
+
+    def fill(self, row: int, length: int) -> None:
+        """The rest of its first `length` slots is made and committed."""
+        self.table.ensure(row, length)
+        rest = np.array([length]) - self.table.committed_len.host[row]
+        self.table.commit_chunk(np.array([row]), rest)
+        self.table.check()
+
+    def keep(self, row: int, text: Sequence[int]) -> None:
+        self.cache.insert(row, self.cache.key(text))
+        self.table.check()
+
+    def close(self, row: int) -> None:
+        self.table.close(row)
+        self.table.check()
+
+    def serve(self, text: Sequence[int], *, evict: bool = False) -> int:
+        """A request from beginning to end, its newest token without K/V, kept; how many slots it adopted."""
+        row, adopted = self.begin(text)
+        self.fill(row, len(text) - 1)
+        if evict:
+            self.table.evict(np.array([row]))
+        self.keep(row, text)
+        self.close(row)
+        return adopted
+
+    def found(self, text: Sequence[int]) -> int:
+        """Slots that a request with this prompt would adopt."""
+        return len(self.cache.match(self.cache.key(text)[: len(text) - 1])) * self.allocator.page_size
+
+    def lose_swa(self, pages: np.ndarray) -> None:
+        """What happens when the SWA pool runs short."""
+        self.allocator.forget_swa(pages)
+        for node in self.cache._by_age:
+            node.num_swa = self.cache._count_swa(node)
+        self.table.check()
+
+    def row_slots(self, row: int) -> list[int]:
+        return self.table.slots.host[row, : self.table.capacity[row]].tolist()
+
+    def counts(self) -> tuple[int, int, int]:
+        """(free, held, cached) full pages."""
+        pool = self.allocator.full
+        return pool.free_pages, pool.held_pages, pool.cached_pages
+
+
+# adopting
+
+
+def test_worked_example():
+    rig = Rig.make(pages=8)
+    first, adopted = rig.begin([5, 6, 7, 8])
+    assert adopted == 0
+    rig.fill(first, 4)
+    rig.keep(first, [5, 6, 7, 8])
+    assert rig.counts() == (4, 4, 0)  # kept, and held as well
+    second, adopted = rig.begin([5, 6, 7, 9])
+    assert adopted == rig.table.committed_len.host[second] == 3
+    assert rig.row_slots(second) == [1, 2, 3]
+    rig.fill(second, 4)
+    assert rig.row_slots(second) == [1, 2, 3, 5]  # its own from where it differs
+    assert rig.counts() == (3, 5, 0)
+    rig.close(first)
+    assert rig.counts() == (3, 4, 1)  # slot 4 is the cache's alone
+    rig.close(second)
+    assert rig.counts() == (4, 0, 4)  # slot 5 was not kept
+    assert rig.allocator.available_pages == 8
+
+
+@PAGE_SIZES
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("length", [15, 16, 17, 32, 33, 40])
+def test_one_token_of_the_same_prompt_is_left_to_compute(page_size: int, pairs: bool, length: int):
+    rig = Rig.make(page_size, pairs=pairs)
+    text = list(range(length))
+    assert rig.serve([*text, 99]) == 0
+    assert rig.found(text) == (length - 1) // page_size * page_size
+
+
+@PAGE_SIZES
+@pytest.mark.parametrize("common", [0, 1, 15, 16, 17, 31, 32, 33])
+def test_only_whole_pages_of_what_is_common_are_adopted(page_size: int, common: int):
+    rig, text = Rig.make(page_size), list(range(40))
+    rig.serve(text)
+    assert rig.found([*text[:common], *[77] * 20]) == common // page_size * page_size
+
+
+@PAGE_SIZES
+@pytest.mark.parametrize("common", [1, 2, 16, 17, 18, 32, 33, 34])
+def test_what_looks_ahead_matches_one_token_less(page_size: int, common: int):
+    """K/V at the last common token were made with another token behind it."""
+    rig, text = Rig.make(page_size, pairs=True), list(range(40))
+    rig.serve(text)
+    assert rig.found([*text[:common], *[77] * 20]) == (common - 1) // page_size * page_size
+
+
+def test_a_page_is_not_shared_with_whom_its_last_token_goes_on_differently():
+    """x and y behind the same four tokens: the page that y inserted behind x's must not come with x's page in front."""
+    rig, (x, y) = Rig.make(4, pairs=True), (70, 80)
+    rig.serve([1, 2, 3, 4, x, 5, 6, 7, 8, 9])
+    assert rig.serve([1, 2, 3, 4, y, 5, 6, 7, 8, 9]) == 0
+    row, adopted = rig.begin([1, 2, 3, 4, y, 5, 6, 7, 8, 9])
+    assert adopted == 8
+    assert rig.row_slots(row) == list(range(12, 20))  # the second request's own, both pages of them
+    plain = Rig.make(4)
+    plain.serve([1, 2, 3, 4, x, 5, 6, 7, 8, 9])
+    assert plain.serve([1, 2, 3, 4, y, 5, 6, 7, 8, 9]) == 4  # for the target's K/V alone it is the same page
+
+
+def test_what_is_written_behind_a_match_is_the_rows_own():
+    """Chunks and lookahead: no slot of them is another row's or the cache's, in either space."""
+    rig = Rig.make(4, window=6)
+    text = list(range(30))
+    rig.serve(text)
+    rows = [rig.begin(text)[0] for _ in range(3)]
+    for row in rows:
+        rig.fill(row, 29)
+        rig.table.ensure(row, 31)
+    behind = np.concatenate([rig.table.slots.host[row, 28:32] for row in rows])
+    assert len(set(behind.tolist())) == 12
+    assert not rig.allocator.full.is_kept(np.unique(behind // 4)).any()
+    swa = rig.allocator.full_to_swa.host[behind]
+    assert len(set(swa.tolist())) == 12 and 0 not in swa
+    assert not rig.allocator.swa.is_kept(np.unique(swa // 4)).any()
+
+
+def test_rows_of_one_text_share_it_and_leave_one_by_one():
+    rig = Rig.make(pages=40)
+    text = list(range(20))
+    rig.serve(text)
+    rows = [rig.begin(text[:18])[0] for _ in range(4)]
+    assert rig.counts() == (21, 17, 2)
+    for row in rows[:3]:
+        rig.close(row)
+    assert rig.counts() == (21, 17, 2)
+    rig.cache.clear()
+    rig.table.check()
+    assert rig.counts() == (23, 17, 0)  # the last row's
+    rig.close(rows[3])
+    assert rig.counts() == (40, 0, 0)
+
+
+# windows: `retain` is 4 - 1 + 2 = 5
+
+
+def test_a_match_ends_with_a_window_that_is_mapped():
+    """23 tokens, of which a row gave up the first 17 in SWA (23 - 5 = 18, less a page of slack)."""
+    rig = Rig.make(window=4)
+    text = list(range(24))
+    rig.serve(text, evict=True)
+    key = rig.cache.key(text)
+    assert [len(rig.cache.match(key[:n])) for n in (5, 17, 21, 22, 23)] == [0, 0, 0, 22, 23]
+    row, adopted = rig.begin([*text[:23], 99])
+    assert (adopted, rig.table.evicted_len[row]) == (23, 18)
+    assert (rig.allocator.full.held_pages, rig.allocator.swa.held_pages) == (23, 5)
+
+
+def test_a_match_that_reaches_to_the_start_needs_all_of_it():
+    rig = Rig.make(window=4)
+    text = list(range(24))
+    rig.serve(text)  # nothing evicted
+    assert [rig.found([*text[:n], 99]) for n in (1, 3, 5, 17, 23)] == [1, 3, 5, 17, 23]
+    rig.lose_swa(rig.cache.match(rig.cache.key(text))[[2, 9]])
+    key = rig.cache.key(text)
+    found = [len(rig.cache.match(key[:n])) for n in range(24)]
+    #      0  1  2 | 3 .. 7: the window of 5 holds 2 | 8  9 | 10 .. 14: it holds 9 | 15 ...
+    assert found == [0, 1, 2, 2, 2, 2, 2, 2, 8, 9, 9, 9, 9, 9, 9, *range(15, 24)]
+
+
+@PAGE_SIZES
+def test_a_long_text_that_ended_is_continued_from_its_window(page_size: int):
+    """The next turn of a chat: its end is where the last one's was."""
+    rig = Rig.make(page_size, window=8, pages=512 // page_size, max_len=400)
+    text = list(range(200))
+    rig.serve(text, evict=True)
+    assert rig.found([*text, *range(500, 520)]) == 199 // page_size * page_size
+
+
+def test_what_row_and_cache_have_of_a_window_are_claims_of_their_own():
+    rig = Rig.make(window=4, pages=40)
+    text = list(range(12))
+    rig.serve(text)
+    first, second = rig.begin([*text, 7])[0], rig.begin([*text, 8])[0]
+    swa = rig.allocator.swa
+    assert (swa.held_pages, swa.cached_pages) == (5, 6)
+    for row in (first, second):
+        rig.fill(row, 20)
+    rig.table.evict(np.array([first]))  # gives up 6 .. 13: its own two are free, the others are not
+    rig.table.check()
+    assert (swa.held_pages, swa.cached_pages) == (5 + 18 - 2 - 1, 6 + 0)
+    rig.close(second)
+    assert (swa.held_pages, swa.cached_pages) == (6, 11)
+    rig.cache.clear()
+    rig.table.check()
+    assert (swa.held_pages, swa.cached_pages, swa.free_pages) == (6, 0, 34)
+    rig.close(first)
+    assert rig.counts() == (40, 0, 0)
+
+
+def test_a_row_that_made_it_again_revives_a_dead_window():
+    """The cache keeps slots 1 - 9 without SWA; a row has K/V of the same text in 10 - 18, and SWA for all of them."""
+    rig = Rig.make(window=4, pages=40)
+    text = list(range(10))
+    first, second = rig.begin(text)[0], rig.begin(text)[0]
+    for row in (first, second):
+        rig.fill(row, 9)
+    rig.keep(first, text)
+    rig.close(first)
+    rig.lose_swa(rig.cache.match(rig.cache.key(text)))
+    assert rig.found(text) == 0
+    assert rig.counts() == (40 - 18, 9, 9)
+    rig.keep(second, text)
+    assert rig.found(text) == 9
+    assert rig.counts() == (40 - 9, 9, 0)  # exchanged, the old ones are free: nothing was mapped anew
+    rig.close(second)
+    assert (rig.allocator.swa.held_pages, rig.allocator.swa.cached_pages) == (0, 9)
+    assert rig.row_slots(rig.begin(text)[0]) == list(range(10, 19))
+
+
+def test_a_row_that_adopted_a_window_revives_it_in_place():
+    rig = Rig.make(window=4, pages=40)
+    text = list(range(10))
+    rig.serve(text)
+    row, _ = rig.begin([*text, 1, 2])
+    rig.lose_swa(rig.cache.match(rig.cache.key(text)))  # the row holds 4 .. 8 on
+    before = rig.counts()
+    rig.keep(row, text)
+    assert rig.counts() == before
+    rig.close(row)
+    assert rig.allocator.swa.cached_pages == 5
+    assert rig.found(text) == 9
+
+
+def test_a_half_dead_node_takes_from_a_row_what_that_has():
+    """Dead but for 6 .. 8; the row that comes has evicted 0 .. 4: 5 is exchanged, 0 .. 4 stay dead."""
+    rig = Rig.make(window=4, pages=40)
+    text = list(range(12))
+    other = rig.begin(text)[0]
+    rig.fill(other, 11)
+    row = rig.begin(text)[0]
+    rig.fill(row, 9)
+    rig.keep(row, text)
+    rig.lose_swa(np.arange(12, 18))  # slots 12 .. 20 are positions 0 .. 8
+    rig.close(row)
+    rig.table.evict(np.array([other]))
+    assert rig.table.evicted_len[other] == 5
+    rig.keep(other, text)
+    assert rig.cache.match(rig.cache.key(text)).tolist() == [12, 13, 14, 15, 16, 6, 18, 19, 20, 10, 11]
+
+
+# giving up
+
+
+def test_what_is_cached_is_there_for_whoever_wants_it():
+    rig = Rig.make(pages=30)
+    rig.serve(list(range(21)))
+    assert rig.counts() == (10, 0, 20)
+    row, _ = rig.begin([99] * 26)
+    rig.fill(row, 25)
+    assert rig.counts() == (0, 25, 5)
+    assert rig.found(list(range(21))) == 5  # the first of them are left
+    with pytest.raises(OutOfSlotsError, match="6 pages wanted; free: 5 of 30 in the full pool"):
+        rig.table.ensure(row, 31)
+    rig.table.ensure(row, 30)
+    assert rig.counts() == (0, 30, 0)
+    rig.table.check()
+
+
+def test_the_leaf_used_longest_ago_goes_first():
+    rig = Rig.make(pages=12)
+    rig.serve(A * 4 + B * 3 + [0])
+    rig.serve(A * 4 + C * 3 + [0])
+    assert rig.serve(A * 4 + B * 3 + [0]) == 7  # used again
+    assert rig.counts() == (2, 0, 10)
+    row, _ = rig.begin(D * 6)
+    rig.fill(row, 5)
+    assert [rig.found(A * 4 + x * 3 + [0]) for x in (B, C)] == [7, 4]  # a leaf before what it hangs on
+    rig.fill(row, 9)
+    assert [rig.found(A * 4 + x * 3 + [0]) for x in (B, C)] == [3, 3]
+    assert rig.counts() == (0, 9, 3)
+
+
+def test_pages_that_rows_hold_are_not_given_up():
+    rig = Rig.make(pages=12)
+    rig.serve(A * 4 + B * 3 + [0])
+    holder, adopted = rig.begin(A * 4 + B + [0])
+    assert adopted == 5
+    rig.serve(C * 4)
+    other, _ = rig.begin(D * 7)  # leaves one free
+    rig.fill(other, 7)
+    assert rig.found(A * 4 + B * 3 + [0]) == 5 and rig.found(C * 4) == 0
+    assert rig.row_slots(holder) == [1, 2, 3, 4, 5]
+    assert rig.counts() == (0, 12, 0)
+
+
+def test_a_page_behind_which_a_row_holds_others_is_given_up_when_nothing_else_is():
+    """Two rows made the same text; the cache took it from the first, and what follows from the second."""
+    rig = Rig.make(pages=12)
+    text = list(range(8))
+    first, second = rig.begin(text)[0], rig.begin(text)[0]
+    rig.fill(first, 3)
+    rig.fill(second, 6)
+    rig.keep(first, text)
+    rig.keep(second, text)
+    rig.close(first)
+    assert rig.counts() == (3, 6, 3)  # positions 0 .. 2 are the first one's, 3 .. 5 the second one's
+    assert rig.allocator.available_pages == 6
+    third, _ = rig.begin(A * 8)
+    rig.fill(third, 6)
+    assert rig.counts() == (0, 12, 0)
+    assert rig.found(text) == 0
+
+
+def test_swa_peers_die_first_those_that_no_end_needs_before_the_others():
+    """Two texts of 20 in SWA for 40: of each the last five are kept to the end, and the full pages anyway."""
+    rig = Rig.make(window=4, pages=80, swa_pages=40)
+    one, two = list(range(21)), list(range(100, 121))
+    rig.serve(one)
+    rig.serve(two)
+    swa = rig.allocator.swa
+    assert (swa.free_pages, swa.cached_pages) == (0, 40)
+    row, _ = rig.begin([99] * 60)
+    rig.fill(row, 30)
+    assert (swa.held_pages, swa.cached_pages) == (30, 10)
+    assert rig.counts() == (10, 30, 40)
+    assert [rig.found(text) for text in (one, two)] == [20, 20]
+    rig.fill(row, 35)
+    assert [rig.found(text) for text in (one, two)] == [0, 20]  # the older one
+    assert rig.counts() == (5, 35, 40)
+    rig.fill(row, 40)
+    assert [rig.found(text) for text in (one, two)] == [0, 0]
+    assert (swa.held_pages, swa.cached_pages) == (40, 0)
+    rig.table.check()
+
+
+@pytest.mark.parametrize("wanted", range(1, 25))
+def test_a_leaf_is_cut_back_to_where_a_match_could_end(wanted: int):
+    """Of 23 tokens the last 6 have SWA peers: with one of them less no match is left, so no page is either."""
+    rig = Rig.make(window=4, pages=24)
+    rig.serve(list(range(24)), evict=True)
+    assert rig.counts() == (1, 0, 23)
+    rig.table.ensure(rig.table.open(), wanted)
+    left = rig.counts()[2]
+    assert left == {1: 23, 2: 22}.get(wanted, 0)
+    assert left == 0 or rig.found([*range(left), 0]) == left
+    rig.table.check()
+
+
+def test_a_64th_of_a_pool_is_given_up_at_once():
+    rig = Rig.make(pages=640, max_len=700)
+    rig.serve(list(range(641)))
+    row = rig.table.open()
+    rig.table.ensure(row, 1)
+    assert rig.counts() == (9, 1, 630)
+    rig.table.ensure(row, 10)
+    assert rig.counts() == (0, 10, 630)
+
+
+# the tree
+
+
+def test_an_edge_is_as_long_as_it_can_be():
+    rig = Rig.make(pages=9000, max_len=8200)
+    text = list(range(8001))
+    row, _ = rig.begin(text)
+    for end in range(500, 8001, 500):  # kept chunk by chunk
+        rig.fill(row, end)
+        rig.keep(row, text)
+    assert len(rig.cache._by_age) == 1
+    rig.serve([*text[:5000], 0, 0])
+    assert sorted(len(node.pages) for node in rig.cache._by_age) == [1, 3000, 5000]
+    assert rig.cache.num_pages == 8001
+
+
+def test_keeping_what_is_kept_changes_nothing():
+    rig = Rig.make(4, window=6)
+    text = list(range(30))
+    row, _ = rig.begin(text)
+    rig.fill(row, 29)
+    rig.keep(row, text)
+    before = contents(rig.table, rig.allocator)
+    rig.keep(row, text)
+    rig.keep(row, text[:9])
+    assert contents(rig.table, rig.allocator) == before
+
+
+def test_nothing_is_kept_of_less_than_a_page():
+    rig = Rig.make(16)
+    assert rig.serve(list(range(16))) == 0  # 15 committed
+    assert rig.counts() == (64, 0, 0)
+    row, adopted = rig.begin([1])
+    assert (adopted, rig.row_slots(row)) == (0, [])
+
+
+def test_reset_forgets_rows_and_cache():
+    rig = Rig.make(window=4)
+    rig.serve(list(range(24)))
+    rig.begin(list(range(24)))
+    rig.table.reset()
+    rig.table.check()
+    assert rig.counts() == (64, 0, 0) and rig.cache.num_pages == 0
+    assert rig.serve(list(range(24))) == 0
+
+
+# `check` finds every kind of corruption
+
+
+def lost_node(rig: Rig) -> None:
+    rig.cache._root.children.popitem()
+
+
+def lost_page(rig: Rig) -> None:
+    [node] = rig.cache._by_age
+    node.key, node.pages = node.key[:-1], node.pages[:-1]
+
+
+def one_claim_too_many(rig: Rig) -> None:
+    rig.allocator.full.share(np.array([1]))
+
+
+def one_swa_claim_too_many(rig: Rig) -> None:
+    rig.allocator.swa.share(np.array([1]))
+
+
+def swa_miscounted(rig: Rig) -> None:
+    next(iter(rig.cache._by_age)).num_swa -= 1
+
+
+def wrong_name(rig: Rig) -> None:
+    next(iter(rig.cache._by_age)).key[0] = 77
+
+
+def page_of_nobody(rig: Rig) -> None:
+    rig.allocator.alloc(1)
+
+
+def forgotten_by_the_pool(rig: Rig) -> None:
+    rig.allocator.full._kept[1] = False
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (lost_node, "the nodes by age are not those of the tree"),
+        (lost_page, "num_swa|other pages are kept"),
+        (one_claim_too_many, "more claims than rows|belongs to no row|the cache's alone"),
+        (one_swa_claim_too_many, "more rows hold the SWA peer|claims on the SWA peer|the cache's alone"),
+        (swa_miscounted, "num_swa"),
+        (wrong_name, "a node is not where its key says"),
+        (page_of_nobody, "a held page belongs to no row"),
+        (forgotten_by_the_pool, "held 0|the cache's alone|other pages are kept"),
+    ],
+)
+def test_check_finds(corrupt: Callable[[Rig], None], message: str):
+    rig = Rig.make(window=4)
+    rig.serve(list(range(10)))
+    rig.begin([*range(10), 0])
+    rig.table.check()
+    corrupt(rig)
+    with pytest.raises(AssertionError, match=message):
+        rig.table.check()
