@@ -40,22 +40,28 @@ class Backend(PlanBackend, TreeBackend, Protocol):
         """The path on which every draft is what the target drew: see `tree_walk`."""
 
 
-def choose_backend(attention: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+def choose_backend(
+    attention: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False
+) -> Backend:
     """The backend that `EngineConfig.attention` means; "auto" is Triton on a GPU that can run the kernels.
 
     head_dim: the largest of all models that keep K/V. Raises ConfigError when it is "triton", and Triton cannot run on
     `device`, or not with the dtype or that head.
     """
-    if attention == "torch" or (attention == "auto" and device.type != "cuda"):
-        return TorchBackend()
-    obstacle = _obstacle(device, dtype, head_dim)
-    if obstacle and attention == "triton":
-        raise ConfigError(f"attention='triton'{obstacle}")
-    return TorchBackend() if obstacle else TritonBackend()
+    obstacle = ""
+    if attention == "triton" or (attention == "auto" and device.type == "cuda"):
+        obstacle = _obstacle(device, dtype, head_dim)
+        if not obstacle:
+            return TritonBackend(deterministic)
+        if attention == "triton":
+            raise ConfigError(f"attention='triton'{obstacle}")
+    if deterministic and device.type != "cpu":
+        raise ConfigError(f"deterministic=True on {device} needs attention='triton'{obstacle}")
+    return TorchBackend(deterministic)
 
 
-def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why the kernels cannot run, and what to do, as the rest of a sentence."""
+def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """Why the kernels cannot run, and what to do, as the rest of a sentence; empty: they can."""
     if not triton:
         return ": Triton is not installed; install it, or use attention='torch'"
     interpreted = not isinstance(attend_kernel, triton.JITFunction)  # decided when the kernels were imported
@@ -76,4 +82,4 @@ def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | 
         return f" works in {', '.join(map(str, dtypes))}, not {dtype}; use attention='torch'"
     if head_dim > MAX_HEAD_DIM:
         return f" takes heads of at most {MAX_HEAD_DIM}, this model has {head_dim}; use attention='torch'"
-    return None
+    return ""

@@ -179,17 +179,23 @@ def record_states(layers: Sequence[nn.Module]) -> None:
 
     def entering(layer: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            context = kwargs.get("specdec_ctx")
-            if isinstance(context, ForwardContext) and layer in context.states:
-                context.states[layer] = args[0] if args else kwargs["hidden_states"]
+            states = _wanted_states(kwargs)
+            if layer in states:
+                states[layer] = args[0] if args else kwargs["hidden_states"]
 
         return hook
 
     def leaving(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        context = kwargs.get("specdec_ctx")
-        if isinstance(context, ForwardContext) and len(layers) in context.states:
-            context.states[len(layers)] = out[0] if isinstance(out, tuple) else out
+        states = _wanted_states(kwargs)
+        if len(layers) in states:
+            states[len(layers)] = out[0] if isinstance(out, tuple) else out
 
     for number, layer in enumerate(layers):
         layer.register_forward_pre_hook(entering(number), with_kwargs=True)
     layers[-1].register_forward_hook(leaving, with_kwargs=True)
+
+
+def _wanted_states(kwargs: dict[str, Any]) -> dict[int, torch.Tensor | None]:
+    """`states` of the context of a layer's call; empty where it asks for none."""
+    states: dict[int, torch.Tensor | None] = getattr(kwargs.get("specdec_ctx"), "states", {})
+    return states

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.draft_block import CopiedDraft, Draft, DraftBlock
+from specdec.attention.own_keys import reference_own_keys
+from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan, Located
 from specdec.attention.reference import VisibleKeys
 from specdec.attention.tree import DraftTree
@@ -30,10 +33,15 @@ class SlotTables:
         return table.pages, table.start
 
 
+@dataclass(frozen=True, slots=True)
 class TorchBackend:
-    """Index, gather, attend: every step as torch operators."""
+    """Index, gather, attend: every step as torch operators.
+
+    deterministic: keys are cut by absolute position.
+    """
 
     name = "torch"
+    deterministic: bool = False
 
     def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> Located:
         page_size, retain = table.allocator.page_size, table.retain
@@ -57,6 +65,9 @@ class TorchBackend:
         assert isinstance(plan.prefix, SlotTables), f"a plan of another backend: {type(plan.prefix).__name__}"
         table = plan.prefix.full if space is Space.FULL else plan.prefix.swa
         assert table is not None, "a sliding layer, but the plan has no SWA table"
+        if self.deterministic:
+            find, located = reference_own_keys, (table.pages, table.start)
+            return PathAttention.of(deterministic_attention, find, plan, located, space, window)
         return VisibleKeys.of(plan, table, space, window).attend
 
     def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:

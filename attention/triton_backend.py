@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -10,6 +9,7 @@ from specdec.attention.draft_block import Draft, DraftBlock, PagedDraft
 from specdec.attention.own_keys import own_keys
 from specdec.attention.page_table import PageTables, build_page_tables
 from specdec.attention.paged_attention import paged_attention
+from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan, Located
 from specdec.attention.tree import DraftTree
 from specdec.attention.tree_attention import tree_attention
@@ -40,10 +40,15 @@ class PrefixPages:
         return self.tables.swa_pages, self.tables.swa_start
 
 
+@dataclass(frozen=True, slots=True)
 class TritonBackend:
-    """One launch for tables and write locations, one for each store, attention, move, tree and walk."""
+    """One launch for tables and write locations, one for each store, attention, move, tree and walk.
+
+    deterministic: prompts are cut as chains and trees are, by absolute position.
+    """
 
     name = "triton"
+    deterministic: bool = False
 
     def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> Located:
         page_size, retain = table.allocator.page_size, table.retain
@@ -63,10 +68,9 @@ class TritonBackend:
 
     def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:
         assert isinstance(plan.prefix, PrefixPages), f"a plan of another backend: {type(plan.prefix).__name__}"
-        if window is not None:
-            window += plan.window_shift
-        if plan.block_len is None:
-            return self._tree_attention(plan, *plan.prefix.of(space), space, window)
+        if plan.block_len is None or self.deterministic:
+            return PathAttention.of(tree_attention, own_keys, plan, plan.prefix.of(space), space, window)
+        assert plan.window_shift == 0, "a chunk with the window of a frozen drafter"
         pages, start = plan.prefix.pages(space)
         return partial(
             paged_attention,
@@ -78,42 +82,6 @@ class TritonBackend:
             block_len=plan.block_len,
             window=window,
         )
-
-    def _tree_attention(
-        self, plan: KVPlan, pages: torch.Tensor, start: torch.Tensor | None, space: Space, window: int | None
-    ) -> Attend:
-        """Chains, trees and frozen drafts: their own keys are found once, for all layers of the space."""
-        tree = plan.tree
-        write = None if tree is None else plan.write_slots(space).view(plan.positions.shape)
-        parents = None if tree is None or tree.is_chain else tree.parents
-        own = own_keys(
-            pages,
-            start,
-            plan.committed_len,
-            write,
-            parents,
-            page_size=plan.page_size,
-            max_depth=None if tree is None else tree.max_depth,
-        )
-
-        def attend(
-            query: torch.Tensor, _k: object, _v: object, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any
-        ) -> torch.Tensor:
-            return tree_attention(
-                query,
-                pool_k,
-                pool_v,
-                own,
-                pages,
-                start,
-                plan.committed_len,
-                plan.positions,
-                page_size=plan.page_size,
-                window=window,
-                **options,
-            )
-
-        return attend
 
     def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
         return PagedDraft(store, draft)

@@ -112,6 +112,8 @@ class EngineConfig:
     prefill_chunk: most prompt tokens of one request in one forward.
     attention: "torch" runs anywhere; "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a
     CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
+    deterministic: the logits of a token are a function of its request alone, to the bit: not of the batch, the chunks
+    of its prompt, preemption, the drafter, its trees, or captured rounds. What cannot be made so is refused.
     cuda_graphs: each round is captured once a shape and replayed; "auto" does so on a GPU, and where a model cannot be
     captured its rounds run as they are; True makes that an error, and needs a GPU.
     fused: decoder layers of few large kernels in the place of transformers' modules. "auto" does so with "triton" on a
@@ -146,11 +148,8 @@ class EngineConfig:
             raise ConfigError(f"attention={shown(self.attention)} is unknown; choose one of {known}")
         if not isinstance(self.cuda_graphs, bool) and self.cuda_graphs != "auto":
             raise ConfigError(f"cuda_graphs={shown(self.cuda_graphs)}: True, 'auto' or False is wanted")
-        if self.deterministic is not False:
-            raise ConfigError(
-                f"deterministic={shown(self.deterministic)}: batch-invariant kernels are not available in this "
-                "version; use False"
-            )
+        if not isinstance(self.deterministic, bool):
+            raise ConfigError(f"deterministic={shown(self.deterministic)}: True or False is wanted")
         if not (isinstance(self.fused, bool) or self.fused == "auto"):
             raise ConfigError(f"fused={shown(self.fused)}: 'auto', True or False is wanted")
         if self.device is not None:

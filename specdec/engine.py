@@ -64,15 +64,16 @@ class Engine:
         require_parts(target, drafter, tokenizer)
         require_type("spec", spec, SpecConfig)
         require_type("config", config, EngineConfig)
-        self.target = target
+        self.config = config = config or EngineConfig()
+        self.target = target = target.as_deterministic() if config.deterministic else target
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.spec = spec or SpecConfig()
-        self.config = config or EngineConfig()
         require_fused(self.config.fused, target, drafter)
         layouts = [target.layout] + ([] if drafter is None or drafter.kv_layout is None else [drafter.kv_layout])
         head_dim = max(layer.head_dim for layout in layouts for layer in layout.layers)
-        backend = choose_backend(self.config.attention, target.device, target.dtype, head_dim)
+        where = target.device, target.dtype, head_dim
+        backend = choose_backend(config.attention, *where, deterministic=target.deterministic)
         capture = capture_for(target.device, self.config.cuda_graphs)
         rounds_ahead = 1 if capture is None else 2  # slots for a round that starts before the one in front is settled
         lookahead = rounds_ahead * (self.spec.num_nodes if drafter is not None else 1)
@@ -138,7 +139,8 @@ class Engine:
         elif tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
             raise ConfigError(f"tokenizer is {shown(tokenizer)}; a tokenizer or its name is wanted")
         shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
-        bound = TargetModel(model, choose_operations(config.fused, config.attention, model.device, model.dtype))
+        ops = choose_operations(config.fused, config.attention, model.device, model.dtype)
+        bound = TargetModel(model, ops, deterministic=config.deterministic)
         fitted = load_any_drafter(drafter, bound, {**shared, **(drafter_options or {})})
         return cls(bound, fitted, tokenizer=tokenizer, spec=spec, config=config)
 

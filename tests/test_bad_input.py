@@ -197,7 +197,7 @@ CONFIG = {
     "swa_slots": ([0, -5, True, "x"], "integer from 1"),
     "attention": (["flash", None, ""], "torch"),
     "cuda_graphs": ([True, "on", None], "'auto' or False"),
-    "deterministic": ([True, 1, "yes"], "False"),
+    "deterministic": ([1, "yes", None], "False"),
     "fused": (["on", None, 1, ""], "'auto', True or False"),
     "dtype": (["float33", "int8", "nn", torch.int8, 32], "torch.dtype"),
     "device": (["gpu", 7.5, ""], "device"),

@@ -17,15 +17,19 @@ from transformers import PreTrainedModel
 from specdec.attention.bridge import ForwardContext, record_states
 from specdec.attention.plan import KVPlan
 from specdec.attention.private_copy import private_copy
+from specdec.attention.row_tiles import ROWS
 from specdec.errors import SpecDecError, UnsupportedModelError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout, layout_from_config
 from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights, fuse, fuse_linear
 from specdec.layers.merge import held_storages
-from specdec.layers.operations import Operations
+from specdec.layers.operations import KERNELS, Operations
+from specdec.layers.rowwise import rowwise, run_experts_by_row
+from specdec.models.bits import depends_on_others
 from specdec.models.context_length import ContextLength, context_length
 from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing
+from specdec.models.tiles import forward_in_tiles, rows_in_tiles, run_in_tiles
 
 logger = logging.getLogger("specdec")
 
@@ -35,6 +39,10 @@ UNSUPPORTED_ATTRIBUTES = {
     "index_topk": "uses sparse attention",
 }
 """Config attributes that change the result in ways the runtime does not reproduce."""
+
+
+MANY_ROWS = 80
+"""Of a forward of the kernels: more than their products take in their smallest tiles."""
 
 
 class TargetOutput(NamedTuple):
@@ -52,11 +60,14 @@ class TargetModel:
 
     ops: what fused layers compute with; None: every module runs as Hugging Face wrote it. `unfused` says why they do
     not run here, None when they do.
+    deterministic: a row has the same bits whatever the rows beside it are, which it must prove too: fused layers of the
+    kernels as they are, all others in tiles of a fixed number of rows (`in_tiles`), under a deterministic backend.
     """
 
-    def __init__(self, model: PreTrainedModel, ops: Operations | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, ops: Operations | None = None, *, deterministic: bool = False) -> None:
         self.model = model
-        self.ops = ops
+        self.deterministic = deterministic
+        self.ops = ops = rowwise(ops) if deterministic else ops
         self.name = getattr(model.config, "_name_or_path", "") or type(model).__name__
         with refusing(self.name, f"{type(model).__name__} is not built as a decoder-only causal language model"):
             self.config: Any = model.config.get_text_config()
@@ -76,8 +87,15 @@ class TargetModel:
         self.unfused: str | None = "it was made without operations for fused layers"
         if ops is not None:
             self.unfused = self._fuse(ops, proof)
+        self.in_tiles = deterministic and (self.unfused is not None or ops is not KERNELS)
+        if deterministic:
+            self._prove_bits()
         record_states(list(self.decoder.layers))  # type: ignore[arg-type]
         self.weights = Weights(self.name, self.decoder, self.head)
+
+    def as_deterministic(self) -> "TargetModel":
+        """The same model, deterministic."""
+        return self if self.deterministic else TargetModel(self.model, self.ops, deterministic=True)
 
     @property
     def hidden_size(self) -> int:
@@ -110,6 +128,8 @@ class TargetModel:
         if self.unfused is None:
             self.weights.generation()
         context = ForwardContext.of(plan, view, self.windows, aux_layers)
+        if self.in_tiles:
+            return TargetOutput(*forward_in_tiles(self._run, tokens, context, aux_layers))
         hidden = self._run(tokens, plan.positions, context)
         if not aux_layers:
             return TargetOutput(hidden, None)
@@ -119,6 +139,9 @@ class TargetModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [..., H] -> logits [..., V] in the model's dtype, scaled and softcapped as the model does."""
+        return rows_in_tiles(self._logits, hidden) if self.in_tiles else self._logits(hidden)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.head(hidden)
         return self.logit_rule(logits) if self.ops is None else self.logit_rule(logits, self.ops.softcap)
 
@@ -190,6 +213,26 @@ class TargetModel:
             logger.log(level, "%s runs unfused: %s", self.name, reason)
         del held
         return reason
+
+    @torch.inference_mode()
+    def _prove_bits(self) -> None:
+        """Raise UnsupportedModelError unless a row has the same bits whatever the rows beside it are."""
+        if self.in_tiles and self.device.type != "cpu":
+            raise UnsupportedModelError(
+                f"deterministic=True on {self.device} needs fused layers on Triton kernels, and {self.name} runs without: "
+                f"{self.unfused or 'its operations are the reference'}; use deterministic=False"
+            )
+        if self.unfused is not None:
+            run_experts_by_row(self.decoder)
+        texts = probe_texts(self.model.config, self.vocab_size).to(self.device)
+        run = run_in_tiles(self._run) if self.in_tiles else self._run
+        with torch.autocast(self.device.type, enabled=False), refusing(self.name, "it does not run row by row"):
+            what = depends_on_others(self.layout, texts, run, self.logits, ROWS if self.in_tiles else MANY_ROWS)
+        if what is not None:
+            raise UnsupportedModelError(
+                f"{self.name}: {what} of a token depend on the rows beside it in the last bits, so deterministic=True "
+                "cannot be kept; use deterministic=False"
+            )
 
     @torch.inference_mode()
     def _probe(self) -> Proof:

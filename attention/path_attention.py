@@ -1,0 +1,108 @@
+"""Attention of one forward in which every row is a function of its own path: what both backends attend by.
+
+The own keys are found once a forward, space and window; layers then only name their pools. Rows of a forward may be
+asked for in parts, in any order in which a row's ancestors are stored when it asks: the answer is the same, to the bit.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from specdec.attention.own_keys import OwnKeys
+from specdec.attention.plan import KVPlan
+from specdec.kvcache.spaces import Space
+
+
+class FindOwnKeys(Protocol):
+    """`own_keys` and its reference."""
+
+    def __call__(
+        self,
+        pages: torch.Tensor,
+        start: torch.Tensor | None,
+        committed_len: torch.Tensor,
+        write: torch.Tensor | None,
+        parents: torch.Tensor | None = None,
+        *,
+        page_size: int,
+        max_depth: int | None = None,
+    ) -> OwnKeys: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PathAttention:
+    """An `Attend` of `plan.py`: the block, _k and _v, is read back from the pools.
+
+    function: `tree_attention`, or `deterministic_attention`; the rest are its arguments.
+    """
+
+    function: Callable[..., torch.Tensor]
+    own: OwnKeys
+    pages: torch.Tensor
+    start: torch.Tensor | None
+    committed_len: torch.Tensor
+    positions: torch.Tensor
+    block_len: torch.Tensor | None
+    page_size: int
+    window: int | None
+
+    @classmethod
+    def of(
+        cls,
+        function: Callable[..., torch.Tensor],
+        find_own_keys: FindOwnKeys,
+        plan: KVPlan,
+        table: tuple[torch.Tensor, torch.Tensor | None],
+        space: Space,
+        window: int | None,
+    ) -> "PathAttention":
+        """table: page ids [B, P] in the space, and the position [B] of each first page (None: 0)."""
+        pages, start = table
+        write = None if plan.write_full is None else plan.write_slots(space).view(plan.positions.shape)
+        tree = plan.tree
+        parents = None if tree is None or tree.is_chain else tree.parents
+        depth = None if tree is None else tree.max_depth
+        length, page_size = plan.committed_len, plan.page_size
+        own = find_own_keys(pages, start, length, write, parents, page_size=page_size, max_depth=depth)
+        if window is not None:
+            window += plan.window_shift
+        return cls(function, own, pages, start, length, plan.positions, plan.block_len, page_size, window)
+
+    def __call__(
+        self, query: torch.Tensor, _k: object, _v: object, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        return self.function(
+            query,
+            pool_k,
+            pool_v,
+            self.own,
+            self.pages,
+            self.start,
+            self.committed_len,
+            self.positions,
+            page_size=self.page_size,
+            block_len=self.block_len,
+            window=self.window,
+            **options,
+        )
+
+    def part(self, requests: slice, columns: slice) -> "PathAttention":
+        """For the queries of these columns of these requests."""
+        slots, run_end = self.own
+        if run_end is None:
+            own = OwnKeys(slots[requests], None)
+        else:  # node numbers count from the first column, and a run ends with the last
+            ends = run_end[requests, columns].clamp(max=columns.stop - 1) - columns.start
+            own = OwnKeys(slots[requests, columns].contiguous(), ends.contiguous())
+        block_len = None if self.block_len is None else (self.block_len[requests] - columns.start).clamp(min=0)
+        return replace(
+            self,
+            own=own,
+            pages=self.pages[requests],
+            start=None if self.start is None else self.start[requests],
+            committed_len=self.committed_len[requests],
+            positions=self.positions[requests, columns],
+            block_len=block_len,
+        )

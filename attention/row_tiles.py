@@ -1,0 +1,102 @@
+"""A forward in tiles of ROWS rows, so that no operator of a library ever sees another number of them.
+
+    tile     columns [c, c') of requests [b, b'), at most ROWS rows, packed, and padded to ROWS
+    order    by columns first: when a row runs, its ancestors have run, or do in the same tile
+
+    3 requests of 20 columns     |0: 0..15|  |1: 0..15|  |2: 0..15|  |0..2: 16..19|
+
+For modules that others wrote: of equal shapes a library makes equal sums. What is left is that a row's bits do not
+depend on its place in the tile nor on the rows beside it: `models/bits.py` asks the model itself.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from specdec.attention.bridge import AttentionCall, ForwardContext
+from specdec.attention.path_attention import PathAttention
+from specdec.kvcache.spaces import FullLoc, Space, SwaLoc
+from specdec.kvcache.store_kv import Destination
+
+ROWS = 16
+
+
+class Tile(NamedTuple):
+    """These columns of these requests."""
+
+    requests: slice
+    columns: slice
+
+    def rows(self, packed: torch.Tensor, num_columns: int) -> torch.Tensor:
+        """Its rows of [B * N, ...], packed and padded: [ROWS, ...]."""
+        return pad_rows(packed.unflatten(0, (-1, num_columns))[self].flatten(0, 1))
+
+
+def row_tiles(batch: int, num_columns: int) -> Iterator[Tile]:
+    """The tiles of a forward of `num_columns` rows a request, in the order in which they are to run."""
+    for first in range(0, num_columns, ROWS):
+        columns = slice(first, min(first + ROWS, num_columns))
+        requests = ROWS // (columns.stop - first)
+        for request in range(0, batch, requests):
+            yield Tile(slice(request, min(request + requests, batch)), columns)
+
+
+def pad_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [T, ...], T <= ROWS -> [ROWS, ...], zeros behind: token 0, position 0, the null slot."""
+    return pad(x, (0, 0) * (x.dim() - 1) + (0, ROWS - len(x)))
+
+
+class TileContext:
+    """What the layers of a forward ask of, while they run one tile of it.
+
+    `states`: see `ForwardContext`.
+    """
+
+    def __init__(self, whole: ForwardContext, tile: Tile) -> None:
+        self.whole, self.tile = whole, tile
+        self.states: dict[int, torch.Tensor | None] = dict.fromkeys(whole.states)
+        self._attention = {}
+        for kind, attention in whole.attention.items():
+            assert isinstance(attention, PathAttention), "tiles are rows of a deterministic backend"
+            self._attention[kind] = attention.part(*tile)
+        plan, width = whole.plan, whole.plan.positions.shape[1]
+        self._full = None if plan.write_full is None else FullLoc(tile.rows(plan.write_full, width))
+        self._swa = None if plan.write_swa is None else SwaLoc(tile.rows(plan.write_swa, width))
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """For a layer of Hugging Face: its K/V are stored here, unless they are another layer's."""
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (call.query, call.key, call.value))  # [ROWS, heads, D]
+        destination = self.destination(call.layer)
+        if destination is not None:
+            self.whole.plan.backend.store(self.whole.view.writable_layer(call.layer), destination.slots, k, v)
+        out = self.attend_rows(call.layer, q, k, v, scaling=call.scaling, softcap=call.softcap, sinks=call.sinks)
+        return out.view(len(call.query), -1, *out.shape[1:])
+
+    def destination(self, layer: int) -> Destination | None:
+        """Where this layer's new K/V go, padding to the sink; None when it stores none."""
+        if not self.whole.view.owns(layer):
+            return None
+        kept = self.whole.view.writable_layer(layer)
+        slots = self._full if kept.space is Space.FULL else self._swa
+        return None if slots is None else Destination(kept.k, kept.v, slots)
+
+    def attend_rows(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q [ROWS, Hq, D] -> [ROWS, Hq, D]; k, v: the rows' own, stored already."""
+        kept_k, kept_v, space = self.whole.view.layer(layer)
+        attention = self._attention[space, self.whole.windows[layer]]
+        shape = attention.positions.shape
+        query = q[: shape.numel()].unflatten(0, shape).transpose(1, 2)  # [B', Hq, N', D]
+        out = attention(query, None, None, kept_k, kept_v, scaling=scaling, softcap=softcap, sinks=sinks)
+        return pad_rows(out.flatten(0, 1))

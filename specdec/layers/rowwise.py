@@ -1,0 +1,124 @@
+"""What keeps a row's bits its own where torch computes several rows at once, of a fixed number and shape.
+
+    functions   torch computes most elements of a tensor by vectors, and the last ones, and those where a thread's share
+                ends, one by one: exponentials of the two differ in the last bit. `ByVectors` pads and cuts, so that
+                every element is one of a vector
+    products    of a few columns are divided among threads along K: `ByVectors` sums them row by row
+    experts     see the rows that chose them, so their shapes depend on other rows: `ByRow` runs each row by itself
+
+Everything else that models do between attentions (products of a fixed shape, sums over a row, sums and products of
+elements) was found to give a row the same bits at any place. `models/bits.py` asks every model.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from specdec.layers.linear import Product
+from specdec.layers.moe.mixture import Experts, Routing, reference_apply_experts
+from specdec.layers.operations import FAST, KERNELS, REFERENCE, Operations
+
+VECTOR = 64
+"""A multiple of what torch takes at once, of any dtype."""
+
+SHARE = 1 << 15
+"""Up to so many elements torch gives to one thread."""
+
+FEW_COLUMNS = 16
+
+FUNCTIONS: frozenset[Any] = frozenset(
+    {
+        *(torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, torch.tanh, torch.Tensor.tanh, F.tanh),
+        *(F.silu, torch._C._nn.silu, F.gelu, torch._C._nn.gelu, F.softplus, F.mish, F.elu, torch.erf, torch.Tensor.erf),
+        *(torch.exp, torch.Tensor.exp, torch.expm1, torch.Tensor.expm1, torch.log, torch.Tensor.log),
+        *(torch.log1p, torch.Tensor.log1p, torch.rsqrt, torch.Tensor.rsqrt, torch.sin, torch.cos),
+        *(torch.Tensor.sin, torch.Tensor.cos, torch.pow, torch.Tensor.pow, torch.Tensor.__pow__, F.logsigmoid),
+    }
+)
+
+
+class ByVectors(TorchFunctionMode):
+    """In the block, functions of single elements and products of few columns do not depend on an element's place."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in FUNCTIONS and _is_alone(args, kwargs):
+            return _by_vectors(func, *args, **kwargs)
+        if func is F.linear and len(args) > 1 and type(args[1].data) is torch.Tensor and len(args[1]) < FEW_COLUMNS:
+            return _few_columns(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_alone(args: Any, kwargs: Any) -> bool:
+    """Is the first argument the only tensor?"""
+    others = [*args[1:], *kwargs.values()]
+    return isinstance(args[0], torch.Tensor) and not any(isinstance(x, torch.Tensor) for x in others)
+
+
+def _by_vectors(func: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if x.numel() % VECTOR == 0 and x.numel() <= SHARE and x.is_contiguous():
+        return func(x, *args, **kwargs)
+    padded = F.pad(x.flatten(), (0, -x.numel() % VECTOR), value=1.0)
+    done = [func(share, *args, **kwargs) for share in padded.split(SHARE)]
+    return torch.cat(done)[: x.numel()].view(x.shape)
+
+
+def _few_columns(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = (x.to(wide)[..., None, :] * weight.to(wide)).sum(-1)
+    return (out if bias is None else out + bias.to(wide)).to(x.dtype)
+
+
+def rows_alone(compute: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
+    """`compute` of each row of `args` [T, ...] by itself, side by side. A row that repeats the one before, as padding
+    does, is computed once."""
+    done: list[torch.Tensor] = []
+    before: list[torch.Tensor] | None = None
+    for i in range(len(args[0])):
+        row = [x[i : i + 1].clone() for x in args]
+        if before is None or not all(map(torch.equal, row, before)):
+            newest = compute(*row)
+            before = row
+        done.append(newest)
+    return torch.cat(done)
+
+
+class ByRow(nn.Module):
+    """Stands where a module stood that takes tensors of as many rows as one another: each row runs by itself."""
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self.source = source
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return rows_alone(self.source, *args)
+
+
+def run_experts_by_row(model: nn.Module) -> None:
+    """In a private copy: mixtures call their `experts` with rows, and what the router made of each."""
+    for module in model.modules():
+        experts = module._modules.get("experts")
+        if experts is not None and not isinstance(experts, ByRow):
+            module._modules["experts"] = ByRow(experts)
+
+
+def rowwise_apply_experts(x: torch.Tensor, routing: Routing, experts: Experts) -> Product:
+    """`reference_apply_experts`, each row by itself."""
+
+    def parts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return reference_apply_experts(x, Routing(chosen, weights), experts).parts.transpose(0, 1)  # [1, k, H]
+
+    return Product(rows_alone(parts, x, *routing).transpose(0, 1), None, x.dtype)
+
+
+ROWWISE = REFERENCE._replace(apply_experts=rowwise_apply_experts)
+"""`REFERENCE`, where rows that come in tiles, and under `ByVectors`, keep their bits."""
+
+
+def rowwise(ops: Operations | None) -> Operations | None:
+    """The same operations by which a row keeps its bits."""
+    return KERNELS if ops is FAST else ROWWISE if ops is REFERENCE else ops

@@ -1,0 +1,119 @@
+"""Does a row have the same bits whatever the rows beside it are? Asked of every model that is to be deterministic.
+
+    all at once    the 12 rows of two texts
+    in pieces      the first tokens of both texts in turn; one row alone; the others from the last to the first, beside
+                   rows of neither text
+
+Queries, keys, values, states and logits must be equal, bit by bit. Attention, which is not asked here, sees each row by
+itself. It knows no pools, plans or requests.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from specdec.attention.bridge import AttentionCall
+from specdec.kvcache.layout import KVLayout
+
+Run = Callable[[torch.Tensor, torch.Tensor, object], torch.Tensor]
+"""A forward over packed rows: (tokens [1, T], positions [1, T], context) -> states [1, T, H]."""
+
+
+Row = tuple[int, int]
+"""(text, position)"""
+
+
+class RowRecord:
+    """Records what each layer asks of attention for rows (text, position), and answers each of them by itself.
+
+    kept: by layer and row, q, k and v [heads, D].   now: the rows of the present forward; what comes behind is padding.
+    """
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.layout = layout
+        self.kept: dict[tuple[int, int, int], tuple[torch.Tensor, ...]] = {}
+        self.now: list[Row] = []
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (call.query, call.key, call.value))
+        out = self.attend_rows(call.layer, q, k, v, scaling=call.scaling, softcap=call.softcap, sinks=call.sinks)
+        return out.view(len(call.query), -1, *out.shape[1:])
+
+    def destination(self, layer: int) -> None:
+        """Nothing is stored: what layers ask with is recorded."""
+
+    def attend_rows(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        spec = self.layout.layers[layer]
+        for i, (text, pos) in enumerate(self.now):
+            own = (k, v) if spec.owner == layer and k is not None and v is not None else ()
+            self.kept[layer, text, pos] = tuple(x[i].clone() for x in (q, *own))
+        out = torch.zeros_like(q)
+        for i, (text, pos) in enumerate(self.now):
+            first = 0 if spec.window is None else max(0, pos - spec.window + 1)
+            seen = [self.kept[spec.owner, text, p] for p in range(first, pos + 1) if (spec.owner, text, p) in self.kept]
+            keys, values = (torch.stack([row[part] for row in seen]).float() for part in (1, 2))  # [L, Hkv, D]
+            group = q.shape[1] // keys.shape[1]
+            keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+            scores = (q[i].clone().float() * keys).sum(-1).t() * scaling  # [Hq, L]
+            if softcap is not None:
+                scores = torch.tanh(scores / softcap) * softcap
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.float()[:, None]], dim=1)
+            weights = scores.softmax(-1)[:, : len(seen)]
+            out[i] = (weights.t()[..., None] * values).sum(0).to(q.dtype)
+        return out
+
+
+def depends_on_others(
+    layout: KVLayout,
+    texts: torch.Tensor,
+    run: Run,
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    most_rows: int,
+) -> str | None:
+    """texts [2, T] of tokens; at most `most_rows` a forward -> what of a row depends on others; None: nothing does."""
+    rows = [(text, pos) for text in (0, 1) for pos in range(texts.shape[1])]
+    first = [(text, pos) for pos in (0, 2, 1) for text in (1, 0)]
+    alone = (0, 3)
+    others = [row for row in reversed(rows) if row not in first and row != alone]
+    junk = [(2 + i, 0) for i in range(most_rows - len(others))]  # a text of one token each
+    whole, pieces = (
+        _record(layout, texts, run, logits, forwards) for forwards in ([rows], [first, [alone], [*others, *junk]])
+    )
+    for what in whole:
+        if not all(torch.equal(whole[what][row], pieces[what][row]) for row in rows):
+            return what
+    return None
+
+
+def _record(
+    layout: KVLayout,
+    texts: torch.Tensor,
+    run: Run,
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    forwards: Sequence[list[Row]],
+) -> dict[str, dict[Row, torch.Tensor]]:
+    """What comes of the rows of each forward: by name and row."""
+    record = RowRecord(layout)
+    found: dict[str, dict[Row, torch.Tensor]] = {}
+    for rows in forwards:
+        tokens = texts.new_tensor([int(texts[text % 2, (pos + text // 2) % texts.shape[1]]) for text, pos in rows])
+        record.now = rows
+        states = run(tokens[None], texts.new_tensor([pos for _, pos in rows])[None], record)
+        for name, of_rows in (("the final states", states[0]), ("the logits", logits(states)[0])):
+            found.setdefault(name, {}).update(zip(rows, of_rows, strict=True))
+    asked: dict[str, dict[Row, torch.Tensor]] = {}
+    for (layer, *row), parts in sorted(record.kept.items(), key=lambda item: item[0][0]):
+        for name, part in zip(("queries", "keys", "values"), parts, strict=False):
+            asked.setdefault(f"the {name} of layer {layer}", {})[row[0], row[1]] = part
+    return asked | found
