@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from specdec.clock import seconds_by_stage
 from specdec.kvcache.mirror import IntArray
@@ -41,8 +42,13 @@ class RoundShape(NamedTuple):
         return min(self.num_nodes, self.num_steps + 1)
 
 
+ALIGN = 64
+"""Numbers: rows that begin at multiples of it are summed in one order, wherever they stand in a batch."""
+
+
 class LogProbs(NamedTuple):
-    """Of D tokens: chosen [B, D] float32, the K highest at each place [B, D, K] and their ids [B, D, K]."""
+    """Of D tokens: chosen [B, D] float32, the K highest at each place [B, D, K] and their ids [B, D, K], the lowest
+    first among equals: so the first of them are the same for every K."""
 
     chosen: torch.Tensor
     values: torch.Tensor
@@ -51,9 +57,15 @@ class LogProbs(NamedTuple):
     @classmethod
     def of(cls, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> "LogProbs":
         """logits [B, D, V] that tokens [B, D] were drawn from, before any parameter."""
-        log_p = logits.float().log_softmax(dim=-1)
-        values, ids = log_p.topk(min(count, log_p.shape[-1]), dim=-1)
-        return cls(log_p.gather(2, tokens[:, :, None])[:, :, 0], values, ids)
+        vocab_size = logits.shape[-1]
+        logits = logits.float()
+        if vocab_size % ALIGN:
+            logits = F.pad(logits, (0, -vocab_size % ALIGN), value=-torch.inf)
+        log_p = logits.log_softmax(dim=-1)[..., :vocab_size]
+        # of numbers that are at most 0 the bits without a sign rise as they fall
+        rank = (log_p.abs().contiguous().view(torch.int32).long() << 32) + torch.arange(vocab_size, device=log_p.device)
+        ids = rank.topk(min(count, vocab_size), dim=-1, largest=False).indices
+        return cls(log_p.gather(2, tokens[:, :, None])[:, :, 0], log_p.gather(2, ids), ids)
 
 
 class RoundResult(NamedTuple):

@@ -25,7 +25,7 @@ from specdec.layers.operations import FAST, KERNELS, REFERENCE, Operations
 VECTOR = 64
 """A multiple of what torch takes at once, of any dtype."""
 
-SHARE = 1 << 15
+SHARE = 1 << 14
 """Up to so many elements torch gives to one thread."""
 
 FEW_COLUMNS = 16

@@ -219,7 +219,7 @@ class TargetModel:
         """Raise UnsupportedModelError unless a row has the same bits whatever the rows beside it are."""
         if self.in_tiles and self.device.type != "cpu":
             raise UnsupportedModelError(
-                f"deterministic=True on {self.device} needs fused layers on Triton kernels, and {self.name} runs without: "
+                f"deterministic=True on {self.device} needs fused layers on Triton kernels; {self.name} runs without: "
                 f"{self.unfused or 'its operations are the reference'}; use deterministic=False"
             )
         if self.unfused is not None:

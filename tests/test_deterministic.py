@@ -1,0 +1,374 @@
+"""`deterministic=True`: the logits of a token are a function of its request alone, to the bit.
+
+`Logits` writes down what the target says behind every path of tokens, also of drafts that are rejected, and requires
+the same bits whenever the same path comes again: in any batch, chunk, tree, after any preemption.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tape import record
+
+import specdec.engine
+import specdec.graphs
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.attention.backend import choose_backend
+from specdec.attention.bridge import ForwardContext
+from specdec.attention.path_attention import PathAttention
+from specdec.attention.row_tiles import ROWS, pad_rows, row_tiles
+from specdec.draft_models.ngram import NgramDrafter
+from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.layers.operations import FAST, KERNELS, REFERENCE
+from specdec.layers.rowwise import ROWWISE, ByVectors, rows_alone
+from specdec.models.target import TargetModel
+from specdec.result import LogProbs
+from specdec.sampling import SamplingBatch
+
+from marks import slow
+from tiny_models import FAMILIES, VOCAB, random_eagle3
+
+NEW = 12
+BF16 = torch.bfloat16
+DTYPES = torch.float32, BF16
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here; see tools/gpu_bits.py")
+
+
+class Logits:
+    """By the tokens in front: the one row of logits that there may be. `again`: how often a row came again."""
+
+    draw = staticmethod(SamplingBatch.draw)
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[int, ...], torch.Tensor] = {}
+        self.again = 0
+
+    def note(self, path: tuple[int, ...], row: torch.Tensor) -> None:
+        if path not in self.rows:
+            self.rows[path] = row.clone()
+            return
+        assert torch.equal(self.rows[path], row), f"other bits behind {len(path)} tokens"
+        self.again += 1
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        draw = self.draw
+
+        def noting(batch: SamplingBatch, logits: torch.Tensor, positions: torch.Tensor, past: Any) -> torch.Tensor:
+            for b, length in enumerate(past.length.tolist()):
+                history = past.history[b, :length].tolist()
+                paths = [tuple(history)]
+                if past.tree is not None:
+                    tokens, parents = past.tree.tokens[b].tolist(), past.tree.parents[b].tolist()
+                    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+                        paths.append((*paths[parent], token))
+                for path, row in zip(paths, logits[b], strict=True):
+                    self.note(path, row)
+            return draw(batch, logits, positions, past)
+
+        monkeypatch.setattr(SamplingBatch, "draw", noting)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Logits:
+    logits = Logits()
+    logits.watch(monkeypatch)
+    return logits
+
+
+@pytest.fixture
+def engine(make_engine: Callable[..., Engine]) -> Callable[..., Engine]:
+    """engine(model, drafter=None, **config): a deterministic one, in the model's dtype."""
+
+    def make(model: Any, drafter: Any = None, **config: Any) -> Engine:
+        return make_engine(model, drafter, deterministic=True, dtype=model.dtype, **config)
+
+    return make
+
+
+def answers(engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Any]:
+    """Tokens, and all log-probabilities as they are."""
+    outputs = engine.generate(list(prompts), list(params))
+    engine.table.check()
+    return [(out.token_ids, out.logprobs) for out in outputs]
+
+
+def requests(
+    random_prompt: Callable[..., list[int]], lengths: Sequence[int], new: int = NEW
+) -> tuple[list[Any], list[Any]]:
+    """Prompts, greedy and sampled in turn."""
+    params = [
+        SamplingParams(max_new_tokens=new, logprobs=VOCAB)
+        if i % 2
+        else SamplingParams(max_new_tokens=new - i % 3, temperature=0.9, top_p=0.9, seed=i, logprobs=2)
+        for i in range(len(lengths))
+    ]
+    return [random_prompt(length, seed=i) for i, length in enumerate(lengths)], params
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        (family, dtype) if (family, dtype) in (("llama", torch.float32), ("gemma4-e2b", BF16)) else slow(family, dtype)
+        for i, family in enumerate([*FAMILIES, "mixtral"])
+        for dtype in ((torch.float32, BF16) if family in ("llama", "gemma4-e2b", "gpt_oss") else (DTYPES[i % 2],))
+    ],
+    ids=str,
+)
+def test_bits_are_those_of_a_request_alone(
+    family, dtype, make_target, engine, random_prompt, scripted, tree_script, seen
+):
+    """Alone; with others that join and leave; in chunks of 16 and 256; preempted; chains, trees of 16 and 200 nodes."""
+    model = make_target(family, fresh=True).to(dtype)
+    prompts, params = requests(random_prompt, (40, 5, 21, 1))
+    alone = engine(model, prefill_chunk=256, max_batch_size=1)
+    expected = answers(alone, prompts, params)
+    truths = [prompt + tokens for prompt, (tokens, _) in zip(prompts, expected, strict=True)]
+    trees = scripted(tree_script(truths))
+
+    assert answers(engine(model, "ngram", max_batch_size=3, page_size=4), prompts, params) == expected
+    tight = engine(model, trees, num_steps=15, full_slots=80, swa_slots=80, max_batch_size=4)
+    assert answers(tight, prompts, params) == expected
+    assert tight.stats().preemptions > 0
+    large = engine(model, trees, num_steps=199, max_model_len=300, prefill_chunk=7)
+    assert answers(large, prompts[:2], params[:2]) == expected[:2]
+    assert sum(large.stats().accepted_counts) > 0
+    assert seen.again > 60
+
+
+@pytest.mark.parametrize("fused", [slow("auto"), True])
+def test_many_requests_that_join_and_leave(fused, make_target, engine, random_prompt, seen):
+    model = make_target("gemma4-e2b")
+    prompts, params = requests(random_prompt, [1 + 7 * i % 45 for i in range(70)], new=5)
+    alone = engine(model, prefill_chunk=256, max_batch_size=1, fused=fused)
+    expected = answers(alone, prompts[::9], params[::9])
+    assert alone.target.unfused is None if fused is True else alone.target.ops is None
+    crowd = engine(model, "ngram", max_batch_size=64, fused=fused)
+    assert answers(crowd, prompts, params)[::9] == expected
+
+
+@pytest.mark.parametrize(
+    ("drafter", "spec"),
+    [
+        ("mtp", SpecConfig(4)),
+        slow("mtp", SpecConfig(4, 4, 16)),
+        slow("mtp-centroids", SpecConfig(6, 5, 100)),
+        slow("eagle3", SpecConfig(4)),
+        ("eagle3", SpecConfig(4, 4, 16)),
+        slow("eagle3", SpecConfig(5, 8, 200)),
+    ],
+    ids=str,
+)
+def test_every_drafter(drafter, spec, make_target, make_assistant, make_engine, engine, random_prompt, seen):
+    model = make_target("gemma4-e2b", vocab_size=24)
+    prompts = [random_prompt(length, vocab=24) for length in (9, 30)]
+    params = [SamplingParams(max_new_tokens=NEW, logprobs=24)] * 2
+    expected = answers(engine(model, max_batch_size=1), prompts, params)
+    draft = random_eagle3(model) if drafter == "eagle3" else make_assistant(model, drafter == "mtp-centroids")
+    speculating = engine(model, draft, spec=spec)
+    assert answers(speculating, prompts, params) == expected
+
+
+def test_the_comparison_finds_rows_that_depend_on_others(make_target, engine, random_prompt, seen):
+    """Seeded: all rows of a forward at once, whatever their number, as in an engine that is not deterministic."""
+    model = make_target("llama")
+    prompts, params = requests(random_prompt, (40, 33, 21, 1))
+    expected = answers(engine(model, max_batch_size=1), prompts, params)
+    broken = engine(model, max_batch_size=4)
+    broken.target.in_tiles = False
+    with pytest.raises(AssertionError, match="other bits behind"):
+        answers(broken, prompts, params)
+    assert answers(engine(model, max_batch_size=4), prompts, params) == expected
+
+
+def test_a_given_target_is_made_deterministic(make_target, random_prompt):
+    model = make_target("llama")
+    for ops, of_engine in ((None, None), (REFERENCE, ROWWISE)):
+        target = TargetModel(model, ops)
+        engine = Engine(target, config=EngineConfig(max_model_len=64, deterministic=True))
+        assert engine.target.deterministic and engine.target.in_tiles and engine.target.ops is of_engine
+        assert not target.deterministic and target.ops is ops
+        again = Engine(engine.target, config=EngineConfig(max_model_len=64, deterministic=True))
+        assert again.target is engine.target
+
+
+# what is refused
+
+
+def test_a_layer_that_looks_at_other_rows(make_target, make_engine):
+    """By less than anything but a comparison of bits would notice."""
+    model = make_target("llama", fresh=True)
+    mlp = model.model.layers[1].mlp
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return type(mlp).forward(mlp, x) * (1 + 1e-6 * x.sum().cos())
+
+    mlp.forward = forward
+    assert not make_engine(model).target.deterministic
+    with pytest.raises(UnsupportedModelError, match=r"the queries of layer 2 of a token depend on the rows beside it"):
+        make_engine(model, deterministic=True)
+
+
+def test_a_gpu_without_the_kernels_is_refused(make_target, monkeypatch):
+    model = make_target("gemma3")
+    monkeypatch.setattr(TargetModel, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(TargetModel, "_probe", lambda self: type("Proof", (), {"rule": None}))
+    with pytest.raises(UnsupportedModelError, match=r"on cuda:0 needs fused layers on Triton .*; .* Gemma3TextModel"):
+        TargetModel(model, REFERENCE, deterministic=True)
+
+
+def test_plain_torch_on_a_gpu_is_refused():
+    cuda = torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match=r"deterministic=True on cuda:0 needs attention='triton'"):
+        choose_backend("torch", cuda, BF16, 64, deterministic=True)
+    assert choose_backend("torch", cuda, BF16, 64).name == "torch"
+
+
+# the parts
+
+
+def test_tiles_by_eye():
+    tiles = [(t.requests.start, t.requests.stop, t.columns.start, t.columns.stop) for t in row_tiles(3, 20)]
+    assert tiles == [(0, 1, 0, 16), (1, 2, 0, 16), (2, 3, 0, 16), (0, 3, 16, 20)]
+    assert [t.requests for t in row_tiles(17, 1)] == [slice(0, 16), slice(16, 17)]
+    assert [t.requests for t in row_tiles(7, 5)] == [slice(0, 3), slice(3, 6), slice(6, 7)]
+    assert list(row_tiles(0, 4)) == []
+    assert pad_rows(torch.ones(2, 3, dtype=torch.int64)).tolist() == [[1, 1, 1]] * 2 + [[0, 0, 0]] * (ROWS - 2)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+FUNCTIONS = {
+    "silu": F.silu,
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+    "method": lambda x: x.sigmoid(),
+    "rsqrt": lambda x: torch.rsqrt(x.abs() + 1e-3),
+    "pow": lambda x: x.abs().pow(0.3),
+    "one column": lambda x: F.linear(x, torch.linspace(-1, 1, x.shape[1], dtype=x.dtype)[None]),
+}
+
+
+def places(compute: Callable[[torch.Tensor], torch.Tensor], width: int, dtype: torch.dtype) -> bool:
+    """Is each of ROWS rows of `compute` the same wherever it stands?"""
+    generator = torch.Generator().manual_seed(width)
+    x = (torch.randn(ROWS, width, generator=generator) * 3).to(dtype)
+    order = torch.randperm(ROWS, generator=generator)
+    return torch.equal(compute(x[order].contiguous()), compute(x)[order])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_do_not_depend_on_the_place_of_a_row(name, threads):
+    for width in (1, 7, 33, 48, 2560, 4096, 5003):
+        for dtype in (torch.float32, BF16):
+            with ByVectors():
+                assert places(FUNCTIONS[name], width, dtype), f"{width=} {dtype=}"
+            x = torch.randn(3, width).to(dtype)
+            with ByVectors():
+                found = FUNCTIONS[name](x)
+            torch.testing.assert_close(found, FUNCTIONS[name](x))
+
+
+def test_without_vectors_they_do():
+    """Else the mode would be for nothing; with vectors of another length, another of the widths shows it."""
+    widths = (7, 31, 33, 5003, 9999)
+    assert not all(places(F.silu, width, torch.float32) for width in widths)
+
+
+def test_rows_alone_are_computed_once_where_they_repeat():
+    calls = []
+
+    def double(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        calls.append(x.shape)
+        return 2 * x + y
+
+    x, y = torch.tensor([[1.0], [1.0], [1.0], [2.0], [1.0]]), torch.tensor([[1.0], [1.0], [5.0], [5.0], [1.0]])
+    assert rows_alone(double, x, y).flatten().tolist() == [3, 3, 7, 9, 3]
+    assert calls == [(1, 1)] * 4
+
+
+def test_alternatives_do_not_depend_on_how_many_a_neighbour_wants():
+    """Of equal log-probabilities `topk` returns any, and others for another number of them."""
+    logits = torch.randint(0, 4, (1, 3, 97), generator=torch.Generator().manual_seed(0)).to(BF16)
+    logits[..., 5] = -torch.inf
+    chosen = torch.zeros((1, 3), dtype=torch.int64)
+    every = LogProbs.of(logits, chosen, 97)
+    order = logits[0].float().sort(dim=-1, descending=True, stable=True).indices
+    assert torch.equal(every.ids[0], order)
+    for count in (1, 2, 20, 96):
+        some = LogProbs.of(logits, chosen, count)
+        assert torch.equal(some.ids, every.ids[..., :count]) and torch.equal(some.values, every.values[..., :count])
+    torch.testing.assert_close(every.chosen[0], logits[0].float().log_softmax(-1)[:, 0])
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_attention_of_some_rows_is_that_of_all(
+    tree, make_target, engine, random_prompt, scripted, tree_script, monkeypatch
+):
+    """Asked for in tiles, in whatever order, each row is as it is among all."""
+    compared = []
+    of = ForwardContext.of.__func__
+
+    def watched(cls: Any, plan: Any, *args: Any) -> Any:
+        context = of(cls, plan, *args)
+        kinds = dict(context.attention)
+        batch, width = plan.positions.shape
+
+        def check(attention: PathAttention) -> Callable[..., torch.Tensor]:
+            def attend(query: torch.Tensor, k: Any, v: Any, *pools: torch.Tensor, **options: Any) -> torch.Tensor:
+                out = attention(query, k, v, *pools, **options)
+                for tile in reversed(list(row_tiles(batch, width))):
+                    part = attention.part(*tile)(query.transpose(1, 2)[tile].transpose(1, 2), k, v, *pools, **options)
+                    assert torch.equal(part, out[tile])
+                    compared.append(tile)
+                return out
+
+            return attend
+
+        context.attention.update({kind: check(attention) for kind, attention in kinds.items()})
+        return context
+
+    model = make_target("gpt_oss")
+    prompt = random_prompt(20)
+    made = engine(model, scripted(tree_script([prompt])) if tree else "ngram", num_steps=37)
+    made.target.in_tiles = False
+    monkeypatch.setattr(ForwardContext, "of", classmethod(watched))
+    made.generate([prompt, random_prompt(9)], SamplingParams(max_new_tokens=4))
+    assert len(compared) > 20
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma4-moe", "gpt_oss"])
+def test_kernels(family, make_target, random_prompt, scripted, tree_script, seen, monkeypatch):
+    """Alone, in a batch, in chunks of a few tokens, chains and trees, in captured rounds and not."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(specdec.graphs, "SHORTEST", 32)
+    model = make_target(family, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    prompts = [random_prompt(17), random_prompt(3)]
+    params = [SamplingParams(max_new_tokens=4), SamplingParams(max_new_tokens=3, temperature=0.9, seed=1)]
+    target = TargetModel(model, FAST)
+    config = {"max_model_len": 64, "fused": True, "attention": "triton", "deterministic": True}
+
+    def tokens(drafter: Any, num_steps: int, **settings: Any) -> list[list[int]]:
+        made = Engine(target, drafter, spec=SpecConfig(num_steps), config=EngineConfig(**config, **settings))
+        assert made.target.ops is KERNELS and not made.target.in_tiles
+        outputs = [out.token_ids for out in made.generate(prompts, params)]
+        if made.steps.launcher.graphs is not None:
+            assert any(made.steps.launcher.graphs._captured.values())
+        return outputs
+
+    expected = tokens(None, 1, max_batch_size=1, prefill_chunk=64)
+    trees = scripted(tree_script([p + t for p, t in zip(prompts, expected, strict=True)]))
+    assert tokens(trees, 5, prefill_chunk=7) == expected
+    monkeypatch.setattr(SamplingBatch, "draw", seen.draw)  # nothing can be written down in a captured round
+    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    assert tokens(NgramDrafter(), 2, prefill_chunk=64, max_batch_size=2) == expected
+    assert seen.again > 5
