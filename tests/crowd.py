@@ -1,0 +1,115 @@
+"""A crowd on one engine: requests of every kind that come, run, are aborted and end, and what must be true of them.
+
+Used by the tests, and on a GPU by `tools/gpu_test.py --parts crowd`. It knows no model: prompts are ids below `vocab`.
+"""
+
+import gc
+import random
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from specdec import Engine, GenerationOutput, SamplingParams
+
+
+class Asked(NamedTuple):
+    """One request; aborted_at: it is aborted once it has so many tokens, None: never."""
+
+    prompt: list[int]
+    params: SamplingParams
+    priority: int
+    aborted_at: int | None
+
+
+def make_crowd(count: int, longest: int, vocab: int, *, seed: int = 0, aborts: float = 0.1) -> list[Asked]:
+    """Prompts and outputs of 1 to `longest` tokens; half of the prompts begin with one of three common texts."""
+    draw = random.Random(seed)
+    shared = [[draw.randrange(vocab) for _ in range(longest)] for _ in range(3)]
+    crowd = []
+    for number in range(count):
+        length = draw.randint(1, longest)
+        common = draw.choice(shared)[: draw.randrange(length)] if draw.random() < 0.5 else []
+        prompt = common + [draw.randrange(vocab) for _ in range(length - len(common))]
+        params = SamplingParams(
+            max_new_tokens=draw.randint(1, longest),
+            temperature=draw.choice((0.0, 0.0, 0.7, 1.0)),
+            top_k=draw.choice((0, 0, 8)),
+            top_p=draw.choice((1.0, 0.9)),
+            min_p=draw.choice((0.0, 0.0, 0.05)),
+            repetition_penalty=draw.choice((1.0, 1.0, 1.2)),
+            logprobs=draw.choice((None, None, None, 2)),
+            stop_token_ids=draw.choice(((), (), (draw.randrange(vocab),))),
+            seed=number,
+            ignore_eos=True,
+        )
+        aborted_at = draw.randint(0, params.max_new_tokens) if draw.random() < aborts else None
+        crowd.append(Asked(prompt, params, draw.choice((0, 0, 0, -1, 2)), aborted_at))
+    return crowd
+
+
+def each_alone(engine: Engine, crowd: Sequence[Asked]) -> list[list[int]]:
+    """The tokens of every request with nobody beside it."""
+    return [engine.generate(asked.prompt, asked.params)[0].token_ids for asked in crowd]
+
+
+def serve_crowd(engine: Engine, crowd: Sequence[Asked], *, seed: int = 0) -> list[GenerationOutput]:
+    """All of them at once, half of them handed in while the others run; every delta is read as it comes."""
+    draw = random.Random(seed)
+    handles: list[Any] = []
+    got: list[list[int]] = []
+    pending = list(crowd)
+    while pending or any(not handle.finished for handle in handles):
+        arriving = len(crowd) // 2 if not handles else draw.randrange(4)
+        for asked in pending[:arriving]:
+            handles.append(engine.submit(asked.prompt, asked.params, priority=asked.priority))
+            got.append([])
+        del pending[:arriving]
+        engine.step()
+        for asked, handle, tokens in zip(crowd, handles, got, strict=False):
+            while (delta := handle.read()) is not None:
+                tokens += delta.token_ids
+            if asked.aborted_at is not None and not handle.finished and len(tokens) >= asked.aborted_at:
+                draw.choice((handle.abort, lambda id=handle.id: engine.abort(id)))()
+    outputs = [handle.output() for handle in handles]
+    for output, tokens, handle in zip(outputs, got, handles, strict=True):
+        while (delta := handle.read()) is not None:
+            tokens += delta.token_ids
+        assert tokens == output.token_ids, "deltas are not the output"
+    return outputs
+
+
+def wrong_requests(
+    crowd: Sequence[Asked], outputs: Sequence[GenerationOutput], alone: Sequence[list[int]]
+) -> list[int]:
+    """Numbers of those whose tokens are not those of the lone run; an aborted one has the first of them."""
+    wrong = []
+    for number, (asked, output, truth) in enumerate(zip(crowd, outputs, alone, strict=True)):
+        aborted = output.finish_reason == "abort"
+        right = output.token_ids == (truth[: len(output.token_ids)] if aborted else truth)
+        if not right or (aborted and asked.aborted_at is None):
+            wrong.append(number)
+    return wrong
+
+
+def require_empty(engine: Engine) -> None:
+    """Nobody is left, every slot is free or the prefix cache's, and the books are in order."""
+    engine.table.check()
+    assert engine.scheduler.idle and not engine.table.active_rows.size, "somebody is left"
+    allocator = engine.table.allocator
+    for pool in (allocator.full, allocator.swa):
+        assert pool is None or pool.held_pages == 0, f"{pool.held_pages} {pool.name} pages are held"
+
+
+def require_no_leak(make_and_use: Callable[[], Engine]) -> None:
+    """Of an engine that is made, used, closed and dropped nothing stays: neither itself nor a tensor of its K/V."""
+    engine = make_and_use()
+    left = [weakref.ref(thing) for thing in (engine, engine.table, engine.round, engine.scheduler)]
+    left += [
+        weakref.ref(tensor) for store in engine.cache.stores for layer in store.layers.values() for tensor in layer[:2]
+    ]
+    engine.close()
+    gc.collect()
+    assert [ref for ref in left[4:] if ref() is not None] == [], "a closed engine holds K/V"
+    del engine
+    gc.collect()
+    assert [type(ref()).__name__ for ref in left if ref() is not None] == [], "a closed engine is held"

@@ -1,0 +1,81 @@
+"""Many requests at once, in pools for a tenth of them: each gets its lone run's tokens, and nothing is left behind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from crowd import Asked, each_alone, make_crowd, require_empty, require_no_leak, serve_crowd, wrong_requests
+
+from specdec import Engine, SpecConfig
+from specdec.scheduler import slots_needed
+
+from marks import slow
+from tiny_models import random_eagle3
+
+VOCAB = 24  # so few that random drafts are right now and then
+CHAIN, TREE = SpecConfig(3), SpecConfig(3, 2, 6)
+CASES = {
+    "plain": (None, CHAIN, 1),
+    "ngram": ("ngram", CHAIN, 4),
+    "mtp-chain": ("mtp", CHAIN, 4),
+    "mtp-tree": ("mtp", TREE, 1),
+    "eagle3-tree": ("eagle3", TREE, 4),
+}
+
+
+class Crowd:
+    """The requests of one size, and their lone runs, made once."""
+
+    def __init__(self, count: int, longest: int, make: Callable[..., Engine]) -> None:
+        self.count, self.longest, self.make = count, longest, make
+        self.asked: list[Asked] = make_crowd(count, longest, VOCAB)
+        self.alone = each_alone(make(None, max_batch_size=1), self.asked)
+
+    def engine(self, drafter: str | None, spec: SpecConfig, page_size: int, **config: Any) -> Engine:
+        """Rows for two thirds of the crowd; slots for a tenth of it."""
+        roomy = self.make(drafter, spec=spec, page_size=page_size, max_batch_size=1)
+        sizes = [slots_needed(roomy.table, len(a.prompt), a.params.max_new_tokens) for a in self.asked]
+        full, swa = (max(sum(some) // 10, max(some)) for some in zip(*sizes, strict=True))
+        rows = self.count * 16 // 25
+        return self.make(
+            drafter, spec=spec, page_size=page_size, max_batch_size=rows, full_slots=full, swa_slots=swa, **config
+        )
+
+
+@pytest.fixture(scope="module")
+def crowd(make_target, make_assistant, make_engine) -> Callable[[int, int], Crowd]:
+    """crowd(count, longest)."""
+    model = make_target("gemma4-e2b", vocab_size=VOCAB)
+    made: dict[tuple[int, int], Crowd] = {}
+
+    def of(count: int, longest: int) -> Crowd:
+        def make(drafter: str | None, **settings: Any) -> Engine:
+            modules = {"mtp": make_assistant, "eagle3": random_eagle3}
+            module = modules[drafter](model) if drafter in modules else drafter
+            return make_engine(model, module, max_model_len=2 * longest, **settings)
+
+        if (count, longest) not in made:
+            made[count, longest] = Crowd(count, longest, make)
+        return made[count, longest]
+
+    return of
+
+
+@pytest.mark.parametrize("sanitize", [False, True], ids=["", "sanitized"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("count", "longest"), [(60, 24), slow(200, 200)])
+def test_each_of_a_crowd_gets_what_it_gets_alone(case, sanitize, count, longest, crowd, monkeypatch) -> None:
+    requests = crowd(count, longest)
+    monkeypatch.setenv("SPECDEC_SANITIZE", str(int(sanitize)))
+
+    def served() -> Engine:
+        engine = requests.engine(*case)
+        outputs = serve_crowd(engine, requests.asked)
+        assert wrong_requests(requests.asked, outputs, requests.alone) == []
+        assert {out.finish_reason for out in outputs} == {"stop", "length", "abort"}
+        require_empty(engine)
+        stats = engine.stats()
+        assert stats.preemptions > 0 and (case[0] is None or sum(stats.accepted_counts) > 0)
+        return engine
+
+    require_no_leak(served)

@@ -1,0 +1,352 @@
+"""Random histories of the scheduler and its table under a fake model: nothing is lost, doubled, mixed up or forgotten.
+
+The model writes, for every token, a number that stands for the whole text up to it; so whoever reads a slot that is not
+its own, or a page of another text, shows. Requests come in any order of priority, some with common beginnings, are
+aborted, preempted, and begun again; rounds accept paths of any length out of trees of any shape. At any time
+
+    conservation   the table's books hold, and who runs has a row of its own; who waits has none
+    content        committed slots hold the text of their request, in both spaces
+    order          both lists are by rank; nobody is admitted past one who waits, nobody is preempted before one behind
+    progress       the first of those running gains something in every step
+    the end        whatever is left ends, with its own tokens, and every slot is free
+"""
+
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kv_rig import KVRig
+
+from specdec import SamplingParams
+from specdec.attention.plan import KVPlan
+from specdec.attention.tree import DraftTree
+from specdec.errors import CapacityError, KVStateError
+from specdec.kvcache.layout import KVLayout, LayerSpec
+from specdec.kvcache.mirror import IntArray
+from specdec.kvcache.table import RequestTable
+from specdec.request import Request, RequestState
+from specdec.scheduler import Scheduler, rank
+from specdec.text.detokenize import Detokenizer
+
+from marks import slow
+
+WINDOW, NODES, ROWS, CHUNK, MAX_LEN, VOCAB = 4, 4, 4, 8, 60, 50
+SLIDING_LAYER, FULL_LAYER = 0, 1
+SEED = st.integers(0, 2**32 - 1)
+MOST_STEPS = 2000
+
+
+def spec(layer: int, window: int | None) -> LayerSpec:
+    kind = "full_attention" if window is None else "sliding_attention"
+    return LayerSpec(layer=layer, owner=layer, layer_type=kind, num_kv_heads=1, head_dim=1, window=window)
+
+
+def meaning(tokens: Sequence[int]) -> float:
+    """A number for the text: float64 holds it."""
+    return float(zlib.crc32(bytes(tokens)) + 1)
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What the model says behind a text."""
+    return zlib.crc32(bytes(tokens), 7) % VOCAB
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    page_size: int
+
+    @initialize(full_tokens=st.integers(64, 200), swa_tokens=st.integers(40, 120), seed=SEED)
+    def start(self, full_tokens: int, swa_tokens: int, seed: int) -> None:
+        draw = random.Random(seed)
+        self.rig = KVRig(
+            KVLayout((spec(SLIDING_LAYER, WINDOW), spec(FULL_LAYER, None))),
+            full_pages=full_tokens // self.page_size,
+            swa_pages=swa_tokens // self.page_size,
+            page_size=self.page_size,
+            max_requests=ROWS,
+            max_len=MAX_LEN,
+            lookahead=NODES,
+            dtype=torch.float64,
+        )
+        self.table = self.rig.table
+        self.scheduler = self.make_scheduler()
+        self.common = [[draw.randrange(VOCAB) for _ in range(MAX_LEN)] for _ in range(2)]
+        self.live: list[Request] = []
+        self.ended: list[Request] = []
+        self.submitted = 0
+
+    def make_scheduler(self) -> Scheduler:
+        return Scheduler(self.table, max_model_len=MAX_LEN, prefill_chunk=CHUNK)
+
+    # events
+
+    @rule(seed=SEED)
+    def submit(self, seed: int) -> None:
+        draw = random.Random(seed)
+        length = draw.randint(1, 40)
+        shared = draw.choice((0, draw.randint(0, length)))
+        prompt = draw.choice(self.common)[:shared] + [draw.randrange(VOCAB) for _ in range(length - shared)]
+        params = SamplingParams(max_new_tokens=draw.randint(1, 20), ignore_eos=True)
+        request = Request(prompt, params, 0, Detokenizer(None), frozenset(draw.choice(((), (3,)))))
+        request.number, request.priority = self.submitted, draw.choice((0, 0, 0, -1, 1))
+        try:
+            self.scheduler.submit(request)
+        except CapacityError:
+            return
+        self.submitted += 1
+        self.live.append(request)
+
+    @precondition(lambda self: self.live)
+    @rule(seed=SEED)
+    def abort(self, seed: int) -> None:
+        request = random.Random(seed).choice(self.live)
+        request.abort()
+        self.scheduler.release(request)
+        self.end(request)
+
+    @precondition(lambda self: self.live)
+    @rule()
+    def begin_again(self) -> None:
+        """A step was interrupted: all that counts is what had been settled."""
+        self.scheduler.restart(self.live)
+        assert not self.scheduler.running and not self.table.active_rows.size
+
+    @rule(seed=SEED, count=st.integers(1, 6))
+    def step(self, seed: int, count: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(count):
+            self.one_step(draw)
+
+    # a step, as `Steps` takes one
+
+    def one_step(self, draw: random.Random) -> None:
+        first = self.scheduler.running[0] if self.scheduler.running else None
+        before = None if first is None else self.progress(first)
+        self.decode(draw, self.scheduler.next_decode())
+        self.admit()
+        requests, chunk_len = self.scheduler.next_prefill()
+        self.prefill(requests, chunk_len)
+        assert first is None or first.finished or self.progress(first) > before, "the first of all made no progress"
+
+    def progress(self, request: Request) -> tuple[int, int]:
+        made = int(self.table.committed_len.host[request.row]) if request.row >= 0 else 0
+        return request.num_output, made
+
+    def admit(self) -> None:
+        waiting = list(self.scheduler.waiting)
+        admitted = self.scheduler.admit()
+        assert admitted == waiting[: len(admitted)], "somebody was admitted past one who waits"
+        assert self.scheduler.running or not waiting, "rows and pages are free, and nobody is admitted"
+
+    def prefill(self, requests: Sequence[Request], chunk_len: np.ndarray) -> None:
+        if not requests:
+            return
+        rows = np.array([request.row for request in requests], dtype=np.int64)
+        assert (chunk_len > 0).all() and (chunk_len <= CHUNK).all()
+        done = self.table.committed_len.host[rows]
+        width = int(chunk_len.max())
+        text = [request.tokens for request in requests]
+        values = [
+            [meaning(text[i][: done[i] + n + 1]) if n < chunk_len[i] else 0.0 for n in range(width)]
+            for i in range(len(requests))
+        ]
+        self.write(self.rig.chunk(rows, chunk_len), values)
+        self.table.commit_chunk(rows, chunk_len)
+        self.table.evict(rows)
+        for request, row in zip(requests, rows.tolist(), strict=True):
+            if int(self.table.committed_len.host[row]) < request.prefill_target:
+                continue
+            request.state = RequestState.DECODE
+            if request.num_output == 0:
+                self.settle(request, [next_token(request.tokens)])
+
+    def decode(self, draw: random.Random, requests: Sequence[Request]) -> None:
+        if not requests:
+            return
+        rows = np.array([request.row for request in requests], dtype=np.int64)
+        parents = [[-1] + [draw.randrange(n) for n in range(1, NODES)] for _ in requests]
+        path = np.zeros((len(requests), NODES), dtype=np.int64)
+        length = np.ones(len(requests), dtype=np.int64)
+        emitted, values = [], []
+        for i, request in enumerate(requests):
+            node, accepted = 0, [0]
+            while children := [n for n in range(NODES) if parents[i][n] == node]:
+                if draw.random() < 0.4:
+                    break
+                node = draw.choice(children)
+                accepted.append(node)
+            text = request.tokens  # its last one is the root
+            made = [-float(draw.randrange(1, 1 << 30)) for _ in range(NODES)]  # what nobody may ever read
+            for node in accepted:
+                made[node] = meaning(text)
+                text = [*text, next_token(text)]
+            path[i, : len(accepted)], length[i] = accepted, len(accepted)
+            emitted.append(text[len(request.tokens) :])
+            values.append(made)
+        tree = DraftTree.from_parents(torch.zeros((len(requests), NODES), dtype=torch.int64), torch.tensor(parents))
+        self.write(self.rig.verify(rows, tree), values)
+        self.rig.commit(rows, length, path)
+        for request, tokens in zip(requests, emitted, strict=True):
+            self.settle(request, tokens)
+        self.table.evict(np.array([r.row for r in requests if not r.finished], dtype=np.int64))
+
+    def write(self, plan: KVPlan, values: list[list[float]]) -> None:
+        k = torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
+        for layer in (SLIDING_LAYER, FULL_LAYER):
+            self.rig.write(layer, plan.write_full, plan.write_swa, k, -k)
+
+    def settle(self, request: Request, tokens: list[int]) -> None:
+        request.settle(tokens, [], request.stats.copy())
+        if request.finished:
+            self.scheduler.release(request)
+            self.end(request)
+
+    def end(self, request: Request) -> None:
+        self.live.remove(request)
+        self.ended.append(request)
+        tokens = list(request.prompt)
+        for token in request.output_ids:
+            assert token == next_token(tokens), "a token was lost, doubled or somebody else's"
+            tokens.append(token)
+        if request.finish_reason != "abort":
+            assert request.num_output == request.params.max_new_tokens or request.output_ids[-1] in request.end_tokens
+
+    # what holds at any time
+
+    @invariant()
+    def conservation(self) -> None:
+        if not hasattr(self, "table"):
+            return
+        self.table.check()
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        assert sorted(r.number for r in [*running, *waiting]) == sorted(r.number for r in self.live)
+        rows = [request.row for request in running]
+        assert sorted(rows) == self.table.active_rows.tolist()
+        assert all(request.row == -1 and request.state is RequestState.WAITING for request in waiting)
+        assert running == sorted(running, key=rank) and waiting == sorted(waiting, key=rank)
+        if not self.live:
+            self.everything_is_free()
+
+    @invariant()
+    def content(self) -> None:
+        for request in self.scheduler.running if hasattr(self, "table") else ():
+            length = int(self.table.committed_len.host[request.row])
+            assert length < len(request.tokens) + (request.num_output == 0)
+            slots = self.table.slots.host[request.row, :length]
+            wanted = [meaning(request.tokens[: p + 1]) for p in range(length)]
+            assert self.rig.store.layers[FULL_LAYER].k[slots, 0, 0].tolist() == wanted
+            kept = max(0, length - WINDOW)
+            peers = self.rig.allocator.full_to_swa.host[slots[kept:]]
+            assert self.rig.store.layers[SLIDING_LAYER].k[peers, 0, 0].tolist() == wanted[kept:]
+
+    def everything_is_free(self) -> None:
+        allocator = self.rig.allocator
+        assert allocator.full.held_pages == 0 and allocator.swa.held_pages == 0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "table"):
+            return
+        draw, steps = random.Random(0), 0
+        while self.live:
+            steps += 1
+            assert steps < MOST_STEPS, f"{len(self.live)} requests never end"
+            self.one_step(draw)
+            self.conservation()
+        assert self.scheduler.idle
+        assert len(self.ended) == self.submitted
+        self.everything_is_free()
+
+
+def run(page_size: int, examples: int, *, shrink: bool = True) -> None:
+    machine = type(f"SchedulerMachine{page_size}", (SchedulerMachine,), {"page_size": page_size})
+    machine.TestCase.settings = settings(
+        max_examples=examples,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=list(Phase) if shrink else [Phase.generate],
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    machine.TestCase().runTest()
+
+
+@pytest.mark.parametrize(("page_size", "examples"), [(1, 15), (4, 15), slow(1, 150), slow(4, 150)])
+def test_random_histories(page_size: int, examples: int) -> None:
+    run(page_size, examples)
+
+
+# the machine is known to be able to fail
+
+
+def admit_the_last(patch: pytest.MonkeyPatch) -> None:
+    right = Scheduler.admit
+
+    def wrong(scheduler: Scheduler) -> list[Request]:
+        scheduler.waiting.reverse()
+        admitted = right(scheduler)
+        scheduler.waiting.sort(key=rank)
+        return admitted
+
+    patch.setattr(Scheduler, "admit", wrong)
+
+
+def preempt_the_first(patch: pytest.MonkeyPatch) -> None:
+    right = Scheduler._make_room
+
+    def wrong(scheduler: Scheduler) -> None:
+        scheduler.running.reverse()
+        right(scheduler)
+        scheduler.running.sort(key=rank)
+
+    patch.setattr(Scheduler, "_make_room", wrong)
+
+
+def keep_the_row(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RequestTable, "close", lambda table, row: None)
+
+
+def evict_what_is_seen(patch: pytest.MonkeyPatch) -> None:
+    right = RequestTable.evict
+
+    def wrong(table: RequestTable, rows: IntArray, *, slack_pages: int = 1) -> int:
+        return right(table, rows, slack_pages=slack_pages - 3)
+
+    patch.setattr(RequestTable, "evict", wrong)
+
+
+def lose_who_is_preempted(patch: pytest.MonkeyPatch) -> None:
+    right = Scheduler._make_room
+
+    def wrong(scheduler: Scheduler) -> None:
+        waiting = list(scheduler.waiting)
+        right(scheduler)
+        scheduler.waiting[:] = waiting
+
+    patch.setattr(Scheduler, "_make_room", wrong)
+
+
+def say_a_token_twice(patch: pytest.MonkeyPatch) -> None:
+    right = Request.settle
+
+    def wrong(request: Request, emitted: list[int], *rest: Any, **options: Any) -> None:
+        right(request, emitted[:1] + emitted if len(emitted) == NODES else emitted, *rest, **options)
+
+    patch.setattr(Request, "settle", wrong)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [admit_the_last, preempt_the_first, keep_the_row, evict_what_is_seen, lose_who_is_preempted, say_a_token_twice],
+)
+def test_a_seeded_defect_is_found(seed: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    seed(monkeypatch)
+    with pytest.raises((AssertionError, KVStateError)):
+        run(1, 15, shrink=False)
