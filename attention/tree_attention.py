@@ -208,10 +208,10 @@ def tree_attention(
 
 
 def choose_cut(block_d: int, item_size: int) -> Cut:
-    """One cut per head size: 128 KiB of K and V a split is what a program reads while another one starts."""
+    """One cut per head size: what keeps a lone request's splits short, and many requests' parts few."""
     if item_size > 2:
         return Cut(16, 128)
-    return Cut(64, 256) if block_d <= 128 else Cut(32, 128)
+    return {256: Cut(32, 128), 512: Cut(32, 256)}.get(block_d, Cut(64, 256))
 
 
 def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_tree: bool) -> RowTiles:

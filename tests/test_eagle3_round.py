@@ -166,6 +166,7 @@ class Scene:
         table, real = self.rig.table, [i for i, s in enumerate(seats) if s is not None]
         real.sort(key=lambda i: seats[i])  # type: ignore[arg-type, return-value]
         before = [pool.clone() for kept in self.worker.store.layers.values() for pool in (kept.k, kept.v)]
+        DraftTree.chain(batch.root[:, None].expand(-1, num_nodes))  # a shape's first round, which makes its constants
         with capturable():
             tree = self.worker.propose(batch)
         tree.check()

@@ -233,8 +233,9 @@ def test_norm_rounds_where_transformers_rounds():
     for round_first in (False, True):
         gain = Gain(randn(100, dtype=torch.float16), 1e-6, round_first)
         options = {"post": gain, "residual": randn(4, 100, dtype=torch.float16), "pre": gain}
-        got, want = (f(Product.of(x), **options) for f in (norm, reference_norm))
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+        for got, want in zip(norm(Product.of(x), **options), reference_norm(Product.of(x), **options), strict=True):
+            torch.testing.assert_close(got, want, rtol=4e-3, atol=4e-3)
+            assert (got != want).float().mean() <= 0.01  # a number between two roundings, now and then
 
 
 def test_norm_of_a_sum_that_is_done_copies_nothing():

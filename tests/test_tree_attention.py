@@ -29,6 +29,7 @@ from specdec.attention.tree_attention import (
 from marks import slow
 
 CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
 BLOCK_K = 16
 SMALL: dict[str, Any] = {"cut": Cut(BLOCK_K, 2 * BLOCK_K), "tiles": RowTiles(16, 4, 1)}
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -354,11 +355,12 @@ def test_every_position_is_in_the_split_that_begins_before_it(grows: bool) -> No
 
 def test_own_keys_of_a_small_tree() -> None:
     """S = 66, so position 64 is column 0: two committed keys, then the path of each node."""
-    pages = torch.arange(100, 166)[None]
-    write = torch.tensor([[7, 8, 9, 10, 11]])
-    parents = torch.tensor([[-1, 0, 0, 2, 3]])
+    pages = torch.arange(100, 166, device=DEVICE)[None]
+    write = torch.tensor([[7, 8, 9, 10, 11]], device=DEVICE)
+    parents = torch.tensor([[-1, 0, 0, 2, 3]], device=DEVICE)
+    length = torch.tensor([66], device=DEVICE)
     for make in (own_keys, reference_own_keys):
-        own = make(pages, None, torch.tensor([66]), write, parents, page_size=1, max_depth=3)
+        own = make(pages, None, length, write, parents, page_size=1, max_depth=3)
         assert own.path_len == 4
         assert own.slots.shape == (1, 5, ALIGN + 4)
         assert own.slots[0, :, :6].tolist() == [
@@ -370,7 +372,7 @@ def test_own_keys_of_a_small_tree() -> None:
         ]
         assert own.run_end is not None
         assert own.run_end.tolist() == [[1, 1, 4, 4, 4]]
-        chain = make(pages, None, torch.tensor([66]), write, page_size=1)
+        chain = make(pages, None, length, write, page_size=1)
         assert chain.run_end is None
         assert chain.slots[0, 0, :8].tolist() == [164, 165, 7, 8, 9, 10, 11, 0]
 
@@ -378,11 +380,11 @@ def test_own_keys_of_a_small_tree() -> None:
 @pytest.mark.parametrize("page_size", [slow(1), 4])
 def test_own_keys_against_the_reference(page_size: int) -> None:
     g = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([0, 63, 64, 100])
-    start = torch.tensor([0, 60, 0, 72])
-    pages = torch.randint(1, 99, (4, 100 // page_size), generator=g)
-    write = torch.randint(1, 999, (4, 33), generator=g)
-    parents = torch.tensor([bushy(33, seed) for seed in range(4)])
+    lengths = torch.tensor([0, 63, 64, 100], device=DEVICE)
+    start = torch.tensor([0, 60, 0, 72], device=DEVICE)
+    pages = torch.randint(1, 99, (4, 100 // page_size), generator=g).to(DEVICE)
+    write = torch.randint(1, 999, (4, 33), generator=g).to(DEVICE)
+    parents = torch.tensor([bushy(33, seed) for seed in range(4)], device=DEVICE)
     for tree in (None, parents):
         for nodes in (None, write) if tree is None else (write,):
             options = {"page_size": page_size, "max_depth": 32 if tree is None else None}
@@ -512,7 +514,7 @@ def test_strides_and_index_dtypes() -> None:
 def test_row_tiles_shrink_until_they_fit_the_shared_memory_and_the_cut_does_not() -> None:
     hopper, ampere, ada = 227 << 10, 163 << 10, 99 << 10  # bytes that one program may use
     cut = choose_cut(512, 2)
-    assert cut == Cut(32, 128)
+    assert cut == Cut(32, 256)
     tiles = RowTiles(32, 8, 5)
     assert fit_rows(tiles, cut, 512, 2, hopper) == tiles  # (32 + 2 * 32 * 3) KiB
     assert fit_rows(tiles, cut, 512, 2, ampere) == RowTiles(32, 8, 3)  # two tiles of K and V instead of three

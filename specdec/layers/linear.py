@@ -10,7 +10,7 @@ meets another. The sum over K is cut once per weight (`choose_cut`), whatever th
 
 so a row's result has the same bits beside any number of others. At few rows the S ranges are programs of their own,
 which leave p_s in float32 [S, M, N] to whoever reads the product next; at many, one program adds them up. Where a range
-is one tile of the weight (`held`: small weights, few rows), its program asks for it while the kernel before still runs.
+is one tile of the weight (`held`: small weights), its program asks for it while the kernel before still runs.
 """
 
 from typing import NamedTuple
@@ -18,22 +18,17 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from specdec.attention.paged_attention import device_limits
 from specdec.kvcache.triton_shim import tl, triton
 from specdec.layers.launch import pdl_options, trigger_next, wait_for_previous
-from specdec.layers.tiling import Cut, Tiles, choose_cut, choose_tiles
+from specdec.layers.tiling import FEW_ROWS, Cut, Tiles, can_hold, choose_cut, choose_tiles
 
 ACTIVATIONS = ("gelu_tanh", "silu")
 
-FEW_PROGRAMS, FEW_ROWS = 256, 512
-"""With more programs or rows than these a program adds the ranges up: parts would be more bytes than they are worth."""
+FEW_PROGRAMS = 256
+"""With more of them, or more rows, a program adds the ranges up: parts would be more bytes than they are worth."""
 
 VENDOR_ROWS = 64
-"""Up to so many rows `linear` is faster than the vendor's library."""
-
-WAVE, SMALL_WEIGHT = 2, 2560 * 4096
-"""So is it at more, for a weight of at most so many numbers whose programs all run at once, so many a multiprocessor:
-they start while the kernel in front ends, which the library's do not."""
+"""Up to so many rows `linear` is faster than the vendor's library; with weights that programs hold, at more."""
 
 
 class Product(NamedTuple):
@@ -252,7 +247,8 @@ def linear(
     """
     cut = choose_cut(*weight.shape)
     tiles = tiles or choose_tiles(len(x), len(weight), cut, x)
-    few = _count_tiles(x, weight, tiles) < FEW_PROGRAMS and len(x) <= FEW_ROWS
+    count = triton.cdiv(len(x), tiles.block_m) * triton.cdiv(len(weight), tiles.rows)
+    few = count < FEW_PROGRAMS and len(x) <= FEW_ROWS
     split = cut.splits > 1 and (apart or few)
     shape = (cut.splits if split else 1, len(x), len(weight))
     parts = torch.empty(shape, dtype=torch.float32 if split else x.dtype, device=x.device)
@@ -271,23 +267,9 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str, *, tile
 
 def vendor_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
     """`linear`, by the vendor's library where x has many rows: faster there, with bits that depend on their number."""
-    if len(x) <= VENDOR_ROWS or _runs_at_once(x, weight):
+    if len(x) <= VENDOR_ROWS or can_hold(len(weight), choose_cut(*weight.shape), len(x), x.dtype):
         return linear(x, weight, bias)
     return Product.of(F.linear(x, weight, bias))
-
-
-def _runs_at_once(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    if weight.dtype == torch.float32 or weight.numel() > SMALL_WEIGHT or len(x) > FEW_ROWS:
-        return False
-    cut = choose_cut(*weight.shape)
-    programs = _count_tiles(x, weight, choose_tiles(len(x), len(weight), cut, x)) * cut.splits
-    return programs <= WAVE * device_limits(x.device)[0]
-
-
-def _count_tiles(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> int:
-    """Of a product, over its rows and the weight's."""
-    count: int = triton.cdiv(len(x), tiles.block_m) * triton.cdiv(len(weight), tiles.rows)
-    return count
 
 
 def vendor_gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:

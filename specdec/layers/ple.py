@@ -147,12 +147,12 @@ def gated_projection(gate: Product, inputs: torch.Tensor, weight: torch.Tensor, 
     out = torch.empty((num_rows, height), dtype=inputs.dtype, device=inputs.device)
     if num_rows:
         # every program activates its rows anew: few of them each, while all programs run at once
-        block_m = 16 if num_rows <= 192 else 64
-        _gated_projection_kernel[(triton.cdiv(num_rows, block_m), triton.cdiv(height, 64))](
+        block_m, block_n = 16 if num_rows <= 192 else 64, 64 if num_rows <= 64 else 128
+        _gated_projection_kernel[(triton.cdiv(num_rows, block_m), triton.cdiv(height, block_n))](
             *(gate.parts, inputs, weight, out, num_rows, height, width, inputs.stride(0)),
             ACTIVATION=activation,
             SPLITS=splits,
-            BLOCK_N=64,
+            BLOCK_N=block_n,
             BLOCK_M=block_m,
             BLOCK_K=max(16, triton.next_power_of_2(width)),
             num_warps=8,

@@ -20,8 +20,8 @@ SPLITS, SPLIT_ROWS = 4, 8192
 SMALL_ROWS, SMALL_RANGE = 512, 512
 """Of a smaller weight a range is at most so many columns: a program can hold its tile of one."""
 
-HELD_ROWS = 32
-"""Up to so many rows of x it does."""
+HELD_ROWS, FEW_ROWS = 32, 512
+"""It does, beside a tile of so many rows of x at most, up to so many in all."""
 
 MIN_TILE_ROWS = 32
 """Fewer rows a program than this read x more often than they gain."""
@@ -62,16 +62,22 @@ def choose_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor) -> Tiles:
     """Tiles for `num_rows` rows of x and a weight of n rows."""
     if x.dtype == torch.float32:  # multiplies without tensor cores
         return Tiles(64, 16 if num_rows <= 16 else 64, 32, 4, 3, 64)
-    if num_rows > 64:
-        return Tiles(128, 64, 64, 8, 4, 128)
     multiprocessors, shared_memory = device_limits(x.device)
     rows, programs = balanced_rows(n, cut.splits, multiprocessors)
-    block_k, stages = (DEPTH if num_rows <= 32 else DEPTH_MANY)[programs]
-    if n <= SMALL_ROWS and num_rows <= HELD_ROWS and cut.splits > 1 and cut.split_len in (256, 512):
-        block_k, stages = cut.split_len, 1
     block_m = max(16, triton.next_power_of_2(num_rows))
+    if can_hold(n, cut, num_rows, x.dtype):
+        return Tiles(64, min(block_m, HELD_ROWS), cut.split_len, 4, 1, rows if num_rows <= 64 else 64)
+    if num_rows > 64:
+        return Tiles(128, 64, 64, 8, 4, 128)
+    block_k, stages = (DEPTH if num_rows <= 32 else DEPTH_MANY)[programs]
     stages = min(stages, shared_memory // ((64 + block_m) * block_k * x.element_size()))
     return Tiles(64, block_m, block_k, 4, stages, rows)
+
+
+def can_hold(n: int, cut: Cut, num_rows: int, dtype: torch.dtype) -> bool:
+    """Whether a range of a weight of n rows is one tile of a program, for `num_rows` rows of x."""
+    small = n <= SMALL_ROWS and cut.splits > 1 and cut.split_len in (256, 512)
+    return small and num_rows <= FEW_ROWS and dtype != torch.float32
 
 
 def balanced_rows(n: int, splits: int, multiprocessors: int) -> tuple[int, int]:
