@@ -169,7 +169,8 @@ def tree_attention(
     part_max, part_sum = (torch.empty(part_shape, dtype=torch.float32, device=query.device) for _ in "ms")
     out = torch.empty((batch, num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
     resident = resident_programs(tiles, cut, block_d, query.element_size(), *device_limits(query.device))
-    split_programs = 1 if fold else choose_split_programs(num_splits, programs, resident, grows=grows)
+    window_splits = None if window is None or grows else max(1, (window + own.path_len) // cut.split_len)
+    split_programs = 1 if fold else choose_split_programs(num_splits, programs, resident, window_splits)
     pdl = _dependent_launch(query.device)
     shared_options = {
         "HAS_OWN": own.path_len > 0,
@@ -260,13 +261,16 @@ def resident_programs(
     return multiprocessors * max(1, min(by_registers, shared // shared_bytes(tiles, cut, block_d, item_size)))
 
 
-def choose_split_programs(num_splits: int, programs: int, resident: int, *, grows: bool) -> int:
-    """Programs that share the splits of a request, each of which takes every so manieth."""
+def choose_split_programs(num_splits: int, programs: int, resident: int, window_splits: int | None) -> int:
+    """Programs that share the splits of a request, each of which takes every so manieth.
+
+    window_splits: whole ones that a window's keys would fill. It may begin and end within others, and the newest and
+    the oldest are one in length then: a program takes both where that spares a second wave.
+    """
+    if window_splits is not None and window_splits * programs <= resident < num_splits * programs:
+        return window_splits
     # one of an empty split exits at once, yet takes a multiprocessor's time
-    most = min(num_splits, max(16, -(-1024 // programs)))
-    if not grows and (most - 1) * programs <= resident < most * programs:
-        return most - 1  # a window's newest and oldest split are one in length: together they need no second wave
-    return most
+    return min(num_splits, max(16, -(-1024 // programs)))
 
 
 def count_splits(num_keys: int, window: int | None, path_len: int, cut: Cut, *, grows: bool) -> int:

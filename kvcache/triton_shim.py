@@ -4,9 +4,13 @@ Without Triton every launcher takes its plain-torch reference: no kernel is ever
 attribute with itself, is false, and as a decorator returns the function unchanged.
 """
 
+import os
 from typing import Any
 
-__all__ = ["tl", "triton"]
+__all__ = ["INTERPRETED", "tl", "triton"]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+"""Kernels run in Python, on a CPU."""
 
 try:
     import triton

@@ -22,8 +22,11 @@ class KernelSampling(SamplingBatch):
     def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return sample(logits, positions, self.params)
 
-    def draw(self, logits: torch.Tensor, positions: torch.Tensor, past: Past) -> torch.Tensor:
-        return sample(logits, positions, self.params, seen=_seen(past, logits.shape) if self.uses.penalty else None)
+    def draw(
+        self, logits: torch.Tensor, positions: torch.Tensor, past: Past, softcap: float | None = None
+    ) -> torch.Tensor:
+        seen = _seen(past, logits.shape) if self.uses.penalty else None
+        return sample(logits, positions, self.params, softcap, seen)
 
     def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best:
         return Best(*best_tokens(logits, positions, self.params, count))

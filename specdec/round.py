@@ -110,11 +110,12 @@ class Round:
         first, scores = behind.new_zeros((0, 1)), None
         if len(through):
             chosen = self._upload(through)
-            logits = self.target.logits(out.hidden[chosen, length[chosen] - 1])[:, None]  # [T, 1, V]
+            logits, softcap = self._logits(out.hidden[chosen, length[chosen] - 1][:, None], logprobs)  # [T, 1, V]
             history = self.tokens.tensor[rows.index[chosen], : rows.longest + width]
             history_len = (plan.committed_len + length)[chosen]
             sampling = self.sampling.at(rows.index[chosen], uses)
-            first = sampling.draw(logits, history_len[:, None], Past(history, history_len, None))  # [T, 1]
+            past = Past(history, history_len, None)
+            first = sampling.draw(logits, history_len[:, None], past, softcap)  # [T, 1]
             behind = behind.index_copy(0, chosen, first[:, 0])
             scores = None if logprobs is None else LogProbs.of(logits, first, logprobs)
         steps = torch.arange(width, device=self.device).expand(len(seats), width)
@@ -155,10 +156,10 @@ class Round:
         self.clock.mark("verify")
         plan = plan_verify(self.backend, table, rows, tree, committed_len=committed)
         out = self.target.forward(tree.tokens, plan, self.view, self.aux_layers)  # [B, N, H]
-        logits = self.target.logits(out.hidden)  # [B, N, V]
+        logits, softcap = self._logits(out.hidden, shape.logprobs)  # [B, N, V]
 
         self.clock.mark("other")
-        drawn = sampling.draw(logits, plan.positions + 1, Past(history, history_len, tree))
+        drawn = sampling.draw(logits, plan.positions + 1, Past(history, history_len, tree), softcap)
         accepted = self.backend.accept(tree, drawn)
         nodes, tokens = accepted.path, accepted.tokens
         if missing := shape.num_nodes - tree.num_nodes:  # a drafter may propose less than it was asked for
@@ -173,6 +174,10 @@ class Round:
             on_path = logits.gather(1, path[:, :, None].expand(-1, -1, logits.shape[-1]))  # [B, D, V]
             scores = LogProbs.of(on_path, tokens, shape.logprobs)
         return pack(accepted.length, nodes, tokens, scores, self.clock.stop())
+
+    def _logits(self, hidden: torch.Tensor, logprobs: int | None) -> tuple[torch.Tensor, float | None]:
+        """Logits, and the softcap that they are still to get: sampling caps what it reads, in passing."""
+        return self.target.uncapped_logits(hidden) if logprobs is None else (self.target.logits(hidden), None)
 
     def _append(self, rows: Rows, history_len: torch.Tensor, tokens: torch.Tensor, length: torch.Tensor) -> None:
         """Write the emitted tokens behind the root: tokens [B, D], of which the first `length` [B] count."""

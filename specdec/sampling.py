@@ -19,6 +19,7 @@ from specdec.attention.tree import DraftTree
 from specdec.config import SamplingParams
 from specdec.kvcache.mirror import MirroredArray
 from specdec.layers.sampling.sample import SampleParams
+from specdec.layers.softcap import reference_softcap
 
 
 def _int64(value: int) -> int:
@@ -127,8 +128,11 @@ class SamplingBatch:
         """Draw the token of each position: logits [B, K, V], positions [B, K] -> [B, K] int64."""
         return (logits if not self.uses.sampled else self._perturbed(logits, positions)).argmax(dim=-1)
 
-    def draw(self, logits: torch.Tensor, positions: torch.Tensor, past: "Past") -> torch.Tensor:
-        """The target's tokens [B, K], penalties included."""
+    def draw(
+        self, logits: torch.Tensor, positions: torch.Tensor, past: "Past", softcap: float | None = None
+    ) -> torch.Tensor:
+        """The target's tokens [B, K], penalties included; softcap: one that the logits are still to get."""
+        logits = logits if softcap is None else reference_softcap(logits, softcap)
         if self.uses.penalty:
             logits = self.penalised(logits, seen_tokens(past.history, past.length, logits.shape[-1], past.tree))
         return self.sample(logits, positions)

@@ -175,8 +175,8 @@ def test_no_figure_where_parity_fails(subject):
 
 def test_a_fault_of_the_engine_fails_parity(subject, monkeypatch):
     """Logits that belong to the token beside: what the engine emits is not what transformers would."""
-    rule = subject.target.logit_rule
-    monkeypatch.setattr(subject.target, "logit_rule", lambda logits: rule(logits).roll(1, dims=-1))
+    head = subject.target.head
+    monkeypatch.setattr(subject.target, "head", lambda hidden: head(hidden).roll(1, dims=-1))
     report = run_phases(subject, plan())
     assert [cell.shown for cell in report.cells] == [False, False]
     assert all(cell.note.startswith("parity failed: ") for cell in report.cells)

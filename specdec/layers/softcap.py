@@ -1,4 +1,4 @@
-r"""The softcap behind a model's head, in place: y = c tanh(x / c), each of the three results rounded to x's dtype.
+r"""The softcap behind a model's head: y = c tanh(x / c), each of the three results rounded to x's dtype.
 
 Three operators of torch would read and write V numbers a row each. Their bits are kept: on a GPU torch divides by a
 number by multiplying with its reciprocal. The tangent of a bfloat16 comes no nearer than 8e-6 (of itself) to where its
@@ -9,10 +9,16 @@ does. No row depends on others.
 import numpy as np
 import torch
 
-from specdec.kvcache.triton_shim import tl, triton
+from specdec.kvcache.triton_shim import INTERPRETED, tl, triton
 from specdec.layers.launch import pdl_options, trigger_next, wait_for_previous
 
 BLOCK = 2048
+
+LIBRARY = tl.constexpr(torch.version.cuda is not None and not INTERPRETED)
+
+
+def inverse_of(cap: float) -> float:
+    return float(np.float32(1) / np.float32(cap))
 
 
 def reference_softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
@@ -21,7 +27,7 @@ def reference_softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 @triton.jit
-def tanh(b_x: tl.tensor) -> tl.tensor:
+def _tanh(b_x: tl.tensor) -> tl.tensor:
     """Within a few units of float32: the quotient cancels where the series does not."""
     b_a = tl.abs(b_x)
     b_e = tl.exp(-2.0 * b_a)
@@ -40,38 +46,42 @@ def _cheap_tanh(b_x: tl.tensor) -> tl.tensor:
     return tl.where(tl.abs(b_x) < 0.09375, b_series, 2.0 * tl.sigmoid(2.0 * b_x) - 1.0)
 
 
+@triton.jit
+def capped(b_x: tl.tensor, cap: tl.tensor, inverse: tl.tensor) -> tl.tensor:
+    """In the dtype of b_x; inverse: 1 / cap."""
+    DTYPE: tl.constexpr = b_x.dtype
+    b_x = (b_x.to(tl.float32) * inverse).to(DTYPE).to(tl.float32)
+    if DTYPE == tl.bfloat16:
+        b_tanh = _cheap_tanh(b_x)
+    elif LIBRARY:  # it flushes what is subnormal, where the tangent is its argument
+        b_tanh = tl.where(tl.abs(b_x) < 0.0001, b_x, tl.extra.cuda.libdevice.tanh(b_x))
+    else:
+        b_tanh = _tanh(b_x)
+    return (b_tanh.to(DTYPE).to(tl.float32) * cap).to(DTYPE)
+
+
 @triton.jit(do_not_specialize=["cap", "inverse"])
 def _softcap_kernel(
     p_x: tl.tensor,
     numel: tl.tensor,
     cap: tl.tensor,
     inverse: tl.tensor,
-    LIBRARY: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     trigger_next(PDL)
     o_x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    DTYPE: tl.constexpr = p_x.dtype.element_ty
     wait_for_previous(PDL)
-    b_x = tl.load(p_x + o_x, mask=o_x < numel, other=0.0).to(tl.float32)
-    b_x = (b_x * inverse).to(DTYPE).to(tl.float32)
-    if p_x.dtype.element_ty == tl.bfloat16:
-        b_tanh = _cheap_tanh(b_x)
-    elif LIBRARY:  # it flushes what is subnormal, where the tangent is its argument
-        b_tanh = tl.where(tl.abs(b_x) < 0.0001, b_x, tl.extra.cuda.libdevice.tanh(b_x))
-    else:
-        b_tanh = tanh(b_x)
-    tl.store(p_x + o_x, (b_tanh.to(DTYPE).to(tl.float32) * cap).to(DTYPE), mask=o_x < numel)
+    b_x = tl.load(p_x + o_x, mask=o_x < numel, other=0.0)
+    tl.store(p_x + o_x, capped(b_x, cap, inverse), mask=o_x < numel)
 
 
 def softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
-    """logits, contiguous, of any shape -> themselves, capped."""
+    """logits, contiguous, of any shape -> themselves, capped in place."""
     assert logits.is_contiguous(), f"{logits.stride()=}"
     if logits.numel():
         _softcap_kernel[(triton.cdiv(logits.numel(), BLOCK),)](
-            *(logits, logits.numel(), cap, float(np.float32(1) / np.float32(cap))),
-            LIBRARY=logits.device.type == "cuda" and torch.version.cuda is not None,
+            *(logits, logits.numel(), cap, inverse_of(cap)),
             BLOCK=BLOCK,
             num_warps=4,
             **pdl_options(logits.device),

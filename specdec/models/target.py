@@ -26,6 +26,7 @@ from specdec.layers.fuse import Weights, fuse, fuse_linear
 from specdec.layers.merge import held_storages
 from specdec.layers.operations import KERNELS, Operations
 from specdec.layers.rowwise import rowwise, run_experts_by_row
+from specdec.layers.softcap import reference_softcap
 from specdec.models.bits import depends_on_others
 from specdec.models.context_length import ContextLength, context_length
 from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing

@@ -19,6 +19,7 @@ from specdec.layers.launch import pdl_options
 from specdec.layers.sampling.choose_kernel import choose_kernel
 from specdec.layers.sampling.noise import reference_noise
 from specdec.layers.sampling.sample_kernels import collect_kernel, floor_kernel, scan_kernel
+from specdec.layers.softcap import inverse_of
 
 MAX_BEST = 64
 """Most tokens that `best_tokens` and `log_probs` return a row."""
@@ -216,10 +217,11 @@ def _choose(
         s_seen, path_len = bits.stride(0), path.shape[2]
     s_row = logits.stride(1) if num_nodes > 1 else logits.stride(0)
     filters = params.temperature, params.top_k, params.top_p
+    cap = (softcap, None if softcap is None else inverse_of(softcap))
     options = pdl_options(device)
     scan_kernel[(num_tiles, rows)](
         *(logits, params.repetition_penalty, bits, path, group_max, tile_max, tile_best),
-        *(vocab_size, num_nodes, softcap, s_row, s_seen, path_len),
+        *(vocab_size, num_nodes, *cap, s_row, s_seen, path_len),
         TILE=cut.tile,
         GROUP=cut.group,
         num_warps=8,
@@ -238,7 +240,7 @@ def _choose(
     positions = positions.contiguous()
     collect_kernel[(num_tiles, rows)](
         *(logits, positions, *params, bits, path, row_max, floor, count, mass, list_id, list_x, sum_max, sums),
-        *(vocab_size, num_nodes, cut.capacity, softcap, s_row, s_seen, path_len),
+        *(vocab_size, num_nodes, cut.capacity, *cap, s_row, s_seen, path_len),
         SCORES=scores,
         K=k,
         TILE=cut.tile,
@@ -250,7 +252,7 @@ def _choose(
             *(logits, positions, *params, bits, path, tile_max, tile_best, row_max, floor, count, mass),
             *(list_id, list_x, sum_max, sums, None if chosen is None else chosen.contiguous()),
             *(tokens, values if scores else None, of_chosen if chosen is not None else None),
-            *(num_tiles, vocab_size, num_nodes, cut.capacity, 0, softcap, s_row, s_seen, path_len),
+            *(num_tiles, vocab_size, num_nodes, cut.capacity, 0, *cap, s_row, s_seen, path_len),
             LISTED=listed,
             SCORES=scores,
             K=k,

@@ -18,7 +18,7 @@ token depends on how rows are cut, or on the rows beside.
 from specdec.kvcache.triton_shim import tl, triton
 from specdec.layers.launch import trigger_next, wait_for_previous
 from specdec.layers.sampling.noise import NOISE_ERROR, noise_bound, noise_stream
-from specdec.layers.softcap import tanh
+from specdec.layers.softcap import capped
 
 INF = tl.constexpr(float("inf"))
 LARGEST = tl.constexpr(0x7FFFFFFF)
@@ -29,12 +29,11 @@ LARGEST_FLOAT = tl.constexpr(3e38)
 @triton.jit
 def load_logits(row: tl.tuple, o_token: tl.tensor) -> tl.tensor:
     """float32, after softcap (each step rounded as the model's would be) and penalty; -inf behind the vocabulary."""
-    p_logits, p_penalty, p_seen, p_path, vocab_size, softcap, path_len = row
+    p_logits, p_penalty, p_seen, p_path, vocab_size, softcap, inverse, path_len = row
     m_token = o_token < vocab_size
     b_x = tl.load(p_logits + o_token, mask=m_token, other=0.0)
     if softcap is not None:
-        b_cap = tl.div_rn(b_x.to(tl.float32), softcap).to(b_x.dtype).to(tl.float32)
-        b_x = (tanh(b_cap).to(b_x.dtype).to(tl.float32) * softcap).to(b_x.dtype)
+        b_x = capped(b_x, softcap, inverse)
     b_x = b_x.to(tl.float32)
     if p_seen is not None:
         penalty = tl.load(p_penalty)
@@ -98,7 +97,8 @@ def scan_kernel(
     p_tile_best: tl.tensor,  # [R, tiles]
     vocab_size: tl.tensor,
     rows_per_request: tl.tensor,
-    softcap: tl.tensor,
+    softcap: tl.tensor,  # or None
+    inverse: tl.tensor,
     s_row: tl.tensor,
     s_seen: tl.tensor,
     path_len: tl.tensor,
@@ -115,7 +115,7 @@ def scan_kernel(
         p_penalty += i_request
         p_seen += i_request * s_seen
         p_path += i_row * path_len
-    row = (p_logits + i_row * s_row, p_penalty, p_seen, p_path, vocab_size, softcap, path_len)
+    row = (p_logits + i_row * s_row, p_penalty, p_seen, p_path, vocab_size, softcap, inverse, path_len)
     b_x = load_logits(row, o_token)
     b_group = tl.max(tl.reshape(b_x, [TILE // GROUP, GROUP]), axis=1)
     best = tl.max(b_group)
@@ -197,7 +197,8 @@ def collect_kernel(
     vocab_size: tl.tensor,
     rows_per_request: tl.tensor,
     capacity: tl.tensor,
-    softcap: tl.tensor,
+    softcap: tl.tensor,  # or None
+    inverse: tl.tensor,
     s_row: tl.tensor,
     s_seen: tl.tensor,
     path_len: tl.tensor,
@@ -219,7 +220,7 @@ def collect_kernel(
             p_penalty += i_request
             p_seen += i_request * s_seen
             p_path += i_row * path_len
-        row = (p_logits + i_row * s_row, p_penalty, p_seen, p_path, vocab_size, softcap, path_len)
+        row = (p_logits + i_row * s_row, p_penalty, p_seen, p_path, vocab_size, softcap, inverse, path_len)
         b_x = load_logits(row, o_token)
         m_list = b_x > -INF
         if _is_filtered(temperature, top_k, top_p, vocab_size):
