@@ -50,13 +50,13 @@ def _cheap_tanh(b_x: tl.tensor) -> tl.tensor:
 def capped(b_x: tl.tensor, cap: tl.tensor, inverse: tl.tensor) -> tl.tensor:
     """In the dtype of b_x; inverse: 1 / cap."""
     DTYPE: tl.constexpr = b_x.dtype
-    b_x = (b_x.to(tl.float32) * inverse).to(DTYPE).to(tl.float32)
-    if DTYPE == tl.bfloat16:
-        b_tanh = _cheap_tanh(b_x)
+    b_y = (b_x.to(tl.float32) * inverse).to(DTYPE).to(tl.float32)
+    if b_x.dtype == tl.bfloat16:
+        b_tanh = _cheap_tanh(b_y)
     elif LIBRARY:  # it flushes what is subnormal, where the tangent is its argument
-        b_tanh = tl.where(tl.abs(b_x) < 0.0001, b_x, tl.extra.cuda.libdevice.tanh(b_x))
+        b_tanh = tl.where(tl.abs(b_y) < 0.0001, b_y, tl.extra.cuda.libdevice.tanh(b_y))
     else:
-        b_tanh = _tanh(b_x)
+        b_tanh = _tanh(b_y)
     return (b_tanh.to(DTYPE).to(tl.float32) * cap).to(DTYPE)
 
 

@@ -140,11 +140,18 @@ class TargetModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [..., H] -> logits [..., V] in the model's dtype, scaled and softcapped as the model does."""
-        return rows_in_tiles(self._logits, hidden) if self.in_tiles else self._logits(hidden)
+        logits, softcap = self.uncapped_logits(hidden)
+        if softcap is None:
+            return logits
+        return (reference_softcap if self.ops is None else self.ops.softcap)(logits, softcap)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.head(hidden)
-        return self.logit_rule(logits) if self.ops is None else self.logit_rule(logits, self.ops.softcap)
+    def uncapped_logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, float | None]:
+        """The same before the softcap, and what that is."""
+        logits = rows_in_tiles(self._scaled, hidden) if self.in_tiles else self._scaled(hidden)
+        return logits, self.logit_rule.softcap
+
+    def _scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.logit_rule.scaled(self.head(hidden))
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
         batch, num_rows = tokens.shape
