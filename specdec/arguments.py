@@ -33,6 +33,31 @@ def params_for(params: Any, count: int) -> list[SamplingParams]:
     return list(params)
 
 
+def draft_for(params: SamplingParams, spec: SpecConfig | None) -> SpecConfig | None:
+    """How one request speculates in an engine that does so by `spec`; None: not at all."""
+    asked = params.speculation
+    if not isinstance(asked, SpecConfig):
+        return spec if asked is None else None
+    if spec is None:
+        raise ConfigError(
+            f"speculation={asked}, but this engine has no drafter; leave it None, or make one with drafter="
+        )
+    for name in ("num_steps", "topk", "num_nodes"):
+        if getattr(asked, name) > getattr(spec, name):
+            said = "num_draft_tokens" if name == "num_nodes" else name
+            raise ConfigError(
+                f"speculation={asked} has {said}={getattr(asked, name)}, and this engine was made for at most "
+                f"{getattr(spec, name)}; ask for less, or make it with a larger spec="
+            )
+    return asked
+
+
+def require_one_sample(params: Any, what: str) -> None:
+    """Raise ConfigError for a request of several samples where there can be only one."""
+    if isinstance(params, SamplingParams) and params.n > 1:
+        raise ConfigError(f"n={params.n}: {what} is of one sample; submit_many gives a handle for each, generate all")
+
+
 def require_parts(target: Any, drafter: Any, tokenizer: Any) -> None:
     """Names and loaded modules are for `from_pretrained`; what an Engine is made of is fitted to each other."""
     for name, part, wanted, fits in (

@@ -90,9 +90,14 @@ class SpecConfig:
             return self.num_draft_tokens
         return min(1 + self.topk * self.num_steps, DEFAULT_TREE_NODES if self.topk > 1 else MAX_TREE_NODES)
 
+    @property
+    def depth(self) -> int:
+        """Most drafts that a round can accept."""
+        return min(self.num_steps, self.num_nodes - 1)
+
     def shortened(self, depth: int) -> tuple[int, int]:
         """(steps, nodes with the root) of a draft that no request can use beyond `depth` tokens."""
-        steps = min(self.num_steps, depth, self.num_nodes - 1)
+        steps = min(self.depth, depth)
         return steps, min(self.num_nodes, 1 + self._candidates(steps))
 
     def _candidates(self, num_steps: int) -> int:
@@ -109,7 +114,8 @@ class EngineConfig:
     full_slots, swa_slots: usable KV slots (tokens) of each pool; None: enough for `max_batch_size` requests of
     `max_model_len`, within a share of the free memory. dtype: a torch.dtype or its name ("bfloat16", "bf16"); None is
     float32 on the CPU, the checkpoint's elsewhere.
-    prefill_chunk: most prompt tokens of one request in one forward.
+    prefill_chunk: most prompt tokens of one request in one step; max_prefill_tokens: of all requests together. Between
+    two of its rounds a request waits for the prompts of one step at most.
     attention: "torch" runs anywhere; "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a
     CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
     deterministic: the logits of a token are a function of its request alone, to the bit: not of the batch, the chunks
@@ -133,12 +139,14 @@ class EngineConfig:
     dtype: torch.dtype | None = None  # a name is turned into one before
     device: str | torch.device | None = None
     prefill_chunk: int = 512
+    max_prefill_tokens: int = 2048
     fused: str | bool = "auto"
 
     def __post_init__(self) -> None:
         require_int("max_batch_size", self.max_batch_size, 1, 4096)
         require_int("page_size", self.page_size, 1, 1024)
         require_int("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
+        require_int("max_prefill_tokens", self.max_prefill_tokens, 1, 1 << 30)
         for name in ("max_model_len", "full_slots", "swa_slots"):
             value = getattr(self, name)
             if value is not None:
@@ -168,6 +176,9 @@ class SamplingParams:
     Filters apply in the order of transformers: repetition penalty, temperature, top_k, top_p, min_p. With a `seed` the
     output is a pure function of model, prompt, parameters and seed, whatever the drafter and the batch; None draws one.
     stop: strings that end the text (they are cut off). logprobs: None, or how many alternatives to report per token.
+    n: samples of the prompt; number i is that of the same parameters with n=1 and `seed` + i.
+    speculation: None, as the engine does; False, not at all; or a SpecConfig within the engine's. It changes no token.
+    In company of deeper drafts a request accepts no more of them than its own depth.
     """
 
     max_new_tokens: int = 256
@@ -181,6 +192,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     repetition_penalty: float = 1.0
+    n: int = 1
+    speculation: SpecConfig | bool | None = None
 
     def __post_init__(self) -> None:
         require_int("max_new_tokens", self.max_new_tokens, 1, 1 << 30)
@@ -194,8 +207,13 @@ class SamplingParams:
                 f"repetition_penalty={self.repetition_penalty!r}: a number from {PENALTY_SPAN[0]:g} to "
                 f"{PENALTY_SPAN[1]:g} is wanted; beyond, the logits overflow"
             )
+        require_int("n", self.n, 1, 1 << 16)
         if self.seed is not None:
-            require_int("seed", self.seed, 0, (1 << 63) - 1)
+            require_int("seed", self.seed, 0, (1 << 63) - self.n)  # that of the last sample is one too
+        if not (self.speculation is None or self.speculation is False or isinstance(self.speculation, SpecConfig)):
+            raise ConfigError(
+                f"speculation={shown(self.speculation)}: None (as the engine), False (none) or a SpecConfig is wanted"
+            )
         if self.logprobs is not None:
             require_int("logprobs", self.logprobs, 0, 1024)
         if not isinstance(self.ignore_eos, bool):

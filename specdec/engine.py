@@ -22,7 +22,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.arguments import params_for, require_fused, require_no_setting, require_parts, require_type
+from specdec.arguments import (
+    draft_for,
+    params_for,
+    require_fused,
+    require_no_setting,
+    require_one_sample,
+    require_parts,
+    require_type,
+)
 from specdec.attention.backend import choose_backend
 from specdec.attention.checked_backend import sanitized
 from specdec.config import EngineConfig, SamplingParams, SpecConfig, require_int
@@ -41,6 +49,7 @@ from specdec.scheduler import Scheduler
 from specdec.sizing import make_cache
 from specdec.steps import Steps
 from specdec.text.detokenize import Detokenizer
+from specdec.text.ends import end_tokens
 from specdec.text.prompts import Prompt, as_prompt_list, as_token_ids, chat_ids, require_text
 
 
@@ -81,12 +90,15 @@ class Engine:
         self.table = self.cache.table
         backend, capture = sanitized(self.cache, backend, capture)
         self.scheduler = Scheduler(
-            self.table, max_model_len=self.max_model_len, prefill_chunk=self.config.prefill_chunk
+            self.table,
+            max_model_len=self.max_model_len,
+            prefill_chunk=self.config.prefill_chunk,
+            max_prefill_tokens=self.config.max_prefill_tokens,
         )
         self.round = Round(target, drafter, self.cache, backend)
         graphs = None if capture is None else RoundGraphs(self.round, capture, strict=self.config.cuda_graphs is True)
         self.steps = Steps(self.scheduler, Launcher(self.round, self.spec, graphs))
-        self.end_tokens = _end_tokens(target.model, tokenizer)
+        self.end_tokens = end_tokens(target.model, tokenizer)
         self._live: dict[int, Request] = {}  # by number, oldest first: the one list that a fault cannot spoil
         self._numbers = itertools.count()
         self._totals = RequestStats()
@@ -151,10 +163,10 @@ class Engine:
         *,
         progress: bool | None = None,
     ) -> list[GenerationOutput]:
-        """Continue every prompt (text or token ids); results in the order of the prompts.
+        """Continue every prompt (text or token ids); results in the order of the prompts, all samples of each together.
 
-        `params`: one for all, or one each. More prompts than `max_batch_size` queue. Every prompt is checked before
-        any runs: ConfigError (empty, ids outside the vocabulary), CapacityError (can never fit).
+        `params`: one for all, or one each; n of them make n results. More requests than `max_batch_size` queue. Every
+        one is checked before any runs: ConfigError (empty, ids outside the vocabulary), CapacityError (can never fit).
         `progress`: a bar on standard error; None shows it on a terminal when there is more than one prompt.
         """
         requests = self._make_requests(prompts, params)
@@ -175,14 +187,16 @@ class Engine:
 
         Leaving the loop early aborts the request and frees its slots. Bad input raises here, not at the first delta.
         """
+        require_one_sample(params, "a stream")
         [request] = self._make_requests([prompt], params)
         return self._deltas(request)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Handle:
-        """Hand in one prompt and go on: the handle reads what steps bring. Never waits for a step under way.
+        """Hand in one prompt, without waiting for any step: the handle reads what steps bring.
 
         priority: lower ones are served first, and preempted last; among equals whoever came first.
         """
+        require_one_sample(params, "a handle")
         [handle] = self.submit_many([prompt], params, priority=priority)
         return handle
 
@@ -193,7 +207,7 @@ class Engine:
         *,
         priority: int = 0,
     ) -> list[Handle]:
-        """`submit` for many, all of them checked before any is handed in; a handle each, in order."""
+        """`submit` for many, all of them checked before any is handed in; a handle each, in the order of `generate`."""
         require_int("priority", priority, -(1 << 31), 1 << 31)
         requests = self._make_requests(prompts, params)
         self._submit(requests, priority)
@@ -207,10 +221,7 @@ class Engine:
         return bool(self._live or self._arrived)
 
     def abort(self, id: int) -> None:
-        """End the request of that id as it is; one that is not known, or has ended, is no error.
-
-        Never waits: if a step is under way it ends with it.
-        """
+        """End the request of that id as it is, behind a step under way; unknown and ended ones are no error."""
         self._doomed.append(id)
         self._look_in()
 
@@ -377,8 +388,10 @@ class Engine:
                 raise ConfigError("stop strings need a tokenizer; pass tokenizer=..., or use stop_token_ids")
             self.scheduler.require_fits(len(ids), one.max_new_tokens)
             ends = frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self.end_tokens)
-            seed = secrets.randbits(63) if one.seed is None else one.seed
-            requests.append(Request(ids, one, seed, Detokenizer(self.tokenizer), ends))
+            draft = draft_for(one, None if self.drafter is None else self.spec)
+            seed = secrets.randbits(62) if one.seed is None else one.seed
+            for sample in range(one.n):
+                requests.append(Request(ids, one, seed + sample, Detokenizer(self.tokenizer), ends, draft))
         return requests
 
     def _require_open(self) -> None:
@@ -389,12 +402,3 @@ class Engine:
         if self.tokenizer is None:
             raise ConfigError("text prompts need a tokenizer; pass tokenizer=..., or give token ids")
         return self.tokenizer
-
-
-def _end_tokens(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:
-    """Ids that end a text: of the generation config, else of the config, else of the tokenizer."""
-    for source in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
-    return frozenset()

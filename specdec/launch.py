@@ -20,6 +20,9 @@ from specdec.sampling import Uses
 
 FULL_DEPTH = 1 << 30
 
+Wanted = tuple[SpecConfig | None, int]
+"""How a request speculates (None: not at all), and how many tokens it has to go."""
+
 
 @dataclass(frozen=True, slots=True)
 class UnderWay:
@@ -60,10 +63,11 @@ class Launcher:
         if self.graphs is None:
             return
         nobody = np.zeros(0, dtype=np.int64)
+        draft = None if self.round.worker is None else self.spec
         for size in reversed(batch_sizes(self.round.cache.table.max_requests)):
-            shape = self.graphs.bucket(self._shape(nobody, [], FULL_DEPTH, 0)._replace(batch=size))
+            shape = self.graphs.bucket(self._shape(nobody, [], [(draft, FULL_DEPTH)], 0)._replace(batch=size))
             for _ in range(2):  # as it is, then captured
-                self.round.seat(nobody, shape.batch)
+                self.round.seat(nobody)
                 self.round.flush()
                 self.graphs.run(shape)
             yield size
@@ -79,30 +83,46 @@ class Launcher:
         packed = self.round.prefill(rows, chunk_len, np.array(through, dtype=np.int64), uses, logprobs)
         return _fetch(packed, shape, PREFILL_STAGES, drawing)
 
-    def decode(self, rows: IntArray, params: Sequence[SamplingParams], to_go: int, under_way: int) -> UnderWay:
-        """One round of these rows, of which none can use more than `to_go` tokens, behind `under_way` others."""
-        shape = self._shape(rows, params, to_go, under_way)
+    def decode(
+        self, rows: IntArray, params: Sequence[SamplingParams], drafts: Sequence[Wanted], under_way: int
+    ) -> UnderWay:
+        """One round of these rows, behind `under_way` others."""
+        shape = self._shape(rows, params, drafts, under_way)
         if self.graphs is not None:
             shape = self.graphs.bucket(shape)
-        self.round.seat(rows, shape.batch)
+        self.round.seat(rows)
         self.round.flush()
         packed = self.round.decode(shape) if self.graphs is None else self.graphs.run(shape)
         return _fetch(packed, shape, DECODE_STAGES, params)
 
-    def _shape(self, rows: IntArray, params: Sequence[SamplingParams], to_go: int, under_way: int) -> RoundShape:
-        num_steps, num_nodes = 0, 1
-        if self.round.worker is not None:  # no request can use more drafts than it has tokens to go, less the bonus
-            num_steps, num_nodes = self.spec.shortened(FULL_DEPTH if self.graphs is not None else to_go - 1)
+    def _shape(
+        self, rows: IntArray, params: Sequence[SamplingParams], drafts: Sequence[Wanted], under_way: int
+    ) -> RoundShape:
+        num_steps, topk, num_nodes = self._draft_shape(drafts)
+        most_nodes = 1 if self.round.worker is None else self.spec.num_nodes
         longest = int(self.round.cache.table.committed_len.host[rows].max(initial=0))
         return RoundShape(
             batch=len(rows),
-            longest=longest + under_way * num_nodes,  # the host learns of those later
+            longest=longest + under_way * most_nodes,  # the host learns of those later
             num_steps=num_steps,
-            topk=self.spec.topk,
+            topk=topk,
             num_nodes=num_nodes,
             uses=Uses.of(params),
             logprobs=_most_logprobs(params),
         )
+
+    def _draft_shape(self, drafts: Sequence[Wanted]) -> tuple[int, int, int]:
+        """(steps, topk, nodes) of a draft that is enough for each: the largest of what they want.
+
+        Captured rounds have two, the engine's and none, so that few are captured.
+        """
+        wanted = [(spec, to_go) for spec, to_go in drafts if spec is not None]
+        if wanted and self.graphs is not None:
+            wanted = [(self.spec, FULL_DEPTH)]
+        # no request can use more drafts than it has tokens to go, less the bonus
+        sizes = [(*spec.shortened(to_go - 1), spec.topk) for spec, to_go in wanted]
+        num_steps, num_nodes, topk = (max(size) for size in zip((0, 1, 1), *sizes, strict=True))
+        return num_steps, topk, num_nodes
 
 
 def _fetch(

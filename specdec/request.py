@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
-from specdec.config import SamplingParams
+from specdec.config import SamplingParams, SpecConfig
 from specdec.text.detokenize import Detokenizer
 
 
@@ -135,10 +135,12 @@ class Request:
     seed: int
     detokenizer: Detokenizer
     end_tokens: frozenset[int]
+    draft: SpecConfig | None = None  # how it speculates; None: not at all
     number: int = -1  # in order of arrival, from the engine
     priority: int = 0  # lower ones first
     state: RequestState = RequestState.WAITING
     row: int = -1
+    tenure: int = 0  # rows it has had and lost: what was launched under another is not its any more
     settled: Settled = field(init=False)
     _tokens: list[int] = field(init=False)
     _drafted: list[bool] = field(default_factory=list, init=False)
@@ -178,6 +180,11 @@ class Request:
     @property
     def stats(self) -> RequestStats:
         return self.settled.stats
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts that it accepts in a round."""
+        return 0 if self.draft is None else self.draft.depth
 
     @property
     def prefill_target(self) -> int:

@@ -50,6 +50,7 @@ class Round:
         self.sampling = SamplingTable(
             len(self.tokens.host), self.device, KernelSampling if on_kernels else SamplingBatch
         )
+        self.max_drafts = MirroredArray((len(self.tokens.host),), self.device)  # that a row accepts in a round
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows that take part, padding behind
         self.clock = StageClock(self.device)
         drafts = getattr(drafter, "weights", None)
@@ -59,28 +60,29 @@ class Round:
         """A step was interrupted: nobody holds a view, and every row is to be taken again."""
         if self.worker is not None:
             self.worker.view = None
-        for mirrored in (self.tokens, self.sampling.cells, self.seats):
+        for mirrored in (self.tokens, self.sampling.cells, self.max_drafts, self.seats):
             mirrored.clear()
 
     def weights_generation(self) -> int:
         """Another number whenever weights of target or drafter have been re-pointed: see `Weights`."""
         return sum(weights.generation() for weights in self._weights)
 
-    def take(self, row: int, tokens: Sequence[int], params: SamplingParams, seed: int) -> None:
-        """A request with these tokens so far has been given this row."""
+    def take(self, row: int, tokens: Sequence[int], params: SamplingParams, seed: int, max_drafts: int) -> None:
+        """A request with these tokens so far has been given this row, and accepts no more drafts in a round."""
         self.tokens[row, : len(tokens)] = np.array(tokens, dtype=np.int64)
         self.sampling[row] = params, seed
+        self.max_drafts[row] = max_drafts
 
-    def seat(self, rows: IntArray, batch: int) -> None:
-        """These rows take part in the next round; the seats behind them, up to `batch`, are padding."""
-        seats = np.full(batch, self.cache.table.padding_row, dtype=np.int64)
+    def seat(self, rows: IntArray) -> None:
+        """These rows take part in the next round; the seats behind them are padding."""
+        seats = np.full(self.cache.table.max_requests, self.cache.table.padding_row, dtype=np.int64)
         seats[: len(rows)] = rows
-        if (self.seats.host[:batch] != seats).any():
-            self.seats[:batch] = seats
+        if (self.seats.host != seats).any():
+            self.seats[:] = seats
 
     def flush(self) -> None:
         """Send what the host has changed anywhere, in one upload."""
-        self.cache.flush(self.tokens, self.sampling.cells, self.seats)
+        self.cache.flush(self.tokens, self.sampling.cells, self.max_drafts, self.seats)
 
     @torch.inference_mode()
     def prefill(
@@ -93,8 +95,8 @@ class Round:
     ) -> torch.Tensor:
         """Make K/V of the next `chunk_len` [B] tokens of rows `seats` [B]; those numbered `through` [T] draw a token.
 
-        -> the packed result of T rounds of one node. The host commits the chunks afterwards; the drafter observes
-        them as if it had.
+        -> the packed result of T rounds of one node. What they draw is in its place in `tokens`, so a round may follow.
+        The host commits the chunks, from its own side, once they are launched; the drafter observes them as if it had.
         """
         self.clock.start("prefill")
         rows = self.cache.table.rows(seats)
@@ -117,6 +119,7 @@ class Round:
             past = Past(history, history_len, None)
             first = sampling.draw(logits, history_len[:, None], past, softcap)  # [T, 1]
             behind = behind.index_copy(0, chosen, first[:, 0])
+            self.tokens.tensor[rows.index[chosen], history_len] = first[:, 0]
             scores = None if logprobs is None else LogProbs.of(logits, first, logprobs)
         steps = torch.arange(width, device=self.device).expand(len(seats), width)
         self._observe(rows, plan.committed_len, fed, out, steps, length, behind)
@@ -161,19 +164,21 @@ class Round:
         self.clock.mark("other")
         drawn = sampling.draw(logits, plan.positions + 1, Past(history, history_len, tree), softcap)
         accepted = self.backend.accept(tree, drawn)
+        # what is beyond is as if never drafted
+        length = torch.minimum(accepted.length, 1 + self.max_drafts.tensor[rows.index])
         nodes, tokens = accepted.path, accepted.tokens
         if missing := shape.num_nodes - tree.num_nodes:  # a drafter may propose less than it was asked for
             nodes, tokens = F.pad(nodes, (0, missing)), F.pad(tokens, (0, missing))
         path, tokens = nodes[:, : shape.depth], tokens[:, : shape.depth]  # no path is longer
-        self.cache.commit_on_device(rows, accepted.length, None if tree.is_chain else accepted.path)
-        self._append(rows, history_len, tokens, accepted.length)
-        bonus = tokens.gather(1, accepted.length[:, None] - 1)[:, 0]
-        self._observe(rows, committed, tree.tokens, out, path, accepted.length, bonus)
+        self.cache.commit_on_device(rows, length, None if tree.is_chain else accepted.path)
+        self._append(rows, history_len, tokens, length)
+        bonus = tokens.gather(1, length[:, None] - 1)[:, 0]
+        self._observe(rows, committed, tree.tokens, out, path, length, bonus)
         scores = None
         if shape.logprobs is not None:
             on_path = logits.gather(1, path[:, :, None].expand(-1, -1, logits.shape[-1]))  # [B, D, V]
             scores = LogProbs.of(on_path, tokens, shape.logprobs)
-        return pack(accepted.length, nodes, tokens, scores, self.clock.stop())
+        return pack(length, nodes, tokens, scores, self.clock.stop())
 
     def _logits(self, hidden: torch.Tensor, logprobs: int | None) -> tuple[torch.Tensor, float | None]:
         """Logits, and the softcap that they are still to get: sampling caps what it reads, in passing."""

@@ -1,4 +1,4 @@
-"""Who runs: admission, prefill chunks, slots for the next round, preemption. It touches no tensor of the model.
+"""Who runs: admission, prompt chunks, slots for the next round, preemption. It touches no tensor of the model.
 
     submit -> WAITING -- a row and pages are free --> PREFILL -- all K/V made --> DECODE -- stop --> released
                  ^                                       |                          |
@@ -23,23 +23,17 @@ from specdec.request import Request, RequestState
 class Scheduler:
     """Decides. Every decoding request must own slots for a verify: the table's lookahead behind its committed ones."""
 
-    def __init__(self, table: RequestTable, *, max_model_len: int, prefill_chunk: int) -> None:
+    def __init__(self, table: RequestTable, *, max_model_len: int, prefill_chunk: int, max_prefill_tokens: int) -> None:
         self.table = table
         self.max_model_len = max_model_len
         self.prefill_chunk = prefill_chunk
+        self.max_prefill_tokens = max_prefill_tokens
         self.waiting: list[Request] = []  # both by rank
         self.running: list[Request] = []
 
     @property
     def idle(self) -> bool:
         return not self.waiting and not self.running
-
-    @property
-    def wants_prefill(self) -> bool:
-        """May the next step be one of prompts: somebody's is unfinished, or a row is free for who waits."""
-        if self.waiting and len(self.running) < self.table.max_requests:
-            return True
-        return RequestState.PREFILL in [request.state for request in self.running]
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises CapacityError, with the numbers, when it can never run."""
@@ -78,16 +72,24 @@ class Scheduler:
                 )
 
     def admit(self) -> list[Request]:
-        """Give rows to waiting requests while their prompt, or its first chunk, has pages. Returns those admitted."""
+        """Give rows to waiting requests while their prompt has pages, beside what the running ones take next.
+
+        Returns those admitted.
+        """
         admitted: list[Request] = []
+        if not self.waiting or len(self.running) == self.table.max_requests:
+            return admitted
         allocator = self.table.allocator
         full_free, swa_free = allocator.full.free_pages, allocator.swa.free_pages if allocator.swa else 0
+        for request in self.running:
+            full, swa = self._pages_to_come(request)
+            full_free, swa_free = full_free - full, swa_free - swa
         while self.waiting and len(self.running) < self.table.max_requests:
             request = self.waiting[0]
-            full, swa = (slots // allocator.page_size for slots in slots_needed(self.table, request.prefill_target, 2))
+            full, swa = self._pages_of_prompt(request)
             if self.running and (full > full_free or swa > swa_free):
                 break
-            full_free, swa_free = full_free - full, swa_free - swa  # spoken for, though not taken yet
+            full_free, swa_free = full_free - full, swa_free - swa
             del self.waiting[0]
             request.row = self.table.open()
             request.state = RequestState.PREFILL
@@ -96,13 +98,20 @@ class Scheduler:
         return admitted
 
     def next_prefill(self) -> tuple[list[Request], IntArray]:
-        """Requests with K/V still to make and the length of each one's next chunk; slots are allocated."""
+        """Requests with K/V still to make and the length of each one's next chunk; slots are allocated.
+
+        Together they are at most `max_prefill_tokens` long. Who comes first by rank gets its whole chunk, so nobody
+        waits for ever.
+        """
         chosen: list[tuple[Request, int]] = []
+        left = self.max_prefill_tokens
         for request in list(self.running):
             if request.state is not RequestState.PREFILL:
                 continue
+            if left == 0:
+                break
             done = int(self.table.committed_len.host[request.row])
-            wanted = min(self.prefill_chunk, request.prefill_target - done)
+            wanted = min(self.prefill_chunk, request.prefill_target - done, left)
             while request.state is RequestState.PREFILL:
                 page_size = self.table.allocator.page_size
                 owned = int(self.table.capacity[request.row]) - done
@@ -110,6 +119,7 @@ class Scheduler:
                 if chunk > 0:
                     self.table.ensure(request.row, done + chunk)
                     chosen.append((request, chunk))
+                    left -= chunk
                     break
                 self._make_room()
         chosen = [(request, chunk) for request, chunk in chosen if request.state is RequestState.PREFILL]
@@ -132,8 +142,24 @@ class Scheduler:
             self.running.remove(request)
             self.table.close(request.row)
             request.row, request.state = -1, RequestState.WAITING
+            request.tenure += 1
         elif request in self.waiting:
             self.waiting.remove(request)
+
+    def _pages_of_prompt(self, request: Request) -> tuple[int, int]:
+        """Most pages (full, swa) that it owns until its first round, in which it has two tokens to go or more."""
+        full, swa = slots_needed(self.table, request.prefill_target, 2)
+        return full // self.table.allocator.page_size, swa // self.table.allocator.page_size
+
+    def _pages_to_come(self, request: Request) -> tuple[int, int]:
+        """Pages that a running request takes until its next round, its first if it has had none."""
+        table, row = self.table, request.row
+        if request.state is RequestState.DECODE:
+            pages = table.pages_needed(row, int(table.committed_len.host[row]) + table.lookahead)
+            return pages, pages if table.allocator.swa else 0
+        full, swa = self._pages_of_prompt(request)
+        owned, evicted = (int(x[row]) // table.allocator.page_size for x in (table.capacity, table.evicted_len))
+        return max(0, full - owned), max(0, swa - owned + evicted)
 
     def _make_room(self) -> None:
         """Give up the slack behind the windows, and when that frees nothing, the last request by rank."""

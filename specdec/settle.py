@@ -1,8 +1,9 @@
 """The host's part behind a step: take over what the device did, append tokens, look for stops.
 
-The device has committed already; here the host's table and tokens follow, with the same numbers, and then each request
-takes its tokens in one assignment. A fault before or within leaves every request either as it was or settled: what is
-half done is the table, and the engine begins that again from the requests (`Scheduler.restart`).
+The device has committed a round already; here the host's table and tokens follow, with the same numbers, and then each
+request takes its tokens in one assignment. What prompt chunks commit is known when they are launched, and the table
+follows then. A fault before or within leaves every request either as it was or settled: what is half done is the table,
+and the engine begins that again from the requests (`Scheduler.restart`).
 """
 
 from collections.abc import Sequence
@@ -15,27 +16,24 @@ from specdec.request import Request, RequestState
 from specdec.result import RoundResult
 
 
-def settle_chunks(
-    table: RequestTable,
-    tokens: MirroredArray,
-    requests: Sequence[Request],
-    chunk_len: IntArray,
-    through: Sequence[int],
-    result: RoundResult,
-) -> None:
-    """`through`: the requests, by number in the batch, that drew the first token of their output."""
+def commit_chunks(table: RequestTable, requests: Sequence[Request], chunk_len: IntArray) -> None:
+    """Prompt chunks were launched: the next `chunk_len` [B] tokens are final, whatever comes out of them.
+
+    Whoever has all its K/V then may be in a round behind them.
+    """
     rows = np.array([request.row for request in requests], dtype=np.int64)
     table.commit_chunk(rows, chunk_len)
     table.evict(rows)
-    for place, number in enumerate(through):
-        request = requests[number]
-        first = int(result.tokens[place, 0])
-        tokens[request.row, len(request.prompt)] = first
-        request.settle([first], result.logprobs[place], request.stats.copy())
     for request in requests:
-        request.stats.prefill_seconds += result.seconds["prefill"] / len(requests)
         if table.committed_len.host[request.row] == request.prefill_target:
             request.state = RequestState.DECODE
+
+
+def settle_first(tokens: MirroredArray, request: Request, result: RoundResult, place: int) -> None:
+    """The first token of an output, from the last chunk of its prompt: `place` in the result."""
+    first = int(result.tokens[place, 0])
+    tokens.adopt((request.row, len(request.prompt)), first)
+    request.settle([first], result.logprobs[place], request.stats.copy())
 
 
 def settle_round(table: RequestTable, tokens: MirroredArray, requests: Sequence[Request], result: RoundResult) -> None:
@@ -50,5 +48,6 @@ def settle_round(table: RequestTable, tokens: MirroredArray, requests: Sequence[
         stats.draft_seconds += result.seconds["draft"] / len(requests)
         stats.verify_seconds += result.seconds["verify"] / len(requests)
         stats.other_seconds += result.seconds["other"] / len(requests)
-        request.settle(emitted.tolist(), result.logprobs[i], stats, num_drafts=result.num_steps)
+        num_drafts = min(result.num_steps, request.max_drafts)
+        request.settle(emitted.tolist(), result.logprobs[i], stats, num_drafts=num_drafts)
     table.evict(rows)

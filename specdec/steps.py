@@ -1,18 +1,21 @@
-"""One step after the other: prompt chunks, or a round of everybody who decodes, launched and settled.
+"""One step after the other: a round of everybody who decodes, then a group of prompt chunks, launched and settled.
 
-A step settles what it launches, but for captured rounds: with those the device is never without work. While one round
-is under way the next is launched, which needs no length that the host does not know, and then the first is settled:
+So nobody who decodes waits for more than one group of chunks. A step settles what it launches, but for captured rounds:
+with those the device is never without work. While one thing is under way the next is launched, which needs no length
+that the host does not know, and then the first is settled:
 
-    device    | round 1 | round 2 | round 3 |
-    host      launch 2, settle 1, launch 3, settle 2, ...
+    device    | round 1 | round 2 | chunks | round 3 |
+    host      launch 2, settle 1, launch chunks, settle 2, launch 3, settle chunks, ...
 
-Whoever ended in a round has been seated in the one behind it as well; that part of its result is dropped. Prompts wait
-until nothing is under way.
+The order on the device protects what is under way: slots that are freed meanwhile are written by others behind it.
+Whoever ended in a round, or lost its row, is seated in what was launched before that was known; that part of the result
+is dropped. Whose prompt is through is seated in the next round, whether its first token is known here or not.
 """
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,20 +23,46 @@ import torch
 from specdec.config import SamplingParams
 from specdec.kvcache.mirror import IntArray
 from specdec.launch import Launcher, UnderWay
-from specdec.request import Request, RequestState
+from specdec.request import Request
 from specdec.scheduler import Scheduler
-from specdec.settle import settle_chunks, settle_round
+from specdec.settle import commit_chunks, settle_first, settle_round
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step under way, who had part in it, and under which tenure of a row.
+
+    drawing: of prompt chunks, those requests, by number in the batch, that draw a first token; None: it is a round.
+    """
+
+    requests: Sequence[Request]
+    tenures: list[int]
+    step: UnderWay
+    drawing: list[int] | None
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], step: UnderWay, drawing: list[int] | None = None) -> "Launched":
+        return cls(requests, [request.tenure for request in requests], step, drawing)
+
+    def present(self) -> list[int]:
+        """Who still has the row, by number in the batch."""
+        seats = enumerate(zip(self.requests, self.tenures, strict=True))
+        return [i for i, (request, tenure) in seats if request.tenure == tenure]
+
+    def gaining(self) -> list[Request]:
+        """Those of them that it is sure to bring a token."""
+        return [self.requests[i] for i in self.present() if self.drawing is None or i in self.drawing]
 
 
 class Steps:
-    """`under_way`: rounds that are not settled, oldest first, with who was seated in them."""
+    """`under_way`: what is not settled, oldest first."""
 
     def __init__(self, scheduler: Scheduler, launcher: Launcher) -> None:
         self.scheduler = scheduler
         self.launcher = launcher
         self.round = launcher.round
         self.table = scheduler.table
-        self.under_way: deque[tuple[list[Request], UnderWay]] = deque()
+        self.under_way: deque[Launched] = deque()
 
     def warm_up(self) -> Iterator[int]:
         """`Launcher.warm_up`, before anything else has run."""
@@ -41,23 +70,19 @@ class Steps:
             yield from self.launcher.warm_up()
 
     def restart(self, requests: Sequence[Request]) -> None:
-        """Begin again with these requests, oldest first, whatever state everything is in."""
+        """Begin again with these requests, whatever state everything is in."""
         self.under_way.clear()
         self.round.reset()
         self.scheduler.restart(requests)
 
     def run(self) -> list[Request]:
-        """One step, prompts first, so that a waiting one joins the batch as soon as it can. -> who ended in it."""
-        finished: list[Request] = []
+        """One step -> who ended in it. Prompts come second, so that who ends in the round makes room for them."""
         with self._on_device():
-            if self.scheduler.wants_prefill:
-                finished += self._settle_rounds(0)
+            finished = self._decode(self.scheduler.next_decode())
             for request in self.scheduler.admit():
-                self.round.take(request.row, request.tokens, request.params, request.seed)
+                self.round.take(request.row, request.tokens, request.params, request.seed, request.max_drafts)
             requests, chunk_len = self.scheduler.next_prefill()
-            if requests:
-                return finished + self._prefill(requests, chunk_len)
-            return finished + self._decode(self.scheduler.next_decode())
+            return finished + (self._prefill(requests, chunk_len) if requests else [])
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -65,6 +90,18 @@ class Steps:
         device = self.round.device
         with torch.cuda.device_of(self.round.seats.tensor), torch.autocast(device.type, enabled=False):
             yield
+
+    def _decode(self, requests: Sequence[Request]) -> list[Request]:
+        """Launch a round of those that it can bring anything."""
+        sure = Counter(request.number for launched in self.under_way for request in launched.gaining())
+        to_go = {r.number: r.params.max_new_tokens - r.num_output - sure[r.number] for r in requests}
+        going_on = [request for request in requests if to_go[request.number] > 0]
+        if going_on:
+            drafts = [(request.draft, to_go[request.number]) for request in going_on]
+            rounds = sum(launched.drawing is None for launched in self.under_way)
+            step = self.launcher.decode(*_seats(going_on), drafts, rounds)
+            self.under_way.append(Launched.of(going_on, step))
+        return self._settle(busy=bool(going_on))
 
     def _prefill(self, requests: Sequence[Request], chunk_len: IntArray) -> list[Request]:
         rows, params = _seats(requests)
@@ -74,31 +111,35 @@ class Steps:
             for i, request in enumerate(requests)
             if request.num_output == 0 and done[i] + chunk_len[i] == request.prefill_target
         ]
-        result = self.launcher.prefill(rows, params, chunk_len, drawing).result()
-        settle_chunks(self.table, self.round.tokens, requests, chunk_len, drawing, result)
-        return self._release_finished(requests)
+        step = self.launcher.prefill(rows, params, chunk_len, drawing)
+        commit_chunks(self.table, requests, chunk_len)
+        self.under_way.append(Launched.of(requests, step, drawing))
+        return self._settle(busy=None in [launched.drawing for launched in self.under_way])
 
-    def _decode(self, requests: Sequence[Request]) -> list[Request]:
-        """Launch a round of those that it can bring anything; settle those before it, but for the launcher's lag."""
-        sure = Counter(request.number for seated, _ in self.under_way for request in seated)  # a token a round
-        to_go = {r.number: r.params.max_new_tokens - r.num_output - sure[r.number] for r in requests}
-        going_on = [request for request in requests if to_go[request.number] > 0]
-        if going_on:
-            longest = max(to_go[request.number] for request in going_on)
-            step = self.launcher.decode(*_seats(going_on), longest, len(self.under_way))
-            self.under_way.append((going_on, step))
-        return self._settle_rounds(self.launcher.lag if going_on else 0)
+    def _settle(self, busy: bool) -> list[Request]:
+        """Settle what is under way, oldest first, but for the launcher's lag.
 
-    def _settle_rounds(self, left: int) -> list[Request]:
-        """Settle the oldest rounds under way, all but `left`; who was released meanwhile has no part in them."""
+        busy: the device has a round to do meanwhile. Else nothing is left that brings anybody a token: it would come
+        a step late, and the device would have nothing to do either.
+        """
         finished: list[Request] = []
-        while len(self.under_way) > left:
-            requests, step = self.under_way.popleft()
-            result = step.result()
-            decoding = [i for i, request in enumerate(requests) if request.state is RequestState.DECODE]
-            settled = [requests[i] for i in decoding]
-            settle_round(self.table, self.round.tokens, settled, result.take(decoding))
-            finished += self._release_finished(settled)
+        gaining = [launched for launched in self.under_way if launched.gaining()]
+        left = self.launcher.lag if busy or not gaining else 0
+        while self.under_way and (len(self.under_way) > left or not self.under_way[0].present()):
+            launched = self.under_way.popleft()
+            if not (present := launched.present()):
+                continue
+            result = launched.step.result()
+            requests = [launched.requests[i] for i in present]
+            if launched.drawing is None:
+                settle_round(self.table, self.round.tokens, requests, result.take(present))
+            else:
+                for request in requests:
+                    request.stats.prefill_seconds += result.seconds["prefill"] / len(launched.requests)
+                for place, number in enumerate(launched.drawing):
+                    if number in present:
+                        settle_first(self.round.tokens, launched.requests[number], result, place)
+            finished += self._release_finished(requests)
         return finished
 
     def _release_finished(self, requests: Sequence[Request]) -> list[Request]:

@@ -21,7 +21,7 @@ from specdec import Engine, SamplingParams, SpecConfig
 
 from tiny_models import random_eagle3
 
-NEW = 4
+NEW = 8  # more than the first stream has when the second joins
 PACKAGE = tuple(f"/{folder}/" for folder in ("kvcache", "attention", "draft_models", "specdec"))
 CHAIN, TREE = SpecConfig(3), SpecConfig(3, 2, 6)
 CASES = {
@@ -85,6 +85,7 @@ class Scene:
         """Up to the step that is to break: the other prompt's, or a round of both."""
         if stage == "round":
             next(self.other)
+            self.got += next(self.stream).token_ids  # of the round in the same step
 
     def finish(self) -> None:
         """The rest of the first stream, and a new request, are right; then nothing is held."""

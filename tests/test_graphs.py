@@ -18,7 +18,7 @@ from specdec.errors import ConfigError, FrozenKVError
 from specdec.graphs import batch_sizes, length_bucket
 
 TREE = SpecConfig(3, 2, 6)
-SHORT_POOLS = {"page_size": 4, "full_slots": 120, "swa_slots": 100}
+SHORT_POOLS = {"page_size": 4, "full_slots": 88, "swa_slots": 88}
 
 
 @pytest.fixture

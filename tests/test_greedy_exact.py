@@ -174,6 +174,8 @@ def test_preemption(name, page_size, factor, make_target, make_engine, greedy_or
     drafter = scripted(tree_script([p + w for p, w in zip(prompts, want, strict=True)], hit=0.4))
     sizes = {"page_size": page_size, "num_steps": 5, "prefill_chunk": 7}
     pools = just_enough(make_engine(model, drafter, **sizes), max(LENGTHS), NEW, factor)
+    if "swa_slots" in pools:  # else one is admitted at a time: it needs a window of them from the start
+        pools["swa_slots"] *= 2
     engine = make_engine(model, drafter, **sizes, **pools)
     outputs = run(engine, prompts)
     assert tokens(outputs) == want

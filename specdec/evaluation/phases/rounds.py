@@ -4,8 +4,8 @@
 the host waited for it, and the stages that the device stamped. What is launched, and how, it does not change.
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from statistics import median
@@ -109,8 +109,9 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: 
     outputs: list[list[int]] = [[] for _ in prompts]
     idle = None
     try:
-        for stream, output in zip(streams, outputs, strict=True):
-            output += next(stream).token_ids
+        with _prompts_only(engine):
+            for stream, output in zip(streams, outputs, strict=True):
+                output += next(stream).token_ids
         leader = streams[0]  # the others' requests are in the same rounds; what they gained is taken at the end
         while len(watched.passed) < WARM_UP + 1 + rounds:
             outputs[0] += _next(leader).token_ids
@@ -128,6 +129,17 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: 
     if idle is not None:
         idle += median(time.wall - time.draft - time.verify - time.other for time in times)
     return Driven(times, outputs, idle)
+
+
+@contextmanager
+def _prompts_only(engine: Engine) -> Iterator[None]:
+    """No rounds meanwhile, so that each of those behind is one of everybody, with as many tokens behind them."""
+    chosen = engine.scheduler.next_decode
+    engine.scheduler.next_decode = list  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        engine.scheduler.next_decode = chosen  # type: ignore[method-assign]
 
 
 def round_time(before: float, one: _Passed, on_cpu: bool) -> RoundTime:

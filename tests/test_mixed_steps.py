@@ -1,0 +1,213 @@
+"""Rounds and prompts in one step: who waits for whom, by how much, and what happens to those who leave meanwhile."""
+
+import random
+
+import pytest
+from tape import record
+
+import specdec.engine
+from specdec import Engine, SamplingParams, SpecConfig
+from specdec.request import RequestState
+
+from marks import slow
+from tiny_models import random_eagle3
+
+NEW = 12
+PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+BOTH = pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+
+
+@pytest.fixture
+def engine_for(make_target, make_engine, monkeypatch):
+    """engine_for(captured, drafter="ngram", **config)"""
+
+    def make(captured, drafter="ngram", **config) -> Engine:
+        monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
+        sizes = {"max_batch_size": 4, "max_model_len": 128, "prefill_chunk": 8, **config}
+        return make_engine(make_target("gemma4-e2b"), drafter, **sizes)
+
+    return make
+
+
+def assert_empty(engine: Engine) -> None:
+    engine.table.check()
+    assert engine.scheduler.idle and not engine._live
+    assert engine.table.allocator.full.held_pages == 0
+
+
+def check(engine: Engine) -> None:
+    """Nothing is lost or owned twice; host and device agree where nothing is under way."""
+    (engine.table.allocator if engine.steps.under_way else engine.table).check()
+
+
+def chunks_of(engine: Engine) -> dict[int, int]:
+    """What K/V of each running request's prompt there are, by id."""
+    return {r.number: int(engine.table.committed_len.host[r.row]) for r in engine.scheduler.running}
+
+
+@BOTH
+def test_a_stream_gets_tokens_in_every_step_while_a_long_prompt_is_read(
+    captured, engine_for, make_target, greedy_oracle, random_prompt
+):
+    """80 tokens of prompt in chunks of 8: ten steps, and a plain stream gains a token in each."""
+    engine = engine_for(captured, None)
+    stream = engine.submit(random_prompt(5), SamplingParams(max_new_tokens=40, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    stream.read()
+    long = engine.submit(random_prompt(80), PARAMS)
+    gained = []
+    while long.read() is None:
+        engine.step()
+        delta = stream.read()
+        gained.append(0 if delta is None else len(delta.token_ids))
+    # captured: with chunks behind it a round is settled in its own step, without them a step later
+    assert gained == ([2, *[1] * 9, 0] if captured else [1] * 10)
+    assert [len(h.output().token_ids) for h in (stream, long)] == [40, NEW]
+    model = make_target("gemma4-e2b")
+    assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 40)
+    assert long.output().token_ids == greedy_oracle(model, random_prompt(80), NEW)
+    assert_empty(engine)
+
+
+def test_the_cap_is_of_all_prompts_together_and_first_come_first_served(engine_for, random_prompt):
+    """At most 10 tokens a step, 8 of one request: 0 has its prompt first, then 1, 2."""
+    engine = engine_for(False, max_prefill_tokens=10)
+    for length in (12, 9, 9):
+        engine.submit(random_prompt(length), PARAMS)
+    seen = []
+    for _ in range(3):
+        engine.step()
+        seen.append(chunks_of(engine))
+    #              8 + 2          4 + 6 (0 is through)         1 + 8; 0 has had a round
+    assert seen[0] == {0: 8, 1: 2, 2: 0} and seen[1] == {0: 12, 1: 8, 2: 0}
+    assert (seen[2][1], seen[2][2]) == (9, 8) and seen[2][0] > 12
+
+
+@BOTH
+@pytest.mark.parametrize("drafter", [None, "ngram", slow("mtp"), slow("eagle3")])
+def test_prompts_under_way_settle_nothing_but_what_is_due(
+    captured, drafter, engine_for, make_target, make_assistant, greedy_oracle, random_prompt
+):
+    """Sixteen requests join and leave four rows, one prompt token or sixty, some for one token only."""
+    model = make_target("gemma4-e2b")
+    module = (
+        {"mtp": make_assistant, "eagle3": random_eagle3}[drafter](model) if drafter in ("mtp", "eagle3") else drafter
+    )
+    engine = engine_for(captured, module, max_prefill_tokens=12, spec=SpecConfig(3, 1))
+    draw = random.Random(4)
+    prompts = [random_prompt(draw.choice([1, 3, 9, 17, 60]), seed=i) for i in range(16)]
+    lengths = [draw.choice([1, 2, 7, NEW]) for _ in prompts]
+    params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths]
+    outs = engine.generate(prompts, params)
+    truths = [greedy_oracle(model, p, NEW)[:n] for p, n in zip(prompts, lengths, strict=True)]
+    assert [out.token_ids for out in outs] == truths
+    assert_empty(engine)
+
+
+def test_chunks_wait_for_no_round_when_rounds_are_captured(engine_for, random_prompt):
+    """While a long prompt is read, a round or a group of chunks is under way at the end of every step."""
+    engine = engine_for(True, None)
+    stream = engine.submit(random_prompt(5), SamplingParams(max_new_tokens=40, ignore_eos=True))
+    engine.step()
+    engine.step()
+    engine.submit(random_prompt(60), PARAMS)
+    for _ in range(6):
+        engine.step()
+        [left] = engine.steps.under_way
+        assert left.drawing == [] and [r.number for r in left.requests] == [1]
+    stream.abort()
+
+
+@BOTH
+@pytest.mark.parametrize("when", ["waiting", "prefill", "first token under way", "decode"])
+def test_an_abort_at_any_moment_frees_everything(when, captured, engine_for, make_target, greedy_oracle, random_prompt):
+    engine = engine_for(captured, max_batch_size=2)
+    model, prompts = make_target("gemma4-e2b"), [random_prompt(n) for n in (5, 24, 9)]
+    stream = engine.submit(prompts[0], SamplingParams(max_new_tokens=30, ignore_eos=True))
+    engine.step()
+    doomed = engine.submit(prompts[1], PARAMS)
+    steps = {"waiting": 0, "prefill": 2, "first token under way": 3, "decode": 5}[when]
+    for _ in range(steps):
+        engine.step()
+    request = engine._live[doomed.id]
+    state = {"waiting": RequestState.WAITING, "prefill": RequestState.PREFILL}.get(when, RequestState.DECODE)
+    assert request.state is state
+    if when == "first token under way":
+        assert bool(request.num_output) is not captured
+    had = list(doomed.read().token_ids) if request.num_output else []
+    held = engine.table.allocator.full.held_pages
+    doomed.abort()
+    assert doomed.finished and (engine.table.allocator.full.held_pages < held or when == "waiting")
+    check(engine)
+    last = doomed.read()
+    assert last.finish_reason == "abort" and last.token_ids == [] and last.output.token_ids == had
+    other = engine.submit(prompts[2], PARAMS)  # takes the row, with what was launched for the other under way
+    assert other.output().token_ids == greedy_oracle(model, prompts[2], NEW)
+    assert stream.output().token_ids == greedy_oracle(model, prompts[0], 30)
+    assert had == greedy_oracle(model, prompts[1], NEW)[: len(had)]
+    assert_empty(engine)
+
+
+@BOTH
+def test_random_arrivals_aborts_and_preemptions(captured, engine_for, make_target, make_assistant, greedy_oracle):
+    """Pools for two of four rows: who is not aborted gets what it would get alone, and no token comes twice."""
+    model = make_target("gemma4-e2b")
+    engine = engine_for(
+        captured, make_assistant(model), page_size=2, full_slots=150, swa_slots=110, max_prefill_tokens=20
+    )
+    draw = random.Random(9)
+    live, ended = [], []
+    for number in range(30):
+        prompt = [draw.randrange(90) for _ in range(draw.choice([1, 4, 11, 40]))]
+        new = draw.choice([1, 5, NEW, 25])
+        handle = engine.submit(prompt, SamplingParams(max_new_tokens=new, ignore_eos=True), priority=draw.randrange(3))
+        live.append((handle, prompt, new, []))
+        for _ in range(draw.randrange(4)):
+            engine.step()
+            check(engine)
+            for each, _, _, got in live:
+                got += [token for delta in iter(each.read, None) for token in delta.token_ids]
+        if number % 5 == 4:
+            live[draw.randrange(len(live))][0].abort()
+    while engine.step():
+        check(engine)
+    for handle, prompt, new, got in live:
+        got += [token for delta in iter(handle.read, None) for token in delta.token_ids]
+        truth = greedy_oracle(model, prompt, new)
+        reason = handle.output().finish_reason
+        assert got == handle.output().token_ids == (truth if reason == "length" else truth[: len(got)])
+        ended.append(reason)
+    assert ended.count("abort") >= 3 and engine.stats().preemptions > 0
+    assert_empty(engine)
+
+
+def test_priority_then_arrival_decides_who_is_admitted(engine_for, random_prompt):
+    engine = engine_for(False, max_batch_size=1)
+    handles = [engine.submit(random_prompt(5, seed=i), PARAMS, priority=p) for i, p in enumerate((1, 0, 1, 0))]
+    order = []
+    while len(order) < 4:
+        engine.step()
+        order += [h.id for h in handles if h.finished and h.id not in order]
+    assert order == [1, 3, 0, 2]
+
+
+def test_the_last_by_priority_is_preempted(engine_for, random_prompt):
+    """Three requests outgrow pools for two: it is the one of lowest priority that steps back, though it came first."""
+    roomy = engine_for(False, None)
+    full = sum(len(random_prompt(n)) + 40 for n in (20, 20)) + 10
+    del roomy
+    engine = engine_for(False, None, full_slots=full, max_batch_size=3)
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    last, *others = [engine.submit(random_prompt(20, seed=i), params, priority=p) for i, p in enumerate((5, 0, 0))]
+    outs = [handle.output() for handle in (last, *others)]
+    assert outs[0].stats.preemptions > 0 and [out.stats.preemptions for out in outs[1:]] == [0, 0]
+
+
+def test_admission_counts_what_running_prompts_have_yet_to_take(engine_for, random_prompt):
+    """Two prompts of 60 do not fit 100 slots: the second waits, and is not admitted only to be thrown out."""
+    engine = engine_for(False, None, full_slots=100, max_batch_size=2)
+    handles = [engine.submit(random_prompt(60, seed=i), SamplingParams(max_new_tokens=4)) for i in range(2)]
+    engine.step()
+    assert [len(x) for x in (engine.scheduler.running, engine.scheduler.waiting)] == [1, 1]
+    assert [handle.output().stats.preemptions for handle in handles] == [0, 0]
