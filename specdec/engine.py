@@ -50,7 +50,7 @@ from specdec.sizing import make_cache
 from specdec.steps import Steps
 from specdec.text.detokenize import Detokenizer
 from specdec.text.ends import end_tokens
-from specdec.text.prompts import Prompt, as_prompt_list, as_token_ids, chat_ids, require_text
+from specdec.text.prompts import Prompt, as_prompt_list, as_token_ids, chat_or_text_ids, text_ids
 
 
 class Engine:
@@ -231,21 +231,11 @@ class Engine:
         `template_kwargs` go to the chat template: `tools`, `enable_thinking`, `add_generation_prompt` and others.
         Without a chat template a turn is plain text; messages, or anything for a template, raise ConfigError.
         """
-        messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
-        if template_kwargs.get("chat_template") or getattr(self._require_tokenizer(), "chat_template", None):
-            return chat_ids(self._require_tokenizer(), messages, **template_kwargs)
-        if not isinstance(chat, str):
-            raise ConfigError("this tokenizer has no chat template, so it cannot put messages into words; give text")
-        if template_kwargs:
-            raise ConfigError(
-                f"this tokenizer has no chat template that could read {', '.join(sorted(template_kwargs))}"
-            )
-        return self.encode(chat)
+        return chat_or_text_ids(self._require_tokenizer(), chat, template_kwargs)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the special tokens that the tokenizer adds."""
-        ids: list[int] = self._require_tokenizer()(require_text("text", text))["input_ids"]
-        return ids
+        return text_ids(self._require_tokenizer(), text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""

@@ -61,6 +61,24 @@ def require_text(name: str, text: Any) -> str:
     return text
 
 
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of plain text, with the special tokens that the tokenizer adds."""
+    ids: list[int] = tokenizer(require_text("text", text))["input_ids"]
+    return ids
+
+
+def chat_or_text_ids(tokenizer: Any, chat: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
+    """`chat_ids` of messages or a user's turn; without a template a turn is plain text, and messages are refused."""
+    if template_kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None):
+        messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
+        return chat_ids(tokenizer, messages, **template_kwargs)
+    if not isinstance(chat, str):
+        raise ConfigError("this tokenizer has no chat template, so it cannot put messages into words; give text")
+    if template_kwargs:
+        raise ConfigError(f"this tokenizer has no chat template that could read {', '.join(sorted(template_kwargs))}")
+    return text_ids(tokenizer, chat)
+
+
 def chat_ids(tokenizer: Any, messages: Iterable[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
     """Token ids of a chat under the tokenizer's template, up to where the answer begins.
 

@@ -1,0 +1,209 @@
+"""Requests of one batch that speculate differently, or not at all: the same tokens, and a drafter that stays right."""
+
+import itertools
+
+import pytest
+import torch
+from tape import record
+
+import specdec.engine
+from specdec import Engine, SamplingParams, SpecConfig
+from specdec.draft_models.eagle3 import Eagle3Worker
+from specdec.draft_models.gemma4_mtp import Gemma4MTPWorker
+from specdec.errors import ConfigError
+
+from marks import slow
+from tiny_models import random_eagle3
+
+NEW = 14
+TREE = SpecConfig(3, 2, 6)
+KINDS = (None, False, SpecConfig(1), SpecConfig(2, 2, 4), SpecConfig(3, 1, 3), False, None)
+
+
+def asking(speculation, **settings) -> SamplingParams:
+    return SamplingParams(**{"max_new_tokens": NEW, "ignore_eos": True, "speculation": speculation, **settings})
+
+
+@pytest.fixture
+def engine_for(make_target, make_assistant, make_engine, monkeypatch):
+    """engine_for(drafter, captured=False, spec=TREE, **config)"""
+
+    def make(drafter, captured=False, spec=TREE, **config) -> Engine:
+        monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
+        model = make_target("gemma4-e2b")
+        made = {"mtp": make_assistant, "eagle3": random_eagle3}
+        module = made[drafter](model) if drafter in made else drafter
+        return make_engine(model, module, spec=spec, **{"max_batch_size": 4, "max_model_len": 96, **config})
+
+    return make
+
+
+@pytest.mark.parametrize("captured", [False, slow(True)], ids=["eager", "captured"])
+@pytest.mark.parametrize(("drafter", "page_size"), [("mtp", 1), slow("mtp", 4), ("eagle3", 4), slow("ngram", 1)])
+def test_tokens_depend_on_none_of_it(drafter, page_size, captured, engine_for, random_prompt):
+    """Seven requests, greedy and sampled, through four rows: each as it is with no drafter at all."""
+    prompts = [random_prompt(n) for n in (5, 21, 9, 30, 2, 13, 17)]
+    settings = [{"temperature": t, "seed": i} for i, t in enumerate((0, 1, 0, 0.7, 0, 0, 1))]
+    want = engine_for(None).generate(prompts, [asking(None, **each) for each in settings])
+    engine = engine_for(drafter, captured, page_size=page_size)
+    got = engine.generate(prompts, [asking(kind, **each) for kind, each in zip(KINDS, settings, strict=True)])
+    assert [out.token_ids for out in got] == [out.token_ids for out in want]
+    engine.table.check()
+    for out, kind in zip(got, KINDS, strict=True):
+        depth = 3 if kind is None else kind.depth if kind else 0
+        assert len(out.stats.accepted_counts) <= depth and out.stats.round_tokens == NEW - 1
+        if not depth:
+            assert out.stats.acceptance_length == 1 and not any(out.drafted)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_more_is_accepted_than_was_asked_for(depth, engine_for, scripted, make_target, greedy_oracle, random_prompt):
+    """Every draft is right, and a neighbour takes three a round: this one takes its own number each time."""
+    model, prompts = make_target("gemma4-e2b"), [random_prompt(n) for n in (5, 20)]
+    whole = [[*p, *greedy_oracle(model, p, NEW + 8)] for p in prompts]
+
+    def script(known, steps):
+        truth = next((w for w in whole if w[: len(known)] == known), [0] * 200)
+        return truth[len(known) : len(known) + steps], None
+
+    engine = engine_for(scripted(script), spec=SpecConfig(3))
+    kinds = [asking(kind, max_new_tokens=13) for kind in (None, SpecConfig(depth))]
+    deep, shallow = engine.generate(prompts, kinds)
+    assert deep.token_ids == whole[0][5:18] and shallow.token_ids == whole[1][20:33]
+    assert deep.stats.accepted_per_position == [1, 1, 1] and deep.stats.rounds == 3
+    assert shallow.stats.accepted_per_position == [1] * depth and shallow.stats.rounds == 12 / (depth + 1)
+
+
+class Shapes:
+    """Writes down what rounds an engine runs."""
+
+    def __init__(self, engine: Engine, monkeypatch) -> None:
+        self.seen = []
+        decode = engine.round.decode
+
+        def spying(shape):
+            self.seen.append((shape.num_steps, shape.topk, shape.num_nodes))
+            return decode(shape)
+
+        monkeypatch.setattr(engine.round, "decode", spying)
+
+
+def test_a_round_is_no_larger_than_anybody_in_it_wants(engine_for, random_prompt, monkeypatch):
+    engine = engine_for("mtp")
+    shapes = Shapes(engine, monkeypatch)
+
+    def rounds_of(*kinds):
+        shapes.seen.clear()
+        engine.generate([random_prompt(9)] * len(kinds), [asking(kind, max_new_tokens=24) for kind in kinds])
+        return max(shapes.seen, key=lambda shape: shape[2])
+
+    assert rounds_of(False, False) == (0, 1, 1) and set(shapes.seen) == {(0, 1, 1)}
+    assert rounds_of(False, SpecConfig(1)) == (1, 1, 2)
+    assert rounds_of(SpecConfig(2, 1), SpecConfig(1, 2)) == (2, 2, 3)
+    assert rounds_of(None, SpecConfig(1)) == (3, 2, 6)
+
+
+def test_captured_rounds_have_two_draft_shapes(engine_for, random_prompt):
+    """The engine's own, and none."""
+    engine = engine_for("mtp", captured=True, max_batch_size=2)
+    for pair in itertools.product((None, False, SpecConfig(1), SpecConfig(2, 2)), repeat=2):
+        engine.generate([random_prompt(9)] * 2, [asking(kind, max_new_tokens=6) for kind in pair])
+    shapes = engine.steps.launcher.graphs._captured
+    assert {(s.num_steps, s.topk, s.num_nodes) for s in shapes} == {(3, 2, 6), (0, 1, 1)}
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("drafter", ["mtp", "eagle3"])
+def test_the_drafters_state_is_that_of_the_tokens(drafter, captured, engine_for, random_prompt):
+    """Behind rounds cut short, of rows that speculate and that do not: as in a fresh engine, given the tokens."""
+    engine = engine_for(drafter, captured)
+    prompts = [random_prompt(n) for n in (9, 20, 14)]
+    kinds = (asking(SpecConfig(1), max_new_tokens=20), asking(False), asking(False, max_new_tokens=6))
+    handles = [engine.submit(prompt, each) for prompt, each in zip(prompts, kinds, strict=True)]
+    for _ in range(5):
+        engine.step()
+    engine.steps._settle(busy=False)
+    states = [(drafter_state(engine, request.row), request.tokens) for request in engine.scheduler.running]
+    assert len(states) >= 2
+    for state, tokens in states:
+        fresh = engine_for(drafter)
+        fresh.submit(tokens[:-1], asking(None))
+        while fresh.scheduler.running == [] or fresh.scheduler.running[0].num_output == 0:
+            fresh.step()
+        torch.testing.assert_close(state, drafter_state(fresh, 0), atol=1e-3, rtol=1e-3)
+    for handle in handles:
+        handle.abort()
+
+
+def drafter_state(engine: Engine, row: int) -> dict[str, torch.Tensor]:
+    """What a drafter knows of one row."""
+    worker = engine.round.worker
+    if isinstance(worker, Gemma4MTPWorker):
+        return {"hidden": worker._seed_hidden[row].clone()}
+    assert isinstance(worker, Eagle3Worker)
+    length = int(engine.table.committed_len.host[row])
+    slots = torch.from_numpy(engine.table.slots.host[row, :length])
+    state = {"hidden": worker._hidden[row].clone()}
+    for layer, kept in worker.store.layers.items():
+        state |= {f"k{layer}": kept.k[slots], f"v{layer}": kept.v[slots]}
+    return state
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (SpecConfig(4), "num_steps=4, and this engine was made for at most 3"),
+        (SpecConfig(1, 3), "topk=3, and this engine was made for at most 2"),
+        (SpecConfig(3, 2, 7), "num_draft_tokens=7, and this engine was made for at most 6"),
+    ],
+    ids=["steps", "topk", "nodes"],
+)
+def test_more_than_the_engine_has_is_refused_at_submission(asked, said, engine_for):
+    engine = engine_for("ngram")
+    for ask in (engine.submit, engine.stream, engine.generate):
+        with pytest.raises(ConfigError) as error:
+            ask([5, 6], asking(asked))
+        assert said in str(error.value) and "\n" not in str(error.value)
+    assert engine.scheduler.idle
+
+
+def test_without_a_drafter_there_is_nothing_to_ask_for(engine_for):
+    engine = engine_for(None)
+    with pytest.raises(ConfigError, match=r"^speculation=SpecConfig\(.*\), but this engine has no drafter"):
+        engine.submit([5, 6], asking(SpecConfig(1)))
+    assert len(engine.generate([5, 6], asking(False))[0].token_ids) == NEW
+
+
+# samples
+
+
+def test_samples_are_those_of_the_seeds_behind(engine_for, random_prompt):
+    """Flat, prompt by prompt: three of the first, one of the second, two of the third."""
+    prompts, counts, seeds = [random_prompt(n) for n in (5, 9, 20)], (3, 1, 2), (7, 1, 100)
+    params = [asking(None, temperature=1.0, seed=s, n=n) for s, n in zip(seeds, counts, strict=True)]
+    engine = engine_for("ngram")
+    outs = engine.generate(prompts, params)
+    alone = [
+        engine.generate(prompt, asking(None, temperature=1.0, seed=seed + i))[0]
+        for prompt, seed, count in zip(prompts, seeds, counts, strict=True)
+        for i in range(count)
+    ]
+    assert [out.token_ids for out in outs] == [out.token_ids for out in alone]
+    assert [out.prompt_token_ids for out in outs] == [prompts[i] for i in (0, 0, 0, 1, 2, 2)]
+    assert len({tuple(out.token_ids) for out in outs[:3]}) == 3
+    handles = engine.submit_many(prompts, params)
+    assert [handle.output().token_ids for handle in handles] == [out.token_ids for out in outs]
+
+
+def test_samples_without_a_seed_differ(engine_for):
+    outs = engine_for(None).generate([5, 6, 7], asking(None, temperature=1.0, n=3))
+    assert len({tuple(out.token_ids) for out in outs}) == 3
+
+
+def test_a_handle_is_of_one_sample(engine_for):
+    engine = engine_for(None)
+    for ask in (engine.submit, engine.stream):
+        with pytest.raises(ConfigError, match=r"^n=2: a (handle|stream) is of one sample; submit_many gives"):
+            ask([5, 6], asking(None, n=2))
+    with pytest.raises(ConfigError, match=r"^seed=\d+: an integer from 0 to 9223372036854775805 is wanted"):
+        asking(None, n=3, seed=(1 << 63) - 2)
