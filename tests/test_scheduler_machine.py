@@ -37,7 +37,7 @@ from specdec.text.detokenize import Detokenizer
 
 from marks import slow
 
-WINDOW, NODES, ROWS, CHUNK, MAX_LEN, VOCAB = 4, 4, 4, 8, 60, 50
+WINDOW, NODES, ROWS, CHUNK, GROUP, MAX_LEN, VOCAB = 4, 4, 4, 8, 18, 60, 50
 SLIDING_LAYER, FULL_LAYER = 0, 1
 SEED = st.integers(0, 2**32 - 1)
 MOST_STEPS = 2000
@@ -82,7 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.submitted = 0
 
     def make_scheduler(self) -> Scheduler:
-        return Scheduler(self.table, max_model_len=MAX_LEN, prefill_chunk=CHUNK)
+        return Scheduler(self.table, max_model_len=MAX_LEN, prefill_chunk=CHUNK, max_prefill_tokens=GROUP)
 
     # events
 
@@ -148,7 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not requests:
             return
         rows = np.array([request.row for request in requests], dtype=np.int64)
-        assert (chunk_len > 0).all() and (chunk_len <= CHUNK).all()
+        assert (chunk_len > 0).all() and (chunk_len <= CHUNK).all() and chunk_len.sum() <= GROUP
         done = self.table.committed_len.host[rows]
         width = int(chunk_len.max())
         text = [request.tokens for request in requests]
