@@ -39,9 +39,12 @@ def wait_for_previous(PDL: tl.constexpr) -> None:
         tl.extra.cuda.gdc_wait()
 
 
-def pdl_options(device: torch.device) -> dict[str, Any]:
-    """The launch options of every kernel of this folder."""
-    return {"PDL": True, "launch_pdl": True} if has_pdl(device) else {"PDL": False}
+def pdl_options(device: torch.device, *, behind_library: bool = False) -> dict[str, Any]:
+    """The launch options of every kernel of this folder.
+
+    behind_library: the kernel in front lets nothing start before it ends, and then a plain launch comes sooner.
+    """
+    return {"PDL": True, "launch_pdl": not behind_library} if has_pdl(device) else {"PDL": False}
 
 
 @cache

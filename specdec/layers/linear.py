@@ -279,7 +279,11 @@ def vendor_gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) 
     merged = F.linear(x, weight)
     out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
     _gate_kernel[(len(x), triton.cdiv(out.shape[1], 1024))](
-        merged, out, out.shape[1], ACTIVATION=activation, BLOCK=1024, num_warps=4, **pdl_options(x.device)
+        *(merged, out, out.shape[1]),
+        ACTIVATION=activation,
+        BLOCK=1024,
+        num_warps=4,
+        **pdl_options(x.device, behind_library=True),
     )
     return out
 
