@@ -194,7 +194,7 @@ def _choose(
     choose_kernel[(rows,)](
         *(None, positions.contiguous(), *params[:4], None, params.seed, None, None, *nothing),
         *(list_id, list_x, None, None, None, tokens, values if scores else None, None),
-        *(0, vocab_size, num_nodes, list_len, list_len, None, 0, 0, 0),
+        *(0, vocab_size, num_nodes, list_len, list_len, None, None, 0, 0, 0),
         LISTED=True,
         SCORES=scores,
         K=k,
