@@ -23,6 +23,7 @@ class PagedAllocator:
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
         self.capacity = capacity
+        self.peak_pages = 0  # most that rows ever held at a time
         self.on_free: Callable[[IntArray], None] | None = None  # told of every page that nobody claims any more
         self.reset()
 
@@ -80,6 +81,7 @@ class PagedAllocator:
         pages = self._stack[self._free - count : self._free][::-1].copy()
         self._free -= count
         self._held[pages] = 1
+        self.peak_pages = max(self.peak_pages, self.held_pages)
         return pages
 
     def share(self, pages: IntArray) -> None:
@@ -87,6 +89,7 @@ class PagedAllocator:
         self._require(self.is_held(pages) | self._kept[pages], pages, "free")
         self._cached -= int(np.count_nonzero(self._held[pages] == 0))
         self._held[pages] += 1
+        self.peak_pages = max(self.peak_pages, self.held_pages)
 
     def free(self, pages: IntArray) -> BoolArray:
         """One row gives `pages` back; which of them are free now.

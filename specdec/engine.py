@@ -11,6 +11,7 @@ A step that is interrupted (an error, Ctrl-C) happened to no request: the next o
 import itertools
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,12 +39,13 @@ from specdec.draft_models.base import Drafter
 from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.graphs import RoundGraphs, batch_sizes, capture_for
 from specdec.handle import Handle
+from specdec.health import EngineStats
 from specdec.launch import Launcher
 from specdec.layers.operations import choose_operations
 from specdec.models.loading import SHARED_OPTIONS, load_any_drafter, load_target, load_tokenizer
 from specdec.models.target import TargetModel
 from specdec.progress import progress_bar
-from specdec.request import GenerationOutput, Request, RequestStats, StreamDelta
+from specdec.request import GenerationOutput, Request, StreamDelta
 from specdec.round import Round
 from specdec.scheduler import Scheduler
 from specdec.sizing import make_cache
@@ -101,7 +103,6 @@ class Engine:
         self.end_tokens = end_tokens(target.model, tokenizer)
         self._live: dict[int, Request] = {}  # by number, oldest first: the one list that a fault cannot spoil
         self._numbers = itertools.count()
-        self._totals = RequestStats()
         self._lock, self._door = threading.Lock(), threading.Lock()
         self._interrupted = False  # a turn began and did not end
         self._arrived: deque[Request] = deque()  # submitted, to join with the next turn
@@ -242,10 +243,10 @@ class Engine:
         text: str = self._require_tokenizer().decode(as_token_ids(token_ids), skip_special_tokens=True)
         return text
 
-    def stats(self) -> RequestStats:
+    def stats(self) -> EngineStats:
         """Sums over all requests that finished in this engine."""
         with self._lock:
-            return self._totals.copy()
+            return self.steps.health.stats()
 
     def close(self) -> None:
         """Drop the KV tensors; the engine refuses further work. The model stays usable."""
@@ -324,7 +325,7 @@ class Engine:
     def _submit(self, requests: Sequence[Request], priority: int = 0) -> None:
         self._require_open()
         for request in requests:
-            request.number, request.priority = next(self._numbers), priority
+            request.number, request.priority, request.handed_in = next(self._numbers), priority, time.perf_counter()
         self._arrived.extend(requests)
         self._look_in()
 
@@ -356,8 +357,7 @@ class Engine:
 
     def _forget(self, number: int) -> None:
         request = self._live.pop(number)
-        if request.settled.finish_reason != "abort":
-            self._totals.add(request.stats)
+        self.steps.health.ended(request)
 
     def _make_requests(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None

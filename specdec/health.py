@@ -31,8 +31,11 @@ class PoolUse(NamedTuple):
     @classmethod
     def of(cls, pool: PagedAllocator | None, page_size: int) -> "PoolUse":
         if pool is None:
-            return cls(0, 0, 0, 0)
+            return NOTHING
         return cls(*(n * page_size for n in (pool.held_pages, pool.peak_pages, pool.cached_pages, pool.capacity)))
+
+
+NOTHING = PoolUse(0, 0, 0, 0)
 
 
 @dataclass(slots=True)
@@ -50,8 +53,8 @@ class EngineStats(RequestStats):
     running: int = 0
     batches: int = 0
     batch_seconds: float = 0.0
-    full_slots: PoolUse = PoolUse(0, 0, 0, 0)
-    swa_slots: PoolUse = PoolUse(0, 0, 0, 0)
+    full_slots: PoolUse = NOTHING
+    swa_slots: PoolUse = NOTHING
 
     @property
     def batch_milliseconds(self) -> float:

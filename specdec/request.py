@@ -1,6 +1,7 @@
 """A request on its way through the engine, and what the user gets back."""
 
 import copy
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -22,7 +23,8 @@ class TokenLogprob(NamedTuple):
 class RequestStats:
     """What speculation did for one request, or (summed) for many.
 
-    `accepted_counts[i]`: rounds in which draft i + 1 was emitted. Seconds are a request's share of its batch's time.
+    `accepted_counts[i]`: rounds in which draft i + 1 was emitted. Seconds are a request's share of its batch's time;
+    but queue and first_token are from when it was handed in until it had a row, and its first token.
     """
 
     rounds: int = 0
@@ -35,6 +37,8 @@ class RequestStats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     other_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    first_token_seconds: float = 0.0
 
     @property
     def acceptance_length(self) -> float:
@@ -66,7 +70,8 @@ class RequestStats:
         self.accepted_counts = [a + sign * b for a, b in zip(mine, theirs, strict=True)]
         for name in ("rounds", "round_tokens", "prompt_tokens", "output_tokens", "preemptions"):
             setattr(self, name, getattr(self, name) + sign * getattr(other, name))
-        for name in ("prefill_seconds", "draft_seconds", "verify_seconds", "other_seconds"):
+        for name in ("prefill", "draft", "verify", "other", "queue", "first_token"):
+            name = f"{name}_seconds"
             setattr(self, name, getattr(self, name) + sign * getattr(other, name))
 
 
@@ -141,6 +146,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     row: int = -1
     tenure: int = 0  # rows it has had and lost: what was launched under another is not its any more
+    handed_in: float = field(default_factory=time.perf_counter)
     settled: Settled = field(init=False)
     _tokens: list[int] = field(init=False)
     _drafted: list[bool] = field(default_factory=list, init=False)
@@ -191,6 +197,12 @@ class Request:
         """Tokens whose K/V prefill must make: the prompt, or after a preemption all but the newest token."""
         return len(self.prompt) if self.num_output == 0 else self.settled.num_tokens - 1
 
+    def seat(self, row: int) -> None:
+        """It has this row now, and its prompt is to be read."""
+        self.row, self.state = row, RequestState.PREFILL
+        if self.stats.queue_seconds == 0.0:  # the first time, not behind a preemption
+            self.stats.queue_seconds = time.perf_counter() - self.handed_in
+
     def settle(
         self,
         emitted: Sequence[int],
@@ -216,6 +228,8 @@ class Request:
             if finish_reason:
                 break
         self._logprobs += logprobs[:taken]
+        if kept == 0:
+            stats.first_token_seconds = time.perf_counter() - self.handed_in
         stats.output_tokens += taken
         if num_drafts is not None:
             stats.record_round(taken, min(taken, len(emitted) - 1), num_drafts)

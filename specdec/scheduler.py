@@ -91,8 +91,7 @@ class Scheduler:
                 break
             full_free, swa_free = full_free - full, swa_free - swa
             del self.waiting[0]
-            request.row = self.table.open()
-            request.state = RequestState.PREFILL
+            request.seat(self.table.open())
             insort(self.running, request, key=rank)
             admitted.append(request)
         return admitted

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from specdec.config import SamplingParams
+from specdec.health import Health
 from specdec.kvcache.mirror import IntArray
 from specdec.launch import Launcher, UnderWay
 from specdec.request import Request
@@ -61,6 +62,7 @@ class Steps:
         self.scheduler = scheduler
         self.launcher = launcher
         self.round = launcher.round
+        self.health = Health(scheduler)
         self.table = scheduler.table
         self.under_way: deque[Launched] = deque()
 
@@ -132,7 +134,9 @@ class Steps:
             result = launched.step.result()
             requests = [launched.requests[i] for i in present]
             if launched.drawing is None:
-                settle_round(self.table, self.round.tokens, requests, result.take(present))
+                result = result.take(present)
+                settle_round(self.table, self.round.tokens, requests, result)
+                self.health.round_settled(requests, result)
             else:
                 for request in requests:
                     request.stats.prefill_seconds += result.seconds["prefill"] / len(launched.requests)

@@ -7,9 +7,10 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from specdec import Engine, GenerationOutput, SamplingParams
+from specdec import Engine, GenerationOutput, SamplingParams, SpecConfig
 
 
 class Asked(NamedTuple):
@@ -39,6 +40,7 @@ def make_crowd(count: int, longest: int, vocab: int, *, seed: int = 0, aborts: f
             repetition_penalty=draw.choice((1.0, 1.0, 1.2)),
             logprobs=draw.choice((None, None, None, 2)),
             stop_token_ids=draw.choice(((), (), (draw.randrange(vocab),))),
+            speculation=draw.choice((None, None, False, SpecConfig(1), SpecConfig(2))),
             seed=number,
             ignore_eos=True,
         )
@@ -48,8 +50,13 @@ def make_crowd(count: int, longest: int, vocab: int, *, seed: int = 0, aborts: f
 
 
 def each_alone(engine: Engine, crowd: Sequence[Asked]) -> list[list[int]]:
-    """The tokens of every request with nobody beside it."""
-    return [engine.generate(asked.prompt, asked.params)[0].token_ids for asked in crowd]
+    """The tokens of every request with nobody beside it, by plain decoding."""
+    return [engine.generate(asked.prompt, params_for(engine, asked))[0].token_ids for asked in crowd]
+
+
+def params_for(engine: Engine, asked: Asked) -> SamplingParams:
+    """An engine without a drafter takes no shape of a draft."""
+    return asked.params if engine.drafter is not None else replace(asked.params, speculation=None)
 
 
 def serve_crowd(engine: Engine, crowd: Sequence[Asked], *, seed: int = 0) -> list[GenerationOutput]:
@@ -61,7 +68,7 @@ def serve_crowd(engine: Engine, crowd: Sequence[Asked], *, seed: int = 0) -> lis
     while pending or any(not handle.finished for handle in handles):
         arriving = len(crowd) // 2 if not handles else draw.randrange(4)
         for asked in pending[:arriving]:
-            handles.append(engine.submit(asked.prompt, asked.params, priority=asked.priority))
+            handles.append(engine.submit(asked.prompt, params_for(engine, asked), priority=asked.priority))
             got.append([])
         del pending[:arriving]
         engine.step()

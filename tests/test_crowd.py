@@ -36,7 +36,7 @@ class Crowd:
         self.alone = each_alone(make(None, max_batch_size=1), self.asked)
 
     def engine(self, drafter: str | None, spec: SpecConfig, page_size: int, **config: Any) -> Engine:
-        """Rows for two thirds of the crowd; slots for a tenth of it, but of windows for three: they bound who is let in."""
+        """Rows for two thirds of the crowd; slots for a tenth of it, of windows for three: they bound who is let in."""
         roomy = self.make(drafter, spec=spec, page_size=page_size, max_batch_size=1)
         sizes = [slots_needed(roomy.table, len(a.prompt), a.params.max_new_tokens) for a in self.asked]
         full, swa = (max(sum(some) // 10, max(some)) for some in zip(*sizes, strict=True))

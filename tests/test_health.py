@@ -1,0 +1,161 @@
+"""What an engine says of itself: figures that add up, a copy, and one warning when drafts are for nothing."""
+
+import gc
+import logging
+import tracemalloc
+
+import pytest
+import torch
+
+from specdec import SamplingParams
+from specdec.health import ENOUGH_DRAFTS, PoolUse
+from specdec.kvcache.paged import PagedAllocator
+
+NEW = 12
+
+
+def test_stats_say_who_waits_who_runs_and_what_is_held(make_target, make_engine, random_prompt) -> None:
+    engine = make_engine(make_target("gemma4-e2b"), "ngram", max_batch_size=2, full_slots=200, swa_slots=120)
+    nothing = engine.stats()
+    assert (nothing.waiting, nothing.running, nothing.finished, nothing.aborted, nothing.batches) == (0,) * 5
+    assert nothing.full_slots == PoolUse(0, 0, 0, 200) and nothing.swa_slots == PoolUse(0, 0, 0, 120)
+    handles = engine.submit_many([random_prompt(n) for n in (20, 30, 9)], SamplingParams(max_new_tokens=NEW))
+    for _ in range(4):
+        engine.step()
+    busy = engine.stats()
+    assert (busy.waiting, busy.running, busy.finished) == (1, 2, 0)
+    assert 50 <= busy.full_slots.held <= busy.full_slots.peak <= 200 and 0 < busy.swa_slots.held < busy.full_slots.held
+    handles[0].abort()
+    while engine.step():
+        pass
+    done = engine.stats()
+    assert (done.waiting, done.running, done.finished, done.aborted) == (0, 0, 2, 1)
+    assert done.full_slots.held == 0 and done.full_slots.peak >= busy.full_slots.peak
+    assert done.output_tokens == 2 * NEW  # of those that ended by themselves
+
+
+def test_times_add_up(make_target, make_engine, random_prompt) -> None:
+    """One row: the second waits until the first has ended."""
+    engine = make_engine(make_target("llama"), max_batch_size=1)
+    one, two = engine.generate([random_prompt(9), random_prompt(12)], SamplingParams(max_new_tokens=NEW))
+    assert 0 < one.stats.queue_seconds < one.stats.first_token_seconds < two.stats.queue_seconds
+    assert two.stats.queue_seconds < two.stats.first_token_seconds
+    stats = engine.stats()
+    assert stats.mean_queue_seconds == pytest.approx((one.stats.queue_seconds + two.stats.queue_seconds) / 2)
+    assert stats.mean_first_token_seconds == pytest.approx(
+        (one.stats.first_token_seconds + two.stats.first_token_seconds) / 2
+    )
+    assert stats.batches == stats.rounds == 2 * (NEW - 1) and stats.requests_per_batch == 1
+    assert stats.batch_seconds == pytest.approx(stats.draft_seconds + stats.verify_seconds + stats.other_seconds)
+    assert stats.batch_milliseconds == pytest.approx(1e3 * stats.batch_seconds / stats.batches)
+
+
+def test_a_round_of_many_requests_is_one_batch(make_target, make_engine, random_prompt) -> None:
+    engine = make_engine(make_target("llama"), max_batch_size=3)
+    engine.generate([random_prompt(9)] * 3, SamplingParams(max_new_tokens=NEW))
+    assert (engine.stats().batches, engine.stats().rounds) == (NEW - 1, 3 * (NEW - 1))
+    assert engine.stats().requests_per_batch == 3
+
+
+def test_a_preemption_starts_no_clock_again(make_target, make_engine, random_prompt) -> None:
+    engine = make_engine(make_target("gemma4-e2b"), max_batch_size=3, full_slots=60, swa_slots=60)
+    outputs = engine.generate([random_prompt(n) for n in (11, 25, 14)], SamplingParams(max_new_tokens=NEW))
+    assert engine.stats().preemptions > 0
+    for out in outputs:
+        assert 0 < out.stats.queue_seconds < out.stats.first_token_seconds
+
+
+def test_what_stats_return_is_a_copy(make_target, make_engine, random_prompt) -> None:
+    engine = make_engine(make_target("llama"), "ngram")
+    engine.generate(random_prompt(9), SamplingParams(max_new_tokens=NEW))
+    mine = engine.stats()
+    mine.rounds = mine.batches = mine.finished = 0
+    mine.accepted_counts.clear()
+    kept = engine.stats()
+    assert kept.rounds > 0 and kept.batches > 0 and kept.finished == 1 and kept.accepted_counts
+
+
+def test_the_peak_is_of_what_is_held_by_rows() -> None:
+    pool = PagedAllocator("full", 8)
+    pages = pool.alloc(5)
+    pool.keep(pages[:2])
+    pool.free(pages)
+    assert PoolUse.of(pool, 4) == PoolUse(0, 20, 8, 32)
+    pool.share(pages[:2])
+    assert PoolUse.of(pool, 4) == PoolUse(8, 20, 0, 32)
+    pool.alloc(6)
+    assert PoolUse.of(pool, 4) == PoolUse(32, 32, 0, 32)
+    assert PoolUse.of(None, 4) == PoolUse(0, 0, 0, 0)
+
+
+def drafts(count: int, engine, prompt: list[int], width: int = 8) -> None:
+    """At least so many of them, `width` a round."""
+    before = engine.stats().rounds
+    while engine.stats().rounds < before + count:
+        engine.generate([prompt] * width, SamplingParams(max_new_tokens=100, ignore_eos=True))
+
+
+@pytest.mark.parametrize("right", [False, True], ids=["wrong", "right"])
+def test_drafts_for_nothing_are_warned_of_once_an_engine(
+    right, make_target, make_engine, random_prompt, greedy_oracle, scripted, caplog
+) -> None:
+    model, prompt = make_target("llama"), random_prompt(9)
+    whole = prompt + greedy_oracle(model, prompt, 110)
+
+    def script(tokens: list[int], n: int) -> tuple[list[int], None]:
+        truth = whole[len(tokens) : len(tokens) + n]
+        now_and_then = right and len(tokens) % 16 == 0
+        return truth if now_and_then else [(token + 1) % 96 for token in truth], None
+
+    engine = make_engine(model, scripted(script), num_steps=2, max_batch_size=8)
+    with caplog.at_level(logging.WARNING, logger="specdec"):
+        drafts(ENOUGH_DRAFTS - 300, engine, prompt)
+        assert not caplog.records
+        drafts(2 * ENOUGH_DRAFTS, engine, prompt)
+    assert len(caplog.records) == (0 if right else 1)
+    if not right:
+        assert "0 began with a token that was accepted" in caplog.text and "Acceptance near zero" in caplog.text
+
+
+def test_without_drafts_nothing_is_warned_of(make_target, make_engine, random_prompt, caplog) -> None:
+    engine = make_engine(make_target("llama"), max_batch_size=8)
+    drafts(ENOUGH_DRAFTS, engine, random_prompt(9))
+    assert not caplog.records
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["ngram", "mtp"])
+def test_memory_is_level_over_2000_requests(drafter, make_target, make_assistant, make_engine, random_prompt) -> None:
+    """After a warm-up neither objects nor tensors nor bytes grow with the requests that an engine has served."""
+    model = make_target("gemma4-e2b")
+    engine = make_engine(
+        model, make_assistant(model) if drafter == "mtp" else drafter, max_batch_size=32, full_slots=400, swa_slots=300
+    )
+
+    def serve(count: int, seed: int) -> None:
+        for first in range(0, count, 100):
+            prompts = [random_prompt(1 + n % 12, seed=seed + first + n) for n in range(100)]
+            handles = engine.submit_many(prompts, SamplingParams(max_new_tokens=4, ignore_eos=True))
+            for handle in handles[::10]:
+                handle.abort()
+            while engine.step():
+                pass
+
+    def level() -> tuple[int, int, int]:
+        gc.collect()
+        objects = gc.get_objects()
+        tensors = sum(isinstance(thing, torch.Tensor) for thing in objects)
+        return len(objects), tensors, tracemalloc.get_traced_memory()[0]
+
+    serve(300, 0)
+    tracemalloc.start()
+    try:
+        serve(100, 5000)
+        before = level()
+        serve(2000, 10_000)
+        after = level()
+    finally:
+        tracemalloc.stop()
+    grown = [b - a for a, b in zip(before, after, strict=True)]
+    assert grown[0] < 500 and grown[1] <= 2 and grown[2] < 200_000, f"{grown=} of objects, tensors, bytes"
+    assert engine.stats().finished + engine.stats().aborted == 2400

@@ -1,0 +1,311 @@
+"""SPECDEC_SANITIZE=1: what is poisoned and what is not, what is found and how it is named, and that off is off."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from kv_rig import KVRig
+
+from specdec import SamplingParams
+from specdec.attention.checked_backend import CheckedBackend, sanitized
+from specdec.attention.plan import KVPlan
+from specdec.attention.tree import DraftTree
+from specdec.errors import LocationError
+from specdec.kvcache.layout import KVLayout, LayerSpec
+from specdec.kvcache.spaces import FullLoc, Space, SwaLoc
+
+WINDOW, NODES, PAGES = 4, 3, 24
+SLIDING_LAYER, FULL_LAYER = 0, 1
+
+
+def spec(layer: int, window: int | None) -> LayerSpec:
+    kind = "full_attention" if window is None else "sliding_attention"
+    return LayerSpec(layer=layer, owner=layer, layer_type=kind, num_kv_heads=1, head_dim=2, window=window)
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+@pytest.fixture(params=[1, 4], ids=["pages of 1", "pages of 4"])
+def rig(request, monkeypatch) -> KVRig:
+    """A cache that is watched."""
+    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
+    rig = KVRig(
+        KVLayout((spec(SLIDING_LAYER, WINDOW), spec(FULL_LAYER, None))),
+        full_pages=PAGES // request.param * 2,
+        swa_pages=PAGES // request.param * 2,
+        page_size=request.param,
+        max_requests=3,
+        max_len=24,
+        lookahead=NODES,
+    )
+    rig.backend, _ = sanitized(rig, rig.backend, None)
+    rig.sanitizer.watch(rig.store)
+    return rig
+
+
+def opened(rig: KVRig, length: int) -> int:
+    """A row of `length` committed tokens, and a lookahead."""
+    row = rig.open()
+    rig.ensure(row, length + NODES)
+    plan = rig.chunk(ints(row), ints(length))
+    k = torch.ones((length, 1, 2))
+    for layer in (SLIDING_LAYER, FULL_LAYER):
+        rig.write(layer, plan.write_full, plan.write_swa, k, k)
+    rig.commit(ints(row), ints(length))
+    return row
+
+
+def chain(rig: KVRig, *rows: int) -> KVPlan:
+    rig.flush()
+    return rig.verify(ints(*rows), DraftTree.chain(torch.zeros((len(rows), NODES), dtype=torch.int64)))
+
+
+def attend(rig: KVRig, plan: KVPlan, space: Space) -> torch.Tensor:
+    layer = FULL_LAYER if space is Space.FULL else SLIDING_LAYER
+    kept = rig.store.layers[layer]
+    k = torch.ones((plan.positions.numel(), 1, 2))
+    call = plan.backend.attention(plan, space, None if space is Space.FULL else WINDOW)
+    plan.backend.store(kept, plan.write_slots(space), k, k)
+    query = torch.ones((len(plan.rows), 1, plan.positions.shape[1], 2))
+    return call(query, None, None, kept.k, kept.v, scaling=1.0)
+
+
+def poisoned(rig: KVRig, layer: int) -> list[int]:
+    """Slots that hold NaN throughout."""
+    kept = rig.store.layers[layer]
+    assert torch.isnan(kept.k).flatten(1).any(1).tolist() == torch.isnan(kept.v).flatten(1).all(1).tolist()
+    return torch.isnan(kept.k).flatten(1).all(1).nonzero()[:, 0].tolist()
+
+
+# poison
+
+
+def test_all_but_the_sink_is_poison_until_it_is_written(rig) -> None:
+    page_size = rig.allocator.page_size
+    everything = list(range(page_size, rig.allocator.num_slots(Space.FULL)))
+    assert poisoned(rig, FULL_LAYER) == everything
+    row = opened(rig, 6)
+    written = rig.slots.host[row, :6].tolist()
+    assert poisoned(rig, FULL_LAYER) == [slot for slot in everything if slot not in written]
+
+
+def test_what_is_freed_is_poisoned_again_in_both_spaces(rig) -> None:
+    row = opened(rig, 13)
+    slots = rig.slots.host[row, :13].copy()
+    peers = rig.allocator.full_to_swa.host[slots]
+    rig.evict(ints(row))
+    gone = int(rig.evicted_len[row])
+    assert gone > 0
+    assert set(peers[:gone].tolist()) <= set(poisoned(rig, SLIDING_LAYER))
+    assert not set(peers[gone:].tolist()) & set(poisoned(rig, SLIDING_LAYER))
+    assert not set(slots.tolist()) & set(poisoned(rig, FULL_LAYER))
+    rig.close(row)
+    assert set(slots.tolist()) <= set(poisoned(rig, FULL_LAYER))
+    assert set(peers.tolist()) <= set(poisoned(rig, SLIDING_LAYER))
+
+
+def test_a_page_that_others_hold_is_not_poisoned(rig) -> None:
+    row, page_size = opened(rig, 8), rig.allocator.page_size
+    other = rig.open()
+    rig.table.adopt(other, rig.table.pages(row, 8 // page_size))
+    shared = set(rig.slots.host[other, :8].tolist())
+    rig.close(row)
+    assert not shared & set(poisoned(rig, FULL_LAYER))
+    rig.close(other)
+    assert shared <= set(poisoned(rig, FULL_LAYER))
+
+
+def test_beginning_again_poisons_everything(rig) -> None:
+    opened(rig, 8)
+    rig.table.reset()
+    assert len(poisoned(rig, FULL_LAYER)) == rig.allocator.full.capacity * rig.allocator.page_size
+
+
+# plans that are right
+
+
+@pytest.mark.parametrize("space", Space)
+def test_right_plans_pass_and_nothing_that_they_read_is_poison(space, rig) -> None:
+    rows = [opened(rig, length) for length in (1, 13, 6)]
+    rig.evict(ints(*rows))
+    plan = chain(rig, *rows, rig.padding_row)
+    assert attend(rig, plan, space)[:3].isfinite().all()
+    rig.commit(ints(*rows), ints(2, 1, 3), np.array([[0, 1, 2]] * 3))
+    for row in rows:
+        rig.ensure(row, int(rig.committed_len.host[row]) + NODES)
+    assert attend(rig, chain(rig, *rows), space).isfinite().all()
+
+
+# plans that are not
+
+
+def full_slots_in_swa_space(plan: KVPlan) -> KVPlan:
+    return dataclasses.replace(plan, write_swa=SwaLoc(plan.write_full))
+
+
+def slots_of_another_row(plan: KVPlan) -> KVPlan:
+    swap = torch.arange(len(plan.rows)).flip(0)
+    return dataclasses.replace(plan, write_swa=SwaLoc(plan.write_swa.view(len(swap), -1)[swap].reshape(-1)))
+
+
+def nowhere(plan: KVPlan) -> KVPlan:
+    return dataclasses.replace(plan, write_swa=SwaLoc(torch.zeros_like(plan.write_swa)))
+
+
+@pytest.mark.parametrize("change", [full_slots_in_swa_space, slots_of_another_row, nowhere])
+def test_a_wrong_write_is_named_before_it_happens(change: Callable[[KVPlan], KVPlan], rig) -> None:
+    first = opened(rig, 13)
+    rig.evict(ints(first))
+    second = opened(rig, 6)  # in SWA slots that the first had
+    plan = chain(rig, first, second)
+    before = {layer: kept.k.clone() for layer, kept in rig.store.layers.items()}
+    wanted = r"^row \d, position (13|6): would write to swa slot \d+ \(.*\), where .* has swa slot \d+ \(of row \d\)"
+    with pytest.raises(LocationError, match=wanted):
+        attend(rig, change(plan), Space.SWA)
+    for layer, kept in rig.store.layers.items():
+        torch.testing.assert_close(kept.k, before[layer], equal_nan=True, rtol=0, atol=0)
+
+
+def test_a_stale_plan_is_named(rig) -> None:
+    row = opened(rig, 6)
+    plan = chain(rig, row)
+    rig.commit(ints(row), ints(1), np.array([[0]]))
+    with pytest.raises(LocationError, match=f"^row {row}, position 6: is planned behind a prefix of 6 tokens, while 7"):
+        attend(rig, plan, Space.FULL)
+
+
+def test_tables_of_another_round_are_named(rig) -> None:
+    first, second = opened(rig, 6), opened(rig, 6)
+    other, plan = chain(rig, second), chain(rig, first)
+    with pytest.raises(LocationError, match=rf"^row {first}, position 0: would read full slot \d+ \(of row {second}\)"):
+        attend(rig, dataclasses.replace(plan, prefix=other.prefix), Space.FULL)
+
+
+def test_a_table_that_is_too_short_is_named(rig) -> None:
+    row = opened(rig, 9)
+    rig.flush()
+    rows = dataclasses.replace(rig.table.rows(ints(row)), longest=4)
+    tree = DraftTree.chain(torch.zeros((1, NODES), dtype=torch.int64))
+    located = rig.backend.locate(rig.table, rows, rig.committed_len.tensor[rows.index], NODES)
+    plan = dataclasses.replace(rig.verify(ints(row), tree), prefix=located.prefix)
+    with pytest.raises(LocationError, match=f"^row {row}, position 4: would not see full slot .*does not cover"):
+        attend(rig, plan, Space.FULL)
+
+
+def test_a_write_to_a_shared_page_is_named(rig) -> None:
+    row = opened(rig, 8)
+    behind = rig.slots.host[row, 8:9] // rig.allocator.page_size
+    rig.allocator.full.keep(behind)  # which no cache may: its tokens are not final
+    with pytest.raises(LocationError, match=rf"^row {row}, position \d+: would write to full slot .*several owners"):
+        attend(rig, chain(rig, row), Space.FULL)
+
+
+def test_a_read_of_poison_is_named(rig) -> None:
+    row = opened(rig, 6)
+    plan = chain(rig, row)
+    rig.store.layers[SLIDING_LAYER].k[rig.allocator.full_to_swa.host[rig.slots.host[row, 5]]] = torch.nan
+    with pytest.raises(LocationError, match=f"^row {row}, position 6: attends to a swa slot that holds no key"):
+        attend(rig, plan, Space.SWA)
+
+
+# a table that is wrong is found before anything is planned
+
+
+def table_names_a_free_page(rig: KVRig, row: int) -> None:
+    rig.allocator.free(FullLoc(torch.from_numpy(rig.slots.host[row, : rig.allocator.page_size].copy())))
+
+
+def table_names_a_slot_that_is_not_there(rig: KVRig, row: int) -> None:
+    rig.slots[row, 2] = 10_000
+
+
+def two_rows_have_one_page(rig: KVRig, row: int) -> None:
+    other = rig.open()
+    rig.slots[other, : int(rig.capacity[row])] = rig.slots.host[row, : int(rig.capacity[row])]
+    rig.capacity[other] = rig.capacity[row]
+
+
+def a_peer_is_lost(rig: KVRig, row: int) -> None:
+    rig.allocator.full_to_swa[rig.slots.host[row, 5]] = 0
+
+
+def two_slots_have_one_peer(rig: KVRig, row: int) -> None:
+    mapping = rig.allocator.full_to_swa
+    mapping[rig.slots.host[row, 5]] = int(mapping.host[rig.slots.host[row, 4]])
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (table_names_a_free_page, r"row 0, position 0: full slot \d+ .* has been freed"),
+        (table_names_a_slot_that_is_not_there, r"row 0, position 2: full slot 10000 .* is outside of the pool"),
+        (two_rows_have_one_page, r"full slot \d+ \(of row 0 and 1\) is in 2 rows and has 1 owners"),
+        (a_peer_is_lost, r"row 0, position 5: swa slot 0 \(padding\) is no peer of full slots \d+"),
+        (two_slots_have_one_peer, r"full slots \d+, \d+ have the same peer, swa slot \d+"),
+    ],
+)
+def test_a_wrong_table_is_named_before_the_launch(break_it, message, rig) -> None:
+    row = opened(rig, 6)
+    rig.flush()
+    break_it(rig, row)
+    with pytest.raises(LocationError, match=f"^{message}"):
+        rig.flush()
+
+
+# engines
+
+
+@pytest.mark.parametrize("value", ["", "0", None])
+def test_off_is_off(value, make_target, make_engine, monkeypatch) -> None:
+    monkeypatch.delenv("SPECDEC_SANITIZE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SPECDEC_SANITIZE", value)
+    engine = make_engine(make_target("llama"))
+    assert engine.cache.sanitizer is None and not isinstance(engine.round.backend, CheckedBackend)
+    assert engine.table.allocator.full.on_free is None
+    assert not any(kept.k.isnan().any() for kept in engine.round.view._store.layers.values())
+
+
+def test_an_engine_asks_once_when_it_is_made(
+    make_target, make_engine, random_prompt, greedy_oracle, monkeypatch
+) -> None:
+    model, prompt = make_target("gemma4-e2b"), random_prompt(20)
+    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
+    engine = make_engine(model, "ngram")
+    monkeypatch.setenv("SPECDEC_SANITIZE", "0")
+    [out] = engine.generate(prompt, SamplingParams(max_new_tokens=8))
+    assert out.token_ids == greedy_oracle(model, prompt, 8)
+    assert isinstance(engine.round.backend, CheckedBackend)
+    kept = engine.round.view.layer(0)
+    assert kept.k[engine.config.page_size :].isnan().all()  # all was given back
+    engine.close()
+
+
+def test_after_a_finding_the_engine_goes_on(
+    make_target, make_engine, random_prompt, greedy_oracle, monkeypatch
+) -> None:
+    model, prompt = make_target("gemma4-e2b"), random_prompt(20)
+    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
+    engine = make_engine(model, "ngram")
+    with monkeypatch.context() as patch:
+        patch.setattr(KVPlan, "write_slots", lambda plan, space: plan.write_full * 0 + 1)
+        with pytest.raises(LocationError):
+            engine.generate(prompt, SamplingParams(max_new_tokens=8))
+    [out] = engine.generate(prompt, SamplingParams(max_new_tokens=8))
+    assert out.token_ids == greedy_oracle(model, prompt, 8)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_kernels_read_no_poison(page_size, make_target, make_engine, random_prompt, greedy_oracle, monkeypatch) -> None:
+    """Interpreted: what they load under a mask weighs nothing only if it is finite."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
+    model, prompts = make_target("gemma4-e2b"), [random_prompt(13), random_prompt(3)]
+    engine = make_engine(model, "ngram", attention="triton", page_size=page_size, max_batch_size=2, num_steps=2)
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=4))
+    assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, 4) for prompt in prompts]
