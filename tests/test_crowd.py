@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from crowd import Asked, each_alone, make_crowd, require_empty, require_no_leak, serve_crowd, wrong_requests
+from tape import record
 
+import specdec.engine
 from specdec import Engine, SpecConfig
 from specdec.scheduler import slots_needed
 
@@ -91,3 +93,16 @@ def test_each_of_a_crowd_gets_what_it_gets_alone(name, size, checks, crowd, monk
         return engine
 
     require_no_leak(served)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "checks"), [("mtp-tree", "sanitized"), ("eagle3-tree", ""), ("plain", "sanitized")])
+def test_a_crowd_of_captured_rounds_too(name, checks, crowd, monkeypatch) -> None:
+    """A tape in the place of graphs: launched before the round in front has been settled."""
+    requests = crowd(20, 12)
+    monkeypatch.setenv("SPECDEC_SANITIZE", str(int(bool(checks))))
+    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    engine = requests.engine(*CASES[name])
+    outputs = serve_crowd(engine, requests.asked)
+    assert wrong_requests(requests.asked, outputs, requests.alone) == []
+    require_empty(engine)

@@ -3,6 +3,7 @@
     kernels   paged attention against float64; page tables, store, move, trees and walks against plain torch
     engine    attention "torch" and "triton" against transformers' eager forward, every drafter, chains and trees
     graphs    captured rounds against rounds as they are, 200 requests at a time; no wait for the host, a level memory
+    crowd     200 requests, 128 at once, in short pools, aborts and all: each as alone, and nothing is left
     timings   attention against measured read bandwidth, the small kernels in microseconds
 
 `--parts` names checks, so that several processes can do them at a time. Exits with 1 when a check fails (and times
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from gpu_setup import ON_CPU, Row, device_option, machine, require_device  # isort: skip - before triton
 import gpu_attention
+import gpu_crowd
 import gpu_engine
 import gpu_graphs
 import gpu_tables
@@ -32,6 +34,7 @@ PARTS: dict[str, Callable[[bool], Iterator[Row]]] = {
     "tables": gpu_tables.check_rows,
     "engine": gpu_engine.check_rows,
     "graphs": gpu_graphs.check_rows,
+    "crowd": gpu_crowd.check_rows,
 }
 
 
