@@ -23,7 +23,7 @@ import torch
 from specdec.config import SamplingParams
 from specdec.health import Health
 from specdec.kvcache.mirror import IntArray
-from specdec.launch import Launcher, UnderWay
+from specdec.launch import Launcher, UnderWay, alike
 from specdec.request import Request
 from specdec.scheduler import Scheduler
 from specdec.settle import commit_chunks, settle_first, settle_round
@@ -84,7 +84,11 @@ class Steps:
             for request in self.scheduler.admit():
                 self.round.take(request.row, request.tokens, request.params, request.seed, request.max_drafts)
             requests, chunk_len = self.scheduler.next_prefill()
-            return finished + (self._prefill(requests, chunk_len) if requests else [])
+            if requests:
+                for chosen in alike(chunk_len):
+                    self._prefill([requests[i] for i in chosen], chunk_len[chosen])
+                finished += self._settle(busy=None in [launched.drawing for launched in self.under_way])
+            return finished
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -105,7 +109,8 @@ class Steps:
             self.under_way.append(Launched.of(going_on, step))
         return self._settle(busy=bool(going_on))
 
-    def _prefill(self, requests: Sequence[Request], chunk_len: IntArray) -> list[Request]:
+    def _prefill(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
+        """Launch prompt chunks."""
         rows, params = _seats(requests)
         done = self.table.committed_len.host[rows]
         drawing = [
@@ -116,7 +121,6 @@ class Steps:
         step = self.launcher.prefill(rows, params, chunk_len, drawing)
         commit_chunks(self.table, requests, chunk_len)
         self.under_way.append(Launched.of(requests, step, drawing))
-        return self._settle(busy=None in [launched.drawing for launched in self.under_way])
 
     def _settle(self, busy: bool) -> list[Request]:
         """Settle what is under way, oldest first, but for the launcher's lag.

@@ -2,11 +2,13 @@
 
 import random
 
+import numpy as np
 import pytest
 from tape import record
 
 import specdec.engine
 from specdec import Engine, SamplingParams, SpecConfig
+from specdec.launch import alike
 from specdec.request import RequestState
 
 from marks import slow
@@ -211,3 +213,29 @@ def test_admission_counts_what_running_prompts_have_yet_to_take(engine_for, rand
     engine.step()
     assert [len(x) for x in (engine.scheduler.running, engine.scheduler.waiting)] == [1, 1]
     assert [handle.output().stats.preemptions for handle in handles] == [0, 0]
+
+
+def test_chunks_of_a_kind_share_a_forward():
+    """(300 - 20) * 3 positions of padding are worth a forward; those of 100 and 60 are not."""
+    groups = [group.tolist() for group in alike(np.array([300, 280, 10, 20, 10]))]
+    assert groups == [[0, 1], [3, 2, 4]]
+    assert [group.tolist() for group in alike(np.array([60, 100, 60]))] == [[1, 0, 2]]
+    assert [group.tolist() for group in alike(np.array([1]))] == [[0]]
+
+
+def test_prompts_in_several_forwards_are_one_step(engine_for, make_target, greedy_oracle, random_prompt, monkeypatch):
+    engine = engine_for(False, prefill_chunk=128, max_model_len=256)
+    widths, prefill = [], engine.round.prefill
+
+    def watched(rows, length, *rest):
+        widths.append(length.tolist())
+        return prefill(rows, length, *rest)
+
+    monkeypatch.setattr(engine.round, "prefill", watched)
+    prompts = [random_prompt(n) for n in (4, 100, 2, 6)]
+    handles = [engine.submit(prompt, PARAMS) for prompt in prompts]
+    engine.step()
+    assert widths == [[100], [6, 4, 2]] and all(handle.read() for handle in handles)
+    model = make_target("gemma4-e2b")
+    assert [h.output().token_ids for h in handles] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    assert_empty(engine)
