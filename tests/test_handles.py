@@ -104,7 +104,7 @@ def test_a_fault_in_a_step_is_told_to_who_stepped(make_target, make_engine, gree
     handle = engine.submit(prompt, PARAMS)
     got = next(handle).token_ids
     with monkeypatch.context() as broken:
-        broken.setattr(engine.target, "logits", lambda hidden: 1 / 0)
+        broken.setattr(engine.target, "forward", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     assert got + [t for delta in handle for t in delta.token_ids] == greedy_oracle(model, prompt, NEW)
