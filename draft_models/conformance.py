@@ -100,4 +100,6 @@ def _state(batch: DraftBatch, cache: KVCache, stores: list[KVStore]) -> dict[str
 
 def _check_same(name: str, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
     for what, tensor in before.items():
-        assert torch.equal(tensor, after[what]), f"{name} changed {what}"
+        now = after[what]
+        unwritten = tensor.isnan() & now.isnan()  # poison of SPECDEC_SANITIZE=1
+        assert bool(((tensor == now) | unwritten).all()), f"{name} changed {what}"
