@@ -159,3 +159,21 @@ def test_memory_is_level_over_2000_requests(drafter, make_target, make_assistant
     grown = [b - a for a, b in zip(before, after, strict=True)]
     assert grown[0] < 500 and grown[1] <= 2 and grown[2] < 200_000, f"{grown=} of objects, tensors, bytes"
     assert engine.stats().finished + engine.stats().aborted == 2400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_8000_tokens_hold_a_window_of_swa_slots(page_size, make_target, make_engine, random_prompt) -> None:
+    """However long a request is: its window, a chunk on its way, a page of slack at both ends."""
+    model = make_target("gemma4-e2b", max_position_embeddings=8192)
+    sizes = {"max_model_len": 8100, "prefill_chunk": 256, "page_size": page_size, "max_batch_size": 3}
+    engine = make_engine(model, "ngram", **sizes, full_slots=3 * 8192, swa_slots=8192)
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    [out] = engine.generate(random_prompt(8000), params)
+    alone = engine.stats()
+    assert len(out.token_ids) == 20 and alone.full_slots.peak >= 8000
+    assert 256 < alone.swa_slots.peak <= engine.table.retain + 256 + engine.table.lookahead + 4 * page_size
+    engine.generate([random_prompt(8000 + n) for n in range(3)], params)
+    together = engine.stats()
+    assert together.full_slots.peak >= 3 * 8000
+    assert together.swa_slots.peak <= 3 * (engine.table.retain + 256 + engine.table.lookahead + 4 * page_size)

@@ -28,6 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 STREAMS, PREFIXED, PREFIX, TAIL = 32, 64, 500, 20
+SPACES = ("full_slots", "swa_slots")
 
 
 # in the process that measures; of specdec only what old checkouts have too
@@ -132,6 +133,7 @@ def measure_gap(options: argparse.Namespace) -> dict[str, float]:
         "longest step with the prompt, ms": 1e3 * busy_step,
         "steps until its first token": steps,
         "its first token after, ms": 1e3 * (time.perf_counter() - begin),
+        **{f"{name} held at most": use.peak for name in SPACES if (use := getattr(engine.stats(), name, None))},
     }
 
 
