@@ -46,9 +46,9 @@ class Round:
         self.view = own_view(cache.allocator, store)
         self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store))
         self.tokens = MirroredArray(cache.table.slots.host.shape, self.device)
-        on_kernels = backend.name == "triton" and self.device.type == "cuda"  # in the interpreter they are very slow
+        self.on_kernels = backend.name == "triton" and self.device.type == "cuda"  # they are slow in the interpreter
         self.sampling = SamplingTable(
-            len(self.tokens.host), self.device, KernelSampling if on_kernels else SamplingBatch
+            len(self.tokens.host), self.device, KernelSampling if self.on_kernels else SamplingBatch
         )
         self.max_drafts = MirroredArray((len(self.tokens.host),), self.device)  # that a row accepts in a round
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows that take part, padding behind
@@ -181,8 +181,10 @@ class Round:
         return pack(length, nodes, tokens, scores, self.clock.stop())
 
     def _logits(self, hidden: torch.Tensor, logprobs: int | None) -> tuple[torch.Tensor, float | None]:
-        """Logits, and the softcap that they are still to get: sampling caps what it reads, in passing."""
-        return self.target.uncapped_logits(hidden) if logprobs is None else (self.target.logits(hidden), None)
+        """Logits, and the softcap that they are still to get: kernels that draw cap what they read, in passing."""
+        if self.on_kernels and logprobs is None and not self.target.in_tiles:
+            return self.target.uncapped_logits(hidden)
+        return self.target.logits(hidden), None
 
     def _append(self, rows: Rows, history_len: torch.Tensor, tokens: torch.Tensor, length: torch.Tensor) -> None:
         """Write the emitted tokens behind the root: tokens [B, D], of which the first `length` [B] count."""

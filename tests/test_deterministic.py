@@ -55,7 +55,9 @@ class Logits:
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         draw = self.draw
 
-        def noting(batch: SamplingBatch, logits: torch.Tensor, positions: torch.Tensor, past: Any) -> torch.Tensor:
+        def noting(
+            batch: SamplingBatch, logits: torch.Tensor, positions: torch.Tensor, past: Any, softcap: None
+        ) -> torch.Tensor:
             for b, length in enumerate(past.length.tolist()):
                 history = past.history[b, :length].tolist()
                 paths = [tuple(history)]
@@ -65,7 +67,7 @@ class Logits:
                         paths.append((*paths[parent], token))
                 for path, row in zip(paths, logits[b], strict=True):
                     self.note(path, row)
-            return draw(batch, logits, positions, past)
+            return draw(batch, logits, positions, past, softcap)
 
         monkeypatch.setattr(SamplingBatch, "draw", noting)
 

@@ -34,6 +34,9 @@ architecture shows in nearly all rows, and by about 1."""
 Run = Callable[[torch.Tensor, torch.Tensor, object], torch.Tensor]
 """tokens [1, T], positions [1, T] and an attention context -> states after the final norm [1, T, H]."""
 
+Softcap = Callable[[torch.Tensor, float], torch.Tensor]
+"""Logits and the cap -> capped logits, in the place of those or not."""
+
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
@@ -43,9 +46,9 @@ class LogitRule:
     over: float = 1.0
     softcap: float | None = None
 
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, softcap: Softcap = reference_softcap) -> torch.Tensor:
         logits = self.scaled(logits)
-        return logits if self.softcap is None else reference_softcap(logits, self.softcap)
+        return logits if self.softcap is None else softcap(logits, self.softcap)
 
     def scaled(self, logits: torch.Tensor) -> torch.Tensor:
         """Before the softcap."""

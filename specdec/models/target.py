@@ -26,7 +26,6 @@ from specdec.layers.fuse import Weights, fuse, fuse_linear
 from specdec.layers.merge import held_storages
 from specdec.layers.operations import KERNELS, Operations
 from specdec.layers.rowwise import rowwise, run_experts_by_row
-from specdec.layers.softcap import reference_softcap
 from specdec.models.bits import depends_on_others
 from specdec.models.context_length import ContextLength, context_length
 from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing
@@ -140,18 +139,16 @@ class TargetModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [..., H] -> logits [..., V] in the model's dtype, scaled and softcapped as the model does."""
-        logits, softcap = self.uncapped_logits(hidden)
-        if softcap is None:
-            return logits
-        return (reference_softcap if self.ops is None else self.ops.softcap)(logits, softcap)
+        return rows_in_tiles(self._logits, hidden) if self.in_tiles else self._logits(hidden)
 
     def uncapped_logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, float | None]:
-        """The same before the softcap, and what that is."""
-        logits = rows_in_tiles(self._scaled, hidden) if self.in_tiles else self._scaled(hidden)
-        return logits, self.logit_rule.softcap
+        """The same before the softcap, and what that is; on a GPU, where rows need no tiles."""
+        assert not self.in_tiles
+        return self.logit_rule.scaled(self.head(hidden)), self.logit_rule.softcap
 
-    def _scaled(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.logit_rule.scaled(self.head(hidden))
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.head(hidden)
+        return self.logit_rule(logits) if self.ops is None else self.logit_rule(logits, self.ops.softcap)
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
         batch, num_rows = tokens.shape
