@@ -177,6 +177,8 @@ NUMBERS = {
     "stop": (["", [""], ["a", ""], [1], 5, b"x", None], "non-empty string"),
     "stop_token_ids": (["1", 3, 3.0, [1.0], [True], [-1], ["1"], None], ""),
     "ignore_eos": ([1, 0, "yes", None], "True or False"),
+    "n": ([0, -1, True, "2", 1.5, None], "integer from 1"),
+    "speculation": ([True, 0, 4, "no"], "None (as the engine), False (none) or a SpecConfig"),
 }
 
 
@@ -192,6 +194,7 @@ CONFIG = {
     "max_batch_size": ([0, -1, True, "8", 1.0, None], "integer from 1"),
     "page_size": ([0, True, 1 << 20, "1"], "integer from 1 to 1024"),
     "prefill_chunk": ([0, True, None], "integer from 1"),
+    "max_prefill_tokens": ([0, True, None], "integer from 1"),
     "max_model_len": ([0, -5, True, "x"], "integer from 1"),
     "full_slots": ([0, -5, True, "x"], "integer from 1"),
     "swa_slots": ([0, -5, True, "x"], "integer from 1"),

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from tape import record
@@ -110,6 +111,16 @@ def test_captured_rounds_have_two_draft_shapes(engine_for, random_prompt):
         engine.generate([random_prompt(9)] * 2, [asking(kind, max_new_tokens=6) for kind in pair])
     shapes = engine.steps.launcher.graphs._captured
     assert {(s.num_steps, s.topk, s.num_nodes) for s in shapes} == {(3, 2, 6), (0, 1, 1)}
+
+
+def test_a_plain_round_knows_how_much_the_one_in_front_may_bring(engine_for, random_prompt):
+    """Six nodes may be under way in front of it, whatever it drafts itself: its tables must be as wide."""
+    engine = engine_for("ngram", captured=True)
+    handle = engine.submit(random_prompt(9), asking(False))
+    engine.step()
+    shape = engine.steps.launcher._shape(np.array([0]), [asking(False)], [(None, 5)], 1)
+    assert (shape.num_nodes, shape.longest) == (1, 9 + 6)
+    handle.abort()
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
