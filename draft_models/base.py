@@ -141,7 +141,7 @@ class DraftWorker(Protocol):
         """Guess: a tree of at most `num_nodes` nodes and `num_steps` levels a request, whose root is `batch.root`."""
 
     def observe(self, seen: Observation) -> None:
-        """Learn what was committed."""
+        """Learn what was committed, all but the tokens of a prompt whose K/V came out of the prefix cache."""
 
 
 class Drafter(Protocol):
@@ -149,7 +149,8 @@ class Drafter(Protocol):
 
     `aux_layers`: target states it wants to see besides the final one, each named by the layer it enters (`num_layers`:
     what leaves the last layer, before the final norm). `kv_layout`: K/V of its own, in full space, by the target's
-    slots; None: it keeps none. `extra_keys`: committed keys on sliding layers that it reads beyond the target's own
+    slots; None: it keeps none. They follow from the tokens up to the next one and from nothing else, for the prefix
+    cache gives them to others. `extra_keys`: committed keys on sliding layers that it reads beyond the target's own
     window. `fit`: of the target that it was fitted to; None: it runs beside any. `unfused`: why its layers run as they
     were written although fused ones were asked for; None: they do not, or it has none. `weights`: what it reads and
     others may re-point, None: nothing.

@@ -122,6 +122,8 @@ class EngineConfig:
     of its prompt, preemption, the drafter, its trees, or captured rounds. What cannot be made so is refused.
     cuda_graphs: each round is captured once a shape and replayed; "auto" does so on a GPU, and where a model cannot be
     captured its rounds run as they are; True makes that an error, and needs a GPU.
+    prefix_cache: K/V of prompts and outputs are kept while there is room, and requests that begin with the same tokens
+    begin with them. What is cached is given up before anybody waits for slots.
     fused: decoder layers of few large kernels in the place of transformers' modules. "auto" does so with "triton" on a
     GPU, where the family has them; True everywhere (in plain torch without "triton"), and refuses a model or drafter
     that has none; False never. Merges weights in place: they become views of larger tensors, the same values under the
@@ -141,6 +143,7 @@ class EngineConfig:
     prefill_chunk: int = 512
     max_prefill_tokens: int = 2048
     fused: str | bool = "auto"
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         require_int("max_batch_size", self.max_batch_size, 1, 4096)
@@ -160,6 +163,8 @@ class EngineConfig:
             raise ConfigError(f"deterministic={shown(self.deterministic)}: True or False is wanted")
         if not (isinstance(self.fused, bool) or self.fused == "auto"):
             raise ConfigError(f"fused={shown(self.fused)}: 'auto', True or False is wanted")
+        if not isinstance(self.prefix_cache, bool):
+            raise ConfigError(f"prefix_cache={shown(self.prefix_cache)}: True or False is wanted")
         if self.device is not None:
             _require_device(self.device)
         dtype: object = self.dtype

@@ -37,13 +37,14 @@ from specdec.attention.checked_backend import sanitized
 from specdec.config import EngineConfig, SamplingParams, SpecConfig, require_int
 from specdec.draft_models.base import Drafter
 from specdec.errors import ConfigError, SpecDecError, shown
-from specdec.graphs import RoundGraphs, batch_sizes, capture_for
+from specdec.graphs import RoundGraphs, capture_for
 from specdec.handle import Handle
 from specdec.health import EngineStats
 from specdec.launch import Launcher
 from specdec.layers.operations import choose_operations
 from specdec.models.loading import SHARED_OPTIONS, load_any_drafter, load_target, load_tokenizer
 from specdec.models.target import TargetModel
+from specdec.prefixes import Prefixes
 from specdec.progress import progress_bar
 from specdec.request import GenerationOutput, Request, StreamDelta
 from specdec.round import Round
@@ -91,13 +92,15 @@ class Engine:
         self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)
         self.table = self.cache.table
         backend, capture = sanitized(self.cache, backend, capture)
+        self.round = Round(target, drafter, self.cache, backend)
+        self.prefixes = Prefixes(self.cache if config.prefix_cache else None, self.round.weights_version)
         self.scheduler = Scheduler(
             self.table,
             max_model_len=self.max_model_len,
             prefill_chunk=self.config.prefill_chunk,
             max_prefill_tokens=self.config.max_prefill_tokens,
+            prefixes=self.prefixes,
         )
-        self.round = Round(target, drafter, self.cache, backend)
         graphs = None if capture is None else RoundGraphs(self.round, capture, strict=self.config.cuda_graphs is True)
         self.steps = Steps(self.scheduler, Launcher(self.round, self.spec, graphs))
         self.end_tokens = end_tokens(target.model, tokenizer)
@@ -109,10 +112,7 @@ class Engine:
         self._doomed: deque[int] = deque()  # ids to be released by the present turn, or the next
         self._closed = False
         if graphs is not None:
-            sizes = batch_sizes(self.config.max_batch_size)
-            with progress_bar("capturing rounds", len(sizes)) as update:
-                for done, _ in enumerate(self.steps.warm_up(), start=1):
-                    update(done)
+            self.steps.warm_up()
 
     @classmethod
     def from_pretrained(
@@ -247,6 +247,12 @@ class Engine:
         """Sums over all requests that finished in this engine."""
         with self._lock:
             return self.steps.health.stats()
+
+    def clear_prefix_cache(self) -> None:
+        """Forget the K/V that are kept for later requests, and keep none of what running ones have made: for changes of
+        the model that leave no trace, such as weights edited through `.data`, another adapter, another hook."""
+        with self._turn():
+            self.prefixes.clear()
 
     def close(self) -> None:
         """Drop the KV tensors; the engine refuses further work. The model stays usable."""

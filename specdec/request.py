@@ -8,6 +8,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from specdec.config import SamplingParams, SpecConfig
+from specdec.kvcache.mirror import IntArray
 from specdec.text.detokenize import Detokenizer
 
 
@@ -23,8 +24,9 @@ class TokenLogprob(NamedTuple):
 class RequestStats:
     """What speculation did for one request, or (summed) for many.
 
-    `accepted_counts[i]`: rounds in which draft i + 1 was emitted. Seconds are a request's share of its batch's time;
-    but queue and first_token are from when it was handed in until it had a row, and its first token.
+    `accepted_counts[i]`: rounds in which draft i + 1 was emitted. `cached_tokens`: prompt tokens whose K/V came out of
+    the prefix cache. Seconds are a request's share of its batch's time; but queue and first_token are from when it was
+    handed in until it had a row, and its first token.
     """
 
     rounds: int = 0
@@ -33,6 +35,7 @@ class RequestStats:
     prompt_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    cached_tokens: int = 0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -68,7 +71,7 @@ class RequestStats:
             counts + [0] * (longest - len(counts)) for counts in (self.accepted_counts, other.accepted_counts)
         )
         self.accepted_counts = [a + sign * b for a, b in zip(mine, theirs, strict=True)]
-        for name in ("rounds", "round_tokens", "prompt_tokens", "output_tokens", "preemptions"):
+        for name in ("rounds", "round_tokens", "prompt_tokens", "output_tokens", "preemptions", "cached_tokens"):
             setattr(self, name, getattr(self, name) + sign * getattr(other, name))
         for name in ("prefill", "draft", "verify", "other", "queue", "first_token"):
             name = f"{name}_seconds"
@@ -147,6 +150,8 @@ class Request:
     row: int = -1
     tenure: int = 0  # rows it has had and lost: what was launched under another is not its any more
     handed_in: float = field(default_factory=time.perf_counter)
+    key: IntArray | None = field(default=None, init=False)  # of its tokens in the prefix cache
+    awaited: int = field(default=-1, init=False)  # number of the request that makes a part of its prompt
     settled: Settled = field(init=False)
     _tokens: list[int] = field(init=False)
     _drafted: list[bool] = field(default_factory=list, init=False)

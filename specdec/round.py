@@ -67,6 +67,10 @@ class Round:
         """Another number whenever weights of target or drafter have been re-pointed: see `Weights`."""
         return sum(weights.generation() for weights in self._weights)
 
+    def weights_version(self) -> tuple[tuple[int, int], ...]:
+        """Another value whenever weights have been re-pointed or changed in place: see `Weights.version`."""
+        return tuple(weights.version() for weights in self._weights)
+
     def take(self, row: int, tokens: Sequence[int], params: SamplingParams, seed: int, max_drafts: int) -> None:
         """A request with these tokens so far has been given this row, and accepts no more drafts in a round."""
         self.tokens[row, : len(tokens)] = np.array(tokens, dtype=np.int64)

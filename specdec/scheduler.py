@@ -9,7 +9,7 @@ and that the last of those running is preempted when a page is wanted and none i
 request that would not fit the empty pools is refused at `submit`, so preemption always ends.
 """
 
-from bisect import insort
+from bisect import bisect, insort
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,14 +17,24 @@ import numpy as np
 from specdec.errors import CapacityError
 from specdec.kvcache.mirror import IntArray
 from specdec.kvcache.table import RequestTable, swa_slots_held
+from specdec.prefixes import Prefixes
 from specdec.request import Request, RequestState
 
 
 class Scheduler:
     """Decides. Every decoding request must own slots for a verify: the table's lookahead behind its committed ones."""
 
-    def __init__(self, table: RequestTable, *, max_model_len: int, prefill_chunk: int, max_prefill_tokens: int) -> None:
+    def __init__(
+        self,
+        table: RequestTable,
+        *,
+        max_model_len: int,
+        prefill_chunk: int,
+        max_prefill_tokens: int,
+        prefixes: Prefixes | None = None,
+    ) -> None:
         self.table = table
+        self.prefixes = Prefixes(None, object) if prefixes is None else prefixes
         self.max_model_len = max_model_len
         self.prefill_chunk = prefill_chunk
         self.max_prefill_tokens = max_prefill_tokens
@@ -80,18 +90,27 @@ class Scheduler:
         if not self.waiting or len(self.running) == self.table.max_requests:
             return admitted
         allocator = self.table.allocator
-        full_free, swa_free = allocator.full.free_pages, allocator.swa.free_pages if allocator.swa else 0
+        full_due = swa_due = put_off = 0
         for request in self.running:
             full, swa = self._pages_to_come(request)
-            full_free, swa_free = full_free - full, swa_free - swa
-        while self.waiting and len(self.running) < self.table.max_requests:
-            request = self.waiting[0]
-            full, swa = self._pages_of_prompt(request)
-            if self.running and (full > full_free or swa > swa_free):
+            full_due, swa_due = full_due + full, swa_due + swa
+        for request in list(self.waiting):
+            if len(self.running) + put_off >= self.table.max_requests:
                 break
-            full_free, swa_free = full_free - full, swa_free - swa
-            del self.waiting[0]
-            request.seat(self.table.open())
+            if self.prefixes.comes(request, self.running[: bisect(self.running, rank(request), key=rank)]):
+                put_off += 1  # a row is left for it
+                continue
+            request.row = self.table.open()
+            self.prefixes.begin(request)
+            full, swa = self._pages_to_come(request)
+            full_due, swa_due = full_due + full, swa_due + swa
+            short = full_due > allocator.full.available_pages
+            if self.running and (short or (allocator.swa and swa_due > allocator.swa.available_pages)):
+                self.table.close(request.row)
+                request.row = -1
+                break
+            self.waiting.remove(request)
+            request.seat(request.row)
             insort(self.running, request, key=rank)
             admitted.append(request)
         return admitted
@@ -139,6 +158,7 @@ class Scheduler:
         """Forget a request, running or waiting, and free what it owns."""
         if request in self.running:
             self.running.remove(request)
+            self.prefixes.keep(request)
             self.table.close(request.row)
             request.row, request.state = -1, RequestState.WAITING
             request.tenure += 1

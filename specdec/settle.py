@@ -12,17 +12,20 @@ import numpy as np
 
 from specdec.kvcache.mirror import IntArray, MirroredArray
 from specdec.kvcache.table import RequestTable
+from specdec.prefixes import Prefixes
 from specdec.request import Request, RequestState
 from specdec.result import RoundResult
 
 
-def commit_chunks(table: RequestTable, requests: Sequence[Request], chunk_len: IntArray) -> None:
+def commit_chunks(table: RequestTable, prefixes: Prefixes, requests: Sequence[Request], chunk_len: IntArray) -> None:
     """Prompt chunks were launched: the next `chunk_len` [B] tokens are final, whatever comes out of them.
 
     Whoever has all its K/V then may be in a round behind them.
     """
     rows = np.array([request.row for request in requests], dtype=np.int64)
     table.commit_chunk(rows, chunk_len)
+    for request in requests:
+        prefixes.keep(request)  # with all of it in SWA: another prompt may part from it anywhere
     table.evict(rows)
     for request in requests:
         if table.committed_len.host[request.row] == request.prefill_target:

@@ -21,9 +21,11 @@ import numpy as np
 import torch
 
 from specdec.config import SamplingParams
+from specdec.graphs import batch_sizes
 from specdec.health import Health
 from specdec.kvcache.mirror import IntArray
 from specdec.launch import Launcher, UnderWay, alike
+from specdec.progress import progress_bar
 from specdec.request import Request
 from specdec.scheduler import Scheduler
 from specdec.settle import commit_chunks, settle_first, settle_round
@@ -66,10 +68,12 @@ class Steps:
         self.table = scheduler.table
         self.under_way: deque[Launched] = deque()
 
-    def warm_up(self) -> Iterator[int]:
+    def warm_up(self) -> None:
         """`Launcher.warm_up`, before anything else has run."""
-        with self._on_device():
-            yield from self.launcher.warm_up()
+        sizes = batch_sizes(self.table.max_requests)
+        with self._on_device(), progress_bar("capturing rounds", len(sizes)) as update:
+            for done, _ in enumerate(self.launcher.warm_up(), start=1):
+                update(done)
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Begin again with these requests, whatever state everything is in."""
@@ -119,7 +123,7 @@ class Steps:
             if request.num_output == 0 and done[i] + chunk_len[i] == request.prefill_target
         ]
         step = self.launcher.prefill(rows, params, chunk_len, drawing)
-        commit_chunks(self.table, requests, chunk_len)
+        commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)
         self.under_way.append(Launched.of(requests, step, drawing))
 
     def _settle(self, busy: bool) -> list[Request]:

@@ -525,6 +525,7 @@ def test_another_request_in_the_batch_changes_nothing(tmp_path, make_target, ran
         for layer in spy.worker.store.layers.values():
             layer.k.fill_(torch.nan)
             layer.v.fill_(torch.nan)
+        engine.clear_prefix_cache()
         spy.records.clear()
         engine.generate(prompts, SamplingParams(max_new_tokens=10))
         runs.append({tuple(tokens): (levels, tree) for tokens, levels, tree, _ in spy.records})

@@ -33,7 +33,7 @@ def main() -> None:
     args = parser.parse_args()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    config = EngineConfig(max_batch_size=1)
+    config = EngineConfig(max_batch_size=1, prefix_cache=False)
     plain = Engine.from_pretrained(args.target, config=config)
     drafter = load_any_drafter(args.drafter, plain.target)
     print("| prompts | T | draft | acceptance length | by position | tokens/s | plain | transformers | vs plain |")

@@ -189,7 +189,12 @@ def generate(
     """(outputs, milliseconds a token) of one engine, kernels compiled before."""
     bound = TargetModel(model, ops)
     config = EngineConfig(
-        attention=attention, page_size=setting.page_size, max_batch_size=2, max_model_len=256, prefill_chunk=32
+        attention=attention,
+        page_size=setting.page_size,
+        max_batch_size=2,
+        max_model_len=256,
+        prefill_chunk=32,
+        prefix_cache=False,
     )
     engine = Engine(bound, drafter(setting.drafter, bound), spec=setting.spec, config=config)
     for _ in range(1 if ON_CPU else 2):

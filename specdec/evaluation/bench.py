@@ -5,7 +5,7 @@ is contest.py's: another kind of benchmark makes other contestants, in a file of
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
@@ -61,6 +61,7 @@ def run_bench(
         raise ConfigError("prompts is empty; give at least one")
     target, drafter = pair_names(target, drafter)
     require_device(config.device)
+    config = replace(config, prefix_cache=False)  # every contestant computes every prompt
     with working(f"loading {target}"):
         engine = Engine.from_pretrained(target, drafter, spec=spec, config=config)
     plain = engine if drafter is None else Engine(engine.target, None, tokenizer=engine.tokenizer, config=config)

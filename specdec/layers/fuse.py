@@ -117,6 +117,10 @@ class Weights:
                 self._generation += 1
             return self._generation
 
+    def version(self) -> tuple[int, int]:
+        """Another value whenever they were found elsewhere or have been changed in place: see `Watch.versions`."""
+        return self.generation(), self._watch.versions()
+
     def _adopt(self) -> None:
         now = self._where()
         if now != self._placement:

@@ -83,6 +83,10 @@ class Watch:
         self._note()
         return True
 
+    def versions(self) -> int:
+        """Grows with every update in place, but for those that go through `.data` or are made in inference mode."""
+        return sum(tensor._version for tensor in self._held() if not tensor.is_inference())
+
     def _note(self) -> None:
         self._tensors = self._held()
         self._addresses = _addresses(self._tensors)

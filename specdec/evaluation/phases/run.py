@@ -158,6 +158,7 @@ def _driven(
         max_model_len=max_len,
         dtype=subject.dtype,
         prefill_chunk=min(2048, max(16, max_len)),
+        prefix_cache=False,
     )
     drafter = None if spec is None else subject.drafter
     begin = perf_counter()

@@ -1,0 +1,445 @@
+"""The prefix cache in the engine: the same tokens whether K/V were made or found, and made once.
+
+What the tree does with pages is in `test_prefix_cache.py`; float32 on the CPU, so that ties do not matter.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tape import record
+
+import specdec.engine
+from specdec import Engine, SamplingParams, SpecConfig
+from specdec.errors import ConfigError
+from specdec.kvcache.spaces import Space
+from specdec.scheduler import slots_needed
+
+from marks import slow
+from tiny_models import random_eagle3
+
+NEW = 8
+CHAIN, TREE = SpecConfig(3), SpecConfig(3, 2, 6)
+PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 4, 16])
+DRAFTERS = {
+    "plain": ("gemma4-e2b", None, CHAIN),
+    "ngram": ("gemma4-e2b", "ngram", CHAIN),
+    "mtp-chain": ("gemma4-e2b", "mtp", CHAIN),
+    "mtp-tree": ("gemma4-31b", "mtp", TREE),
+    "eagle3-chain": ("llama", "eagle3", CHAIN),
+    "eagle3-tree": ("gemma4-e2b", "eagle3", TREE),
+}
+EACH_DRAFTER = pytest.mark.parametrize("case", DRAFTERS.values(), ids=DRAFTERS)
+
+
+@pytest.fixture
+def build(make_target, make_assistant, make_engine) -> Callable[..., Engine]:
+    """build(case, **config): an engine of one of the cases."""
+
+    def make(case: tuple[str, str | None, SpecConfig], **config: Any) -> Engine:
+        family, drafter, spec = case
+        model = make_target(family)
+        made = {"mtp": make_assistant, "eagle3": random_eagle3}
+        module = made[drafter](model) if drafter in made else drafter
+        return make_engine(model, module, spec=spec, **config)
+
+    return make
+
+
+@contextmanager
+def counting(engine: Engine) -> Iterator[list[int]]:
+    """The lengths of all prompt chunks that are computed in the block."""
+    lengths: list[int] = []
+    prefill = engine.round.prefill
+
+    def counted(seats: np.ndarray, chunk_len: np.ndarray, *more: Any) -> torch.Tensor:
+        lengths.extend(chunk_len.tolist())
+        return prefill(seats, chunk_len, *more)
+
+    engine.round.prefill = counted  # type: ignore[method-assign]
+    yield lengths
+    del engine.round.prefill
+
+
+def assert_idle(engine: Engine) -> None:
+    engine.table.check()
+    assert engine.scheduler.idle
+    allocator = engine.table.allocator
+    assert allocator.full.held_pages == 0 and (allocator.swa is None or allocator.swa.held_pages == 0)
+
+
+def ends(engine: Engine, prompt: list[int], new: int = NEW, **params: Any) -> tuple[list[int], int]:
+    """Its output, and how many prompt tokens were found."""
+    [out] = engine.generate(prompt, SamplingParams(max_new_tokens=new, **params))
+    assert_idle(engine)
+    return out.token_ids, out.stats.cached_tokens
+
+
+# the same tokens
+
+
+@EACH_DRAFTER
+@PAGE_SIZES
+def test_a_hit_changes_no_token(case, page_size, build, greedy_oracle, random_prompt):
+    """Another end, the same prompt, its next turn, a part of it; EAGLE-3 finds a token less where it looks ahead."""
+    engine = build(case, page_size=page_size)
+    model, look = engine.target.model, case[1] == "eagle3"
+    prompt, other = random_prompt(40), random_prompt(9)
+
+    def pages(tokens: int) -> int:
+        return tokens // page_size * page_size
+
+    truth = greedy_oracle(model, prompt, NEW)
+    assert ends(engine, prompt) == (truth, 0)
+    assert ends(engine, prompt) == (truth, pages(39))
+    forked = prompt[:33] + [token for token in other if token != prompt[33]]
+    assert ends(engine, forked) == (greedy_oracle(model, forked, NEW), pages(33 - look))
+    turn = [*prompt, *truth, *other]
+    assert ends(engine, turn) == (greedy_oracle(model, turn, NEW), pages(40 + NEW - 1))
+    assert ends(engine, prompt[:21]) == (greedy_oracle(model, prompt[:21], NEW), pages(20))
+    assert ends(engine, other) == (greedy_oracle(model, other, NEW), 0)
+    assert engine.stats().cached_tokens == pages(39) + pages(33 - look) + pages(47) + pages(20)
+
+
+@EACH_DRAFTER
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_draft_behind_a_hit_is_the_same(case, page_size, build, random_prompt):
+    """What a drafter reads of the prefix is what it would have made: as many drafts are accepted, round by round."""
+    prompts = [random_prompt(40), random_prompt(40)[:25] + random_prompt(20, seed=3)]
+    params = SamplingParams(max_new_tokens=24)
+    seen = []
+    for prefix_cache in (True, False):
+        engine = build(case, page_size=page_size, prefix_cache=prefix_cache)
+        outs = [engine.generate(prompt, params)[0] for prompt in [*prompts, *prompts]]
+        seen.append([(out.token_ids, out.drafted, out.stats.accepted_counts) for out in outs])
+        assert any(out.stats.cached_tokens for out in outs) is prefix_cache
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("forked", [False, True])
+def test_kv_of_a_head_behind_a_hit_are_those_of_a_fresh_prompt(page_size, forked, build, random_prompt):
+    """The row at the last common token was made with another token behind it: it is made again."""
+    prompt = random_prompt(30)
+    second = [*prompt[:24], (prompt[24] + 1) % 96, *prompt[25:]] if forked else prompt
+    kept = []
+    for first in (prompt, random_prompt(30, seed=5)):
+        engine = build(DRAFTERS["eagle3-tree"], page_size=page_size, max_batch_size=1)
+        engine.generate(first, SamplingParams(max_new_tokens=2))
+        stream = engine.stream(second, SamplingParams(max_new_tokens=8))
+        next(stream)
+        slots = torch.from_numpy(engine.table.slots.host[0, :30].copy())
+        kept.append([torch.cat([t[slots] for t in s.tensors(Space.FULL)], dim=-1) for s in engine.cache.stores[1:]])
+        assert (int(engine.scheduler.running[0].stats.cached_tokens) > 0) is (first is prompt)
+        stream.close()
+    torch.testing.assert_close(kept[0], kept[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", [DRAFTERS["mtp-tree"], DRAFTERS["eagle3-tree"], DRAFTERS["ngram"]])
+def test_samples_of_one_prompt_share_it(case, build, random_prompt):
+    prompt = random_prompt(50)
+    params = [SamplingParams(max_new_tokens=NEW, temperature=1.0, top_k=20, seed=seed) for seed in range(6)]
+    alone = build(case, prefix_cache=False)
+    want = [out.token_ids for out in alone.generate([prompt] * 6, params)]
+    engine = build(case, max_batch_size=6)
+    with counting(engine) as lengths:
+        outs = engine.generate([prompt] * 6, params)
+    assert [out.token_ids for out in outs] == want
+    assert sum(lengths) == 50 + 5
+    assert len(set(map(tuple, want))) > 1
+    assert_idle(engine)
+
+
+def test_penalties_and_logprobs_know_the_whole_prompt(build, random_prompt):
+    """They come from tokens, not from K/V."""
+    prompt = random_prompt(30)
+    params = {"repetition_penalty": 1.3, "logprobs": 3, "temperature": 0.8, "seed": 4}
+    engine = build(DRAFTERS["mtp-chain"])
+    first, again = (engine.generate(prompt, SamplingParams(max_new_tokens=NEW, **params))[0] for _ in range(2))
+    assert again.stats.cached_tokens == 29
+    assert again.token_ids == first.token_ids
+    assert [item.logprob for item in again.logprobs] == pytest.approx(
+        [item.logprob for item in first.logprobs], abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("case", [DRAFTERS["mtp-chain"], DRAFTERS["eagle3-tree"]], ids=["mtp", "eagle3"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_rounds_under_way_spoil_nothing_that_is_kept(case, page_size, build, greedy_oracle, random_prompt, monkeypatch):
+    """Captured rounds are launched before the one in front is settled: who ended there still writes behind its end."""
+    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    engine = build(case, page_size=page_size, max_batch_size=3, full_slots=240)
+    model, base = engine.target.model, random_prompt(30)
+    prompts = [base[: 10 + 5 * i] + random_prompt(4, seed=i) for i in range(5)]
+    for _ in range(2):
+        truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+        params = [SamplingParams(max_new_tokens=NEW, stop_token_ids=[truth[5]]) for truth in truths]
+        outs = engine.generate(prompts, params)
+        for out, truth in zip(outs, truths, strict=True):
+            assert out.token_ids == truth[: truth.index(truth[5]) + 1]
+        assert_idle(engine)
+        prompts = [[*prompt, *out.token_ids, 7] for prompt, out in zip(prompts, outs, strict=True)]
+
+
+# made once
+
+
+def test_64_requests_make_a_common_prefix_once(build, greedy_oracle, random_prompt):
+    """They arrive together: all but the first wait until its chunks are there, and none of them longer."""
+    engine = build(DRAFTERS["mtp-chain"], max_batch_size=64, prefill_chunk=128, max_model_len=600)
+    prefix = random_prompt(500)
+    prompts = [prefix + random_prompt(3 + i % 5, seed=i) for i in range(64)]
+    with counting(engine) as lengths:
+        outs = engine.generate(prompts, SamplingParams(max_new_tokens=3))
+    assert_idle(engine)
+    assert sum(lengths) <= 500 + sum(len(prompt) - 500 for prompt in prompts)
+    assert [out.stats.cached_tokens for out in outs[:1]] == [0]
+    assert all(out.stats.cached_tokens >= 500 for out in outs[1:])
+    for i in (0, 1, 63):
+        assert outs[i].token_ids == greedy_oracle(engine.target.model, prompts[i], 3)
+    alone = build(DRAFTERS["mtp-chain"], max_batch_size=64, prefill_chunk=128, max_model_len=600, prefix_cache=False)
+    assert [out.token_ids for out in alone.generate(prompts, SamplingParams(max_new_tokens=3))] == [
+        out.token_ids for out in outs
+    ]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_64_requests_with_a_head_that_looks_ahead(page_size, build, random_prompt):
+    engine = build(
+        DRAFTERS["eagle3-tree"], max_batch_size=64, prefill_chunk=128, max_model_len=600, page_size=page_size
+    )
+    prefix = random_prompt(500)
+    prompts = [prefix + random_prompt(20, seed=i) for i in range(64)]
+    with counting(engine) as lengths:
+        outs = engine.generate(prompts, SamplingParams(max_new_tokens=3))
+    assert all(out.stats.cached_tokens >= 499 // page_size * page_size for out in outs[1:])
+    assert sum(lengths) <= 520 + 63 * (520 - 499 // page_size * page_size)
+    assert_idle(engine)
+
+
+def test_groups_wait_for_what_their_own_first_makes(build, random_prompt):
+    """A common part, then one of two longer ones: each is made once, though all arrive together."""
+    engine = build(DRAFTERS["plain"], max_batch_size=8, prefill_chunk=32)
+    parts = [random_prompt(60, seed=s) for s in (1, 2)]
+    prompts = [random_prompt(60) + parts[i % 2] + [i] for i in range(8)]
+    with counting(engine) as lengths:
+        engine.generate(prompts, SamplingParams(max_new_tokens=2))
+    assert sum(lengths) == 60 + 2 * 60 + 8
+
+
+def test_who_shares_too_little_does_not_wait(build, random_prompt):
+    engine = build(DRAFTERS["plain"], max_batch_size=4, prefill_chunk=16)
+    prompts = [random_prompt(15) + random_prompt(30, seed=i) for i in range(4)]
+    handles = engine.submit_many(prompts, SamplingParams(max_new_tokens=NEW))
+    engine.step()
+    assert [request.stats.cached_tokens for request in engine.scheduler.running] == [0] * 4
+    for handle in handles:
+        handle.abort()
+    engine.step()
+    assert_idle(engine)
+
+
+def test_who_waits_for_a_prefix_keeps_a_row_and_lets_others_by(build, random_prompt):
+    engine = build(DRAFTERS["plain"], max_batch_size=3, prefill_chunk=16)
+    prefix = random_prompt(60)
+    maker, waiter, other, late = engine.submit_many(
+        [prefix, [*prefix, 5], random_prompt(20, seed=1), random_prompt(20, seed=2)], SamplingParams(max_new_tokens=NEW)
+    )
+    engine.step()
+    running = [request.number for request in engine.scheduler.running]
+    assert running == [maker.id, other.id]  # the third row is the waiter's
+    while not waiter.finished:
+        engine.step()
+    assert waiter.output().stats.cached_tokens == 60
+    assert [handle.output().stats.cached_tokens for handle in (maker, other, late)] == [0, 0, 0]
+
+
+def test_nobody_waits_for_one_that_is_served_behind_it(build, random_prompt):
+    engine = build(DRAFTERS["plain"], max_batch_size=3, prefill_chunk=16)
+    prefix = random_prompt(100)
+    slow_one = engine.submit(prefix, SamplingParams(max_new_tokens=NEW), priority=5)
+    engine.step()
+    urgent = engine.submit([*prefix, 3], SamplingParams(max_new_tokens=NEW), priority=0)
+    engine.step()
+    assert [request.number for request in engine.scheduler.running] == [urgent.id, slow_one.id]
+    assert 0 < urgent.output().stats.cached_tokens < 100 if urgent.finished else True
+    while engine.step():
+        pass
+    assert_idle(engine)
+
+
+def test_an_aborted_maker_keeps_nobody_waiting(build, greedy_oracle, random_prompt):
+    engine = build(DRAFTERS["ngram"], max_batch_size=4, prefill_chunk=16)
+    prompt = random_prompt(80)
+    maker, waiter = engine.submit_many([prompt, prompt], SamplingParams(max_new_tokens=NEW))
+    engine.step()
+    maker.abort()
+    while not waiter.finished:
+        engine.step()
+    assert waiter.output().token_ids == greedy_oracle(engine.target.model, prompt, NEW)
+    assert 0 < waiter.output().stats.cached_tokens < 79  # what was made of it is kept
+    assert_idle(engine)
+
+
+# little memory
+
+
+@pytest.mark.parametrize("case", [DRAFTERS["mtp-tree"], DRAFTERS["eagle3-tree"]], ids=["mtp", "eagle3"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_tiny_pools_change_no_token(case, page_size, build, greedy_oracle, random_prompt):
+    """Pools for little more than one request: everything cached is given up again and again, and rows are preempted."""
+    model_len = slots_needed(build(case, page_size=page_size).table, 50, 2 * NEW)
+    engine = build(case, page_size=page_size, max_batch_size=3, full_slots=model_len[0], swa_slots=2 * model_len[1])
+    base = random_prompt(40)
+    prompts = [base[: 12 * (i % 4)] + random_prompt(10, seed=i) for i in range(8)]
+    outs = engine.generate(prompts, SamplingParams(max_new_tokens=2 * NEW))
+    for out, prompt in zip(outs, prompts, strict=True):
+        assert out.token_ids == greedy_oracle(engine.target.model, prompt, 2 * NEW)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("case", [DRAFTERS["mtp-chain"], DRAFTERS["eagle3-chain"], DRAFTERS["plain"]])
+def test_a_preempted_request_finds_what_it_had_made(case, build, greedy_oracle, random_prompt):
+    """It was preempted for room that somebody else then gave back: its K/V are made again for few tokens or none."""
+    engine = build(case, max_batch_size=2)
+    prompts = [random_prompt(40), random_prompt(30, seed=1)]
+    streams = [engine.stream(prompt, SamplingParams(max_new_tokens=2 * NEW)) for prompt in prompts]
+    got = [list(next(stream).token_ids) for stream in streams]
+    engine.scheduler._make_room() or engine.scheduler._make_room()
+    while not engine.scheduler.waiting:
+        engine.scheduler._make_room()
+    with counting(engine) as lengths:
+        for tokens, stream in zip(got, streams, strict=True):
+            tokens += [token for delta in stream for token in delta.token_ids]
+    assert got == [greedy_oracle(engine.target.model, prompt, 2 * NEW) for prompt in prompts]
+    assert 0 < sum(lengths) <= 2
+    assert engine.stats().cached_tokens == 0  # nobody else's
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("page_size", [1, slow(16)])
+def test_swa_stays_a_window_a_request_at_long_contexts(page_size, make_target, make_engine, random_prompt):
+    """Rows hold a window; what is cached of the rest is given up when it is wanted, and the prefix is found again."""
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    model = make_target("gemma4-31b", **layers)
+    engine = make_engine(
+        model, "ngram", page_size=page_size, max_model_len=2200, prefill_chunk=64, max_batch_size=4, swa_slots=512
+    )
+    held: list[int] = []
+    allocator, forward = engine.table.allocator, engine.target.forward
+
+    def watching(*args: Any) -> Any:
+        held.append(allocator.swa.held_pages)
+        return forward(*args)
+
+    engine.target.forward = watching  # type: ignore[method-assign]
+    prompt = random_prompt(2000)
+    [first] = engine.generate(prompt, SamplingParams(max_new_tokens=4))
+    outs = engine.generate([[*prompt, i] for i in range(4)], SamplingParams(max_new_tokens=40))
+    assert max(held) * page_size <= 4 * (64 + engine.table.retain + 4 * page_size + 2 * engine.table.lookahead)
+    assert all(out.stats.cached_tokens >= 2000 - page_size for out in outs)
+    assert allocator.full.cached_pages * page_size < 2000 + 5 * 50
+    alone = make_engine(model, "ngram", page_size=page_size, max_model_len=2200, prefix_cache=False)
+    assert alone.generate(prompt, SamplingParams(max_new_tokens=4))[0].token_ids == first.token_ids
+    assert alone.generate([*prompt, 3], SamplingParams(max_new_tokens=40))[0].token_ids == outs[3].token_ids
+    assert_idle(engine)
+
+
+# K/V of other weights
+
+
+def repointed(model: Any, state: dict[str, torch.Tensor]) -> None:
+    model.load_state_dict(state, assign=True)
+
+
+def updated_in_place(model: Any, state: dict[str, torch.Tensor]) -> None:
+    model.load_state_dict(state)
+
+
+def one_of_them_in_place(model: Any, state: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(-1.5)
+
+
+@pytest.mark.parametrize("change", [repointed, updated_in_place, one_of_them_in_place])
+@pytest.mark.parametrize("under_way", [False, True])
+def test_kv_of_weights_that_are_gone_are_not_served(
+    change, under_way, make_target, make_engine, random_prompt, hf_forward
+):
+    """Nor those that a request made before, which ends after."""
+    model, other = make_target("llama", fresh=True), make_target("qwen3", fresh=True)
+    engine, prompt = make_engine(model, "ngram"), random_prompt(40)
+    stream = engine.stream(prompt, SamplingParams(max_new_tokens=30))
+    next(stream)
+    if not under_way:
+        list(stream)
+    torch.manual_seed(9)
+    state = {name: torch.randn_like(tensor) * 0.3 for name, tensor in model.state_dict().items()}
+    change(model, state)
+    list(stream)
+    [out] = engine.generate(prompt, SamplingParams(max_new_tokens=NEW))
+    ids = list(prompt)
+    for _ in range(NEW):
+        ids.append(int(hf_forward(model, ids).logits[0, -1].argmax()))
+    assert out.token_ids == ids[40:]
+    assert out.stats.cached_tokens == 0
+    assert ends(engine, prompt) == (ids[40:], 39)
+    assert other is not model
+
+
+def test_what_cannot_be_seen_is_told(make_target, make_engine, random_prompt, hf_forward):
+    model, prompt = make_target("llama", fresh=True), random_prompt(40)
+    engine = make_engine(model, "ngram")
+    ends(engine, prompt)
+    stream = engine.stream(random_prompt(30), SamplingParams(max_new_tokens=NEW))
+    next(stream)
+    model.model.layers[0].mlp.down_proj.weight.data.mul_(-1.5)
+    engine.clear_prefix_cache()
+    list(stream)  # has K/V of both
+    want = int(hf_forward(model, prompt).logits[0, -1].argmax())
+    assert ends(engine, prompt, 1) == ([want], 0)
+    assert ends(engine, random_prompt(30), 1)[1] == 0
+    assert ends(engine, prompt, 1) == ([want], 39)
+    engine.clear_prefix_cache()
+    assert engine.table.allocator.full.cached_pages == 0
+    assert_idle(engine)
+
+
+def test_after_a_fault_the_cache_is_empty(build, greedy_oracle, random_prompt, monkeypatch):
+    engine = build(DRAFTERS["mtp-tree"], page_size=4)
+    prompt = random_prompt(30)
+    truth = greedy_oracle(engine.target.model, prompt, NEW)
+    ends(engine, prompt)
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.round, "prefill", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.generate(prompt, SamplingParams(max_new_tokens=NEW))
+    assert ends(engine, prompt) == (truth, 0)
+    assert ends(engine, prompt) == (truth, 28)
+
+
+# settings
+
+
+def test_without_it_nothing_is_kept(build, greedy_oracle, random_prompt):
+    engine, prompt = build(DRAFTERS["mtp-chain"], prefix_cache=False), random_prompt(40)
+    for _ in range(2):
+        assert ends(engine, prompt) == (greedy_oracle(engine.target.model, prompt, NEW), 0)
+        assert engine.table.allocator.full.cached_pages == 0
+    engine.clear_prefix_cache()
+
+
+@pytest.mark.parametrize("wrong", ["auto", 1, None])
+def test_it_is_on_or_off(wrong):
+    with pytest.raises(ConfigError, match=r"prefix_cache=.*: True or False is wanted"):
+        specdec.EngineConfig(prefix_cache=wrong)
+
+
+def test_a_closed_engine_keeps_nothing(build, random_prompt):
+    engine = build(DRAFTERS["ngram"])
+    ends(engine, random_prompt(30))
+    engine.close()
+    assert engine.table.allocator.full.cached_pages == 0
