@@ -67,6 +67,11 @@ class EngineStats(RequestStats):
         return self.rounds / self.batches if self.batches else 0.0
 
     @property
+    def cache_hit_rate(self) -> float:
+        """Share of the prompts' tokens whose K/V came out of the prefix cache."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
     def mean_queue_seconds(self) -> float:
         """From when a request was handed in until it had a row, on average."""
         return self.queue_seconds / self.finished if self.finished else 0.0

@@ -50,6 +50,13 @@ def test_times_add_up(make_target, make_engine, random_prompt) -> None:
     assert stats.batch_milliseconds == pytest.approx(1e3 * stats.batch_seconds / stats.batches)
 
 
+def test_cache_hits_are_a_share_of_the_prompts(make_target, make_engine, random_prompt) -> None:
+    engine = make_engine(make_target("llama"))
+    for _ in range(2):
+        engine.generate(random_prompt(21), SamplingParams(max_new_tokens=2))
+    assert engine.stats().cached_tokens == 20 and engine.stats().cache_hit_rate == 20 / 42
+
+
 def test_a_round_of_many_requests_is_one_batch(make_target, make_engine, random_prompt) -> None:
     engine = make_engine(make_target("llama"), max_batch_size=3)
     engine.generate([random_prompt(9)] * 3, SamplingParams(max_new_tokens=NEW))

@@ -280,8 +280,10 @@ def test_an_engine_asks_once_when_it_is_made(
     [out] = engine.generate(prompt, SamplingParams(max_new_tokens=8))
     assert out.token_ids == greedy_oracle(model, prompt, 8)
     assert isinstance(engine.round.backend, CheckedBackend)
-    kept = engine.round.view.layer(0)
-    assert kept.k[engine.config.page_size :].isnan().all()  # all was given back
+    kept = engine.round.view.layer(0).k[engine.config.page_size :]
+    assert not kept.isnan().all()  # the prefix cache's
+    engine.clear_prefix_cache()
+    assert kept.isnan().all()  # all was given back
     engine.close()
 
 

@@ -31,8 +31,10 @@ from specdec.errors import CapacityError, KVStateError
 from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.mirror import IntArray
 from specdec.kvcache.table import RequestTable
+from specdec.prefixes import WORTH_WAITING, Prefixes
 from specdec.request import Request, RequestState
 from specdec.scheduler import Scheduler, rank
+from specdec.settle import commit_chunks
 from specdec.text.detokenize import Detokenizer
 
 from marks import slow
@@ -60,6 +62,8 @@ def next_token(tokens: Sequence[int]) -> int:
 
 class SchedulerMachine(RuleBasedStateMachine):
     page_size: int
+    cached: bool
+    hits = 0  # tokens that came out of the prefix cache, in all runs
 
     @initialize(full_tokens=st.integers(64, 200), swa_tokens=st.integers(40, 120), seed=SEED)
     def start(self, full_tokens: int, swa_tokens: int, seed: int) -> None:
@@ -82,7 +86,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.submitted = 0
 
     def make_scheduler(self) -> Scheduler:
-        return Scheduler(self.table, max_model_len=MAX_LEN, prefill_chunk=CHUNK, max_prefill_tokens=GROUP)
+        prefixes = Prefixes(self.rig if self.cached else None, lambda: 0)
+        sizes = {"max_model_len": MAX_LEN, "prefill_chunk": CHUNK, "max_prefill_tokens": GROUP}
+        return Scheduler(self.table, prefixes=prefixes, **sizes)
 
     # events
 
@@ -111,11 +117,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.end(request)
 
     @precondition(lambda self: self.live)
-    @rule()
-    def begin_again(self) -> None:
+    @rule(chance=st.integers(0, 9))
+    def begin_again(self, chance: int) -> None:
         """A step was interrupted: all that counts is what had been settled."""
-        self.scheduler.restart(self.live)
-        assert not self.scheduler.running and not self.table.active_rows.size
+        if chance == 9:
+            self.scheduler.restart(self.live)
+            assert not self.scheduler.running and not self.table.active_rows.size
+
+    @rule(chance=st.integers(0, 9))
+    def forget_what_is_cached(self, chance: int) -> None:
+        if chance == 9:
+            self.scheduler.prefixes.clear()
 
     @rule(seed=SEED, count=st.integers(1, 6))
     def step(self, seed: int, count: int) -> None:
@@ -141,7 +153,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def admit(self) -> None:
         waiting = list(self.scheduler.waiting)
         admitted = self.scheduler.admit()
-        assert admitted == waiting[: len(admitted)], "somebody was admitted past one who waits"
+        past = waiting[: max(map(waiting.index, admitted), default=-1) + 1]
+        for request in set(past) - set(admitted):  # by a prompt of their own, that another is making just now
+            makers = [r for r in self.scheduler.running if r.state is RequestState.PREFILL and rank(r) < rank(request)]
+            shared = [r for r in makers if r.prompt[:WORTH_WAITING] == request.prompt[:WORTH_WAITING]]
+            assert self.cached and shared, "somebody was admitted past one who waits"
+        for request in admitted:
+            type(self).hits += int(self.table.committed_len.host[request.row])
         assert self.scheduler.running or not waiting, "rows and pages are free, and nobody is admitted"
 
     def prefill(self, requests: Sequence[Request], chunk_len: np.ndarray) -> None:
@@ -157,13 +175,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             for i in range(len(requests))
         ]
         self.write(self.rig.chunk(rows, chunk_len), values)
-        self.table.commit_chunk(rows, chunk_len)
-        self.table.evict(rows)
-        for request, row in zip(requests, rows.tolist(), strict=True):
-            if int(self.table.committed_len.host[row]) < request.prefill_target:
-                continue
-            request.state = RequestState.DECODE
-            if request.num_output == 0:
+        commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)
+        for request in requests:
+            if request.state is RequestState.DECODE and request.num_output == 0:
                 self.settle(request, [next_token(request.tokens)])
 
     def decode(self, draw: random.Random, requests: Sequence[Request]) -> None:
@@ -263,8 +277,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.everything_is_free()
 
 
-def run(page_size: int, examples: int, *, shrink: bool = True) -> None:
-    machine = type(f"SchedulerMachine{page_size}", (SchedulerMachine,), {"page_size": page_size})
+def run(page_size: int, cached: bool, examples: int, *, shrink: bool = True) -> int:
+    """-> tokens that came out of the cache."""
+    machine = type(f"SchedulerMachine{page_size}", (SchedulerMachine,), {"page_size": page_size, "cached": cached})
     machine.TestCase.settings = settings(
         max_examples=examples,
         stateful_step_count=40,
@@ -276,11 +291,15 @@ def run(page_size: int, examples: int, *, shrink: bool = True) -> None:
         suppress_health_check=list(HealthCheck),
     )
     machine.TestCase().runTest()
+    return machine.hits
 
 
-@pytest.mark.parametrize(("page_size", "examples"), [(1, 15), (4, 15), slow(1, 150), slow(4, 150)])
-def test_random_histories(page_size: int, examples: int) -> None:
-    run(page_size, examples)
+@pytest.mark.parametrize(
+    ("page_size", "cached", "examples"),
+    [(1, True, 15), (4, True, 15), (4, False, 10), slow(1, True, 150), slow(4, True, 150), slow(1, False, 100)],
+)
+def test_random_histories(page_size: int, cached: bool, examples: int) -> None:
+    assert (run(page_size, cached, examples) > 100) == cached
 
 
 # the machine is known to be able to fail
@@ -349,4 +368,4 @@ def say_a_token_twice(patch: pytest.MonkeyPatch) -> None:
 def test_a_seeded_defect_is_found(seed: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     seed(monkeypatch)
     with pytest.raises((AssertionError, KVStateError)):
-        run(1, 15, shrink=False)
+        run(1, True, 15, shrink=False)
