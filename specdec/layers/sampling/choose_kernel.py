@@ -216,7 +216,7 @@ def choose_kernel(
     capacity: tl.tensor,
     list_len: tl.tensor,
     softcap: tl.tensor,  # or None
-    inverse: tl.tensor,
+    cap_inverse: tl.tensor,
     s_row: tl.tensor,
     s_seen: tl.tensor,
     path_len: tl.tensor,
@@ -245,7 +245,7 @@ def choose_kernel(
     # is there anything to do here, with which entries, and what do they weigh?
     whole = tl.zeros([], tl.int64)  # unknown
     if GIVEN:
-        row = (p_list_x, p_penalty, p_seen, p_path, vocab_size, softcap, inverse, path_len)  # never read
+        row = (p_list_x, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len)  # never read
         b_max, b_token = tl.full([TILE], -INF, tl.float32), tl.full([TILE], LARGEST, tl.int32)
         for i_tile in range(tl.cdiv(list_len, TILE)):
             o_entry = i_tile * TILE + tl.arange(0, TILE)
@@ -266,7 +266,7 @@ def choose_kernel(
             p_penalty += i_request
             p_seen += i_request * s_seen
             p_path += i_row * path_len
-        row = (p_logits + i_row * s_row, p_penalty, p_seen, p_path, vocab_size, softcap, inverse, path_len)
+        row = (p_logits + i_row * s_row, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len)
         row_max = tl.load(p_row_max + i_row)
         m_tile = o_tile < num_tiles
         o_tile = i_row * num_tiles + o_tile

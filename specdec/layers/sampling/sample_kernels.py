@@ -29,11 +29,11 @@ LARGEST_FLOAT = tl.constexpr(3e38)
 @triton.jit
 def load_logits(row: tl.tuple, o_token: tl.tensor) -> tl.tensor:
     """float32, after softcap (each step rounded as the model's would be) and penalty; -inf behind the vocabulary."""
-    p_logits, p_penalty, p_seen, p_path, vocab_size, softcap, inverse, path_len = row
+    p_logits, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len = row
     m_token = o_token < vocab_size
     b_x = tl.load(p_logits + o_token, mask=m_token, other=0.0)
     if softcap is not None:
-        b_x = capped(b_x, softcap, inverse)
+        b_x = capped(b_x, softcap, cap_inverse)
     b_x = b_x.to(tl.float32)
     if p_seen is not None:
         penalty = tl.load(p_penalty)
@@ -98,7 +98,7 @@ def scan_kernel(
     vocab_size: tl.tensor,
     rows_per_request: tl.tensor,
     softcap: tl.tensor,  # or None
-    inverse: tl.tensor,
+    cap_inverse: tl.tensor,
     s_row: tl.tensor,
     s_seen: tl.tensor,
     path_len: tl.tensor,
@@ -115,7 +115,7 @@ def scan_kernel(
         p_penalty += i_request
         p_seen += i_request * s_seen
         p_path += i_row * path_len
-    row = (p_logits + i_row * s_row, p_penalty, p_seen, p_path, vocab_size, softcap, inverse, path_len)
+    row = (p_logits + i_row * s_row, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len)
     b_x = load_logits(row, o_token)
     b_group = tl.max(tl.reshape(b_x, [TILE // GROUP, GROUP]), axis=1)
     best = tl.max(b_group)
@@ -198,7 +198,7 @@ def collect_kernel(
     rows_per_request: tl.tensor,
     capacity: tl.tensor,
     softcap: tl.tensor,  # or None
-    inverse: tl.tensor,
+    cap_inverse: tl.tensor,
     s_row: tl.tensor,
     s_seen: tl.tensor,
     path_len: tl.tensor,
@@ -220,7 +220,7 @@ def collect_kernel(
             p_penalty += i_request
             p_seen += i_request * s_seen
             p_path += i_row * path_len
-        row = (p_logits + i_row * s_row, p_penalty, p_seen, p_path, vocab_size, softcap, inverse, path_len)
+        row = (p_logits + i_row * s_row, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len)
         b_x = load_logits(row, o_token)
         m_list = b_x > -INF
         if _is_filtered(temperature, top_k, top_p, vocab_size):
