@@ -136,7 +136,7 @@ def test_a_part_is_its_range_of_columns():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("n", "k"), [(70, 600), (33, 128)], ids=["split", "whole"])
+@pytest.mark.parametrize(("n", "k"), [(70, 600), (33, 128), slow(530, 300)], ids=["split", "whole", "large"])
 def test_a_row_has_the_same_bits_beside_any_others(n: int, k: int, dtype: torch.dtype):
     """Few rows split K over programs and many do not; a row's result shows neither."""
     x, weight = randn(600, k, dtype=dtype), randn(n, k, dtype=dtype)
@@ -195,8 +195,8 @@ def test_tiles_fit_the_shared_memory(shared_memory: int, monkeypatch: pytest.Mon
     x = torch.empty(0, dtype=torch.float16, device=DEVICE)
     for n, k in ((128, 2816), (256, 2560), (4224, 2816), (2560, 10240), (20480, 2560), (262144, 2560)):
         for cut in (choose_cut(n, k), Cut(1, k)):
-            for rows in (1, 8, 17, 33, 64, 65, 500):
-                tiles = tiling.choose_tiles(rows, n, cut, x)
+            for rows in (1, 8, 17, 33, 64, 65, 500, 2048):
+                tiles = tiling.choose_tiles(rows, n, cut, x, gated=cut.splits == 1)
                 assert tiles.num_stages >= 1
                 taken = tiles.num_stages * (tiles.block_n + tiles.block_m) * tiles.block_k * 2
                 assert taken <= shared_memory << 10, f"{n=} {k=} {rows=} {tiles=}"

@@ -261,7 +261,8 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str, *, tile
     assert activation in ACTIVATIONS and len(weight) % 2 == 0, f"{activation=} {weight.shape=}"
     out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
     cut = Cut(1, weight.shape[1])
-    _launch(x, weight, None, out, activation, cut, tiles or choose_tiles(len(x), len(weight), cut, x), split=False)
+    tiles = tiles or choose_tiles(len(x), len(weight), cut, x, gated=True)
+    _launch(x, weight, None, out, activation, cut, tiles, split=False)
     return out
 
 

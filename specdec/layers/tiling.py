@@ -31,6 +31,10 @@ DEPTH_MANY = {1: (128, 5), 2: (128, 3), 3: (64, 4), 4: (64, 3)}
 """Programs a multiprocessor -> columns a tile, tiles on their way in each: they share 227 KiB. MANY: above 32 rows."""
 
 
+MANY_ROWS = 256
+"""Above so many rows of x a product computes, and waits for memory no longer: the largest tiles that fit registers."""
+
+
 class Cut(NamedTuple):
     """`splits` ranges of `split_len` columns of K, the last of what is left."""
 
@@ -58,7 +62,7 @@ def choose_cut(n: int, k: int) -> Cut:
     return Cut(triton.cdiv(steps, split_steps), split_steps * RANGE)
 
 
-def choose_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor) -> Tiles:
+def choose_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor, *, gated: bool = False) -> Tiles:
     """Tiles for `num_rows` rows of x and a weight of n rows."""
     if x.dtype == torch.float32:  # multiplies without tensor cores
         return Tiles(64, 16 if num_rows <= 16 else 64, 32, 4, 3, 64)
@@ -67,6 +71,9 @@ def choose_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor) -> Tiles:
     block_m = max(16, triton.next_power_of_2(num_rows))
     if can_hold(n, cut, num_rows, x.dtype):
         return Tiles(64, min(block_m, HELD_ROWS), cut.split_len, 4, 1, rows if num_rows <= 64 else 64)
+    if num_rows > MANY_ROWS and n > SMALL_ROWS:
+        block_m = 256 if gated else 128  # a range has an accumulator of its own, and what is stored has its addresses
+        return Tiles(128, block_m, 64, 8, min(4, shared_memory // ((128 + block_m) * 64 * x.element_size())), 128)
     if num_rows > 64:
         return Tiles(128, 64, 64, 8, 4, 128)
     block_k, stages = (DEPTH if num_rows <= 32 else DEPTH_MANY)[programs]
