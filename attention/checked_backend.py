@@ -10,13 +10,14 @@ It stands in front of the backend that computes, and changes nothing of that. Fo
 All of it is tensor operations without a value read, so a captured round does it at every replay.
 """
 
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from specdec.attention.backend import Backend
 from specdec.attention.draft_block import Draft, DraftBlock
+from specdec.attention.path_attention import InParts
 from specdec.attention.plan import Attend, KVPlan, Located
 from specdec.attention.tree import DraftTree
 from specdec.attention.tree_walk import Accepted
@@ -53,7 +54,7 @@ class CheckedBackend:
             slots = self.sanitizer.allocator.translate(FullLoc(slots))
         self._check_writes(plan, space, slots)
         self._check_reads(plan, space, slots)
-        return partial(self._attend, self.backend.attention(plan, space, window), plan, space)
+        return CheckedAttention(self, self.backend.attention(plan, space, window), plan, space)
 
     def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
         return CheckedDraft(self.backend.draft_block(store, draft), draft, self.sanitizer)
@@ -122,14 +123,14 @@ class CheckedBackend:
         lost = slots.gather(1, missing.clamp(max=slots.shape[1] - 1))
         self.sanitizer.note(Fault.COVER, space, short, plan.rows, missing, lost, lost)
 
-    def _attend(
-        self, attend: Attend, plan: KVPlan, space: Space, query: torch.Tensor, *args: Any, **options: Any
-    ) -> Any:
-        out = attend(query, *args, **options)  # [B, N, Hq, D]
+    def check_answer(
+        self, query: torch.Tensor, out: torch.Tensor, plan: KVPlan, space: Space, part: tuple[slice, slice]
+    ) -> None:
+        """query [B, Hq, N, D], out [B, N, Hq, D] of a part of the requests and columns of a plan."""
         broken = query.isfinite().flatten(3).all(-1).all(1) & ~out.isfinite().flatten(2).all(-1)  # [B, N]
-        null = torch.zeros_like(plan.positions)
-        self.sanitizer.note(Fault.POISON, space, broken & self._own(plan), plan.rows, plan.positions, null, null)
-        return out
+        null = torch.zeros_like(plan.positions[part])
+        broken &= self._own(plan)[part]
+        self.sanitizer.note(Fault.POISON, space, broken, plan.rows[part[0]], plan.positions[part], null, null)
 
     def _real(self, plan: KVPlan) -> torch.Tensor:
         """[B]: no padding."""
@@ -140,6 +141,27 @@ class CheckedBackend:
         steps = torch.arange(plan.positions.shape[1], device=plan.positions.device)
         real = self._real(plan)[:, None].expand_as(plan.positions)
         return real if plan.block_len is None else real & (steps < plan.block_len[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedAttention:
+    """`attend` under a plan, or a part of its rows, whose answers must be finite where the queries are."""
+
+    checks: CheckedBackend
+    attend: Attend
+    plan: KVPlan
+    space: Space
+    rows: tuple[slice, slice] = (slice(None), slice(None))
+
+    def __call__(self, query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        out = self.attend(query, *args, **options)
+        self.checks.check_answer(query, out, self.plan, self.space, self.rows)
+        return out
+
+    def part(self, requests: slice, columns: slice) -> "CheckedAttention":
+        """See `PathAttention`."""
+        assert isinstance(self.attend, InParts)
+        return replace(self, attend=self.attend.part(requests, columns), rows=(requests, columns))
 
 
 class CheckedDraft:

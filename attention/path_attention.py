@@ -6,12 +6,12 @@ asked for in parts, in any order in which a row's ancestors are stored when it a
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from specdec.attention.own_keys import OwnKeys
-from specdec.attention.plan import KVPlan
+from specdec.attention.plan import Attend, KVPlan
 from specdec.kvcache.spaces import Space
 
 
@@ -29,6 +29,14 @@ class FindOwnKeys(Protocol):
         page_size: int,
         max_depth: int | None = None,
     ) -> OwnKeys: ...
+
+
+@runtime_checkable
+class InParts(Protocol):
+    """An `Attend` that answers for some of a forward's rows as well."""
+
+    def part(self, requests: slice, columns: slice) -> Attend:
+        """For the queries of these columns of these requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import pad
 
 from specdec.attention.bridge import AttentionCall, ForwardContext
-from specdec.attention.path_attention import PathAttention
+from specdec.attention.path_attention import InParts
 from specdec.kvcache.spaces import FullLoc, Space, SwaLoc
 from specdec.kvcache.store_kv import Destination
 
@@ -57,9 +57,10 @@ class TileContext:
     def __init__(self, whole: ForwardContext, tile: Tile) -> None:
         self.whole, self.tile = whole, tile
         self.states: dict[int, torch.Tensor | None] = dict.fromkeys(whole.states)
+        self._shape = whole.plan.positions[tile].shape  # [B', N']
         self._attention = {}
         for kind, attention in whole.attention.items():
-            assert isinstance(attention, PathAttention), "tiles are rows of a deterministic backend"
+            assert isinstance(attention, InParts), "tiles are rows of a deterministic backend"
             self._attention[kind] = attention.part(*tile)
         plan, width = whole.plan, whole.plan.positions.shape[1]
         self._full = None if plan.write_full is None else FullLoc(tile.rows(plan.write_full, width))
@@ -95,8 +96,7 @@ class TileContext:
     ) -> torch.Tensor:
         """q [ROWS, Hq, D] -> [ROWS, Hq, D]; k, v: the rows' own, stored already."""
         kept_k, kept_v, space = self.whole.view.layer(layer)
-        attention = self._attention[space, self.whole.windows[layer]]
-        shape = attention.positions.shape
-        query = q[: shape.numel()].unflatten(0, shape).transpose(1, 2)  # [B', Hq, N', D]
-        out = attention(query, None, None, kept_k, kept_v, scaling=scaling, softcap=softcap, sinks=sinks)
+        attend = self._attention[space, self.whole.windows[layer]]
+        query = q[: self._shape.numel()].unflatten(0, self._shape).transpose(1, 2)  # [B', Hq, N', D]
+        out = attend(query, None, None, kept_k, kept_v, scaling=scaling, softcap=softcap, sinks=sinks)
         return pad_rows(out.flatten(0, 1))

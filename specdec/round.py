@@ -185,8 +185,9 @@ class Round:
         return pack(length, nodes, tokens, scores, self.clock.stop())
 
     def _logits(self, hidden: torch.Tensor, logprobs: int | None) -> tuple[torch.Tensor, float | None]:
-        """Logits, and the softcap that they are still to get: kernels that draw cap what they read, in passing."""
-        if self.on_kernels and logprobs is None and not self.target.in_tiles:
+        """Logits, and the softcap that they are still to get: kernels that draw cap what they read, in passing, and may
+        round another way, so not where bits must not depend on whether a neighbour asks for log-probabilities."""
+        if self.on_kernels and logprobs is None and not self.target.deterministic:
             return self.target.uncapped_logits(hidden)
         return self.target.logits(hidden), None
 

@@ -20,7 +20,7 @@ from specdec.attention.bridge import ForwardContext
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.row_tiles import ROWS, pad_rows, row_tiles
 from specdec.draft_models.ngram import NgramDrafter
-from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.errors import ConfigError, SpecDecError, UnsupportedModelError
 from specdec.layers.operations import FAST, KERNELS, REFERENCE
 from specdec.layers.rowwise import ROWWISE, ByVectors, rows_alone
 from specdec.models.target import TargetModel
@@ -374,3 +374,17 @@ def test_kernels(family, make_target, random_prompt, scripted, tree_script, seen
     monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
     assert tokens(NgramDrafter(), 2, prefill_chunk=64, max_batch_size=2) == expected
     assert seen.again > 5
+
+
+def test_under_the_sanitizer(make_target, engine, random_prompt, scripted, tree_script, monkeypatch):
+    """It looks at what attention answers for each tile."""
+    model = make_target("gemma4-e2b")
+    prompts, params = requests(random_prompt, (20, 5), new=6)
+    expected = answers(engine(model, max_batch_size=1), prompts, params)
+    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
+    trees = scripted(tree_script([p + t for p, (t, _) in zip(prompts, expected, strict=True)]))
+    assert answers(engine(model, trees, num_steps=19), prompts, params) == expected
+    real = PathAttention.__call__
+    monkeypatch.setattr(PathAttention, "__call__", lambda self, *a, **k: real(self, *a, **k) * torch.nan)
+    with pytest.raises(SpecDecError, match="position"):
+        answers(engine(model, trees, num_steps=19), prompts, params)
