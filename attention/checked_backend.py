@@ -17,7 +17,7 @@ import torch
 
 from specdec.attention.backend import Backend
 from specdec.attention.draft_block import Draft, DraftBlock
-from specdec.attention.path_attention import InParts
+from specdec.attention.path_attention import part_of
 from specdec.attention.plan import Attend, KVPlan, Located
 from specdec.attention.tree import DraftTree
 from specdec.attention.tree_walk import Accepted
@@ -160,8 +160,7 @@ class CheckedAttention:
 
     def part(self, requests: slice, columns: slice) -> "CheckedAttention":
         """See `PathAttention`."""
-        assert isinstance(self.attend, InParts)
-        return replace(self, attend=self.attend.part(requests, columns), rows=(requests, columns))
+        return replace(self, attend=part_of(self.attend, requests, columns), rows=(requests, columns))
 
 
 class CheckedDraft:

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import pad
 
 from specdec.attention.bridge import AttentionCall, ForwardContext
-from specdec.attention.path_attention import InParts
+from specdec.attention.path_attention import part_of
 from specdec.kvcache.spaces import FullLoc, Space, SwaLoc
 from specdec.kvcache.store_kv import Destination
 
@@ -58,10 +58,7 @@ class TileContext:
         self.whole, self.tile = whole, tile
         self.states: dict[int, torch.Tensor | None] = dict.fromkeys(whole.states)
         self._shape = whole.plan.positions[tile].shape  # [B', N']
-        self._attention = {}
-        for kind, attention in whole.attention.items():
-            assert isinstance(attention, InParts), "tiles are rows of a deterministic backend"
-            self._attention[kind] = attention.part(*tile)
+        self._attention = {kind: part_of(attend, *tile) for kind, attend in whole.attention.items()}
         plan, width = whole.plan, whole.plan.positions.shape[1]
         self._full = None if plan.write_full is None else FullLoc(tile.rows(plan.write_full, width))
         self._swa = None if plan.write_swa is None else SwaLoc(tile.rows(plan.write_swa, width))
