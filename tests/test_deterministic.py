@@ -272,10 +272,10 @@ def test_functions_do_not_depend_on_the_place_of_a_row(name, threads):
         for dtype in (torch.float32, BF16):
             with ByVectors():
                 assert places(FUNCTIONS[name], width, dtype), f"{width=} {dtype=}"
-            x = torch.randn(3, width).to(dtype)
+            x = torch.randn(3, width, generator=torch.Generator().manual_seed(width)).to(dtype)
             with ByVectors():
                 found = FUNCTIONS[name](x)
-            torch.testing.assert_close(found, FUNCTIONS[name](x))
+            torch.testing.assert_close(found, FUNCTIONS[name](x), rtol=1.6e-2 if dtype == BF16 else 1e-5, atol=1e-3)
 
 
 def test_without_vectors_they_do():
