@@ -252,9 +252,10 @@ def main() -> None:
     print(f"| figure | {' | '.join(checkouts)} |{' here / there |' if len(checkouts) > 1 else ''}")
     print(f"|---|{'---:|' * (len(checkouts) + (len(checkouts) > 1))}")
     for figure in taken["here"]:
-        medians = [statistics.median(taken[name][figure]) for name in checkouts]
+        medians = [statistics.median(taken[name][figure]) for name in checkouts if figure in taken[name]]
         cells = [f"{median:.1f}" for median in medians]
-        cells += [f"{medians[0] / medians[1]:.2f}" if medians[1] else ""] if len(medians) > 1 else []
+        if len(checkouts) > 1:  # the other may not know the figure
+            cells += [f"{medians[0] / medians[1]:.2f}" if medians[1] else ""] if len(medians) > 1 else ["", ""]
         print(f"| {figure} | {' | '.join(cells)} |")
     print(f"\n{options.device}, median of {options.repeats}, {time.strftime('%Y-%m-%d')}")
     if options.out:
