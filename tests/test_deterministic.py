@@ -172,6 +172,20 @@ def test_every_drafter(drafter, spec, make_target, make_assistant, make_engine, 
     assert answers(speculating, prompts, params) == expected
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kv_that_others_made_have_the_same_bits(dtype, make_target, engine, random_prompt, seen):
+    """A prefix found in the cache, beside requests that do not speculate."""
+    model = make_target("gemma4-e2b", fresh=True).to(dtype)
+    common = random_prompt(37, seed=9)
+    prompts = [common + random_prompt(length, seed=length) for length in (1, 9, 14)]
+    params = [SamplingParams(max_new_tokens=NEW, logprobs=VOCAB, speculation=each) for each in (None, False, None)]
+    expected = answers(engine(model, max_batch_size=1, prefill_chunk=256, prefix_cache=False), prompts, params)
+    sharing = engine(model, "ngram", prefill_chunk=16, page_size=4)
+    assert answers(sharing, prompts, params) == answers(sharing, prompts, params) == expected
+    assert sharing.stats().cached_tokens >= 5 * 36
+    assert seen.again > 20
+
+
 def test_the_comparison_finds_rows_that_depend_on_others(make_target, engine, random_prompt, seen):
     """Seeded: all rows of a forward at once, whatever their number, as in an engine that is not deterministic."""
     model = make_target("llama")
