@@ -127,7 +127,7 @@ class CheckedBackend:
         self, query: torch.Tensor, out: torch.Tensor, plan: KVPlan, space: Space, part: tuple[slice, slice]
     ) -> None:
         """query [B, Hq, N, D], out [B, N, Hq, D] of a part of the requests and columns of a plan."""
-        broken = query.isfinite().flatten(3).all(-1).all(1) & ~out.isfinite().flatten(2).all(-1)  # [B, N]
+        broken = _broken(query, out)
         null = torch.zeros_like(plan.positions[part])
         broken &= self._own(plan)[part]
         self.sanitizer.note(Fault.POISON, space, broken, plan.rows[part[0]], plan.positions[part], null, null)
@@ -181,10 +181,15 @@ class CheckedDraft:
 
     def attend(self, layer: int, query: torch.Tensor, *, scaling: float) -> torch.Tensor:
         out = self.block.attend(layer, query, scaling=scaling)  # [B, K, Hq, D]
-        broken = query.isfinite().flatten(3).all(-1).all(1) & ~out.isfinite().flatten(2).all(-1)  # [B, K]
+        broken = _broken(query, out)
         rows = self.draft.rows.index
         broken &= (rows != self.sanitizer.table.padding_row)[:, None]
         positions = self.draft.positions[self.level][:, None]
         null = torch.zeros_like(positions)
         self.sanitizer.note(Fault.POISON, Space.FULL, broken, rows, positions, null, null)
         return out
+
+
+def _broken(query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """query [B, Hq, N, D], out [B, N, Hq, D] -> [B, N]: finite queries whose answers are not."""
+    return query.isfinite().all(-1).all(1) & ~out.isfinite().flatten(2).all(-1)

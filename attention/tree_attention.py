@@ -168,9 +168,8 @@ def tree_attention(
     part = torch.empty((*part_shape, head_dim), dtype=torch.float32, device=query.device)
     part_max, part_sum = (torch.empty(part_shape, dtype=torch.float32, device=query.device) for _ in "ms")
     out = torch.empty((batch, num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
-    resident = resident_programs(tiles, cut, block_d, query.element_size(), *device_limits(query.device))
-    window_splits = None if window is None or grows else max(1, (window + own.path_len) // cut.split_len)
-    split_programs = 1 if fold else choose_split_programs(num_splits, programs, resident, window_splits)
+    # programs of empty splits exit at once, yet each takes a multiprocessor's time: some take several splits
+    split_programs = 1 if fold else min(num_splits, max(16, -(-1024 // programs)))
     pdl = _dependent_launch(query.device)
     shared_options = {
         "HAS_OWN": own.path_len > 0,
@@ -240,37 +239,12 @@ def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_t
 def fit_rows(tiles: RowTiles, cut: Cut, block_d: int, item_size: int, shared: int) -> RowTiles:
     """The tiles, with fewer stages, then fewer rows, until they fit `shared` bytes of a multiprocessor's memory."""
     while tiles.block_m > 16 or tiles.num_stages > 3:
-        if shared_bytes(tiles, cut, block_d, item_size) <= shared:
+        buffers = 2 * cut.block_k * ((tiles.num_stages + 1) // 2)  # rows of K and of V: a page lookup takes a stage too
+        if (tiles.block_m + buffers) * block_d * item_size + 2048 <= shared:
             break
         fewer = {"num_stages": tiles.num_stages - 2} if tiles.num_stages > 3 else {"block_m": 16, "rows": None}
         tiles = tiles._replace(**fewer)
     return tiles
-
-
-def shared_bytes(tiles: RowTiles, cut: Cut, block_d: int, item_size: int) -> int:
-    """What a program takes of a multiprocessor's memory, about."""
-    buffers = 2 * cut.block_k * ((tiles.num_stages + 1) // 2)  # rows of K and of V: a page lookup takes a stage too
-    return (tiles.block_m + buffers) * block_d * item_size + 2048
-
-
-def resident_programs(
-    tiles: RowTiles, cut: Cut, block_d: int, item_size: int, multiprocessors: int, shared: int
-) -> int:
-    """How many run at a time, about."""
-    by_registers = 65536 // (32 * tiles.num_warps * (tiles.max_registers or 255))
-    return multiprocessors * max(1, min(by_registers, shared // shared_bytes(tiles, cut, block_d, item_size)))
-
-
-def choose_split_programs(num_splits: int, programs: int, resident: int, window_splits: int | None) -> int:
-    """Programs that share the splits of a request, each of which takes every so manieth.
-
-    window_splits: whole ones that a window's keys would fill. It may begin and end within others, and the newest and
-    the oldest are one in length then: a program takes both where that spares a second wave.
-    """
-    if window_splits is not None and window_splits * programs <= resident < num_splits * programs:
-        return window_splits
-    # one of an empty split exits at once, yet takes a multiprocessor's time
-    return min(num_splits, max(16, -(-1024 // programs)))
 
 
 def count_splits(num_keys: int, window: int | None, path_len: int, cut: Cut, *, grows: bool) -> int:

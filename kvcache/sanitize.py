@@ -202,11 +202,9 @@ class Sanitizer:
         name = f"{space.value} slot {slot}"
         if slot < self.allocator.page_size:
             return f"{name} (padding)"
-        table, held = self.table, slice(None)
         rows = []
-        for row in table.active_rows.tolist():
-            held = slice(0, int(table.capacity[row]))
-            slots = table.slots.host[row, held]
+        for row in self.table.active_rows.tolist():
+            slots = self.table.slots.host[row, : int(self.table.capacity[row])]
             if slot in (slots if space is Space.FULL else self.allocator.full_to_swa.host[slots]):
                 rows.append(row)
         if rows:

@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -71,10 +71,7 @@ class RequestStats:
             counts + [0] * (longest - len(counts)) for counts in (self.accepted_counts, other.accepted_counts)
         )
         self.accepted_counts = [a + sign * b for a, b in zip(mine, theirs, strict=True)]
-        for name in ("rounds", "round_tokens", "prompt_tokens", "output_tokens", "preemptions", "cached_tokens"):
-            setattr(self, name, getattr(self, name) + sign * getattr(other, name))
-        for name in ("prefill", "draft", "verify", "other", "queue", "first_token"):
-            name = f"{name}_seconds"
+        for name in (each.name for each in fields(RequestStats) if each.name != "accepted_counts"):
             setattr(self, name, getattr(self, name) + sign * getattr(other, name))
 
 

@@ -14,10 +14,7 @@ import torch
 
 from specdec.attention.bridge import AttentionCall
 from specdec.kvcache.layout import KVLayout
-
-Run = Callable[[torch.Tensor, torch.Tensor, object], torch.Tensor]
-"""A forward over packed rows: (tokens [1, T], positions [1, T], context) -> states [1, T, H]."""
-
+from specdec.models.probe import Run
 
 Row = tuple[int, int]
 """(text, position)"""

@@ -11,8 +11,7 @@ import torch
 from specdec.attention.bridge import ForwardContext
 from specdec.attention.row_tiles import ROWS, TileContext, pad_rows, row_tiles
 from specdec.layers.rowwise import ByVectors
-
-Run = Callable[[torch.Tensor, torch.Tensor, object], torch.Tensor]
+from specdec.models.probe import Run
 
 
 def forward_in_tiles(
