@@ -46,6 +46,22 @@ class AttentionCall(NamedTuple):
     softcap: float | None
     extra: dict[str, Any]
 
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value packed: [X * T, heads, D]."""
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (self.query, self.key, self.value))
+        return q, k, v
+
+    def answer(
+        self,
+        attend_rows: Callable[..., torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[X, T, Hq, D] by what attends packed rows."""
+        out = attend_rows(self.layer, q, k, v, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks)
+        return out.view(len(self.query), -1, *out.shape[1:])
+
 
 class AttentionContext(Protocol):
     """What the attention function delegates to."""
@@ -122,14 +138,13 @@ class ForwardContext:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """For a layer of Hugging Face: its K/V are stored here, unless they are another layer's."""
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (call.query, call.key, call.value))  # [B*N, heads, D]
+        q, k, v = call.rows()
         own: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if self.plan.write_full is not None and self.view.owns(call.layer):
             kept = self.view.writable_layer(call.layer)
             self.plan.backend.store(kept, self.plan.write_slots(kept.space), k, v)
             own = k, v
-        out = self.attend_rows(call.layer, q, *own, scaling=call.scaling, softcap=call.softcap, sinks=call.sinks)
-        return out.view(len(call.query), -1, *out.shape[1:])
+        return call.answer(self.attend_rows, q, *own)
 
     def destination(self, layer: int) -> Destination | None:
         """Where this layer's new K/V go; None when it stores none: it shares another's, or reads a frozen cache."""

@@ -65,12 +65,11 @@ class TileContext:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """For a layer of Hugging Face: its K/V are stored here, unless they are another layer's."""
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (call.query, call.key, call.value))  # [ROWS, heads, D]
+        q, k, v = call.rows()
         destination = self.destination(call.layer)
         if destination is not None:
             self.whole.plan.backend.store(self.whole.view.writable_layer(call.layer), destination.slots, k, v)
-        out = self.attend_rows(call.layer, q, k, v, scaling=call.scaling, softcap=call.softcap, sinks=call.sinks)
-        return out.view(len(call.query), -1, *out.shape[1:])
+        return call.answer(self.attend_rows, q, k, v)
 
     def destination(self, layer: int) -> Destination | None:
         """Where this layer's new K/V go, padding to the sink; None when it stores none."""

@@ -32,9 +32,7 @@ class RowRecord:
         self.now: list[Row] = []
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (call.query, call.key, call.value))
-        out = self.attend_rows(call.layer, q, k, v, scaling=call.scaling, softcap=call.softcap, sinks=call.sinks)
-        return out.view(len(call.query), -1, *out.shape[1:])
+        return call.answer(self.attend_rows, *call.rows())
 
     def destination(self, layer: int) -> None:
         """Nothing is stored: what layers ask with is recorded."""

@@ -107,9 +107,7 @@ class ProbeContext:
         if fault is not None:
             self.faults[layer] = fault
             return query.new_zeros((len(query), query.shape[2], query.shape[1], call.value.shape[3]))
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, call.key, call.value))
-        out = self.attend_rows(layer, q, k, v, scaling=call.scaling, softcap=call.softcap, sinks=call.sinks)
-        return out.view(len(query), -1, *out.shape[1:])
+        return call.answer(self.attend_rows, *call.rows())
 
     def destination(self, layer: int) -> None:
         """Fused layers store nothing here: what they ask with is recorded."""
