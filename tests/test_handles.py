@@ -4,6 +4,7 @@ import gc
 import threading
 
 import pytest
+from side_by_side import in_threads
 
 from specdec import Engine, SamplingParams
 from specdec.errors import CapacityError, ConfigError, SpecDecError
@@ -125,24 +126,6 @@ def test_a_closed_engine_ends_its_handles(make_target, make_engine, random_promp
 
 
 # several threads
-
-
-def in_threads(jobs) -> None:
-    faults = []
-
-    def run(job):
-        try:
-            job()
-        except BaseException as fault:
-            faults.append(fault)
-
-    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if faults:
-        raise faults[0]
 
 
 def test_one_thread_steps_and_others_submit_abort_and_read(make_target, make_engine, greedy_oracle, random_prompt):

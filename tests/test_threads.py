@@ -1,11 +1,10 @@
 """Several threads: calls on one engine take turns, and engines over one model do not touch each other or the model."""
 
 import copy
-import threading
-from collections.abc import Callable
 
 import pytest
 import torch
+from side_by_side import in_threads
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
@@ -14,27 +13,6 @@ from specdec.models.target import TargetModel
 from marks import slow
 
 NEW = 10
-
-
-def in_threads(jobs: list[Callable[[], object]]) -> None:
-    """Run all jobs at once; whatever one raises is raised here."""
-    faults: list[BaseException] = []
-    start = threading.Barrier(len(jobs))
-
-    def run(job: Callable[[], object]) -> None:
-        try:
-            start.wait()
-            job()
-        except BaseException as fault:
-            faults.append(fault)
-
-    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if faults:
-        raise faults[0]
 
 
 def modes_and_configs(model: torch.nn.Module) -> list[object]:
