@@ -19,6 +19,7 @@ LAYERS = (  # a module imports down this list; the longest name that fits counts
     "specdec.layers",
     "specdec.draft_models",
     "specdec",
+    "specdec.serving",
     "specdec.evaluation",
     "specdec.commands",
     "specdec.cli",
