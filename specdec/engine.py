@@ -36,13 +36,13 @@ from specdec.attention.backend import choose_backend
 from specdec.attention.checked_backend import sanitized
 from specdec.config import EngineConfig, SamplingParams, SpecConfig, require_int
 from specdec.draft_models.base import Drafter
-from specdec.errors import ConfigError, SpecDecError, shown
+from specdec.errors import ConfigError, SpecDecError
 from specdec.graphs import RoundGraphs, capture_for
 from specdec.handle import Handle
 from specdec.health import EngineStats
 from specdec.launch import Launcher
 from specdec.layers.operations import choose_operations
-from specdec.models.loading import SHARED_OPTIONS, load_any_drafter, load_target, load_tokenizer
+from specdec.models.loading import SHARED_OPTIONS, load_any_drafter, load_target, pick_tokenizer
 from specdec.models.target import TargetModel
 from specdec.prefixes import Prefixes
 from specdec.progress import progress_bar
@@ -53,7 +53,7 @@ from specdec.sizing import make_cache
 from specdec.steps import Steps
 from specdec.text.detokenize import Detokenizer
 from specdec.text.ends import end_tokens
-from specdec.text.prompts import Prompt, as_prompt_list, as_token_ids, chat_or_text_ids, text_ids
+from specdec.text.prompts import Prompt, as_chat_list, as_prompt_list, as_token_ids, chat_or_text_ids, text_ids
 
 
 class Engine:
@@ -141,16 +141,7 @@ class Engine:
         require_type("config", config, EngineConfig)
         require_no_setting(target_options)
         model = load_target(target, dtype=config.dtype, device=config.device, options=target_options)
-        if tokenizer is None and isinstance(target, (str, PathLike)):
-            tokenizer = load_tokenizer(target, target_options)
-        elif isinstance(tokenizer, (str, PathLike)):
-            name, tokenizer = tokenizer, load_tokenizer(tokenizer, target_options)
-            if tokenizer is None:
-                raise ConfigError(
-                    f"tokenizer={str(name)!r}: no tokenizer there; give a folder, a hub id or a tokenizer"
-                )
-        elif tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
-            raise ConfigError(f"tokenizer is {shown(tokenizer)}; a tokenizer or its name is wanted")
+        tokenizer = pick_tokenizer(tokenizer, target, target_options)
         shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
         ops = choose_operations(config.fused, config.attention, model.device, model.dtype)
         bound = TargetModel(model, ops, deterministic=config.deterministic)
@@ -182,6 +173,12 @@ class Engine:
         finally:
             self._abort(requests)
         return [request.output() for request in requests]
+
+    def chat(
+        self, chats: Any, params: SamplingParams | Sequence[SamplingParams] | None = None, **template_kwargs: Any
+    ) -> list[GenerationOutput]:
+        """`generate` for a conversation, as `chat_prompt` takes it with these arguments, or for each of a list."""
+        return self.generate([self.chat_prompt(chat, **template_kwargs) for chat in as_chat_list(chats)], params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
         """Continue one prompt, yielding what each round adds; the last delta carries the whole output.

@@ -110,6 +110,46 @@ def test_contents_that_are_understood(engine):
     assert text([SAY, calls]) == "<user>Hi\n<assistant>1 calls\n<model>"
 
 
+def test_chat_answers_one_conversation_or_many(engine):
+    params = SamplingParams(max_new_tokens=5)
+    messages = [SAY, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Go"}]
+    prompts = [engine.chat_prompt(chat, enable_thinking=True) for chat in ("Hi", messages)]
+    want = engine.generate(prompts, params)
+    assert want[0].token_ids != want[1].token_ids
+
+    def told(chats):
+        outs = engine.chat(chats, params, enable_thinking=True)
+        return [(out.prompt_token_ids, out.token_ids, out.text) for out in outs]
+
+    first, second = [(out.prompt_token_ids, out.token_ids, out.text) for out in want]
+    assert told("Hi") == told([SAY]) == told((SAY,)) == told(iter([SAY])) == told([[SAY]]) == [first]
+    assert told(messages) == [second]
+    assert told(["Hi", messages]) == told(([SAY], tuple(messages))) == [first, second]
+    each = [SamplingParams(max_new_tokens=1), SamplingParams(max_new_tokens=2, n=2)]
+    assert [len(out.token_ids) for out in engine.chat(["Hi", messages], each)] == [1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("chats", "parts"),
+    [
+        ([], ["chat=[] is empty"]),
+        (SAY, ["'role': 'user'", "list of messages"]),
+        (5, ["chat=5", "list of messages"]),
+        ([1, 2], ["chat=1", "list of messages"]),
+        ([[SAY], []], ["chat=[] is empty"]),
+        ([[SAY], SAY], ["'role': 'user'", "list of messages"]),
+        ([SAY, [SAY]], ["message 1 of the chat"]),
+    ],
+    ids=["empty", "message", "number", "ids", "one-empty", "chat-then-message", "message-then-chat"],
+)
+def test_chat_refuses_what_is_no_conversation(chats, parts, engine):
+    with pytest.raises(SpecDecError) as error:
+        engine.chat(chats)
+    one_line(error, *parts)
+    with pytest.raises(SpecDecError, match="token ids"):
+        engine.chat("Hi", tokenize=False)
+
+
 @pytest.mark.parametrize("name", ["tokenize", "return_tensors", "padding"])
 def test_what_the_engine_decides_is_no_argument_of_a_template(name, engine):
     with pytest.raises(SpecDecError) as error:

@@ -231,6 +231,20 @@ def load_tokenizer(name: str | os.PathLike[str], options: Mapping[str, Any] | No
     return tokenizer if len(tokenizer) > len(set(tokenizer.all_special_ids)) else None
 
 
+def pick_tokenizer(asked: Any | None, target: Any, options: Mapping[str, Any]) -> Any | None:
+    """The tokenizer asked for, or that of the name asked for; else the target's, None where that is a loaded module."""
+    if isinstance(asked, (str, os.PathLike)):
+        tokenizer = load_tokenizer(asked, options)
+        if tokenizer is None:
+            raise ConfigError(f"tokenizer={str(asked)!r}: no tokenizer there; give a folder, a hub id or a tokenizer")
+        return tokenizer
+    if asked is None:
+        return load_tokenizer(target, options) if isinstance(target, (str, os.PathLike)) else None
+    if not callable(getattr(asked, "decode", None)):
+        raise ConfigError(f"tokenizer is {shown(asked)}; a tokenizer or its name is wanted")
+    return asked
+
+
 def pick_device(device: str | torch.device | None) -> torch.device:
     """The device asked for, else the first GPU, else the CPU. Raises ConfigError for one that is not there."""
     if device is None:

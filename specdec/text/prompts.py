@@ -67,6 +67,13 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
+def as_chat_list(chats: Any) -> list[Any]:
+    """One conversation (a user's turn as text, or messages) or many of them, as a list; nothing is checked."""
+    if isinstance(chats, str) or not isinstance(chats, Sequence) or not chats or isinstance(chats[0], Mapping):
+        return [chats]
+    return list(chats)
+
+
 def chat_or_text_ids(tokenizer: Any, chat: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
     """`chat_ids` of messages or a user's turn; without a template a turn is plain text, and messages are refused."""
     if template_kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None):
