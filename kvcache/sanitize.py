@@ -24,7 +24,7 @@ from specdec.kvcache.table import RequestTable
 
 SETTING = "SPECDEC_SANITIZE"
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
-"""As in `specdec.graphs`."""
+"""As in `specdec.rounds.graphs`."""
 SPACES = tuple(Space)
 BLAME = f"(found by {SETTING}=1; this is a defect of specdec or of a drafter, no user's mistake)"
 

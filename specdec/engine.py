@@ -37,20 +37,20 @@ from specdec.attention.checked_backend import sanitized
 from specdec.config import EngineConfig, SamplingParams, SpecConfig, require_int
 from specdec.draft_models.base import Drafter
 from specdec.errors import ConfigError, SpecDecError
-from specdec.graphs import RoundGraphs, capture_for
 from specdec.handle import Handle
-from specdec.health import EngineStats
-from specdec.launch import Launcher
 from specdec.layers.operations import choose_operations
 from specdec.models.loading import SHARED_OPTIONS, load_any_drafter, load_target, pick_tokenizer
 from specdec.models.target import TargetModel
-from specdec.prefixes import Prefixes
 from specdec.progress import progress_bar
 from specdec.request import GenerationOutput, Request, StreamDelta
-from specdec.round import Round
-from specdec.scheduler import Scheduler
+from specdec.rounds.graphs import RoundGraphs, capture_for
+from specdec.rounds.launch import Launcher
+from specdec.rounds.round import Round
+from specdec.scheduling.health import EngineStats
+from specdec.scheduling.prefixes import Prefixes
+from specdec.scheduling.scheduler import Scheduler
+from specdec.scheduling.steps import Steps
 from specdec.sizing import make_cache
-from specdec.steps import Steps
 from specdec.text.detokenize import Detokenizer
 from specdec.text.ends import end_tokens
 from specdec.text.prompts import Prompt, as_chat_list, as_prompt_list, as_token_ids, chat_or_text_ids, text_ids

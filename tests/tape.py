@@ -82,7 +82,7 @@ def _rewrite(outs: list[torch.Tensor], again: Any, ins: set[int]) -> None:
 
 
 def record(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """`Capture` of `specdec.graphs`, for tests on the CPU."""
+    """`Capture` of `specdec.rounds.graphs`, for tests on the CPU."""
     tape = Tape()
     with torch.inference_mode(), _kernels_on(tape), tape:
         out = program()

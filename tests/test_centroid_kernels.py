@@ -19,7 +19,7 @@ from specdec.layers.sampling.centroid import (
     select_kernel,
 )
 from specdec.layers.sampling.sample import SampleParams
-from specdec.sampling import SamplingBatch
+from specdec.rounds.sampling import SamplingBatch
 
 from marks import slow
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tape import record
 
 import specdec.engine
-import specdec.graphs
+import specdec.rounds.graphs
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.backend import choose_backend
 from specdec.attention.bridge import ForwardContext
@@ -24,8 +24,8 @@ from specdec.errors import ConfigError, SpecDecError, UnsupportedModelError
 from specdec.layers.operations import FAST, KERNELS, REFERENCE
 from specdec.layers.rowwise import ROWWISE, ByVectors, rows_alone
 from specdec.models.target import TargetModel
-from specdec.result import LogProbs
-from specdec.sampling import SamplingBatch
+from specdec.rounds.result import LogProbs
+from specdec.rounds.sampling import SamplingBatch
 
 from marks import slow
 from tiny_models import FAMILIES, VOCAB, random_eagle3
@@ -366,7 +366,7 @@ def test_attention_of_some_rows_is_that_of_all(
 def test_kernels(family, make_target, random_prompt, scripted, tree_script, seen, monkeypatch):
     """Alone, in a batch, in chunks of a few tokens, chains and trees, in captured rounds and not."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(specdec.graphs, "SHORTEST", 32)
+    monkeypatch.setattr(specdec.rounds.graphs, "SHORTEST", 32)
     model = make_target(family, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     prompts = [random_prompt(17), random_prompt(3)]
     params = [SamplingParams(max_new_tokens=4), SamplingParams(max_new_tokens=3, temperature=0.9, seed=1)]

@@ -19,7 +19,7 @@ from specdec.draft_models.base import Binding, DraftBatch, Observation
 from specdec.draft_models.conformance import check_drafter
 from specdec.draft_models.eagle3 import Eagle3Drafter, eagle3_drafter
 from specdec.models.target import TargetModel
-from specdec.sampling import SamplingBatch
+from specdec.rounds.sampling import SamplingBatch
 
 V = 96
 H = 32

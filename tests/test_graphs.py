@@ -15,7 +15,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.torch_backend import TorchBackend
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import ConfigError, FrozenKVError
-from specdec.graphs import batch_sizes, length_bucket
+from specdec.rounds.graphs import batch_sizes, length_bucket
 
 TREE = SpecConfig(3, 2, 6)
 SHORT_POOLS = {"page_size": 4, "full_slots": 88, "swa_slots": 88}

@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from specdec import SamplingParams
-from specdec.scheduler import slots_needed
+from specdec.scheduling.scheduler import slots_needed
 
 from marks import pairs, quick, slow
 from tiny_models import FAMILIES, FAST_FAMILIES, GEMMA4_FAMILIES

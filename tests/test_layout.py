@@ -12,12 +12,19 @@ import pytest
 
 parsed = functools.cache(ast.parse)  # of a text: a dozen tests read the same files
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = (  # a module imports down this list; the longest name that fits counts, so "specdec" is the core
+LAYERS = (  # a module imports down this list; the longest name that fits counts, so "specdec" is what is beside these
     "specdec.errors",
     "specdec.kvcache",
     "specdec.attention",
     "specdec.layers",
     "specdec.draft_models",
+    "specdec.config",
+    "specdec.text",
+    "specdec.models",
+    "specdec.request",
+    "specdec.progress",
+    "specdec.rounds",
+    "specdec.scheduling",
     "specdec",
     "specdec.serving",
     "specdec.evaluation",

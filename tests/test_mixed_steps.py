@@ -8,8 +8,8 @@ from tape import record
 
 import specdec.engine
 from specdec import Engine, SamplingParams, SpecConfig
-from specdec.launch import alike
 from specdec.request import RequestState
+from specdec.rounds.launch import alike
 
 from marks import slow
 from tiny_models import random_eagle3

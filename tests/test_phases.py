@@ -25,7 +25,7 @@ from specdec.evaluation.phases.run import Plan, Subject, run_phases
 from specdec.models.loading import load_any_drafter
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted
-from specdec.result import RoundResult
+from specdec.rounds.result import RoundResult
 
 runner = CliRunner()
 SMALL = ("--layers", "2", "--shrink", "16", "--device", "cpu")

@@ -16,7 +16,7 @@ import specdec.engine
 from specdec import Engine, SamplingParams, SpecConfig
 from specdec.errors import ConfigError
 from specdec.kvcache.spaces import Space
-from specdec.scheduler import slots_needed
+from specdec.scheduling.scheduler import slots_needed
 
 from marks import slow
 from tiny_models import random_eagle3

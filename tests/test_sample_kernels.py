@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from specdec import DraftTree, SamplingParams
-from specdec.kernel_sampling import KernelSampling
 from specdec.kvcache.triton_shim import tl, triton
 from specdec.layers.sampling.noise import NOISE_ERROR, exact_noise, noise_bound, noise_stream, reference_noise
 from specdec.layers.sampling.sample import (
@@ -24,7 +23,8 @@ from specdec.layers.sampling.sample import (
     sample,
 )
 from specdec.layers.sampling.seen import mark_seen, path_tokens, reference_mark_seen
-from specdec.sampling import Past, SamplingBatch, SamplingTable, Uses, gumbel_noise, seen_tokens
+from specdec.rounds.kernel_sampling import KernelSampling
+from specdec.rounds.sampling import Past, SamplingBatch, SamplingTable, Uses, gumbel_noise, seen_tokens
 
 from marks import slow
 

@@ -31,10 +31,10 @@ from specdec.errors import CapacityError, KVStateError
 from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.mirror import IntArray
 from specdec.kvcache.table import RequestTable
-from specdec.prefixes import WORTH_WAITING, Prefixes
 from specdec.request import Request, RequestState
-from specdec.scheduler import Scheduler, rank
-from specdec.settle import commit_chunks
+from specdec.scheduling.prefixes import WORTH_WAITING, Prefixes
+from specdec.scheduling.scheduler import Scheduler, rank
+from specdec.scheduling.settle import commit_chunks
 from specdec.text.detokenize import Detokenizer
 
 from marks import slow

@@ -29,7 +29,7 @@ from specdec.layers.moe.mixture import Experts, Router, Routing, reference_apply
 from specdec.layers.norm import reference_rms_norm
 from specdec.layers.sampling.centroid import CentroidHead, centroid_best, centroid_sample, reference_centroid_logits
 from specdec.layers.sampling.sample import SampleParams, best_tokens, log_probs, sample
-from specdec.sampling import SamplingBatch
+from specdec.rounds.sampling import SamplingBatch
 
 VOCAB = 1000 if ON_CPU else 262_144
 ROWS = (1, 3) if ON_CPU else (1, 5, 8, 16, 40, 160)

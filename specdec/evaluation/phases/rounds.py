@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from specdec.clock import STAMP
 from specdec.config import SamplingParams
 from specdec.engine import Engine
-from specdec.launch import Launcher, UnderWay
 from specdec.request import StreamDelta
-from specdec.result import RoundResult
-from specdec.round import DECODE_STAGES
+from specdec.rounds.clock import STAMP
+from specdec.rounds.launch import Launcher, UnderWay
+from specdec.rounds.result import RoundResult
+from specdec.rounds.round import DECODE_STAGES
 
 WARM_UP = 6
 """Rounds before the first that counts: kernels compile, a round is captured."""

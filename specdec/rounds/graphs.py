@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 from specdec.errors import ConfigError, FrozenKVError, first_line
-from specdec.result import RoundShape
-from specdec.round import Round
+from specdec.rounds.result import RoundShape
+from specdec.rounds.round import Round
 
 logger = logging.getLogger(__name__)
 

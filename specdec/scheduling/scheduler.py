@@ -17,8 +17,8 @@ import numpy as np
 from specdec.errors import CapacityError
 from specdec.kvcache.mirror import IntArray
 from specdec.kvcache.table import RequestTable, swa_slots_held
-from specdec.prefixes import Prefixes
 from specdec.request import Request, RequestState
+from specdec.scheduling.prefixes import Prefixes
 
 
 class Scheduler:

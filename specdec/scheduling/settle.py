@@ -12,9 +12,9 @@ import numpy as np
 
 from specdec.kvcache.mirror import IntArray, MirroredArray
 from specdec.kvcache.table import RequestTable
-from specdec.prefixes import Prefixes
 from specdec.request import Request, RequestState
-from specdec.result import RoundResult
+from specdec.rounds.result import RoundResult
+from specdec.scheduling.prefixes import Prefixes
 
 
 def commit_chunks(table: RequestTable, prefixes: Prefixes, requests: Sequence[Request], chunk_len: IntArray) -> None:

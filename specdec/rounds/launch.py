@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from specdec.config import SamplingParams, SpecConfig
-from specdec.graphs import RoundGraphs, batch_sizes
 from specdec.kvcache.mirror import IntArray
-from specdec.result import RoundResult, RoundShape, unpack
-from specdec.round import DECODE_STAGES, PREFILL_STAGES, Round
-from specdec.sampling import Uses
+from specdec.rounds.graphs import RoundGraphs, batch_sizes
+from specdec.rounds.result import RoundResult, RoundShape, unpack
+from specdec.rounds.round import DECODE_STAGES, PREFILL_STAGES, Round
+from specdec.rounds.sampling import Uses
 
 FULL_DEPTH = 1 << 30
 WORTH_A_FORWARD = 256

@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from specdec.attention.backend import Backend
 from specdec.attention.plan import plan_chunk, plan_verify
 from specdec.attention.tree import DraftTree
-from specdec.clock import StageClock
 from specdec.config import SamplingParams
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation
-from specdec.kernel_sampling import KernelSampling
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view
 from specdec.kvcache.mirror import IntArray, MirroredArray
 from specdec.kvcache.table import Rows
 from specdec.models.target import TargetModel, TargetOutput
-from specdec.result import LogProbs, RoundShape, pack
-from specdec.sampling import Past, SamplingBatch, SamplingTable, Uses
+from specdec.rounds.clock import StageClock
+from specdec.rounds.kernel_sampling import KernelSampling
+from specdec.rounds.result import LogProbs, RoundShape, pack
+from specdec.rounds.sampling import Past, SamplingBatch, SamplingTable, Uses
 
 PREFILL_STAGES, DECODE_STAGES = ("prefill",), ("other", "draft", "verify", "other")
 """What the clocks of the two programs time."""

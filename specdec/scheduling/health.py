@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from specdec.kvcache.paged import PagedAllocator
 from specdec.request import Request, RequestStats
-from specdec.result import RoundResult
-from specdec.scheduler import Scheduler
+from specdec.rounds.result import RoundResult
+from specdec.scheduling.scheduler import Scheduler
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("specdec.health")
 
 ENOUGH_DRAFTS, FEW_ACCEPTED = 1000, 0.02
 """Of so many drafts (one a request and round) fewer than this share had a first token that was right: a broken pair,

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 
 from specdec.config import SamplingParams
-from specdec.graphs import batch_sizes
-from specdec.health import Health
 from specdec.kvcache.mirror import IntArray
-from specdec.launch import Launcher, UnderWay, alike
 from specdec.progress import progress_bar
 from specdec.request import Request
-from specdec.scheduler import Scheduler
-from specdec.settle import commit_chunks, settle_first, settle_round
+from specdec.rounds.graphs import batch_sizes
+from specdec.rounds.launch import Launcher, UnderWay, alike
+from specdec.scheduling.health import Health
+from specdec.scheduling.scheduler import Scheduler
+from specdec.scheduling.settle import commit_chunks, settle_first, settle_round
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 
 from specdec.layers.sampling.sample import Seen, best_tokens, sample
 from specdec.layers.sampling.seen import mark_seen, path_tokens
-from specdec.sampling import Best, Past, SamplingBatch
+from specdec.rounds.sampling import Best, Past, SamplingBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from specdec.clock import seconds_by_stage
 from specdec.kvcache.mirror import IntArray
 from specdec.request import TokenLogprob
-from specdec.sampling import Uses
+from specdec.rounds.clock import seconds_by_stage
+from specdec.rounds.sampling import Uses
 
 
 class RoundShape(NamedTuple):
