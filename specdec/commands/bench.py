@@ -1,9 +1,10 @@
-"""`specdec bench`: tokens per second of a pair, with and without its drafter; or the milliseconds of its phases."""
+"""`specdec bench`: tokens per second with and without a drafter, milliseconds of a round, or load on a server."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
 
+from specdec.commands.load import load
 from specdec.commands.phases import phases as run_phases_command
 from specdec.commands.settings import drafter_name, engine_config, quiet_libraries
 from specdec.config import SamplingParams, SpecConfig
@@ -50,8 +51,33 @@ def bench(
     shrink: int,
     profile: bool,
     plot_file: Path | None,
+    serve: str | None,
+    rate: float | None,
+    concurrency: int | None,
+    model: str | None,
+    api_key: str | None,
+    body: str | None,
+    timeout: float,
 ) -> None:
     quiet_libraries()
+    if serve is not None:
+        load(
+            serve=serve,
+            data=data,
+            limit=limit,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            raw=raw,
+            json_file=json_file,
+            rate=rate,
+            concurrency=concurrency,
+            model=model,
+            api_key=api_key,
+            body=body,
+            timeout=timeout,
+        )
+        return
     if shape is not None or phases:
         run_phases_command(
             shape=shape,

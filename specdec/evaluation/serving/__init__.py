@@ -1,0 +1,1 @@
+"""Load on a server that speaks OpenAI's protocol: who asks, what came back when, and the figures of it."""
