@@ -324,6 +324,47 @@ def evaluate(
 
 
 @app.command(cls=Command)
+@runs("serve", "serve")
+def serve(
+    target: Target = "tiny-gemma4",
+    drafter: DrafterName = "auto",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of IPv4.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one and prints it.")] = 8000,
+    served_model_name: Annotated[
+        list[str], typer.Option(help="What requests may call the model, again for each; default: the target.")
+    ] = [],  # noqa: B006
+    api_key: Annotated[
+        list[str], typer.Option(help="Let in who sends this as bearer token, again for each; also SPECDEC_API_KEY.")
+    ] = [],  # noqa: B006
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests that run at a time.")] = 8,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are refused with 429.")] = 256,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Longest prompt and output in tokens; default: the model's own.")
+    ] = None,
+    page_size: Annotated[int, typer.Option(min=1, help="KV slots of a page.")] = 1,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bits whatever the batch and the drafts.")
+    ] = False,
+    num_steps: NumSteps = 4,
+    draft_topk: DraftTopK = 1,
+    num_draft_tokens: NumDraftTokens = None,
+    dtype: DtypeName = None,
+    device: Device = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A Jinja file in place of the tokenizer's own.")
+    ] = None,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest request; larger ones get 413.")] = 4 << 20,
+    stop_seconds: Annotated[
+        float, typer.Option(min=0, help="For streams to end after SIGTERM or Ctrl-C; a second one ends at once.")
+    ] = 30.0,
+    cors_origin: Annotated[
+        list[str], typer.Option(help="Whose pages may ask from a browser, again for each; '*': everybody's.")
+    ] = [],  # noqa: B006
+) -> None:
+    """Serve a pair over HTTP, as OpenAI's API and clients have it. Needs the extra: specdec-runtime[serve]."""
+
+
+@app.command(cls=Command)
 @runs("models", "models")
 def models(json_file: JsonFile = None) -> None:
     """List the bundled models and the pairs of target and drafter that are known by name."""

@@ -6,6 +6,8 @@ SpecDecError
 |- CheckpointError       a checkpoint that is missing, incomplete or for another target (also an OSError)
 |- CapacityError         a request that can never fit the KV pools (also a ValueError)
 |- OutOfSlotsError       the pools are exhausted now; the scheduler preempts and goes on
+|- QueueFullError        more requests wait than a served engine lets wait; try again later
+|- RoundFailedError      a round of a served engine failed, and failed again, with this request in it
 `- KVStateError          a KV operation that the state of the allocator forbids
    |- DoubleFreeError    a slot freed (or evicted) that is not held
    |- LocationError      SPECDEC_SANITIZE=1 found a slot that is not what, or not whose, it should be
@@ -40,6 +42,14 @@ class CapacityError(SpecDecError, ValueError):
 
 class OutOfSlotsError(SpecDecError):
     """No free page in one of the two pools at this moment."""
+
+
+class QueueFullError(SpecDecError):
+    """As many requests wait as may."""
+
+
+class RoundFailedError(SpecDecError):
+    """The rounds that a request was in raised an error, again when they were tried again."""
 
 
 class KVStateError(SpecDecError):

@@ -11,7 +11,7 @@ the last delta carries the output.
 import threading
 from collections.abc import Callable, Iterator
 
-from specdec.request import GenerationOutput, Request, StreamDelta
+from specdec.request import GenerationOutput, Request, RequestStats, StreamDelta
 
 
 class Handle:
@@ -39,6 +39,21 @@ class Handle:
         """The request has ended. There may still be something to read."""
         return self._request.finished
 
+    @property
+    def finish_reason(self) -> str:
+        """One of "stop", "length" and "abort"; empty while it goes on."""
+        return self._request.finish_reason
+
+    @property
+    def num_output(self) -> int:
+        """Tokens so far, read or not."""
+        return self._request.num_output
+
+    @property
+    def stats(self) -> RequestStats:
+        """What speculation has done for it so far."""
+        return self._request.stats
+
     def read(self) -> StreamDelta | None:
         """What is new since the last read, the output with the last of it; None: nothing."""
         with self._lock:
@@ -46,11 +61,12 @@ class Handle:
             finished = request.finished  # before the tokens: another thread may add some now
             if self._read_all or not (finished or request.num_output > self._sent):
                 return None
-            tokens, drafted = request.output_ids, request.drafted
+            tokens, drafted, logprobs = request.output_ids, request.drafted, request.logprobs
             text = request.detokenizer.stream(tokens, request.params.stop_strings, finished=finished)
             new = slice(self._sent, len(tokens))
             self._sent, self._read_all = len(tokens), finished
-            return StreamDelta(text, tokens[new], drafted[new], request.output() if finished else None)
+            output = request.output() if finished else None
+            return StreamDelta(text, tokens[new], drafted[new], output, None if logprobs is None else logprobs[new])
 
     def __iter__(self) -> Iterator[StreamDelta]:
         return self

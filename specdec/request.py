@@ -96,12 +96,16 @@ class GenerationOutput:
 
 @dataclass(frozen=True, slots=True)
 class StreamDelta:
-    """What one round added to a streamed request; `output` comes with the last one."""
+    """What rounds added to a streamed request since the last delta; `output` comes with the last one.
+
+    logprobs: of its tokens, if the request asks for them.
+    """
 
     text: str
     token_ids: list[int]
     drafted: list[bool]
     output: GenerationOutput | None = None
+    logprobs: list[TokenLogprob] | None = None
 
     @property
     def finish_reason(self) -> str | None:
@@ -186,6 +190,11 @@ class Request:
         return self._drafted[: self.num_output]
 
     @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        """Of each output token; None: nobody asked."""
+        return None if self.params.logprobs is None else self._logprobs[: self.num_output]
+
+    @property
     def stats(self) -> RequestStats:
         return self.settled.stats
 
@@ -259,5 +268,5 @@ class Request:
             finish_reason=self.finish_reason,
             stats=self.stats,
             drafted=self.drafted,
-            logprobs=self._logprobs[: self.num_output] if self.params.logprobs is not None else None,
+            logprobs=self.logprobs,
         )

@@ -1,6 +1,7 @@
 """From the shell's words to the runtime's settings; what the commands share."""
 
 import sys
+from typing import Any
 
 import torch
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
@@ -20,9 +21,10 @@ def quiet_libraries() -> None:
         disable_progress_bars()
 
 
-def engine_config(batch_size: int, dtype: str | None, device: str | None) -> EngineConfig:
-    """dtype: a name of torch's. Raises ConfigError where the device is not there."""
-    config = EngineConfig(max_batch_size=batch_size, dtype=getattr(torch, dtype) if dtype else None, device=device)
+def engine_config(batch_size: int, dtype: str | None, device: str | None, **sizes: Any) -> EngineConfig:
+    """dtype: a name of torch's; sizes: other settings. Raises ConfigError where the device is not there."""
+    of_torch = getattr(torch, dtype) if dtype else None
+    config = EngineConfig(max_batch_size=batch_size, dtype=of_torch, device=device, **sizes)
     require_device(config.device)
     return config
 

@@ -1,0 +1,89 @@
+"""How many requests a served engine takes in: a bounded queue, which refuses or lets its callers wait.
+
+    open requests   | running, at most the engine's rows | waiting, at most `max_waiting` |  refused, or let wait
+
+It counts, and knows no engine. Callers wait in the order in which they came, each on its own event loop; any thread
+may give back. Invariant: never more than `most` are out.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from specdec.errors import ConfigError, QueueFullError
+
+
+@dataclass(eq=False)
+class Waiter:
+    """Somebody who waits for `count` places, on their own loop."""
+
+    count: int
+    future: "asyncio.Future[None]"
+    loop: asyncio.AbstractEventLoop
+
+
+class Admission:
+    """Places for `rows` requests that run and `max_waiting` that wait."""
+
+    def __init__(self, rows: int, max_waiting: int) -> None:
+        self._rows = rows
+        self._max_waiting = max_waiting
+        self._out = 0
+        self._lock = threading.Lock()
+        self._waiters: deque[Waiter] = deque()
+
+    @property
+    def most(self) -> int:
+        return self._rows + self._max_waiting
+
+    @property
+    def out(self) -> int:
+        """Requests that are open."""
+        return self._out
+
+    async def take(self, count: int, *, wait: bool = False) -> None:
+        """Take `count` places. Raises QueueFullError where there are not so many, or waits until there are."""
+        if count > self.most:
+            raise ConfigError(
+                f"{count} samples at once are more than the {self.most} that this engine takes in: {self._rows} run "
+                f"at a time and {self._max_waiting} wait; ask for fewer, or raise max_batch_size or max_waiting"
+            )
+        with self._lock:
+            if not self._waiters and self._out + count <= self.most:
+                self._out += count
+                return
+            if not wait:
+                raise QueueFullError(
+                    f"{max(0, self._out - self._rows)} requests wait behind {min(self._out, self._rows)} that run, and "
+                    f"at most {self._max_waiting} may; try again later, or raise max_waiting"
+                )
+            loop = asyncio.get_running_loop()
+            waiter = Waiter(count, loop.create_future(), loop)
+            self._waiters.append(waiter)
+        try:
+            await waiter.future
+        except BaseException:
+            with self._lock:
+                waiting = waiter in self._waiters
+                if waiting:
+                    self._waiters.remove(waiter)
+            self.give_back(0 if waiting else count)
+            raise
+
+    def give_back(self, count: int) -> None:
+        """Places of requests that have ended; whoever waits longest gets them. From any thread."""
+        with self._lock:
+            self._out -= count
+            while self._waiters and self._out + self._waiters[0].count <= self.most:
+                waiter = self._waiters.popleft()
+                self._out += waiter.count
+                try:
+                    waiter.loop.call_soon_threadsafe(_admit, waiter.future)
+                except RuntimeError:  # its loop is closed, and it with it
+                    self._out -= waiter.count
+
+
+def _admit(future: "asyncio.Future[None]") -> None:
+    if not future.done():  # else it was cancelled meanwhile, and gives its places back itself
+        future.set_result(None)

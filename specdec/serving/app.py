@@ -1,0 +1,25 @@
+"""The HTTP application: routes, errors and what is around them, over one engine.
+
+Each route has a file of its own. The application does not own the engine; who made it closes it.
+"""
+
+from fastapi import FastAPI, Response
+
+from specdec import __version__
+from specdec.serving import chat, faults, middleware, models
+from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.events import CLIENT_GONE, ClientGoneError
+from specdec.serving.settings import ServeSettings
+from specdec.serving.state import ServeState
+
+
+def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
+    """An OpenAI-compatible application."""
+    app = FastAPI(title="specdec", version=__version__, redirect_slashes=False)
+    app.state.serve = ServeState(engine, settings)
+    faults.install(app)
+    app.add_exception_handler(ClientGoneError, lambda request, error: Response(status_code=CLIENT_GONE))
+    middleware.install(app, settings)
+    for route in (chat, models):
+        app.include_router(route.router)
+    return app

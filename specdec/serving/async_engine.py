@@ -1,0 +1,353 @@
+"""An engine for asyncio: one thread steps it, and any number of tasks, on any event loops, read what it brings.
+
+    async for delta in engine.stream(prompt, params): ...          leaving the loop, or the task, aborts
+    outputs = await engine.generate(prompts, params)               all samples of each prompt together
+    async with await engine.submit(prompts, params) as streams:    several samples as they come: (index, delta)
+
+What takes long (reading a prompt, waiting for a round) happens on other threads than the loop's. A reader that is slow
+holds up nobody and nothing is piled up for it: a delta is all that is new when it is read.
+"""
+
+import asyncio
+import os
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from os import PathLike
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.arguments import params_for, require_one_sample, require_type
+from specdec.config import SamplingParams, require_int
+from specdec.draft_models.base import Drafter
+from specdec.engine import Engine
+from specdec.errors import SpecDecError
+from specdec.health import EngineStats
+from specdec.request import GenerationOutput, RequestStats, StreamDelta
+from specdec.scheduler import slots_needed
+from specdec.serving.admission import Admission
+from specdec.serving.engine_thread import BROKEN, EngineThread, Observer, Sample
+from specdec.text.prompts import Prompt, as_prompt_list
+
+T = TypeVar("T")
+
+
+class Streams:
+    """The samples of one submission as they come, in whatever order: `async for index, delta in streams`.
+
+    Belongs to the event loop that it was made on. Leaving `async with` aborts what has not ended. A sample that fails
+    ends all of them, with its error raised to the reader.
+    """
+
+    def __init__(self, thread: EngineThread) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.samples: list[Sample] = []
+        self._thread = thread
+        self._news = asyncio.Event()
+        self._posted = False  # the loop is about to be told of news
+        self._ready: deque[tuple[int, StreamDelta]] = deque()
+        self._left: set[int] = set()  # samples whose last delta was not read
+
+    def begin(self, samples: Sequence[Sample]) -> None:
+        """These are its samples."""
+        self.samples = list(samples)
+        self._left = set(range(len(samples)))
+
+    def stats(self, index: int) -> RequestStats:
+        """What speculation has done for a sample so far."""
+        return self.samples[index].handle.stats
+
+    def __aiter__(self) -> "Streams":
+        return self
+
+    async def __anext__(self) -> tuple[int, StreamDelta]:
+        while not self._ready:
+            if not self._left:
+                raise StopAsyncIteration
+            self._news.clear()
+            self._collect()
+            if not self._ready and self._left:
+                await self._news.wait()
+        return self._ready.popleft()
+
+    async def outputs(self) -> list[GenerationOutput]:
+        """Every sample's whole output, once all have ended."""
+        while True:
+            self._news.clear()
+            self._raise_failure()
+            if all(sample.handle.finished for sample in self.samples):
+                self._raise_failure()  # one may have failed between
+                return [sample.handle.output() for sample in self.samples]
+            await self._news.wait()
+
+    def abort(self) -> None:
+        """End what has not ended, before the next step. From any thread; does not wait."""
+        self._thread.abort(self.samples)
+
+    async def __aenter__(self) -> "Streams":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def post(self) -> bool:
+        """From the engine's thread: is the loop still to be told?"""
+        told, self._posted = self._posted, True
+        return not told
+
+    def wake(self) -> None:
+        """On the loop: there is news."""
+        self._posted = False
+        self._news.set()
+
+    def _collect(self) -> None:
+        """Read what is new of every sample."""
+        for index in sorted(self._left):
+            sample = self.samples[index]
+            delta = sample.handle.read()
+            if sample.error is not None:
+                self._left.clear()
+                self.abort()
+                raise sample.error
+            if delta is not None:
+                self._ready.append((index, delta))
+                if delta.output is not None:
+                    self._left.discard(index)
+
+    def _raise_failure(self) -> None:
+        for sample in self.samples:
+            if sample.error is not None:
+                self.abort()
+                raise sample.error
+
+
+class AsyncEngine:
+    """Serves an existing engine, or one of its own (`from_pretrained`), to asyncio callers.
+
+    max_waiting: requests that may wait beyond those that the engine runs at a time (`max_batch_size`); more are
+    refused at once with QueueFullError, or wait themselves with `wait=True`. observers: told how requests fare.
+
+    A round that raises is tried again; a request in whose rounds that happens twice, with no token gained in between,
+    fails with RoundFailedError and its reason, lack of memory too, and the engine goes on with the others.
+    Belongs to the process that made it: a fork has no engine thread, and is refused.
+    """
+
+    def __init__(self, engine: Engine, *, max_waiting: int = 256, observers: Sequence[Observer] = ()) -> None:
+        require_type("engine", engine, Engine)
+        require_int("max_waiting", max_waiting, 0, 1 << 30)
+        self.engine = engine
+        self._owns_engine = False
+        self._closing = False
+        self._pid = os.getpid()
+        self._admission = Admission(engine.config.max_batch_size, max_waiting)
+        places = _Places(self._admission)
+        self._thread = EngineThread(engine, _tell, [*observers, places])
+        self._readers = ThreadPoolExecutor(4, thread_name_prefix="specdec-prompts")
+        self._finalizer = weakref.finalize(self, _stop, self._thread, self._readers, self._pid)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | PathLike[str] | PreTrainedModel | nn.Module,
+        drafter: str | PathLike[str] | nn.Module | Drafter | None = None,
+        *,
+        max_waiting: int = 256,
+        observers: Sequence[Observer] = (),
+        **options: Any,
+    ) -> "AsyncEngine":
+        """`Engine.from_pretrained`, served; `close` closes that engine too. Blocks while it loads."""
+        require_int("max_waiting", max_waiting, 0, 1 << 30)
+        served = cls(Engine.from_pretrained(target, drafter, **options), max_waiting=max_waiting, observers=observers)
+        served._owns_engine = True
+        return served
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, wait: bool = False
+    ) -> AsyncIterator[StreamDelta]:
+        """Continue one prompt, yielding what is new; the last delta carries the whole output.
+
+        Leaving the loop early, or cancelling the task, aborts the request and frees its slots within a round. Bad
+        input raises at the first delta.
+        """
+        require_one_sample(params, "a stream")
+        return self._deltas([prompt], params, priority, wait)
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+        wait: bool = False,
+    ) -> list[GenerationOutput]:
+        """Continue every prompt; results as those of `Engine.generate`. Cancelling the task aborts them."""
+        async with await self.submit(prompts, params, priority=priority, wait=wait) as streams:
+            return await streams.outputs()
+
+    async def submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+        wait: bool = False,
+    ) -> Streams:
+        """Hand in prompts: all samples of each together, as in `generate`, and all or none of them.
+
+        Raises what `Engine.submit_many` does, and QueueFullError. `wait`: for a place in the queue, in turn.
+        """
+        self._require_open()
+        many = as_prompt_list(prompts)
+        each = params_for(params, len(many))
+        count = sum(one.n for one in each)
+        await self._admission.take(count, wait=wait)
+        streams = Streams(self._thread)
+
+        def hand_in() -> None:
+            # on a thread of its own: prompts are long, and the engine's lock may be held for a round
+            try:
+                handles = self.engine.submit_many(many, each, priority=priority)
+                streams.begin([Sample(handle, streams) for handle in handles])
+                self._thread.watch(streams.samples)
+            except BaseException:
+                self._admission.give_back(count)
+                raise
+
+        try:
+            handed_in = self._readers.submit(hand_in)
+        except RuntimeError as error:  # closed meanwhile
+            self._admission.give_back(count)
+            raise SpecDecError("this engine is closed; make a new one") from error
+        try:
+            await asyncio.shield(asyncio.wrap_future(handed_in))
+        except asyncio.CancelledError:
+            handed_in.add_done_callback(lambda _: streams.abort())
+            raise
+        return streams
+
+    async def chat_prompt(self, chat: str | Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
+        """`Engine.chat_prompt`, on another thread."""
+        return await self.off_loop(lambda: self.engine.chat_prompt(chat, **template_kwargs))
+
+    async def encode(self, text: str) -> list[int]:
+        """`Engine.encode`, on another thread."""
+        return await self.off_loop(lambda: self.engine.encode(text))
+
+    async def stats(self) -> EngineStats:
+        """`Engine.stats`, between two steps."""
+        return await asyncio.wrap_future(self._thread.call(self.engine.stats))
+
+    async def off_loop(self, function: Callable[[], T]) -> T:
+        """Have it called on another thread, for what would hold up the loop."""
+        self._require_open()
+        return await asyncio.wrap_future(self._readers.submit(function))
+
+    def most_new_tokens(self, prompt_len: int) -> int:
+        """How many tokens a prompt of that length leaves room for; at least 1, which may be too many too."""
+        engine = self.engine
+        most = engine.max_model_len - prompt_len
+        pool = engine.table.allocator.full.capacity * engine.config.page_size
+        if most > 1 and slots_needed(engine.table, prompt_len, most)[0] > pool:
+            most = pool - prompt_len + 2 - engine.table.lookahead
+        return max(most, 1)
+
+    @property
+    def open_requests(self) -> int:
+        """Those that run or wait."""
+        return self._admission.out
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Those that have not ended."""
+        return self._thread.open
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nobody should send it more requests; None: it is well."""
+        if self._closing or self._thread.stopped:
+            return self._thread.stopped or "the engine is closing"
+        if self._thread.failed_rounds >= BROKEN:
+            return f"the last {self._thread.failed_rounds} rounds with requests failed"
+        return None
+
+    async def close(self, timeout: float | None = 0.0) -> None:
+        """Take no more, let open requests end for up to `timeout` seconds (None: as long as they take), abort the rest.
+
+        An engine of its own is closed too.
+        """
+        self._closing = True
+        if os.getpid() != self._pid:
+            return
+        await asyncio.to_thread(self._thread.drain, timeout)
+        await asyncio.to_thread(self._finalizer)
+        if self._owns_engine:
+            self.engine.close()
+
+    async def __aenter__(self) -> "AsyncEngine":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise SpecDecError("an engine is not copied or pickled; make another in the process that uses it")
+
+    async def _deltas(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None, priority: int, wait: bool
+    ) -> AsyncIterator[StreamDelta]:
+        async with await self.submit(prompts, params, priority=priority, wait=wait) as streams:
+            async for _, delta in streams:
+                yield delta
+
+    def _require_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise SpecDecError("this engine was made in another process, and its thread is there; make one here")
+        if self._closing:
+            raise SpecDecError("this engine is closed; make a new one")
+
+
+class _Places:
+    """Observes: a request that has ended gives its place back."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    def gained(self, sample: Sample, tokens: int, now: float) -> None:
+        """Keeps its place."""
+
+    def ended(self, sample: Sample, now: float) -> None:
+        self._admission.give_back(1)
+
+
+def _tell(samples: Sequence[Sample]) -> None:
+    """Wake the readers of these, with one call a loop. A loop that is closed reads nothing any more."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Streams]] = {}
+    for streams in {sample.owner for sample in samples}:
+        if streams.post():
+            by_loop.setdefault(streams.loop, []).append(streams)
+    for loop, readers in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_wake, readers)
+        except RuntimeError:
+            for streams in readers:
+                streams.abort()
+
+
+def _wake(readers: Sequence[Streams]) -> None:
+    for streams in readers:
+        streams.wake()
+
+
+def _stop(thread: EngineThread, readers: ThreadPoolExecutor, pid: int) -> None:
+    """When the engine is closed or forgotten, or the program ends; a fork has neither thread."""
+    if os.getpid() == pid:
+        readers.shutdown(wait=False)
+        thread.stop()

@@ -1,0 +1,127 @@
+"""POST /v1/chat/completions: messages through the model's chat template, answered whole or as they come."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from specdec import __version__
+from specdec.config import SamplingParams
+from specdec.request import GenerationOutput, StreamDelta
+from specdec.serving.async_engine import Streams
+from specdec.serving.events import EventStream, while_connected
+from specdec.serving.faults import ApiError
+from specdec.serving.messages import template_messages
+from specdec.serving.protocol import ChatRequest
+from specdec.serving.sampling_fields import require_logprobs, sampling_params
+from specdec.serving.state import ServeState, State
+from specdec.serving.usage import DraftColours, chat_logprobs, finish_reason, speculation_of, usage_of
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", response_model=None)
+async def chat_completions(body: ChatRequest, request: Request, state: State) -> Response:
+    return await while_connected(request.receive, Chat(body, state).answer())
+
+
+class Chat:
+    """One request."""
+
+    def __init__(self, body: ChatRequest, state: ServeState) -> None:
+        self.body = body
+        self.engine = state.engine
+        self.settings = state.settings
+        self.tokenizer = state.engine.engine.tokenizer
+        self.prompt_len = 0
+        self.head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": state.model_name(body.model),
+            "system_fingerprint": f"specdec-{__version__}",
+        }
+
+    async def answer(self) -> Response:
+        """The response, whole or begun."""
+        ids = await self._prompt()
+        self.prompt_len = len(ids)
+        params = self._params()
+        streams = await self.engine.submit([ids], params, priority=self.body.priority)
+        if self.body.stream:
+            return EventStream(streams, self._events(streams, params))
+        async with streams:
+            return JSONResponse(self._whole(await streams.outputs(), params))
+
+    async def _prompt(self) -> list[int]:
+        options = dict(self.body.chat_template_kwargs or {})
+        return await self.engine.chat_prompt(template_messages(self.body.messages), **options)
+
+    def _params(self) -> SamplingParams:
+        body = self.body
+        if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+            raise ApiError(
+                400,
+                f"max_tokens={body.max_tokens} and max_completion_tokens={body.max_completion_tokens} differ; "
+                "give one of them",
+                param="max_completion_tokens",
+            )
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(
+                400, f"top_logprobs={body.top_logprobs} goes with logprobs=true; set that too", param="top_logprobs"
+            )
+        asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+        most = self.engine.most_new_tokens(self.prompt_len) if asked is None else asked
+        top = require_logprobs(body.top_logprobs or 0, "top_logprobs") if body.logprobs else None
+        return sampling_params(body, self.engine, self.settings, most, top)
+
+    def _whole(self, outputs: list[GenerationOutput], params: SamplingParams) -> dict[str, Any]:
+        answer = self.head | {"choices": [self._choice(i, output, params) for i, output in enumerate(outputs)]}
+        stats = [output.stats for output in outputs]
+        answer["usage"] = usage_of(self.prompt_len, stats)
+        if self.body.show_drafts:
+            answer["speculation"] = speculation_of(stats)
+        return answer
+
+    def _choice(self, index: int, output: GenerationOutput, params: SamplingParams) -> dict[str, Any]:
+        message = {"role": "assistant", "content": output.text, "refusal": None}
+        choice = {"index": index, "message": message, "finish_reason": finish_reason(output), "logprobs": None}
+        if output.logprobs is not None:
+            choice["logprobs"] = chat_logprobs(self.tokenizer, output.logprobs)
+        if self.body.show_drafts:
+            whole = StreamDelta(output.text, output.token_ids, output.drafted, output)
+            choice["drafted"] = DraftColours(self.tokenizer, params.stop_strings).read(whole)
+        return choice
+
+    async def _events(self, streams: Streams, params: SamplingParams) -> AsyncIterator[dict[str, Any]]:
+        """Chunks: who speaks, what is said, why it ends, each of every choice; then usage."""
+        head = self.head | {"object": "chat.completion.chunk"}
+        if self.body.include_usage:
+            head["usage"] = None
+        count = len(streams.samples)
+        colours = [DraftColours(self.tokenizer, params.stop_strings) for _ in range(count)]
+        for index in range(count):
+            yield head | {"choices": [_chunk(index, {"role": "assistant", "content": ""})]}
+        async for index, delta in streams:
+            drafted = colours[index].read(delta) if self.body.show_drafts else None
+            text = delta.text if drafted is None else "".join(piece for piece, _ in drafted)
+            if text or delta.logprobs:
+                choice = _chunk(index, {"content": text})
+                if delta.logprobs is not None:
+                    choice["logprobs"] = chat_logprobs(self.tokenizer, delta.logprobs)
+                if drafted is not None:
+                    choice["drafted"] = drafted
+                yield head | {"choices": [choice]}
+            if delta.output is not None:
+                yield head | {"choices": [_chunk(index, {}, finish_reason(delta.output))]}
+        if self.body.include_usage or self.body.show_drafts:
+            stats = [streams.stats(index) for index in range(count)]
+            last = head | {"choices": [], "usage": usage_of(self.prompt_len, stats)}
+            yield last | ({"speculation": speculation_of(stats)} if self.body.show_drafts else {})
+
+
+def _chunk(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}

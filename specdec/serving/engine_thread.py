@@ -1,0 +1,244 @@
+"""The thread that steps an engine: while there is work, and asleep without any.
+
+    callers          watch(samples), call(function)               any thread
+    this thread      functions first, then a step, then news      over and over
+    observer, tell   who gained tokens, who ended                 on this thread, so neither may wait
+
+A round that raises happened to no request (see `Engine`), so it is tried again, once: a request that is in a failed
+round a second time, with no token gained in between, fails with the reason, and the engine goes on with the others.
+Lack of memory is such a reason. It knows threads and handles, and nothing of event loops.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from specdec.engine import Engine
+from specdec.errors import RoundFailedError, SpecDecError
+from specdec.handle import Handle
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+BROKEN = 3
+"""Rounds that failed their requests, with none between that ended by itself: the fault is no request's any more."""
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """One request that this thread looks after. owner: whoever reads it, told when there is news.
+
+    seen: tokens that its owner was told of. failed_at: how many it had when a round failed that it was in.
+    """
+
+    handle: Handle
+    owner: Any
+    submitted: float = field(default_factory=time.perf_counter)
+    seen: int = 0
+    last_news: float = 0.0
+    failed_at: int = -1
+    error: SpecDecError | None = None
+
+
+class Observer(Protocol):
+    """Who wants to know how requests fare, such as the metrics. Called on the engine's thread: never waits."""
+
+    def gained(self, sample: Sample, tokens: int, now: float) -> None:
+        """It has so many tokens more; `seen` and `last_news` are as they were before."""
+
+    def ended(self, sample: Sample, now: float) -> None:
+        """By itself, aborted or failed."""
+
+
+class EngineThread:
+    """tell: called with the samples of which there is news, behind each step."""
+
+    def __init__(self, engine: Engine, tell: Callable[[Sequence[Sample]], None], observers: Sequence[Observer]) -> None:
+        self.engine = engine
+        self.failed_rounds = 0  # in a row, that failed their requests
+        self._tell = tell
+        self._observers = observers
+        self._open: dict[int, Sample] = {}  # by id
+        self._calls: deque[Callable[[], object]] = deque()
+        self._changed = threading.Condition()
+        self._more = False  # the engine may have something to do
+        self._stopping = False
+        self._stopped: str | None = None  # why
+        self._thread = threading.Thread(target=self._run, name="specdec-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def stopped(self) -> str | None:
+        """Why it takes no more; None while it does."""
+        return self._stopped
+
+    @property
+    def open(self) -> list[Sample]:
+        """Those that have not ended."""
+        with self._changed:
+            return list(self._open.values())
+
+    def watch(self, samples: Sequence[Sample]) -> None:
+        """Look after submitted requests. Raises SpecDecError, and aborts them, when the thread has stopped."""
+        with self._changed:
+            if not (self._stopping or self._stopped):
+                self._open.update((sample.handle.id, sample) for sample in samples)
+                self._more = True
+                self._changed.notify_all()
+                return
+        for sample in samples:
+            sample.handle.abort()
+        raise SpecDecError(self._stopped or "this engine is closing; make a new one")
+
+    def call(self, function: Callable[[], T]) -> "Future[T]":
+        """Have it called between two steps; at once, by the caller, when the thread has stopped."""
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
+
+        with self._changed:
+            if not self._stopped:
+                self._calls.append(work)
+                self._changed.notify_all()
+                return future
+        work()
+        return future
+
+    def abort(self, samples: Sequence[Sample]) -> None:
+        """End those that have not ended, before the next step; does not wait for that."""
+        for sample in samples:
+            if not sample.handle.finished:
+                self.call(sample.handle.abort)
+
+    def drain(self, timeout: float | None) -> bool:
+        """Wait until all have ended. -> have they?"""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._open, timeout)
+
+    def stop(self) -> None:
+        """Abort what is open, end the thread, and wait for that: at most a step."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        reason = "this engine is closed; make a new one"
+        try:
+            while self._await_work():
+                self._work()
+        except BaseException as error:
+            logger.exception("the engine's thread ended")
+            reason = f"the engine's thread ended: {_said(error)}"
+            self._fail(self.open, reason)
+        finally:
+            self._end(reason)
+
+    def _await_work(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._more or self._calls or self._stopping)
+            return not self._stopping
+
+    def _work(self) -> None:
+        """What callers want, a step, and the news of it."""
+        while self._calls:
+            self._calls.popleft()()
+        with self._changed:
+            self._more = False  # what is handed in from here on sets it again
+        lacked_memory = False
+        try:
+            more = self.engine.step()
+        except Exception as error:
+            self._round_failed(error)
+            more, lacked_memory = bool(self._open), isinstance(error, torch.OutOfMemoryError)
+        if lacked_memory:  # and the error's frames have let go of their tensors
+            torch.cuda.empty_cache()
+        self._report()
+        with self._changed:
+            self._more = self._more or more
+
+    def _round_failed(self, error: Exception) -> None:
+        """Those in it fail if it is not the first time; the engine begins again with the others."""
+        logger.warning("a round failed: %s", _said(error), exc_info=error)
+        seated = {request.number for request in self.engine.scheduler.running}
+        there = self.open
+        in_round = [sample for sample in there if sample.handle.id in seated] or there
+        again = [sample for sample in in_round if sample.failed_at == sample.handle.num_output]
+        for sample in in_round:
+            sample.failed_at = sample.handle.num_output
+        if again:
+            self.failed_rounds += 1
+            self._fail(again, f"the round failed, and failed again: {_said(error)}")
+
+    def _fail(self, samples: Sequence[Sample], reason: str) -> None:
+        for sample in samples:
+            sample.error = RoundFailedError(reason)  # before it is seen to have ended
+            try:
+                sample.handle.abort()
+            except Exception:  # beginning again failed too; it is released when that succeeds
+                logger.warning("request %d is released later", sample.handle.id, exc_info=True)
+
+    def _report(self) -> None:
+        """Tell of those that gained tokens or ended."""
+        now = time.perf_counter()
+        news, ended = [], []
+        for sample in self.open:
+            finished = sample.handle.finished or sample.error is not None  # before the tokens, which end with it
+            tokens = sample.handle.num_output - sample.seen
+            if tokens:
+                for observer in self._observers:
+                    observer.gained(sample, tokens, now)
+                sample.seen, sample.last_news = sample.seen + tokens, now
+            if finished:
+                ended.append(sample)
+                if sample.error is None and sample.handle.finish_reason != "abort":
+                    self.failed_rounds = 0
+            if tokens or finished:
+                news.append(sample)
+        self._release(ended, now)
+        if news:
+            self._tell(news)
+
+    def _release(self, ended: Sequence[Sample], now: float) -> None:
+        for sample in ended:
+            for observer in self._observers:
+                observer.ended(sample, now)
+        if ended:
+            with self._changed:
+                for sample in ended:
+                    self._open.pop(sample.handle.id, None)
+                self._changed.notify_all()
+
+    def _end(self, reason: str) -> None:
+        with self._changed:
+            self._stopped = reason
+            calls = list(self._calls)
+            self._calls.clear()
+        for work in calls:
+            work()
+        for sample in self.open:
+            try:
+                sample.handle.abort()
+            except Exception:
+                logger.warning("request %d was not released", sample.handle.id, exc_info=True)
+            sample.error = sample.error if sample.handle.finished else SpecDecError(reason)
+        self._report()
+
+
+def _said(error: BaseException) -> str:
+    """Kind and first sentence of an error; not the error itself, whose frames hold tensors."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0][:200]}" if said else type(error).__name__

@@ -1,0 +1,45 @@
+"""GET /v1/models, /health and /version: what is served, and whether it is well."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+
+from specdec import __version__
+from specdec.serving.state import ServeState, State
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def models(state: State) -> dict[str, Any]:
+    return {"object": "list", "data": [_card(state, name) for name in state.settings.model_names]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, state: State) -> dict[str, Any]:
+    return _card(state, state.model_name(name))
+
+
+@router.get("/health", response_model=None)
+async def health(state: State) -> Response:
+    """200 while it serves; 503 when it stops, or when rounds fail one after the other."""
+    trouble = state.engine.trouble
+    if trouble:
+        return JSONResponse({"status": "unavailable", "reason": trouble}, 503)
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": __version__}
+
+
+def _card(state: ServeState, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.started,
+        "owned_by": "specdec",
+        "max_model_len": state.engine.engine.max_model_len,
+    }

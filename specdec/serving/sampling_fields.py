@@ -1,0 +1,99 @@
+"""From the fields of a body to `SamplingParams`: names, defaults, and nothing else; ranges are checked there."""
+
+from typing import Any
+
+from specdec.config import SamplingParams, SpecConfig
+from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.faults import ApiError
+from specdec.serving.protocol import SamplingFields, Speculation
+from specdec.serving.settings import ServeSettings
+
+MOST_LOGPROBS = 20
+SAME = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "n",
+)
+"""Fields that the Python API has under the same name, where None says nothing."""
+
+
+def sampling_params(
+    body: SamplingFields, engine: AsyncEngine, settings: ServeSettings, max_new_tokens: int, logprobs: int | None
+) -> SamplingParams:
+    """Raises ConfigError or ApiError where a field says what cannot be."""
+    given: dict[str, Any] = dict(settings.defaults)
+    given |= {name: value for name in SAME if (value := getattr(body, name)) is not None}
+    if body.top_k is not None:
+        given["top_k"] = 0 if body.top_k == -1 else body.top_k  # both say: all
+    if body.logit_bias:
+        given["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
+    if logprobs is not None:
+        given["logprobs"] = require_logprobs(logprobs)
+    given |= _grammar(body)
+    return SamplingParams(max_new_tokens=max_new_tokens, speculation=_speculation(body, engine), **given)
+
+
+def require_logprobs(count: int, param: str = "logprobs") -> int:
+    if not 0 <= count <= MOST_LOGPROBS:
+        raise ApiError(400, f"{param}={count}: from 0 to {MOST_LOGPROBS} alternatives are given", param=param)
+    return count
+
+
+def _speculation(body: SamplingFields, engine: AsyncEngine) -> SpecConfig | bool | None:
+    """What is left out is as the engine does."""
+    asked = body.speculation
+    if not isinstance(asked, Speculation):
+        return False if asked is False else None
+    sizes = asked.num_steps, asked.topk, asked.num_draft_tokens
+    if sizes == (None, None, None):
+        return None
+    own = engine.engine.spec
+    num_steps = own.num_steps if asked.num_steps is None else asked.num_steps
+    topk = own.topk if asked.topk is None else asked.topk
+    wanted = SpecConfig(num_steps, topk, asked.num_draft_tokens)
+    if asked.num_draft_tokens is None and wanted.num_nodes > own.num_nodes:
+        wanted = SpecConfig(num_steps, topk, own.num_nodes)
+    return wanted
+
+
+def _grammar(body: SamplingFields) -> dict[str, Any]:
+    """What the text is asked to be, by whichever field says so: one of them."""
+    asked: dict[str, dict[str, Any]] = {}
+    form = body.response_format
+    if form is not None and form.type == "json_object":
+        asked["response_format"] = {"json_object": True}
+    elif form is not None and form.type == "json_schema":
+        if form.json_schema is None or form.json_schema.json_schema is None:
+            raise ApiError(
+                400, "response_format.json_schema.schema is missing; it is required", param="response_format"
+            )
+        asked["response_format"] = {"json_schema": form.json_schema.json_schema}
+    elif form is not None and form.json_schema is not None:
+        raise ApiError(400, "response_format.json_schema is for type='json_schema'", param="response_format")
+    if (outputs := body.structured_outputs) is not None:
+        for name in ("json_schema", "regex", "choice"):
+            if (value := getattr(outputs, name)) is not None:
+                asked[f"structured_outputs.{name.removesuffix('_schema')}"] = {name: value}
+        if outputs.json_object:
+            asked["structured_outputs.json_object"] = {"json_object": True}
+    for field, name in (("guided_json", "json_schema"), ("guided_regex", "regex"), ("guided_choice", "choice")):
+        if (value := getattr(body, field)) is not None:
+            asked[field] = {name: value}
+    if len(asked) > 1:
+        named = list(asked)
+        raise ApiError(400, f"{' and '.join(named)} are both given; one is allowed, so leave one out", param=named[0])
+    return next(iter(asked.values()), {})
+
+
+def _token_id(token: str) -> int:
+    if not token.isascii() or not token.isdigit():
+        raise ApiError(400, f"logit_bias holds {token!r:.40}; its keys are token ids", param="logit_bias")
+    return int(token)

@@ -1,0 +1,37 @@
+"""What every route needs: the engine, the settings, and the names that the model goes by."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.faults import ApiError
+from specdec.serving.settings import ServeSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ServeState:
+    """One server's. started: when, in seconds since 1970."""
+
+    engine: AsyncEngine
+    settings: ServeSettings
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    def model_name(self, asked: str | None) -> str:
+        """What the answer calls the model. Raises ApiError (404) for a name that it does not go by."""
+        names = self.settings.model_names
+        if asked is not None and asked not in names:
+            known = ", ".join(names)
+            message = f"the model {asked!r:.200} is not served here; this server has {known}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return asked or names[0]
+
+
+def _state(request: Request) -> ServeState:
+    state: ServeState = request.app.state.serve
+    return state
+
+
+State = Annotated[ServeState, Depends(_state)]

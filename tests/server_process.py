@@ -1,0 +1,82 @@
+"""A real server process for tests: `specdec serve` on a port of its own, started once a module and stopped gracefully.
+
+    with running_server("--batch-size", "4") as server:
+        httpx.get(server.url + "/health")
+
+Its standard error (the log) is in `server.log()`, and printed when it does not start or leaves with an error.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+START_SECONDS = 120.0
+STOP_SECONDS = 60.0
+GREETING = "specdec serve: "
+
+
+@dataclass
+class ServerProcess:
+    """url: without a slash at its end, such as http://127.0.0.1:41231."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log_path: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def log(self) -> str:
+        return self.log_path.read_text("utf-8", errors="replace")
+
+    def stop(self, kind: signal.Signals = signal.SIGTERM) -> int:
+        """Send the signal and wait. -> exit code"""
+        self.process.send_signal(kind)
+        return self.process.wait(STOP_SECONDS)
+
+
+@contextmanager
+def running_server(*options: str, env: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+    """`python -m specdec.cli serve --port 0 OPTIONS`, by default the bundled pair; ready when this yields."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "specdec.cli", "serve", "--port", "0", *options]
+    with tempfile.TemporaryDirectory() as folder:
+        log_path = Path(folder, "log.txt")
+        with log_path.open("w") as log:
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, env=variables, cwd=folder
+            )
+        server = ServerProcess(process, "", log_path)
+        try:
+            server.url = _read_address(server)
+            yield server
+            if process.poll() is None:
+                assert server.stop() == 0, f"the server left with {process.returncode}:\n{server.log()}"
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def _read_address(server: ServerProcess) -> str:
+    """The address that it prints once it takes requests."""
+    assert server.process.stdout is not None
+    began = time.monotonic()
+    for line in server.process.stdout:  # ends when the process does
+        if line.startswith(GREETING):
+            return line.removeprefix(GREETING).strip()
+        if time.monotonic() - began > START_SECONDS:
+            break
+    raise AssertionError(f"the server did not start:\n{server.log()}")
