@@ -20,6 +20,7 @@ from specdec.commands.bench import bench
 from specdec.commands.evaluate import evaluate
 from specdec.commands.generate import coloured, generate
 from specdec.commands.models import models
+from specdec.commands.serve import serve
 from specdec.models.bundled import BUNDLED_NAMES
 from specdec.models.published import EAGLE3_PAIRS, GEMMA4_PAIRS
 from specdec.request import StreamDelta
@@ -255,7 +256,7 @@ def test_the_old_name_of_the_trees_topk_is_refused_with_the_new_one(command, opt
 
 
 def test_a_declared_command_and_its_body_take_the_same_options():
-    bodies = {"generate": generate, "bench": bench, "eval": evaluate, "models": models}
+    bodies = {"generate": generate, "bench": bench, "eval": evaluate, "models": models, "serve": serve}
 
     def declared(command):
         return command.callback.__wrapped__

@@ -36,12 +36,8 @@ def serve(
     port: int,
     served_model_name: Sequence[str],
     api_key: Sequence[str],
-    max_waiting: int,
-    max_body_bytes: int,
-    stop_seconds: float,
-    cors_origin: Sequence[str],
-    chat_template: Path | None,
     batch_size: int,
+    max_waiting: int,
     max_model_len: int | None,
     page_size: int,
     deterministic: bool,
@@ -50,6 +46,10 @@ def serve(
     num_draft_tokens: int | None,
     dtype: str | None,
     device: str | None,
+    chat_template: Path | None,
+    max_body_bytes: int,
+    stop_seconds: float,
+    cors_origin: Sequence[str],
 ) -> None:
     quiet_libraries()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")

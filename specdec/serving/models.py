@@ -12,17 +12,17 @@ router = APIRouter()
 
 
 @router.get("/v1/models")
-async def models(state: State) -> dict[str, Any]:
+async def list_models(state: State) -> dict[str, Any]:
     return {"object": "list", "data": [_card(state, name) for name in state.settings.model_names]}
 
 
 @router.get("/v1/models/{name:path}")
-async def model(name: str, state: State) -> dict[str, Any]:
+async def one_model(name: str, state: State) -> dict[str, Any]:
     return _card(state, state.model_name(name))
 
 
 @router.get("/health", response_model=None)
-async def health(state: State) -> Response:
+async def read_health(state: State) -> Response:
     """200 while it serves; 503 when it stops, or when rounds fail one after the other."""
     trouble = state.engine.trouble
     if trouble:
@@ -31,7 +31,7 @@ async def health(state: State) -> Response:
 
 
 @router.get("/version")
-async def version() -> dict[str, str]:
+async def read_version() -> dict[str, str]:
     return {"version": __version__}
 
 
