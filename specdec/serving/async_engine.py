@@ -26,9 +26,9 @@ from specdec.config import SamplingParams, require_int
 from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
 from specdec.errors import SpecDecError
-from specdec.health import EngineStats
 from specdec.request import GenerationOutput, RequestStats, StreamDelta
-from specdec.scheduler import slots_needed
+from specdec.scheduling.health import EngineStats
+from specdec.scheduling.scheduler import slots_needed
 from specdec.serving.admission import Admission
 from specdec.serving.engine_thread import BROKEN, EngineThread, Observer, Sample
 from specdec.text.prompts import Prompt, as_prompt_list
