@@ -86,8 +86,7 @@ class Steps:
         with self._on_device():
             finished = self._decode(self.scheduler.next_decode())
             for request in self.scheduler.admit():
-                mine = request.params, request.seed, request.max_drafts
-                self.round.take(request.row, request.tokens, len(request.prompt), *mine)
+                self.round.take(request.row, request.tokens, request.params, request.seed, request.max_drafts)
             requests, chunk_len = self.scheduler.next_prefill()
             if requests:
                 for chosen in alike(chunk_len):

@@ -32,7 +32,10 @@ class Kinds(NamedTuple):
 
 
 class Detokenizer:
-    """The text of one request's output. Without a tokenizer all text is empty."""
+    """The text of one request's output. Without a tokenizer all text is empty.
+
+    written: special tokens that are text all the same, as those that a tool call is written with.
+    """
 
     __slots__ = (
         "_context",
@@ -45,10 +48,12 @@ class Detokenizer:
         "_sent",
         "_shown",
         "_tokenizer",
+        "_written",
     )
 
-    def __init__(self, tokenizer: Any | None) -> None:
+    def __init__(self, tokenizer: Any | None, written: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._written = written
         self._prefix = 0  # first token of the decode context
         self._read = 0  # tokens whose text is settled
         self._seen = 0  # tokens looked at
@@ -164,10 +169,14 @@ class Detokenizer:
 
     def _kinds(self) -> Kinds:
         tokenizer: Any = self._tokenizer
-        return _kinds(tokenizer, len(tokenizer) if hasattr(tokenizer, "__len__") else 0)
+        kinds = _kinds(tokenizer, len(tokenizer) if hasattr(tokenizer, "__len__") else 0)
+        return kinds._replace(special=kinds.special - self._written) if self._written else kinds
 
     def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         assert self._tokenizer is not None
+        if self._written and skip_special_tokens:
+            special, skip_special_tokens = self._kinds().special, False
+            ids = [token for token in ids if token not in special]
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 

@@ -1,0 +1,300 @@
+"""Tool calls out of text, in the ways in which models write them: the same however a text is cut, and nothing lost."""
+
+import copy
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+from specdec import SpecDecError
+from specdec.request import GenerationOutput, RequestStats, StreamDelta
+from specdec.serving.tools import PARSERS, ContentPiece, ToolCallPiece, ToolReader, tool_parser_for
+from specdec.text.detokenize import Detokenizer
+
+
+def gathered(pieces):
+    """(content, [(name, arguments), ...]), with the order in which pieces may come checked."""
+    content, calls, ids = "", [], []
+    for piece in pieces:
+        if isinstance(piece, ContentPiece):
+            assert piece.text
+            content += piece.text
+        elif piece.name is not None:
+            assert piece.index == len(calls) and piece.id not in ids and piece.arguments == ""
+            calls.append([piece.name, ""])
+            ids.append(piece.id)
+        else:
+            assert piece.id is None and piece.index == len(calls) - 1 and piece.arguments
+            calls[piece.index][1] += piece.arguments
+    return content, [tuple(call) for call in calls]
+
+
+def parsed(name, pieces, **options):
+    parser = PARSERS[name](**options)
+    found = [piece for text in pieces for piece in parser.feed(text)]
+    return gathered(found + parser.finish())
+
+
+WEATHER = ("weather", '{"city": "Paris"}')
+CASES = {
+    "hermes": [
+        ('<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>', "", [WEATHER]),
+        ('{"name": "weather", "arguments": {"city": "Paris"}}', None, []),
+        ('A.\n<tool_call>{"arguments": {"city": "Paris"}, "name": "weather"}</tool_call>\nB', "A.\n\nB", [WEATHER]),
+        ('<tool_call>{"name": "now"}</tool_call>\n<tool_call>{"name": "f", "arguments": null}</tool_call>\n', "",
+         [("now", "{}"), ("f", "{}")]),
+        ('<tool_call>[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]</tool_call>', "",
+         [("f", "{}"), ("g", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+        # a brace, or the end, was forgotten
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Paris"}</tool_call>', "", [WEATHER]),
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}<tool_call>{"name": "now"}', "",
+         [WEATHER, ("now", "{}")]),
+        # what JSON wants escaped is; a lone backslash was meant as one
+        ('<tool_call>{"name": "f", "arguments": {"re": "\\d\n"}}</tool_call>', "", [("f", '{"re": "\\\\d\\n"}')]),
+        # no calls
+        ("a <tool_call>b</tool_call> <tool_cal", None, []),
+        ('<tool_call>{"name": 5, "arguments": {}}</tool_call>', None, []),
+        ('<tool_call>{"name": "two words", "arguments": {}}</tool_call>', None, []),
+        ('<tool_call>{"name": "f", "arguments": 5}</tool_call>', None, []),
+        ('<tool_call>{"arguments": {}}</tool_call>', None, []),
+        (" \n", None, []),
+        ("", "", []),
+        ('<tool_call>{"<tool_call>{"name": "now"}</tool_call>', '<tool_call>{"', [("now", "{}")]),
+        # malformed, or cut off, from some character on
+        ('<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>', "oops}}</tool_call>", [("f", '{"a": ')]),
+        ('<tool_call>{"name": "f", "arguments": {"a": [1, tr', "", [("f", '{"a": [1, tr')]),
+        ('<tool_call>{"name": "f", "arguments": {}}</tool_', "", [("f", "{}")]),
+        ('Well. <tool_call>{"name": "f", "argu', None, []),
+        # of Qwen3-Coder
+        ("<tool_call>\n<function=f>\n<parameter=city>\nParis\n</parameter>\n<parameter=n>\n3\n</parameter>\n</function>"
+         "\n</tool_call>", "", [("f", '{"city": "Paris", "n": 3}')]),
+        ("<tool_call><function=now></function></tool_call>", "", [("now", "{}")]),
+        ("<tool_call><function=f><parameter=a>x <b> </parameter>oops", "oops", [("f", '{"a": "x <b> "')]),
+    ],
+    "llama": [
+        ('{"name": "weather", "parameters": {"city": "Paris"}}', "", [WEATHER]),
+        ('\n<|python_tag|>{"type": "function", "name": "weather", "parameters": {"city": "Paris"}}', "", [WEATHER]),
+        ('{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "", [("f", "{}"), ("g", "{}")]),
+        ('I look. <|python_tag|>{"name": "f", "parameters": {}}', "I look. ", [("f", "{}")]),
+        ('{"name": "f", "parameters": {}}; and more', "; and more", [("f", "{}")]),
+        ('{"name": "Bob", "age": 5}', None, []),
+        ('{"name": "Bob"}', None, []),
+        ("[1, 2]; {", None, []),
+        ('As JSON: {"name": "f", "parameters": {}}', None, []),
+        ("<|python_tag|>print(1)", None, []),
+    ],
+    "mistral": [
+        ('[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}, "id": "abcdefghi"}]', "", [WEATHER]),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g"}]', "", [("f", "{}"), ("g", "{}")]),
+        ('Ok[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]g[CALL_ID]a1[ARGS]{}', "Ok", [WEATHER, ("g", "{}")]),
+        ('[TOOL_CALLS]weather{"city": "Paris"}', "", [WEATHER]),
+        ("[1] [TOOL_CALLS]f[ARG", None, []),
+        ("[TOOL_CALLS][]", None, []),
+    ],
+    "gemma4": [
+        ('<|tool_call>call:weather{city:<|"|>Paris<|"|>}<tool_call|>', "", [WEATHER]),
+        ('<|tool_call>call:f{s:<|"|>a "b" <|c\\\n<|"|>,n:-3,x:1.5,on:true}<tool_call|>', "",
+         [("f", '{"s": "a \\"b\\" <|c\\\\\\n", "n": -3, "x": 1.5, "on": true}')]),
+        ('<|tool_call>call:f{no:null,xs:[1,<|"|>b<|"|>,[]],o:{k:{}}}<tool_call|>', "",
+         [("f", '{"no": null, "xs": [1, "b", []], "o": {"k": {}}}')]),
+        ("Sure.<|tool_call>call:f{}<tool_call|><|tool_call>call:g{}<tool_call|>", "Sure.", [("f", "{}"), ("g", "{}")]),
+        ('<|tool_call>call:f{"a":"b\\n",<|"|>c<|"|>:2,d:Paris}<tool_call|>', "",
+         [("f", '{"a": "b\\n", "c": 2, "d": "Paris"}')]),
+        ("<|tool_call>call f{}<tool_call|>", None, []),
+        ("<|tool_call>call:f{a:}<tool_call|>", "}<tool_call|>", [("f", '{"a": ')]),
+        ('<|tool_call>call:f{a:<|"|>Par', "", [("f", '{"a": "Par')]),
+    ],
+    "functiongemma": [
+        ("<start_function_call>call:weather{city:<escape>Paris<escape>}<end_function_call>", "", [WEATHER]),
+    ],
+    "harmony": [
+        ('<|channel|>analysis<|message|>I need it.<|end|><|start|>assistant<|channel|>commentary to=functions.weather '
+         '<|constrain|>json<|message|>{"city": "Paris"}<|call|>', "I need it.", [WEATHER]),
+        ('<|start|>assistant to=functions.weather<|channel|>commentary<|message|>{"city": "Paris"}', "", [WEATHER]),
+        ("<|channel|>final<|message|>Hello <|x|> <|<|return|>", "Hello <|x|> <|", []),
+        ("<|channel|>commentary to=functions.f<|message|>no JSON", None, []),
+    ],
+    "granite": [('<|tool_call|>[{"name": "weather", "arguments": {"city": "Paris"}}]', "", [WEATHER])],
+    "cohere": [
+        ('<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Paris"}}\n]'
+         "<|END_ACTION|>", "", [WEATHER]),
+    ],
+}  # fmt: skip
+EACH_CASE = [
+    pytest.param(name, *case, id=f"{name}-{i}") for name, cases in CASES.items() for i, case in enumerate(cases)
+]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), EACH_CASE)
+def test_content_and_calls_of_a_text(name, text, content, calls):
+    want = (text if content is None else content, calls)  # None: all of it
+    assert parsed(name, [text]) == want
+    assert parsed(name, text) == want  # a character at a time
+    for at in range(len(text)):
+        assert parsed(name, [text[:at], "", text[at:]]) == want
+
+
+def test_arguments_come_as_they_are_written():
+    parser = PARSERS["hermes"]()
+    assert parser.feed('<tool_call>{"name": "f", "arguments": ') == []
+    first, second = parser.feed('{"a": "one')
+    assert (first.index, first.name, first.arguments) == (0, "f", "") and first.id
+    assert second == ToolCallPiece(0, None, None, '{"a": "one')
+    assert parser.feed(' two"') == [ToolCallPiece(0, None, None, ' two"')]
+    assert parser.feed("}}</tool_call> Then") == [ToolCallPiece(0, None, None, "}"), ContentPiece(" Then")]
+    assert parser.num_calls == 1 and parser.finish() == []
+
+
+def test_ids_are_of_the_length_that_mistral_templates_insist_on():
+    piece = PARSERS["mistral"]().feed("[TOOL_CALLS]f[ARGS]{}")[0]
+    assert len(piece.id) == 9 and piece.id.isalnum()
+
+
+def test_values_without_quotes_are_what_the_schema_says():
+    text = "<tool_call><function=f>" + "".join(f"<parameter={key}>3</parameter>" for key in "abc") + "</function>"
+    types = {"f": {"a": {"type": "string"}, "b": {"type": "integer"}}}
+    assert parsed("hermes", [text], types=types) == ("", [("f", '{"a": "3", "b": 3, "c": 3}')])
+
+
+def test_nested_arguments_have_a_limit_and_lose_nothing():
+    text = '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 500
+    content, [(_, arguments)] = parsed("hermes", [text])
+    assert text.endswith(arguments + content) and content.startswith("[")
+
+
+# properties
+
+FRAGMENTS = st.sampled_from(
+    ["<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '"parameters": ', "{}", '{"a": [1, "x"]}', "}",
+     "]", "[", ",", '"', "\\", "\n", " ", "<", "<|", "|>", "call:f", "{a:", '<|"|>', "<|tool_call>", "<tool_call|>",
+     "tru", "-1e", "[TOOL_CALLS]", "[ARGS]", "f", ";", "<|python_tag|>", "<|channel|>", "<|message|>", "<|end|>",
+     "to=functions.f", "<function=f>", "<parameter=a>", "</parameter>", "</function>"]
+)  # fmt: skip
+NAMES = st.sampled_from(sorted(PARSERS))
+
+
+@given(name=NAMES, pieces=st.lists(FRAGMENTS, max_size=14), data=st.data())
+@settings(max_examples=400, deadline=None)
+def test_no_cut_changes_anything_and_no_character_is_lost(name, pieces, data):
+    text = "".join(pieces)
+    content, calls = parsed(name, [text])
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    cut = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert parsed(name, cut) == parsed(name, text) == (content, calls)
+    if not calls and name != "harmony":  # whose markup is no content
+        assert content == text
+    left = iter(text)
+    assert all(char in left for char in content)  # in order
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+GEMMA_KEYS = st.text("abcdefgh_0", min_size=1, max_size=6)
+
+
+def as_gemma(value):
+    """As Gemma 4's chat template writes a value."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{as_gemma(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(as_gemma, value)) + "]"
+    return json.dumps(value)
+
+
+WRITERS = {
+    "hermes": lambda calls: "\n".join(
+        f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>" for name, arguments in calls
+    ),
+    "llama": lambda calls: "; ".join(json.dumps({"name": name, "parameters": arguments}) for name, arguments in calls),
+    "mistral": lambda calls: (
+        f"[TOOL_CALLS] {json.dumps([{'name': name, 'arguments': arguments} for name, arguments in calls])}"
+    ),
+    "gemma4": lambda calls: "".join(
+        f"<|tool_call>call:{name}{as_gemma(arguments)}<tool_call|>" for name, arguments in calls
+    ),
+    "harmony": lambda calls: "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(arguments)}<|call|>"
+        for name, arguments in calls
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_what_a_template_writes_is_read_back(name, data):
+    keys = GEMMA_KEYS if name == "gemma4" else st.text(max_size=6)
+    values = JSON if name != "gemma4" else st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(GEMMA_KEYS, inner, max_size=3), max_leaves=6,
+    )  # fmt: skip
+    calls = data.draw(
+        st.lists(
+            st.tuples(st.from_regex(r"\A[a-zA-Z0-9_-]{1,20}\Z"), st.dictionaries(keys, values, max_size=3)), min_size=1
+        )
+    )
+    text = WRITERS[name](calls)
+    content, found = parsed(name, text)
+    assert content == ""
+    assert [(called, json.loads(arguments)) for called, arguments in found] == calls
+
+
+# which format, and the special tokens that it is written with
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ tools }}<tool_call>\\n{\"name\": ...", "hermes"),
+        ("{{ tools }}<|start_header_id|>ipython {\"name\": function, \"parameters\": ...}", "llama"),
+        ("{% if tools %}[AVAILABLE_TOOLS][TOOL_CALLS]", "mistral"),
+        ("{{ tools }}<|tool_call>call:{{ name }}<tool_call|>", "gemma4"),
+        ("{{ tools }}<|channel|>commentary to=functions.{{ name }}", "harmony"),
+        ("{{ tools }}<|tool_call|>", "granite"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", None),
+        (None, None),
+    ],
+)  # fmt: skip
+def test_the_template_tells_the_format(template, name, byte_tokenizer):
+    assert tool_parser_for(byte_tokenizer, template) is PARSERS.get(name)
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.chat_template = template
+    assert tool_parser_for(tokenizer) is PARSERS.get(name)
+    tokenizer.chat_template = template and {"default": "{{ messages }}", "tool_use": template}
+    assert tool_parser_for(tokenizer) is PARSERS.get(name)
+
+
+def test_the_format_can_be_named(byte_tokenizer):
+    assert tool_parser_for(byte_tokenizer, name="mistral") is PARSERS["mistral"]
+    assert tool_parser_for(byte_tokenizer, "{{ tools }}<tool_call>", "none") is None
+    with pytest.raises(SpecDecError, match=r"tool parser 'hermès' is unknown; choose one of auto, none, gemma4, "):
+        tool_parser_for(byte_tokenizer, name="hermès")
+
+
+def deltas(ids, sizes):
+    at = 0
+    for size in sizes:
+        yield StreamDelta("", ids[at : at + size], [])
+        at += size
+    yield StreamDelta("", ids[at:], [], GenerationOutput([], ids, "", "stop", RequestStats(), []))
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [2, 0, 3], [1] * 40], ids=["one", "two", "some", "tokens"])
+def test_special_tokens_of_the_format_reach_the_parser_and_others_do_not(sizes, byte_tokenizer):
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    special = [*PARSERS["gemma4"].special, "<turn|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(token, special=True) for token in special]})
+    ids = tokenizer('Yés.<|tool_call>call:weather{city:<|"|>Paris<|"|>}<tool_call|><turn|>')["input_ids"]
+    assert "tool_call" not in Detokenizer(tokenizer).final_text(ids, ()).replace("call:", "")
+    reader = ToolReader(tokenizer, PARSERS["gemma4"]())
+    assert gathered([piece for delta in deltas(ids, sizes) for piece in reader.read(delta)]) == ("Yés.", [WEATHER])
+    written = frozenset(tokenizer.convert_tokens_to_ids(special[:3]))
+    assert Detokenizer(tokenizer, written).final_text(ids, ("Paris",)) == 'Yés.<|tool_call>call:weather{city:<|"|>'
