@@ -7,16 +7,17 @@ Python's own types and `torch.dtype`.
 import difflib
 import functools
 import inspect
+import json
 import math
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 import torch
 
-from specdec.errors import ConfigError, shown
+from specdec.errors import ConfigError, first_line, shown
 
 MAX_TREE_NODES = 512
 """Verify width including the root."""
@@ -33,6 +34,9 @@ DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64
 
 PENALTY_SPAN = (1e-6, 1e6)
 """Repetition penalties outside would take float32 logits to infinity, or infinity times 0 to NaN."""
+
+GRAMMARS = ("json_schema", "json_object", "regex", "choice")
+"""What a text may be asked to be, one of them a request."""
 
 Config = TypeVar("Config", bound=type)
 
@@ -51,7 +55,7 @@ def plain_arguments(cls: Config) -> Config:
             raise ConfigError(f"{cls.__name__} has no setting {name}; {meant}It has {', '.join(known)}")
         bound = signature.bind(*args, **kwargs)
         for name, value in bound.arguments.items():
-            bound.arguments[name] = _as_dtype(value) if name == "dtype" else _plain(value)
+            bound.arguments[name] = OWN_FORMS.get(name, _plain)(value)
         init(*bound.args, **bound.kwargs)
 
     cls.__init__ = plain_init  # type: ignore[misc]
@@ -178,8 +182,14 @@ class EngineConfig:
 class SamplingParams:
     """How one request is continued. temperature 0 is greedy; 0, 1.0 and 0.0 turn top_k, top_p and min_p off.
 
-    Filters apply in the order of transformers: repetition penalty, temperature, top_k, top_p, min_p. With a `seed` the
-    output is a pure function of model, prompt, parameters and seed, whatever the drafter and the batch; None draws one.
+    Logits change in this order, on every path: logit_bias, repetition, frequency and presence penalty, the grammar's
+    mask, temperature, top_k, top_p, min_p. With a `seed` the output is a pure function of model, prompt, parameters and
+    seed, whatever the drafter and the batch; None draws one.
+    frequency_penalty, presence_penalty: taken from a token's logit for each time that the output has it, and once if it
+    has it at all; the repetition penalty looks at the prompt too. logit_bias: added to the logits of these token ids.
+    json_schema (a dict or JSON text), json_object (any object), regex (of the whole text), choice (one of these
+    strings): the grammar of the output, one of them a request. The text may end where the grammar does, and nowhere
+    else; a text of max_new_tokens is cut.
     stop: strings that end the text (they are cut off). logprobs: None, or how many alternatives to report per token.
     n: samples of the prompt; number i is that of the same parameters with n=1 and `seed` + i.
     speculation: None, as the engine does; False, not at all; or a SpecConfig within the engine's. It changes no token.
@@ -199,6 +209,13 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     n: int = 1
     speculation: SpecConfig | bool | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    json_schema: str | Mapping[str, Any] | None = None  # JSON text, once it is here
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         require_int("max_new_tokens", self.max_new_tokens, 1, 1 << 30)
@@ -212,6 +229,8 @@ class SamplingParams:
                 f"repetition_penalty={self.repetition_penalty!r}: a number from {PENALTY_SPAN[0]:g} to "
                 f"{PENALTY_SPAN[1]:g} is wanted; beyond, the logits overflow"
             )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require_number(name, getattr(self, name), -2.0, 2.0)
         require_int("n", self.n, 1, 1 << 16)
         if self.seed is not None:
             require_int("seed", self.seed, 0, (1 << 63) - self.n)  # that of the last sample is one too
@@ -234,6 +253,44 @@ class SamplingParams:
             )
         for token in self.stop_token_ids:
             require_int("stop_token_ids", token, 0, 1 << 40)
+        self._require_bias()
+        self._require_grammar()
+
+    def _require_bias(self) -> None:
+        bias: object = self.logit_bias
+        if bias is None:
+            return
+        if not isinstance(bias, Mapping):
+            raise ConfigError(f"logit_bias={shown(bias)}: a mapping of token ids to numbers is wanted; None for none")
+        for token, value in bias.items():
+            require_int("a token id in logit_bias", token, 0, 1 << 40)
+            _require_number(f"logit_bias of token {token}", value, -100.0, 100.0)
+
+    def _require_grammar(self) -> None:
+        if not isinstance(self.json_object, bool):
+            raise ConfigError(f"json_object={shown(self.json_object)}: True or False is wanted")
+        asked = [name for name in GRAMMARS if self._asks(name)]
+        if len(asked) > 1:
+            raise ConfigError(f"{' and '.join(asked)} are both set; one grammar a request is allowed, so leave one out")
+        if not (self.json_schema is None or isinstance(self.json_schema, str)):
+            raise ConfigError(f"json_schema={shown(self.json_schema)}: a dict or JSON text is wanted; None for none")
+        if not (self.regex is None or (isinstance(self.regex, str) and self.regex)):
+            raise ConfigError(f"regex={shown(self.regex)}: a non-empty string is wanted; None for none")
+        choices: object = self.choice
+        if choices is not None and not (
+            _is_collection(choices) and len(choices) and all(isinstance(one, str) and one for one in choices)
+        ):
+            raise ConfigError(f"choice={shown(choices)}: a sequence of non-empty strings is wanted; None for none")
+        if self.ignore_eos and asked:
+            raise ConfigError(f"ignore_eos=True with {asked[0]}: the text is over where the grammar is; leave one out")
+
+    @property
+    def grammar(self) -> str | None:
+        """Which of `GRAMMARS` the output is to follow; None: it is free."""
+        return next((name for name in GRAMMARS if self._asks(name)), None)
+
+    def _asks(self, name: str) -> bool:
+        return getattr(self, name) is not None and getattr(self, name) is not False
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -253,6 +310,25 @@ def _plain(value: Any) -> Any:
     return _plain_number(value)
 
 
+def _plain_bias(value: Any) -> Any:
+    """A copy, that nobody changes later."""
+    if not isinstance(value, Mapping):
+        return _plain(value)
+    return {_plain_number(token): _plain_number(bias) for token, bias in value.items()}
+
+
+def _schema_text(value: Any) -> Any:
+    """JSON text of a schema that is a mapping; text that is no JSON is refused here."""
+    try:
+        if isinstance(value, Mapping):
+            return json.dumps(dict(value), allow_nan=False)
+        if isinstance(value, str):
+            json.loads(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"json_schema={shown(value)} is not JSON ({first_line(error)}); correct it") from None
+    return value
+
+
 def _plain_number(value: Any) -> Any:
     boxed = isinstance(value, (np.generic, np.ndarray, torch.Tensor)) and value.ndim == 0
     return value.item() if boxed else value
@@ -265,6 +341,14 @@ def _as_dtype(value: Any) -> Any:
     name = value.removeprefix("torch.")
     dtype = getattr(torch, DTYPE_ALIASES.get(name, name), None)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else value
+
+
+OWN_FORMS: dict[str, Callable[[Any], Any]] = {
+    "dtype": _as_dtype,
+    "logit_bias": _plain_bias,
+    "json_schema": _schema_text,
+}
+"""Of arguments that are neither a number nor numbers: how a config holds them."""
 
 
 def _require_device(device: object) -> None:

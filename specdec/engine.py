@@ -9,7 +9,6 @@ A step that is interrupted (an error, Ctrl-C) happened to no request: the next o
 """
 
 import itertools
-import secrets
 import threading
 import time
 from collections import deque
@@ -24,8 +23,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.arguments import (
-    draft_for,
-    params_for,
     require_fused,
     require_no_setting,
     require_one_sample,
@@ -36,8 +33,9 @@ from specdec.attention.backend import choose_backend
 from specdec.attention.checked_backend import sanitized
 from specdec.config import EngineConfig, SamplingParams, SpecConfig, require_int
 from specdec.draft_models.base import Drafter
-from specdec.errors import ConfigError, SpecDecError
+from specdec.errors import SpecDecError
 from specdec.handle import Handle
+from specdec.intake import Intake
 from specdec.layers.operations import choose_operations
 from specdec.models.loading import SHARED_OPTIONS, load_any_drafter, load_target, pick_tokenizer
 from specdec.models.target import TargetModel
@@ -51,9 +49,7 @@ from specdec.scheduling.prefixes import Prefixes
 from specdec.scheduling.scheduler import Scheduler
 from specdec.scheduling.steps import Steps
 from specdec.sizing import make_cache
-from specdec.text.detokenize import Detokenizer
-from specdec.text.ends import end_tokens
-from specdec.text.prompts import Prompt, as_chat_list, as_prompt_list, as_token_ids, chat_or_text_ids, text_ids
+from specdec.text.prompts import Prompt, as_chat_list, as_token_ids, chat_or_text_ids
 
 
 class Engine:
@@ -103,7 +99,8 @@ class Engine:
         )
         graphs = None if capture is None else RoundGraphs(self.round, capture, strict=self.config.cuda_graphs is True)
         self.steps = Steps(self.scheduler, Launcher(self.round, self.spec, graphs))
-        self.end_tokens = end_tokens(target.model, tokenizer)
+        self.intake = Intake(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
+        self.end_tokens = self.intake.end_tokens
         self._live: dict[int, Request] = {}  # by number, oldest first: the one list that a fault cannot spoil
         self._numbers = itertools.count()
         self._lock, self._door = threading.Lock(), threading.Lock()
@@ -229,15 +226,15 @@ class Engine:
         `template_kwargs` go to the chat template: `tools`, `enable_thinking`, `add_generation_prompt` and others.
         Without a chat template a turn is plain text; messages, or anything for a template, raise ConfigError.
         """
-        return chat_or_text_ids(self._require_tokenizer(), chat, template_kwargs)
+        return chat_or_text_ids(self.intake.tokenizer, chat, template_kwargs)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the special tokens that the tokenizer adds."""
-        return text_ids(self._require_tokenizer(), text)
+        return self.intake.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
-        text: str = self._require_tokenizer().decode(as_token_ids(token_ids), skip_special_tokens=True)
+        text: str = self.intake.tokenizer.decode(as_token_ids(token_ids), skip_special_tokens=True)
         return text
 
     def stats(self) -> EngineStats:
@@ -366,32 +363,8 @@ class Engine:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
         self._require_open()
-        many = as_prompt_list(prompts)
-        requests: list[Request] = []
-        for index, (prompt, one) in enumerate(zip(many, params_for(params, len(many)), strict=True)):
-            ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            if not prompt or not ids:
-                raise ConfigError(f"prompt {index} is empty; at least one token is needed to continue from")
-            vocab_size = self.target.vocab_size
-            for what, tokens in ((f"prompt {index} holds", ids), ("stop_token_ids holds", one.stop_token_ids)):
-                outside = [token for token in tokens if not 0 <= token < vocab_size]
-                if outside:
-                    raise ConfigError(f"{what} token id {outside[0]}, outside the vocabulary of {vocab_size}")
-            if one.stop_strings and self.tokenizer is None:
-                raise ConfigError("stop strings need a tokenizer; pass tokenizer=..., or use stop_token_ids")
-            self.scheduler.require_fits(len(ids), one.max_new_tokens)
-            ends = frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self.end_tokens)
-            draft = draft_for(one, None if self.drafter is None else self.spec)
-            seed = secrets.randbits(62) if one.seed is None else one.seed
-            for sample in range(one.n):
-                requests.append(Request(ids, one, seed + sample, Detokenizer(self.tokenizer), ends, draft))
-        return requests
+        return self.intake.requests(prompts, params)
 
     def _require_open(self) -> None:
         if self._closed:
             raise SpecDecError("this engine is closed; make a new one")
-
-    def _require_tokenizer(self) -> Any:
-        if self.tokenizer is None:
-            raise ConfigError("text prompts need a tokenizer; pass tokenizer=..., or give token ids")
-        return self.tokenizer

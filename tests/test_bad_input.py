@@ -177,6 +177,13 @@ NUMBERS = {
     "stop": (["", [""], ["a", ""], [1], 5, b"x", None], "non-empty string"),
     "stop_token_ids": (["1", 3, 3.0, [1.0], [True], [-1], ["1"], None], ""),
     "ignore_eos": ([1, 0, "yes", None], "True or False"),
+    "presence_penalty": ([-2.1, 2.1, NAN, INF, True, "1", None], "from -2 to 2"),
+    "frequency_penalty": ([-2.1, 2.1, NAN, INF, True, "1", None], "from -2 to 2"),
+    "logit_bias": ([5, "1", [3], [(3, 1.0)]], "mapping of token ids to numbers"),
+    "json_schema": ([5, ["type"], True, "{", "type: object"], "JSON"),
+    "json_object": ([1, 0, "yes", None], "True or False"),
+    "regex": (["", 5, b"a"], "non-empty string"),
+    "choice": ([[], [""], ["a", 5], "ab", 5], "non-empty strings"),
     "n": ([0, -1, True, "2", 1.5, None], "integer from 1"),
     "speculation": ([True, 0, 4, "no"], "None (as the engine), False (none) or a SpecConfig"),
 }
@@ -186,8 +193,30 @@ NUMBERS = {
 def test_sampling_params(name, value):
     with pytest.raises(ConfigError) as error:
         SamplingParams(**{name: value})
-    inside = value[-1] if isinstance(value, list) else value
+    inside = value[-1] if isinstance(value, list) and value else value
     assert_one_sentence(error, name, repr(inside), NUMBERS[name][1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"logit_bias": {-1: 1.0}}, ["logit_bias=-1", "integer"]),
+        ({"logit_bias": {"5": 1.0}}, ["logit_bias='5'", "integer"]),
+        ({"logit_bias": {True: 1.0}}, ["logit_bias=True", "integer"]),
+        ({"logit_bias": {5: 100.5}}, ["logit_bias of token 5=100.5", "from -100 to 100"]),
+        ({"logit_bias": {5: NAN}}, ["logit_bias of token 5=nan", "from -100 to 100"]),
+        ({"logit_bias": {5: "1"}}, ["logit_bias of token 5='1'"]),
+        ({"regex": "a", "choice": ["b"]}, ["regex and choice are both set", "leave one out"]),
+        ({"json_schema": {}, "json_object": True}, ["json_schema and json_object are both set"]),
+        ({"json_schema": {"a": {1, 2}}}, ["json_schema", "not JSON", "set"]),
+        ({"json_object": True, "ignore_eos": True}, ["ignore_eos=True with json_object", "leave one out"]),
+    ],
+    ids=str,
+)
+def test_edits_and_grammars(settings, parts):
+    with pytest.raises(ConfigError) as error:
+        SamplingParams(**settings)
+    assert_one_sentence(error, *parts)
 
 
 CONFIG = {

@@ -25,6 +25,8 @@ class KernelSampling(SamplingBatch):
     def draw(
         self, logits: torch.Tensor, positions: torch.Tensor, past: Past, softcap: float | None = None
     ) -> torch.Tensor:
+        if self.uses.edits:  # more than the kernels do in passing
+            return sample(self.edited(logits, past, softcap), positions, self.params)
         seen = _seen(past, logits.shape) if self.uses.penalty else None
         return sample(logits, positions, self.params, softcap, seen)
 

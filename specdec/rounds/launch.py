@@ -81,8 +81,10 @@ class Launcher:
         drawing = [params[i] for i in through]
         uses, logprobs = Uses.of(drawing), _most_logprobs(drawing)
         shape = RoundShape(len(drawing), 0, 0, 1, 1, uses, logprobs)
+        chosen = np.array(through, dtype=np.int64)
+        self.round.sampling.bring(rows[chosen], drawing, uses)
         self.round.flush()
-        packed = self.round.prefill(rows, chunk_len, np.array(through, dtype=np.int64), uses, logprobs)
+        packed = self.round.prefill(rows, chunk_len, chosen, uses, logprobs)
         return _fetch(packed, shape, PREFILL_STAGES, drawing)
 
     def decode(
@@ -93,6 +95,7 @@ class Launcher:
         if self.graphs is not None:
             shape = self.graphs.bucket(shape)
         self.round.seat(rows)
+        self.round.sampling.bring(rows, params, shape.uses)
         self.round.flush()
         packed = self.round.decode(shape) if self.graphs is None else self.graphs.run(shape)
         return _fetch(packed, shape, DECODE_STAGES, params)

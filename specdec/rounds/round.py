@@ -51,6 +51,7 @@ class Round:
             len(self.tokens.host), self.device, KernelSampling if self.on_kernels else SamplingBatch
         )
         self.max_drafts = MirroredArray((len(self.tokens.host),), self.device)  # that a row accepts in a round
+        self.prompt_len = MirroredArray((len(self.tokens.host),), self.device)
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows that take part, padding behind
         self.clock = StageClock(self.device)
         drafts = getattr(drafter, "weights", None)
@@ -60,8 +61,11 @@ class Round:
         """A step was interrupted: nobody holds a view, and every row is to be taken again."""
         if self.worker is not None:
             self.worker.view = None
-        for mirrored in (self.tokens, self.sampling.cells, self.max_drafts, self.seats):
+        for mirrored in self._mirrored():
             mirrored.clear()
+
+    def _mirrored(self) -> list[MirroredArray]:
+        return [self.tokens, *self.sampling.arrays, self.max_drafts, self.prompt_len, self.seats]
 
     def weights_generation(self) -> int:
         """Another number whenever weights of target or drafter have been re-pointed: see `Weights`."""
@@ -71,11 +75,13 @@ class Round:
         """Another value whenever weights have been re-pointed or changed in place: see `Weights.version`."""
         return tuple(weights.version() for weights in self._weights)
 
-    def take(self, row: int, tokens: Sequence[int], params: SamplingParams, seed: int, max_drafts: int) -> None:
+    def take(
+        self, row: int, tokens: Sequence[int], prompt_len: int, params: SamplingParams, seed: int, max_drafts: int
+    ) -> None:
         """A request with these tokens so far has been given this row, and accepts no more drafts in a round."""
         self.tokens[row, : len(tokens)] = np.array(tokens, dtype=np.int64)
         self.sampling[row] = params, seed
-        self.max_drafts[row] = max_drafts
+        self.max_drafts[row], self.prompt_len[row] = max_drafts, prompt_len
 
     def seat(self, rows: IntArray) -> None:
         """These rows take part in the next round; the seats behind them are padding."""
@@ -86,7 +92,7 @@ class Round:
 
     def flush(self) -> None:
         """Send what the host has changed anywhere, in one upload."""
-        self.cache.flush(self.tokens, self.sampling.cells, self.max_drafts, self.seats)
+        self.cache.flush(*self._mirrored())
 
     @torch.inference_mode()
     def prefill(
@@ -120,7 +126,7 @@ class Round:
             history = self.tokens.tensor[rows.index[chosen], : rows.longest + width]
             history_len = (plan.committed_len + length)[chosen]
             sampling = self.sampling.at(rows.index[chosen], uses)
-            past = Past(history, history_len, None)
+            past = Past(history, history_len, None, self.prompt_len.tensor[rows.index[chosen]])
             first = sampling.draw(logits, history_len[:, None], past, softcap)  # [T, 1]
             behind = behind.index_copy(0, chosen, first[:, 0])
             self.tokens.tensor[rows.index[chosen], history_len] = first[:, 0]
@@ -166,7 +172,8 @@ class Round:
         logits, softcap = self._logits(out.hidden, shape.logprobs)  # [B, N, V]
 
         self.clock.mark("other")
-        drawn = sampling.draw(logits, plan.positions + 1, Past(history, history_len, tree), softcap)
+        past = Past(history, history_len, tree, self.prompt_len.tensor[rows.index])
+        drawn = sampling.draw(logits, plan.positions + 1, past, softcap)
         accepted = self.backend.accept(tree, drawn)
         # what is beyond is as if never drafted
         length = torch.minimum(accepted.length, 1 + self.max_drafts.tensor[rows.index])

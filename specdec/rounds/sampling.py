@@ -4,11 +4,11 @@ r"""The target's next token as a pure function of (logits, parameters, seed, pos
 
 is a draw from P (the Gumbel-max trick), and the same draw wherever, whenever and in whatever batch it is made: the
 noise is counter-based and has no state. Speculation therefore changes no token: verify computes this function at every
-tree node. Temperature 0 is plain argmax, lowest id first. P is the softmax after repetition penalty, temperature,
-top-k, top-p and min-p, in that order, as transformers applies them.
+tree node. Temperature 0 is plain argmax, lowest id first. P is the softmax after logit bias, repetition, frequency and
+presence penalty, temperature, top-k, top-p and min-p, in that order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 
 from specdec.attention.tree import DraftTree
 from specdec.config import SamplingParams
-from specdec.kvcache.mirror import MirroredArray
+from specdec.kvcache.mirror import IntArray, MirroredArray
 from specdec.layers.sampling.sample import SampleParams
 from specdec.layers.softcap import reference_softcap
 
@@ -60,6 +60,13 @@ class Uses(NamedTuple):
     top_k_top_p: bool
     min_p: bool
     penalty: bool
+    counts: bool = False
+    bias: int = 0  # room for so many entries a request
+
+    @property
+    def edits(self) -> bool:
+        """Are logits changed by more than the repetition penalty?"""
+        return self.counts or self.bias > 0
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> "Uses":
@@ -68,6 +75,8 @@ class Uses(NamedTuple):
             top_k_top_p=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1) for p in params),
             min_p=any(p.temperature > 0 and p.min_p > 0 for p in params),
             penalty=any(p.repetition_penalty != 1 for p in params),
+            counts=any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params),
+            bias=bias_room(max((len(p.logit_bias) for p in params if p.logit_bias), default=0)),
         )
 
 
@@ -80,19 +89,20 @@ class Best(NamedTuple):
 
 class Past(NamedTuple):
     """What penalties read: the tokens so far, the root included, history [B, L], of which length [B] count, and the
-    tree behind them; no tree: one place behind each history."""
+    tree behind them; no tree: one place behind each history. prompt_len [B]: the output begins there."""
 
     history: torch.Tensor
     length: torch.Tensor
     tree: DraftTree | None
+    prompt_len: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """The parameters of B requests as vectors [B] on the device, and what any of them uses.
 
-    noise: [B, W, V] of positions first [B] and behind, made once for all that draw there (`ahead`); None: made as
-    needed.
+    bias: [B, K] entries of `pack_bias`. noise: [B, W, V] of positions first [B] and behind, made once for all that draw
+    there (`ahead`); None: made as needed.
     """
 
     temperature: torch.Tensor
@@ -100,8 +110,11 @@ class SamplingBatch:
     top_p: torch.Tensor
     min_p: torch.Tensor
     repetition_penalty: torch.Tensor
+    presence_penalty: torch.Tensor
+    frequency_penalty: torch.Tensor
     seed: torch.Tensor
     uses: Uses
+    bias: torch.Tensor | None = None
     first: torch.Tensor | None = None
     noise: torch.Tensor | None = None
 
@@ -110,7 +123,9 @@ class SamplingBatch:
         table = SamplingTable(len(params), device)
         for row, each in enumerate(zip(params, seeds, strict=True)):
             table[row] = each
-        return table.at(torch.arange(len(params), device=device), Uses.of(params))
+        uses = Uses.of(params)
+        table.bring(np.arange(len(params)), params, uses)
+        return table.at(torch.arange(len(params), device=device), uses)
 
     @property
     def params(self) -> SampleParams:
@@ -132,10 +147,19 @@ class SamplingBatch:
         self, logits: torch.Tensor, positions: torch.Tensor, past: "Past", softcap: float | None = None
     ) -> torch.Tensor:
         """The target's tokens [B, K], penalties included; softcap: one that the logits are still to get."""
+        return self.sample(self.edited(logits, past, softcap), positions)
+
+    def edited(self, logits: torch.Tensor, past: "Past", softcap: float | None = None) -> torch.Tensor:
+        """Logits [B, K, V] with all that comes before temperature."""
         logits = logits if softcap is None else reference_softcap(logits, softcap)
+        vocab_size = logits.shape[-1]
+        if self.uses.bias:
+            logits = self.biased(logits)
         if self.uses.penalty:
-            logits = self.penalised(logits, seen_tokens(past.history, past.length, logits.shape[-1], past.tree))
-        return self.sample(logits, positions)
+            logits = self.penalised(logits, seen_tokens(past.history, past.length, vocab_size, past.tree))
+        if self.uses.counts:
+            logits = self.counted(logits, output_counts(past, vocab_size))
+        return logits
 
     def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best:
         """The `count` best of `log_scores`: a node's children."""
@@ -173,6 +197,20 @@ class SamplingBatch:
         logits = logits.float()
         return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
+    def counted(self, logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Frequency and presence penalty: counts [B, K, V] of the output so far."""
+        frequency, presence = self.frequency_penalty[:, None, None], self.presence_penalty[:, None, None]
+        logits = logits.float() - frequency * counts
+        return logits - presence * (counts > 0)
+
+    def biased(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [B, K, V] plus each request's bias."""
+        assert self.bias is not None
+        token, value = unpack_bias(self.bias)
+        shape = (*logits.shape[:2], self.bias.shape[1])
+        # rooms that are left over add 0 to token 0, so the order does not matter
+        return logits.float().scatter_add(2, *(x[:, None].expand(shape) for x in (token, value)))
+
     def _top_k_top_p(self, scores: torch.Tensor) -> torch.Tensor:
         vocab_size = scores.shape[-1]
         ordered, order = scores.sort(dim=-1, descending=True, stable=True)
@@ -192,32 +230,89 @@ class SamplingTable:
     """The sampling parameters of every row of the request table, on both sides: a request brings its own once.
 
     One row: seed and top_k as they are, the others as the bits of a float64; one that nobody took is greedy. kind: what
-    samples with them.
+    samples with them. Biases lie in an array for each room that a round had, and come when their row takes part
+    (`bring`): rounds that have none read none.
     """
 
     def __init__(self, num_rows: int, device: torch.device, kind: type[SamplingBatch] = SamplingBatch) -> None:
-        self.cells = MirroredArray((num_rows, 6), device)
+        self.cells = MirroredArray((num_rows, 8), device)
+        self._biases: dict[int, MirroredArray] = {}  # by room, [rows, room]; never replaced: captured rounds read it
         self._kind = kind
+
+    @property
+    def arrays(self) -> list[MirroredArray]:
+        return [self.cells, *self._biases.values()]
 
     def __setitem__(self, row: int, params_and_seed: tuple[SamplingParams, int]) -> None:
         params, seed = params_and_seed
         numbers = [params.temperature, params.top_p, params.min_p, params.repetition_penalty]
+        numbers += [params.presence_penalty, params.frequency_penalty]
         whole = np.array([seed, params.top_k], dtype=np.int64)
         self.cells[row] = np.concatenate([whole, np.array(numbers, dtype=np.float64).view(np.int64)])
 
+    def bring(self, rows: IntArray, params: Sequence[SamplingParams], uses: Uses) -> None:
+        """The biases of these rows, for a round of these uses."""
+        if not uses.bias:
+            return
+        if uses.bias not in self._biases:
+            self._biases[uses.bias] = MirroredArray((len(self.cells.host), uses.bias), self.cells.tensor.device)
+        biases = self._biases[uses.bias]
+        for row, each in zip(rows.tolist(), params, strict=True):
+            wanted = pack_bias(each.logit_bias or {}, uses.bias)
+            if (biases.host[row] != wanted).any():
+                biases[row] = wanted
+
     def at(self, rows: torch.Tensor, uses: Uses) -> SamplingBatch:
         """The parameters of rows [B], a copy on the device."""
-        cells = self.cells.tensor[rows].t().contiguous()  # [6, B]
-        temperature, top_p, min_p, repetition_penalty = cells[2:].view(torch.float64).float().unbind()
+        cells = self.cells.tensor[rows].t().contiguous()  # [8, B]
+        numbers = cells[2:].view(torch.float64).float().unbind()
+        temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty = numbers
         return self._kind(
             temperature=temperature,
             top_k=cells[1],
             top_p=top_p,
             min_p=min_p,
             repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
             seed=cells[0],
             uses=uses,
+            bias=self._biases[uses.bias].tensor[rows] if uses.bias else None,
         )
+
+
+def bias_room(entries: int) -> int:
+    """Room for so many entries of a bias: 0, 16, 32, 64, ..., so that few rounds differ by it."""
+    return max(16, 1 << (entries - 1).bit_length()) if entries else 0
+
+
+def pack_bias(bias: Mapping[int, float], room: int) -> IntArray:
+    """[room] entries: the token id in the low half, the bits of a float32 in the high one; what is left over is 0."""
+    cells = np.zeros((room, 2), dtype=np.int32)
+    cells[: len(bias), 0] = list(bias)
+    cells[: len(bias), 1] = np.array(list(bias.values()), dtype=np.float32).view(np.int32)
+    return cells.view("<i8")[:, 0]
+
+
+def unpack_bias(cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cells [B, K] -> token ids int64 and values float32, [B, K] each."""
+    halves = cells.view(torch.int32).unflatten(1, (-1, 2))
+    return halves[..., 0].long(), halves[..., 1].contiguous().view(torch.float32)
+
+
+def output_counts(past: Past, vocab_size: int) -> torch.Tensor:
+    """How often the output has each token before each node's continuation: [B, N, V] float32, along its own path."""
+    assert past.prompt_len is not None
+    columns = torch.arange(past.history.shape[1], device=past.history.device)
+    counted = (columns >= past.prompt_len[:, None]) & (columns < past.length[:, None])  # [B, L]
+    empty = torch.zeros((len(past.history), vocab_size), dtype=torch.float32, device=past.history.device)
+    counts = empty.scatter_add(1, torch.where(counted, past.history, 0), counted.float())[:, None]
+    if past.tree is None:
+        return counts
+    num_nodes = past.tree.num_nodes
+    drafted = past.tree.ancestors & (torch.arange(num_nodes, device=columns.device) > 0)  # the root is in the history
+    tokens = past.tree.tokens[:, None, :].expand(drafted.shape)  # [B, N, N]
+    return counts.repeat(1, num_nodes, 1).scatter_add(2, tokens, drafted.float())
 
 
 def seen_tokens(

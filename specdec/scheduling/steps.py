@@ -86,7 +86,8 @@ class Steps:
         with self._on_device():
             finished = self._decode(self.scheduler.next_decode())
             for request in self.scheduler.admit():
-                self.round.take(request.row, request.tokens, request.params, request.seed, request.max_drafts)
+                mine = request.params, request.seed, request.max_drafts
+                self.round.take(request.row, request.tokens, len(request.prompt), *mine)
             requests, chunk_len = self.scheduler.next_prefill()
             if requests:
                 for chosen in alike(chunk_len):

@@ -1,0 +1,199 @@
+"""Edits of logits before a token is drawn: bias, presence and frequency penalty, in their order, along each path."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from specdec import DraftTree, SamplingParams
+from specdec.rounds.kernel_sampling import KernelSampling
+from specdec.rounds.sampling import (
+    Past,
+    SamplingBatch,
+    SamplingTable,
+    Uses,
+    bias_room,
+    output_counts,
+    pack_bias,
+    unpack_bias,
+)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SETTINGS = {
+    "bias": {"logit_bias": {3: -100, 5: 2.5, 90: 100 / 16}},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.7},
+    "wanted again": {"presence_penalty": -0.5, "frequency_penalty": -0.05},
+    "all": {
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.9,
+        "logit_bias": dict.fromkeys(range(40), -1.25),
+        "repetition_penalty": 1.2,
+    },
+    "sampled": {"temperature": 0.9, "top_k": 30, "frequency_penalty": 0.5, "logit_bias": {7: 3}, "seed": 5},
+}
+
+
+def edited_on_paper(logits, params, prompt, output):
+    """One row of logits, a token at a time, as the docstring of SamplingParams has it."""
+    edited = []
+    for token, x in enumerate(logits.tolist()):
+        x += (params.logit_bias or {}).get(token, 0)
+        if token in prompt or token in output:
+            x = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
+        x -= params.frequency_penalty * output.count(token)
+        x -= params.presence_penalty * (token in output)
+        edited.append(x)
+    return torch.tensor(edited)
+
+
+def test_counts_are_of_the_output_along_each_path():
+    """prompt 4 4, output 5 5 6; the root is the 6; 1 and 2 are children of the root, 3 a child of 1."""
+    history, length = torch.tensor([[4, 4, 5, 5, 6, 9]]), torch.tensor([5])  # the 9 is behind the end
+    tree = DraftTree.from_parents(torch.tensor([[6, 5, 7, 5]]), torch.tensor([[-1, 0, 0, 1]]))
+    counts = output_counts(Past(history, length, tree, torch.tensor([2])), 10)[0]
+    assert [{v: int(n) for v, n in enumerate(row) if n} for row in counts.tolist()] == [
+        {5: 2, 6: 1},
+        {5: 3, 6: 1},
+        {5: 2, 6: 1, 7: 1},
+        {5: 4, 6: 1},
+    ]
+    first = output_counts(Past(history, torch.tensor([2]), None, torch.tensor([2])), 10)
+    assert first.shape == (1, 1, 10) and not first.any()  # behind the prompt nothing has been said
+
+
+def test_an_edit_by_hand():
+    """Logits 1 2 3 4 5: bias takes 100 from token 4 and gives token 0 one; the output is 3 3 2."""
+    params = SamplingParams(presence_penalty=0.5, frequency_penalty=1.0, logit_bias={0: 1, 4: -100})
+    past = Past(torch.tensor([[1, 3, 3, 2]]), torch.tensor([4]), None, torch.tensor([1]))
+    got = SamplingBatch.of([params], [0], torch.device("cpu")).edited(torch.tensor([[[1.0, 2, 3, 4, 5]]]), past)
+    assert got.tolist() == [[[2.0, 2.0, 1.5, 1.5, -95.0]]]
+
+
+@pytest.mark.parametrize("kind", [SamplingBatch, KernelSampling])
+@pytest.mark.parametrize("with_tree", [False, True], ids=["first", "tree"])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_edits_are_those_on_paper(kind, with_tree, softcap, monkeypatch):
+    """Every setting, and a request that asks for nothing, in one batch, on every node; drawn greedily."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    params = [SamplingParams(**{**s, "temperature": 0, "seed": None}) for s in [{}, *SETTINGS.values()]]
+    generator = torch.Generator().manual_seed(3)
+    count, vocab = len(params), 96
+    history = torch.randint(0, vocab, (count, 9), generator=generator)
+    history[:, 4:8] = history[:, 3:4]  # the same again and again
+    length, prompt_len = torch.randint(4, 10, (count,), generator=generator), torch.full((count,), 3)
+    tokens = torch.randint(0, vocab, (count, 4), generator=generator)
+    tokens[:, 0] = history[torch.arange(count), length - 1]
+    tree = DraftTree.from_parents(tokens, torch.tensor([[-1, 0, 0, 2]] * count))
+    logits = torch.randn(count, 4 if with_tree else 1, vocab, generator=generator) * 3
+    table = SamplingTable(count + 2, DEVICE, kind)
+    rows = torch.arange(count)
+    for row, one in zip(rows.tolist(), params, strict=True):
+        table[row] = one, 7
+    uses = Uses.of(params)
+    table.bring(rows.numpy(), params, uses)
+    tree_there = DraftTree.from_parents(tokens.to(DEVICE), tree.parents.to(DEVICE))
+    past = Past(*(x.to(DEVICE) for x in (history, length)), tree_there if with_tree else None, prompt_len.to(DEVICE))
+    positions = torch.zeros(logits.shape[:2], dtype=torch.int64, device=DEVICE)
+    drawn = table.at(rows.to(DEVICE), uses).draw(logits.to(DEVICE), positions, past, softcap).cpu()
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    for b, one in enumerate(params):
+        known = history[b, : length[b]].tolist()
+        for node in range(logits.shape[1]):
+            path = [tokens[b, a].item() for a in range(1, 4) if tree.ancestors[b, node, a]] if with_tree else []
+            expected = edited_on_paper(logits[b, node], one, known[:3], known[3:] + path)
+            best = expected.topk(2)
+            assert best.values[0] - best.values[1] > 1e-4  # no tie
+            assert drawn[b, node] == best.indices[0], f"{b=} {node=}"
+
+
+def test_biases_are_packed_and_a_row_forgets_the_last_one():
+    bias = {5: 2.5, (1 << 31) - 1: -0.125}
+    token, value = unpack_bias(torch.from_numpy(pack_bias(bias, 16)[None].copy()))
+    assert token[0, :3].tolist() == [5, (1 << 31) - 1, 0] and value[0, :3].tolist() == [2.5, -0.125, 0.0]
+    assert [bias_room(n) for n in (0, 1, 16, 17, 300, 4096)] == [0, 16, 16, 32, 512, 4096]
+    table = SamplingTable(3, torch.device("cpu"))
+    two = [SamplingParams(logit_bias={1: 1.0}), SamplingParams()]
+    uses = Uses.of(two)
+    for order in (two, two[::-1]):  # the rows are taken by the other one
+        table.bring(torch.tensor([0, 2]).numpy(), order, uses)
+        edited = table.at(torch.tensor([0, 2]), uses).biased(torch.zeros(2, 1, 3))
+        assert edited[:, 0].tolist() == [[0.0, 1.0 if one.logit_bias else 0.0, 0.0] for one in order]
+
+
+def test_nobody_else_pays():
+    free = [SamplingParams(), SamplingParams(temperature=1.0, repetition_penalty=1.2)]
+    assert not Uses.of(free).edits
+    assert Uses.of([SamplingParams(presence_penalty=0.1)]).counts
+    assert Uses.of([*free, SamplingParams(logit_bias={1: 0.5})]).bias == 16
+    assert not Uses.of([SamplingParams(logit_bias={})]).edits
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_same_tokens_with_and_without_speculation(
+    setting, make_target, make_assistant, make_engine, random_prompt, scripted, tree_script
+):
+    """A round of trees in which some ask for edits and others do not; and a lone run is that of a loop on paper."""
+    model = make_target("gemma4-e2b")
+    prompts = [random_prompt(n) for n in (4, 13, 9)]
+    params = [SamplingParams(max_new_tokens=24, **SETTINGS[setting]), SamplingParams(max_new_tokens=24)]
+    params.append(SamplingParams(max_new_tokens=20, **SETTINGS["all" if setting == "bias" else "bias"]))
+    plain = [make_engine(model).generate(p, one)[0].token_ids for p, one in zip(prompts, params, strict=True)]
+    assert plain[0] != make_engine(model).generate(prompts[0], SamplingParams(max_new_tokens=24))[0].token_ids
+    trees = scripted(tree_script([p + out for p, out in zip(prompts, plain, strict=True)]))
+    for drafter in ("ngram", make_assistant(model), trees):
+        engine = make_engine(model, drafter, max_batch_size=2, num_steps=5)
+        outputs = engine.generate(prompts, params)
+        assert [out.token_ids for out in outputs] == plain, f"{drafter=}"
+    assert sum(sum(out.stats.accepted_counts) for out in outputs) > 15  # of the trees: speculation took part
+
+
+@pytest.mark.parametrize("setting", ["bias", "all", "wanted again"])
+def test_greedy_is_an_independent_loop(setting, make_target, make_engine, random_prompt, hf_forward):
+    model, prompt = make_target("llama"), random_prompt(9)
+    params = SamplingParams(max_new_tokens=20, **SETTINGS[setting])
+    output: list[int] = []
+    while len(output) < 20:
+        logits = hf_forward(model, [*prompt, *output]).logits[0, -1]
+        output.append(int(edited_on_paper(logits, params, prompt, output).argmax()))
+    assert make_engine(model, "ngram").generate(prompt, params)[0].token_ids == output
+
+
+def test_a_bias_of_100_decides(make_target, make_engine, random_prompt):
+    model, prompt = make_target("llama"), random_prompt(9)
+    only = SamplingParams(max_new_tokens=6, temperature=1.0, seed=2, logit_bias={17: 100})
+    assert make_engine(model).generate(prompt, only)[0].token_ids == [17] * 6
+    banned = {token: -100 for token in range(96) if token not in (4, 8)}
+    [out] = make_engine(model, "ngram").generate(prompt, SamplingParams(max_new_tokens=12, logit_bias=banned))
+    assert set(out.token_ids) <= {4, 8}
+
+
+def test_a_preempted_request_counts_its_output_alone(make_target, make_engine, random_prompt):
+    """Its prompt is where it was, though its K/V are made again from prompt and output."""
+    model = make_target("llama")
+    prompts = [random_prompt(12, seed=seed) for seed in range(3)]
+    params = SamplingParams(max_new_tokens=24, presence_penalty=1.2, frequency_penalty=0.8)
+    alone = [make_engine(model).generate(p, params)[0].token_ids for p in prompts]
+    engine = make_engine(model, max_batch_size=3, full_slots=72)
+    outs = engine.generate(prompts, params)
+    assert engine.stats().preemptions and [out.token_ids for out in outs] == alone
+
+
+def test_params_are_copied_and_nobody_changes_them_later():
+    bias = {1: 2.0}
+    params = SamplingParams(logit_bias=bias, json_schema=None)
+    bias[2] = 3.0
+    assert params.logit_bias == {1: 2.0}
+    assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
+    assert hash(SamplingParams(json_schema={"type": "object"})) == hash(
+        SamplingParams(json_schema='{"type": "object"}')
+    )
+    assert len({SamplingParams(), SamplingParams(regex="a"), SamplingParams(regex="a")}) == 2
+
+
+def test_a_bias_outside_of_the_vocabulary(make_target, make_engine):
+    with pytest.raises(ValueError, match=r"logit_bias holds token id 96, outside the vocabulary of 96"):
+        make_engine(make_target("llama")).generate([1, 2], SamplingParams(logit_bias={3: 1, 96: 1}))
