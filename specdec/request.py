@@ -24,13 +24,16 @@ class TokenLogprob(NamedTuple):
 class RequestStats:
     """What speculation did for one request, or (summed) for many.
 
-    `accepted_counts[i]`: rounds in which draft i + 1 was emitted. `cached_tokens`: prompt tokens whose K/V came out of
+    `accepted_counts[i]`: rounds in which draft i + 1 was emitted. `drafted_rounds`: those that had drafts, and
+    `draft_tokens`: how deep these were, summed. `cached_tokens`: prompt tokens whose K/V came out of
     the prefix cache. Seconds are a request's share of its batch's time; but queue and first_token are from when it was
     handed in until it had a row, and its first token.
     """
 
     rounds: int = 0
     round_tokens: int = 0
+    drafted_rounds: int = 0
+    draft_tokens: int = 0
     accepted_counts: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -60,6 +63,8 @@ class RequestStats:
         """A verify emitted that many tokens, the first `accepted` of them out of drafts `num_drafts` deep."""
         self.rounds += 1
         self.round_tokens += emitted
+        self.drafted_rounds += num_drafts > 0
+        self.draft_tokens += num_drafts
         self.accepted_counts += [0] * (max(num_drafts, accepted) - len(self.accepted_counts))
         for i in range(accepted):
             self.accepted_counts[i] += 1

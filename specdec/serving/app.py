@@ -6,7 +6,7 @@ Each route has a file of its own. The application does not own the engine; who m
 from fastapi import FastAPI, Response
 
 from specdec import __version__
-from specdec.serving import chat, faults, middleware, models
+from specdec.serving import chat, completions, faults, metrics, middleware, models
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.events import CLIENT_GONE, ClientGoneError
 from specdec.serving.settings import ServeSettings
@@ -17,9 +17,10 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     """An OpenAI-compatible application."""
     app = FastAPI(title="specdec", version=__version__, redirect_slashes=False)
     app.state.serve = ServeState(engine, settings)
+    app.state.metrics = metrics.Metrics(engine, settings.model_names[0])
     faults.install(app)
     app.add_exception_handler(ClientGoneError, lambda request, error: Response(status_code=CLIENT_GONE))
     middleware.install(app, settings)
-    for route in (chat, models):
+    for route in (chat, completions, metrics, models):
         app.include_router(route.router)
     return app

@@ -147,7 +147,7 @@ class AsyncEngine:
         self._pid = os.getpid()
         self._admission = Admission(engine.config.max_batch_size, max_waiting)
         places = _Places(self._admission)
-        self._thread = EngineThread(engine, _tell, [*observers, places])
+        self._thread = EngineThread(engine, _tell, [places, *observers])
         self._readers = ThreadPoolExecutor(4, thread_name_prefix="specdec-prompts")
         self._finalizer = weakref.finalize(self, _stop, self._thread, self._readers, self._pid)
 
@@ -241,7 +241,15 @@ class AsyncEngine:
 
     async def stats(self) -> EngineStats:
         """`Engine.stats`, between two steps."""
-        return await asyncio.wrap_future(self._thread.call(self.engine.stats))
+        return await self.between_steps(self.engine.stats)
+
+    async def between_steps(self, function: Callable[[], T]) -> T:
+        """Have it called on the engine's thread, where no round is under way; it holds up all of them."""
+        return await asyncio.wrap_future(self._thread.call(function))
+
+    def observe(self, observer: Observer) -> None:
+        """Have one more told how requests fare."""
+        self._thread.observers.append(observer)
 
     async def off_loop(self, function: Callable[[], T]) -> T:
         """Have it called on another thread, for what would hold up the loop."""

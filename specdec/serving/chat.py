@@ -36,7 +36,7 @@ class Chat:
         self.engine = state.engine
         self.settings = state.settings
         self.tokenizer = state.engine.engine.tokenizer
-        self.prompt_len = 0
+        self.prompt: list[int] = []
         self.head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion",
@@ -47,16 +47,15 @@ class Chat:
 
     async def answer(self) -> Response:
         """The response, whole or begun."""
-        ids = await self._prompt()
-        self.prompt_len = len(ids)
+        self.prompt = await self._read_prompt()
         params = self._params()
-        streams = await self.engine.submit([ids], params, priority=self.body.priority)
+        streams = await self.engine.submit([self.prompt], params, priority=self.body.priority)
         if self.body.stream:
             return EventStream(streams, self._events(streams, params))
         async with streams:
             return JSONResponse(self._whole(await streams.outputs(), params))
 
-    async def _prompt(self) -> list[int]:
+    async def _read_prompt(self) -> list[int]:
         options = dict(self.body.chat_template_kwargs or {})
         return await self.engine.chat_prompt(template_messages(self.body.messages), **options)
 
@@ -74,14 +73,14 @@ class Chat:
                 400, f"top_logprobs={body.top_logprobs} goes with logprobs=true; set that too", param="top_logprobs"
             )
         asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-        most = self.engine.most_new_tokens(self.prompt_len) if asked is None else asked
+        most = self.engine.most_new_tokens(len(self.prompt)) if asked is None else asked
         top = require_logprobs(body.top_logprobs or 0, "top_logprobs") if body.logprobs else None
         return sampling_params(body, self.engine, self.settings, most, top)
 
     def _whole(self, outputs: list[GenerationOutput], params: SamplingParams) -> dict[str, Any]:
         answer = self.head | {"choices": [self._choice(i, output, params) for i, output in enumerate(outputs)]}
         stats = [output.stats for output in outputs]
-        answer["usage"] = usage_of(self.prompt_len, stats)
+        answer["usage"] = usage_of([self.prompt], stats)
         if self.body.show_drafts:
             answer["speculation"] = speculation_of(stats)
         return answer
@@ -119,7 +118,7 @@ class Chat:
                 yield head | {"choices": [_chunk(index, {}, finish_reason(delta.output))]}
         if self.body.include_usage or self.body.show_drafts:
             stats = [streams.stats(index) for index in range(count)]
-            last = head | {"choices": [], "usage": usage_of(self.prompt_len, stats)}
+            last = head | {"choices": [], "usage": usage_of([self.prompt], stats)}
             yield last | ({"speculation": speculation_of(stats)} if self.body.show_drafts else {})
 
 

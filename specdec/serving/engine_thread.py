@@ -64,7 +64,7 @@ class EngineThread:
         self.engine = engine
         self.failed_rounds = 0  # in a row, that failed their requests
         self._tell = tell
-        self._observers = observers
+        self.observers = list(observers)
         self._open: dict[int, Sample] = {}  # by id
         self._calls: deque[Callable[[], object]] = deque()
         self._changed = threading.Condition()
@@ -199,7 +199,7 @@ class EngineThread:
             finished = sample.handle.finished or sample.error is not None  # before the tokens, which end with it
             tokens = sample.handle.num_output - sample.seen
             if tokens:
-                for observer in self._observers:
+                for observer in self.observers:
                     observer.gained(sample, tokens, now)
                 sample.seen, sample.last_news = sample.seen + tokens, now
             if finished:
@@ -214,7 +214,7 @@ class EngineThread:
 
     def _release(self, ended: Sequence[Sample], now: float) -> None:
         for sample in ended:
-            for observer in self._observers:
+            for observer in self.observers:
                 observer.ended(sample, now)
         if ended:
             with self._changed:

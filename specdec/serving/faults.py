@@ -18,7 +18,7 @@ from specdec.errors import CapacityError, ConfigError, QueueFullError, SpecDecEr
 
 logger = logging.getLogger(__name__)
 
-BODY_NAMES = {"max_new_tokens": "max_tokens", "json_schema": "response_format", "json_object": "response_format"}
+BODY_NAMES = {"json_schema": "response_format", "json_object": "response_format"}
 """How settings of the Python API are called in a body, where that is another name."""
 TYPES = ("str", "int", "float", "bool", "none", "dict", "list")
 """Parts of a place in a body that name a member of a union, and no field."""
@@ -56,7 +56,7 @@ def as_api_error(error: Exception) -> ApiError:
     """Any error of the product, as an answer."""
     if isinstance(error, ApiError):
         return error
-    message = str(error)
+    message = str(error).replace("max_new_tokens", "max_tokens")
     if isinstance(error, QueueFullError):
         return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, CapacityError):

@@ -11,14 +11,16 @@ LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
 
 
-def usage_of(prompt_len: int, stats: Sequence[RequestStats]) -> dict[str, Any]:
-    """Of all samples; a prompt counts once, however many samples it has. stats: the first of each prompt first."""
+def usage_of(prompts: Sequence[Sequence[int]], stats: Sequence[RequestStats]) -> dict[str, Any]:
+    """Of all samples, those of a prompt together: a prompt counts once, with the cache hits of its first sample."""
+    prompt_len = sum(map(len, prompts))
     completion = sum(one.output_tokens for one in stats)
+    cached = sum(one.cached_tokens for one in stats[:: len(stats) // len(prompts)])
     return {
         "prompt_tokens": prompt_len,
         "completion_tokens": completion,
         "total_tokens": prompt_len + completion,
-        "prompt_tokens_details": {"cached_tokens": stats[0].cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 

@@ -1,0 +1,131 @@
+"""POST /v1/completions: texts or token ids continued as they are, whole or as they come."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from specdec import __version__
+from specdec.config import SamplingParams
+from specdec.request import GenerationOutput, StreamDelta
+from specdec.serving.async_engine import Streams
+from specdec.serving.events import EventStream, while_connected
+from specdec.serving.faults import ApiError
+from specdec.serving.protocol import CompletionRequest
+from specdec.serving.sampling_fields import sampling_params
+from specdec.serving.state import ServeState, State
+from specdec.serving.usage import DraftColours, completion_logprobs, finish_reason, speculation_of, usage_of
+from specdec.text.prompts import as_prompt_list
+
+router = APIRouter()
+MAX_TOKENS = 16
+"""Where a request says nothing: OpenAI's."""
+
+
+@router.post("/v1/completions", response_model=None)
+async def completions(body: CompletionRequest, request: Request, state: State) -> Response:
+    return await while_connected(request.receive, Completion(body, state).answer())
+
+
+class Completion:
+    """One request. Choice number i is sample i % n of prompt i // n."""
+
+    def __init__(self, body: CompletionRequest, state: ServeState) -> None:
+        self.body = body
+        self.engine = state.engine
+        self.settings = state.settings
+        self.tokenizer = state.engine.engine.tokenizer
+        self.prompts: list[list[int]] = []
+        self.echoes: list[str] = []  # of each prompt; empty without `echo`
+        self.n = 1 if body.n is None else body.n
+        self.head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": state.model_name(body.model),
+            "system_fingerprint": f"specdec-{__version__}",
+        }
+
+    async def answer(self) -> Response:
+        """The response, whole or begun."""
+        params = self._params()
+        await self._read_prompts()
+        streams = await self.engine.submit(self.prompts, params, priority=self.body.priority)
+        if self.body.stream:
+            return EventStream(streams, self._events(streams, params))
+        async with streams:
+            return JSONResponse(self._whole(await streams.outputs(), params))
+
+    def _params(self) -> SamplingParams:
+        body = self.body
+        if body.best_of not in (None, self.n):
+            raise ApiError(
+                400, f"best_of={body.best_of}: all n={self.n} samples are returned; leave it out", param="best_of"
+            )
+        if body.echo and body.logprobs is not None:
+            raise ApiError(
+                400, "echo=true goes without logprobs: those of a prompt are not kept; leave one out", param="echo"
+            )
+        max_new_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        return sampling_params(body, self.engine, self.settings, max_new_tokens, body.logprobs)
+
+    async def _read_prompts(self) -> None:
+        prompts = as_prompt_list(self.body.prompt)
+        if not prompts:
+            raise ApiError(400, "prompt=[]: at least one prompt is wanted", param="prompt")
+        for prompt in prompts:
+            ids = await self.engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            self.prompts.append(ids)
+            if not self.body.echo:
+                self.echoes.append("")
+            else:
+                self.echoes.append(prompt if isinstance(prompt, str) else self.engine.engine.decode(ids))
+
+    def _whole(self, outputs: list[GenerationOutput], params: SamplingParams) -> dict[str, Any]:
+        answer = self.head | {"choices": [self._choice(i, output, params) for i, output in enumerate(outputs)]}
+        stats = [output.stats for output in outputs]
+        answer["usage"] = usage_of(self.prompts, stats)
+        if self.body.show_drafts:
+            answer["speculation"] = speculation_of(stats)
+        return answer
+
+    def _choice(self, index: int, output: GenerationOutput, params: SamplingParams) -> dict[str, Any]:
+        choice = _choice(index, self.echoes[index // self.n] + output.text, finish_reason(output))
+        if output.logprobs is not None:
+            choice["logprobs"], _ = completion_logprobs(self.tokenizer, output.logprobs, 0)
+        if self.body.show_drafts:
+            whole = StreamDelta(output.text, output.token_ids, output.drafted, output)
+            choice["drafted"] = DraftColours(self.tokenizer, params.stop_strings).read(whole)
+        return choice
+
+    async def _events(self, streams: Streams, params: SamplingParams) -> AsyncIterator[dict[str, Any]]:
+        """Chunks: the prompt if it is wanted, what follows it, why that ends; then usage."""
+        head = self.head | ({"usage": None} if self.body.include_usage else {})
+        count = len(streams.samples)
+        colours = [DraftColours(self.tokenizer, params.stop_strings) for _ in range(count)]
+        offsets = [0] * count
+        for index in range(count if self.body.echo else 0):
+            yield head | {"choices": [_choice(index, self.echoes[index // self.n])]}
+        async for index, delta in streams:
+            drafted = colours[index].read(delta) if self.body.show_drafts else None
+            text = delta.text if drafted is None else "".join(piece for piece, _ in drafted)
+            reason = None if delta.output is None else finish_reason(delta.output)
+            if not (text or delta.logprobs or reason):
+                continue
+            choice = _choice(index, text, reason)
+            if delta.logprobs is not None:
+                choice["logprobs"], offsets[index] = completion_logprobs(self.tokenizer, delta.logprobs, offsets[index])
+            if drafted is not None:
+                choice["drafted"] = drafted
+            yield head | {"choices": [choice]}
+        if self.body.include_usage or self.body.show_drafts:
+            stats = [streams.stats(index) for index in range(count)]
+            last = head | {"choices": [], "usage": usage_of(self.prompts, stats)}
+            yield last | ({"speculation": speculation_of(stats)} if self.body.show_drafts else {})
+
+
+def _choice(index: int, text: str, reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "text": text, "finish_reason": reason, "logprobs": None}

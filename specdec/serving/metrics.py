@@ -1,0 +1,160 @@
+"""GET /metrics: how requests, rounds and pools fare, for Prometheus, under vLLM's names where they mean the same.
+
+Times are observed on the engine's thread, a few additions a request and round. Counters are sums over the requests that
+ended and those under way, taken when somebody asks, so they never fall. The registry is this application's own.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import generate_latest as as_text
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from specdec.request import RequestStats
+from specdec.scheduling.health import EngineStats
+from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.engine_thread import Sample
+
+router = APIRouter()
+
+# seconds
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
+WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Between two steps: the engine, and the sums over all requests, ended or not."""
+
+    engine: EngineStats
+    requests: RequestStats
+
+
+class Metrics:
+    """Observes an engine's requests, and collects what it is asked for."""
+
+    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+        self._engine = engine
+        self._model_name = model_name
+        self._ended = RequestStats()
+        self._snapshot = Snapshot(EngineStats(), RequestStats())
+        self.registry = CollectorRegistry()
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            made = Histogram(name, text, ("model_name",), registry=self.registry, buckets=buckets)
+            return made.labels(model_name)
+
+        self._first = histogram(
+            "vllm:time_to_first_token_seconds", "From when a request came until its first token.", FIRST_TOKEN
+        )
+        self._between = histogram(
+            "vllm:inter_token_latency_seconds",
+            "Between two rounds that brought a request tokens, however many.",
+            BETWEEN,
+        )
+        self._per_token = histogram(
+            "vllm:request_time_per_output_token_seconds", "Of a request that ended, behind its first token.", BETWEEN
+        )
+        self._whole = histogram("vllm:e2e_request_latency_seconds", "From when a request came until it ended.", WHOLE)
+        self._queue = histogram("vllm:request_queue_time_seconds", "Until a request had a row.", FIRST_TOKEN)
+        ended = Counter(
+            "vllm:request_success", "Requests that ended.", ("model_name", "finished_reason"), registry=self.registry
+        )
+        self._reasons = {reason: ended.labels(model_name, reason) for reason in REASONS}
+        self._first_at: dict[Sample, float] = {}
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+        engine.observe(self)
+
+    def gained(self, sample: Sample, tokens: int, now: float) -> None:
+        """On the engine's thread."""
+        if sample.seen:
+            self._between.observe(now - sample.last_news)
+        else:
+            self._first.observe(now - sample.submitted)
+            self._first_at[sample] = now
+
+    def ended(self, sample: Sample, now: float) -> None:
+        """On the engine's thread."""
+        stats = sample.handle.stats
+        self._count(self._ended, sample)
+        reason = "error" if sample.error is not None else sample.handle.finish_reason
+        self._reasons[reason].inc()
+        first_at = self._first_at.pop(sample, None)
+        if first_at is None:
+            return
+        self._whole.observe(now - sample.submitted)
+        self._queue.observe(stats.queue_seconds)
+        if stats.output_tokens > 1:
+            self._per_token.observe((now - first_at) / (stats.output_tokens - 1))
+
+    async def text(self) -> bytes:
+        """All of it, as of now: at most a round from now."""
+        self._snapshot = await self._engine.between_steps(self._take)
+        return as_text(self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """The registry asks for what is no event but a state."""
+        engine, requests = self._snapshot.engine, self._snapshot.requests
+        pool = engine.full_slots
+        yield self._gauge("vllm:num_requests_running", "Requests that have a row.", engine.running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests that wait for one.", engine.waiting)
+        used = pool.held / pool.capacity if pool.capacity else 0.0
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV slots that requests hold, 0 to 1.", used)
+        yield self._counter("vllm:prompt_tokens", "Tokens of prompts.", requests.prompt_tokens)
+        yield self._counter("vllm:generation_tokens", "Tokens of outputs.", requests.output_tokens)
+        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up in the cache.", requests.prompt_tokens)
+        yield self._counter("vllm:prefix_cache_hits", "Tokens found there.", requests.cached_tokens)
+        yield self._counter("vllm:num_preemptions", "Requests that lost their row.", requests.preemptions)
+        yield self._counter("vllm:spec_decode_num_drafts", "Rounds of a request with drafts.", requests.drafted_rounds)
+        yield self._counter(
+            "vllm:spec_decode_num_draft_tokens", "How deep those drafts were, summed.", requests.draft_tokens
+        )
+        accepted = requests.accepted_counts
+        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", sum(accepted))
+        by_position = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were accepted, by position.",
+            labels=("model_name", "position"),
+        )
+        for position, count in enumerate(accepted):
+            by_position.add_metric((self._model_name, str(position)), count)
+        yield by_position
+        yield self._gauge(
+            "specdec:acceptance_length",
+            "Tokens of a request's round, with the bonus.",
+            requests.acceptance_length,
+        )
+        yield self._gauge("specdec:round_milliseconds", "A round on the device, on average.", engine.batch_milliseconds)
+
+    def _take(self) -> Snapshot:
+        total = self._ended.copy()
+        for sample in self._engine.samples:
+            self._count(total, sample)
+        return Snapshot(self._engine.engine.stats(), total)
+
+    def _count(self, total: RequestStats, sample: Sample) -> None:
+        """Once its prompt has been read, and from then on, so that no sum falls."""
+        if sample.handle.num_output:
+            total.add(sample.handle.stats)
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, text, labels=("model_name",))
+        family.add_metric((self._model_name,), value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(name, text, labels=("model_name",))
+        family.add_metric((self._model_name,), value)
+        return family
+
+
+@router.get("/metrics", response_model=None)
+async def read_metrics(request: Request) -> Response:
+    found: Metrics = request.app.state.metrics
+    return Response(await found.text(), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,427 @@
+"""AsyncEngine over a real tiny engine: what callers on event loops get, and what they leave behind."""
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from specdec import Engine, EngineConfig, SamplingParams
+from specdec.errors import CapacityError, ConfigError, QueueFullError, RoundFailedError, SpecDecError
+from specdec.serving.async_engine import AsyncEngine
+
+NEW = 12
+PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def pair(make_target, pair_tokenizer):
+    """A model, and engines over it."""
+    model = make_target("gemma4-e2b")
+
+    def make(**sizes) -> Engine:
+        return Engine.from_pretrained(
+            model, "ngram", tokenizer=pair_tokenizer, config=EngineConfig(max_model_len=512, **sizes)
+        )
+
+    return model, make
+
+
+def serving(pair, scene, max_waiting=256, **sizes):
+    """Run `scene(served)` over an engine of its own; nothing may be left in it."""
+    _, make = pair
+    with make(**({"max_batch_size": 4} | sizes)) as engine:
+
+        async def run():
+            async with AsyncEngine(engine, max_waiting=max_waiting) as served:
+                result = await scene(served)
+                await until(lambda: not served.samples and not engine._live)
+                assert served.open_requests == 0
+                return result
+
+        result = asyncio.run(run())
+        engine.table.check()
+        assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
+        return result
+
+
+async def until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came to be"
+        await asyncio.sleep(0.002)
+
+
+def test_streams_and_outputs_are_those_of_the_engine(pair, greedy_oracle, random_prompt):
+    model, _ = pair
+    prompts = [random_prompt(n) for n in (3, 21, 40, 9, 5, 17)]
+
+    async def read(served, prompt):
+        return [delta async for delta in served.stream(prompt, PARAMS)]
+
+    async def scene(served):
+        streamed = await asyncio.gather(*(read(served, prompt) for prompt in prompts))
+        return streamed, await served.generate(prompts, PARAMS)
+
+    streamed, outputs = serving(pair, scene)
+    for prompt, deltas, output in zip(prompts, streamed, outputs, strict=True):
+        assert [t for delta in deltas for t in delta.token_ids] == greedy_oracle(model, prompt, NEW)
+        assert output.token_ids == deltas[-1].output.token_ids
+        assert "".join(delta.text for delta in deltas) == output.text
+        assert [delta.output is None for delta in deltas] == [True] * (len(deltas) - 1) + [False]
+
+
+def test_samples_come_with_their_index(pair, random_prompt):
+    prompts, params = [random_prompt(7), random_prompt(9)], SamplingParams(NEW, temperature=1.0, seed=5, n=2)
+
+    async def scene(served):
+        texts = [""] * 4
+        async with await served.submit(prompts, params) as streams:
+            async for index, delta in streams:
+                texts[index] += delta.text
+        return texts, await served.generate(prompts, params)
+
+    texts, outputs = serving(pair, scene)
+    assert texts == [output.text for output in outputs] and texts[0] != texts[1]
+
+
+def test_a_deltas_logprobs_are_those_of_its_tokens(pair, random_prompt):
+    async def scene(served):
+        params = SamplingParams(NEW, logprobs=2, ignore_eos=True)
+        return [delta async for delta in served.stream(random_prompt(7), params)]
+
+    deltas = serving(pair, scene)
+    assert len(deltas) > 1
+    assert all([one.token_id for one in delta.logprobs] == delta.token_ids for delta in deltas)
+    assert [one for delta in deltas for one in delta.logprobs] == deltas[-1].output.logprobs
+
+
+@pytest.mark.parametrize("how", ["break", "cancel", "cancel-generate", "abort"])
+def test_whoever_leaves_frees_slots_within_a_round(how, pair, random_prompt):
+    """A request of 400 tokens is gone after at most two more steps: the one under way, and the one that ends it."""
+
+    async def scene(served):
+        engine, steps = served.engine, []
+        step = engine.step
+        engine.step = lambda: (steps.append(None), step())[1]
+
+        async def leave():
+            if how == "cancel-generate":
+                await served.generate(random_prompt(5), LONG)
+            async with await served.submit(random_prompt(5), LONG) as streams:
+                async for _, _ in streams:
+                    began.set()
+                    if how == "break":
+                        break
+                    if how == "abort":
+                        streams.abort()
+                        break
+
+        began = asyncio.Event()
+        task = asyncio.create_task(leave())
+        if how.startswith("cancel"):
+            await until(lambda: any(sample.handle.num_output for sample in served.samples))
+            task.cancel()
+            before = len(steps)
+            assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
+        else:
+            await began.wait()
+            await task
+            before = len(steps)
+        await until(lambda: not engine._live)
+        assert len(steps) - before <= 2
+        assert engine.stats().aborted == 1
+
+    serving(pair, scene)
+
+
+def test_a_task_that_is_cancelled_while_it_hands_in_leaves_nothing(pair, random_prompt):
+    async def scene(served):
+        submit_many, here = served.engine.submit_many, threading.Event()
+
+        def slow(*arguments, **options):
+            here.set()
+            time.sleep(0.05)
+            return submit_many(*arguments, **options)
+
+        served.engine.submit_many = slow
+        task = asyncio.create_task(served.generate(random_prompt(5), LONG))
+        await until(here.is_set)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: served.engine.stats().aborted == 1)
+
+    serving(pair, scene)
+
+
+def test_a_full_queue_refuses_at_once_and_says_how_many_wait(pair, random_prompt):
+    async def scene(served):
+        tasks = [asyncio.create_task(served.generate(random_prompt(5 + i), LONG)) for i in range(3)]
+        await until(lambda: served.open_requests == 3)
+        with pytest.raises(QueueFullError, match="2 requests wait behind 1 that run, and at most 2 may"):
+            await served.generate(random_prompt(4), PARAMS)
+        with pytest.raises(ConfigError, match="4 samples at once are more than the 3"):
+            await served.generate(random_prompt(4), SamplingParams(n=4), wait=True)
+        waiter = asyncio.create_task(served.generate(random_prompt(4), PARAMS, wait=True))
+        await asyncio.sleep(0.05)
+        assert not waiter.done() and served.open_requests == 3
+        for task in tasks:
+            task.cancel()
+        [output] = await waiter
+        assert len(output.token_ids) == NEW
+
+    serving(pair, scene, max_waiting=2, max_batch_size=1)
+
+
+def test_who_waits_for_a_place_and_gives_up_holds_none(pair, random_prompt):
+    async def scene(served):
+        first = asyncio.create_task(served.generate(random_prompt(5), LONG))
+        await until(lambda: served.open_requests == 1)
+        impatient, patient = (asyncio.create_task(served.generate(random_prompt(n), PARAMS, wait=True)) for n in (4, 6))
+        await asyncio.sleep(0.02)
+        impatient.cancel()
+        await asyncio.sleep(0.02)
+        first.cancel()
+        [output] = await patient
+        assert len(output.token_ids) == NEW
+
+    serving(pair, scene, max_waiting=0, max_batch_size=1)
+
+
+def test_bad_input_is_refused_and_gives_its_place_back(pair):
+    async def scene(served):
+        for prompt, params, error in (([], None, ConfigError), ([5], SamplingParams(9999), CapacityError)):
+            with pytest.raises(error):
+                await served.generate([prompt], params)
+        with pytest.raises(ConfigError, match="a stream is of one sample"):
+            served.stream([5], SamplingParams(n=2))
+        assert served.open_requests == 0
+
+    serving(pair, scene)
+
+
+def test_a_reader_that_does_not_read_holds_up_nobody_and_gets_the_rest_at_once(pair, random_prompt):
+    async def scene(served):
+        async with await served.submit([random_prompt(5)], PARAMS) as streams:
+            await until(lambda: not served.samples)
+            deltas = [delta async for _, delta in streams]
+        [other] = await served.generate(random_prompt(6), PARAMS)
+        return deltas, other
+
+    deltas, other = serving(pair, scene)
+    assert len(deltas) == 1 and len(deltas[0].token_ids) == NEW == len(other.token_ids)
+
+
+def failing(engine, fails):
+    """The engine's forward, raising whatever `fails` returns for the tokens it has seen."""
+    logits = engine.target.logits
+
+    def broken(hidden):
+        error = fails()
+        if error is not None:
+            raise error
+        return logits(hidden)
+
+    return broken
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bad kernel"), torch.OutOfMemoryError("no memory"), MemoryError()])
+def test_a_round_that_fails_once_is_tried_again(error, pair, greedy_oracle, random_prompt, monkeypatch):
+    model, _ = pair
+    faults = [None, None, error]
+
+    async def scene(served):
+        broken = failing(served.engine, lambda: faults.pop(0) if faults else None)
+        monkeypatch.setattr(served.engine.target, "logits", broken)
+        outputs = await served.generate([random_prompt(5), random_prompt(9)], PARAMS)
+        assert served.trouble is None
+        return outputs
+
+    outputs = serving(pair, scene)
+    assert faults == []
+    assert [o.token_ids for o in outputs] == [greedy_oracle(model, random_prompt(n), NEW) for n in (5, 9)]
+
+
+def test_rounds_that_keep_failing_fail_their_requests_with_the_reason_and_the_engine_goes_on(
+    pair, greedy_oracle, random_prompt, monkeypatch
+):
+    model, _ = pair
+    broken = True
+
+    async def scene(served):
+        nonlocal broken
+        fault = failing(served.engine, lambda: torch.OutOfMemoryError("no memory for 3 GB") if broken else None)
+        monkeypatch.setattr(served.engine.target, "logits", fault)
+
+        async def read():
+            return [delta async for delta in served.stream(random_prompt(9), PARAMS)]
+
+        calls = served.generate(random_prompt(5), PARAMS), read(), read()
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(result, RoundFailedError), result
+            assert str(result) == "the round failed, and failed again: OutOfMemoryError: no memory for 3 GB"
+        for _ in range(3):
+            with pytest.raises(RoundFailedError):
+                await served.generate(random_prompt(5), PARAMS)
+        assert "rounds with requests failed" in served.trouble
+        broken = False
+        [output] = await served.generate(random_prompt(5), PARAMS)
+        assert served.trouble is None
+        return output
+
+    output = serving(pair, scene)
+    assert output.token_ids == greedy_oracle(model, random_prompt(5), NEW)
+
+
+def test_only_those_in_the_round_fail(pair, greedy_oracle, random_prompt, monkeypatch):
+    """One row, two faults: the one that runs fails, the one that waits does not."""
+    model, _ = pair
+    faults = [RuntimeError("it"), RuntimeError("it")]
+
+    async def scene(served):
+        fault = failing(served.engine, lambda: faults.pop() if faults and len(served.samples) == 2 else None)
+        monkeypatch.setattr(served.engine.target, "logits", fault)
+        return await asyncio.gather(
+            *(served.generate(random_prompt(n), LONG if n == 5 else PARAMS) for n in (5, 6)), return_exceptions=True
+        )
+
+    first, second = serving(pair, scene, max_batch_size=1)
+    assert isinstance(first, RoundFailedError) and faults == []
+    assert second[0].token_ids == greedy_oracle(model, random_prompt(6), NEW)
+
+
+def test_an_idle_engine_takes_no_steps(pair, random_prompt):
+    async def scene(served):
+        await served.generate(random_prompt(5), PARAMS)
+        steps = []
+        step = served.engine.step
+        served.engine.step = lambda: (steps.append(None), step())[1]
+        await asyncio.sleep(0.2)
+        return len(steps)
+
+    assert serving(pair, scene) <= 1
+
+
+def test_several_event_loops_share_one_engine(pair, greedy_oracle, random_prompt):
+    model, make = pair
+    with make(max_batch_size=2) as engine:
+        served = AsyncEngine(engine)
+        results = {}
+
+        def one(length):
+            async def read():
+                return [t async for delta in served.stream(random_prompt(length), PARAMS) for t in delta.token_ids]
+
+            results[length] = asyncio.run(read())
+
+        threads = [threading.Thread(target=one, args=(n,)) for n in (4, 5, 6, 7)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        asyncio.run(served.close())
+    assert results == {n: greedy_oracle(model, random_prompt(n), NEW) for n in (4, 5, 6, 7)}
+
+
+def test_a_loop_that_is_closed_under_its_streams_aborts_them(pair, random_prompt):
+    _, make = pair
+    with make() as engine:
+        served = AsyncEngine(engine)
+        loop = asyncio.new_event_loop()
+        streams = loop.run_until_complete(served.submit([random_prompt(5)], LONG))
+        loop.run_until_complete(streams.__anext__())
+        loop.close()
+        end = time.monotonic() + 20
+        while served.samples:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        assert engine.stats().aborted == 1
+        asyncio.run(served.close())
+
+
+def test_close_lets_streams_end_or_aborts_them(pair, random_prompt):
+    _, make = pair
+
+    async def closed(timeout, params):
+        with make() as engine:
+            served = AsyncEngine(engine)
+            task = asyncio.create_task(served.generate(random_prompt(5), params))
+            await until(lambda: served.samples)
+            await served.close(timeout)
+            with pytest.raises(SpecDecError, match="closed"):
+                await served.generate(random_prompt(5), params)
+            [output] = await task
+            assert served.trouble and engine.table.allocator.full.held_pages == 0
+            return output.finish_reason
+
+    assert asyncio.run(closed(None, PARAMS)) == "length"
+    assert asyncio.run(closed(0.01, LONG)) == "abort"
+
+
+def test_the_engine_of_from_pretrained_is_closed_with_it_and_an_existing_one_is_not(pair, random_prompt):
+    model, make = pair
+    own = AsyncEngine.from_pretrained(model, "ngram")
+    asyncio.run(own.close())
+    with pytest.raises(SpecDecError, match="closed"):
+        own.engine.generate([[5]], PARAMS)
+    with make() as engine:
+        asyncio.run(AsyncEngine(engine).close())
+        assert len(engine.generate([random_prompt(5)], PARAMS)) == 1
+
+
+def test_an_engine_that_is_forgotten_ends_its_thread(pair):
+    _, make = pair
+    with make() as engine:
+        served = AsyncEngine(engine)
+        thread, gone = served._thread._thread, weakref.ref(served)
+        del served
+        gc.collect()
+        assert gone() is None
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_a_fork_is_refused_and_ends(pair):
+    """The child has no engine thread; it must neither hang nor go on as if it had."""
+    _, make = pair
+    with make() as engine:
+        served = AsyncEngine(engine)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                asyncio.run(served.generate([5], PARAMS))
+            except SpecDecError as error:
+                code = 0 if "another process" in str(error) else 2
+            finally:
+                served._finalizer()
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        asyncio.run(served.close())
+
+
+@pytest.mark.slow
+def test_a_program_that_never_closes_it_ends():
+    program = """
+import asyncio
+from specdec import SamplingParams
+from specdec.serving.async_engine import AsyncEngine
+async def main():
+    served = AsyncEngine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp")
+    async for delta in served.stream([2, 5, 7], SamplingParams(400, ignore_eos=True)):
+        print("on its way", flush=True)
+        break
+    globals()["kept"] = served
+asyncio.run(main())
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (run.returncode, run.stdout) == (0, "on its way\n"), run.stderr
+    assert "Traceback" not in run.stderr
