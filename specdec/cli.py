@@ -353,6 +353,9 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="A Jinja file in place of the tokenizer's own.")
     ] = None,
+    tool_parser: Annotated[
+        str, typer.Option(help="How the model writes tool calls: hermes, llama, ...; auto: as its template teaches.")
+    ] = "auto",
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest request; larger ones get 413.")] = 4 << 20,
     stop_seconds: Annotated[
         float, typer.Option(min=0, help="For streams to end after SIGTERM or Ctrl-C; a second one ends at once.")

@@ -47,6 +47,7 @@ def serve(
     dtype: str | None,
     device: str | None,
     chat_template: Path | None,
+    tool_parser: str,
     max_body_bytes: int,
     stop_seconds: float,
     cors_origin: Sequence[str],
@@ -71,6 +72,7 @@ def serve(
             cors_origins=cors_origin,
             max_body_bytes=max_body_bytes,
             stop_seconds=stop_seconds,
+            tool_parser=tool_parser,
             defaults=sampling_defaults(engine.target.model.generation_config),
         )
         with engine:

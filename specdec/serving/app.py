@@ -11,12 +11,14 @@ from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.events import CLIENT_GONE, ClientGoneError
 from specdec.serving.settings import ServeSettings
 from specdec.serving.state import ServeState
+from specdec.serving.tools import tool_parser_for
 
 
 def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     """An OpenAI-compatible application."""
     app = FastAPI(title="specdec", version=__version__, redirect_slashes=False)
-    app.state.serve = ServeState(engine, settings)
+    parser = tool_parser_for(engine.engine.tokenizer, name=settings.tool_parser)
+    app.state.serve = ServeState(engine, settings, parser)
     app.state.metrics = metrics.Metrics(engine, settings.model_names[0])
     faults.install(app)
     app.add_exception_handler(ClientGoneError, lambda request, error: Response(status_code=CLIENT_GONE))

@@ -10,15 +10,17 @@ from fastapi.responses import JSONResponse, Response
 
 from specdec import __version__
 from specdec.config import SamplingParams
-from specdec.request import GenerationOutput, StreamDelta
+from specdec.request import GenerationOutput
 from specdec.serving.async_engine import Streams
 from specdec.serving.events import EventStream, while_connected
 from specdec.serving.faults import ApiError
 from specdec.serving.messages import template_messages
 from specdec.serving.protocol import ChatRequest
+from specdec.serving.reply import Reply, Wanted
 from specdec.serving.sampling_fields import require_logprobs, sampling_params
 from specdec.serving.state import ServeState, State
-from specdec.serving.usage import DraftColours, chat_logprobs, finish_reason, speculation_of, usage_of
+from specdec.serving.tool_choice import ToolChoice
+from specdec.serving.usage import chat_logprobs, speculation_of, usage_of
 
 router = APIRouter()
 
@@ -36,6 +38,7 @@ class Chat:
         self.engine = state.engine
         self.settings = state.settings
         self.tokenizer = state.engine.engine.tokenizer
+        self.choice = ToolChoice(body, getattr(self.tokenizer, "chat_template", None), state.tool_parser)
         self.prompt: list[int] = []
         self.head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -49,14 +52,24 @@ class Chat:
         """The response, whole or begun."""
         self.prompt = await self._read_prompt()
         params = self._params()
+        wanted = Wanted(
+            self.tokenizer, params.stop_strings, self.body.show_drafts, self.choice.parser, self.choice.parameter_types
+        )
         streams = await self.engine.submit([self.prompt], params, priority=self.body.priority)
         if self.body.stream:
-            return EventStream(streams, self._events(streams, params))
+            return EventStream(streams, self._events(streams, wanted))
         async with streams:
-            return JSONResponse(self._whole(await streams.outputs(), params))
+            return JSONResponse(self._whole(await streams.outputs(), wanted))
 
     async def _read_prompt(self) -> list[int]:
         options = dict(self.body.chat_template_kwargs or {})
+        for name in ("chat_template", "tools"):
+            if name in options:
+                said = "a template is a program, and this server runs its own" if name != "tools" else "tools say it"
+                raise ApiError(
+                    400, f"chat_template_kwargs holds {name}: {said}; leave it out", param="chat_template_kwargs"
+                )
+        options |= self.choice.template_kwargs
         return await self.engine.chat_prompt(template_messages(self.body.messages), **options)
 
     def _params(self) -> SamplingParams:
@@ -75,49 +88,53 @@ class Chat:
         asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         most = self.engine.most_new_tokens(len(self.prompt)) if asked is None else asked
         top = require_logprobs(body.top_logprobs or 0, "top_logprobs") if body.logprobs else None
-        return sampling_params(body, self.engine, self.settings, most, top)
+        return sampling_params(body, self.engine, self.settings, most, top, self.choice.grammar)
 
-    def _whole(self, outputs: list[GenerationOutput], params: SamplingParams) -> dict[str, Any]:
-        answer = self.head | {"choices": [self._choice(i, output, params) for i, output in enumerate(outputs)]}
+    def _whole(self, outputs: list[GenerationOutput], wanted: Wanted) -> dict[str, Any]:
+        answer = self.head | {"choices": [self._choice(i, output, wanted) for i, output in enumerate(outputs)]}
         stats = [output.stats for output in outputs]
         answer["usage"] = usage_of([self.prompt], stats)
         if self.body.show_drafts:
             answer["speculation"] = speculation_of(stats)
         return answer
 
-    def _choice(self, index: int, output: GenerationOutput, params: SamplingParams) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.text, "refusal": None}
-        choice = {"index": index, "message": message, "finish_reason": finish_reason(output), "logprobs": None}
+    def _choice(self, index: int, output: GenerationOutput, wanted: Wanted) -> dict[str, Any]:
+        reply = Reply(wanted)
+        said = reply.read_whole(output)
+        message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
+        if said.tool_calls:
+            message |= {"content": said.content or None, "tool_calls": said.tool_calls}
+        choice = {"index": index, "message": message, "finish_reason": reply.finish_reason(output), "logprobs": None}
         if output.logprobs is not None:
             choice["logprobs"] = chat_logprobs(self.tokenizer, output.logprobs)
-        if self.body.show_drafts:
-            whole = StreamDelta(output.text, output.token_ids, output.drafted, output)
-            choice["drafted"] = DraftColours(self.tokenizer, params.stop_strings).read(whole)
+        if said.drafted is not None:
+            choice["drafted"] = said.drafted
         return choice
 
-    async def _events(self, streams: Streams, params: SamplingParams) -> AsyncIterator[dict[str, Any]]:
+    async def _events(self, streams: Streams, wanted: Wanted) -> AsyncIterator[dict[str, Any]]:
         """Chunks: who speaks, what is said, why it ends, each of every choice; then usage."""
         head = self.head | {"object": "chat.completion.chunk"}
         if self.body.include_usage:
             head["usage"] = None
-        count = len(streams.samples)
-        colours = [DraftColours(self.tokenizer, params.stop_strings) for _ in range(count)]
-        for index in range(count):
+        replies = [Reply(wanted) for _ in streams.samples]
+        for index in range(len(replies)):
             yield head | {"choices": [_chunk(index, {"role": "assistant", "content": ""})]}
         async for index, delta in streams:
-            drafted = colours[index].read(delta) if self.body.show_drafts else None
-            text = delta.text if drafted is None else "".join(piece for piece, _ in drafted)
-            if text or delta.logprobs:
-                choice = _chunk(index, {"content": text})
+            said = replies[index].read(delta)
+            fields: dict[str, Any] = {"content": said.content} if said.content or not said.tool_calls else {}
+            if said.tool_calls:
+                fields["tool_calls"] = said.tool_calls
+            if said.content or said.tool_calls or said.drafted or delta.logprobs:
+                choice = _chunk(index, fields)
                 if delta.logprobs is not None:
                     choice["logprobs"] = chat_logprobs(self.tokenizer, delta.logprobs)
-                if drafted is not None:
-                    choice["drafted"] = drafted
+                if said.drafted is not None:
+                    choice["drafted"] = said.drafted
                 yield head | {"choices": [choice]}
             if delta.output is not None:
-                yield head | {"choices": [_chunk(index, {}, finish_reason(delta.output))]}
+                yield head | {"choices": [_chunk(index, {}, replies[index].finish_reason(delta.output))]}
         if self.body.include_usage or self.body.show_drafts:
-            stats = [streams.stats(index) for index in range(count)]
+            stats = [streams.stats(index) for index in range(len(replies))]
             last = head | {"choices": [], "usage": usage_of([self.prompt], stats)}
             yield last | ({"speculation": speculation_of(stats)} if self.body.show_drafts else {})
 

@@ -10,15 +10,15 @@ from fastapi.responses import JSONResponse, Response
 
 from specdec import __version__
 from specdec.config import SamplingParams
-from specdec.request import GenerationOutput, StreamDelta
+from specdec.request import GenerationOutput
 from specdec.serving.async_engine import Streams
 from specdec.serving.events import EventStream, while_connected
 from specdec.serving.faults import ApiError
 from specdec.serving.protocol import CompletionRequest
+from specdec.serving.reply import Reply, Wanted
 from specdec.serving.sampling_fields import sampling_params
 from specdec.serving.state import ServeState, State
-from specdec.serving.usage import DraftColours, completion_logprobs, finish_reason, speculation_of, usage_of
-from specdec.text.prompts import as_prompt_list
+from specdec.serving.usage import completion_logprobs, speculation_of, usage_of
 
 router = APIRouter()
 MAX_TOKENS = 16
@@ -53,11 +53,12 @@ class Completion:
         """The response, whole or begun."""
         params = self._params()
         await self._read_prompts()
+        wanted = Wanted(self.tokenizer, params.stop_strings, self.body.show_drafts)
         streams = await self.engine.submit(self.prompts, params, priority=self.body.priority)
         if self.body.stream:
-            return EventStream(streams, self._events(streams, params))
+            return EventStream(streams, self._events(streams, wanted))
         async with streams:
-            return JSONResponse(self._whole(await streams.outputs(), params))
+            return JSONResponse(self._whole(await streams.outputs(), wanted))
 
     def _params(self) -> SamplingParams:
         body = self.body
@@ -73,10 +74,9 @@ class Completion:
         return sampling_params(body, self.engine, self.settings, max_new_tokens, body.logprobs)
 
     async def _read_prompts(self) -> None:
-        prompts = as_prompt_list(self.body.prompt)
-        if not prompts:
+        if not self.body.prompt:
             raise ApiError(400, "prompt=[]: at least one prompt is wanted", param="prompt")
-        for prompt in prompts:
+        for prompt in self.body.prompt:
             ids = await self.engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
             self.prompts.append(ids)
             if not self.body.echo:
@@ -84,42 +84,42 @@ class Completion:
             else:
                 self.echoes.append(prompt if isinstance(prompt, str) else self.engine.engine.decode(ids))
 
-    def _whole(self, outputs: list[GenerationOutput], params: SamplingParams) -> dict[str, Any]:
-        answer = self.head | {"choices": [self._choice(i, output, params) for i, output in enumerate(outputs)]}
+    def _whole(self, outputs: list[GenerationOutput], wanted: Wanted) -> dict[str, Any]:
+        answer = self.head | {"choices": [self._choice(i, output, wanted) for i, output in enumerate(outputs)]}
         stats = [output.stats for output in outputs]
         answer["usage"] = usage_of(self.prompts, stats)
         if self.body.show_drafts:
             answer["speculation"] = speculation_of(stats)
         return answer
 
-    def _choice(self, index: int, output: GenerationOutput, params: SamplingParams) -> dict[str, Any]:
-        choice = _choice(index, self.echoes[index // self.n] + output.text, finish_reason(output))
+    def _choice(self, index: int, output: GenerationOutput, wanted: Wanted) -> dict[str, Any]:
+        reply = Reply(wanted)
+        said = reply.read_whole(output)
+        choice = _choice(index, self.echoes[index // self.n] + said.content, reply.finish_reason(output))
         if output.logprobs is not None:
             choice["logprobs"], _ = completion_logprobs(self.tokenizer, output.logprobs, 0)
-        if self.body.show_drafts:
-            whole = StreamDelta(output.text, output.token_ids, output.drafted, output)
-            choice["drafted"] = DraftColours(self.tokenizer, params.stop_strings).read(whole)
+        if said.drafted is not None:
+            choice["drafted"] = said.drafted
         return choice
 
-    async def _events(self, streams: Streams, params: SamplingParams) -> AsyncIterator[dict[str, Any]]:
+    async def _events(self, streams: Streams, wanted: Wanted) -> AsyncIterator[dict[str, Any]]:
         """Chunks: the prompt if it is wanted, what follows it, why that ends; then usage."""
         head = self.head | ({"usage": None} if self.body.include_usage else {})
-        count = len(streams.samples)
-        colours = [DraftColours(self.tokenizer, params.stop_strings) for _ in range(count)]
+        replies = [Reply(wanted) for _ in streams.samples]
+        count = len(replies)
         offsets = [0] * count
         for index in range(count if self.body.echo else 0):
             yield head | {"choices": [_choice(index, self.echoes[index // self.n])]}
         async for index, delta in streams:
-            drafted = colours[index].read(delta) if self.body.show_drafts else None
-            text = delta.text if drafted is None else "".join(piece for piece, _ in drafted)
-            reason = None if delta.output is None else finish_reason(delta.output)
-            if not (text or delta.logprobs or reason):
+            said = replies[index].read(delta)
+            reason = None if delta.output is None else replies[index].finish_reason(delta.output)
+            if not (said.content or delta.logprobs or reason):
                 continue
-            choice = _choice(index, text, reason)
+            choice = _choice(index, said.content, reason)
             if delta.logprobs is not None:
                 choice["logprobs"], offsets[index] = completion_logprobs(self.tokenizer, delta.logprobs, offsets[index])
-            if drafted is not None:
-                choice["drafted"] = drafted
+            if said.drafted is not None:
+                choice["drafted"] = said.drafted
             yield head | {"choices": [choice]}
         if self.body.include_usage or self.body.show_drafts:
             stats = [streams.stats(index) for index in range(count)]

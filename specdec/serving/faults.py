@@ -85,8 +85,10 @@ def invalid_body(errors: Sequence[Any]) -> ApiError:
     if error["type"] == "missing":
         missing = f"{param} is missing; it is required" if param else "the body is missing; a JSON object is wanted"
         return ApiError(400, missing, param=param, code="missing_required_parameter")
-    said = error["msg"].removeprefix("Value error, ")
-    message = f"{param or 'the body'}={shown(error.get('input'))}: {said[:1].lower()}{said[1:]}"
+    here = [each["msg"].removeprefix("Value error, ") for each in errors if _place(each["loc"]) == param]
+    first, *others = dict.fromkeys(f"{said[:1].lower()}{said[1:]}" for said in here)
+    wanted = " or ".join([first, *(said.removeprefix("input should be ") for said in others)])
+    message = f"{param or 'the body'}={shown(error.get('input'))}: {wanted}"
     return ApiError(400, message, param=param, code="invalid_type")
 
 
@@ -118,7 +120,7 @@ def _place(loc: Sequence[Any]) -> str | None:
         if isinstance(part, int):
             place += f"[{part}]"
         elif part in TYPES or "[" in part or part[:1].isupper():
-            break
+            continue
         else:
             place += f".{part}" if place else part
     return place or None

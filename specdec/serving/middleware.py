@@ -20,6 +20,8 @@ from specdec.serving.faults import ApiError
 from specdec.serving.settings import ServeSettings
 
 logger = logging.getLogger("specdec.serving")
+QUIET = ("/health", "/metrics")
+"""What machines ask for over and over."""
 GUARDED = "/v1/"
 """Paths behind the API key; whether it is well, and its figures, anybody may ask who reaches it."""
 
@@ -52,7 +54,8 @@ class RequestLog:
             gone = " (client gone)" if scope["state"].get("client_gone") else ""
             seconds = time.perf_counter() - began
             line = "%s %s %d%s in %.3f s, id %s"
-            logger.info(line, scope["method"], scope["path"], status, gone, seconds, request_id)
+            level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
+            logger.log(level, line, scope["method"], scope["path"], status, gone, seconds, request_id)
 
 
 class Guard:

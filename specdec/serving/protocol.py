@@ -6,8 +6,12 @@ effect, or because nothing it can say has one (`user`). Ranges are checked where
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
+from specdec.text.prompts import Prompt, as_prompt_list
+
+Prompts = Annotated[list[Prompt], PlainValidator(as_prompt_list)]
+"""A string, token ids, or a list of these."""
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
 """A field of answers that clients send back."""
 
@@ -158,7 +162,7 @@ class ChatRequest(SamplingFields):
 
 
 class CompletionRequest(SamplingFields):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompts
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None

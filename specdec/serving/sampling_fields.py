@@ -26,9 +26,17 @@ SAME = (
 
 
 def sampling_params(
-    body: SamplingFields, engine: AsyncEngine, settings: ServeSettings, max_new_tokens: int, logprobs: int | None
+    body: SamplingFields,
+    engine: AsyncEngine,
+    settings: ServeSettings,
+    max_new_tokens: int,
+    logprobs: int | None,
+    forced: dict[str, Any] | None = None,
 ) -> SamplingParams:
-    """Raises ConfigError or ApiError where a field says what cannot be."""
+    """forced: the grammar of a tool that must be called. Raises ConfigError or ApiError where a field says what cannot
+    be."""
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options goes with stream=true; set that too", param="stream_options")
     given: dict[str, Any] = dict(settings.defaults)
     given |= {name: value for name in SAME if (value := getattr(body, name)) is not None}
     if body.top_k is not None:
@@ -37,7 +45,10 @@ def sampling_params(
         given["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
     if logprobs is not None:
         given["logprobs"] = require_logprobs(logprobs)
-    given |= _grammar(body)
+    grammar = _grammar(body)
+    if forced is not None and grammar:
+        raise ApiError(400, "tool_choice and a format of the text are both given; leave one out", param="tool_choice")
+    given |= grammar if forced is None else forced
     return SamplingParams(max_new_tokens=max_new_tokens, speculation=_speculation(body, engine), **given)
 
 

@@ -16,7 +16,8 @@ class ServeSettings:
 
     api_keys: any of these as a bearer token lets a request in; none: everybody. cors_origins: whose pages may ask from
     a browser; "*" is everybody's. max_body_bytes: of one request. stop_seconds: for streams to end when the server
-    stops. defaults: sampling parameters of requests that do not say.
+    stops. defaults: sampling parameters of requests that do not say. tool_parser: how the model writes tool calls;
+    "auto": as its chat template teaches.
     """
 
     model_names: Sequence[str]
@@ -25,6 +26,7 @@ class ServeSettings:
     max_body_bytes: int = 4 << 20
     stop_seconds: float = 30.0
     defaults: Mapping[str, float] = field(default_factory=dict)
+    tool_parser: str = "auto"
 
     def __post_init__(self) -> None:
         require_int("max_body_bytes", self.max_body_bytes, 1, 1 << 40)

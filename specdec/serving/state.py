@@ -9,14 +9,16 @@ from fastapi import Depends, Request
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.faults import ApiError
 from specdec.serving.settings import ServeSettings
+from specdec.serving.tools import ToolParser
 
 
 @dataclass(frozen=True, slots=True)
 class ServeState:
-    """One server's. started: when, in seconds since 1970."""
+    """One server's. tool_parser: of how the model writes calls. started: when, in seconds since 1970."""
 
     engine: AsyncEngine
     settings: ServeSettings
+    tool_parser: type[ToolParser] | None
     started: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, asked: str | None) -> str:

@@ -1,11 +1,9 @@
-"""What an answer says of its tokens: usage, why it ended, log-probabilities, and what speculation did."""
+"""What an answer says of its tokens: how many there are, their log-probabilities, and what speculation did."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.errors import SpecDecError
-from specdec.request import GenerationOutput, RequestStats, StreamDelta, TokenLogprob
-from specdec.text.detokenize import Detokenizer
+from specdec.request import RequestStats, TokenLogprob
 
 LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
@@ -24,13 +22,6 @@ def usage_of(prompts: Sequence[Sequence[int]], stats: Sequence[RequestStats]) ->
     }
 
 
-def finish_reason(output: GenerationOutput) -> str:
-    """ "stop" or "length". Raises SpecDecError for a request that somebody else ended."""
-    if output.finish_reason == "abort":
-        raise SpecDecError("this answer was ended before its end; the server is stopping")
-    return output.finish_reason
-
-
 def speculation_of(stats: Sequence[RequestStats]) -> dict[str, Any]:
     """What drafts did for all samples together."""
     total = RequestStats()
@@ -47,29 +38,6 @@ def speculation_of(stats: Sequence[RequestStats]) -> dict[str, Any]:
         "queue_seconds": total.queue_seconds,
         "first_token_seconds": total.first_token_seconds,
     }
-
-
-class DraftColours:
-    """The text of one sample in pieces, each with whether it came out of accepted drafts; joined they are the text."""
-
-    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
-        self._reader = Detokenizer(tokenizer)
-        self._stops = stops
-        self._ids: list[int] = []
-
-    def read(self, delta: StreamDelta) -> list[list[Any]]:
-        """[[text, drafted], ...] of the tokens of this delta, as far as their text is settled."""
-        pieces: list[list[Any]] = []
-        last = len(delta.token_ids) - 1
-        for place, (token, drafted) in enumerate(zip(delta.token_ids, delta.drafted, strict=True)):
-            self._ids.append(token)
-            finished = delta.output is not None and place == last
-            text = self._reader.stream(self._ids, self._stops, finished=finished)
-            if text and pieces and pieces[-1][1] == drafted:
-                pieces[-1][0] += text
-            elif text:
-                pieces.append([text, drafted])
-        return pieces
 
 
 def chat_logprobs(tokenizer: Any, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:

@@ -1,0 +1,111 @@
+"""What one choice says, delta by delta: its content, the tools that it calls, and which of its text was drafted.
+
+    reply.read(delta)  ->  Said(content, tool_calls, drafted)
+
+All of `content` joined, or of `drafted`, is the choice's text. It knows deltas of any number of tokens, and no HTTP.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from specdec.errors import SpecDecError
+from specdec.request import GenerationOutput, StreamDelta
+from specdec.serving.tools import ContentPiece, ToolCallPiece, ToolParser, ToolReader
+from specdec.text.detokenize import Detokenizer
+
+
+class Said(NamedTuple):
+    """tool_calls: as OpenAI's deltas have them. drafted: [[text, whether out of accepted drafts], ...]; None: not asked
+    for."""
+
+    content: str
+    tool_calls: list[dict[str, Any]]
+    drafted: list[list[Any]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How the replies of a request are read. parser: of tool calls; None: all text is content."""
+
+    tokenizer: Any
+    stops: Sequence[str] = ()
+    show_drafts: bool = False
+    parser: type[ToolParser] | None = None
+    parameter_types: dict[str, dict[str, Any]] | None = None
+
+
+class Reply:
+    """One choice."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.num_calls = 0
+        self._colours = Colours(wanted.tokenizer, wanted.stops) if wanted.show_drafts else None
+        self._reader: ToolReader | None = None
+        if wanted.parser is not None:
+            self._reader = ToolReader(wanted.tokenizer, wanted.parser(wanted.parameter_types), wanted.stops)
+
+    def read(self, delta: StreamDelta) -> Said:
+        """What this delta adds."""
+        drafted = None if self._colours is None else self._colours.read(delta)
+        if self._reader is None:
+            content = delta.text if drafted is None else "".join(text for text, _ in drafted)
+            return Said(content, [], drafted)
+        pieces = self._reader.read(delta)
+        content = "".join(piece.text for piece in pieces if isinstance(piece, ContentPiece))
+        calls = [self._call(piece) for piece in pieces if isinstance(piece, ToolCallPiece)]
+        return Said(content, calls, drafted)
+
+    def read_whole(self, output: GenerationOutput) -> Said:
+        """All that an output says, with each call in one piece."""
+        said = self.read(StreamDelta(output.text, output.token_ids, output.drafted, output))
+        whole: dict[int, dict[str, Any]] = {}
+        for call in said.tool_calls:
+            index = call.pop("index")
+            if index in whole:
+                whole[index]["function"]["arguments"] += call["function"]["arguments"]
+            else:
+                whole[index] = call
+        return said._replace(tool_calls=list(whole.values()))
+
+    def finish_reason(self, output: GenerationOutput) -> str:
+        """ "stop", "length" or "tool_calls". Raises SpecDecError for a request that somebody else ended."""
+        reason = finish_reason(output)
+        return "tool_calls" if reason == "stop" and self.num_calls else reason
+
+    def _call(self, piece: ToolCallPiece) -> dict[str, Any]:
+        if piece.name is None:
+            return {"index": piece.index, "function": {"arguments": piece.arguments}}
+        self.num_calls += 1
+        function = {"name": piece.name, "arguments": piece.arguments}
+        return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+
+
+class Colours:
+    """The text of one choice in pieces, each with whether it came out of accepted drafts."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self._reader = Detokenizer(tokenizer)
+        self._stops = stops
+        self._ids: list[int] = []
+
+    def read(self, delta: StreamDelta) -> list[list[Any]]:
+        """The tokens of this delta, as far as their text is settled."""
+        pieces: list[list[Any]] = []
+        last = len(delta.token_ids) - 1
+        for place, (token, drafted) in enumerate(zip(delta.token_ids, delta.drafted, strict=True)):
+            self._ids.append(token)
+            finished = delta.output is not None and place == last
+            text = self._reader.stream(self._ids, self._stops, finished=finished)
+            if text and pieces and pieces[-1][1] == drafted:
+                pieces[-1][0] += text
+            elif text:
+                pieces.append([text, drafted])
+        return pieces
+
+
+def finish_reason(output: GenerationOutput) -> str:
+    """ "stop" or "length". Raises SpecDecError for a request that somebody else ended."""
+    if output.finish_reason == "abort":
+        raise SpecDecError("this answer was ended before its end; the server is stopping")
+    return output.finish_reason
