@@ -368,6 +368,21 @@ def test_gated_projection_is_the_reference(rows: int, width: int, height: int, s
     close(finish(got), reference_finish(want))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [256, 512])
+def test_gated_projection_gives_a_row_the_same_bits_beside_any_others(width: int):
+    gate = Product(randn(5, 300, width), None, torch.bfloat16)
+    inputs, weight = randn(300, width, dtype=torch.bfloat16), randn(2560, width, dtype=torch.bfloat16) * width**-0.5
+
+    def projected(rows: slice) -> torch.Tensor:
+        parts = gate._replace(parts=gate.parts[:, rows].contiguous())
+        return finish(gated_projection(parts, inputs[rows], weight, "gelu_tanh"))
+
+    whole = projected(slice(None))
+    for rows in (slice(7, 8), slice(64), slice(65), slice(40, 200), slice(44, 300)):
+        assert torch.equal(projected(rows), whole[rows]), rows
+
+
 @pytest.mark.parametrize(("rows", "layers", "width", "splits"), [(1, 1, 8, 1), (4, 3, 20, 2), (3, 2, 64, 3)])
 def test_layer_inputs_is_the_reference(rows: int, layers: int, width: int, splits: int):
     context = product_of(rows, layers * width, splits)

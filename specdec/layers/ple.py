@@ -8,8 +8,9 @@ T is the second embedding table and t its scale. In layer l, before its last nor
 
     y = W_proj (act(W_gate h) e_l)
 
-Both products are narrow: they wait for each other, not for memory. The activation and e_l go into the loads of the
-second, where K is only P, and its weight is in registers before the wait. Rounded where transformers rounds.
+Both products are narrow: they wait for each other, not for memory. At few rows the activation and e_l go into the loads
+of the second, where K is only P, and its weight is in registers before the wait; at many, where each of its programs
+would activate the same rows again, they are a launch of their own. Rounded where transformers rounds.
 """
 
 import math
@@ -19,8 +20,13 @@ import torch.nn.functional as F
 
 from specdec.kvcache.triton_shim import tl, triton
 from specdec.layers.launch import pdl_options, trigger_next, wait_for_previous
-from specdec.layers.linear import Product, activate, reference_activate, reference_finish, sum_parts
+from specdec.layers.linear import Product, activate, linear, reference_activate, reference_finish, sum_parts
 from specdec.layers.norm import Gain, reference_rms_norm, rms_norm
+from specdec.layers.tiling import MANY_ROWS, Tiles, choose_cut
+
+FEW_ROWS = 64
+SOME_ROWS_TILES = Tiles(64, 32, 64, 4, 4, 64)
+"""Above FEW_ROWS: more programs than `choose_tiles` makes, which takes weights to be long."""
 
 
 def reference_layer_inputs(
@@ -111,6 +117,31 @@ def _gated_projection_kernel(
     tl.store(p_out + o_row * H + o_n[:, None], b_y.to(DTYPE), mask=m_out)
 
 
+@triton.jit(do_not_specialize=["part_len"])
+def _gate_inputs_kernel(
+    p_parts: tl.tensor,  # [S, T, P]
+    p_inputs: tl.tensor,  # [T, P]
+    p_out: tl.tensor,  # [T, P]
+    part_len: tl.tensor,
+    P: tl.tensor,
+    s_inputs: tl.tensor,
+    ACTIVATION: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    i_t = tl.program_id(0).to(tl.int64)
+    o_p = tl.arange(0, BLOCK)
+    m_p = o_p < P
+    wait_for_previous(PDL)
+    b_in = tl.load(p_inputs + i_t * s_inputs + o_p, mask=m_p, other=0.0).to(tl.float32)
+    DTYPE: tl.constexpr = p_out.dtype.element_ty
+    b_gate = sum_parts(p_parts, None, i_t * P + o_p, o_p, m_p, part_len, SPLITS, DTYPE)
+    b_gated = (activate(b_gate, ACTIVATION).to(DTYPE).to(tl.float32) * b_in).to(DTYPE)
+    tl.store(p_out + i_t * P + o_p, b_gated, mask=m_p)
+
+
 def layer_inputs(
     context: Product, tokens: torch.Tensor, table: torch.Tensor, gain: Gain, *, context_scale: float, table_scale: float
 ) -> torch.Tensor:
@@ -144,10 +175,21 @@ def gated_projection(gate: Product, inputs: torch.Tensor, weight: torch.Tensor, 
     assert inputs.shape == (num_rows, width) and inputs.stride(1) == 1, f"{inputs.shape=} {gate.parts.shape=}"
     assert weight.shape == (height, width) and weight.is_contiguous(), f"{weight.shape=} {width=}"
     assert weight.dtype == inputs.dtype == gate.dtype, f"{weight.dtype=} {inputs.dtype=}"
+    if num_rows > FEW_ROWS and choose_cut(height, width).splits == 1:  # the sum is in one piece below too
+        gated = torch.empty((num_rows, width), dtype=inputs.dtype, device=inputs.device)
+        _gate_inputs_kernel[(num_rows,)](
+            *(gate.parts, inputs, gated, gated.numel(), width, inputs.stride(0)),
+            ACTIVATION=activation,
+            SPLITS=splits,
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=1,
+            **pdl_options(gated.device),
+        )
+        few = num_rows <= MANY_ROWS and weight.dtype != torch.float32
+        return linear(gated, weight, tiles=SOME_ROWS_TILES if few else None)
     out = torch.empty((num_rows, height), dtype=inputs.dtype, device=inputs.device)
     if num_rows:
-        # every program activates its rows anew: few of them each, while all programs run at once
-        block_m, block_n = 16 if num_rows <= 192 else 64, 64 if num_rows <= 64 else 128
+        block_m, block_n = 16, 64  # every program activates its rows anew: few of them each
         _gated_projection_kernel[(triton.cdiv(num_rows, block_m), triton.cdiv(height, block_n))](
             *(gate.parts, inputs, weight, out, num_rows, height, width, inputs.stride(0)),
             ACTIVATION=activation,
