@@ -16,6 +16,7 @@ not written. Lengths are run-time values, so no length compiles anything.
 from specdec.kvcache.triton_shim import tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
+NOWHERE = tl.constexpr(1 << 30)  # behind all keys, and so far from overflow that what a loop loads ahead is behind too
 
 
 @triton.jit
@@ -143,7 +144,7 @@ def attend_kernel(
     # the prefix: keys [lo, hi) by position, of which this split takes [begin, end)
     lo = start
     if window is not None:
-        lo = tl.maximum(lo, tl.min(tl.where(m_row, b_pos, 2147483647), 0) - window + 1)
+        lo = tl.maximum(lo, tl.min(tl.where(m_row, b_pos, NOWHERE), 0) - window + 1)
     hi = tl.minimum(committed_len, start + num_pages * PAGE_SIZE)
     hi = tl.where((i_tile * BLOCK_M < valid_rows * GROUP) & (lo < hi), hi, 0)
     align = tl.maximum(split_len, BLOCK_K)

@@ -19,6 +19,7 @@ kernel in front: plans are written by kernels that let nothing start before they
 from specdec.kvcache.triton_shim import tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
+NOWHERE = tl.constexpr(1 << 30)  # behind all keys, and so far from overflow that what a loop loads ahead is behind too
 SHORT_SPLITS = tl.constexpr(16)
 MIDDLE_SPLITS = tl.constexpr(16)
 
@@ -174,7 +175,7 @@ def attend_kernel(
     lo = start  # the oldest key that a row of the tile sees
     request_lo = start
     if window is not None:
-        lo = tl.maximum(lo, tl.min(tl.where(m_row, b_pos, 2147483647), 0) - window + 1)
+        lo = tl.maximum(lo, tl.min(tl.where(m_row, b_pos, NOWHERE), 0) - window + 1)
         request_lo = tl.maximum(start, tl.load(p_positions).to(tl.int32) - window + 1)
     first_split = split_of(request_lo, SPLIT_LEN, GROWS)
     num_splits = tl.where(request_lo < end, split_of(end - 1, SPLIT_LEN, GROWS) - first_split + 1, 0)

@@ -322,6 +322,25 @@ def test_an_empty_prefix_that_starts_within_a_tile_reads_nothing(window: int | N
     case.check(tiles=SMALL)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, 64, 128, 512])
+def test_a_tile_of_rows_that_do_not_exist_loads_nothing_ahead(window: int) -> None:
+    """Its oldest key lay so near the largest integer that the tile after next did not: it was read at column 2^31."""
+    num_rows, heads, head_dim = 260, (16, 2), 64
+    k, v = (torch.randn(2, heads[1], num_rows, head_dim, dtype=torch.bfloat16, device="cuda") for _ in "kv")
+    query = torch.randn(2, heads[0], num_rows, head_dim, dtype=torch.bfloat16, device="cuda")
+    pool = torch.zeros(4, heads[1], head_dim, dtype=torch.bfloat16, device="cuda")
+    lengths = torch.zeros(2, dtype=torch.int64, device="cuda")
+    args = (query, k, v, pool, pool, torch.full((2, 1), 1 << 40, device="cuda"), lengths, lengths)
+    positions = torch.arange(num_rows, device="cuda").expand(2, -1)
+    block_len = torch.tensor([num_rows, 20], device="cuda")
+    options = {"page_size": 1, "scaling": 0.1, "block_len": block_len, "window": window}
+    got = paged_attention(*args, positions, **options)  # a fault would end the process
+    pages = torch.zeros_like(args[5])  # the reference looks up every page
+    want = reference_paged_attention(*args[:5], pages, *args[6:], positions, **options)
+    torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-2)
+
+
 def test_tiles_shrink_until_they_fit_the_shared_memory() -> None:
     hopper, ampere, ada = 227 << 10, 163 << 10, 99 << 10  # bytes that one program may use
     decode, verify = choose_tiles(4, 256, 2), choose_tiles(64, 256, 2)

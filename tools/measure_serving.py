@@ -29,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 STREAMS, PREFIXED, PREFIX, TAIL = 32, 64, 500, 20
 SPACES = ("full_slots", "swa_slots")
+TARGETS: list[Any] = []  # on a GPU: made once a process
 
 
 # in the process that measures; of specdec only what old checkouts have too
@@ -59,8 +60,10 @@ def make_engine(options: argparse.Namespace, *, batch: int, max_len: int, drafte
 
     shape, shrink = find_shape(options.shape), Shrink(options.layers, options.shrink)
     device = torch.device(options.device)
-    model = make_target(shape, shrink, device, torch.bfloat16, 0)
-    target = TargetModel(model, choose_operations("auto", "auto", device, torch.bfloat16))
+    if not TARGETS:
+        model = make_target(shape, shrink, device, torch.bfloat16, 0)
+        TARGETS.append(TargetModel(model, choose_operations("auto", "auto", device, torch.bfloat16)))
+    [target] = TARGETS
     made = None if drafter is None else make_drafter(shape, shrink, target, 1)
     return Engine(target, made, spec=SpecConfig(4), config=settings)
 
@@ -179,12 +182,13 @@ def measure_throughput(options: argparse.Namespace) -> dict[str, float]:
     for batch in (64,) if options.device == "cpu" else (64, 128):
         for drafter in (None, drafter_name(options)):
             engine = make_engine(options, batch=batch, max_len=64 + options.new + 64, drafter=drafter)
-            draw = random.Random(4)
-            prompts = prompts_of(engine, [draw.randint(16, 64) for _ in range(batch)])
-            if options.device == "cpu":  # what the pair was trained on, for its drafts to be worth something
-                problems = read_prompts(HELD_OUT_PROBLEMS)[:batch]
-                prompts = [engine.chat_prompt(problem.text) for problem in problems]
-            for new in (8, options.new):
+            problems = read_prompts(HELD_OUT_PROBLEMS) if options.device == "cpu" else []
+            for part, new in enumerate((8, options.new)):  # a warm-up, on other prompts: none is found in a cache
+                draw = random.Random(part)
+                prompts = prompts_of(engine, [draw.randint(16, 64) for _ in range(batch)], part)
+                if problems:  # what the pair was trained on, for its drafts to be worth something
+                    own = problems[part * batch : (part + 1) * batch]
+                    prompts = [engine.chat_prompt(problem.text) for problem in own]
                 begin = time.perf_counter()
                 requests = hand_in(engine, prompts, new, ignore_eos=options.device != "cpu")
                 while not all(request.finished for request in requests):

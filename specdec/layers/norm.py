@@ -188,6 +188,7 @@ def norm(
         PRE_ROUNDS=pre is not None and pre.round_first,
         DTYPE=TL_DTYPES[dtype],
         SPLITS=splits,
+        enable_fp_fusion=False,  # a product that is rounded and then added would be one operation, which rounds once
         **row_block(width),
         **pdl_options(parts.device),
     )
