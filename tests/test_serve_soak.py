@@ -1,0 +1,230 @@
+"""A server process among 64 clients who stream, read slowly, go away, send nonsense and send too much.
+
+SPECDEC_SOAK is for how many seconds, 3 by default; a release is given SPECDEC_SOAK=120. Afterwards every answer that
+ended is that of the Python API to the same job alone, and the process holds what it held before.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import socket
+import statistics
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import uvicorn
+from http_crowd import Crowd, Job, Probe
+from server_process import ServerProcess, running_server
+
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.evaluation.data import read_prompts
+from specdec.models.bundled import HELD_OUT_PROBLEMS
+from specdec.serving.app import create_app
+from specdec.serving.async_engine import AsyncEngine, Streams
+from specdec.serving.server import address, listen
+from specdec.serving.settings import ServeSettings
+
+SECONDS = float(os.environ.get("SPECDEC_SOAK", "3"))
+JOBS = 8 if SECONDS < 30 else 48
+BODY_LIMIT = 1 << 18
+OPTIONS = ("--batch-size", "16", "--max-model-len", "512", "--max-body-bytes", str(BODY_LIMIT))
+
+
+def make_jobs(count, seed=11):
+    draw = random.Random(seed)
+    problems = read_prompts(HELD_OUT_PROBLEMS, count)
+    jobs = []
+    for number, problem in enumerate(problems):
+        fields = {
+            "temperature": draw.choice([0.0, 0.7, 1.3]),
+            "seed": number,
+            "max_tokens": draw.choice([4, 24, 64, 120]),
+        }
+        if draw.random() < 0.3:
+            fields["top_p"] = 0.9
+        if draw.random() < 0.4:
+            fields["speculation"] = draw.choice([False, {"num_steps": 2}, {"num_steps": 1}])
+        jobs.append(Job(problem.text, True, fields))
+    return jobs
+
+
+def alone(engine, job):
+    """(text, finish_reason) of the Python API."""
+    fields = job.fields
+    params = SamplingParams(
+        fields["max_tokens"], fields["temperature"], top_p=fields.get("top_p", 1.0), seed=fields["seed"]
+    )
+    [out] = engine.generate(engine.chat_prompt(job.prompt) if job.chat else engine.encode(job.prompt), params)
+    return out.text, out.finish_reason
+
+
+def held(server: ServerProcess) -> dict[str, int]:
+    """What the process has open."""
+    process = Path("/proc", str(server.pid))
+    kinds = Counter()
+    for link in (process / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            kinds[os.readlink(link).partition(":")[0]] += 1
+    return dict(kinds)
+
+
+def memory(server: ServerProcess) -> float:
+    """MB of its own."""
+    [line] = [line for line in Path("/proc", str(server.pid), "status").read_text().splitlines() if "VmRSS" in line]
+    return int(line.split()[1]) / 1024
+
+
+def settled(read, wanted, seconds=20.0):
+    """What `read` gives when it is `wanted`, or else in the end."""
+    until = time.monotonic() + seconds
+    while (found := read()) != wanted and time.monotonic() < until:
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+def test_a_crowd_leaves_nothing_behind_and_gets_the_answers_of_lone_runs():
+    jobs = make_jobs(JOBS)
+    with running_server(*OPTIONS) as server:
+        Crowd(server.url, jobs, clients=8, seed=1, body_limit=BODY_LIMIT).run(0.5)  # whatever is made once
+        time.sleep(0.5)
+        before, memory_before = held(server), memory(server)
+        crowd = Crowd(server.url, jobs, body_limit=BODY_LIMIT)
+        began = time.monotonic()
+        with Probe(server.url) as probe:
+            crowd.run(SECONDS)
+        seconds = time.monotonic() - began
+        after = settled(lambda: held(server), before)
+        memory_after = memory(server)
+        log = server.log()
+    answered = sum(crowd.answers[job].total() for job in crowd.answers)
+    times = sorted(1e3 * each for each in probe.seconds)
+    print(
+        f"\n{seconds:.1f} s: {dict(crowd.count)}, {answered} answers of {len(crowd.answers)} jobs",
+        f"/health {len(times)} times: median {statistics.median(times):.1f} ms, "
+        f"p99 {times[int(0.99 * len(times))]:.1f}, most {times[-1]:.1f}",
+        f"open {sum(before.values())} files before and {sum(after.values())} after; "
+        f"{memory_before:.0f} MB before and {memory_after:.0f} MB after",
+        sep="\n",
+    )
+    assert crowd.wrong == []
+    assert probe.bad == []
+    assert after == before
+    assert "Traceback" not in log and "ERROR" not in log
+    assert answered > 0
+    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=SpecConfig(4)) as engine:
+        for job, found in crowd.answers.items():
+            assert set(found) == {alone(engine, job)}, job
+
+
+# in this process, where one can look inside
+
+
+@pytest.fixture
+def engine():
+    config = EngineConfig(max_batch_size=8, max_model_len=512)
+    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=SpecConfig(4), config=config) as engine:
+        yield engine
+
+
+@contextlib.contextmanager
+def served(engine):
+    """(URL, AsyncEngine, event loop) of a server on a thread."""
+    running, ready = AsyncEngine(engine), threading.Event()
+    settings = ServeSettings(model_names=["tiny-gemma4"], max_body_bytes=BODY_LIMIT)
+    config = uvicorn.Config(create_app(running, settings), log_config=None, access_log=False, lifespan="off")
+    server = uvicorn.Server(config)
+    loop = asyncio.new_event_loop()
+
+    async def serve(bound):
+        starting = asyncio.create_task(server.serve(sockets=[bound]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        ready.set()
+        await starting
+        await running.close()
+
+    with listen("127.0.0.1", 0) as bound:
+        thread = threading.Thread(target=loop.run_until_complete, args=(serve(bound),))
+        thread.start()
+        try:
+            assert ready.wait(20)
+            yield address(bound), running, loop
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            loop.close()
+
+
+@pytest.mark.slow
+def test_a_crowd_leaves_no_slot_no_request_and_no_task(engine):
+    async def tasks():
+        return len(asyncio.all_tasks())
+
+    with served(engine) as (url, running, loop):
+
+        def inside():
+            slots = engine.stats().full_slots.held, engine.stats().swa_slots.held
+            there = asyncio.run_coroutine_threadsafe(tasks(), loop).result(10)
+            return slots, running.open_requests, len(running.samples), len(engine.scheduler.running), there
+
+        before = inside()
+        crowd = Crowd(url, make_jobs(4), clients=32, body_limit=BODY_LIMIT)
+        crowd.run(1.0)
+        assert crowd.wrong == []
+        assert crowd.count["leaves"] > 0 and crowd.count["streams"] > 0
+        assert settled(inside, before) == before == ((0, 0), 0, 0, 0, before[-1])
+        engine.table.allocator.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+def test_a_client_that_goes_away_frees_its_slots_within_one_round(engine, monkeypatch, stream):
+    """The round under way when its leaving is seen is the last one with it; the slots it held are free behind it."""
+    rounds, seen = [], {}
+    step, abort = engine.step, Streams.abort
+
+    def counted_step():
+        more = step()
+        rounds.append(({request.number for request in engine.scheduler.running}, engine.stats().full_slots.held))
+        return more
+
+    def counted_abort(streams):
+        for sample in streams.samples:
+            if not sample.handle.finished:
+                seen.setdefault(sample.handle.id, len(rounds))
+        abort(streams)
+
+    monkeypatch.setattr(engine, "step", counted_step)
+    monkeypatch.setattr(Streams, "abort", counted_abort)
+    fields = {"max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": stream}
+
+    def request(prompt):
+        body = json.dumps({"messages": [{"role": "user", "content": prompt}], **fields}).encode()
+        head = ["POST /v1/chat/completions HTTP/1.1", "host: h", "content-type: application/json"]
+        return "\r\n".join([*head, f"content-length: {len(body)}", "", ""]).encode() + body
+
+    with served(engine) as (url, running, _):
+        place = urlsplit(url)
+        stays, leaves = (socket.create_connection((place.hostname, place.port)) for _ in range(2))
+        with stays, leaves:
+            stays.sendall(request("How many?"))
+            assert settled(lambda: len(rounds) > 3, True)
+            leaves.sendall(request("apples and " * 75))
+            assert settled(lambda: bool(rounds) and len(rounds[-1][0]) == 2, True)
+            leaves.close()
+            assert settled(lambda: len(seen), 1) == 1
+            [(gone, at)] = seen.items()
+            assert settled(lambda: len(rounds) > at + 3, True)
+            assert all(gone not in there for there, _ in rounds[at + 1 :])
+            assert rounds[at + 1][1] < rounds[at - 1][1] - 100, "slots of 150 words, less what the other took meanwhile"
+            assert len(running.samples) == 1
+        assert settled(lambda: len(running.samples), 0) == 0
+        assert engine.stats().full_slots.held == 0
