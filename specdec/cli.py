@@ -6,8 +6,7 @@ Exit codes: 2 for a mistake, in one sentence on standard error; 130 for Ctrl-C; 
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec
@@ -16,30 +15,33 @@ import typer
 from typer.core import TyperCommand
 
 from specdec import __version__
+from specdec.commands.options import (
+    BatchSize,
+    Device,
+    DrafterName,
+    DraftTopK,
+    DtypeName,
+    JsonFile,
+    KeepK,
+    KeepP,
+    Limit,
+    MaxNewTokens,
+    MinP,
+    NumDraftTokens,
+    NumSteps,
+    Raw,
+    RepetitionPenalty,
+    Seed,
+    Target,
+    Temperature,
+    output_file,
+    shell_errors,
+)
 from specdec.errors import SpecDecError
-from specdec.evaluation.files import require_writable
 from specdec.lazy import load
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 
 P = ParamSpec("P")
-DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-DTYPES |= {name: name for name in ("float32", "bfloat16", "float16")}
-
-
-@contextmanager
-def shell_errors() -> Iterator[None]:
-    """One sentence for whoever sits at the shell, instead of a traceback."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise  # whoever read has gone: typer ends quietly
-    except (SpecDecError, OSError) as error:  # OSError: a folder that cannot be made, a full disk
-        print(f"specdec: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
-    except KeyboardInterrupt as stop:
-        print(f"specdec: interrupted{f'; {stop}' if str(stop) else ''}", file=sys.stderr)
-        raise typer.Exit(130) from stop
 
 
 def runs(module: str, name: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
@@ -86,19 +88,6 @@ class Command(TyperCommand):
             raise SpecDecError(f"{', '.join(odd)} is for a server; name one with --serve, or leave it out")
 
 
-def _dtype(name: str | None) -> str | None:
-    if name is not None and name not in DTYPES:
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(DTYPES)}")
-    return DTYPES[name] if name else None
-
-
-def _output(path: Path | None) -> Path | None:
-    if path is not None:
-        with shell_errors():
-            require_writable(path)
-    return path
-
-
 def _version(asked: bool) -> None:
     if asked:
         print(f"specdec {__version__}")
@@ -110,34 +99,6 @@ LOAD = "Load on a server"
 WITH_SERVE = {"serve", "rate", "concurrency", "model", "api_key", "body", "timeout", "data", "limit"}
 WITH_SERVE |= {"max_new_tokens", "temperature", "seed", "raw", "json_file"}
 Task = Literal["gsm8k", "mt-bench", "humaneval", "spec-bench"]
-Target = Annotated[str, typer.Option(help="Hub id, folder or bundled name.")]
-DrafterName = Annotated[
-    str,
-    typer.Option(help="Hub id, folder, bundled name, 'ngram' or 'none'; 'auto' is the bundled target's own drafter."),
-]
-Limit = Annotated[int, typer.Option(min=0, help="Only the first so many; 0: all.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Prompts at a time.")]
-NumSteps = Annotated[int, typer.Option(min=1, help="Levels of the draft; of a chain, its tokens.")]
-DraftTopK = Annotated[int, typer.Option(min=1, help="Branches a node of the draft tree; 1: a chain.")]
-NumDraftTokens = Annotated[
-    int | None,
-    typer.Option(help="Verified nodes, the root included; default: 1 + draft-topk * num-steps, of a tree at most 64."),
-]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-KeepK = Annotated[int, typer.Option("--top-k", help="Keep the k most likely tokens; 0: all.")]
-KeepP = Annotated[float, typer.Option("--top-p", help="Keep the smallest set of this mass; 1: all.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the most likely; 0: none.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
-DtypeName = Annotated[
-    str | None, typer.Option(callback=_dtype, help="float32, bfloat16 (bf16) or float16; default: float32 on the CPU.")
-]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: the first GPU, else the CPU.")]
-Raw = Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")]
-JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", callback=_output, help="Also as JSON in a file; '-' prints that alone."),
-]
-
 app = typer.Typer(
     help="Speculative decoding for transformers models.",
     no_args_is_help=True,
@@ -164,8 +125,8 @@ def generate(
     top_k: KeepK = 0,
     top_p: KeepP = 1.0,
     min_p: MinP = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Makes a sampled output repeatable.")] = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
     num_steps: NumSteps = 4,
     draft_topk: DraftTopK = 1,
     num_draft_tokens: NumDraftTokens = None,
@@ -176,6 +137,32 @@ def generate(
     device: Device = None,
 ) -> None:
     """Answer one prompt with speculation."""
+
+
+@app.command(cls=Command)
+@runs("chat", "chat")
+def chat(
+    target: Target = "tiny-gemma4",
+    drafter: DrafterName = "auto",
+    system: Annotated[str | None, typer.Option(help="What the model is told before the first turn.")] = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_k: KeepK = 0,
+    top_p: KeepP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+    num_steps: NumSteps = 4,
+    draft_topk: DraftTopK = 1,
+    num_draft_tokens: NumDraftTokens = None,
+    dtype: DtypeName = None,
+    device: Device = None,
+) -> None:
+    """Talk with a model: history is kept, and text from accepted drafts is coloured.
+
+    /reset forgets what was said, /exit or Ctrl-D leaves, Ctrl-C ends an answer. Without a terminal each line of
+    standard input is a turn.
+    """
 
 
 @app.command(cls=Command)
@@ -235,7 +222,11 @@ def bench(
     plot_file: Annotated[
         Path | None,
         typer.Option(
-            "--plot", metavar="FILE", callback=_output, help="Over batch and context, as PNG.", rich_help_panel=PHASES
+            "--plot",
+            metavar="FILE",
+            callback=output_file,
+            help="Over batch and context as PNG.",
+            rich_help_panel=PHASES,
         ),
     ] = None,
     serve: Annotated[
@@ -306,10 +297,10 @@ def evaluate(
     transcripts: Annotated[Path | None, typer.Option(help="Keep finished problems here, and go on from them.")] = None,
     json_file: JsonFile = None,
     markdown_file: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", callback=_output, help="The report as a table.")
+        Path | None, typer.Option("--markdown", metavar="FILE", callback=output_file, help="The report as a table.")
     ] = None,
     png_file: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", callback=_output, help="The report drawn.")
+        Path | None, typer.Option("--png", metavar="FILE", callback=output_file, help="The report drawn.")
     ] = None,
     dtype: DtypeName = None,
     device: Device = None,

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from specdec import Engine, SamplingParams, SpecDecError, __version__
 from specdec.cli import app
 from specdec.commands.bench import bench
+from specdec.commands.chat import chat
 from specdec.commands.evaluate import evaluate
 from specdec.commands.generate import coloured, generate
 from specdec.commands.models import models
@@ -256,7 +257,7 @@ def test_the_old_name_of_the_trees_topk_is_refused_with_the_new_one(command, opt
 
 
 def test_a_declared_command_and_its_body_take_the_same_options():
-    bodies = {"generate": generate, "bench": bench, "eval": evaluate, "models": models, "serve": serve}
+    bodies = {"generate": generate, "chat": chat, "bench": bench, "eval": evaluate, "models": models, "serve": serve}
 
     def declared(command):
         return command.callback.__wrapped__

@@ -13,8 +13,8 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.evaluation.files import STDOUT, write_file
 from specdec.progress import working
-from specdec.request import GenerationOutput
-from specdec.text.detokenize import Detokenizer
+from specdec.request import GenerationOutput, StreamDelta
+from specdec.text.drafts import DraftColours
 
 DRAFTED_STYLE = "bold green"
 
@@ -65,10 +65,9 @@ def generate(
 
 def coloured(out: GenerationOutput, tokenizer: Any) -> Text:
     """The output's text with accepted drafts in colour."""
-    reader, text = Detokenizer(tokenizer), Text()
-    for count, drafted in enumerate(out.drafted, start=1):
-        new = reader.stream(out.token_ids[:count], (), finished=count == len(out.drafted))
-        text.append(new, style=DRAFTED_STYLE if drafted else None)
+    text = Text()
+    for piece, drafted in DraftColours(tokenizer).read(StreamDelta(out.text, out.token_ids, out.drafted, out)):
+        text.append(piece, style=DRAFTED_STYLE if drafted else None)
     return text
 
 

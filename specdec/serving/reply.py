@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from specdec.errors import SpecDecError
 from specdec.request import GenerationOutput, StreamDelta
 from specdec.serving.tools import ContentPiece, ToolCallPiece, ToolParser, ToolReader
-from specdec.text.detokenize import Detokenizer
+from specdec.text.drafts import DraftColours
 
 
 class Said(NamedTuple):
@@ -21,7 +21,7 @@ class Said(NamedTuple):
 
     content: str
     tool_calls: list[dict[str, Any]]
-    drafted: list[list[Any]] | None
+    drafted: list[tuple[str, bool]] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Reply:
 
     def __init__(self, wanted: Wanted) -> None:
         self.num_calls = 0
-        self._colours = Colours(wanted.tokenizer, wanted.stops) if wanted.show_drafts else None
+        self._colours = DraftColours(wanted.tokenizer, wanted.stops) if wanted.show_drafts else None
         self._reader: ToolReader | None = None
         if wanted.parser is not None:
             self._reader = ToolReader(wanted.tokenizer, wanted.parser(wanted.parameter_types), wanted.stops)
@@ -79,29 +79,6 @@ class Reply:
         self.num_calls += 1
         function = {"name": piece.name, "arguments": piece.arguments}
         return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
-
-
-class Colours:
-    """The text of one choice in pieces, each with whether it came out of accepted drafts."""
-
-    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
-        self._reader = Detokenizer(tokenizer)
-        self._stops = stops
-        self._ids: list[int] = []
-
-    def read(self, delta: StreamDelta) -> list[list[Any]]:
-        """The tokens of this delta, as far as their text is settled."""
-        pieces: list[list[Any]] = []
-        last = len(delta.token_ids) - 1
-        for place, (token, drafted) in enumerate(zip(delta.token_ids, delta.drafted, strict=True)):
-            self._ids.append(token)
-            finished = delta.output is not None and place == last
-            text = self._reader.stream(self._ids, self._stops, finished=finished)
-            if text and pieces and pieces[-1][1] == drafted:
-                pieces[-1][0] += text
-            elif text:
-                pieces.append([text, drafted])
-        return pieces
 
 
 def finish_reason(output: GenerationOutput) -> str:

@@ -1,0 +1,194 @@
+"""`specdec chat`: a conversation in a terminal, or one answer for each line of standard input.
+
+Answers go to standard output, everything about them to standard error. An answer that is interrupted stays in the
+history as far as it came; a turn that cannot be answered does not.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from specdec.commands.generate import DRAFTED_STYLE
+from specdec.commands.settings import drafter_name, engine_config, quiet_libraries
+from specdec.config import SamplingParams, SpecConfig
+from specdec.engine import Engine
+from specdec.errors import CapacityError, SpecDecError, shown
+from specdec.progress import working
+from specdec.request import GenerationOutput
+from specdec.text.drafts import DraftColours
+
+with suppress(ImportError):  # not everywhere
+    import readline  # noqa: F401  # lines are edited, and come back with the arrow keys
+
+PROMPT = "> "
+COMMANDS = "/reset forgets what was said, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
+
+
+def chat(
+    *,
+    target: str,
+    drafter: str,
+    system: str | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    seed: int | None,
+    num_steps: int,
+    draft_topk: int,
+    num_draft_tokens: int | None,
+    dtype: str | None,
+    device: str | None,
+) -> None:
+    quiet_libraries()
+    penalty = repetition_penalty
+    params = SamplingParams(max_new_tokens, temperature, top_k, top_p, min_p, seed, repetition_penalty=penalty)
+    spec = SpecConfig(num_steps, draft_topk, num_draft_tokens)
+    config = engine_config(1, dtype, device)
+    with working(f"loading {target}"):
+        engine = Engine.from_pretrained(target, drafter_name(target, drafter), spec=spec, config=config)
+    with engine:
+        Session(engine, Conversation(engine, system), params).run(f"{target}: {COMMANDS}")
+
+
+class Turn(NamedTuple):
+    """number: from 1, since the conversation began."""
+
+    number: int
+    asked: str
+    answer: str
+
+
+class Conversation:
+    """What was said, as far as the model can still read it."""
+
+    def __init__(self, engine: Engine, system: str | None = None) -> None:
+        """Raises ConfigError where the template has no place for such messages."""
+        self._engine = engine
+        self._before = [] if system is None else [{"role": "system", "content": system}]
+        self.turns: list[Turn] = []
+        self._said = 0
+        self._ids("Hello")
+
+    def reset(self) -> None:
+        self.turns, self._said = [], 0
+
+    def ask(self, text: str, max_new_tokens: int) -> tuple[list[int], list[Turn]]:
+        """The prompt of a next turn, and the turns that are forgotten so that it and its answer fit.
+
+        Raises CapacityError where it does not fit alone.
+        """
+        most, dropped = self._engine.max_model_len, []
+        room = min(max_new_tokens, most // 2)
+        while len(ids := self._ids(text)) + room > most and self.turns:
+            dropped.append(self.turns.pop(0))
+        if len(ids) >= most:
+            raise CapacityError(
+                f"these are {len(ids)} tokens, and the model reads and writes {most} at most; say less at a time"
+            )
+        return ids, dropped
+
+    def add(self, text: str, answer: str) -> None:
+        self._said += 1
+        self.turns.append(Turn(self._said, text, answer))
+
+    def _ids(self, text: str) -> list[int]:
+        messages: list[dict[str, Any]] = list(self._before)
+        for turn in self.turns:
+            messages += [{"role": "user", "content": turn.asked}, {"role": "assistant", "content": turn.answer}]
+        return self._engine.chat_prompt([*messages, {"role": "user", "content": text}])
+
+
+class Session:
+    """A conversation with whoever sits at the terminal, or with the lines of a pipe."""
+
+    def __init__(self, engine: Engine, conversation: Conversation, params: SamplingParams) -> None:
+        self.engine = engine
+        self.conversation = conversation
+        self.params = params
+        self.out = Console(highlight=False, soft_wrap=True)
+        self.notes = Console(stderr=True, highlight=False, soft_wrap=True, style="dim")
+
+    def run(self, greeting: str) -> None:
+        if sys.stdin.isatty():
+            self.notes.print(Text(greeting))
+        for line in self._lines():
+            if line in ("/exit", "/quit"):
+                return
+            if line == "/reset":
+                self.conversation.reset()
+                self.notes.print("forgotten")
+            elif line.startswith("/") and line[1:].isalpha():
+                self.notes.print(Text(f"no command {line}; {COMMANDS}"))
+            elif line:
+                try:
+                    self._turn(line)
+                except SpecDecError as error:
+                    self.notes.print(Text(f"not answered: {error}"))
+
+    def _lines(self) -> Iterator[str]:
+        """What is typed, or read, without white space around it."""
+        if not sys.stdin.isatty():
+            yield from map(str.strip, sys.stdin)
+            return
+        while True:
+            try:
+                line = input(PROMPT)
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print()
+                continue
+            yield line.strip()
+
+    def _turn(self, text: str) -> None:
+        ids, dropped = self.conversation.ask(text, self.params.max_new_tokens)
+        if dropped:
+            which = ", ".join(f"turn {turn.number} ({shown(turn.asked[:40])})" for turn in dropped)
+            self.notes.print(Text(f"the conversation outgrew {self.engine.max_model_len} tokens; forgotten: {which}"))
+        room = min(self.params.max_new_tokens, self.engine.max_model_len - len(ids))
+        began = time.perf_counter()
+        output = self._answer(ids, replace(self.params, max_new_tokens=room))
+        self.conversation.add(text, output.text)
+        self.notes.print(self._figures(output, time.perf_counter() - began))
+
+    def _answer(self, ids: list[int], params: SamplingParams) -> GenerationOutput:
+        """Printed as it comes; Ctrl-C ends it where it is."""
+        handle, colours = self.engine.submit(ids, params), DraftColours(self.engine.tokenizer)
+        try:
+            for delta in handle:
+                self._print(colours.read(delta))
+        except KeyboardInterrupt:
+            handle.abort()
+            while (rest := handle.read()) is not None:
+                self._print(colours.read(rest))
+        except BaseException:
+            handle.abort()
+            raise
+        print(flush=True)
+        return handle.output()
+
+    def _print(self, pieces: list[tuple[str, bool]]) -> None:
+        for text, drafted in pieces:
+            self.out.print(Text(text, style=DRAFTED_STYLE if drafted else ""), end="")
+
+    def _figures(self, output: GenerationOutput, seconds: float) -> Text:
+        count, stats = len(output.token_ids), output.stats
+        line = Text(
+            f"{count} tokens, {count / seconds:.1f} tokens/s, the first after {stats.first_token_seconds:.2f} s"
+        )
+        if self.engine.drafter is not None:
+            line.append(f"; acceptance length {stats.acceptance_length:.2f}, ")
+            line.append("from accepted drafts", style=DRAFTED_STYLE)
+        if output.finish_reason != "stop":
+            line.append(f"; {'interrupted' if output.finish_reason == 'abort' else 'cut at its length'}")
+        return line

@@ -1,0 +1,45 @@
+"""Which text came out of accepted drafts."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from specdec.text.detokenize import Detokenizer
+
+
+class Delta(Protocol):
+    """What a round added to an output, as a `StreamDelta` says it; `output` is not None with the last one."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def drafted(self) -> Sequence[bool]: ...
+    @property
+    def output(self) -> object | None: ...
+
+
+class DraftColours:
+    """The text of one sample in pieces, each with whether it came out of accepted drafts; joined they are the text."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        self._reader = Detokenizer(tokenizer)
+        self._stops = stops
+        self._ids: list[int] = []
+
+    def read(self, delta: Delta) -> list[tuple[str, bool]]:
+        """(text, drafted) of the tokens of this delta, as far as their text is settled."""
+        pieces: list[tuple[str, bool]] = []
+        last = len(delta.token_ids) - 1
+        for place, (token, drafted) in enumerate(zip(delta.token_ids, delta.drafted, strict=True)):
+            self._ids.append(token)
+            finished = delta.output is not None and place == last
+            self._add(pieces, self._reader.stream(self._ids, self._stops, finished=finished), drafted)
+        if delta.output is not None and last < 0:  # it ended without a token more, as by an abort
+            self._add(pieces, self._reader.stream(self._ids, self._stops, finished=True), False)
+        return pieces
+
+    @staticmethod
+    def _add(pieces: list[tuple[str, bool]], text: str, drafted: bool) -> None:
+        if text and pieces and pieces[-1][1] == drafted:
+            pieces[-1] = (pieces[-1][0] + text, drafted)
+        elif text:
+            pieces.append((text, drafted))

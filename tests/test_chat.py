@@ -1,0 +1,211 @@
+"""`specdec chat`: in a pseudo-terminal, as somebody types, and behind a pipe; what becomes of long conversations."""
+
+import fcntl
+import io
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from specdec import Engine, EngineConfig, SamplingParams
+from specdec.cli import app
+from specdec.commands.chat import Conversation, Session
+from specdec.errors import CapacityError, ConfigError
+from specdec.request import StreamDelta
+from specdec.text.drafts import DraftColours
+
+TOM = "Tom has 3 apples and buys 5 more. How many apples does he have?"
+ANN = "Ann has 4 boxes of 6 eggs. She eats 3 eggs. How many eggs are left?"
+GREEN = "\x1b[1;32m"
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+FIGURES = r"(\d+) tokens, [\d.]+ tokens/s, the first after [\d.]+ s; acceptance length ([\d.]+), from accepted drafts"
+
+
+class Terminal:
+    """`specdec chat` in a pseudo-terminal of its own."""
+
+    def __init__(self, *options):
+        self.end, its_end = pty.openpty()
+        environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM_PROGRAM")}
+        environment |= {"TERM": "xterm", "COLUMNS": "300", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "specdec.cli", "chat", *options]
+
+        def at_the_terminal():  # whose Ctrl-C it heeds, whatever shell runs the tests
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+        self.process = subprocess.Popen(
+            command,
+            stdin=its_end,
+            stdout=its_end,
+            stderr=its_end,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=at_the_terminal,
+        )
+        os.close(its_end)
+        self.unread = ""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self.end)
+
+    def type(self, text):
+        os.write(self.end, text.encode())
+
+    def until(self, pattern, seconds=120):
+        """What is shown up to the pattern, from where the last call ended."""
+        deadline = time.monotonic() + seconds
+        while (found := re.search(pattern, self.unread)) is None:
+            assert time.monotonic() < deadline, f"no {pattern!r} in {self.unread!r}"
+            if select.select([self.end], [], [], 1.0)[0]:
+                try:
+                    read = os.read(self.end, 4096)
+                except OSError:  # the other end is closed
+                    raise AssertionError(f"it left, with no {pattern!r} in {self.unread!r}") from None
+                self.unread += read.decode(errors="replace").replace("\r\n", "\n")
+        shown, self.unread = self.unread[: found.end()], self.unread[found.end() :]
+        return shown
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine:
+        yield engine
+
+
+def told(engine, *turns):
+    """What the model answers to each turn, with those before in its history."""
+    messages, outputs = [], []
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        outputs += engine.chat(messages, SamplingParams(max_new_tokens=48))
+        messages.append({"role": "assistant", "content": outputs[-1].text})
+    return outputs
+
+
+@pytest.mark.slow
+def test_a_conversation_in_a_terminal(engine):
+    first, second = told(engine, TOM, ANN)
+    alone = told(engine, ANN)[0]
+    assert alone.text != second.text  # so history can be seen
+    with Terminal("--max-new-tokens", "48") as terminal:
+        assert "/reset forgets what was said" in terminal.until("> ")
+        for typed, want in ((TOM, first), (ANN, second), ("/reset", None), (ANN, alone)):
+            terminal.type(typed + "\n")
+            if want is None:
+                assert "forgotten" in terminal.until("> ")
+                continue
+            shown = terminal.until(r"accepted drafts.*\n")
+            plain = ESCAPES.sub("", shown).replace("\r", "")
+            assert f"{typed}\n{want.text}\n" in plain
+            found = re.search(FIGURES, plain)
+            assert int(found[1]) == len(want.token_ids)
+            assert found[2] == f"{want.stats.acceptance_length:.2f}"
+            pieces = DraftColours(engine.tokenizer).read(StreamDelta("", want.token_ids, want.drafted, want))
+            drafted = "".join(text for text, drafted in pieces if drafted)
+            assert "".join(re.findall(rf"{re.escape(GREEN)}(.*?)\x1b\[0m", shown)) == drafted.replace("\n", "")
+            terminal.until("> ")
+        terminal.type("\x04")  # Ctrl-D
+        assert terminal.process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_answer_and_not_the_program():
+    # noise that goes on for thousands of tokens
+    with Terminal("--temperature", "5", "--seed", "1", "--max-new-tokens", "4000") as terminal:
+        terminal.until("> ")
+        time.sleep(0.5)  # a signal between the prompt and the wait for a key is only seen with the next key
+        terminal.type("\x03")  # at the prompt it ends nothing
+        terminal.until("> ")
+        for _ in range(2):
+            terminal.type(TOM + "\n")
+            terminal.until(re.escape("have?"))
+            terminal.until(r"\w{2}")
+            terminal.type("\x03")
+            assert "Traceback" not in terminal.until(r"accepted drafts.*; interrupted")
+            terminal.until("> ")
+        terminal.type("/exit\n")
+        assert terminal.process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_without_a_terminal_each_line_is_a_turn(engine):
+    first, second = told(engine, TOM, ANN)
+    lines = f"{TOM}\n\n{ANN}\n/nonsense\n/exit\nnot asked\n"
+    result = CliRunner().invoke(app, ["chat", "--max-new-tokens", "48"], input=lines)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{first.text}\n{second.text}\n"
+    assert len(re.findall(FIGURES, result.stderr)) == 2
+    assert "no command /nonsense; /reset forgets" in result.stderr
+
+
+def test_the_system_message_goes_first(engine):
+    conversation = Conversation(engine, "Be brief.")
+    conversation.add("Hi", "Yes?")
+    said = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Yes?"), ("user", "Go")]
+    ids, dropped = conversation.ask("Go", 16)
+    assert ids == engine.chat_prompt([{"role": role, "content": text} for role, text in said])
+    assert dropped == []
+
+
+def test_without_a_template_there_is_no_conversation(make_target, make_engine, byte_tokenizer):
+    engine = make_engine(make_target("llama", vocab_size=300), tokenizer=byte_tokenizer)
+    with pytest.raises(ConfigError, match="no chat template"):
+        Conversation(engine)
+
+
+@pytest.fixture
+def small(engine):
+    config = EngineConfig(max_batch_size=1, max_model_len=120)
+    with Engine(engine.target, engine.drafter, tokenizer=engine.tokenizer, config=config) as small:
+        yield small
+
+
+def test_a_conversation_that_outgrows_the_model_forgets_its_oldest_turns(small):
+    conversation = Conversation(small)
+    asked, forgotten = [f"Ann has {i} eggs. How many?" for i in range(12)], []
+    for text in asked:
+        ids, dropped = conversation.ask(text, 30)
+        assert len(ids) + 30 <= 120
+        forgotten += dropped
+        conversation.add(text, "She has some eggs.")
+    assert [turn.asked for turn in [*forgotten, *conversation.turns]] == asked  # the oldest first, none twice
+    assert [turn.number for turn in forgotten] == list(range(1, len(forgotten) + 1)) and len(forgotten) > 2
+    with pytest.raises(CapacityError, match=r"these are \d+ tokens, and the model reads and writes 120 at most"):
+        conversation.ask("eggs " * 200, 30)
+    conversation.reset()
+    assert conversation.ask(asked[0], 30) == (small.chat_prompt(asked[0]), [])
+
+
+def test_what_is_forgotten_or_not_answered_is_said_and_the_session_goes_on(small, monkeypatch, capsys):
+    lines = [TOM, ANN, "eggs " * 200, "\ud800", TOM]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    Session(small, Conversation(small), SamplingParams(max_new_tokens=60)).run("")
+    printed = capsys.readouterr()
+    assert printed.out.count("####") >= 2
+    said = " ".join(printed.err.split())
+    assert f"the conversation outgrew 120 tokens; forgotten: turn 1 ('{TOM[:40]}')" in said
+    assert "not answered: these are" in said and "half a surrogate pair" in said
+    assert len(re.findall(FIGURES, said)) == 3
+
+
+def test_an_answer_is_as_long_as_there_is_room(small, capsys):
+    session = Session(small, Conversation(small), SamplingParams(max_new_tokens=4000, temperature=5, seed=1))
+    session._turn(ANN)
+    used = len(small.chat_prompt(ANN))
+    assert f"{120 - used} tokens, " in capsys.readouterr().err
+    assert len(session.conversation.turns) == 1
