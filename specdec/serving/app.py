@@ -6,7 +6,7 @@ Each route has a file of its own. The application does not own the engine; who m
 from fastapi import FastAPI, Response
 
 from specdec import __version__
-from specdec.serving import chat, completions, faults, metrics, middleware, models
+from specdec.serving import chat, completions, faults, metrics, middleware, models, page
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.events import CLIENT_GONE, ClientGoneError
 from specdec.serving.settings import ServeSettings
@@ -23,6 +23,6 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     faults.install(app)
     app.add_exception_handler(ClientGoneError, lambda request, error: Response(status_code=CLIENT_GONE))
     middleware.install(app, settings)
-    for route in (chat, completions, metrics, models):
+    for route in (chat, completions, metrics, models, page):
         app.include_router(route.router)
     return app

@@ -20,7 +20,7 @@ from specdec.serving.reply import Reply, Wanted
 from specdec.serving.sampling_fields import require_logprobs, sampling_params
 from specdec.serving.state import ServeState, State
 from specdec.serving.tool_choice import ToolChoice
-from specdec.serving.usage import chat_logprobs, speculation_of, usage_of
+from specdec.serving.usage import chat_logprobs, so_far, speculation_of, usage_of
 
 router = APIRouter()
 
@@ -130,7 +130,7 @@ class Chat:
                     choice["logprobs"] = chat_logprobs(self.tokenizer, delta.logprobs)
                 if said.drafted is not None:
                     choice["drafted"] = said.drafted
-                yield head | {"choices": [choice]}
+                yield head | {"choices": [choice]} | so_far(self.body, self.prompt, streams.stats(index))
             if delta.output is not None:
                 yield head | {"choices": [_chunk(index, {}, replies[index].finish_reason(delta.output))]}
         if self.body.include_usage or self.body.show_drafts:

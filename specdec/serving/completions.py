@@ -18,7 +18,7 @@ from specdec.serving.protocol import CompletionRequest
 from specdec.serving.reply import Reply, Wanted
 from specdec.serving.sampling_fields import sampling_params
 from specdec.serving.state import ServeState, State
-from specdec.serving.usage import completion_logprobs, speculation_of, usage_of
+from specdec.serving.usage import completion_logprobs, so_far, speculation_of, usage_of
 
 router = APIRouter()
 MAX_TOKENS = 16
@@ -120,7 +120,8 @@ class Completion:
                 choice["logprobs"], offsets[index] = completion_logprobs(self.tokenizer, delta.logprobs, offsets[index])
             if said.drafted is not None:
                 choice["drafted"] = said.drafted
-            yield head | {"choices": [choice]}
+            prompt = self.prompts[index // self.n]
+            yield head | {"choices": [choice]} | so_far(self.body, prompt, streams.stats(index))
         if self.body.include_usage or self.body.show_drafts:
             stats = [streams.stats(index) for index in range(count)]
             last = head | {"choices": [], "usage": usage_of(self.prompts, stats)}

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.request import RequestStats, TokenLogprob
+from specdec.serving.protocol import SamplingFields
 
 LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
@@ -38,6 +39,12 @@ def speculation_of(stats: Sequence[RequestStats]) -> dict[str, Any]:
         "queue_seconds": total.queue_seconds,
         "first_token_seconds": total.first_token_seconds,
     }
+
+
+def so_far(body: SamplingFields, prompt: Sequence[int], stats: RequestStats) -> dict[str, Any]:
+    """Of one sample, what a chunk says beside its choice where the request wants it."""
+    fields: dict[str, Any] = {"usage": usage_of([prompt], [stats])} if body.continuous_usage else {}
+    return fields | ({"speculation": speculation_of([stats])} if body.show_drafts else {})
 
 
 def chat_logprobs(tokenizer: Any, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:

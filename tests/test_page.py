@@ -1,0 +1,185 @@
+"""The page at / in a real browser: what is typed, what is shown, and that nothing else can run in it."""
+
+import io
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from playwright.sync_api import Page, expect, sync_playwright
+from server_process import running_server
+
+from specdec import Engine, SamplingParams
+
+QUESTION = "Ann has 4 boxes of 6 eggs. She eats 3 eggs. How many eggs are left?"
+CHROMIUM = os.environ.get("SPECDEC_CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium"
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+)
+CHUNKS = "**/v1/chat/completions"
+SECONDS = 60_000  # in milliseconds, for a machine however busy
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server("--batch-size", "2") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if not Path(CHROMIUM).exists():
+        pytest.skip(f"no Chromium at {CHROMIUM}; install one, or name it with SPECDEC_CHROMIUM")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, server):
+    """Light, and whatever goes wrong in it fails the test."""
+    page = browser.new_page(viewport={"width": 1180, "height": 900}, color_scheme="light")
+    page.set_default_timeout(SECONDS)
+    faults = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda said: faults.append(said.text) if "Content Security Policy" in said.text else None)
+    page.goto(f"{server.url}/")
+    yield page
+    page.close()
+    assert faults == []
+
+
+def near(image, colour, by=6):
+    """How many pixels have this colour, #rrggbb."""
+    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return int((np.abs(image[:, :, :3] * 255 - wanted).max(axis=2) <= by).sum())
+
+
+def figure(page: Page, run: str, name: str) -> float:
+    return float(page.inner_text(f"#{run} .{name}").split()[0])
+
+
+def test_nothing_is_loaded_from_elsewhere_and_only_its_own_script_may_run(server):
+    answer = httpx.get(f"{server.url}/")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+    assert not re.search(r"(?:src|href|url)\s*[=(]\s*[\"']?(?:https?:)?//", answer.text)
+    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == policy["form-action"] == policy["frame-ancestors"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    for name in ("script-src", "style-src"):
+        assert re.fullmatch(r"'sha256-[\w+/]{43}='", policy[name])
+    assert " style=" not in answer.text and " onclick=" not in answer.text  # which the policy would block
+
+
+@pytest.mark.slow
+def test_a_typed_prompt_is_answered_twice_with_drafts_in_colour(page, tmp_path):
+    expect(page.locator("#model")).to_have_text("tiny-gemma4")
+    page.fill("#prompt", "")
+    page.type("#prompt", QUESTION)
+    page.fill("#max-tokens", "64")
+    page.click("#go")
+    expect(page.locator("#verdict")).to_contain_text("Texts equal: yes", timeout=SECONDS)
+    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine:
+        [out] = engine.chat(QUESTION, SamplingParams(max_new_tokens=64))
+    for run in ("with", "without"):
+        assert page.text_content(f"#{run} .answer") == out.text
+        assert figure(page, run, "tokens") == len(out.token_ids)
+        assert figure(page, run, "rate") > 0 and figure(page, run, "first") > 0
+    assert page.inner_text("#with .length") == f"{out.stats.acceptance_length:.2f}"
+    assert page.locator("#with mark").count() > 2 and page.locator("#without .answer mark").count() == 0
+    drafted = "".join(page.locator("#with .answer mark").all_text_contents())
+    assert len(out.text) / 2 < len(drafted) < len(out.text)
+    shares = [f"{round(100 * share)} %" for share in out.stats.accepted_per_position]
+    assert page.locator("#with .bars li > span:last-child").all_text_contents() == shares
+    assert float(re.search(r"Speedup: ([\d.]+)×", page.inner_text("#verdict"))[1]) > 0
+    image = imread(io.BytesIO(page.screenshot(full_page=True)))
+    assert near(image, "#2f9e5c") > 2000  # bars
+    assert near(image, "#dff5e6") > 2000  # behind accepted drafts
+    page.emulate_media(color_scheme="dark")
+    dark = imread(io.BytesIO(page.screenshot(full_page=True)))
+    assert near(dark, "#4cbf7c") > 2000 and near(dark, "#173524") > 2000
+    assert dark[:, :, :3].mean() < 0.3 < 0.8 < image[:, :, :3].mean()
+
+
+@pytest.mark.slow
+def test_stop_aborts_the_request(page, server):
+    page.fill("#max-tokens", "3800")
+    page.fill("#temperature", "5")  # noise that goes on for thousands of tokens
+    page.fill("#seed", "1")
+    page.click("#go")
+    expect(page.locator("#with .rate")).to_contain_text(".", timeout=SECONDS)
+    assert page.is_disabled("#go")
+    page.click("#stop")
+    expect(page.locator("#status")).to_have_text("Stopped.", timeout=SECONDS)
+    assert 0 < figure(page, "with", "tokens") < 3800
+    assert page.locator("#without").count() == 0 and page.is_hidden("#verdict") and page.is_hidden("#fault")
+    deadline = time.monotonic() + 30
+    while not re.search(
+        r"^vllm:num_requests_running\S* 0(\.0)?$", httpx.get(f"{server.url}/metrics").text, re.MULTILINE
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_refusal_is_said_in_words(page):
+    page.fill("#max-tokens", "999999")
+    page.click("#go")
+    expect(page.locator("#fault")).to_contain_text("more than max_model_len=4096", timeout=SECONDS)
+    assert page.is_enabled("#go") and page.locator(".run").count() == 0
+    page.route(CHUNKS, lambda route: route.abort())
+    page.fill("#max-tokens", "8")
+    page.click("#go")
+    expect(page.locator("#fault")).to_contain_text("The server cannot be reached", timeout=SECONDS)
+
+
+def chunks(text, drafted=None):
+    """The events of an answer that no server gave."""
+    usage = {"completion_tokens": len(text)}
+    said = {"index": 0, "delta": {"content": text}} | ({} if drafted is None else {"drafted": drafted})
+    return f"data: {json.dumps({'choices': [said], 'usage': usage})}\n\ndata: [DONE]\n\n"
+
+
+@pytest.mark.slow
+def test_text_is_text_whatever_it_says_and_unequal_texts_are_told(page):
+    markup = "<img src=x onerror=\"document.title='run'\"> <b>bold</b> &amp;\n<script>document.title='run'</script>"
+    answers = iter([chunks(markup, [[markup[:9], False], [markup[9:], True]]), chunks("other")])
+    page.route(CHUNKS, lambda route: route.fulfill(body=next(answers), content_type="text/event-stream"))
+    page.click("#go")
+    expect(page.locator("#verdict")).to_contain_text("Texts equal: no", timeout=SECONDS)
+    assert page.text_content("#with .answer") == markup
+    assert page.locator(".answer img, .answer b, .answer script").count() == 0 and page.title() == "specdec"
+
+
+@pytest.mark.slow
+def test_a_key_is_asked_for_where_one_is_needed(browser, server):
+    page = browser.new_page()
+    page.set_default_timeout(SECONDS)
+    wrong = json.dumps({"error": {"message": "no API key was given; send one"}})
+
+    def guarded(route):
+        if route.request.headers.get("authorization") == "Bearer right":
+            route.continue_()
+        else:
+            route.fulfill(status=401, body=wrong, content_type="application/json")
+
+    page.route("**/v1/**", guarded)
+    page.goto(f"{server.url}/")
+    expect(page.locator("#key")).to_be_visible(timeout=SECONDS)
+    page.fill("#max-tokens", "8")
+    page.click("#go")
+    expect(page.locator("#fault")).to_contain_text("No API key was given", timeout=SECONDS)
+    page.fill("#key", "right")
+    page.uncheck("#compare")
+    page.click("#go")
+    expect(page.locator("#status")).to_have_text("Done.", timeout=SECONDS)
+    assert page.locator(".run").count() == 1 and page.is_hidden("#fault") and page.is_hidden("#verdict")
+    page.close()
