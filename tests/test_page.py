@@ -79,6 +79,28 @@ def test_nothing_is_loaded_from_elsewhere_and_only_its_own_script_may_run(server
     assert " style=" not in answer.text and " onclick=" not in answer.text  # which the policy would block
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}),
+        ("completions", {"prompt": "Ann has"}),
+    ],
+    ids=["chat", "completion"],
+)
+def test_chunks_say_the_figures_so_far(path, asked, server):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked |= {"stream": True, "stream_options": options, "speculation": {"show_drafts": True}, "max_tokens": 24}
+    events = httpx.post(f"{server.url}/v1/{path}", json=asked, timeout=60).text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    said = [chunk for chunk in chunks if any(choice.get("drafted") for choice in chunk["choices"])]
+    tokens = [chunk["usage"]["completion_tokens"] for chunk in said]
+    rounds = [chunk["speculation"]["rounds"] for chunk in said]
+    assert 0 < tokens[0] < tokens[-1] == chunks[-1]["usage"]["completion_tokens"]
+    assert tokens == sorted(tokens) and rounds == sorted(rounds) and rounds[-1] == chunks[-1]["speculation"]["rounds"]
+    assert chunks[-1]["choices"] == []
+
+
 @pytest.mark.slow
 def test_a_typed_prompt_is_answered_twice_with_drafts_in_colour(page, tmp_path):
     expect(page.locator("#model")).to_have_text("tiny-gemma4")
@@ -121,10 +143,8 @@ def test_stop_aborts_the_request(page, server):
     expect(page.locator("#status")).to_have_text("Stopped.", timeout=SECONDS)
     assert 0 < figure(page, "with", "tokens") < 3800
     assert page.locator("#without").count() == 0 and page.is_hidden("#verdict") and page.is_hidden("#fault")
-    deadline = time.monotonic() + 30
-    while not re.search(
-        r"^vllm:num_requests_running\S* 0(\.0)?$", httpx.get(f"{server.url}/metrics").text, re.MULTILINE
-    ):
+    idle, deadline = re.compile(r"^vllm:num_requests_running\S* 0(\.0)?$", re.MULTILINE), time.monotonic() + 30
+    while not idle.search(httpx.get(f"{server.url}/metrics").text):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
