@@ -1,19 +1,26 @@
 """`specdec serve` as a process, asked by the official client: a test per feature."""
 
+import asyncio
+import json
+import re
+import time
+
 import httpx
 import openai
 import pytest
 from server_process import ServerProcess, running_server
 
-from specdec import Engine, SamplingParams
+from specdec import Engine, SamplingParams, SpecConfig, __version__
 
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
 CHAT = [{"role": "user", "content": QUESTION}]
+NEW = 12
+PROMPTS = ["Tom has 3 apples and", "Ann buys 12"]
 
 
 @pytest.fixture(scope="module")
 def server():
-    with running_server() as server:
+    with running_server("--served-model-name", "tiny", "--served-model-name", "small") as server:
         yield server
 
 
@@ -29,31 +36,394 @@ def engine():
         yield engine
 
 
-def ask(client: openai.OpenAI, **options):
-    return client.chat.completions.create(**({"model": "tiny-gemma4", "messages": CHAT, "temperature": 0} | options))
+def ask(client, **options):
+    return client.chat.completions.create(**({"model": "tiny", "messages": CHAT, "temperature": 0} | options))
+
+
+def answer_of(engine: Engine, max_new_tokens: int = NEW, **params):
+    return engine.generate(engine.chat_prompt(QUESTION), SamplingParams(max_new_tokens, **params))
+
+
+def joined(chunks, index: int = 0) -> str:
+    choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+    return "".join(choice.delta.content or "" for choice in choices)
+
+
+def figures(server: ServerProcess) -> dict[str, float]:
+    """Every figure of /metrics: by name, and by name and label where it has one beside the model's."""
+    text = httpx.get(server.url + "/metrics").text
+    lines = [re.match(r'([\w:]+)(?:\{(?:(\w+="[^"]*"),)?model_name="\w+"(?:,(\w+="[^"]*"))?\})? (\S+)$', line)
+             for line in text.splitlines() if not line.startswith("#")]  # fmt: skip
+    return {m[1] + (f"[{m[2] or m[3]}]" if m[2] or m[3] else ""): float(m[4]) for m in lines if m}
+
+
+def until(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came to be"
+        time.sleep(0.02)
 
 
 def test_a_chat_is_answered_as_the_python_api_does(client, engine):
-    answer = ask(client, max_tokens=24)
-    [out] = engine.generate(engine.chat_prompt(QUESTION), SamplingParams(max_new_tokens=24))
+    answer = ask(client, max_tokens=NEW)
+    [out] = answer_of(engine)
     [choice] = answer.choices
     assert (choice.message.content, choice.finish_reason) == (out.text, out.finish_reason)
-    assert answer.usage.prompt_tokens == len(out.prompt_token_ids)
-    assert answer.usage.completion_tokens == len(out.token_ids)
+    assert choice.message.role == "assistant" and choice.logprobs is None
+    assert answer.model == "tiny" and answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(out.prompt_token_ids), len(out.token_ids))
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert ask(client, max_completion_tokens=NEW).choices[0].message.content == out.text
+    assert ask(client, max_tokens=NEW).usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
 
 
 def test_a_stream_is_the_same_text_and_ends_with_usage(client, engine):
-    chunks = list(ask(client, max_tokens=24, stream=True, stream_options={"include_usage": True}))
-    [out] = engine.generate(engine.chat_prompt(QUESTION), SamplingParams(max_new_tokens=24))
+    chunks = list(ask(client, max_tokens=NEW, stream=True, stream_options={"include_usage": True}))
+    [out] = answer_of(engine)
     deltas = [chunk.choices[0] for chunk in chunks[:-1]]
     assert deltas[0].delta.role == "assistant"
-    assert "".join(choice.delta.content or "" for choice in deltas) == out.text
+    assert joined(chunks) == out.text
     assert [choice.finish_reason for choice in deltas] == [None] * (len(deltas) - 1) + [out.finish_reason]
     assert len(deltas) > 4, "as it comes, not all at once"
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == len(out.token_ids)
+    assert len({chunk.id for chunk in chunks}) == 1 and {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    plain = list(ask(client, max_tokens=NEW, stream=True))
+    assert joined(plain) == out.text and all(chunk.choices and chunk.usage is None for chunk in plain)
+
+
+def test_the_async_client_and_many_at_once(server, engine):
+    async def run():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+
+            async def streamed(n: int) -> str:
+                chunks = [chunk async for chunk in await ask(client, max_tokens=n, stream=True)]
+                return joined(chunks)
+
+            async def whole(n: int) -> str:
+                return (await ask(client, max_tokens=n)).choices[0].message.content
+
+            return await asyncio.gather(*(ask_for(n) for n in range(4, 10) for ask_for in (streamed, whole)))
+
+    expected = [answer_of(engine, n)[0].text for n in range(4, 10)]
+    assert asyncio.run(run()) == [text for text in expected for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0, "seed": 7},
+        {"temperature": 0.8, "seed": 8, "top_p": 0.9, "top_k": 40},
+        {"temperature": 1.2, "seed": 9, "min_p": 0.02, "repetition_penalty": 1.2},
+        {"temperature": 0.0, "presence_penalty": 1.7, "frequency_penalty": 1.3},
+        {"temperature": 0.0, "logit_bias": {"18": -100, "449": 3.5}},
+    ],
+    ids=["seed", "top", "min_p", "penalties", "bias"],
+)
+def test_sampling_is_that_of_the_python_api_with_and_without_speculation(options, client, engine):
+    """Same seed, same text; a message that says little, so that much can follow."""
+    bias = {int(token): value for token, value in options.get("logit_bias", {}).items()}
+    prompt = engine.chat_prompt("hi")
+    [out] = engine.generate(prompt, SamplingParams(16, **options | {"logit_bias": bias or None}))
+    extra = {name: options[name] for name in ("top_k", "min_p", "repetition_penalty") if name in options}
+    standard = {name: value for name, value in options.items() if name not in extra}
+    for speculation in (True, False, {"num_steps": 2}):
+        body = extra | {"speculation": speculation}
+        answer = ask(client, messages=[{"role": "user", "content": "hi"}], max_tokens=16, **standard, extra_body=body)
+        assert answer.choices[0].message.content == out.text
+    [greedy] = engine.generate(prompt, SamplingParams(16))
+    assert out.text != greedy.text, "the parameters change something"
+
+
+def test_samples_are_those_of_consecutive_seeds_whole_and_interleaved(client, engine):
+    outs = answer_of(engine, temperature=1.0, seed=5, n=3)
+    options = {"max_tokens": NEW, "temperature": 1.0, "seed": 5, "n": 3}
+    answer = ask(client, **options)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert [choice.message.content for choice in answer.choices] == [out.text for out in outs]
+    assert len({out.text for out in outs}) > 1
+    assert answer.usage.prompt_tokens == len(outs[0].prompt_token_ids)
+    assert answer.usage.completion_tokens == sum(len(out.token_ids) for out in outs)
+    chunks = list(ask(client, stream=True, **options))
+    assert [joined(chunks, index) for index in range(3)] == [out.text for out in outs]
+    order = [chunk.choices[0].index for chunk in chunks]
+    assert order != sorted(order), "as they come"
+    ends = [
+        (choice.index, choice.finish_reason) for chunk in chunks for choice in chunk.choices if choice.finish_reason
+    ]
+    assert sorted(ends) == [(index, out.finish_reason) for index, out in enumerate(outs)]
+
+
+def test_logprobs_are_those_of_the_python_api(client, engine):
+    [out] = answer_of(engine, logprobs=3)
+    answer = ask(client, max_tokens=NEW, logprobs=True, top_logprobs=3)
+    chunks = list(ask(client, max_tokens=NEW, logprobs=True, top_logprobs=3, stream=True))
+    streamed = [c.choices[0].logprobs.content for c in chunks if c.choices[0].logprobs is not None]
+    assert len(streamed) > 3
+    for content in (answer.choices[0].logprobs.content, [one for part in streamed for one in part]):
+        assert [one.logprob for one in content] == pytest.approx([one.logprob for one in out.logprobs], abs=1e-4)
+        texts = [engine.tokenizer.decode([one.token_id]) for one in out.logprobs]
+        assert [one.token for one in content] == texts
+        assert all(bytes(one.bytes).decode() == one.token for one in content)
+        for one, ours in zip(content, out.logprobs, strict=True):
+            assert [top.logprob for top in one.top_logprobs] == pytest.approx(list(ours.top.values()), abs=1e-4)
+    assert ask(client, max_tokens=4, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+
+
+def test_stop_strings_and_tokens_end_the_text(client, engine):
+    [whole] = answer_of(engine)
+    for stop in ("<<", ["5 ", "+5"]):
+        [out] = answer_of(engine, stop=stop)
+        answer = ask(client, max_tokens=NEW, stop=stop)
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (out.text, "stop")
+        assert joined(list(ask(client, max_tokens=NEW, stop=stop, stream=True))) == out.text
+        assert whole.text.startswith(out.text) and out.text != whole.text
+    token = whole.token_ids[5]
+    answer = ask(client, max_tokens=NEW, extra_body={"stop_token_ids": [token]})
+    assert answer.usage.completion_tokens == whole.token_ids.index(token) + 1
+    assert ask(client, max_tokens=40, extra_body={"ignore_eos": True}).usage.completion_tokens == 40
+
+
+def test_without_a_limit_an_answer_ends_by_itself_and_a_completion_has_sixteen_tokens(client, engine):
+    answer = ask(client)
+    [out] = answer_of(engine, 400)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (out.text, "stop")
+    unlimited = client.completions.create(model="tiny", prompt="a", extra_body={"ignore_eos": True})
+    assert unlimited.usage.completion_tokens == 16
+
+
+@pytest.mark.parametrize("content", [[{"type": "text", "text": "Tom has 3"}, {"type": "text", "text": "apples."}]])
+def test_content_in_parts_is_the_same_as_joined(content, client):
+    parts = ask(client, messages=[{"role": "user", "content": content}], max_tokens=NEW)
+    text = "\n".join(part["text"] for part in content)
+    assert parts.choices == ask(client, messages=[{"role": "user", "content": text}], max_tokens=NEW).choices
+
+
+def test_what_an_answer_says_can_be_sent_back(client):
+    """The client's own message object, whole."""
+    message = ask(client, max_tokens=NEW).choices[0].message
+    assert ask(client, messages=[*CHAT, message, *CHAT], max_tokens=4).usage.prompt_tokens > 50
+    dumped = message.model_dump()
+    assert ask(client, messages=[*CHAT, dumped, *CHAT], max_tokens=4).usage.prompt_tokens > 50
+
+
+def test_completions_of_texts_and_ids(client, engine):
+    ids = [engine.encode(prompt) for prompt in PROMPTS]
+    outs = engine.generate(ids, SamplingParams(NEW))
+    for prompt, expected in ((PROMPTS[0], outs[:1]), (PROMPTS, outs), (ids[0], outs[:1]), (ids, outs)):
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=NEW, temperature=0)
+        assert [choice.text for choice in answer.choices] == [out.text for out in expected]
+        assert answer.usage.prompt_tokens == sum(len(out.prompt_token_ids) for out in expected)
+        assert answer.object == "text_completion"
+    answer = client.completions.create(model="tiny", prompt=PROMPTS, max_tokens=NEW, temperature=0, echo=True)
+    assert [c.text for c in answer.choices] == [p + out.text for p, out in zip(PROMPTS, outs, strict=True)]
+
+
+def test_samples_of_several_prompts_are_in_their_order_and_stream(client, engine):
+    params = SamplingParams(NEW, temperature=1.0, seed=2, n=2)
+    outs = engine.generate(PROMPTS, params)
+    options = {"model": "tiny", "prompt": PROMPTS, "max_tokens": NEW, "temperature": 1.0, "seed": 2, "n": 2}
+    answer = client.completions.create(**options)
+    assert [choice.text for choice in answer.choices] == [out.text for out in outs]
+    texts = [""] * 4
+    for chunk in client.completions.create(**options, stream=True, echo=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [PROMPTS[i // 2] + out.text for i, out in enumerate(outs)]
+    assert chunk.usage.completion_tokens == sum(len(out.token_ids) for out in outs)
+
+
+def test_logprobs_of_completions(client, engine):
+    [out] = engine.generate(PROMPTS[0], SamplingParams(8, logprobs=2))
+    options = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0, "logprobs": 2}
+    found = client.completions.create(**options).choices[0].logprobs
+    assert "".join(found.tokens) == out.text
+    assert found.token_logprobs == pytest.approx([one.logprob for one in out.logprobs], abs=1e-4)
+    assert [out.text[at] for at in found.text_offset] == [token[0] for token in found.tokens]
+    best = [max(top.values()) for top in found.top_logprobs]
+    assert best == pytest.approx([max(one.top.values()) for one in out.logprobs], abs=1e-4)
+    chunks = list(client.completions.create(**options, stream=True))
+    parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert [token for part in parts for token in part.tokens] == found.tokens
+    assert [at for part in parts for at in part.text_offset] == found.text_offset
+
+
+def test_drafts_are_shown_on_request(client, engine):
+    [out] = answer_of(engine)
+    body = {"speculation": {"show_drafts": True}}
+    chunks = list(ask(client, max_tokens=NEW, stream=True, extra_body=body))
+    for chunk in chunks:
+        for choice in chunk.choices:
+            pieces = getattr(choice, "drafted", [])
+            assert "".join(text for text, _ in pieces) == (choice.delta.content or "")
+    pieces = [piece for chunk in chunks for choice in chunk.choices for piece in getattr(choice, "drafted", [])]
+    assert "".join(text for text, _ in pieces) == out.text
+    assert {drafted for _, drafted in pieces} == {True, False}
+    assert chunks[-1].speculation["rounds"] == out.stats.rounds
+    assert chunks[-1].speculation["acceptance_length"] == out.stats.acceptance_length
+    assert chunks[-1].usage.completion_tokens == len(out.token_ids)
+    whole = ask(client, max_tokens=NEW, extra_body=body)
+    assert "".join(text for text, _ in whole.choices[0].drafted) == out.text
+    assert whole.speculation["accepted_per_position"] == out.stats.accepted_per_position
+    plain = ask(client, max_tokens=NEW, extra_body={"speculation": False})
+    assert not hasattr(plain, "speculation") and not hasattr(plain.choices[0], "drafted")
+
+
+def test_speculation_of_a_request_is_that_of_the_python_api(client, engine):
+    """The rounds that it took tell how deep its drafts were."""
+    shallow = SpecConfig(num_steps=1, topk=1)
+    [out] = answer_of(engine, speculation=shallow)
+    answer = ask(client, max_tokens=NEW, extra_body={"speculation": {"num_steps": 1, "show_drafts": True}})
+    assert answer.speculation["rounds"] == out.stats.rounds > answer_of(engine)[0].stats.rounds
+
+
+REFUSED = {
+    "unknown": ({"foo": 1}, 400, "foo", "foo is no field that this server supports"),
+    "unknown-inside": ({"speculation": {"depth": 1}}, 400, "speculation.depth", "is no field"),
+    "type": ({"temperature": "hot"}, 400, "temperature", "temperature='hot': input should be a valid number"),
+    "bool": ({"max_tokens": True}, 400, "max_tokens", "max_tokens=True: input should be a valid integer"),
+    "range": ({"temperature": -1}, 400, "temperature", "temperature=-1.0: a finite number from 0 is wanted"),
+    "zero": ({"max_tokens": 0}, 400, "max_tokens", "max_tokens=0: an integer from 1"),
+    "role": ({"messages": [{"role": "poet", "content": "x"}]}, 400, "messages[0].role", "'user', 'assistant'"),
+    "no-messages": ({"messages": []}, 400, "messages", "at least 1 item"),
+    "no-content": ({"messages": [{"role": "user"}]}, 400, "messages[0].content", "is missing"),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        400, "messages[0].content", "a part of type 'image_url'",
+    ),
+    "model": ({"model": "other"}, 404, "model", "the model 'other' is not served here; this server has tiny, small"),
+    "long": ({"max_tokens": 5000}, 400, None, "more than max_model_len=4096"),
+    "long-prompt": ({"messages": [{"role": "user", "content": "a b " * 3000}]}, 400, None, "shorten the prompt by"),
+    "two-limits": ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_completion_tokens", "differ"),
+    "top-alone": ({"top_logprobs": 2}, 400, "top_logprobs", "goes with logprobs=true"),
+    "many-top": ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "from 0 to 20"),
+    "usage-alone": ({"stream_options": {"include_usage": True}}, 400, "stream_options", "goes with stream=true"),
+    "bias": ({"logit_bias": {"x": 1}}, 400, "logit_bias", "its keys are token ids"),
+    "stored": ({"store": True}, 400, "store", "store=True: input should be False"),
+    "template": ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "chat_template_kwargs", "runs its own"),
+    "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "knows no tools"),
+    "tool-choice": ({"tool_choice": "auto"}, 400, "tool_choice", "there are none"),
+    "formats": (
+        {"guided_regex": "a", "response_format": {"type": "json_object"}},
+        400, "response_format", "are both given",
+    ),
+    "deeper": ({"speculation": {"num_steps": 9}}, 400, "speculation", "made for at most 4"),
+    "surrogate": ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, None, "half a surrogate pair"),
+    "surrogate-name": ({"model": "\ud800"}, 404, "model", "is not served here"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_supported_is_refused_in_openais_shape(case, server):
+    change, status, param, said = REFUSED[case]
+    body = json.dumps({"model": "tiny", "messages": CHAT} | change)
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=headers)
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (answer.status_code, error["param"]) == (status, param)
+    assert said in error["message"] and "\n" not in error["message"]
+
+
+def test_the_client_raises_its_own_errors(client):
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        ask(client, temperature=-1)
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        ask(client, model="other", stream=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"model":', "is not JSON"),
+        (b"", "the body is missing"),
+        (b"[1]", "dictionary"),
+        (b"[" * 9000, "parsing the body"),
+        (b"\xff\xfe", "not JSON"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', "a finite number from 0"),
+    ],
+    ids=["cut", "empty", "list", "deep", "bytes", "nan"],
+)
+def test_malformed_bodies_are_refused_in_openais_shape(body, said, server):
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=headers)
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+
+
+def test_paths_and_methods_that_are_not_there(server):
+    assert httpx.get(server.url + "/v1/nothing").json()["error"]["type"] == "not_found_error"
+    assert httpx.get(server.url + "/v1/chat/completions").status_code == 405
+
+
+def test_fields_that_change_nothing_are_taken(client, engine):
+    [out] = answer_of(engine)
+    nothing = {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "store": False, "seed": 3}
+    assert ask(client, max_tokens=NEW, **nothing).choices[0].message.content == out.text
+    body = {"priority": -2, "prompt_cache_key": "x", "chat_template_kwargs": {"enable_thinking": False}}
+    assert ask(client, max_tokens=NEW, extra_body=body).choices[0].message.content == out.text
 
 
 def test_it_is_well_and_says_what_it_serves(server, client):
     assert httpx.get(server.url + "/health").json() == {"status": "ok"}
-    assert [model.id for model in client.models.list()] == ["tiny-gemma4"]
-    assert client.models.retrieve("tiny-gemma4").owned_by == "specdec"
+    assert httpx.get(server.url + "/version").json() == {"version": __version__}
+    assert [model.id for model in client.models.list()] == ["tiny", "small"]
+    assert client.models.retrieve("small").owned_by == "specdec"
+    assert ask(client, model="small", max_tokens=2).model == "small"
+
+
+def test_request_ids_are_taken_or_made_and_logged(server):
+    body = {"messages": CHAT, "max_tokens": 2}
+    given = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers={"X-Request-Id": "mine-1"})
+    assert given.headers["x-request-id"] == "mine-1"
+    made = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers={"X-Request-Id": "two words"})
+    assert re.fullmatch("[0-9a-f]{32}", made.headers["x-request-id"])
+    until(lambda: "id mine-1" in server.log() and made.headers["x-request-id"] in server.log())
+    assert re.search(r"POST /v1/chat/completions 200 in \d+\.\d+ s, id mine-1", server.log())
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_client_that_goes_away_frees_its_slots_within_a_round(stream, server):
+    before = figures(server)
+    body = {"messages": CHAT, "max_tokens": 3000, "ignore_eos": True, "n": 2, "stream": stream}
+    with httpx.Client(timeout=60) as client:
+        if stream:
+            with client.stream("POST", f"{server.url}/v1/chat/completions", json=body) as answer:
+                lines = answer.iter_lines()  # kept: to drop it is to go away
+                next(lines)
+                until(lambda: figures(server)["vllm:num_requests_running"] == 2)
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(f"{server.url}/v1/chat/completions", json=body, timeout=0.5)
+    until(lambda: figures(server)["vllm:num_requests_running"] == 0)
+    after = figures(server)
+    aborted = 'vllm:request_success_total[finished_reason="abort"]'
+    assert after[aborted] - before[aborted] == 2
+    assert after["vllm:kv_cache_usage_perc"] == 0 and after["vllm:num_requests_waiting"] == 0
+    assert after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] < 1500
+    until(lambda: "(client gone)" in server.log() if stream else " 499 in" in server.log())
+
+
+def test_metrics_count_what_a_request_did(server, client, engine):
+    before = figures(server)
+    answer = ask(client, max_tokens=NEW, messages=[{"role": "user", "content": "Ann has 7 pens and loses 2."}])
+    after = figures(server)
+    gained = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert gained["vllm:generation_tokens_total"] == answer.usage.completion_tokens
+    assert gained["vllm:prompt_tokens_total"] == answer.usage.prompt_tokens
+    assert gained["vllm:prefix_cache_queries_total"] == answer.usage.prompt_tokens
+    assert gained["vllm:prefix_cache_hits_total"] == answer.usage.prompt_tokens_details.cached_tokens
+    reason = answer.choices[0].finish_reason
+    assert gained[f'vllm:request_success_total[finished_reason="{reason}"]'] == 1
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
+        assert gained[f"vllm:{name}_count"] == 1
+    [out] = engine.generate(engine.chat_prompt("Ann has 7 pens and loses 2."), SamplingParams(NEW))
+    assert gained["vllm:inter_token_latency_seconds_count"] == out.stats.rounds
+    assert gained["vllm:spec_decode_num_drafts_total"] == out.stats.drafted_rounds <= out.stats.rounds
+    assert gained["vllm:spec_decode_num_draft_tokens_total"] == out.stats.draft_tokens
+    assert gained["vllm:spec_decode_num_accepted_tokens_total"] == sum(out.drafted)
+    by_position = [
+        gained[f'vllm:spec_decode_num_accepted_tokens_per_pos_total[position="{position}"]'] for position in range(4)
+    ]
+    assert by_position == out.stats.accepted_counts
+    assert after["specdec:acceptance_length"] > 1
+    assert after["vllm:num_requests_running"] == after["vllm:num_preemptions_total"] == 0

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from specdec.errors import ConfigError
@@ -59,6 +60,14 @@ def serve(
     sizes = {"max_model_len": max_model_len, "page_size": page_size, "deterministic": deterministic}
     config = engine_config(batch_size, dtype, device, **sizes)
     template = None if chat_template is None else chat_template.read_text("utf-8")
+    settings = ServeSettings(
+        model_names=served_model_name or [target],
+        api_keys=keys,
+        cors_origins=cors_origin,
+        max_body_bytes=max_body_bytes,
+        stop_seconds=stop_seconds,
+        tool_parser=tool_parser,
+    )
     with listen(host, port) as bound:
         with working(f"loading {target}"):
             engine = Engine.from_pretrained(target, drafter_name(target, drafter), spec=spec, config=config)
@@ -66,15 +75,7 @@ def serve(
             raise ConfigError(f"{target!r} has no tokenizer, and a server reads and writes text; give one that has")
         if template is not None:
             engine.tokenizer.chat_template = template
-        settings = ServeSettings(
-            model_names=served_model_name or [target],
-            api_keys=keys,
-            cors_origins=cors_origin,
-            max_body_bytes=max_body_bytes,
-            stop_seconds=stop_seconds,
-            tool_parser=tool_parser,
-            defaults=sampling_defaults(engine.target.model.generation_config),
-        )
+        settings = replace(settings, defaults=sampling_defaults(engine.target.model.generation_config))
         with engine:
             served = AsyncEngine(engine, max_waiting=max_waiting)
             run_app(served, settings, bound, lambda: print(f"specdec serve: {address(bound)}", flush=True))

@@ -133,10 +133,11 @@ class Metrics:
         yield self._gauge("specdec:round_milliseconds", "A round on the device, on average.", engine.batch_milliseconds)
 
     def _take(self) -> Snapshot:
-        total = self._ended.copy()
-        for sample in self._engine.samples:
+        total, stats, samples = self._ended.copy(), self._engine.engine.stats(), self._engine.samples
+        for sample in samples:
             self._count(total, sample)
-        return Snapshot(self._engine.engine.stats(), total)
+        stats.waiting = max(stats.waiting, len(samples) - stats.running)  # some wait to be let in
+        return Snapshot(stats, total)
 
     def _count(self, total: RequestStats, sample: Sample) -> None:
         """Once its prompt has been read, and from then on, so that no sum falls."""

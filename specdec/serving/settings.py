@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from specdec.config import require_int
 from specdec.errors import ConfigError, shown
+from specdec.serving.tools import require_parser
 
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling parameters for which a model's generation config may state a default."""
@@ -34,6 +35,7 @@ class ServeSettings:
             raise ConfigError(f"served model names {shown(list(self.model_names))}: at least one is wanted, none empty")
         if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
             raise ConfigError("an API key is empty or holds characters that no HTTP header does; give printable ASCII")
+        require_parser(self.tool_parser)
         if not 0 <= self.stop_seconds < float("inf"):
             raise ConfigError(f"stop_seconds={shown(self.stop_seconds)}: seconds from 0 are wanted")
 

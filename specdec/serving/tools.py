@@ -287,15 +287,20 @@ SIGNS = {
 """What a template holds that teaches the format: all of these."""
 
 
+def require_parser(name: str) -> None:
+    """Raise ConfigError for what names no parser."""
+    known = ("auto", "none", *PARSERS)
+    if name not in known:
+        raise ConfigError(f"tool parser {shown(name)} is unknown; choose one of {', '.join(known)}")
+
+
 def tool_parser_for(tokenizer: Any, template: str | None = None, name: str = "auto") -> type[ToolParser] | None:
     """The parser of what this chat template teaches, None where it knows no tools. Make one for each answer.
 
     template: default: the tokenizer's own. name: of `PARSERS`, to choose it oneself, or "none".
     """
+    require_parser(name)
     if name != "auto":
-        if name != "none" and name not in PARSERS:
-            known = ", ".join(("auto", "none", *PARSERS))
-            raise ConfigError(f"tool parser {shown(name)} is unknown; choose one of {known}")
         return PARSERS.get(name)
     template = template or getattr(tokenizer, "chat_template", None)
     texts: list[str] = list(template.values()) if isinstance(template, Mapping) else [template or ""]
