@@ -274,11 +274,12 @@ class SamplingParams:
             raise ConfigError(f"{' and '.join(asked)} are both set; one grammar a request is allowed, so leave one out")
         if not (self.json_schema is None or isinstance(self.json_schema, str)):
             raise ConfigError(f"json_schema={shown(self.json_schema)}: a dict or JSON text is wanted; None for none")
-        if not (self.regex is None or (isinstance(self.regex, str) and self.regex)):
+        regex: object = self.regex
+        if not (regex is None or (isinstance(regex, str) and regex)):
             raise ConfigError(f"regex={shown(self.regex)}: a non-empty string is wanted; None for none")
         choices: object = self.choice
         if choices is not None and not (
-            _is_collection(choices) and len(choices) and all(isinstance(one, str) and one for one in choices)
+            _is_collection(choices) and len(choices) > 0 and all(isinstance(one, str) and one != "" for one in choices)
         ):
             raise ConfigError(f"choice={shown(choices)}: a sequence of non-empty strings is wanted; None for none")
         if self.ignore_eos and asked:

@@ -16,6 +16,7 @@ from specdec.request import Request
 from specdec.scheduling.scheduler import Scheduler
 from specdec.text.detokenize import Detokenizer
 from specdec.text.ends import end_tokens
+from specdec.text.grammar import Grammars
 from specdec.text.prompts import Prompt, as_prompt_list, text_ids
 
 
@@ -29,6 +30,7 @@ class Intake:
         self._vocab_size = target.vocab_size
         self._tokenizer = tokenizer
         self._spec = spec
+        self._grammars = Grammars(tokenizer, target.vocab_size)
         self._scheduler = scheduler
 
     def requests(
@@ -46,14 +48,13 @@ class Intake:
             self._require_tokens("logit_bias holds", list(one.logit_bias or ()))
             if one.stop_strings and self._tokenizer is None:
                 raise ConfigError("stop strings need a tokenizer; pass tokenizer=..., or use stop_token_ids")
-            if one.grammar:
-                raise ConfigError(f"{one.grammar} is not served by this version; leave it out")
             self._scheduler.require_fits(len(ids), one.max_new_tokens)
             ends = frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self.end_tokens)
             draft = draft_for(one, self._spec)
+            place = self._grammars.start(one, ends, self.end_tokens)
             seed = secrets.randbits(62) if one.seed is None else one.seed
             for sample in range(one.n):
-                requests.append(Request(ids, one, seed + sample, Detokenizer(self._tokenizer), ends, draft))
+                requests.append(Request(ids, one, seed + sample, Detokenizer(self._tokenizer), ends, draft, place))
         return requests
 
     def encode(self, text: str) -> list[int]:

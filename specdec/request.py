@@ -1,15 +1,19 @@
 """A request on its way through the engine, and what the user gets back."""
 
 import copy
+import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from enum import Enum
 from typing import NamedTuple
 
 from specdec.config import SamplingParams, SpecConfig
 from specdec.kvcache.mirror import IntArray
 from specdec.text.detokenize import Detokenizer
+from specdec.text.grammar import Place
+
+logger = logging.getLogger(__name__)
 
 
 class TokenLogprob(NamedTuple):
@@ -25,7 +29,8 @@ class RequestStats:
     """What speculation did for one request, or (summed) for many.
 
     `accepted_counts[i]`: rounds in which draft i + 1 was emitted. `drafted_rounds`: those that had drafts, and
-    `draft_tokens`: how deep these were, summed. `cached_tokens`: prompt tokens whose K/V came out of
+    `draft_tokens`: how deep these were, summed. `forced_tokens`: those that a grammar left no choice for, and that stood
+    in the place of drafts in `forced_rounds`. `cached_tokens`: prompt tokens whose K/V came out of
     the prefix cache. Seconds are a request's share of its batch's time; but queue and first_token are from when it was
     handed in until it had a row, and its first token.
     """
@@ -39,6 +44,8 @@ class RequestStats:
     output_tokens: int = 0
     preemptions: int = 0
     cached_tokens: int = 0
+    forced_tokens: int = 0
+    forced_rounds: int = 0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -53,8 +60,9 @@ class RequestStats:
 
     @property
     def accepted_per_position(self) -> list[float]:
-        """Share of rounds in which each draft position was accepted."""
-        return [count / self.rounds for count in self.accepted_counts] if self.rounds else []
+        """Share of the rounds with drafts in which each draft position was accepted."""
+        drafted = self.rounds - self.forced_rounds
+        return [count / drafted for count in self.accepted_counts] if drafted else []
 
     def copy(self) -> "RequestStats":
         return replace(self, accepted_counts=list(self.accepted_counts))
@@ -128,13 +136,15 @@ class RequestState(Enum):
 class Settled(NamedTuple):
     """How far a request has come, replaced as a whole: a step either happened to it or did not.
 
-    num_tokens: prompt and output. reader: the output's text so far, where stop strings are looked for.
+    num_tokens: prompt and output. reader: the output's text so far, where stop strings are looked for. place: in its
+    grammar, None: it has none.
     """
 
     num_tokens: int
     finish_reason: str
     stats: RequestStats
     reader: Detokenizer
+    place: Place | None
 
 
 @dataclass(slots=True, eq=False)
@@ -150,6 +160,7 @@ class Request:
     detokenizer: Detokenizer
     end_tokens: frozenset[int]
     draft: SpecConfig | None = None  # how it speculates; None: not at all
+    begins: InitVar[Place | None] = None  # in its grammar
     number: int = -1  # in order of arrival, from the engine
     priority: int = 0  # lower ones first
     state: RequestState = RequestState.WAITING
@@ -163,10 +174,10 @@ class Request:
     _drafted: list[bool] = field(default_factory=list, init=False)
     _logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, begins: Place | None) -> None:
         self._tokens = list(self.prompt)
         stats = RequestStats(prompt_tokens=len(self.prompt))
-        self.settled = Settled(len(self.prompt), "", stats, copy.copy(self.detokenizer))
+        self.settled = Settled(len(self.prompt), "", stats, copy.copy(self.detokenizer), begins)
 
     @property
     def finish_reason(self) -> str:
@@ -209,6 +220,17 @@ class Request:
         return 0 if self.draft is None else self.draft.depth
 
     @property
+    def place(self) -> Place | None:
+        """In its grammar, behind the newest token; None: it has none."""
+        return self.settled.place
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """Tokens that must come next, as many as a round can bring beside one more."""
+        to_go = self.params.max_new_tokens - self.num_output
+        return () if self.place is None or to_go < 2 else self.place.forced[: to_go - 1]
+
+    @property
     def prefill_target(self) -> int:
         """Tokens whose K/V prefill must make: the prompt, or after a preemption all but the newest token."""
         return len(self.prompt) if self.num_output == 0 else self.settled.num_tokens - 1
@@ -226,20 +248,25 @@ class Request:
         stats: RequestStats,
         *,
         num_drafts: int | None = None,
+        num_forced: int = 0,
     ) -> None:
         """Take emitted tokens until a stop condition; the last one given is no draft.
 
         stats: its figures so far (a copy, changed here); num_drafts: how deep the drafts of this round were, None for
-        the token behind a prompt.
+        the token behind a prompt; num_forced: so many of the first were no drafts, but the grammar's.
         """
-        start, reader = self.settled.num_tokens, copy.copy(self.settled.reader)
+        start, reader, place = self.settled.num_tokens, copy.copy(self.settled.reader), self.settled.place
         kept = start - len(self.prompt)
         del self._tokens[start:], self._drafted[kept:], self._logprobs[kept:]  # of a step that was interrupted
         finish_reason, taken = "", 0
         for token in emitted:
+            if place is not None and (place := place.after(token)) is None:
+                logger.warning("request %d ends here: its grammar cannot go on with any token", self.number)
+                finish_reason = "abort"
+                break
             taken += 1
             self._tokens.append(token)
-            self._drafted.append(taken < len(emitted))
+            self._drafted.append(num_forced < taken < len(emitted))
             finish_reason = self._finish_reason(token, reader)
             if finish_reason:
                 break
@@ -248,8 +275,11 @@ class Request:
             stats.first_token_seconds = time.perf_counter() - self.handed_in
         stats.output_tokens += taken
         if num_drafts is not None:
-            stats.record_round(taken, min(taken, len(emitted) - 1), num_drafts)
-        self.settled = Settled(start + taken, finish_reason, stats, reader)
+            drafts = (0, 0) if num_forced else (min(taken, len(emitted) - 1), num_drafts)
+            stats.record_round(taken, *drafts)
+            stats.forced_tokens += min(taken, num_forced)
+            stats.forced_rounds += num_forced > 0
+        self.settled = Settled(start + taken, finish_reason, stats, reader, place)
 
     def abort(self) -> None:
         """End it as it is, if it has not ended."""

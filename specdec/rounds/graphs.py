@@ -11,7 +11,7 @@ under, and to a live cache; a replay under anything else is an error. When weigh
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,9 +25,15 @@ logger = logging.getLogger(__name__)
 Program = Callable[[], torch.Tensor]
 Capture = Callable[[Program], tuple[Callable[[], None], torch.Tensor]]
 """Records a program instead of running it -> (what replays it, the tensor that it returns, written anew each time)."""
+Between = Callable[[int, torch.Tensor], None]
+"""What the host does behind each program of a round but the last: (its number, what it returned)."""
 
 SHORTEST = 1024
 """Tokens: tables are at least this wide, since narrow ones gain nothing."""
+
+
+def nothing(_number: int, _out: torch.Tensor) -> None:
+    """The host has nothing to do within the round."""
 
 
 class CudaCapture:
@@ -45,10 +51,11 @@ class CudaCapture:
 
 
 class Captured(NamedTuple):
-    """A round that can be replayed, its packed result, and the view that it was captured under."""
+    """A round that can be replayed, program by program, each with what it returns; and the view that it was captured
+    under. programs: hold what one leaves for the next, so that no other round is given that memory."""
 
-    replay: Callable[[], None]
-    packed: torch.Tensor
+    replays: list[tuple[Callable[[], None], torch.Tensor]]
+    programs: Sequence[Program]
     view_key: tuple[object, ...]
 
 
@@ -70,7 +77,7 @@ class RoundGraphs:
         longest = min(length_bucket(shape.longest), table.slots.host.shape[1] - 1)
         return shape._replace(batch=batch, longest=longest)
 
-    def run(self, shape: RoundShape) -> torch.Tensor:
+    def run(self, shape: RoundShape, between: Between = nothing) -> torch.Tensor:
         """One round of the seated rows -> its packed result, which the next round of this shape overwrites."""
         if self._generation != (now := self.round.weights_generation()):
             self._generation = now
@@ -80,20 +87,24 @@ class RoundGraphs:
             captured = self._captured[shape] = self._try(shape)
         if captured is None:
             self._captured[shape] = None
-            return self.round.decode(shape)
+            return run_programs(self.round.programs(shape), between)
         if captured.view_key != self.round.view.key:
             raise FrozenKVError("a captured round is replayed under another view than its own")
         self.round.cache.allocator.require_unfrozen("a captured round")
-        captured.replay()
-        return captured.packed
+        for number, (replay, out) in enumerate(captured.replays):
+            replay()
+            if number + 1 < len(captured.replays):
+                between(number, out)
+        return out
 
     def clear(self) -> None:
         """Let go of all that was captured, and of its memory."""
         self._captured.clear()
 
     def _try(self, shape: RoundShape) -> Captured | None:
+        programs = self.round.programs(shape)
         try:
-            replay, packed = self._capture(lambda: self.round.decode(shape))
+            replays = [self._capture(program) for program in programs]
         except Exception as error:  # of many kinds: whatever the model does that a graph cannot hold
             if self._strict:
                 raise ConfigError(
@@ -103,7 +114,14 @@ class RoundGraphs:
             logger.warning("rounds run without CUDA graphs: %s", first_line(error))
             self._refused = True
             return None
-        return Captured(replay, packed, self.round.view.key)
+        return Captured(replays, programs, self.round.view.key)
+
+
+def run_programs(programs: Sequence[Program], between: Between) -> torch.Tensor:
+    """A round as it is -> its packed result."""
+    for number, program in enumerate(programs[:-1]):
+        between(number, program())
+    return programs[-1]()
 
 
 def capture_for(device: torch.device, setting: str | bool) -> Capture | None:

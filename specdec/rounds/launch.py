@@ -7,41 +7,74 @@ rounds may be launched before the one in front has been settled: `lag` of them, 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from specdec.attention.graft import MOST_FORCED
 from specdec.config import SamplingParams, SpecConfig
 from specdec.kvcache.mirror import IntArray
-from specdec.rounds.graphs import RoundGraphs, batch_sizes
+from specdec.rounds.graphs import RoundGraphs, batch_sizes, run_programs
 from specdec.rounds.result import RoundResult, RoundShape, unpack
 from specdec.rounds.round import DECODE_STAGES, PREFILL_STAGES, Round
 from specdec.rounds.sampling import Uses
+from specdec.text.grammar import Place, Words, make_masks, tree_masks
 
 FULL_DEPTH = 1 << 30
 WORTH_A_FORWARD = 256
 """Positions of padding: to compute them takes about as long as to launch one more forward."""
 
-Wanted = tuple[SpecConfig | None, int]
-"""How a request speculates (None: not at all), and how many tokens it has to go."""
+
+class Wanted(NamedTuple):
+    """How a request speculates (None: not at all), how many tokens it has to go, where in its grammar it is (None: it
+    has none) and which tokens that forces."""
+
+    draft: SpecConfig | None
+    to_go: int
+    place: Place | None = None
+    forced: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OnItsWay:
+    """Numbers of the device that are on their way to the host, and there once `done` is reached."""
+
+    host: torch.Tensor
+    done: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, numbers: torch.Tensor) -> "OnItsWay":
+        """Sent before anything overwrites them."""
+        if numbers.device.type != "cuda":
+            return cls(numbers.clone(), None)
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return cls(host, done)
+
+    def array(self) -> IntArray:
+        """Waits for the device."""
+        if self.done is not None:
+            self.done.synchronize()
+        array: IntArray = self.host.numpy()
+        return array
 
 
 @dataclass(frozen=True, slots=True)
 class UnderWay:
-    """A launched step: its result is on its way to the host, and there once `done` is reached."""
+    """A launched step, and what is asked of its result."""
 
-    packed: torch.Tensor
-    done: torch.cuda.Event | None
+    packed: OnItsWay
     shape: RoundShape
     stages: tuple[str, ...]
     asked: list[int | None]  # of each request: alternatives to every token that it wants
+    forced: IntArray  # and how many of its tokens its grammar gives
 
     def result(self) -> RoundResult:
         """Waits for the device."""
-        if self.done is not None:
-            self.done.synchronize()
-        packed: IntArray = self.packed.numpy()
-        return unpack(packed, self.shape, self.stages, self.asked)
+        return unpack(self.packed.array(), self.shape, self.stages, self.asked, self.forced)
 
 
 class Launcher:
@@ -67,7 +100,7 @@ class Launcher:
         nobody = np.zeros(0, dtype=np.int64)
         draft = None if self.round.worker is None else self.spec
         for size in reversed(batch_sizes(self.round.cache.table.max_requests)):
-            shape = self.graphs.bucket(self._shape(nobody, [], [(draft, FULL_DEPTH)], 0)._replace(batch=size))
+            shape = self.graphs.bucket(self._shape(nobody, [], [Wanted(draft, FULL_DEPTH)], 0)._replace(batch=size))
             for _ in range(2):  # as it is, then captured
                 self.round.seat(nobody)
                 self.round.flush()
@@ -75,30 +108,67 @@ class Launcher:
             yield size
 
     def prefill(
-        self, rows: IntArray, params: Sequence[SamplingParams], chunk_len: IntArray, through: Sequence[int]
+        self,
+        rows: IntArray,
+        params: Sequence[SamplingParams],
+        chunk_len: IntArray,
+        through: Sequence[int],
+        places: Sequence[Place | None],
     ) -> UnderWay:
-        """Prompt chunks of `chunk_len` [B] tokens; the result is that of the rows numbered `through`."""
+        """Prompt chunks of `chunk_len` [B] tokens; the result is that of the rows numbered `through`.
+
+        places: of these, in their grammars.
+        """
         drawing = [params[i] for i in through]
         uses, logprobs = Uses.of(drawing), _most_logprobs(drawing)
         shape = RoundShape(len(drawing), 0, 0, 1, 1, uses, logprobs)
         chosen = np.array(through, dtype=np.int64)
         self.round.sampling.bring(rows[chosen], drawing, uses)
         self.round.flush()
-        packed = self.round.prefill(rows, chunk_len, chosen, uses, logprobs)
-        return _fetch(packed, shape, PREFILL_STAGES, drawing)
+        allowed = _root_masks(places)
+        packed = self.round.prefill(rows, chunk_len, chosen, uses, logprobs, allowed)
+        return _fetch(packed, shape, PREFILL_STAGES, drawing, np.zeros(len(drawing), dtype=np.int64))
 
     def decode(
         self, rows: IntArray, params: Sequence[SamplingParams], drafts: Sequence[Wanted], under_way: int
     ) -> UnderWay:
         """One round of these rows, behind `under_way` others."""
+        forced = self._forced(rows, drafts)
         shape = self._shape(rows, params, drafts, under_way)
+        if forced.any():
+            shape = self._widened(shape, rows, int(forced.max()))
+            forced = forced.clip(max=shape.num_nodes - 1)
         if self.graphs is not None:
             shape = self.graphs.bucket(shape)
         self.round.seat(rows)
         self.round.sampling.bring(rows, params, shape.uses)
+        if shape.forced:
+            for row, wanted, count in zip(rows.tolist(), drafts, forced.tolist(), strict=True):
+                self.round.forced[row, : 1 + count] = np.array([count, *wanted.forced[:count]], dtype=np.int64)
         self.round.flush()
-        packed = self.round.decode(shape) if self.graphs is None else self.graphs.run(shape)
-        return _fetch(packed, shape, DECODE_STAGES, params)
+        masks = _Masks(self.round, shape, [each.place for each in drafts])
+        if self.graphs is None:
+            packed = run_programs(self.round.programs(shape), masks.between)
+        else:
+            packed = self.graphs.run(shape, masks.between)
+        return _fetch(packed, shape, DECODE_STAGES, params, forced)
+
+    def _forced(self, rows: IntArray, drafts: Sequence[Wanted]) -> IntArray:
+        """[B] forced tokens that each row has slots for."""
+        table = self.round.cache.table
+        owned = table.capacity[rows] - table.committed_len.host[rows] - 1
+        wanted = np.array([len(each.forced) for each in drafts], dtype=np.int64)
+        forced: IntArray = np.minimum(wanted, owned)
+        return forced
+
+    def _widened(self, shape: RoundShape, rows: IntArray, forced: int) -> RoundShape:
+        """With room for forced tokens, as far as the rows of the table go; captured rounds have one size more."""
+        table = self.round.cache.table
+        room = table.slots.host.shape[1] - 1 - int(table.committed_len.host[rows].max())
+        num_nodes = min(1 + forced, room)
+        if self.graphs is not None and num_nodes > shape.num_nodes:
+            num_nodes = 1 + MOST_FORCED if room > MOST_FORCED else shape.num_nodes
+        return shape._replace(num_nodes=max(shape.num_nodes, num_nodes), forced=True)
 
     def _shape(
         self, rows: IntArray, params: Sequence[SamplingParams], drafts: Sequence[Wanted], under_way: int
@@ -121,7 +191,7 @@ class Launcher:
 
         Captured rounds have two, the engine's and none, so that few are captured.
         """
-        wanted = [(spec, to_go) for spec, to_go in drafts if spec is not None]
+        wanted = [(each.draft, each.to_go) for each in drafts if each.draft is not None]
         if wanted and self.graphs is not None:
             wanted = [(self.spec, FULL_DEPTH)]
         # no request can use more drafts than it has tokens to go, less the bonus
@@ -148,18 +218,56 @@ def _split(order: IntArray, chunk_len: IntArray) -> list[IntArray]:
     return _split(order[:at], chunk_len) + _split(order[at:], chunk_len)
 
 
+class _Masks:
+    """What the host does within a round in which grammars have a say, for the first rows of its batch.
+
+    device    | draft | verify          | draw
+    host              trees, their masks ^
+    """
+
+    def __init__(self, round: Round, shape: RoundShape, places: Sequence[Place | None]) -> None:
+        self._round = round
+        self._shape = shape
+        self._places = places
+        self._trees: OnItsWay | None = None
+
+    def between(self, number: int, out: torch.Tensor) -> None:
+        """The draft was launched, and returned the trees; or the verify was."""
+        if number == 0:
+            self._trees = OnItsWay.of(out)
+            return
+        assert self._trees is not None
+        tokens, parents = self._trees.array().tolist()
+        held = [(i, place) for i, place in enumerate(self._places) if place is not None]
+        found = tree_masks([(place, tokens[i], parents[i]) for i, place in held])
+        allowed = self._round.allowed(self._shape)
+        everything = np.full(allowed.shape, -1, dtype=np.int32)
+        everything[[i for i, _ in held]] = found
+        masks = torch.from_numpy(everything)
+        if allowed.device.type == "cuda":
+            masks = masks.pin_memory()
+        allowed.copy_(masks, non_blocking=True)
+
+
+def _root_masks(places: Sequence[Place | None]) -> Words | None:
+    """[T, 1, words] of what may come next; None: anything."""
+    held = [place for place in places if place is not None]
+    if not held:
+        return None
+    make_masks(held)
+    free = np.full(held[0].library.num_words, -1, dtype=np.int32)
+    return np.stack([free if place is None else place.mask for place in places])[:, None]
+
+
 def _fetch(
-    packed: torch.Tensor, shape: RoundShape, stages: tuple[str, ...], params: Sequence[SamplingParams]
+    packed: torch.Tensor,
+    shape: RoundShape,
+    stages: tuple[str, ...],
+    params: Sequence[SamplingParams],
+    forced: IntArray,
 ) -> UnderWay:
-    """Send the packed result to the host, before anything overwrites it."""
-    asked = [p.logprobs for p in params]
-    if packed.device.type != "cuda":
-        return UnderWay(packed.clone(), None, shape, stages, asked)
-    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-    host.copy_(packed, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-    return UnderWay(host, done, shape, stages, asked)
+    """Send the packed result to the host."""
+    return UnderWay(OnItsWay.of(packed), shape, stages, [p.logprobs for p in params], forced)
 
 
 def _most_logprobs(params: Sequence[SamplingParams]) -> int | None:

@@ -26,6 +26,7 @@ class RoundShape(NamedTuple):
 
     batch: seats, those of padding included. longest: no committed prefix is longer. num_steps, topk, num_nodes: of the
     draft; the root is a node. uses: of sampling. logprobs: most alternatives that anybody asks for, None: nobody asks.
+    forced: somebody has tokens of a grammar in the place of drafts.
     """
 
     batch: int
@@ -35,11 +36,12 @@ class RoundShape(NamedTuple):
     num_nodes: int
     uses: Uses
     logprobs: int | None
+    forced: bool = False
 
     @property
     def depth(self) -> int:
         """Most tokens that a request can gain: no path is longer."""
-        return min(self.num_nodes, self.num_steps + 1)
+        return self.num_nodes if self.forced else min(self.num_nodes, self.num_steps + 1)
 
 
 ALIGN = 64
@@ -72,7 +74,7 @@ class RoundResult(NamedTuple):
     """length [B] of the accepted path [B, N] of nodes; tokens [B, D], the first `length` are emitted.
 
     logprobs: per request, of its D tokens; empty for those who did not ask. num_steps: levels of the draft. seconds: by
-    stage.
+    stage. forced [B]: how many of the first tokens the grammar gave.
     """
 
     length: IntArray
@@ -81,13 +83,13 @@ class RoundResult(NamedTuple):
     logprobs: list[list[TokenLogprob]]
     num_steps: int
     seconds: dict[str, float]
+    forced: IntArray
 
     def take(self, chosen: Sequence[int]) -> "RoundResult":
         """Of these requests only."""
         logprobs = [self.logprobs[i] for i in chosen]
-        return self._replace(
-            length=self.length[chosen], path=self.path[chosen], tokens=self.tokens[chosen], logprobs=logprobs
-        )
+        arrays = {name: getattr(self, name)[chosen] for name in ("length", "path", "tokens", "forced")}
+        return self._replace(**arrays, logprobs=logprobs)
 
 
 def pack(
@@ -100,10 +102,12 @@ def pack(
     return torch.cat([torch.cat(columns, dim=1).flatten(), stamps])
 
 
-def unpack(packed: IntArray, shape: RoundShape, stages: Sequence[str], asked: Sequence[int | None]) -> RoundResult:
+def unpack(
+    packed: IntArray, shape: RoundShape, stages: Sequence[str], asked: Sequence[int | None], forced: IntArray
+) -> RoundResult:
     """The result of the first of `shape.batch` rows, as many as `asked` has.
 
-    asked: of each request, how many alternatives a token it wants; None: no log-probabilities.
+    asked: of each request, how many alternatives a token it wants; None: no log-probabilities. forced: see RoundResult.
     """
     stamps = packed[len(packed) - len(stages) - 1 :]
     depth, numbers = shape.depth, len(packed) - len(stamps)
@@ -125,7 +129,7 @@ def unpack(packed: IntArray, shape: RoundShape, stages: Sequence[str], asked: Se
                 of_tokens = zip(tokens[i].tolist(), chosen[i].tolist(), best, strict=True)
                 logprobs[i] = [TokenLogprob(*one) for one in of_tokens]
     seconds = seconds_by_stage(stages, stamps)
-    return RoundResult(length[:, 0], path, tokens, logprobs, shape.num_steps, seconds)
+    return RoundResult(length[:, 0], path, tokens, logprobs, shape.num_steps, seconds, forced)
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

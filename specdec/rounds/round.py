@@ -8,14 +8,17 @@ sampling parameters, the drafter's state. `decode` is a program over that: nothi
 the host settles what came out afterwards (`settle.py`). It knows no request.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from specdec.attention.backend import Backend
-from specdec.attention.plan import plan_chunk, plan_verify
+from specdec.attention.graft import MOST_FORCED, graft, without_blanks
+from specdec.attention.plan import KVPlan, plan_chunk, plan_verify
 from specdec.attention.tree import DraftTree
 from specdec.config import SamplingParams
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation
@@ -31,6 +34,28 @@ from specdec.rounds.sampling import Past, SamplingBatch, SamplingTable, Uses
 
 PREFILL_STAGES, DECODE_STAGES = ("prefill",), ("other", "draft", "verify", "other")
 """What the clocks of the two programs time."""
+
+
+class Drafted(NamedTuple):
+    """What a round has drafted, and from what. most [B]: longest path that each request may accept."""
+
+    rows: Rows
+    committed: torch.Tensor
+    history: torch.Tensor
+    history_len: torch.Tensor
+    sampling: SamplingBatch
+    tree: DraftTree
+    most: torch.Tensor
+
+
+class Verified(NamedTuple):
+    """What the target made of it. fed: the tree with a token at every node."""
+
+    fed: DraftTree
+    plan: KVPlan
+    out: TargetOutput
+    logits: torch.Tensor
+    softcap: float | None
 
 
 class Round:
@@ -52,6 +77,8 @@ class Round:
         )
         self.max_drafts = MirroredArray((len(self.tokens.host),), self.device)  # that a row accepts in a round
         self.prompt_len = MirroredArray((len(self.tokens.host),), self.device)
+        self.forced = MirroredArray((len(self.tokens.host), 1 + MOST_FORCED), self.device)  # how many, and which
+        self._allowed: dict[tuple[int, int], torch.Tensor] = {}  # by sizes; never replaced: captured rounds read them
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows that take part, padding behind
         self.clock = StageClock(self.device)
         drafts = getattr(drafter, "weights", None)
@@ -65,7 +92,7 @@ class Round:
             mirrored.clear()
 
     def _mirrored(self) -> list[MirroredArray]:
-        return [self.tokens, *self.sampling.arrays, self.max_drafts, self.prompt_len, self.seats]
+        return [self.tokens, *self.sampling.arrays, self.max_drafts, self.prompt_len, self.forced, self.seats]
 
     def weights_generation(self) -> int:
         """Another number whenever weights of target or drafter have been re-pointed: see `Weights`."""
@@ -102,11 +129,13 @@ class Round:
         through: IntArray,
         uses: Uses,
         logprobs: int | None,
+        allowed: npt.NDArray[np.int32] | None,
     ) -> torch.Tensor:
         """Make K/V of the next `chunk_len` [B] tokens of rows `seats` [B]; those numbered `through` [T] draw a token.
 
-        -> the packed result of T rounds of one node. What they draw is in its place in `tokens`, so a round may follow.
-        The host commits the chunks, from its own side, once they are launched; the drafter observes them as if it had.
+        allowed: [T, 1, V / 32] what grammars let them draw. -> the packed result of T rounds of one node. What they
+        draw is in its place in `tokens`, so a round may follow. The host commits the chunks, from its own side, once
+        they are launched; the drafter observes them as if it had.
         """
         self.clock.start("prefill")
         rows = self.cache.table.rows(seats)
@@ -126,7 +155,9 @@ class Round:
             history = self.tokens.tensor[rows.index[chosen], : rows.longest + width]
             history_len = (plan.committed_len + length)[chosen]
             sampling = self.sampling.at(rows.index[chosen], uses)
-            past = Past(history, history_len, None, self.prompt_len.tensor[rows.index[chosen]])
+            prompt_len = self.prompt_len.tensor[rows.index[chosen]]
+            bits = None if allowed is None else self._upload(allowed)
+            past = Past(history, history_len, None, prompt_len, bits)
             first = sampling.draw(logits, history_len[:, None], past, softcap)  # [T, 1]
             behind = behind.index_copy(0, chosen, first[:, 0])
             self.tokens.tensor[rows.index[chosen], history_len] = first[:, 0]
@@ -135,9 +166,21 @@ class Round:
         self._observe(rows, plan.committed_len, fed, out, steps, length, behind)
         return pack(torch.ones_like(first[:, 0]), torch.zeros_like(first), first, scores, self.clock.stop())
 
-    @torch.inference_mode()
     def decode(self, shape: RoundShape) -> torch.Tensor:
         """One round: every seated row gains at least one token. -> the packed result."""
+        drafted = self._draft(shape)
+        return self._draw(shape, drafted, self._verify(shape, drafted))
+
+    def programs(self, shape: RoundShape) -> "Sequence[Callable[[], torch.Tensor]]":
+        """`decode`, cut where the host has something to do. Where grammars have a say these are: draft, which returns
+        the tokens and parents of the trees [2, B, N]; verify; and draw, once `allowed` is what these trees allow."""
+        if not shape.uses.masked:
+            return [lambda: self.decode(shape)]
+        parts = GrammarRound(self, shape)
+        return [parts.draft, parts.verify, parts.draw]
+
+    @torch.inference_mode()
+    def _draft(self, shape: RoundShape) -> "Drafted":
         self.clock.start("other")
         table = self.cache.table
         rows = Rows(self.seats.tensor[: shape.batch], shape.longest)
@@ -146,7 +189,7 @@ class Round:
         history_len = committed + 1
         root = history.gather(1, committed[:, None])[:, 0]
         sampling = self.sampling.at(rows.index, shape.uses)
-        sampling = sampling.ahead(history_len, shape.num_steps + 1, self.target.vocab_size)
+        sampling = sampling.ahead(history_len, max(shape.num_steps + 1, shape.depth), self.target.vocab_size)
 
         self.clock.mark("draft")
         if self.worker is not None and shape.num_steps > 0:
@@ -165,18 +208,32 @@ class Round:
             tree = self.worker.propose(batch)
         else:
             tree = DraftTree.chain(root[:, None])
+        most = 1 + self.max_drafts.tensor[rows.index]
+        if shape.forced:
+            forced = self.forced.tensor[rows.index]
+            tree = graft(tree, forced[:, 1:], forced[:, 0], shape.num_nodes)
+            most = torch.maximum(most, 1 + forced[:, 0])
+        return Drafted(rows, committed, history, history_len, sampling, tree, most)
 
+    @torch.inference_mode()
+    def _verify(self, shape: RoundShape, drafted: "Drafted") -> "Verified":
         self.clock.mark("verify")
-        plan = plan_verify(self.backend, table, rows, tree, committed_len=committed)
-        out = self.target.forward(tree.tokens, plan, self.view, self.aux_layers)  # [B, N, H]
-        logits, softcap = self._logits(out.hidden, shape.logprobs)  # [B, N, V]
+        rows, committed, tree = drafted.rows, drafted.committed, drafted.tree
+        plan = plan_verify(self.backend, self.cache.table, rows, tree, committed_len=committed)
+        fed = without_blanks(tree) if shape.forced else tree
+        out = self.target.forward(fed.tokens, plan, self.view, self.aux_layers)  # [B, N, H]
+        return Verified(fed, plan, out, *self._logits(out.hidden, shape.logprobs))  # [B, N, V]
 
+    @torch.inference_mode()
+    def _draw(self, shape: RoundShape, drafted: "Drafted", verified: "Verified") -> torch.Tensor:
         self.clock.mark("other")
-        past = Past(history, history_len, tree, self.prompt_len.tensor[rows.index])
-        drawn = sampling.draw(logits, plan.positions + 1, past, softcap)
+        rows, history_len, tree = drafted.rows, drafted.history_len, drafted.tree
+        fed, out, logits = verified.fed, verified.out, verified.logits
+        allowed = self.allowed(shape) if shape.uses.masked else None
+        past = Past(drafted.history, history_len, fed, self.prompt_len.tensor[rows.index], allowed)
+        drawn = drafted.sampling.draw(logits, verified.plan.positions + 1, past, verified.softcap)
         accepted = self.backend.accept(tree, drawn)
-        # what is beyond is as if never drafted
-        length = torch.minimum(accepted.length, 1 + self.max_drafts.tensor[rows.index])
+        length = torch.minimum(accepted.length, drafted.most)  # what is beyond is as if never drafted
         nodes, tokens = accepted.path, accepted.tokens
         if missing := shape.num_nodes - tree.num_nodes:  # a drafter may propose less than it was asked for
             nodes, tokens = F.pad(nodes, (0, missing)), F.pad(tokens, (0, missing))
@@ -184,12 +241,21 @@ class Round:
         self.cache.commit_on_device(rows, length, None if tree.is_chain else accepted.path)
         self._append(rows, history_len, tokens, length)
         bonus = tokens.gather(1, length[:, None] - 1)[:, 0]
-        self._observe(rows, committed, tree.tokens, out, path, length, bonus)
+        self._observe(rows, drafted.committed, fed.tokens, out, path, length, bonus)
         scores = None
         if shape.logprobs is not None:
             on_path = logits.gather(1, path[:, :, None].expand(-1, -1, logits.shape[-1]))  # [B, D, V]
             scores = LogProbs.of(on_path, tokens, shape.logprobs)
         return pack(length, nodes, tokens, scores, self.clock.stop())
+
+    def allowed(self, shape: RoundShape) -> torch.Tensor:
+        """[B, N, V / 32] int32, the tokens that grammars allow behind each node: the host writes them for each round of
+        these sizes, and captured ones read them at the same place."""
+        sizes = shape.batch, shape.num_nodes
+        if sizes not in self._allowed:
+            words = -(-self.target.vocab_size // 32)
+            self._allowed[sizes] = torch.full((*sizes, words), -1, dtype=torch.int32, device=self.device)
+        return self._allowed[sizes]
 
     def _logits(self, hidden: torch.Tensor, logprobs: int | None) -> tuple[torch.Tensor, float | None]:
         """Logits, and the softcap that they are still to get: kernels that draw cap what they read, in passing, and may
@@ -230,5 +296,29 @@ class Round:
         )
         self.worker.observe(seen)
 
-    def _upload(self, array: IntArray) -> torch.Tensor:
+    def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+class GrammarRound:
+    """One round in three programs, and what they leave for each other."""
+
+    drafted: Drafted
+    verified: Verified
+
+    def __init__(self, round: Round, shape: RoundShape) -> None:
+        self.round = round
+        self.shape = shape
+        round.allowed(shape)  # is there before anything is captured
+
+    @torch.inference_mode()
+    def draft(self) -> torch.Tensor:
+        self.drafted = self.round._draft(self.shape)
+        return torch.stack([self.drafted.tree.tokens, self.drafted.tree.parents])
+
+    def verify(self) -> torch.Tensor:
+        self.verified = self.round._verify(self.shape, self.drafted)
+        return self.verified.logits
+
+    def draw(self) -> torch.Tensor:
+        return self.round._draw(self.shape, self.drafted, self.verified)

@@ -5,7 +5,7 @@ r"""The target's next token as a pure function of (logits, parameters, seed, pos
 is a draw from P (the Gumbel-max trick), and the same draw wherever, whenever and in whatever batch it is made: the
 noise is counter-based and has no state. Speculation therefore changes no token: verify computes this function at every
 tree node. Temperature 0 is plain argmax, lowest id first. P is the softmax after logit bias, repetition, frequency and
-presence penalty, temperature, top-k, top-p and min-p, in that order.
+presence penalty, the mask of a grammar, temperature, top-k, top-p and min-p, in that order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,11 +62,12 @@ class Uses(NamedTuple):
     penalty: bool
     counts: bool = False
     bias: int = 0  # room for so many entries a request
+    masked: bool = False  # by a grammar
 
     @property
     def edits(self) -> bool:
         """Are logits changed by more than the repetition penalty?"""
-        return self.counts or self.bias > 0
+        return self.counts or self.bias > 0 or self.masked
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> "Uses":
@@ -77,6 +78,7 @@ class Uses(NamedTuple):
             penalty=any(p.repetition_penalty != 1 for p in params),
             counts=any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params),
             bias=bias_room(max((len(p.logit_bias) for p in params if p.logit_bias), default=0)),
+            masked=any(p.grammar is not None for p in params),
         )
 
 
@@ -89,12 +91,14 @@ class Best(NamedTuple):
 
 class Past(NamedTuple):
     """What penalties read: the tokens so far, the root included, history [B, L], of which length [B] count, and the
-    tree behind them; no tree: one place behind each history. prompt_len [B]: the output begins there."""
+    tree behind them; no tree: one place behind each history. prompt_len [B]: the output begins there. allowed
+    [B, N, V / 32] int32: bits of the tokens that a grammar allows behind each node."""
 
     history: torch.Tensor
     length: torch.Tensor
     tree: DraftTree | None
     prompt_len: torch.Tensor | None = None
+    allowed: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,8 @@ class SamplingBatch:
             logits = self.penalised(logits, seen_tokens(past.history, past.length, vocab_size, past.tree))
         if self.uses.counts:
             logits = self.counted(logits, output_counts(past, vocab_size))
+        if past.allowed is not None:
+            logits = masked(logits, past.allowed)
         return logits
 
     def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best:
@@ -298,6 +304,14 @@ def unpack_bias(cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cells [B, K] -> token ids int64 and values float32, [B, K] each."""
     halves = cells.view(torch.int32).unflatten(1, (-1, 2))
     return halves[..., 0].long(), halves[..., 1].contiguous().view(torch.float32)
+
+
+def masked(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Logits [B, N, V] as float32 where allowed [B, N, V / 32] has their bit, -inf elsewhere."""
+    bits = allowed[..., None] >> torch.arange(32, dtype=torch.int32, device=allowed.device) & 1
+    # what is allowed is always more likely than what is not, even to a model that rules it out
+    kept = logits.float().clamp(min=torch.finfo(torch.float32).min)
+    return torch.where(bits.flatten(2)[..., : logits.shape[-1]] != 0, kept, -torch.inf)
 
 
 def output_counts(past: Past, vocab_size: int) -> torch.Tensor:

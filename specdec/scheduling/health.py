@@ -98,7 +98,8 @@ class Health:
         self._totals.batch_seconds += sum(result.seconds.values())
         if result.num_steps == 0 or self._warned:
             return
-        drafted = [length > 1 for request, length in zip(requests, result.length, strict=True) if request.max_drafts]
+        rounds = zip(requests, result.length, result.forced, strict=True)
+        drafted = [length > 1 for request, length, forced in rounds if request.max_drafts and not forced]
         self._drafts += len(drafted)
         self._begun += sum(drafted)
         if self._drafts >= ENOUGH_DRAFTS:

@@ -144,7 +144,8 @@ class Scheduler:
         return [request for request, _ in chosen], np.array([chunk for _, chunk in chosen], dtype=np.int64)
 
     def next_decode(self) -> list[Request]:
-        """Requests to verify next, each owning the lookahead behind its committed slots."""
+        """Requests to verify next, each owning the lookahead behind its committed slots, and slots for tokens that its
+        grammar forces while there are any."""
         for request in list(self.running):
             while request.state is RequestState.DECODE:
                 wanted = int(self.table.committed_len.host[request.row]) + self.table.lookahead
@@ -152,7 +153,13 @@ class Scheduler:
                     self.table.ensure(request.row, wanted)
                     break
                 self._make_room()
-        return [request for request in self.running if request.state is RequestState.DECODE]
+        decoding = [request for request in self.running if request.state is RequestState.DECODE]
+        for request in decoding:
+            if request.forced:
+                wanted = int(self.table.committed_len.host[request.row]) + 1 + len(request.forced)
+                if self.table.pages_needed(request.row, wanted) <= self.table.allocator.available_pages:
+                    self.table.ensure(request.row, wanted)
+        return decoding
 
     def release(self, request: Request) -> None:
         """Forget a request, running or waiting, and free what it owns."""

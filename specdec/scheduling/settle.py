@@ -52,5 +52,6 @@ def settle_round(table: RequestTable, tokens: MirroredArray, requests: Sequence[
         stats.verify_seconds += result.seconds["verify"] / len(requests)
         stats.other_seconds += result.seconds["other"] / len(requests)
         num_drafts = min(result.num_steps, request.max_drafts)
-        request.settle(emitted.tolist(), result.logprobs[i], stats, num_drafts=num_drafts)
+        num_forced = int(result.forced[i])
+        request.settle(emitted.tolist(), result.logprobs[i], stats, num_drafts=num_drafts, num_forced=num_forced)
     table.evict(rows)

@@ -23,12 +23,13 @@ import torch
 from specdec.config import SamplingParams
 from specdec.kvcache.mirror import IntArray
 from specdec.progress import progress_bar
-from specdec.request import Request
+from specdec.request import Request, RequestState
 from specdec.rounds.graphs import batch_sizes
-from specdec.rounds.launch import Launcher, UnderWay, alike
+from specdec.rounds.launch import Launcher, UnderWay, Wanted, alike
 from specdec.scheduling.health import Health
 from specdec.scheduling.scheduler import Scheduler
 from specdec.scheduling.settle import commit_chunks, settle_first, settle_round
+from specdec.text.grammar import make_masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,11 @@ class Steps:
     def run(self) -> list[Request]:
         """One step -> who ended in it. Prompts come second, so that who ends in the round makes room for them."""
         with self._on_device():
-            finished = self._decode(self.scheduler.next_decode())
+            # what a grammar allows is known when all that is in front of it is
+            grammars = any(request.place for request in self.scheduler.running)
+            finished = self._settle_all() if grammars else []
+            make_masks([r.place for r in self.scheduler.running if r.state is RequestState.DECODE])
+            finished += self._decode(self.scheduler.next_decode())
             for request in self.scheduler.admit():
                 mine = request.params, request.seed, request.max_drafts
                 self.round.take(request.row, request.tokens, len(request.prompt), *mine)
@@ -108,7 +113,7 @@ class Steps:
         to_go = {r.number: r.params.max_new_tokens - r.num_output - sure[r.number] for r in requests}
         going_on = [request for request in requests if to_go[request.number] > 0]
         if going_on:
-            drafts = [(request.draft, to_go[request.number]) for request in going_on]
+            drafts = [Wanted(r.draft, to_go[r.number], r.place, r.forced) for r in going_on]
             rounds = sum(launched.drawing is None for launched in self.under_way)
             step = self.launcher.decode(*_seats(going_on), drafts, rounds)
             self.under_way.append(Launched.of(going_on, step))
@@ -123,7 +128,7 @@ class Steps:
             for i, request in enumerate(requests)
             if request.num_output == 0 and done[i] + chunk_len[i] == request.prefill_target
         ]
-        step = self.launcher.prefill(rows, params, chunk_len, drawing)
+        step = self.launcher.prefill(rows, params, chunk_len, drawing, [requests[i].place for i in drawing])
         commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)
         self.under_way.append(Launched.of(requests, step, drawing))
 
@@ -133,9 +138,12 @@ class Steps:
         busy: the device has a round to do meanwhile. Else nothing is left that brings anybody a token: it would come
         a step late, and the device would have nothing to do either.
         """
-        finished: list[Request] = []
         gaining = [launched for launched in self.under_way if launched.gaining()]
-        left = self.launcher.lag if busy or not gaining else 0
+        return self._settle_all(self.launcher.lag if busy or not gaining else 0)
+
+    def _settle_all(self, left: int = 0) -> list[Request]:
+        """Settle what is under way, oldest first, but for `left`."""
+        finished: list[Request] = []
         while self.under_way and (len(self.under_way) > left or not self.under_way[0].present()):
             launched = self.under_way.popleft()
             if not (present := launched.present()):

@@ -1,0 +1,205 @@
+"""Grammars by themselves: which tokens may come next, where a text may end, what is forced, what is refused."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from specdec import SamplingParams
+from specdec.attention.graft import MOST_FORCED
+from specdec.errors import ConfigError
+from specdec.text import grammar
+from specdec.text.grammar import Grammars, make_masks, tree_masks
+
+EOS = 256  # of byte_tokenizer
+WIDE = 300  # a head wider than the tokenizer, and no multiple of 32
+
+
+@pytest.fixture(scope="module")
+def grammars(byte_tokenizer):
+    return Grammars(byte_tokenizer, WIDE)
+
+
+@pytest.fixture(scope="module")
+def start(grammars, byte_tokenizer):
+    """start(text, **params): the place behind a text in a grammar, with <eos> for an end."""
+
+    def make(text="", ends=(EOS,), **params):
+        place = grammars.start(SamplingParams(**params), frozenset(ends), frozenset({EOS}))
+        for token in byte_tokenizer.encode(text):
+            place = place.after(token)
+        return place
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def allowed(byte_tokenizer):
+    """What a mask allows, as characters; <eos> is $."""
+
+    def of(mask):
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+        assert max(bits, default=0) <= EOS, "a token that the tokenizer does not have"
+        return "".join(sorted("$" if token == EOS else byte_tokenizer.decode([token]) for token in bits))
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("text", "may_follow"),
+    [
+        ("", "cr"),
+        ("c", "a"),
+        ("ca", "nt"),
+        ("cat", "$"),
+        ("can", "$"),
+        ("ro", "w"),
+        ("row", "$b"),
+        ("rowb", "o"),
+    ],
+)
+def test_a_choice_by_hand(text, may_follow, start, allowed):
+    place = start(text, choice=["cat", "can", "row", "rowboat"])
+    assert allowed(place.mask) == may_follow
+    assert place.may_end == ("$" in may_follow)
+
+
+@pytest.mark.parametrize(
+    ("text", "may_follow"), [("", "ab"), ("a", "$ab"), ("ab", "$ab"), ("abbaab", "$")], ids=["", "a", "ab", "6"]
+)
+def test_a_regex_is_of_the_whole_text(text, may_follow, start, allowed):
+    assert allowed(start(text, regex="[ab]{1,6}").mask) == may_follow
+
+
+def test_forced_tokens_end_where_there_is_a_choice(start, byte_tokenizer):
+    def forced(text, **params):
+        return "".join("$" if t == EOS else byte_tokenizer.decode([t]) for t in start(text, **params).forced)
+
+    assert forced("", choice=["yes", "no"]) == ""
+    assert forced("y", choice=["yes", "no"]) == "es$"
+    assert forced("row", choice=["row", "rowboat"]) == ""
+    assert forced("", regex="abc(d|e)") == "abc"
+    assert forced("", regex="a{40}") == "a" * MOST_FORCED
+    assert forced("yes", choice=["yes", "no"], ends=(EOS, 7)) == "$"  # 7 is text, and the grammar has none here
+    assert forced("yes", choice=["yes", "no"], ends=(EOS, 299)) == ""  # 299 is none: it ends the text as well
+
+
+def test_ends_are_allowed_where_the_grammar_may_end_and_nowhere_else(start):
+    for text, may_end in (("", False), ("{", False), ('{"a": 1', False), ('{"a": 1}', True)):
+        place = start(text, json_object=True)
+        assert (place.mask[EOS // 32] >> EOS % 32 & 1) == may_end == place.may_end
+        assert (place.after(EOS) is not None) == may_end
+    over = start('{"a": 1}', json_object=True).after(EOS)
+    assert over.over and not over.may_end and over.after(EOS) is None and over.after(65) is None
+
+
+def test_a_place_never_changes(start, allowed, byte_tokenizer):
+    place = start("r", choice=["row", "rat"])
+    before = allowed(place.mask)
+    o, a, x = (byte_tokenizer.encode(c)[0] for c in "oax")
+    assert allowed(place.after(o).mask) == "w" and allowed(place.after(a).mask) == "t"
+    assert place.after(x) is None
+    place._mask = None
+    assert allowed(place.mask) == before == "ao"
+
+
+def test_masks_of_a_tree_are_those_of_its_nodes(start, allowed, byte_tokenizer):
+    """r - o - w     every node's own mask; x is forbidden, so what is behind it is not looked at: all bits are set.
+    ` a   ` x - w"""
+    r, o, w, a, x = (byte_tokenizer.encode(c)[0] for c in "rowax")
+    root = start("r", choice=["row", "rowboat", "rat"])
+    tokens, parents = [r, o, a, w, x, w], [-1, 0, 0, 1, 1, 4]
+    other = start("", regex="[xy]")
+    masks = tree_masks([(root, tokens, parents), (other, [0, x, x, -1, 0, 0], [-1, 0, 1, 0, 0, 0])])
+    assert masks.shape == (2, 6, -(-WIDE // 32)) and masks.dtype == np.int32
+    assert [allowed(mask) for mask in masks[0, :4]] == ["ao", "w", "t", "$b"]
+    assert (masks[0, 4:] == -1).all()
+    assert [allowed(mask) for mask in masks[1, :2]] == ["xy", "$"] and (masks[1, 2:] == -1).all()
+
+
+def test_masks_made_together_are_those_made_alone(start, allowed):
+    texts = ["", "[", "[1", '["a"']
+    together, alone = ([start(text, json_schema={"type": "array"}) for text in texts] for _ in range(2))
+    make_masks([*together, None, together[0]])
+    assert all((a._mask == b.mask).all() for a, b in zip(together, alone, strict=True))
+
+
+def test_special_tokens_are_never_text(start, allowed):
+    """A dot is any character; <eos> is spelled with characters, and is none."""
+    place = start("", regex="(.|\n)*")
+    assert place.mask[EOS // 32] >> EOS % 32 & 1  # the text may end
+    assert not start("", regex="(.|\n)+").mask[EOS // 32] >> EOS % 32 & 1
+
+
+@pytest.mark.parametrize("schema", [{"type": "integer"}, '{"type": "integer"}', "true", {}], ids=str)
+def test_schemas_as_mapping_and_text(schema, start, allowed):
+    assert "1" in allowed(start("", json_schema=schema).mask)
+
+
+def test_text_that_is_lost_does_not_fill_lines(start, allowed):
+    """White space between the parts of JSON: a space, or a new line and its indent."""
+    for text, more in (("{", True), ("{ ", False), ("{\n", True), ("{\n" + " " * 31, True), ("{\n" + " " * 32, False)):
+        assert (" " in allowed(start(text, json_object=True).mask)) == more
+    pretty = json.dumps({"a": [1, {"b": "c"}], "d": None}, indent=2)
+    for written in (pretty, json.dumps(json.loads(pretty)), json.dumps(json.loads(pretty), separators=(",", ":"))):
+        assert start(written, json_object=True).may_end
+
+
+REFUSED = [
+    ({"regex": "(a"}, ["regex cannot be followed (unclosed group)"]),
+    ({"regex": "a(?=b)"}, ["look-around", "not supported"]),
+    ({"json_schema": {"type": "text"}}, ["json_schema cannot be followed (Invalid type: text)"]),
+    ({"json_schema": {"not": {"type": "null"}}}, ["Unimplemented keys", "not"]),
+    ({"json_schema": {"type": "array", "uniqueItems": True}}, ["uniqueItems"]),
+    ({"json_schema": {"$ref": "#/$defs/x"}}, ["/$defs/x"]),
+    ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, ["minimum (5) is greater than maximum (3)"]),
+    ({"json_schema": "false"}, ["schema is false"]),
+    ({"json_schema": "3"}, ["an object or boolean"]),
+    ({"json_schema": {"type": "string", "pattern": "(a"}}, ["unclosed group"]),
+]
+
+
+@pytest.mark.parametrize(("params", "parts"), REFUSED, ids=str)
+def test_what_cannot_be_followed_is_refused_with_the_reason(params, parts, grammars):
+    with pytest.raises(ConfigError) as error:
+        grammars.start(SamplingParams(**params), {EOS}, {EOS})
+    message = str(error.value)
+    assert all(part in message for part in parts), message
+    assert "\n" not in message and message.endswith("; change it, or leave it out")
+
+
+def test_what_is_missing_is_named(byte_tokenizer, pair_tokenizer, monkeypatch):
+    params = SamplingParams(choice=["a"])
+    with pytest.raises(ConfigError, match=r"^choice needs a tokenizer; pass tokenizer=\.\.\.$"):
+        Grammars(None, 96).start(params, {1}, {1})
+    with pytest.raises(ConfigError, match=r"^choice needs a token that ends the text.*stop_token_ids$"):
+        Grammars(byte_tokenizer, 300).start(params, {7}, set())  # 7 is text
+    with pytest.raises(ConfigError, match=r"^grammars cannot be followed with this tokenizer .*decoder type"):
+        Grammars(pair_tokenizer, 96).start(params, {1}, {1})
+    monkeypatch.setattr(grammar, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'^grammars need llguidance: pip install "specdec-runtime\[grammar\]"'):
+        Grammars(byte_tokenizer, 300).start(params, {EOS}, {EOS})
+    assert Grammars(None, 96).start(SamplingParams(), {1}, {1}) is None
+
+
+def test_a_grammar_is_compiled_once(byte_tokenizer):
+    grammars = Grammars(byte_tokenizer, 300)
+    first, same, other = (
+        grammars.start(SamplingParams(choice=one), {EOS}, {EOS}) for one in (["a", "b"], ("a", "b"), ["a", "c"])
+    )
+    assert first.matcher is same.matcher is not other.matcher
+
+
+def test_choices_are_taken_literally(start):
+    odd = ["a.b*", "(x|y)", 'say "hi"', "back\\slash", "zwei\nZeilen", "grün", "\x7f\x01", "\U0001f600"]
+    for one in odd:
+        assert start(one, choice=odd).may_end, one
+    with pytest.raises(AttributeError):  # the grammar went nowhere with the b
+        start("aXb", choice=odd)
+
+
+def test_nobody_imports_the_library_without_need():
+    code = "import specdec.engine, sys; sys.exit('llguidance' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

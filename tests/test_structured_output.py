@@ -1,0 +1,461 @@
+"""Structured output in an engine: text that follows its grammar, and with speculation the same tokens.
+
+The oracle is a loop of full forwards with masks of its own; for choices they are made without any library. Validity is
+promised for what ends with "stop", so schemas are bounded and texts are given room.
+"""
+
+import json
+import os
+import random
+import re
+
+import jsonschema
+import llguidance.hf
+import numpy as np
+import pytest
+import torch
+from tape import record
+
+import specdec.engine
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.rounds.round import Round
+from specdec.rounds.sampling import SamplingBatch
+from specdec.text import grammar
+
+EOS, VOCAB = 256, 300  # byte_tokenizer, under a head that is wider
+MANY = int(os.environ.get("SPECDEC_SCHEMAS", "24"))
+"""Random schemas of the long run; 200 take a few minutes."""
+
+MOST = 120
+
+NAME = {"type": "string", "maxLength": 4}
+PERSON = {
+    "type": "object",
+    "properties": {"name": NAME, "kind": {"enum": ["x", "long-one"]}, "on": {"type": "boolean"}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+CHOICES = ["yes", "no", "not at all", "yesterday"]
+ASKED = {
+    "choice": {"choice": CHOICES},
+    "regex": {"regex": "(ab|ba){2,5}(xyz)?"},
+    "schema": {"json_schema": PERSON},
+    "sampled schema": {"json_schema": PERSON, "temperature": 1.0, "seed": 4},
+    "sampled regex": {"regex": "[a-f]{3,9}-end of it", "temperature": 1.3, "top_k": 40, "top_p": 0.9, "seed": 9},
+    "edited": {
+        "json_schema": {"type": "array", "items": {"enum": [1, 2, 33]}, "maxItems": 6},
+        "temperature": 0.8,
+        "seed": 2,
+        "frequency_penalty": 0.6,
+        "repetition_penalty": 1.1,
+        "logit_bias": {ord("3") - 33: 3.0},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def model(make_target):
+    return make_target("gemma4-e2b", vocab_size=VOCAB)
+
+
+@pytest.fixture
+def engine_of(model, make_engine, make_assistant, byte_tokenizer, scripted, tree_script):
+    """engine_of(kind, truths, **config): an engine over one model, whatever drafts for it."""
+
+    def make(kind=None, truths=(), **config):
+        drafter, spec = kind, SpecConfig(3)
+        if kind in ("mtp", "tree"):
+            drafter, spec = make_assistant(model), SpecConfig(3) if kind == "mtp" else SpecConfig(3, 3, 12)
+        elif kind == "scripted":
+            drafter, spec = scripted(tree_script(truths, VOCAB)), SpecConfig(5)
+        return make_engine(model, drafter, spec=spec, tokenizer=byte_tokenizer, **{"max_model_len": 320, **config})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def prompts(random_prompt):
+    return [random_prompt(n, vocab=VOCAB) for n in (5, 13, 9, 4, 21, 8, 6)]
+
+
+@pytest.fixture(scope="module")
+def params():
+    """One of each kind, and one that asks for no grammar."""
+    return [SamplingParams(max_new_tokens=MOST, **asked) for asked in ASKED.values()] + [
+        SamplingParams(max_new_tokens=20)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(model, make_engine, byte_tokenizer, prompts, params):
+    """Each by itself, without speculation."""
+    engine = make_engine(model, tokenizer=byte_tokenizer, max_batch_size=1)
+    return [engine.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
+
+
+def test_what_comes_out_follows(alone):
+    choice, regex, schema, sampled, sampled_regex, edited, free = alone
+    assert choice.text in CHOICES and re.fullmatch("(ab|ba){2,5}(xyz)?", regex.text)
+    assert re.fullmatch("[a-f]{3,9}-end of it", sampled_regex.text)
+    for out in (schema, sampled):
+        jsonschema.validate(json.loads(out.text), PERSON)
+    assert set(json.loads(edited.text)) <= {1, 2, 33}
+    for out in alone[:-1]:
+        assert out.finish_reason == "stop" and out.token_ids[-1] == EOS
+    assert EOS not in free.token_ids[:-1]
+
+
+@pytest.mark.parametrize("kind", [None, "ngram", "mtp", "tree", "scripted"], ids=str)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_same_tokens_with_every_drafter(kind, batch, engine_of, prompts, params, alone):
+    """In batches in which some ask for grammars and others do not."""
+    truths = [p + out.token_ids for p, out in zip(prompts, alone, strict=True)]
+    engine = engine_of(kind, truths, max_batch_size=batch, page_size=1 if batch == 1 else 4)
+    outs = engine.generate(prompts, params)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in alone]
+    assert [out.finish_reason for out in outs] == [out.finish_reason for out in alone]
+    engine.table.check()
+    if kind == "scripted":
+        assert sum(sum(out.stats.accepted_counts) for out in outs) > 10  # drafts of the drafter's own were accepted
+
+
+def test_greedy_choices_are_those_of_a_loop_without_a_library(engine_of, model, prompts, hf_forward, byte_tokenizer):
+    written = [byte_tokenizer.encode(choice) for choice in CHOICES]
+    for prompt in prompts[:3]:
+        output: list[int] = []
+        while not output or output[-1] != EOS:
+            logits = hf_forward(model, prompt + output).logits[0, -1]
+            going_on = [ids for ids in written if ids[: len(output)] == output]
+            may_follow = {ids[len(output)] if len(ids) > len(output) else EOS for ids in going_on}
+            output.append(max(may_follow, key=lambda token: (float(logits[token]), -token)))
+        [out] = engine_of("ngram").generate([prompt], SamplingParams(choice=CHOICES))
+        assert out.token_ids == output and out.text in CHOICES
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "top_k": 20, "seed": 11}], ids=["greedy", "sampled"])
+def test_masked_decoding_is_an_independent_loop(settings, engine_of, model, prompts, hf_forward, byte_tokenizer):
+    """The library's own bits, a forward a token, and the draw of `SamplingBatch`."""
+    llg = llguidance.hf.from_tokenizer(byte_tokenizer, n_vocab=VOCAB)
+    source = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(PERSON), grammar.JSON_OPTIONS)
+    matcher, output = llguidance.LLMatcher(llg, source), []
+    one = SamplingParams(max_new_tokens=60, json_schema=PERSON, **settings)
+    batch = SamplingBatch.of([one], [settings.get("seed", 0)], torch.device("cpu"))
+    while not output or output[-1] != EOS:
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")[:VOCAB]
+        logits = hf_forward(model, prompts[0] + output).logits[0, -1].float()
+        logits[torch.from_numpy(bits == 0)] = -torch.inf
+        position = torch.tensor([[len(prompts[0]) + len(output)]])
+        output.append(int(batch.sample(logits[None, None], position)))
+        if output[-1] != EOS:
+            assert matcher.consume_token(output[-1])
+    for kind in (None, "tree"):
+        [out] = engine_of(kind).generate([prompts[0]], one)
+        assert out.token_ids == output
+
+
+# forced tokens
+
+
+def test_forced_tokens_cost_no_forward(engine_of, prompts):
+    """24 tokens of which the first is a choice: one forward of the prompt, two rounds where plain decoding has 24."""
+    one = SamplingParams(choice=["abcdefghijklmnopqrstuvw", "xyz"], logit_bias={65: -50, 87: -100, 64: 100})
+    for kind in (None, "ngram", "mtp", "tree"):
+        [out] = engine_of(kind).generate([prompts[0]], one)
+        assert out.text == "abcdefghijklmnopqrstuvw" and out.finish_reason == "stop"
+        assert out.stats.rounds == out.stats.forced_rounds == 2
+        assert out.stats.forced_tokens == 22 and out.stats.round_tokens == 23
+        assert not any(out.drafted) and not any(out.stats.accepted_counts)  # nothing that a drafter did
+        assert out.stats.accepted_per_position == [] or not any(out.stats.accepted_per_position)
+
+
+def test_forced_tokens_are_counted_in_an_engine(engine_of, prompts):
+    engine = engine_of("ngram")
+    outs = engine.generate(prompts[:2], SamplingParams(regex="abcdef[0-9]"))
+    assert engine.stats().forced_tokens == sum(out.stats.forced_tokens for out in outs) > 0
+
+
+def test_forced_tokens_with_other_rows_and_without_slots(engine_of, prompts):
+    """Pools that have not a slot to spare: forced tokens then wait for rounds of their own."""
+    wanted = [SamplingParams(max_new_tokens=60, regex="abcdefgh[0-9]{30,50}"), SamplingParams(max_new_tokens=60)] * 3
+    engine = engine_of(None, max_batch_size=6, full_slots=84, swa_slots=84, prefix_cache=False)
+    outs = engine.generate(prompts[:6], wanted)
+    roomy = engine_of(None, max_batch_size=6).generate(prompts[:6], wanted)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in roomy]
+    assert engine.stats().preemptions and engine.stats().forced_tokens
+    engine.table.check()
+
+
+def test_a_length_that_ends_among_forced_tokens(engine_of, prompts):
+    for kind in (None, "tree"):
+        for length in range(1, 8):
+            [out] = engine_of(kind).generate([prompts[0]], SamplingParams(max_new_tokens=length, regex="abcdefgh"))
+            assert out.text == "abcdefgh"[:length] and out.finish_reason == "length"
+            assert out.stats.output_tokens == length
+
+
+def test_speculation_is_off_for_the_drafter_only(engine_of, prompts, params, alone):
+    """A request that does not speculate still gains what its grammar forces."""
+    off = [SamplingParams(max_new_tokens=MOST, speculation=False, **asked) for asked in ASKED.values()]
+    outs = engine_of("tree").generate(prompts[:-1], off)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in alone[:-1]]
+    assert sum(out.stats.forced_tokens for out in outs) > 10
+    assert not any(any(out.stats.accepted_counts) for out in outs)
+
+
+def test_log_probabilities_are_of_the_model(engine_of, prompts):
+    one = SamplingParams(regex="abcd[x-z]", logprobs=2)
+    plain, tree = (engine_of(kind).generate([prompts[0]], one)[0] for kind in (None, "tree"))
+    assert len(plain.logprobs) == len(plain.token_ids)
+    for a, b in zip(plain.logprobs, tree.logprobs, strict=True):
+        assert a.token_id == b.token_id and a.logprob == pytest.approx(b.logprob, abs=1e-4)
+        assert list(a.top) == list(b.top)
+    assert any(lp.token_id not in lp.top for lp in plain.logprobs)  # the model would have said something else
+
+
+# what goes on around it
+
+
+def test_samples_streams_and_aborts(engine_of, prompts, alone):
+    engine = engine_of("tree", max_batch_size=4)
+    one = SamplingParams(max_new_tokens=MOST, json_schema=PERSON, temperature=1.0, seed=4, n=3)
+    outs = engine.generate([prompts[3]], one)
+    assert outs[0].token_ids == alone[3].token_ids and len({tuple(out.token_ids) for out in outs}) > 1
+    for out in outs:
+        jsonschema.validate(json.loads(out.text), PERSON)
+    stream = engine.stream(prompts[2], SamplingParams(max_new_tokens=MOST, json_schema=PERSON))
+    deltas = list(stream)
+    assert [t for delta in deltas for t in delta.token_ids] == alone[2].token_ids
+    assert "".join(delta.text for delta in deltas) == alone[2].text
+    leaving = engine.stream(prompts[2], SamplingParams(max_new_tokens=MOST, json_schema=PERSON))
+    next(leaving)
+    leaving.close()
+    assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
+    engine.table.check()
+
+
+def test_prefixes_are_shared(engine_of, prompts, alone):
+    engine = engine_of("mtp", page_size=4)
+    for _ in range(2):
+        [out] = engine.generate([prompts[4]], SamplingParams(max_new_tokens=MOST, **ASKED["sampled regex"]))
+        assert out.token_ids == alone[4].token_ids
+    assert out.stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize("part", ["_draft", "_verify", "_draw"])
+def test_a_step_that_breaks_happened_to_nobody(part, engine_of, prompts, params, alone, monkeypatch):
+    """Its tokens are those of the lone run, wherever within the round it broke."""
+    engine, whole, calls = engine_of("tree", max_batch_size=4), getattr(Round, part), [0]
+
+    def breaking(self, *args):
+        calls[0] += 1
+        if calls[0] in (2, 3, 7):
+            raise KeyboardInterrupt
+        return whole(self, *args)
+
+    monkeypatch.setattr(Round, part, breaking)
+    handles = engine.submit_many(prompts, params)
+    while not all(handle.finished for handle in handles):
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            continue
+    assert calls[0] > 7
+    assert [handle.output().token_ids for handle in handles] == [out.token_ids for out in alone]
+
+
+def test_masks_that_break_happened_to_nobody(engine_of, prompts, params, alone, monkeypatch):
+    engine, whole, calls = engine_of("tree", max_batch_size=4), grammar.Library.masks, [0]
+
+    def breaking(self, places):
+        calls[0] += 1
+        if calls[0] % 3 == 2 and calls[0] < 20:
+            raise MemoryError
+        return whole(self, places)
+
+    monkeypatch.setattr(grammar.Library, "masks", breaking)
+    handles = engine.submit_many(prompts, params)
+    while not all(handle.finished for handle in handles):
+        try:
+            engine.step()
+        except MemoryError:
+            continue
+    assert calls[0] > 20
+    assert [handle.output().token_ids for handle in handles] == [out.token_ids for out in alone]
+
+
+def test_a_grammar_that_cannot_go_on_ends_its_request_alone(engine_of, prompts, alone, params, monkeypatch, caplog):
+    """The library gives up in the middle of a text: that request ends as aborted, with what it had."""
+    whole = grammar.Place.after
+    monkeypatch.setattr(
+        grammar.Place, "after", lambda self, token: None if token == ord("x") - 33 else whole(self, token)
+    )
+    engine = engine_of("ngram", max_batch_size=4)
+    outs = engine.generate(prompts[1:4], [SamplingParams(regex="ababxyz"), *params[2:4]])
+    assert outs[0].text == "abab" and outs[0].finish_reason == "abort"
+    assert outs[2].finish_reason in ("stop", "abort") and engine.scheduler.idle
+    assert "its grammar cannot go on" in caplog.text
+    engine.table.check()
+
+
+def test_a_stop_string_ends_a_text_within_its_grammar(engine_of, prompts):
+    [out] = engine_of("tree").generate([prompts[0]], SamplingParams(regex="abc;[a-z]{5}", stop=";"))
+    assert out.text == "abc" and out.finish_reason == "stop"
+
+
+def test_a_stop_token_that_is_text_is_one(engine_of, prompts):
+    """As the model's own end it could stand only where the grammar ends."""
+    semicolon = ord(";") - 33
+    [out] = engine_of("mtp").generate([prompts[0]], SamplingParams(regex="abc;[a-z]{5}", stop_token_ids=[semicolon]))
+    assert out.text == "abc;" and out.finish_reason == "stop"
+
+
+def test_deterministic_engines_follow_too(engine_of, prompts, params):
+    plain, tree = (
+        engine_of(kind, deterministic=True, max_batch_size=3).generate(prompts[1:4], params[1:4])
+        for kind in (None, "tree")
+    )
+    assert [out.token_ids for out in plain] == [out.token_ids for out in tree]
+
+
+# captured rounds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [None, "ngram", "tree"], ids=str)
+def test_captured_rounds_give_the_same_tokens(kind, engine_of, prompts, params, alone, monkeypatch):
+    """Draft, verify and draw are captured, each with the next one's inputs; masks are data."""
+    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    engine = engine_of(kind, max_batch_size=2, device="cpu")
+    for _ in range(2):
+        outs = engine.generate(prompts, params)
+        assert [out.token_ids for out in outs] == [out.token_ids for out in alone]
+    shapes = engine.steps.launcher.graphs._captured
+    replayed = {(shape.uses.masked, shape.forced) for shape, captured in shapes.items() if captured is not None}
+    assert replayed >= {(False, False), (True, False), (True, True)}
+    assert sum(out.stats.forced_tokens for out in outs) > 0
+    engine.table.check()
+
+
+def test_free_requests_keep_their_rounds(engine_of, prompts, monkeypatch):
+    """One program, of the same shape as without grammars; and nothing is settled before its time."""
+    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    engine = engine_of("ngram", max_batch_size=2, device="cpu")
+    engine.generate(prompts[:2], SamplingParams(max_new_tokens=12))
+    captured = {shape: one for shape, one in engine.steps.launcher.graphs._captured.items() if one is not None}
+    assert captured and all(len(one.replays) == 1 for one in captured.values())
+    assert not any(shape.uses.edits or shape.forced for shape in captured)
+    assert engine.round._allowed == {}
+
+
+# defects, seeded
+
+
+def test_the_mask_of_the_parent_is_noticed(engine_of, prompts, params, alone, monkeypatch):
+    def of_the_parents(trees):
+        masks = whole(trees)
+        for number, (_, tokens, parents) in enumerate(trees):
+            masks[number, 1 : len(tokens)] = masks[number, parents[1:]]
+        return masks
+
+    whole = grammar.tree_masks
+    monkeypatch.setattr("specdec.rounds.launch.tree_masks", of_the_parents)
+    truths = [p + out.token_ids for p, out in zip(prompts, alone, strict=True)]
+    outs = engine_of("scripted", truths).generate(prompts, params)
+    assert [out.token_ids for out in outs] != [out.token_ids for out in alone]
+
+
+def test_a_forbidden_draft_that_is_accepted_is_noticed(engine_of, prompts, alone, model, hf_forward, monkeypatch):
+    """Masks at the root alone, and drafts that are what the target would say without any: they would be accepted."""
+    whole = grammar.tree_masks
+
+    def at_the_root(trees):
+        masks = whole(trees)
+        masks[:, 1:] = -1
+        return masks
+
+    one = SamplingParams(max_new_tokens=MOST, **ASKED["sampled schema"])
+    free = SamplingParams(max_new_tokens=MOST, temperature=1.0, seed=4)
+
+    def outputs():
+        with_drafts = engine_of("scripted", [prompts[3] + alone[3].token_ids])
+        return with_drafts.generate([prompts[3], prompts[3]], [one, free])[0]
+
+    assert outputs().token_ids == alone[3].token_ids
+    monkeypatch.setattr("specdec.rounds.launch.tree_masks", at_the_root)
+    assert outputs().token_ids != alone[3].token_ids
+
+
+# many schemas
+
+
+def random_schema(draw, depth=0):
+    """Bounded in every direction."""
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "anyOf"]
+    kind = draw.choice(kinds if depth == 2 else [*kinds, "object", "object", "array"])
+    if kind == "string":
+        low = draw.randrange(3)
+        return draw.choice(
+            [
+                {"type": "string", "minLength": low, "maxLength": low + draw.randrange(5)},
+                {"type": "string", "pattern": draw.choice(["^[A-Z]{2}[0-9]{1,3}$", "^(a|bc){1,3}$"])},
+                {"type": "string", "format": draw.choice(["date", "time", "uuid", "ipv4"])},
+            ]
+        )
+    if kind == "integer":
+        low = draw.randrange(-50, 50)
+        return {"type": "integer", "minimum": low, "maximum": low + draw.randrange(1, 2000)}
+    if kind == "number":
+        return {"type": "number", "enum": [draw.randrange(100) / 8 for _ in range(3)]}
+    if kind == "enum":
+        return {"enum": draw.sample(["red", "größer", 7, None, True, 2.5, 'a"b', "two words"], 3)}
+    if kind == "const":
+        return {"const": draw.choice([{"a": [1, None]}, "only", -3, []])}
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(draw, 2), random_schema(draw, 2)]}
+    if kind == "array":
+        low = draw.randrange(3)
+        items = random_schema(draw, depth + 1)
+        return {"type": "array", "items": items, "minItems": low, "maxItems": low + draw.randrange(3)}
+    if kind == "object":
+        names = draw.sample(["a", "name", "größe", "x y", "id_2", "B"], draw.randrange(1, 4))
+        required = [name for name in names if draw.random() < 0.6]
+        properties = {name: random_schema(draw, depth + 1) for name in names}
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {"type": kind}
+
+
+def schemas_give_valid_json(engines: list[Engine], prompts, seeds) -> int:
+    """Each schema and prompt with every engine, in batches; how many ended by themselves."""
+    drawn = [random.Random(seed) for seed in seeds]
+    schemas = [random_schema(draw) for draw in drawn]
+    params = [
+        SamplingParams(max_new_tokens=900, json_schema=schema, temperature=draw.choice([0, 0, 1.0]), seed=seed)
+        for schema, draw, seed in zip(schemas, drawn, seeds, strict=True)
+    ]
+    asked = [prompts[seed % len(prompts)] for seed in seeds]
+    first = None
+    for engine in engines:
+        outs = engine.generate(asked, params)
+        first = first or outs
+        assert [out.token_ids for out in outs] == [out.token_ids for out in first]
+        for schema, out in zip(schemas, outs, strict=True):
+            assert out.finish_reason == "stop", f"{schema}: {out.text!r}"
+            jsonschema.validate(json.loads(out.text), schema)
+    return sum(out.stats.forced_tokens for out in first)
+
+
+def test_a_few_random_schemas(engine_of, prompts):
+    engines = [engine_of(kind, max_batch_size=6, max_model_len=1024) for kind in (None, "tree")]
+    assert schemas_give_valid_json(engines, prompts, range(6)) > 0
+
+
+@pytest.mark.slow
+def test_many_random_schemas():
+    config = EngineConfig(max_batch_size=12, max_model_len=1024)
+    plain = Engine.from_pretrained("tiny-gemma4", config=config)
+    spec = SpecConfig(num_steps=3, topk=3, num_draft_tokens=10)
+    tree = Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=spec, config=config)
+    prompts = [
+        plain.chat_prompt(text) for text in ("Tom has 3 boxes of 12 pencils.", "Who are you?", "Write some JSON.")
+    ]
+    assert schemas_give_valid_json([plain, tree], prompts, range(100, 100 + MANY)) > 0
