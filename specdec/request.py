@@ -29,9 +29,9 @@ class RequestStats:
     """What speculation did for one request, or (summed) for many.
 
     `accepted_counts[i]`: rounds in which draft i + 1 was emitted. `drafted_rounds`: those that had drafts, and
-    `draft_tokens`: how deep these were, summed. `forced_tokens`: those that a grammar left no choice for, and that stood
-    in the place of drafts in `forced_rounds`. `cached_tokens`: prompt tokens whose K/V came out of
-    the prefix cache. Seconds are a request's share of its batch's time; but queue and first_token are from when it was
+    `draft_tokens`: how deep these were, summed. `forced_tokens`: those that a grammar left no choice for, and that
+    stood in the place of drafts in `forced_rounds`. `cached_tokens`: prompt tokens whose K/V came out of the prefix
+    cache. Seconds are a request's share of its batch's time; but queue and first_token are from when it was
     handed in until it had a row, and its first token.
     """
 
