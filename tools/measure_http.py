@@ -1,0 +1,152 @@
+"""What HTTP costs: a table, and JSON with `--out`.
+
+    start     from `specdec serve` (the bundled pair) to its address, and to the first token of a chat sent at once
+    overhead  the same prompts through `Engine.generate` and through a server, so many at a time in both: time per
+              token, the ratio, and what is left for HTTP
+
+    python tools/measure_http.py
+    python tools/measure_http.py --parts overhead --clients 1 8 32 --repeats 5
+    python tools/measure_http.py --target DIR --drafter DIR --device cuda
+
+The two ways take turns, each with an engine of its own on the same device, so that what the machine does meanwhile hits
+both; the client of the server is a process of its own beside it, as it is in life. Reported are medians of the repeats.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from specdec import Engine, EngineConfig, SamplingParams
+from specdec.commands.settings import drafter_name, quiet_libraries
+from specdec.evaluation.conditions import conditions
+from specdec.evaluation.data import Problem, read_prompts
+from specdec.evaluation.serving.client import Asking
+from specdec.evaluation.serving.load import run_load
+from specdec.evaluation.serving.pace import Pace
+from specdec.evaluation.serving.server import Server
+from specdec.models.bundled import HELD_OUT_PROBLEMS
+from specdec.models.loading import pick_device
+
+GREETING = "specdec serve: "
+
+
+@contextmanager
+def running_server(options: argparse.Namespace, batch: int) -> Iterator[str]:
+    """A server with that many rows; its address."""
+    pair = ["--target", options.target, "--drafter", options.drafter]
+    where = [] if options.device is None else ["--device", options.device]
+    command = [sys.executable, "-m", "specdec.cli", "serve", "--port", "0", "--batch-size", str(batch), *pair, *where]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            if not line.startswith(GREETING):
+                log.seek(0)
+                sys.exit(f"the server did not start:\n{log.read()[-2000:]}")
+            yield line.removeprefix(GREETING).strip()
+        finally:
+            process.terminate()
+            process.wait()
+            process.stdout.close()
+
+
+def measure_start(options: argparse.Namespace, problems: Sequence[Problem]) -> dict[str, float]:
+    chat = {"messages": [{"role": "user", "content": problems[0].text}], "max_tokens": 8, "stream": True}
+    cpu = sum(os.times()[2:4])  # of processes that ended
+    begin = time.perf_counter()
+    with running_server(options, 8) as url:
+        ready = time.perf_counter() - begin
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=chat, timeout=60.0) as response:
+            next(line for line in response.iter_lines() if '"content":"' in line and '"content":""' not in line)
+            first = time.perf_counter() - begin
+    used = sum(os.times()[2:4]) - cpu
+    return {
+        "start: its address after, s": ready,
+        "start: the first token after, s": first,
+        "start: CPU seconds of the process in all": used,
+    }
+
+
+def measure_overhead(options: argparse.Namespace, problems: Sequence[Problem], clients: int) -> dict[str, float]:
+    """Milliseconds a token, so many requests at a time, by way."""
+    config = EngineConfig(max_batch_size=clients, device=options.device)
+    drafter = drafter_name(options.target, options.drafter)
+    taken: dict[str, list[float]] = {"Python": [], "HTTP": []}
+    with (
+        Engine.from_pretrained(options.target, drafter, config=config) as engine,
+        running_server(options, clients) as url,
+    ):
+        asking = Asking(url=url, model=options.target, max_new_tokens=options.new)
+        prompts = [engine.chat_prompt(problem.text) for problem in problems]
+
+        def through_python() -> tuple[float, int]:
+            begin = time.perf_counter()
+            outputs = engine.generate(prompts, SamplingParams(options.new), progress=False)
+            return time.perf_counter() - begin, sum(len(output.token_ids) for output in outputs)
+
+        def through_http() -> tuple[float, int]:
+            report = run_load(Server(url), asking, Pace(concurrency=clients), problems)
+            assert report.completed == len(problems), report.errors
+            return report.seconds, report.output_tokens
+
+        ways = {"Python": through_python, "HTTP": through_http}
+        counts = {name: way()[1] for name, way in ways.items()}  # warms up, and fills the prefix cache of both
+        assert len(set(counts.values())) == 1, f"not the same tokens: {counts}"
+        for repeat in range(options.repeats):
+            for name in ways if repeat % 2 == 0 else reversed(ways):
+                seconds, tokens = ways[name]()
+                taken[name].append(1e3 * seconds / tokens)
+    python, http = (statistics.median(taken[name]) for name in ("Python", "HTTP"))
+    return {
+        f"{clients} at a time: Python, ms a token": python,
+        f"{clients} at a time: HTTP, ms a token": http,
+        f"{clients} at a time: HTTP / Python": http / python,
+        f"{clients} at a time: HTTP more, us a token": 1e3 * (http - python),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=("start", "overhead"), default=["start", "overhead"])
+    parser.add_argument("--clients", nargs="+", type=int, default=[1, 8, 32], help="requests at a time")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=64, help="of each pass; fewer at one at a time")
+    parser.add_argument("--new", type=int, default=64, help="most tokens of each request")
+    parser.add_argument("--target", default="tiny-gemma4")
+    parser.add_argument("--drafter", default="auto")
+    parser.add_argument("--device", help="default: the first GPU, else the CPU")
+    parser.add_argument("--out", type=Path, help="JSON of all figures")
+    options = parser.parse_args()
+    quiet_libraries()
+    problems = read_prompts(HELD_OUT_PROBLEMS, options.requests)
+    figures: dict[str, float] = {}
+    if "start" in options.parts:
+        starts = [measure_start(options, problems) for _ in range(options.repeats)]
+        figures |= {name: statistics.median(start[name] for start in starts) for name in starts[0]}
+    if "overhead" in options.parts:
+        for clients in options.clients:
+            figures |= measure_overhead(options, problems[: max(16, 2 * clients)], clients)
+    known = conditions(pick_device(options.device), shlex.join(sys.argv))
+    print("| figure | median |\n|---|---:|")
+    for name, value in figures.items():
+        print(f"| {name} | {value:.2f} |")
+    print("\n" + ", ".join(f"{name} {value}" for name, value in known.items() if value))
+    if options.out:
+        record = {"conditions": known, "figures": figures}
+        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
