@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from specdec import Engine, EngineConfig, SamplingParams
 from specdec.cli import app
 from specdec.errors import ConfigError, SpecDecError
-from specdec.evaluation.data import Problem
+from specdec.evaluation.data import Problem, read_prompts
 from specdec.evaluation.serving.client import Answer, Asking, Chunk, Fault, error_message
 from specdec.evaluation.serving.events import events
 from specdec.evaluation.serving.figures import (
@@ -32,9 +33,11 @@ from specdec.evaluation.serving.load import run_load
 from specdec.evaluation.serving.pace import Pace
 from specdec.evaluation.serving.report import make_report, markdown_tables
 from specdec.evaluation.serving.server import Acceptance, Server, read_acceptance
+from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.progress import Interrupted
 
 from openai_stand_in import CUT, answer, chunk, event, head, stand_in, usage
+from served_engine import served
 
 PIECES = [("Tom ", 1), ("has 36-7 = ", 4), ("29.", 2)]
 
@@ -382,6 +385,22 @@ def test_acceptance_is_that_of_the_measured_requests():
 def test_a_server_without_counters_has_no_acceptance():
     with stand_in(answer(PIECES)) as server:
         assert run(server, 1).acceptance_length is None
+
+
+@pytest.mark.slow
+def test_a_server_of_ours_says_what_every_chunk_brought_and_what_was_accepted():
+    problems = read_prompts(HELD_OUT_PROBLEMS, 6)
+    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", config=EngineConfig(max_batch_size=4)) as engine:
+        with served(engine) as (url, _, _):
+            asked = Asking(url=url, model="tiny-gemma4", max_new_tokens=24)
+            report = run_load(Server(url), asked, Pace(concurrency=3), problems)
+        outputs = engine.generate([engine.chat_prompt(problem.text) for problem in problems], SamplingParams(24))
+    assert (report.completed, report.counted) == (6, Counted.EVERY_CHUNK.value)
+    assert report.output_tokens == sum(len(output.token_ids) for output in outputs)
+    assert report.prompt_tokens == sum(len(output.prompt_token_ids) for output in outputs)
+    drafted = sum(output.stats.round_tokens for output in outputs) / sum(output.stats.rounds for output in outputs)
+    assert report.acceptance_length == pytest.approx(drafted, rel=0.1)  # the last drafts of an answer may be cut off
+    assert report.tokens_per_chunk > 2
 
 
 def test_nothing_answered_is_one_sentence():

@@ -11,7 +11,6 @@ import os
 import random
 import socket
 import statistics
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,18 +18,16 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-import uvicorn
-from http_crowd import Crowd, Job, Probe
 from prometheus_client.parser import text_string_to_metric_families
 from server_process import ServerProcess, running_server
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.evaluation.data import read_prompts
 from specdec.models.bundled import HELD_OUT_PROBLEMS
-from specdec.serving.app import create_app
-from specdec.serving.async_engine import AsyncEngine, Streams
-from specdec.serving.server import address, listen
-from specdec.serving.settings import ServeSettings
+from specdec.serving.async_engine import Streams
+
+from http_crowd import Crowd, Job, Probe
+from served_engine import served
 
 SECONDS = float(os.environ.get("SPECDEC_SOAK", "2"))
 JOBS = 6 if SECONDS < 30 else 48
@@ -146,41 +143,12 @@ def engine():
         yield engine
 
 
-@contextlib.contextmanager
-def served(engine):
-    """(URL, AsyncEngine, event loop) of a server on a thread."""
-    running, ready = AsyncEngine(engine), threading.Event()
-    settings = ServeSettings(model_names=["tiny-gemma4"], max_body_bytes=BODY_LIMIT)
-    config = uvicorn.Config(create_app(running, settings), log_config=None, access_log=False, lifespan="off")
-    server = uvicorn.Server(config)
-    loop = asyncio.new_event_loop()
-
-    async def serve(bound):
-        starting = asyncio.create_task(server.serve(sockets=[bound]))
-        while not server.started:
-            await asyncio.sleep(0.01)
-        ready.set()
-        await starting
-        await running.close()
-
-    with listen("127.0.0.1", 0) as bound:
-        thread = threading.Thread(target=loop.run_until_complete, args=(serve(bound),))
-        thread.start()
-        try:
-            assert ready.wait(20)
-            yield address(bound), running, loop
-        finally:
-            server.should_exit = True
-            thread.join(20)
-            loop.close()
-
-
 @pytest.mark.slow
 def test_a_crowd_leaves_no_slot_no_request_and_no_task(engine):
     async def tasks():
         return len(asyncio.all_tasks())
 
-    with served(engine) as (url, running, loop):
+    with served(engine, BODY_LIMIT) as (url, running, loop):
 
         def inside():
             slots = engine.stats().full_slots.held, engine.stats().swa_slots.held
@@ -223,7 +191,7 @@ def test_a_client_that_goes_away_frees_its_slots_within_one_round(engine, monkey
         head = ["POST /v1/chat/completions HTTP/1.1", "host: h", "content-type: application/json"]
         return "\r\n".join([*head, f"content-length: {len(body)}", "", ""]).encode() + body
 
-    with served(engine) as (url, running, _):
+    with served(engine, BODY_LIMIT) as (url, running, _):
         place = urlsplit(url)
         stays, leaves = (socket.create_connection((place.hostname, place.port)) for _ in range(2))
         with stays, leaves:

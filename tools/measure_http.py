@@ -2,7 +2,7 @@
 
     start     from `specdec serve` (the bundled pair) to its address, and to the first token of a chat sent at once
     overhead  the same prompts through `Engine.generate` and through a server, so many at a time in both: time per
-              token, the ratio, and what is left for HTTP
+              token on the clock, and CPU time per token of the process that has the engine, with their ratios
 
     python tools/measure_http.py
     python tools/measure_http.py --parts overhead --clients 1 8 32 --repeats 5
@@ -14,7 +14,6 @@ both; the client of the server is a process of its own beside it, as it is in li
 
 import argparse
 import json
-import os
 import shlex
 import statistics
 import subprocess
@@ -24,8 +23,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
+import psutil
 
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.commands.settings import drafter_name, quiet_libraries
@@ -42,8 +43,8 @@ GREETING = "specdec serve: "
 
 
 @contextmanager
-def running_server(options: argparse.Namespace, batch: int) -> Iterator[str]:
-    """A server with that many rows; its address."""
+def running_server(options: argparse.Namespace, batch: int) -> Iterator[tuple[str, psutil.Process]]:
+    """A server with that many rows: its address and its process."""
     pair = ["--target", options.target, "--drafter", options.drafter]
     where = [] if options.device is None else ["--device", options.device]
     command = [sys.executable, "-m", "specdec.cli", "serve", "--port", "0", "--batch-size", str(batch), *pair, *where]
@@ -55,7 +56,7 @@ def running_server(options: argparse.Namespace, batch: int) -> Iterator[str]:
             if not line.startswith(GREETING):
                 log.seek(0)
                 sys.exit(f"the server did not start:\n{log.read()[-2000:]}")
-            yield line.removeprefix(GREETING).strip()
+            yield line.removeprefix(GREETING).strip(), psutil.Process(process.pid)
         finally:
             process.terminate()
             process.wait()
@@ -64,57 +65,80 @@ def running_server(options: argparse.Namespace, batch: int) -> Iterator[str]:
 
 def measure_start(options: argparse.Namespace, problems: Sequence[Problem]) -> dict[str, float]:
     chat = {"messages": [{"role": "user", "content": problems[0].text}], "max_tokens": 8, "stream": True}
-    cpu = sum(os.times()[2:4])  # of processes that ended
     begin = time.perf_counter()
-    with running_server(options, 8) as url:
+    with running_server(options, 8) as (url, server):
         ready = time.perf_counter() - begin
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=chat, timeout=60.0) as response:
             next(line for line in response.iter_lines() if '"content":"' in line and '"content":""' not in line)
-            first = time.perf_counter() - begin
-    used = sum(os.times()[2:4]) - cpu
+            first, used = time.perf_counter() - begin, cpu_seconds(server)
     return {
         "start: its address after, s": ready,
         "start: the first token after, s": first,
-        "start: CPU seconds of the process in all": used,
+        "start: CPU seconds until then": used,
     }
 
 
+class Pass(NamedTuple):
+    """All prompts once. all_tokens: those outside of the seconds too."""
+
+    tokens: int
+    all_tokens: float
+    seconds: float
+
+
+class Taken(NamedTuple):
+    """What a pass took, in milliseconds a token."""
+
+    clock: float
+    cpu: float
+
+
 def measure_overhead(options: argparse.Namespace, problems: Sequence[Problem], clients: int) -> dict[str, float]:
-    """Milliseconds a token, so many requests at a time, by way."""
+    """The same prompts, so many requests at a time, by both ways."""
     config = EngineConfig(max_batch_size=clients, device=options.device)
     drafter = drafter_name(options.target, options.drafter)
-    taken: dict[str, list[float]] = {"Python": [], "HTTP": []}
     with (
         Engine.from_pretrained(options.target, drafter, config=config) as engine,
-        running_server(options, clients) as url,
+        running_server(options, clients) as (url, server),
     ):
         asking = Asking(url=url, model=options.target, max_new_tokens=options.new)
         prompts = [engine.chat_prompt(problem.text) for problem in problems]
 
-        def through_python() -> tuple[float, int]:
+        def through_python() -> Pass:
             begin = time.perf_counter()
             outputs = engine.generate(prompts, SamplingParams(options.new), progress=False)
-            return time.perf_counter() - begin, sum(len(output.token_ids) for output in outputs)
+            tokens = sum(len(output.token_ids) for output in outputs)
+            return Pass(tokens, tokens, time.perf_counter() - begin)
 
-        def through_http() -> tuple[float, int]:
+        def through_http() -> Pass:
             report = run_load(Server(url), asking, Pace(concurrency=clients), problems)
             assert report.completed == len(problems), report.errors
-            return report.seconds, report.output_tokens
+            more = 1 + 1 / len(problems)  # the request that goes ahead
+            return Pass(report.output_tokens, report.output_tokens * more, report.seconds)
 
-        ways = {"Python": through_python, "HTTP": through_http}
-        counts = {name: way()[1] for name, way in ways.items()}  # warms up, and fills the prefix cache of both
+        ways = {"Python": (through_python, psutil.Process()), "HTTP": (through_http, server)}
+        counts = {name: way().tokens for name, (way, _) in ways.items()}  # warms up, and fills the prefix cache of both
         assert len(set(counts.values())) == 1, f"not the same tokens: {counts}"
+        taken: dict[str, list[Taken]] = {name: [] for name in ways}
         for repeat in range(options.repeats):
             for name in ways if repeat % 2 == 0 else reversed(ways):
-                seconds, tokens = ways[name]()
-                taken[name].append(1e3 * seconds / tokens)
-    python, http = (statistics.median(taken[name]) for name in ("Python", "HTTP"))
-    return {
-        f"{clients} at a time: Python, ms a token": python,
-        f"{clients} at a time: HTTP, ms a token": http,
-        f"{clients} at a time: HTTP / Python": http / python,
-        f"{clients} at a time: HTTP more, us a token": 1e3 * (http - python),
-    }
+                way, process = ways[name]
+                before, one = cpu_seconds(process), way()
+                used = cpu_seconds(process) - before
+                taken[name].append(Taken(1e3 * one.seconds / one.tokens, 1e3 * used / one.all_tokens))
+    figures = {}
+    for kind in Taken._fields:
+        python, http = (statistics.median(getattr(one, kind) for one in taken[name]) for name in ("Python", "HTTP"))
+        figures[f"{clients} at a time, {kind}: Python, ms a token"] = python
+        figures[f"{clients} at a time, {kind}: HTTP, ms a token"] = http
+        figures[f"{clients} at a time, {kind}: HTTP / Python"] = http / python
+    return figures
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """Of all its threads."""
+    used = process.cpu_times()
+    return float(used.user + used.system)
 
 
 def main() -> None:
@@ -123,7 +147,7 @@ def main() -> None:
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 8, 32], help="requests at a time")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--requests", type=int, default=64, help="of each pass; fewer at one at a time")
-    parser.add_argument("--new", type=int, default=64, help="most tokens of each request")
+    parser.add_argument("--new", type=int, default=48, help="most tokens of each request")
     parser.add_argument("--target", default="tiny-gemma4")
     parser.add_argument("--drafter", default="auto")
     parser.add_argument("--device", help="default: the first GPU, else the CPU")

@@ -1,0 +1,46 @@
+"""A server in this process, for tests that look inside while it is asked; `server_process.py` has one of its own."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from specdec import Engine
+from specdec.serving.app import create_app
+from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.server import address, listen
+from specdec.serving.settings import ServeSettings
+
+
+@contextmanager
+def served(
+    engine: Engine, max_body_bytes: int = 1 << 20
+) -> Iterator[tuple[str, AsyncEngine, asyncio.AbstractEventLoop]]:
+    """(URL, AsyncEngine, event loop) of a server on a thread."""
+    running, ready = AsyncEngine(engine), threading.Event()
+    settings = ServeSettings(model_names=["tiny-gemma4"], max_body_bytes=max_body_bytes)
+    config = uvicorn.Config(create_app(running, settings), log_config=None, access_log=False, lifespan="off")
+    server = uvicorn.Server(config)
+    loop = asyncio.new_event_loop()
+
+    async def serve(bound: socket.socket) -> None:
+        starting = asyncio.create_task(server.serve(sockets=[bound]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        ready.set()
+        await starting
+        await running.close()
+
+    with listen("127.0.0.1", 0) as bound:
+        thread = threading.Thread(target=loop.run_until_complete, args=(serve(bound),))
+        thread.start()
+        try:
+            assert ready.wait(20)
+            yield address(bound), running, loop
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            loop.close()
