@@ -115,3 +115,19 @@ def test_metadata_that_differs_is_named(check_dist):
 
 def test_targets_called_finds():
     assert targets_called("make check test\n- run: make dist PYTHON=python\n") == {"check", "test", "dist"}
+
+
+def test_the_container_gets_all_that_is_installed():
+    """What the Dockerfile copies is in the context, and is all that the build of the package reads."""
+    copies = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text("utf-8"), re.MULTILINE)
+    copied = {word for line in copies for word in line.split()}
+    ignored = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
+    assert "*" in ignored
+    assert {line.removeprefix("!") for line in ignored if line.startswith("!")} == copied
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    tool = project["tool"]["setuptools"]
+    folders = {tool["package-dir"].get(package, package.split(".")[0]) for package in tool["packages"]}
+    folders = {folder for folder in folders if "/" not in folder}
+    files = {"pyproject.toml", "constraints.txt", project["project"]["readme"], *project["project"]["license-files"]}
+    assert copied == folders | files
+    assert all((ROOT / each).exists() for each in copied)
