@@ -105,7 +105,7 @@ def test_chunks_say_the_figures_so_far(path, asked, server):
 def test_a_typed_prompt_is_answered_twice_with_drafts_in_colour(page, tmp_path):
     expect(page.locator("#model")).to_have_text("tiny-gemma4")
     page.fill("#prompt", "")
-    page.type("#prompt", QUESTION)
+    page.locator("#prompt").press_sequentially(QUESTION)
     page.fill("#max-tokens", "64")
     page.click("#go")
     expect(page.locator("#verdict")).to_contain_text("Texts equal: yes", timeout=SECONDS)
