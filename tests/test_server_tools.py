@@ -26,7 +26,8 @@ TOOLS = [
 ]
 CHAT = [{"role": "user", "content": "Ann has 4 eggs and buys 3 more. How many?"}]
 WRITTEN = (  # as the template's format has it, with text in front
-    r'Well, I add\.\n<tool_call>\n\{"name": "add", "arguments": \{"a": [1-9][0-9]?, "unit": "(eggs|pens)"\}\}\n</tool_call>'
+    r'Well, I add\.\n<tool_call>\n\{"name": "add", "arguments": \{"a": [1-9][0-9]?, "unit": "(eggs|pens)"\}\}'
+    r"\n</tool_call>"
     r'\n<tool_call>\n\{"name": "now", "arguments": \{\}\}\n</tool_call>'
 )
 
@@ -35,9 +36,11 @@ WRITTEN = (  # as the template's format has it, with text in front
 def client(tmp_path_factory):
     path = tmp_path_factory.mktemp("template") / "template.jinja"
     path.write_text(TEMPLATE)
-    with running_server("--chat-template", str(path)) as server:
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            yield client
+    with (
+        running_server("--chat-template", str(path)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
 
 
 def ask(client, **options):

@@ -65,6 +65,8 @@ class ToolParser:
 
     special: tuple[str, ...] = ()
     """Special tokens that the format is written with: the text must have them."""
+    begins = "<"
+    """What a call behind text begins with: other characters need no closer look."""
 
     def __init__(self, types: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """types: of each tool, the JSON schemas of its parameters, for formats that write values without quotes."""
@@ -81,8 +83,17 @@ class ToolParser:
 
     def feed(self, text: str) -> list[Piece]:
         """What more of the text adds."""
-        for char in text:
-            self._reading.send(char)
+        at = 0
+        while at < len(text):
+            if self._gap is None and not (self._phase or self._held or self._unread):
+                found = text.find(self.begins, at)
+                end = found if found >= 0 else len(text)
+                if end > at:
+                    self._content(text[at:end])
+                    at = end
+                    continue
+            self._reading.send(text[at])
+            at += 1
         return self._take()
 
     def finish(self) -> list[Piece]:

@@ -86,6 +86,7 @@ class MistralParser(JsonToolParser):
     """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]; later [TOOL_CALLS]NAME[ARGS]{...} for each."""
 
     special = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    begins = "["
 
     def _call(self) -> Reading[None]:
         yield from self._expect("[TOOL_CALLS]")
