@@ -41,6 +41,7 @@ from specdec.models.loading import SHARED_OPTIONS, load_any_drafter, load_target
 from specdec.models.target import TargetModel
 from specdec.progress import progress_bar
 from specdec.request import GenerationOutput, Request, StreamDelta
+from specdec.rounds.chunks import ChunkGraphs
 from specdec.rounds.graphs import RoundGraphs, capture_for
 from specdec.rounds.launch import Launcher
 from specdec.rounds.round import Round
@@ -97,8 +98,11 @@ class Engine:
             max_prefill_tokens=self.config.max_prefill_tokens,
             prefixes=self.prefixes,
         )
-        graphs = None if capture is None else RoundGraphs(self.round, capture, strict=self.config.cuda_graphs is True)
-        self.steps = Steps(self.scheduler, Launcher(self.round, self.spec, graphs))
+        graphs = chunks = None
+        if capture is not None:
+            strict = config.cuda_graphs is True
+            graphs, chunks = (kind(self.round, capture, strict=strict) for kind in (RoundGraphs, ChunkGraphs))
+        self.steps = Steps(self.scheduler, Launcher(self.round, self.spec, graphs, chunks))
         self.intake = Intake(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
         self.end_tokens = self.intake.end_tokens
         self._live: dict[int, Request] = {}  # by number, oldest first: the one list that a fault cannot spoil
@@ -257,8 +261,7 @@ class Engine:
                     request.abort()
                 self._live.clear()
                 self.steps.restart([])
-                if self.steps.launcher.graphs is not None:
-                    self.steps.launcher.graphs.clear()
+                self.steps.launcher.clear()
                 self.cache.clear()
 
     def __reduce__(self) -> NoReturn:

@@ -87,7 +87,7 @@ def test_captured_rounds_give_the_same_tokens(drafter, spec, pool, graphs) -> No
         engine = Engine.from_pretrained("tiny-gemma4", name, spec=spec, config=config)
         outputs.append(serve(engine, *asked))
         if on:
-            assert len(captured_batches(engine)) > 1
+            assert len(captured_batches(engine)) > 1 and any(engine.steps.launcher.chunks._captured.values())
             assert bool(pool) == bool(engine.stats().preemptions)
     assert outputs[0] == outputs[1]
 
@@ -121,6 +121,31 @@ def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant,
         engine = small_engine(assistant, on, **settings)
         outputs.append(serve(engine, [[5, 9, 11]], [SamplingParams(max_new_tokens=5, ignore_eos=True)]))
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("drafter", [None, "mtp"])
+def test_prompts_are_captured_too(drafter, small_engine, make_target, make_assistant) -> None:
+    """Chunks of many lengths, at the beginning of prompts and behind, alone and together, each shape time and again."""
+    made = None if drafter is None else make_assistant(make_target("gemma4-e2b"))
+    asked = requests(12, seed=5)
+    outputs = []
+    for on in (True, False):
+        engine = small_engine(made, on, prefill_chunk=8, max_batch_size=3)
+        outputs.append([serve(engine, *asked) for _ in range(2)])
+        if on:
+            captured = {shape for shape, taken in engine.steps.launcher.chunks._captured.items() if taken}
+            assert {shape.batch for shape in captured} >= {1, 2} and {shape.width for shape in captured} == {16}
+            assert {shape.longest > 0 for shape in captured} == {False, True}
+    assert outputs[0] == outputs[1] and outputs[0][0] == outputs[0][1]
+
+
+def test_prompts_of_many_tokens_are_read_as_they_are(small_engine, monkeypatch) -> None:
+    monkeypatch.setattr("specdec.rounds.chunks.MOST_POSITIONS", 23)  # 16 of one row, not of two
+    asked = requests(6, seed=7)
+    engine = small_engine()
+    assert serve(engine, *asked) == serve(small_engine(on=False), *asked)
+    shapes = {(shape.batch, shape.width) for shape in engine.steps.launcher.chunks._captured}
+    assert shapes == {(1, 16)} and max(map(len, asked[0])) > 16
 
 
 def test_rounds_are_captured_before_the_first_request(small_engine) -> None:
@@ -189,7 +214,7 @@ def test_what_cannot_be_captured_runs_as_it_is_and_is_said_once(small_engine, ca
     with caplog.at_level(logging.WARNING, "specdec"):
         assert serve(small_engine(Peeking()), *asked) == right
     assert [r.message for r in caplog.records] == ["rounds run without CUDA graphs: item inside of a captured round"]
-    with pytest.raises(ConfigError, match=r"^a round of 2 requests cannot be captured .*cuda_graphs='auto' or False$"):
+    with pytest.raises(ConfigError, match=r"^rounds cannot be captured .*cuda_graphs='auto' or False$"):
         small_engine(Peeking(), cuda_graphs=True)
 
 

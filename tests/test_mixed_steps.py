@@ -225,13 +225,13 @@ def test_chunks_of_a_kind_share_a_forward():
 
 def test_prompts_in_several_forwards_are_one_step(engine_for, make_target, greedy_oracle, random_prompt, monkeypatch):
     engine = engine_for(False, prefill_chunk=128, max_model_len=256)
-    widths, prefill = [], engine.round.prefill
+    widths, read = [], engine.round.read
 
     def watched(rows, length, *rest):
         widths.append(length.tolist())
-        return prefill(rows, length, *rest)
+        return read(rows, length, *rest)
 
-    monkeypatch.setattr(engine.round, "prefill", watched)
+    monkeypatch.setattr(engine.round, "read", watched)
     prompts = [random_prompt(n) for n in (4, 100, 2, 6)]
     handles = [engine.submit(prompt, PARAMS) for prompt in prompts]
     engine.step()

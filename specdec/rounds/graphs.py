@@ -11,8 +11,8 @@ under, and to a live cache; a replay under anything else is an error. When weigh
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -59,35 +59,31 @@ class Captured(NamedTuple):
     view_key: tuple[object, ...]
 
 
-class RoundGraphs:
-    """The captured rounds of one engine. strict: what cannot be captured is an error, else it runs as it is."""
+class Captures:
+    """What one engine has captured of programs of one sort, by shape. strict: what cannot be captured is an error, else
+    it runs as it is."""
+
+    what: ClassVar[str]
 
     def __init__(self, round: Round, capture: Capture, *, strict: bool) -> None:
         self.round = round
         self._capture = capture
         self._strict = strict
-        self._captured: dict[RoundShape, Captured | None] = {}  # None: it ran once
+        self._captured: dict[Hashable, Captured | None] = {}  # None: it ran once
         self._generation = round.weights_generation()
         self._refused = False  # the model or the drafter does what a graph cannot hold
 
-    def bucket(self, shape: RoundShape) -> RoundShape:
-        """The shape under which a round runs: padded to the next size there is."""
-        table = self.round.cache.table
-        batch = min(size for size in batch_sizes(table.max_requests) if size >= shape.batch)
-        longest = min(length_bucket(shape.longest), table.slots.host.shape[1] - 1)
-        return shape._replace(batch=batch, longest=longest)
-
-    def run(self, shape: RoundShape, between: Between = nothing) -> torch.Tensor:
-        """One round of the seated rows -> its packed result, which the next round of this shape overwrites."""
+    def run_captured(self, shape: Hashable, programs: Sequence[Program], between: Between = nothing) -> torch.Tensor:
+        """These programs, or what was captured of those of this shape -> what the last returns."""
         if self._generation != (now := self.round.weights_generation()):
             self._generation = now
             self.clear()
         captured = self._captured.get(shape)
         if captured is None and shape in self._captured and not self._refused:
-            captured = self._captured[shape] = self._try(shape)
+            captured = self._captured[shape] = self._try(programs)
         if captured is None:
             self._captured[shape] = None
-            return run_programs(self.round.programs(shape), between)
+            return run_programs(programs, between)
         if captured.view_key != self.round.view.key:
             raise FrozenKVError("a captured round is replayed under another view than its own")
         self.round.cache.allocator.require_unfrozen("a captured round")
@@ -101,20 +97,36 @@ class RoundGraphs:
         """Let go of all that was captured, and of its memory."""
         self._captured.clear()
 
-    def _try(self, shape: RoundShape) -> Captured | None:
-        programs = self.round.programs(shape)
+    def _try(self, programs: Sequence[Program]) -> Captured | None:
         try:
             replays = [self._capture(program) for program in programs]
         except Exception as error:  # of many kinds: whatever the model does that a graph cannot hold
             if self._strict:
                 raise ConfigError(
-                    f"a round of {shape.batch} requests cannot be captured in a CUDA graph ({first_line(error)}); "
+                    f"{self.what} cannot be captured in a CUDA graph ({first_line(error)}); "
                     "use cuda_graphs='auto' or False"
                 ) from error
-            logger.warning("rounds run without CUDA graphs: %s", first_line(error))
+            logger.warning("%s run without CUDA graphs: %s", self.what, first_line(error))
             self._refused = True
             return None
         return Captured(replays, programs, self.round.view.key)
+
+
+class RoundGraphs(Captures):
+    """The captured rounds of one engine."""
+
+    what = "rounds"
+
+    def bucket(self, shape: RoundShape) -> RoundShape:
+        """The shape under which a round runs: padded to the next size there is."""
+        table = self.round.cache.table
+        batch = min(size for size in batch_sizes(table.max_requests) if size >= shape.batch)
+        longest = min(length_bucket(shape.longest), table.slots.host.shape[1] - 1)
+        return shape._replace(batch=batch, longest=longest)
+
+    def run(self, shape: RoundShape, between: Between = nothing) -> torch.Tensor:
+        """One round of the seated rows -> its packed result, which the next round of this shape overwrites."""
+        return self.run_captured(shape, self.round.programs(shape), between)
 
 
 def run_programs(programs: Sequence[Program], between: Between) -> torch.Tensor:
@@ -141,9 +153,9 @@ def batch_sizes(most: int) -> list[int]:
     return [size for size in sizes if size < most] + [most]
 
 
-def length_bucket(longest: int) -> int:
-    """The next of 1024, 1536, 2048, 3072, 4096, ...: tables are at most a half wider than need be."""
-    size = SHORTEST
-    while size < longest:
+def length_bucket(length: int, shortest: int = SHORTEST) -> int:
+    """The next of 1024, 1536, 2048, 3072, 4096, ... (from a power of two on): at most a half longer than need be."""
+    size = shortest
+    while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
     return size

@@ -15,9 +15,10 @@ import torch
 from specdec.attention.graft import MOST_FORCED
 from specdec.config import SamplingParams, SpecConfig
 from specdec.kvcache.mirror import IntArray
+from specdec.rounds.chunks import ChunkGraphs
 from specdec.rounds.graphs import RoundGraphs, batch_sizes, run_programs
 from specdec.rounds.result import RoundResult, RoundShape, unpack
-from specdec.rounds.round import DECODE_STAGES, PREFILL_STAGES, Round
+from specdec.rounds.round import DECODE_STAGES, PREFILL_STAGES, Chunk, Round
 from specdec.rounds.sampling import Uses
 from specdec.text.grammar import Place, Words, make_masks, tree_masks
 
@@ -78,17 +79,24 @@ class UnderWay:
 
 
 class Launcher:
-    """Runs the steps of one engine. graphs: None where rounds are not captured."""
+    """Runs the steps of one engine. graphs, chunks: None where nothing is captured."""
 
-    def __init__(self, round: Round, spec: SpecConfig, graphs: RoundGraphs | None) -> None:
+    def __init__(self, round: Round, spec: SpecConfig, graphs: RoundGraphs | None, chunks: ChunkGraphs | None) -> None:
         self.round = round
         self.spec = spec
         self.graphs = graphs
+        self.chunks = chunks
 
     @property
     def lag(self) -> int:
         """Rounds that may be under way when one more is launched."""
         return 0 if self.graphs is None else 1
+
+    def clear(self) -> None:
+        """Let go of all that was captured."""
+        for captures in (self.graphs, self.chunks):
+            if captures is not None:
+                captures.clear()
 
     def warm_up(self) -> Iterator[int]:
         """Capture greedy rounds of full drafts at the shortest tables, the largest batch first; nobody is seated.
@@ -125,9 +133,17 @@ class Launcher:
         chosen = np.array(through, dtype=np.int64)
         self.round.sampling.bring(rows[chosen], drawing, uses)
         self.round.flush()
-        allowed = _root_masks(places)
-        packed = self.round.prefill(rows, chunk_len, chosen, uses, logprobs, allowed)
+        self.round.clock.start(*PREFILL_STAGES)
+        packed = self.round.prefill(self._read(rows, chunk_len), chosen, uses, logprobs, _root_masks(places))
         return _fetch(packed, shape, PREFILL_STAGES, drawing, np.zeros(len(drawing), dtype=np.int64))
+
+    def _read(self, rows: IntArray, chunk_len: IntArray) -> Chunk:
+        """The target's part of prompt chunks, captured where they are few."""
+        chunk = None if self.chunks is None else self.chunks.read(rows, chunk_len)
+        if chunk is None:
+            length = torch.from_numpy(chunk_len).to(self.round.device, non_blocking=True)
+            chunk = self.round.read(self.round.cache.table.rows(rows), length, int(chunk_len.max()))
+        return chunk
 
     def decode(
         self, rows: IntArray, params: Sequence[SamplingParams], drafts: Sequence[Wanted], under_way: int

@@ -48,6 +48,24 @@ class Drafted(NamedTuple):
     most: torch.Tensor
 
 
+class Chunk(NamedTuple):
+    """What the target has read of prompts: the next `length` [B] tokens `fed` [B, N] of each row, 0 behind them, where
+    `committed_len` [B] were before."""
+
+    rows: Rows
+    length: torch.Tensor
+    committed_len: torch.Tensor
+    fed: torch.Tensor
+    out: TargetOutput
+
+    def first(self, count: int) -> "Chunk":
+        """Of the first `count` rows only."""
+        hidden, aux_states = self.out
+        out = TargetOutput(hidden[:count], None if aux_states is None else aux_states[:count])
+        rows = Rows(self.rows.index[:count], self.rows.longest)
+        return Chunk(rows, self.length[:count], self.committed_len[:count], self.fed[:count], out)
+
+
 class Verified(NamedTuple):
     """What the target made of it. fed: the tree with a token at every node."""
 
@@ -122,38 +140,40 @@ class Round:
         self.cache.flush(*self._mirrored())
 
     @torch.inference_mode()
-    def prefill(
-        self,
-        seats: IntArray,
-        chunk_len: IntArray,
-        through: IntArray,
-        uses: Uses,
-        logprobs: int | None,
-        allowed: npt.NDArray[np.int32] | None,
-    ) -> torch.Tensor:
-        """Make K/V of the next `chunk_len` [B] tokens of rows `seats` [B]; those numbered `through` [T] draw a token.
-
-        allowed: [T, 1, V / 32] what grammars let them draw. -> the packed result of T rounds of one node. What they
-        draw is in its place in `tokens`, so a round may follow. The host commits the chunks, from its own side, once
-        they are launched; the drafter observes them as if it had.
-        """
-        self.clock.start("prefill")
-        rows = self.cache.table.rows(seats)
-        length = self._upload(chunk_len)
-        width = int(chunk_len.max())
+    def read(self, rows: Rows, length: torch.Tensor, width: int) -> "Chunk":
+        """The target reads the next `length` [B] tokens of each row, at most `width`: makes their K/V."""
         plan = plan_chunk(self.backend, self.cache.table, rows, length, width)
         last_column = self.tokens.tensor.shape[1] - 1
         fed = self.tokens.tensor[rows.index[:, None], plan.positions.clamp(max=last_column)]  # [B, N]
         fed = fed.masked_fill(plan.positions >= (plan.committed_len + length)[:, None], 0)
         out = self.target.forward(fed, plan, self.view, self.aux_layers)
+        return Chunk(rows, length, plan.committed_len, fed, out)
 
-        behind = self.tokens.tensor[rows.index, (plan.committed_len + length).clamp(max=last_column)]
+    @torch.inference_mode()
+    def prefill(
+        self,
+        chunk: "Chunk",
+        through: IntArray,
+        uses: Uses,
+        logprobs: int | None,
+        allowed: npt.NDArray[np.int32] | None,
+    ) -> torch.Tensor:
+        """Behind what the target has read: those numbered `through` [T] draw a token, and the drafter observes.
+
+        allowed: [T, 1, V / 32] what grammars let them draw. -> the packed result of T rounds of one node. What they
+        draw is in its place in `tokens`, so a round may follow. The host commits the chunks, from its own side, once
+        they are launched; the drafter observes them as if it had.
+        """
+        rows, length, committed, fed, out = chunk
+        width = fed.shape[1]
+        last_column = self.tokens.tensor.shape[1] - 1
+        behind = self.tokens.tensor[rows.index, (committed + length).clamp(max=last_column)]
         first, scores = behind.new_zeros((0, 1)), None
         if len(through):
             chosen = self._upload(through)
             logits, softcap = self._logits(out.hidden[chosen, length[chosen] - 1][:, None], logprobs)  # [T, 1, V]
             history = self.tokens.tensor[rows.index[chosen], : rows.longest + width]
-            history_len = (plan.committed_len + length)[chosen]
+            history_len = (committed + length)[chosen]
             sampling = self.sampling.at(rows.index[chosen], uses)
             prompt_len = self.prompt_len.tensor[rows.index[chosen]]
             bits = None if allowed is None else self._upload(allowed)
@@ -162,8 +182,8 @@ class Round:
             behind = behind.index_copy(0, chosen, first[:, 0])
             self.tokens.tensor[rows.index[chosen], history_len] = first[:, 0]
             scores = None if logprobs is None else LogProbs.of(logits, first, logprobs)
-        steps = torch.arange(width, device=self.device).expand(len(seats), width)
-        self._observe(rows, plan.committed_len, fed, out, steps, length, behind)
+        steps = torch.arange(width, device=self.device).expand(len(fed), width)
+        self._observe(rows, committed, fed, out, steps, length, behind)
         return pack(torch.ones_like(first[:, 0]), torch.zeros_like(first), first, scores, self.clock.stop())
 
     def decode(self, shape: RoundShape) -> torch.Tensor:

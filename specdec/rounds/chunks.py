@@ -1,0 +1,87 @@
+"""Captured forwards over prompt chunks, padded to few sizes.
+
+To launch a forward kernel by kernel takes the host as long as the device takes for a thousand tokens (40 ms, 42 layers
+on an H200), whatever its length: a short prompt waits for the host alone, and everybody who decodes waits with it. What
+comes behind the forward, a first token and the drafter's observation, is little and runs as it is.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from specdec.kvcache.mirror import IntArray
+from specdec.kvcache.table import Rows
+from specdec.rounds.graphs import Capture, Captures, length_bucket
+from specdec.rounds.round import Chunk, Round
+
+MOST_POSITIONS = 1024
+"""Of more, padding included, the device takes longer than the host."""
+
+NARROWEST = 16
+
+
+class ChunkShape(NamedTuple):
+    """All that decides what a forward over prompt chunks computes, but for data: `width` positions of each of `batch`
+    rows, behind committed prefixes of which none is longer than `longest`."""
+
+    batch: int
+    width: int
+    longest: int
+
+
+class ChunkProgram:
+    """The forward of one shape: reads `inputs` [2, B], rows and lengths, and leaves `chunk`, at fixed addresses once
+    it is captured. Rows of padding have no tokens."""
+
+    def __init__(self, round: Round, shape: ChunkShape) -> None:
+        self.chunk: Chunk | None = None
+        self._round = round
+        self._shape = shape
+        self._inputs = torch.zeros((2, shape.batch), dtype=torch.int64, device=round.device)
+
+    def feed(self, rows: IntArray, chunk_len: IntArray) -> None:
+        """These chunks are next."""
+        inputs = np.zeros((2, self._shape.batch), dtype=np.int64)
+        inputs[0] = self._round.cache.table.padding_row
+        inputs[:, : len(rows)] = rows, chunk_len
+        sent = torch.from_numpy(inputs)
+        self._inputs.copy_(sent.pin_memory() if self._inputs.is_cuda else sent, non_blocking=True)
+
+    def __call__(self) -> torch.Tensor:
+        rows = Rows(self._inputs[0], self._shape.longest)
+        self.chunk = self._round.read(rows, self._inputs[1], self._shape.width)
+        return self.chunk.out.hidden
+
+
+class ChunkGraphs(Captures):
+    """The captured chunks of one engine."""
+
+    what = "prompts"
+
+    def __init__(self, round: Round, capture: Capture, *, strict: bool) -> None:
+        super().__init__(round, capture, strict=strict)
+        self._programs: dict[ChunkShape, ChunkProgram] = {}
+
+    def read(self, rows: IntArray, chunk_len: IntArray) -> Chunk | None:
+        """The target reads the next `chunk_len` [B] tokens of `rows` [B]; None: they are too many to be captured."""
+        shape = self.bucket(rows, chunk_len)
+        if shape.batch * shape.width > MOST_POSITIONS:
+            return None
+        program = self._programs.setdefault(shape, ChunkProgram(self.round, shape))
+        program.feed(rows, chunk_len)
+        self.run_captured(shape, [program])
+        assert program.chunk is not None
+        return program.chunk.first(len(rows))
+
+    def bucket(self, rows: IntArray, chunk_len: IntArray) -> ChunkShape:
+        """The shape under which they are read: padded to the next size there is."""
+        table = self.round.cache.table
+        longest = int(table.committed_len.host[rows].max())
+        if longest:  # a shape of its own has what begins a prompt, with nothing behind it
+            longest = min(length_bucket(longest), table.slots.host.shape[1] - 1)
+        return ChunkShape(1 << (len(rows) - 1).bit_length(), length_bucket(int(chunk_len.max()), NARROWEST), longest)
+
+    def clear(self) -> None:
+        super().clear()
+        self._programs.clear()
