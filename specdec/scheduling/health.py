@@ -13,7 +13,7 @@ from specdec.request import Request, RequestStats
 from specdec.rounds.result import RoundResult
 from specdec.scheduling.scheduler import Scheduler
 
-logger = logging.getLogger("specdec.health")
+logger = logging.getLogger(__name__)
 
 ENOUGH_DRAFTS, FEW_ACCEPTED = 1000, 0.02
 """Of so many drafts (one a request and round) fewer than this share had a first token that was right: a broken pair,

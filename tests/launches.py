@@ -1,0 +1,364 @@
+"""Every launcher of the project, called as engines call it: shapes of published models, each dtype, each kind of call.
+
+Run by tests/test_kernels_compile.py, on a GPU that is not there. `LAUNCHES` has a function for each group of launchers;
+`EVERY` more shapes of the same. What is listed is what makes another program of a kernel: a dtype, a constant, a None,
+an integer that Triton specialises on.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import torch
+
+from specdec.attention.node_rows import build_node_rows
+from specdec.attention.own_keys import own_keys
+from specdec.attention.page_table import build_page_tables
+from specdec.attention.paged_attention import paged_attention
+from specdec.attention.tree import DraftTree
+from specdec.attention.tree_attention import tree_attention
+from specdec.attention.tree_build import select_tree
+from specdec.attention.tree_walk import accept, tree_fields
+from specdec.kvcache.move_kv import StoreAddresses, move_kv
+from specdec.kvcache.spaces import FullLoc
+from specdec.kvcache.store_kv import Destination, store_kv
+from specdec.layers.branches import fork_norm, join_norm
+from specdec.layers.embedding import embed
+from specdec.layers.linear import Product, finish, gated_linear, linear, vendor_gated_linear
+from specdec.layers.moe.mixture import Experts, Router, Routing, apply_experts, route
+from specdec.layers.norm import Gain, norm
+from specdec.layers.pair_norm import pair_norm
+from specdec.layers.path_rows import keep_last, path_rows
+from specdec.layers.ple import gated_projection, layer_inputs
+from specdec.layers.rope_store import Heads, rope_store
+from specdec.layers.rotary import Rotary, rotary
+from specdec.layers.sampling.centroid import CentroidHead, centroid_best, centroid_sample
+from specdec.layers.sampling.sample import SampleParams, Seen, best_tokens, log_probs, sample
+from specdec.layers.sampling.seen import mark_seen
+from specdec.layers.softcap import softcap
+from specdec.rounds.clock import StageClock
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = (BF16, FP16, FP32)
+
+
+def numbers(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="cuda")
+
+
+def integers(*shape: int) -> torch.Tensor:
+    return numbers(*shape, dtype=torch.int64)
+
+
+def parts_of(num_parts: int, num_rows: int, width: int, dtype: torch.dtype, *, bias: bool = False) -> Product:
+    """A product whose last sum is left to its reader."""
+    added = numbers(width, dtype=dtype) if bias else None
+    return Product(numbers(num_parts, num_rows, width, dtype=FP32), added, dtype)
+
+
+def gain_of(width: int, dtype: torch.dtype, *, round_first: bool = False) -> Gain:
+    return Gain(numbers(width, dtype=dtype), 1e-6, round_first)
+
+
+# the cache
+
+
+def cache(dtype: torch.dtype, page_size: int, *, swa: bool) -> None:
+    slots, rows, length = integers(9, 4096), integers(3), integers(3)
+    build_page_tables(
+        slots,
+        integers(9999) if swa else None,
+        rows,
+        length,
+        num_nodes=5,
+        retain=512 if swa else None,
+        page_size=page_size,
+        full_width=256,
+        swa_width=40 if swa else 0,
+    )
+    parents, depth = integers(3, 5), integers(3, 5)
+    build_node_rows(
+        slots, integers(9999) if swa else None, rows, length, parents, depth, window=512 if swa else None, width=600
+    )
+    pool = numbers(9999, 2, 256, dtype=dtype)
+    merged = numbers(15, 6, 256, dtype=dtype)
+    store_kv(merged[:, 2:4], merged[:, 4:], FullLoc(integers(15)), pool, pool)
+
+
+def moves(word: torch.dtype) -> None:
+    move_kv(
+        StoreAddresses((numbers(99, 2, 64),) * 2, integers(2, 3), word, 32, 64),
+        FullLoc(integers(6)),
+        FullLoc(integers(6)),
+    )
+
+
+# trees
+
+
+def trees(num_nodes: int) -> None:
+    tree = DraftTree(*(integers(3, num_nodes) for _ in range(2)), *tree_fields(integers(3, num_nodes), max_depth=4))
+    accept(tree, integers(3, num_nodes))
+    candidates = 4 * num_nodes
+    select_tree(
+        integers(3), integers(3, candidates), numbers(3, candidates, dtype=FP32), integers(3, candidates),
+        num_nodes=num_nodes, num_levels=4,
+    )  # fmt: skip
+    x, path = numbers(3, num_nodes, 7680), integers(3, num_nodes)
+    rows, _ = path_rows(x, integers(3, num_nodes), path[:, :4], integers(3), integers(3))
+    keep_last(numbers(9, 7680), integers(3), rows, integers(3))
+
+
+# attention
+
+
+def attention(
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    num_rows: int,
+    *,
+    batch: int = 3,
+    page_size: int = 1,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: bool = False,
+    tree: bool = False,
+    block: bool = True,
+    chunk: bool = False,
+    begun: bool = False,
+) -> None:
+    """What is asked of both families for such rows. begun: the table begins behind position 0, as windowed ones do."""
+    kv_heads, pages = 2, integers(batch, 640)
+    query = numbers(batch, num_rows, kv_heads * group, head_dim, dtype=dtype).transpose(1, 2)
+    pool_k, pool_v = (numbers(9999, kv_heads, head_dim, dtype=dtype) for _ in "kv")
+    positions, length, start = integers(batch, num_rows), integers(batch), integers(batch)
+    path_start = start if begun or window is not None else None
+    sink = numbers(kv_heads * group, dtype=dtype) if sinks else None
+    held = integers(batch) if chunk else None
+    write = integers(batch, num_rows) if block else None
+    own = own_keys(
+        pages, path_start, length, write, integers(batch, num_rows) if tree else None,
+        page_size=page_size, max_depth=4 if tree else None,
+    )  # fmt: skip
+    tree_attention(
+        query, pool_k, pool_v, own, pages, path_start, length, positions,
+        page_size=page_size, scaling=0.1, block_len=held, window=window, softcap=cap, sinks=sink,
+    )  # fmt: skip
+    new_k, new_v = (numbers(batch, num_rows, kv_heads, head_dim, dtype=dtype).transpose(1, 2) for _ in "kv")
+    words = integers(batch, num_rows, -(-num_rows // 64))
+    paged_attention(
+        query, new_k if block else None, new_v if block else None, pool_k, pool_v, pages, start, length, positions,
+        page_size=page_size, scaling=0.1, ancestors=words if tree else None, block_len=held, window=window, softcap=cap,
+        sinks=sink,
+    )  # fmt: skip
+
+
+# layers
+
+
+def products(dtype: torch.dtype, num_rows: int, activation: str, *, bias: bool = False) -> None:
+    x = numbers(num_rows, 2560, dtype=dtype)
+    for height in (512, 4096, 20480):
+        finish(linear(x, numbers(height, 2560, dtype=dtype), numbers(height, dtype=dtype) if bias else None))
+    gated_linear(x, numbers(20480, 2560, dtype=dtype), activation)
+    linear(x[:, :1000], numbers(4096, 1000, dtype=dtype))  # a K that tiles do not divide
+    vendor_gated_linear(numbers(65, 2560, dtype=dtype), numbers(20480, 2560, dtype=dtype), "silu")
+
+
+def norms(dtype: torch.dtype, splits: int, *, rounds: bool) -> None:
+    rows, width = 5, 2560
+    gain, residual = gain_of(width, dtype, round_first=rounds), numbers(rows, width, dtype=dtype)
+    part = parts_of(splits, rows, width, dtype, bias=rounds)
+    norm(Product.of(residual), pre=gain)
+    norm(part, residual=residual, pre=gain)
+    norm(part, post=gain, residual=residual, scale=numbers(1, dtype=dtype), pre=gain)
+    norm(part, post=gain, residual=residual)
+    pair_norm(integers(rows), numbers(99, width, dtype=dtype), part, gain, gain)
+    pair_norm(integers(rows), numbers(99, width, dtype=dtype), Product.of(residual), gain, gain)
+
+
+def forks(dtype: torch.dtype) -> None:
+    rows, width = 5, 2816
+    plain, rounded = gain_of(width, dtype), gain_of(width, dtype, round_first=True)
+    part, residual = parts_of(4, rows, width, dtype), numbers(rows, width, dtype=dtype)
+    fork_norm(part, post=plain, residual=residual, mlp=plain, experts=plain, router=rounded, factor=0.02)
+    for scale, pre in ((None, None), (numbers(1, dtype=dtype), plain)):
+        join_norm(
+            part, parts_of(8, rows, width, dtype), dense_gain=plain, chosen_gain=plain, post=plain,
+            residual=residual, scale=scale, pre=pre,
+        )  # fmt: skip
+
+
+def heads(
+    dtype: torch.dtype, head_dim: int, *, rotated: int, normed: bool, rounds: bool, stored: bool, kv: int
+) -> None:
+    rows = 5
+    cos, sin = rotary(integers(rows), numbers(rotated // 2, dtype=FP32), 1.0, dtype)
+    gain = gain_of(head_dim, dtype, round_first=rounds) if normed else None
+    layout = Heads(8, kv, head_dim, gain, gain, gain, values_are_keys=normed and head_dim == 512)
+    pool = numbers(9999, kv, head_dim, dtype=dtype)
+    destination = Destination(pool, pool, FullLoc(integers(rows))) if stored else None
+    rope_store(parts_of(3, rows, layout.width, dtype, bias=not normed), layout, Rotary(cos, sin), destination)
+
+
+def embeddings(dtype: torch.dtype) -> None:
+    tokens, table = integers(5), numbers(99, 2560, dtype=dtype)
+    embed(tokens, table)
+    embed(tokens, table, numbers(1, dtype=FP32), numbers(5, 256, dtype=dtype))
+    context, inputs = parts_of(2, 5, 35 * 256, dtype), numbers(99, 35 * 256, dtype=dtype)
+    for rounds in (False, True):
+        gain = gain_of(256, dtype, round_first=rounds)
+        e = layer_inputs(context, tokens, inputs, gain, context_scale=0.5, table_scale=16.0)
+        gated_projection(parts_of(2, 5, 256, dtype), e[:, 3], numbers(2560, 256, dtype=dtype), "gelu_tanh")
+
+
+# mixtures
+
+
+def mixture(
+    dtype: torch.dtype,
+    num_rows: int,
+    activation: str,
+    sizes: tuple[int, int] = (2880, 2880),
+    *,
+    normalised: bool,
+    bias: bool,
+    interleaved: bool,
+) -> None:
+    (hidden, width), num_experts, top_k = sizes, 32, 4
+    x = numbers(num_rows, hidden, dtype=dtype)
+    scale = None if bias else numbers(num_experts, dtype=dtype)
+    router = Router(
+        numbers(num_experts, hidden, dtype=dtype), top_k, numbers(num_experts, dtype=dtype) if bias else None,
+        expert_scale=scale, normalised=normalised,
+    )  # fmt: skip
+    routing: Routing = route(x, router)
+    up, down = (numbers(num_experts, n, k, dtype=dtype) for n, k in ((2 * width, hidden), (hidden, width)))
+    biases = (numbers(num_experts, 2 * width, dtype=dtype), numbers(num_experts, hidden, dtype=dtype))
+    apply_experts(x, routing, Experts(up, down, activation, *(biases if bias else (None, None)), interleaved, 1.7, 7.0))
+    if interleaved:  # the checkpoint's own order of axes
+        up, down = up.mT.contiguous().mT, down.mT.contiguous().mT
+        apply_experts(x, routing, Experts(up, down, activation, *biases, interleaved, 1.7, 7.0))
+
+
+# sampling
+
+
+def params_of(batch: int) -> SampleParams:
+    real, whole = numbers(batch, dtype=FP32), integers(batch)
+    return SampleParams(real, whole, real, real, real, whole)
+
+
+def sampling(
+    dtype: torch.dtype, cap: float | None, *, penalised: bool = False, best: bool = False, scores: bool = False
+) -> None:
+    """One draw; best: the children of a node; scores: log-probabilities."""
+    batch, nodes, vocab = 3, 5, 262144
+    logits, positions, params = numbers(batch, nodes, vocab, dtype=dtype), integers(batch, nodes), params_of(batch)
+    seen = None
+    if penalised:
+        seen = Seen(numbers(batch, vocab // 32, dtype=torch.int32), integers(batch, nodes, nodes))
+        mark_seen(seen.bits, integers(batch), integers(batch, 40), integers(batch))
+    if best:
+        best_tokens(logits[:, :1], positions[:, :1], params, 8, cap)
+    elif scores:
+        log_probs(logits, positions, 0, cap)
+    else:
+        sample(logits, positions, params, cap, seen)
+    if cap is not None:
+        softcap(logits, cap)
+
+
+def centroids(dtype: torch.dtype, *, best: bool = False) -> None:
+    head = CentroidHead(
+        numbers(2048, 256, dtype=dtype), numbers(2048, 128, dtype=torch.int32), numbers(262144, 256, dtype=dtype), 32
+    )
+    hidden = numbers(3, 1, 256, dtype=dtype)
+    if best:
+        centroid_best(hidden, integers(3, 1), params_of(3), head, 8)
+    else:
+        centroid_sample(hidden, integers(3, 1), params_of(3), head)
+
+
+def stamps() -> None:
+    clock = StageClock(numbers(1).device)
+    clock.start("draft")
+    clock.stop()
+
+
+Launch = tuple[str, Callable[[], None]]
+
+
+def launch(function: Callable[..., None], *args: object, **kwargs: object) -> Launch:
+    shown = [str(a).removeprefix("torch.") for a in (*args, *(f"{k}={v}" for k, v in kwargs.items()))]
+    return f"{function.__name__}({', '.join(shown)})", lambda: function(*args, **kwargs)
+
+
+def usual() -> Iterator[Launch]:
+    """A variant of each kind: every statement of every kernel becomes code in one of them."""
+    yield launch(cache, BF16, 1, swa=True)
+    yield launch(cache, FP32, 16, swa=False)
+    yield launch(moves, torch.int64)
+    yield launch(trees, 5)
+    yield launch(trees, 64)
+    yield launch(attention, BF16, 256, 4, 5, window=512)  # Gemma 4's layers with a window, and its frozen drafter
+    yield launch(attention, BF16, 512, 8, 1, begun=True, block=False)
+    yield launch(attention, FP16, 64, 8, 512, sinks=True, chunk=True, window=128, page_size=16)  # gpt-oss
+    yield launch(attention, BF16, 128, 4, 130, tree=True, cap=50.0)
+    yield launch(attention, FP32, 80, 1, 5, page_size=16, tree=True, window=64)
+    yield launch(products, BF16, 5, "gelu_tanh")
+    yield launch(products, FP32, 5, "silu", bias=True)
+    yield launch(products, FP16, 600, "silu")
+    yield launch(norms, BF16, 4, rounds=False)
+    yield launch(norms, FP16, 1, rounds=True)
+    yield launch(forks, BF16)
+    yield launch(heads, BF16, 512, rotated=128, normed=True, rounds=False, stored=True, kv=2)
+    yield launch(heads, FP16, 128, rotated=128, normed=True, rounds=True, stored=False, kv=8)
+    yield launch(heads, FP32, 64, rotated=64, normed=False, rounds=False, stored=True, kv=0)
+    yield launch(embeddings, BF16)
+    yield launch(mixture, BF16, 1, "swiglu_clamped", normalised=True, bias=True, interleaved=True)
+    yield launch(mixture, BF16, 20, "gelu_tanh", (1000, 1000), normalised=False, bias=False, interleaved=False)
+    yield launch(mixture, FP32, 300, "silu", normalised=True, bias=False, interleaved=False)
+    yield launch(sampling, BF16, 30.0, penalised=True)
+    yield launch(sampling, FP16, 30.0, best=True)
+    yield launch(sampling, FP32, None, scores=True)
+    yield launch(centroids, BF16, best=True)
+    yield launch(stamps)
+
+
+def every() -> Iterator[Launch]:
+    """The kinds with one another, minutes of them."""
+    yield from usual()
+    for dtype, page_size, swa in product(DTYPES, (1, 16), (False, True)):
+        yield launch(cache, dtype, page_size, swa=swa)
+    for word in (torch.int64, torch.int32, torch.int16, torch.int8):
+        yield launch(moves, word)
+    for num_nodes in (1, 2, 16, 100):
+        yield launch(trees, num_nodes)
+    for dtype, (head_dim, group), num_rows in product(
+        DTYPES, ((64, 8), (96, 1), (128, 4), (256, 4), (512, 8)), (1, 5, 33, 512)
+    ):
+        shape = (dtype, head_dim, group, num_rows)
+        for window, cap in ((None, None), (512, None), (512, 50.0)):
+            yield launch(attention, *shape, window=window, cap=cap, chunk=num_rows == 512)
+        yield launch(attention, *shape, batch=40, page_size=16, tree=1 < num_rows < 512, sinks=True)
+    for dtype, num_rows in product(DTYPES, (1, 20, 40, 100, 300, 600)):
+        for activation in ("gelu_tanh", "silu"):
+            yield launch(products, dtype, num_rows, activation, bias=num_rows == 20)
+        for bias in (False, True):
+            kind = "swiglu_clamped" if bias else "silu"
+            yield launch(mixture, dtype, num_rows, kind, normalised=bias, bias=bias, interleaved=bias)
+    for dtype in DTYPES:
+        for splits, rounds in product((1, 4), (False, True)):
+            yield launch(norms, dtype, splits, rounds=rounds)
+        for head_dim, normed, stored, kv in product((64, 128, 256, 512), (False, True), (False, True), (0, 2)):
+            for rotated in (head_dim, head_dim // 4):
+                yield launch(
+                    heads, dtype, head_dim, rotated=rotated, normed=normed, rounds=stored, stored=stored, kv=kv
+                )  # fmt: skip
+        for cap, penalised in product((None, 30.0), (False, True)):
+            yield launch(sampling, dtype, cap, penalised=penalised)
+            yield launch(sampling, dtype, cap, best=penalised, scores=not penalised)
+        yield launch(centroids, dtype, best=True)
+        for function in (forks, embeddings, centroids):
+            yield launch(function, dtype)
