@@ -201,15 +201,15 @@ def heads(
     rope_store(parts_of(3, rows, layout.width, dtype, bias=not normed), layout, Rotary(cos, sin), destination)
 
 
-def embeddings(dtype: torch.dtype) -> None:
-    tokens, table = integers(5), numbers(99, 2560, dtype=dtype)
+def embeddings(dtype: torch.dtype, num_rows: int) -> None:
+    tokens, table = integers(num_rows), numbers(99, 2560, dtype=dtype)
     embed(tokens, table)
-    embed(tokens, table, numbers(1, dtype=FP32), numbers(5, 256, dtype=dtype))
-    context, inputs = parts_of(2, 5, 35 * 256, dtype), numbers(99, 35 * 256, dtype=dtype)
+    embed(tokens, table, numbers(1, dtype=FP32), numbers(num_rows, 256, dtype=dtype))
+    context, inputs = parts_of(2, num_rows, 35 * 256, dtype), numbers(99, 35 * 256, dtype=dtype)
     for rounds in (False, True):
         gain = gain_of(256, dtype, round_first=rounds)
         e = layer_inputs(context, tokens, inputs, gain, context_scale=0.5, table_scale=16.0)
-        gated_projection(parts_of(2, 5, 256, dtype), e[:, 3], numbers(2560, 256, dtype=dtype), "gelu_tanh")
+        gated_projection(parts_of(2, num_rows, 256, dtype), e[:, 3], numbers(2560, 256, dtype=dtype), "gelu_tanh")
 
 
 # mixtures
@@ -315,7 +315,8 @@ def usual() -> Iterator[Launch]:
     yield launch(heads, BF16, 512, rotated=128, normed=True, rounds=False, stored=True, kv=2)
     yield launch(heads, FP16, 128, rotated=128, normed=True, rounds=True, stored=False, kv=8)
     yield launch(heads, FP32, 64, rotated=64, normed=False, rounds=False, stored=True, kv=0)
-    yield launch(embeddings, BF16)
+    yield launch(embeddings, BF16, 5)
+    yield launch(embeddings, FP16, 600)
     yield launch(mixture, BF16, 1, "swiglu_clamped", normalised=True, bias=True, interleaved=True)
     yield launch(mixture, BF16, 20, "gelu_tanh", (1000, 1000), normalised=False, bias=False, interleaved=False)
     yield launch(mixture, FP32, 300, "silu", normalised=True, bias=False, interleaved=False)
@@ -360,5 +361,7 @@ def every() -> Iterator[Launch]:
             yield launch(sampling, dtype, cap, penalised=penalised)
             yield launch(sampling, dtype, cap, best=penalised, scores=not penalised)
         yield launch(centroids, dtype, best=True)
-        for function in (forks, embeddings, centroids):
+        for function in (forks, centroids):
             yield launch(function, dtype)
+        for num_rows in (1, 5, 100, 600):
+            yield launch(embeddings, dtype, num_rows)
