@@ -101,7 +101,8 @@ class Engine:
         graphs = chunks = None
         if capture is not None:
             strict = config.cuda_graphs is True
-            graphs, chunks = (kind(self.round, capture, strict=strict) for kind in (RoundGraphs, ChunkGraphs))
+            graphs = RoundGraphs(self.round, capture, strict=strict)
+            chunks = ChunkGraphs(self.round, capture, strict=strict)
         self.steps = Steps(self.scheduler, Launcher(self.round, self.spec, graphs, chunks))
         self.intake = Intake(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
         self.end_tokens = self.intake.end_tokens
