@@ -1,18 +1,20 @@
 """What HTTP costs: a table, and JSON with `--out`.
 
     start     from `specdec serve` (the bundled pair) to its address, and to the first token of a chat sent at once
-    overhead  the same prompts through `Engine.generate` and through a server, so many at a time in both: time per
-              token on the clock, and CPU time per token of the process that has the engine, with their ratios
+    overhead  the same prompts, so many at a time, through `Engine.generate` (which has them all from the start),
+              through `AsyncEngine` (the next comes when one has ended) and through a server (likewise): time per token
+              on the clock, and CPU time per token of the process that has the engine, with their ratios
 
     python tools/measure_http.py
     python tools/measure_http.py --parts overhead --clients 1 8 32 --repeats 5
     python tools/measure_http.py --target DIR --drafter DIR --device cuda
 
-The two ways take turns, each with an engine of its own on the same device, so that what the machine does meanwhile hits
-both; the client of the server is a process of its own beside it, as it is in life. Reported are medians of the repeats.
+The ways take turns, so that what the machine does meanwhile hits all; the server is a process of its own, with its own
+engine on the same device. Reported are medians of the repeats.
 """
 
 import argparse
+import asyncio
 import json
 import shlex
 import statistics
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -38,8 +40,10 @@ from specdec.evaluation.serving.pace import Pace
 from specdec.evaluation.serving.server import Server
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.models.loading import pick_device
+from specdec.serving.async_engine import AsyncEngine
 
 GREETING = "specdec serve: "
+GENERATE, ASYNC, HTTP = "generate", "AsyncEngine", "HTTP"
 
 
 @contextmanager
@@ -79,10 +83,9 @@ def measure_start(options: argparse.Namespace, problems: Sequence[Problem]) -> d
 
 
 class Pass(NamedTuple):
-    """All prompts once. all_tokens: those outside of the seconds too."""
+    """All prompts once."""
 
     tokens: int
-    all_tokens: float
     seconds: float
 
 
@@ -94,9 +97,10 @@ class Taken(NamedTuple):
 
 
 def measure_overhead(options: argparse.Namespace, problems: Sequence[Problem], clients: int) -> dict[str, float]:
-    """The same prompts, so many requests at a time, by both ways."""
+    """The same prompts, so many requests at a time, in every way."""
     config = EngineConfig(max_batch_size=clients, device=options.device)
     drafter = drafter_name(options.target, options.drafter)
+    params = SamplingParams(options.new)
     with (
         Engine.from_pretrained(options.target, drafter, config=config) as engine,
         running_server(options, clients) as (url, server),
@@ -104,20 +108,37 @@ def measure_overhead(options: argparse.Namespace, problems: Sequence[Problem], c
         asking = Asking(url=url, model=options.target, max_new_tokens=options.new)
         prompts = [engine.chat_prompt(problem.text) for problem in problems]
 
-        def through_python() -> Pass:
+        def at_once() -> Pass:
             begin = time.perf_counter()
-            outputs = engine.generate(prompts, SamplingParams(options.new), progress=False)
-            tokens = sum(len(output.token_ids) for output in outputs)
-            return Pass(tokens, tokens, time.perf_counter() - begin)
+            tokens = sum(len(output.token_ids) for output in engine.generate(prompts, params, progress=False))
+            return Pass(tokens, time.perf_counter() - begin)
+
+        async def one_by_one() -> Pass:
+            waiting, tokens = iter(prompts), 0
+
+            async def client() -> None:
+                nonlocal tokens
+                for prompt in waiting:
+                    async for delta in served.stream(prompt, params):
+                        tokens += len(delta.token_ids)
+
+            async with AsyncEngine(engine) as served:
+                begin = time.perf_counter()
+                await asyncio.gather(*(client() for _ in range(clients)))
+                return Pass(tokens, time.perf_counter() - begin)
 
         def through_http() -> Pass:
-            report = run_load(Server(url), asking, Pace(concurrency=clients), problems)
+            report = run_load(Server(url), asking, Pace(concurrency=clients), problems, {"include_usage": True})
             assert report.completed == len(problems), report.errors
-            more = 1 + 1 / len(problems)  # the request that goes ahead
-            return Pass(report.output_tokens, report.output_tokens * more, report.seconds)
+            return Pass(report.output_tokens, report.seconds)
 
-        ways = {"Python": (through_python, psutil.Process()), "HTTP": (through_http, server)}
-        counts = {name: way().tokens for name, (way, _) in ways.items()}  # warms up, and fills the prefix cache of both
+        here = psutil.Process()
+        ways = {
+            GENERATE: (at_once, here),
+            ASYNC: (lambda: asyncio.run(one_by_one()), here),
+            HTTP: (through_http, server),
+        }
+        counts = {name: way().tokens for name, (way, _) in ways.items()}  # warms up, and fills the prefix caches
         assert len(set(counts.values())) == 1, f"not the same tokens: {counts}"
         taken: dict[str, list[Taken]] = {name: [] for name in ways}
         for repeat in range(options.repeats):
@@ -125,13 +146,13 @@ def measure_overhead(options: argparse.Namespace, problems: Sequence[Problem], c
                 way, process = ways[name]
                 before, one = cpu_seconds(process), way()
                 used = cpu_seconds(process) - before
-                taken[name].append(Taken(1e3 * one.seconds / one.tokens, 1e3 * used / one.all_tokens))
+                taken[name].append(Taken(1e3 * one.seconds / one.tokens, 1e3 * used / one.tokens))
     figures = {}
     for kind in Taken._fields:
-        python, http = (statistics.median(getattr(one, kind) for one in taken[name]) for name in ("Python", "HTTP"))
-        figures[f"{clients} at a time, {kind}: Python, ms a token"] = python
-        figures[f"{clients} at a time, {kind}: HTTP, ms a token"] = http
-        figures[f"{clients} at a time, {kind}: HTTP / Python"] = http / python
+        median = {name: statistics.median(getattr(one, kind) for one in taken[name]) for name in ways}
+        figures |= {f"{clients} at a time, {kind}: {name}, ms a token": value for name, value in median.items()}
+        for name in (GENERATE, ASYNC):
+            figures[f"{clients} at a time, {kind}: {HTTP} / {name}"] = median[HTTP] / median[name]
     return figures
 
 
@@ -146,7 +167,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=("start", "overhead"), default=["start", "overhead"])
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 8, 32], help="requests at a time")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=64, help="of each pass; fewer at one at a time")
+    parser.add_argument("--requests", type=int, default=96, help="of each pass at most; three a client, and at least 8")
     parser.add_argument("--new", type=int, default=48, help="most tokens of each request")
     parser.add_argument("--target", default="tiny-gemma4")
     parser.add_argument("--drafter", default="auto")
@@ -161,7 +182,7 @@ def main() -> None:
         figures |= {name: statistics.median(start[name] for start in starts) for name in starts[0]}
     if "overhead" in options.parts:
         for clients in options.clients:
-            figures |= measure_overhead(options, problems[: max(16, 2 * clients)], clients)
+            figures |= measure_overhead(options, problems[: max(8, 3 * clients)], clients)
     known = conditions(pick_device(options.device), shlex.join(sys.argv))
     print("| figure | median |\n|---|---:|")
     for name, value in figures.items():

@@ -29,9 +29,16 @@ REFUSED = ("HTTP 400", "HTTP 422")
 HOPELESS = ("HTTP 401", "HTTP 403", "HTTP 404", "HTTP 405", "cannot connect")
 
 
-def run_load(server: Server, asking: Asking, pace: Pace, prompts: Sequence[Problem]) -> LoadReport:
+def run_load(
+    server: Server,
+    asking: Asking,
+    pace: Pace,
+    prompts: Sequence[Problem],
+    stream_options: Mapping[str, bool] | None = None,
+) -> LoadReport:
     """Ask every prompt, and report. Raises SpecDecError where nothing could be asked, or nothing was answered.
 
+    stream_options: what the server is asked to count; None finds out, with a request that is not measured.
     Ctrl-C raises Interrupted with the report of the requests that had ended.
     """
     if not prompts:
@@ -45,7 +52,9 @@ def run_load(server: Server, asking: Asking, pace: Pace, prompts: Sequence[Probl
         return make_report(asking, pace, answers, before and after and after.since(before))
 
     try:
-        options = asyncio.run(_stream_options(server, asking, pace, texts[0]))
+        options = stream_options
+        if options is None:
+            options = asyncio.run(_stream_options(server, asking, pace, texts[0]))
         before = server.acceptance()
         with progress_bar("asking", len(texts)) as update:
             asyncio.run(_ask_all(server, asking, pace, options, texts, answers, update))
