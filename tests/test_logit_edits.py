@@ -3,10 +3,13 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
+from capturable import capturable
 
 from specdec import DraftTree, SamplingParams
+from specdec.attention.graft import graft, without_blanks
 from specdec.rounds.kernel_sampling import KernelSampling
 from specdec.rounds.sampling import (
     Past,
@@ -18,6 +21,8 @@ from specdec.rounds.sampling import (
     pack_bias,
     unpack_bias,
 )
+
+from marks import slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SETTINGS = {
@@ -110,6 +115,37 @@ def test_edits_are_those_on_paper(kind, with_tree, softcap, monkeypatch):
             assert drawn[b, node] == best.indices[0], f"{b=} {node=}"
 
 
+@pytest.mark.parametrize("kind", [SamplingBatch, KernelSampling])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_that_a_grammar_forbids_is_drawn(kind, temperature, monkeypatch):
+    """One token, two, one that the model rules out, and all of them; the draw among these is that of the plain law."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    vocab, may_follow = 70, [[5], [3, 69], [8], list(range(70))]
+    bits = np.zeros((1, 4, 96), dtype=np.uint8)
+    for node, tokens in enumerate(may_follow):
+        bits[0, node, tokens] = 1
+    allowed = torch.from_numpy(np.packbits(bits, axis=2, bitorder="little").view(np.int32)).to(DEVICE)
+    logits = torch.randn(1, 4, vocab, generator=torch.Generator().manual_seed(1)) * 4
+    logits[0, 2, 8] = -torch.inf
+    params = [SamplingParams(temperature=temperature, top_p=0.9 if temperature else 1.0, regex="a")]
+    table, uses = SamplingTable(2, DEVICE, kind), Uses.of(params)
+    table[0] = params[0], 3
+    rows = torch.tensor([0], device=DEVICE)
+    past = Past(
+        torch.zeros(1, 3, dtype=torch.int64, device=DEVICE), torch.tensor([2], device=DEVICE), None, None, allowed
+    )
+    positions = torch.arange(4, device=DEVICE)[None]
+    assert uses.edits
+    drawn = table.at(rows, uses).draw(logits.to(DEVICE), positions, past)[0].tolist()
+    assert all(token in tokens for token, tokens in zip(drawn, may_follow, strict=True))
+    free = table.at(rows, uses).sample(logits.to(DEVICE), positions)[0].tolist()
+    assert drawn[3] == free[3]
+    two = torch.full_like(logits[:, 1:2], -torch.inf)
+    two[0, 0, [3, 69]] = logits[0, 1, [3, 69]]
+    assert drawn[1] == table.at(rows, uses).sample(two.to(DEVICE), positions[:, 1:2])[0, 0]
+
+
 def test_biases_are_packed_and_a_row_forgets_the_last_one():
     bias = {5: 2.5, (1 << 31) - 1: -0.125}
     token, value = unpack_bias(torch.from_numpy(pack_bias(bias, 16)[None].copy()))
@@ -124,6 +160,20 @@ def test_biases_are_packed_and_a_row_forgets_the_last_one():
         assert edited[:, 0].tolist() == [[0.0, 1.0 if one.logit_bias else 0.0, 0.0] for one in order]
 
 
+def test_edits_can_be_captured():
+    """No value is read on the host, and nothing is made of host data: bias, penalties, masks, and forced chains."""
+    params = [SamplingParams(**{**SETTINGS["all"], "regex": "a"})]
+    batch = SamplingBatch.of(params, [0], torch.device("cpu"))
+    tree = DraftTree.from_parents(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 0]]))
+    length, forced = torch.tensor([2]), torch.tensor([[8, 9]])
+    allowed = torch.full((1, 3, 3), -1, dtype=torch.int32)
+    past = Past(torch.tensor([[5, 5, 9]]), length, tree, torch.tensor([1]), allowed)
+    logits = torch.randn(1, 3, 70)
+    with capturable():
+        batch.edited(logits, past, 20.0)
+        without_blanks(graft(tree, forced, length, 5))
+
+
 def test_nobody_else_pays():
     free = [SamplingParams(), SamplingParams(temperature=1.0, repetition_penalty=1.2)]
     assert not Uses.of(free).edits
@@ -132,7 +182,9 @@ def test_nobody_else_pays():
     assert not Uses.of([SamplingParams(logit_bias={})]).edits
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting", ["all", "sampled", *(slow(name) for name in SETTINGS if name not in ("all", "sampled"))]
+)
 def test_same_tokens_with_and_without_speculation(
     setting, make_target, make_assistant, make_engine, random_prompt, scripted, tree_script
 ):

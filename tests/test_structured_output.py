@@ -4,6 +4,7 @@ The oracle is a loop of full forwards with masks of its own; for choices they ar
 promised for what ends with "stop", so schemas are bounded and texts are given room.
 """
 
+import itertools
 import json
 import os
 import random
@@ -22,6 +23,9 @@ from specdec.rounds.round import Round
 from specdec.rounds.sampling import SamplingBatch
 from specdec.text import grammar
 
+from marks import quick, slow
+from tiny_models import random_eagle3
+
 EOS, VOCAB = 256, 300  # byte_tokenizer, under a head that is wider
 MANY = int(os.environ.get("SPECDEC_SCHEMAS", "24"))
 """Random schemas of the long run; 200 take a few minutes."""
@@ -35,6 +39,7 @@ PERSON = {
     "required": ["name", "kind"],
     "additionalProperties": False,
 }
+KINDS = [None, "ngram", "mtp", "tree", "eagle3", "scripted"]
 CHOICES = ["yes", "no", "not at all", "yesterday"]
 ASKED = {
     "choice": {"choice": CHOICES},
@@ -66,6 +71,8 @@ def engine_of(model, make_engine, make_assistant, byte_tokenizer, scripted, tree
         drafter, spec = kind, SpecConfig(3)
         if kind in ("mtp", "tree"):
             drafter, spec = make_assistant(model), SpecConfig(3) if kind == "mtp" else SpecConfig(3, 3, 12)
+        elif kind == "eagle3":
+            drafter, spec = random_eagle3(model), SpecConfig(3, 2, 6)
         elif kind == "scripted":
             drafter, spec = scripted(tree_script(truths, VOCAB)), SpecConfig(5)
         return make_engine(model, drafter, spec=spec, tokenizer=byte_tokenizer, **{"max_model_len": 320, **config})
@@ -105,8 +112,13 @@ def test_what_comes_out_follows(alone):
     assert EOS not in free.token_ids[:-1]
 
 
-@pytest.mark.parametrize("kind", [None, "ngram", "mtp", "tree", "scripted"], ids=str)
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    ("kind", "batch"),
+    quick(
+        itertools.product(KINDS, (1, 4)), lambda kind, batch: (kind, batch) in {(None, 4), ("tree", 4), ("ngram", 4)}
+    ),
+    ids=str,
+)
 def test_the_same_tokens_with_every_drafter(kind, batch, engine_of, prompts, params, alone):
     """In batches in which some ask for grammars and others do not."""
     truths = [p + out.token_ids for p, out in zip(prompts, alone, strict=True)]
@@ -132,7 +144,9 @@ def test_greedy_choices_are_those_of_a_loop_without_a_library(engine_of, model, 
         assert out.token_ids == output and out.text in CHOICES
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "top_k": 20, "seed": 11}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "settings", [slow({}), {"temperature": 0.9, "top_k": 20, "seed": 11}], ids=["greedy", "sampled"]
+)
 def test_masked_decoding_is_an_independent_loop(settings, engine_of, model, prompts, hf_forward, byte_tokenizer):
     """The library's own bits, a forward a token, and the draw of `SamplingBatch`."""
     llg = llguidance.hf.from_tokenizer(byte_tokenizer, n_vocab=VOCAB)
@@ -176,13 +190,24 @@ def test_forced_tokens_are_counted_in_an_engine(engine_of, prompts):
 
 def test_forced_tokens_with_other_rows_and_without_slots(engine_of, prompts):
     """Pools that have not a slot to spare: forced tokens then wait for rounds of their own."""
-    wanted = [SamplingParams(max_new_tokens=60, regex="abcdefgh[0-9]{30,50}"), SamplingParams(max_new_tokens=60)] * 3
+    wanted = [SamplingParams(max_new_tokens=60, regex="abcdefgh[0-9]{20,30}"), SamplingParams(max_new_tokens=40)] * 3
     engine = engine_of(None, max_batch_size=6, full_slots=84, swa_slots=84, prefix_cache=False)
     outs = engine.generate(prompts[:6], wanted)
     roomy = engine_of(None, max_batch_size=6).generate(prompts[:6], wanted)
     assert [out.token_ids for out in outs] == [out.token_ids for out in roomy]
     assert engine.stats().preemptions and engine.stats().forced_tokens
     engine.table.check()
+
+
+def test_rounds_as_wide_as_what_is_forced_write_where_they_may(engine_of, prompts, monkeypatch):
+    """Rows without forced tokens have blank nodes, and nothing is written outside of a row's own slots."""
+    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
+    asked = [SamplingParams(regex="[ab]{2}defghijklm"), SamplingParams(max_new_tokens=9)]
+    for kind, page_size in ((None, 1), (None, 4), ("mtp", 4)):
+        engine = engine_of(kind, page_size=page_size)
+        outs = engine.generate(prompts[:2], asked)
+        assert outs[0].stats.forced_tokens >= 9 and outs[1].stats.output_tokens == 9
+        engine.table.check()
 
 
 def test_a_length_that_ends_among_forced_tokens(engine_of, prompts):
@@ -241,7 +266,7 @@ def test_prefixes_are_shared(engine_of, prompts, alone):
     assert out.stats.cached_tokens > 0
 
 
-@pytest.mark.parametrize("part", ["_draft", "_verify", "_draw"])
+@pytest.mark.parametrize("part", [slow("_draft"), "_verify", slow("_draw")])
 def test_a_step_that_breaks_happened_to_nobody(part, engine_of, prompts, params, alone, monkeypatch):
     """Its tokens are those of the lone run, wherever within the round it broke."""
     engine, whole, calls = engine_of("tree", max_batch_size=4), getattr(Round, part), [0]
@@ -321,7 +346,7 @@ def test_deterministic_engines_follow_too(engine_of, prompts, params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [None, "ngram", "tree"], ids=str)
+@pytest.mark.parametrize("kind", [None, "tree", "eagle3"], ids=str)
 def test_captured_rounds_give_the_same_tokens(kind, engine_of, prompts, params, alone, monkeypatch):
     """Draft, verify and draw are captured, each with the next one's inputs; masks are data."""
     monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)

@@ -149,8 +149,8 @@ class Launcher:
         self, rows: IntArray, params: Sequence[SamplingParams], drafts: Sequence[Wanted], under_way: int
     ) -> UnderWay:
         """One round of these rows, behind `under_way` others."""
-        forced = self._forced(rows, drafts)
         shape = self._shape(rows, params, drafts, under_way)
+        forced = np.array([len(each.forced) for each in drafts], dtype=np.int64)
         if forced.any():
             shape = self._widened(shape, rows, int(forced.max()))
             forced = forced.clip(max=shape.num_nodes - 1)
@@ -169,18 +169,11 @@ class Launcher:
             packed = self.graphs.run(shape, masks.between)
         return _fetch(packed, shape, DECODE_STAGES, params, forced)
 
-    def _forced(self, rows: IntArray, drafts: Sequence[Wanted]) -> IntArray:
-        """[B] forced tokens that each row has slots for."""
-        table = self.round.cache.table
-        owned = table.capacity[rows] - table.committed_len.host[rows] - 1
-        wanted = np.array([len(each.forced) for each in drafts], dtype=np.int64)
-        forced: IntArray = np.minimum(wanted, owned)
-        return forced
-
     def _widened(self, shape: RoundShape, rows: IntArray, forced: int) -> RoundShape:
-        """With room for forced tokens, as far as the rows of the table go; captured rounds have one size more."""
+        """With room for forced tokens, as far as all rows have slots; captured rounds have one size more."""
         table = self.round.cache.table
-        room = table.slots.host.shape[1] - 1 - int(table.committed_len.host[rows].max())
+        last = np.minimum(table.capacity[rows], table.slots.host.shape[1] - 1)
+        room = int((last - table.committed_len.host[rows]).min())
         num_nodes = min(1 + forced, room)
         if self.graphs is not None and num_nodes > shape.num_nodes:
             num_nodes = 1 + MOST_FORCED if room > MOST_FORCED else shape.num_nodes

@@ -144,8 +144,10 @@ class Scheduler:
         return [request for request, _ in chosen], np.array([chunk for _, chunk in chosen], dtype=np.int64)
 
     def next_decode(self) -> list[Request]:
-        """Requests to verify next, each owning the lookahead behind its committed slots, and slots for tokens that its
-        grammar forces while there are any."""
+        """Requests to verify next, each owning the lookahead behind its committed slots.
+
+        Or more, if there is room, for tokens that somebody's grammar forces: rounds are as wide as all of them allow.
+        """
         for request in list(self.running):
             while request.state is RequestState.DECODE:
                 wanted = int(self.table.committed_len.host[request.row]) + self.table.lookahead
@@ -154,11 +156,12 @@ class Scheduler:
                     break
                 self._make_room()
         decoding = [request for request in self.running if request.state is RequestState.DECODE]
-        for request in decoding:
-            if request.forced:
-                wanted = int(self.table.committed_len.host[request.row]) + 1 + len(request.forced)
-                if self.table.pages_needed(request.row, wanted) <= self.table.allocator.available_pages:
-                    self.table.ensure(request.row, wanted)
+        forced = max((len(request.forced) for request in decoding), default=0)
+        for request in decoding if forced else ():
+            last = self.table.slots.host.shape[1] - 1
+            wanted = min(int(self.table.committed_len.host[request.row]) + 1 + forced, last)
+            if self.table.pages_needed(request.row, wanted) <= self.table.allocator.available_pages:
+                self.table.ensure(request.row, wanted)
         return decoding
 
     def release(self, request: Request) -> None:

@@ -53,7 +53,8 @@ class Grammars:
             raise ConfigError(f"{name} needs a tokenizer; pass tokenizer=...")
         if self._library is None:
             self._library = Library(self._tokenizer, self._vocab_size)
-        special = frozenset(token for token in ends if token in own_ends or self._library.is_special(token))
+        there = [token for token in ends if 0 <= token < self._vocab_size]
+        special = frozenset(token for token in there if token in own_ends or self._library.is_special(token))
         if not special:
             raise ConfigError(f"{name} needs a token that ends the text, and the model names none; give stop_token_ids")
         value = tuple(params.choice) if name == "choice" and params.choice else getattr(params, name)
@@ -81,7 +82,7 @@ class Library:
         self.vocab_size = vocab_size
         self.num_words = -(-vocab_size // 32)
         try:
-            known = max(len(tokenizer), vocab_size)
+            known = max(max(tokenizer.get_vocab().values()) + 1, vocab_size)
             self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=known)
         except Exception as error:  # of many kinds, a panic of its own among them
             raise ConfigError(f"grammars cannot be followed with this tokenizer ({reason_of(str(error))})") from None
