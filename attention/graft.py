@@ -19,6 +19,11 @@ MOST_FORCED = 15
 """Tokens of one request in one round."""
 
 
+def rounded_up(num_nodes: int) -> int:
+    """The next power of two: rounds with forced tokens have few sizes."""
+    return 1 << (num_nodes - 1).bit_length()
+
+
 def graft(tree: DraftTree, forced: torch.Tensor, length: torch.Tensor, num_nodes: int) -> DraftTree:
     """Trees of `num_nodes` nodes, N: the first `length` [B] of forced [B, F] behind the root, where there are any."""
     nodes = torch.arange(num_nodes, device=length.device)

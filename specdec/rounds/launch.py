@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specdec.attention.graft import MOST_FORCED
+from specdec.attention.graft import rounded_up
 from specdec.config import SamplingParams, SpecConfig
 from specdec.kvcache.mirror import IntArray
 from specdec.rounds.chunks import ChunkGraphs
@@ -153,7 +153,7 @@ class Launcher:
         forced = np.array([len(each.forced) for each in drafts], dtype=np.int64)
         if forced.any():
             shape = self._widened(shape, rows, int(forced.max()))
-            forced = forced.clip(max=shape.num_nodes - 1)
+            forced = forced.clip(max=shape.width - 1)
         if self.graphs is not None:
             shape = self.graphs.bucket(shape)
         self.round.seat(rows)
@@ -170,14 +170,14 @@ class Launcher:
         return _fetch(packed, shape, DECODE_STAGES, params, forced)
 
     def _widened(self, shape: RoundShape, rows: IntArray, forced: int) -> RoundShape:
-        """With room for forced tokens, as far as all rows have slots; captured rounds have one size more."""
+        """With room for forced tokens, as far as all rows have slots; captured rounds have few sizes."""
         table = self.round.cache.table
         last = np.minimum(table.capacity[rows], table.slots.host.shape[1] - 1)
         room = int((last - table.committed_len.host[rows]).min())
-        num_nodes = min(1 + forced, room)
-        if self.graphs is not None and num_nodes > shape.num_nodes:
-            num_nodes = 1 + MOST_FORCED if room > MOST_FORCED else shape.num_nodes
-        return shape._replace(num_nodes=max(shape.num_nodes, num_nodes), forced=True)
+        width = min(1 + forced, room)
+        if self.graphs is not None:
+            width = min(rounded_up(width), rounded_up(room + 1) // 2)  # a power of two that all have room for
+        return shape._replace(forced=max(shape.num_nodes, width))
 
     def _shape(
         self, rows: IntArray, params: Sequence[SamplingParams], drafts: Sequence[Wanted], under_way: int

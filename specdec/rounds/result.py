@@ -26,7 +26,7 @@ class RoundShape(NamedTuple):
 
     batch: seats, those of padding included. longest: no committed prefix is longer. num_steps, topk, num_nodes: of the
     draft; the root is a node. uses: of sampling. logprobs: most alternatives that anybody asks for, None: nobody asks.
-    forced: somebody has tokens of a grammar in the place of drafts.
+    forced: nodes where somebody has tokens of a grammar in the place of drafts, no fewer than `num_nodes`; 0: nobody.
     """
 
     batch: int
@@ -36,12 +36,17 @@ class RoundShape(NamedTuple):
     num_nodes: int
     uses: Uses
     logprobs: int | None
-    forced: bool = False
+    forced: int = 0
+
+    @property
+    def width(self) -> int:
+        """Nodes that are verified."""
+        return self.forced or self.num_nodes
 
     @property
     def depth(self) -> int:
         """Most tokens that a request can gain: no path is longer."""
-        return self.num_nodes if self.forced else min(self.num_nodes, self.num_steps + 1)
+        return self.forced or min(self.num_nodes, self.num_steps + 1)
 
 
 ALIGN = 64
@@ -111,9 +116,9 @@ def unpack(
     """
     stamps = packed[len(packed) - len(stages) - 1 :]
     depth, numbers = shape.depth, len(packed) - len(stamps)
-    width = numbers // shape.batch if shape.batch else 1 + shape.num_nodes + depth
+    width = numbers // shape.batch if shape.batch else 1 + shape.width + depth
     rows = packed[:numbers].reshape(shape.batch, width)[: len(asked)]
-    length, path, tokens, rest = np.split(rows, np.cumsum([1, shape.num_nodes, depth]), axis=1)
+    length, path, tokens, rest = np.split(rows, np.cumsum([1, shape.width, depth]), axis=1)
     logprobs: list[list[TokenLogprob]] = [[] for _ in asked]
     if rest.shape[1]:
         count = (rest.shape[1] // depth - 1) // 2

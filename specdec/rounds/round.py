@@ -231,7 +231,7 @@ class Round:
         most = 1 + self.max_drafts.tensor[rows.index]
         if shape.forced:
             forced = self.forced.tensor[rows.index]
-            tree = graft(tree, forced[:, 1:], forced[:, 0], shape.num_nodes)
+            tree = graft(tree, forced[:, 1:], forced[:, 0], shape.forced)
             most = torch.maximum(most, 1 + forced[:, 0])
         return Drafted(rows, committed, history, history_len, sampling, tree, most)
 
@@ -255,7 +255,7 @@ class Round:
         accepted = self.backend.accept(tree, drawn)
         length = torch.minimum(accepted.length, drafted.most)  # what is beyond is as if never drafted
         nodes, tokens = accepted.path, accepted.tokens
-        if missing := shape.num_nodes - tree.num_nodes:  # a drafter may propose less than it was asked for
+        if missing := shape.width - tree.num_nodes:  # a drafter may propose less than it was asked for
             nodes, tokens = F.pad(nodes, (0, missing)), F.pad(tokens, (0, missing))
         path, tokens = nodes[:, : shape.depth], tokens[:, : shape.depth]  # no path is longer
         self.cache.commit_on_device(rows, length, None if tree.is_chain else accepted.path)
@@ -271,7 +271,7 @@ class Round:
     def allowed(self, shape: RoundShape) -> torch.Tensor:
         """[B, N, V / 32] int32, the tokens that grammars allow behind each node: the host writes them for each round of
         these sizes, and captured ones read them at the same place."""
-        sizes = shape.batch, shape.num_nodes
+        sizes = shape.batch, shape.width
         if sizes not in self._allowed:
             words = -(-self.target.vocab_size // 32)
             self._allowed[sizes] = torch.full((*sizes, words), -1, dtype=torch.int32, device=self.device)

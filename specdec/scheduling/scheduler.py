@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specdec.attention.graft import rounded_up
 from specdec.errors import CapacityError
 from specdec.kvcache.mirror import IntArray
 from specdec.kvcache.table import RequestTable, swa_slots_held
@@ -159,7 +160,7 @@ class Scheduler:
         forced = max((len(request.forced) for request in decoding), default=0)
         for request in decoding if forced else ():
             last = self.table.slots.host.shape[1] - 1
-            wanted = min(int(self.table.committed_len.host[request.row]) + 1 + forced, last)
+            wanted = min(int(self.table.committed_len.host[request.row]) + rounded_up(1 + forced), last)
             if self.table.pages_needed(request.row, wanted) <= self.table.allocator.available_pages:
                 self.table.ensure(request.row, wanted)
         return decoding
