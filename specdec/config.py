@@ -124,8 +124,8 @@ class EngineConfig:
     CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
     deterministic: the logits of a token are a function of its request alone, to the bit: not of the batch, the chunks
     of its prompt, preemption, the drafter, its trees, or captured rounds. What cannot be made so is refused.
-    cuda_graphs: each round is captured once a shape and replayed; "auto" does so on a GPU, and where a model cannot be
-    captured its rounds run as they are; True makes that an error, and needs a GPU.
+    cuda_graphs: rounds, and prompts of few tokens, are captured once a shape and replayed; "auto" does so on a GPU, and
+    where a model cannot be captured it runs as it is; True makes that an error, and needs a GPU.
     prefix_cache: K/V of prompts and outputs are kept while there is room, and requests that begin with the same tokens
     begin with them. What is cached is given up before anybody waits for slots.
     fused: decoder layers of few large kernels in the place of transformers' modules. "auto" does so with "triton" on a
