@@ -57,7 +57,7 @@ class ChunkProgram:
 class ChunkGraphs(Captures):
     """The captured chunks of one engine."""
 
-    what = "prompts"
+    what, warning = "prompts", "prompts run without CUDA graphs: %s"
 
     def __init__(self, round: Round, capture: Capture, *, strict: bool) -> None:
         super().__init__(round, capture, strict=strict)

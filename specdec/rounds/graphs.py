@@ -64,6 +64,7 @@ class Captures:
     it runs as it is."""
 
     what: ClassVar[str]
+    warning: ClassVar[str]
 
     def __init__(self, round: Round, capture: Capture, *, strict: bool) -> None:
         self.round = round
@@ -106,7 +107,7 @@ class Captures:
                     f"{self.what} cannot be captured in a CUDA graph ({first_line(error)}); "
                     "use cuda_graphs='auto' or False"
                 ) from error
-            logger.warning("%s run without CUDA graphs: %s", self.what, first_line(error))
+            logger.warning(self.warning, first_line(error))
             self._refused = True
             return None
         return Captured(replays, programs, self.round.view.key)
@@ -115,7 +116,7 @@ class Captures:
 class RoundGraphs(Captures):
     """The captured rounds of one engine."""
 
-    what = "rounds"
+    what, warning = "rounds", "rounds run without CUDA graphs: %s"
 
     def bucket(self, shape: RoundShape) -> RoundShape:
         """The shape under which a round runs: padded to the next size there is."""
