@@ -163,6 +163,7 @@ class Request:
     begins: InitVar[Place | None] = None  # in its grammar
     number: int = -1  # in order of arrival, from the engine
     priority: int = 0  # lower ones first
+    passed: int = 0  # how often one that came later was admitted while it waited
     state: RequestState = RequestState.WAITING
     row: int = -1
     tenure: int = 0  # rows it has had and lost: what was launched under another is not its any more

@@ -7,10 +7,12 @@ aborted, preempted, and begun again; rounds accept paths of any length out of tr
     conservation   the table's books hold, and who runs has a row of its own; who waits has none
     content        committed slots hold the text of their request, in both spaces
     order          both lists are by rank; nobody is admitted past one who waits, nobody is preempted before one behind
+    patience       past one who waits goes nobody who came when it had been passed PATIENCE times for each level between
     progress       the first of those running gains something in every step
     the end        whatever is left ends, with its own tokens, and every slot is free
 """
 
+import itertools
 import random
 import zlib
 from collections.abc import Callable, Sequence
@@ -32,6 +34,7 @@ from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.mirror import IntArray
 from specdec.kvcache.table import RequestTable
 from specdec.request import Request, RequestState
+from specdec.scheduling import scheduler
 from specdec.scheduling.prefixes import WORTH_WAITING, Prefixes
 from specdec.scheduling.scheduler import Scheduler, rank
 from specdec.scheduling.settle import commit_chunks
@@ -84,6 +87,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.live: list[Request] = []
         self.ended: list[Request] = []
         self.submitted = 0
+        self.passes: dict[int, int] = {}  # of each that waits, and has not had a row
+        self.met: dict[int, dict[int, int]] = {}  # by request: those of the ones that it found waiting
 
     def make_scheduler(self) -> Scheduler:
         prefixes = Prefixes(self.rig if self.cached else None, lambda: 0)
@@ -107,6 +112,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.submitted += 1
         self.live.append(request)
+        self.met[request.number] = dict(self.passes)
+        self.passes[request.number] = 0
 
     @precondition(lambda self: self.live)
     @rule(seed=SEED)
@@ -114,6 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = random.Random(seed).choice(self.live)
         request.abort()
         self.scheduler.release(request)
+        self.passes.pop(request.number, None)
         self.end(request)
 
     @precondition(lambda self: self.live)
@@ -153,6 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def admit(self) -> None:
         waiting = list(self.scheduler.waiting)
         admitted = self.scheduler.admit()
+        self.count_passes(admitted)
         past = waiting[: max(map(waiting.index, admitted), default=-1) + 1]
         for request in set(past) - set(admitted):  # by a prompt of their own, that another is making just now
             makers = [r for r in self.scheduler.running if r.state is RequestState.PREFILL and rank(r) < rank(request)]
@@ -161,6 +170,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in admitted:
             type(self).hits += int(self.table.committed_len.host[request.row])
         assert self.scheduler.running or not waiting, "rows and pages are free, and nobody is admitted"
+
+    def count_passes(self, admitted: Sequence[Request]) -> None:
+        priority = {request.number: request.priority for request in [*self.live, *self.ended]}
+        for request in admitted:
+            self.passes.pop(request.number, None)
+            for number in self.passes:
+                if number < request.number:
+                    self.passes[number] += 1
+                    levels = priority[number] - request.priority
+                    met = self.met[request.number][number]
+                    assert self.cached or met < max(levels, 0) * scheduler.PATIENCE, "one who waits is passed for ever"
 
     def prefill(self, requests: Sequence[Request], chunk_len: np.ndarray) -> None:
         if not requests:
@@ -300,6 +320,38 @@ def run(page_size: int, cached: bool, examples: int, *, shrink: bool = True) -> 
 )
 def test_random_histories(page_size: int, cached: bool, examples: int) -> None:
     assert (run(page_size, cached, examples) > 100) == cached
+
+
+def test_random_histories_of_the_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Priorities change all the time, and with them who is admitted, who has to go, and in what order."""
+    monkeypatch.setattr(scheduler, "PATIENCE", 2)
+    run(1, False, 25)
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_low_priority_is_not_kept_waiting_by_a_steady_stream(level: int) -> None:
+    """There are always more of priority 0 than there are rows, and yet its turn comes when the law says so."""
+    layout = KVLayout((spec(SLIDING_LAYER, WINDOW), spec(FULL_LAYER, None)))
+    sizes = {"full_pages": 200, "swa_pages": 200, "page_size": 1, "max_len": MAX_LEN, "lookahead": NODES}
+    table = KVRig(layout, **sizes, max_requests=ROWS).table
+    made = Scheduler(table, max_model_len=MAX_LEN, prefill_chunk=CHUNK, max_prefill_tokens=GROUP)
+    numbers = itertools.count()
+
+    def submit(priority: int) -> Request:
+        request = Request([5], SamplingParams(max_new_tokens=1), 0, Detokenizer(None), frozenset())
+        request.number, request.priority = next(numbers), priority
+        made.submit(request)
+        return request
+
+    patient, order = submit(level), list[int]()
+    while 0 not in order and len(order) < 10 * scheduler.PATIENCE:
+        for _ in range(ROWS + 1):
+            submit(0)
+        order += [request.number for request in made.admit()]
+        for request in list(made.running):
+            made.release(request)
+    assert order.index(patient.number) == level * scheduler.PATIENCE
+    assert [number for number in order if number] == list(range(1, len(order)))
 
 
 # the machine is known to be able to fail

@@ -4,8 +4,9 @@
     every chunk   of a prompt is kept once it is committed, so that whoever waits for it can go on
     the end       and a preemption keep all that is committed
 
-Only tokens that the host is certain of name K/V. These are of the weights that made them: once weights are others, the
-cache is emptied, and rows that began before are not kept. It knows no pool and no tensor.
+Only tokens that the host is certain of name K/V. These are of the weights that made them: each step begins with a look
+at those, and once they are others, the cache is emptied, and rows that began before are not kept. It knows no pool and
+no tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,7 +65,6 @@ class Prefixes:
         """The request has been given a row: fill it with what is cached, all but a token that is left to compute."""
         if self._cache is None:
             return
-        self._look()
         self._began[request.row] = self._era
         adopted = self._cache.adopt(request.row, self._key(request)[: request.prefill_target - 1])
         if request.num_output == 0 and request.stats.preemptions == 0:
@@ -74,7 +74,6 @@ class Prefixes:
         """What is committed of a running request is there for others."""
         if self._cache is None:
             return
-        self._look()
         if self._began[request.row] == self._era:
             self._cache.insert(request.row, self._key(request))
 
@@ -84,9 +83,9 @@ class Prefixes:
             self._cache.clear()
             self._era += 1
 
-    def _look(self) -> None:
-        """Are the weights those that made what is cached?"""
-        if self._made_by != (now := self._weights_version()):
+    def look(self) -> None:
+        """Are the weights those that made what is cached? Asked as a step begins: within one they do not change."""
+        if self._cache is not None and self._made_by != (now := self._weights_version()):
             self._made_by = now
             self.clear()
 

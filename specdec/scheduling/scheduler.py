@@ -6,7 +6,9 @@
 
 Requests have a rank, priority and then arrival, and everything goes by it: who is admitted, whose prompt comes first,
 and that the last of those running is preempted when a page is wanted and none is free. So the first always advances. A
-request that would not fit the empty pools is refused at `submit`, so preemption always ends.
+request that would not fit the empty pools is refused at `submit`, so preemption always ends. None waits for ever behind
+others of higher priority: past one that waits, PATIENCE requests that came later are admitted, and then it counts as
+one level higher, for good.
 """
 
 from bisect import bisect, insort
@@ -20,6 +22,9 @@ from specdec.kvcache.mirror import IntArray
 from specdec.kvcache.table import RequestTable, swa_slots_held
 from specdec.request import Request, RequestState
 from specdec.scheduling.prefixes import Prefixes
+
+PATIENCE = 64
+"""Admissions past a waiting request for which it rises by a level of priority."""
 
 
 class Scheduler:
@@ -114,6 +119,9 @@ class Scheduler:
             request.seat(request.row)
             insort(self.running, request, key=rank)
             admitted.append(request)
+            for other in self.waiting:
+                other.passed += other.number < request.number
+        self.waiting.sort(key=rank)  # whoever was passed may have risen
         return admitted
 
     def next_prefill(self) -> tuple[list[Request], IntArray]:
@@ -202,8 +210,8 @@ class Scheduler:
 
 
 def rank(request: Request) -> tuple[int, int]:
-    """Lower comes first."""
-    return request.priority, request.number
+    """Lower comes first. That of a running request does not change."""
+    return request.priority - request.passed // PATIENCE, request.number
 
 
 def slots_needed(table: RequestTable, prompt_len: int, max_new_tokens: int) -> tuple[int, int]:
