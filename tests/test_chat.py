@@ -19,7 +19,7 @@ from specdec import Engine, EngineConfig, SamplingParams
 from specdec.cli import app
 from specdec.commands.chat import Conversation, Session
 from specdec.errors import CapacityError, ConfigError
-from specdec.request import StreamDelta
+from specdec.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.text.drafts import DraftColours
 
 TOM = "Tom has 3 apples and buys 5 more. How many apples does he have?"
@@ -131,11 +131,12 @@ def test_ctrl_c_ends_the_answer_and_not_the_program():
         time.sleep(0.5)  # a signal between the prompt and the wait for a key is only seen with the next key
         terminal.type("\x03")  # at the prompt it ends nothing
         terminal.until("> ")
-        for _ in range(2):
+        for presses in (1, 3):
             terminal.type(TOM + "\n")
             terminal.until(re.escape("have?"))
             terminal.until(r"\w{2}")
-            terminal.type("\x03")
+            for _ in range(presses):
+                terminal.type("\x03")
             assert "Traceback" not in terminal.until(r"accepted drafts.*; interrupted")
             terminal.until("> ")
         terminal.type("/exit\n")
@@ -151,6 +152,22 @@ def test_without_a_terminal_each_line_is_a_turn(engine):
     assert result.stdout == f"{first.text}\n{second.text}\n"
     assert len(re.findall(FIGURES, result.stderr)) == 2
     assert "no command /nonsense; /reset forgets" in result.stderr
+
+
+@pytest.mark.slow
+def test_without_a_terminal_ctrl_c_ends_it_all(engine, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{TOM}\n{ANN}\n"))
+    session = Session(engine, Conversation(engine), SamplingParams(max_new_tokens=48))
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupted(pieces):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "_print", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.run("")
+    assert engine.stats().aborted >= 1 and session.conversation.turns == []
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_the_system_message_goes_first(engine):
@@ -201,6 +218,14 @@ def test_what_is_forgotten_or_not_answered_is_said_and_the_session_goes_on(small
     assert f"the conversation outgrew 120 tokens; forgotten: turn 1 ('{TOM[:40]}')" in said
     assert "not answered: these are" in said and "half a surrogate pair" in said
     assert len(re.findall(FIGURES, said)) == 3
+
+
+def test_colours_hold_all_text_of_an_output_that_ends_without_a_token_more(byte_tokenizer):
+    ids = byte_tokenizer("é")["input_ids"]
+    colours = DraftColours(byte_tokenizer)
+    assert colours.read(StreamDelta("", ids[:1], [False])) == []  # half a character
+    aborted = GenerationOutput([], ids[:1], "\ufffd", "abort", RequestStats(), [False])
+    assert colours.read(StreamDelta("\ufffd", [], [], aborted)) == [("\ufffd", False)]
 
 
 def test_an_answer_is_as_long_as_there_is_room(small, capsys):

@@ -4,10 +4,11 @@ Answers go to standard output, everything about them to standard error. An answe
 history as far as it came; a turn that cannot be answered does not.
 """
 
+import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -57,6 +58,16 @@ def chat(
         engine = Engine.from_pretrained(target, drafter_name(target, drafter), spec=spec, config=config)
     with engine:
         Session(engine, Conversation(engine, system), params).run(f"{target}: {COMMANDS}")
+
+
+@contextmanager
+def heedless() -> Iterator[None]:
+    """Ctrl-C does nothing in the block."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Turn(NamedTuple):
@@ -133,6 +144,10 @@ class Session:
                     self._turn(line)
                 except SpecDecError as error:
                     self.notes.print(Text(f"not answered: {error}"))
+                except KeyboardInterrupt:  # a second one, or just when the answer had ended
+                    if not sys.stdin.isatty():
+                        raise
+                    print()
 
     def _lines(self) -> Iterator[str]:
         """What is typed, or read, without white space around it."""
@@ -162,18 +177,18 @@ class Session:
         self.notes.print(self._figures(output, time.perf_counter() - began))
 
     def _answer(self, ids: list[int], params: SamplingParams) -> GenerationOutput:
-        """Printed as it comes; Ctrl-C ends it where it is."""
+        """Printed as it comes. At a terminal Ctrl-C ends it where it is, however often it is pressed."""
         handle, colours = self.engine.submit(ids, params), DraftColours(self.engine.tokenizer)
         try:
             for delta in handle:
                 self._print(colours.read(delta))
-        except KeyboardInterrupt:
-            handle.abort()
-            while (rest := handle.read()) is not None:
-                self._print(colours.read(rest))
-        except BaseException:
-            handle.abort()
-            raise
+        except BaseException as error:
+            with heedless():
+                handle.abort()
+                if not (isinstance(error, KeyboardInterrupt) and sys.stdin.isatty()):
+                    raise
+                while (rest := handle.read()) is not None:
+                    self._print(colours.read(rest))
         print(flush=True)
         return handle.output()
 
