@@ -135,8 +135,8 @@ def test_pages_of_other_origins_may_ask_only_if_they_are_named(server):
 
 def test_a_signal_lets_streams_end_in_time_and_takes_no_more():
     """Of two streams one ends by itself, and one is told that it was ended."""
-    short = CHAT | {"max_tokens": 100, "ignore_eos": True, "stream": True}
-    with running_server("--stop-seconds", "4") as server, httpx.Client(timeout=60) as client:
+    short = CHAT | {"max_tokens": 25, "ignore_eos": True, "stream": True}
+    with running_server("--stop-seconds", "5") as server, httpx.Client(timeout=60) as client:
         begin = functools.partial(client.stream, "POST", f"{server.url}/v1/chat/completions")
         with begin(json=short) as ends, begin(json=ENDLESS) as goes_on:
             server.process.send_signal(signal.SIGTERM)
