@@ -7,6 +7,7 @@ SpecDecError
 |- CapacityError         a request that can never fit the KV pools (also a ValueError)
 |- OutOfSlotsError       the pools are exhausted now; the scheduler preempts and goes on
 |- QueueFullError        more requests wait than a served engine lets wait; try again later
+|- StoppingError         a served engine takes no more requests, or has ended this one
 |- RoundFailedError      a round of a served engine failed, and failed again, with this request in it
 `- KVStateError          a KV operation that the state of the allocator forbids
    |- DoubleFreeError    a slot freed (or evicted) that is not held
@@ -46,6 +47,10 @@ class OutOfSlotsError(SpecDecError):
 
 class QueueFullError(SpecDecError):
     """As many requests wait as may."""
+
+
+class StoppingError(SpecDecError):
+    """A served engine that stops."""
 
 
 class RoundFailedError(SpecDecError):

@@ -6,6 +6,7 @@ import re
 import time
 
 import httpx
+import jsonschema
 import openai
 import pytest
 from server_process import ServerProcess, running_server
@@ -277,82 +278,45 @@ def test_speculation_of_a_request_is_that_of_the_python_api(client, engine):
     assert answer.speculation["rounds"] == out.stats.rounds > answer_of(engine)[0].stats.rounds
 
 
-REFUSED = {
-    "unknown": ({"foo": 1}, 400, "foo", "foo is no field that this server supports"),
-    "unknown-inside": ({"speculation": {"depth": 1}}, 400, "speculation.depth", "is no field"),
-    "type": ({"temperature": "hot"}, 400, "temperature", "temperature='hot': input should be a valid number"),
-    "bool": ({"max_tokens": True}, 400, "max_tokens", "max_tokens=True: input should be a valid integer"),
-    "range": ({"temperature": -1}, 400, "temperature", "temperature=-1.0: a finite number from 0 is wanted"),
-    "zero": ({"max_tokens": 0}, 400, "max_tokens", "max_tokens=0: an integer from 1"),
-    "role": ({"messages": [{"role": "poet", "content": "x"}]}, 400, "messages[0].role", "'user', 'assistant'"),
-    "no-messages": ({"messages": []}, 400, "messages", "at least 1 item"),
-    "no-content": ({"messages": [{"role": "user"}]}, 400, "messages[0].content", "is missing"),
-    "image": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        400, "messages[0].content", "a part of type 'image_url'",
-    ),
-    "model": ({"model": "other"}, 404, "model", "the model 'other' is not served here; this server has tiny, small"),
-    "long": ({"max_tokens": 5000}, 400, None, "more than max_model_len=4096"),
-    "long-prompt": ({"messages": [{"role": "user", "content": "a b " * 3000}]}, 400, None, "shorten the prompt by"),
-    "two-limits": ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_completion_tokens", "differ"),
-    "top-alone": ({"top_logprobs": 2}, 400, "top_logprobs", "goes with logprobs=true"),
-    "many-top": ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "from 0 to 20"),
-    "usage-alone": ({"stream_options": {"include_usage": True}}, 400, "stream_options", "goes with stream=true"),
-    "bias": ({"logit_bias": {"x": 1}}, 400, "logit_bias", "its keys are token ids"),
-    "stored": ({"store": True}, 400, "store", "store=True: input should be False"),
-    "template": ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "chat_template_kwargs", "runs its own"),
-    "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "knows no tools"),
-    "tool-choice": ({"tool_choice": "auto"}, 400, "tool_choice", "there are none"),
-    "formats": (
-        {"guided_regex": "a", "response_format": {"type": "json_object"}},
-        400, "response_format", "are both given",
-    ),
-    "deeper": ({"speculation": {"num_steps": 9}}, 400, "speculation", "made for at most 4"),
-    "surrogate": ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, None, "half a surrogate pair"),
-    "surrogate-name": ({"model": "\ud800"}, 404, "model", "is not served here"),
-}  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_supported_is_refused_in_openais_shape(case, server):
-    change, status, param, said = REFUSED[case]
-    body = json.dumps({"model": "tiny", "messages": CHAT} | change)
-    headers = {"Content-Type": "application/json"}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=headers)
-    error = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert (answer.status_code, error["param"]) == (status, param)
-    assert said in error["message"] and "\n" not in error["message"]
-
-
-def test_the_client_raises_its_own_errors(client):
-    with pytest.raises(openai.BadRequestError, match="temperature"):
-        ask(client, temperature=-1)
-    with pytest.raises(openai.NotFoundError, match="is not served here"):
-        ask(client, model="other", stream=True)
+def test_a_text_follows_its_schema_whole_streamed_and_sampled(client, engine):
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    [out] = answer_of(engine, 60, json_schema=SCHEMA)
+    answer = ask(client, max_tokens=60, response_format=form)
+    assert answer.choices[0].message.content == out.text
+    assert joined(list(ask(client, max_tokens=60, response_format=form, stream=True))) == out.text
+    assert answer.choices[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(out.text), SCHEMA)
+    [out] = answer_of(engine, NEW, json_schema=SCHEMA, temperature=1.0, seed=1)
+    sampled = ask(client, max_tokens=NEW, temperature=1.0, seed=1, response_format=form)
+    assert sampled.choices[0].message.content == out.text
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "pattern"),
     [
-        (b'{"model":', "is not JSON"),
-        (b"", "the body is missing"),
-        (b"[1]", "dictionary"),
-        (b"[" * 9000, "parsing the body"),
-        (b"\xff\xfe", "not JSON"),
-        (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', "a finite number from 0"),
+        ({"response_format": {"type": "json_object"}}, r"\{.*"),
+        ({"structured_outputs": {"regex": "[a-c]{3,5}"}}, "[a-c]{3,5}"),
+        ({"structured_outputs": {"choice": ["red", "green"]}}, "red|green"),
+        ({"structured_outputs": {"json": {"enum": [3, 7]}}}, "3|7"),
+        ({"structured_outputs": {"json": '{"enum": [3, 7]}'}}, "3|7"),
+        ({"guided_regex": "[0-9]{4}"}, "[0-9]{4}"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_json": {"enum": [3, 7]}}, "3|7"),
     ],
-    ids=["cut", "empty", "list", "deep", "bytes", "nan"],
+    ids=["object", "regex", "choice", "json", "json-text", "guided-regex", "guided-choice", "guided-json"],
 )
-def test_malformed_bodies_are_refused_in_openais_shape(body, said, server):
-    headers = {"Content-Type": "application/json"}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=headers)
-    assert answer.status_code == 400 and said in answer.json()["error"]["message"]
-
-
-def test_paths_and_methods_that_are_not_there(server):
-    assert httpx.get(server.url + "/v1/nothing").json()["error"]["type"] == "not_found_error"
-    assert httpx.get(server.url + "/v1/chat/completions").status_code == 405
+def test_the_ways_in_which_a_form_is_asked_for(body, pattern, client):
+    assert re.fullmatch(pattern, ask(client, max_tokens=NEW, extra_body=body).choices[0].message.content, re.DOTALL)
+    text = client.completions.create(model="tiny", prompt="a", max_tokens=NEW, extra_body=body).choices[0].text
+    assert re.fullmatch(pattern, text, re.DOTALL)
 
 
 def test_fields_that_change_nothing_are_taken(client, engine):

@@ -9,6 +9,7 @@ import sys
 import time
 
 import httpx
+import jsonschema
 import openai
 import pytest
 from server_process import ServerProcess, running_server
@@ -18,8 +19,13 @@ from specdec.cli import app
 
 KEY = "k-123"
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 4}
+WEATHER = {"city": {"type": "string", "maxLength": 5}, "days": {"enum": [1, 2]}}
+WEATHER = {"type": "object", "properties": WEATHER, "required": ["city", "days"], "additionalProperties": False}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "ahead", "parameters": WEATHER}}]
 ENDLESS = CHAT | {"max_tokens": 3000, "ignore_eos": True, "stream": True}
-TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+TEMPLATE = """{{ bos_token }}{% if tools %}{{ tools | tojson }}
+{% endif %}{% for m in messages %}[{{ m.role }}] {{ m.content }}
+{% endfor %}"""
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +39,9 @@ def server(tmp_path_factory):
 
 
 def post(server: ServerProcess, body=CHAT, **options) -> httpx.Response:
-    headers = {"Authorization": f"Bearer {KEY}"} | options.pop("headers", {})
-    return httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60, **options)
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"} | options.pop("headers", {})
+    content = json.dumps(body)  # escapes half a surrogate pair
+    return httpx.post(f"{server.url}/v1/chat/completions", content=content, headers=headers, timeout=60, **options)
 
 
 def refusal(answer: httpx.Response) -> tuple[int, str, str]:
@@ -122,6 +129,113 @@ def test_the_chat_template_of_the_option_is_used(server):
         headers={"Authorization": f"Bearer {KEY}"},
     ).json()["choices"][0]["text"]
     assert post(server, CHAT | {"max_tokens": 8}).json()["choices"][0]["message"]["content"] == text
+
+
+def test_a_tool_that_must_be_called_is_called_with_arguments_of_its_schema(server):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+    options = {"model": "tiny-gemma4", "messages": CHAT["messages"], "temperature": 0, "max_tokens": 80}
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        options |= {"tools": TOOLS, "tool_choice": choice}
+        answer = client.chat.completions.create(**options).choices[0]
+        [call] = answer.message.tool_calls
+        assert (call.type, call.function.name, answer.finish_reason) == ("function", "weather", "tool_calls")
+        assert answer.message.content is None
+        jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+        chunks = list(client.chat.completions.create(**options, stream=True))
+        parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
+        assert [part.function.name for part in parts if part.function.name] == ["weather"]
+        assert "".join(part.function.arguments for part in parts) == call.function.arguments
+        assert len(parts) > 3 and chunks[-1].choices[0].finish_reason == "tool_calls"
+    sent_back = [*CHAT["messages"], answer.message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    told = client.chat.completions.create(model="tiny-gemma4", messages=sent_back, max_tokens=2)
+    assert told.usage.prompt_tokens > post(server).json()["usage"]["prompt_tokens"] + 8
+    none = client.chat.completions.create(**options | {"tool_choice": "none", "max_tokens": 4}).choices[0].message
+    assert none.tool_calls is None and none.content == post(server).json()["choices"][0]["message"]["content"]
+
+
+REFUSED = {
+    "unknown": ({"foo": 1}, 400, "foo", "foo is no field that this server supports"),
+    "unknown-inside": ({"speculation": {"depth": 1}}, 400, "speculation.depth", "is no field"),
+    "type": ({"temperature": "hot"}, 400, "temperature", "temperature='hot': input should be a valid number"),
+    "bool": ({"max_tokens": True}, 400, "max_tokens", "max_tokens=True: input should be a valid integer"),
+    "range": ({"temperature": -1}, 400, "temperature", "temperature=-1.0: a finite number from 0 is wanted"),
+    "zero": ({"max_tokens": 0}, 400, "max_tokens", "max_tokens=0: an integer from 1"),
+    "role": ({"messages": [{"role": "poet", "content": "x"}]}, 400, "messages[0].role", "'user', 'assistant'"),
+    "no-messages": ({"messages": []}, 400, "messages", "at least 1 item"),
+    "no-content": ({"messages": [{"role": "user"}]}, 400, "messages[0].content", "is missing"),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        400, "messages[0].content", "a part of type 'image_url'",
+    ),
+    "model": ({"model": "other"}, 404, "model", "the model 'other' is not served here; this server has tiny-gemma4"),
+    "long": ({"max_tokens": 5000}, 400, None, "more than max_model_len=3500"),
+    "long-prompt": ({"messages": [{"role": "user", "content": "a b " * 3000}]}, 400, None, "shorten the prompt by"),
+    "two-limits": ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_completion_tokens", "differ"),
+    "top-alone": ({"top_logprobs": 2}, 400, "top_logprobs", "goes with logprobs=true"),
+    "many-top": ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "from 0 to 20"),
+    "usage-alone": ({"stream_options": {"include_usage": True}}, 400, "stream_options", "goes with stream=true"),
+    "bias": ({"logit_bias": {"x": 1}}, 400, "logit_bias", "its keys are token ids"),
+    "stored": ({"store": True}, 400, "store", "store=True: input should be False"),
+    "template": ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "chat_template_kwargs", "runs its own"),
+    "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "name it with --tool-parser"),
+    "no-such-tool": (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        400, "tool_choice", "it has weather",
+    ),
+    "bad-regex": ({"guided_regex": "("}, 400, "guided_regex", "regex cannot be followed"),
+    "bad-schema": ({"structured_outputs": {"json": "{"}}, 400, "structured_outputs.json", "is not JSON"),
+    "tool-choice": ({"tool_choice": "auto"}, 400, "tool_choice", "there are none"),
+    "formats": (
+        {"guided_regex": "a", "response_format": {"type": "json_object"}},
+        400, "response_format", "are both given",
+    ),
+    "deeper": ({"speculation": {"num_steps": 9}}, 400, "speculation", "made for at most 4"),
+    "surrogate": ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, None, "half a surrogate pair"),
+    "surrogate-name": ({"model": "\ud800"}, 404, "model", "is not served here"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_supported_is_refused_in_openais_shape(case, server):
+    change, status, param, said = REFUSED[case]
+    answer = post(server, CHAT | change)
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (answer.status_code, error["param"]) == (status, param)
+    assert said in error["message"] and "\n" not in error["message"]
+
+
+def test_the_client_raises_its_own_errors(server):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+    options = {"model": "tiny-gemma4", "messages": CHAT["messages"]}
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.chat.completions.create(**options, temperature=-1)
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        client.chat.completions.create(**options | {"model": "other"}, stream=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"model":', "is not JSON"),
+        (b"", "the body is missing"),
+        (b"[1]", "dictionary"),
+        (b"[" * 9000, "parsing the body"),
+        (b"\xff\xfe", "not JSON"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', "a finite number from 0"),
+    ],
+    ids=["cut", "empty", "list", "deep", "bytes", "nan"],
+)
+def test_malformed_bodies_are_refused_in_openais_shape(body, said, server):
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=headers)
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+
+
+def test_paths_and_methods_that_are_not_there(server):
+    assert httpx.get(server.url + "/nothing").json()["error"]["type"] == "not_found_error"
+    assert httpx.get(server.url + "/v1/models", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+    assert httpx.post(server.url + "/health").status_code == 405
 
 
 def test_pages_of_other_origins_may_ask_only_if_they_are_named(server):

@@ -25,7 +25,7 @@ from specdec.arguments import params_for, require_one_sample, require_type
 from specdec.config import SamplingParams, require_int
 from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, StoppingError
 from specdec.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.scheduling.health import EngineStats
 from specdec.scheduling.scheduler import slots_needed
@@ -223,7 +223,7 @@ class AsyncEngine:
             handed_in = self._readers.submit(hand_in)
         except RuntimeError as error:  # closed meanwhile
             self._admission.give_back(count)
-            raise SpecDecError("this engine is closed; make a new one") from error
+            raise StoppingError("this engine is closed; make a new one") from error
         try:
             await asyncio.shield(asyncio.wrap_future(handed_in))
         except asyncio.CancelledError:
@@ -319,7 +319,7 @@ class AsyncEngine:
         if os.getpid() != self._pid:
             raise SpecDecError("this engine was made in another process, and its thread is there; make one here")
         if self._closing:
-            raise SpecDecError("this engine is closed; make a new one")
+            raise StoppingError("this engine is closed; make a new one")
 
 
 class _Places:

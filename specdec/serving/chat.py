@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 
 from specdec import __version__
 from specdec.config import SamplingParams
+from specdec.errors import ConfigError
 from specdec.request import GenerationOutput
 from specdec.serving.async_engine import Streams
 from specdec.serving.events import EventStream, while_connected
@@ -17,7 +18,7 @@ from specdec.serving.faults import ApiError
 from specdec.serving.messages import template_messages
 from specdec.serving.protocol import ChatRequest
 from specdec.serving.reply import Reply, Wanted
-from specdec.serving.sampling_fields import require_logprobs, sampling_params
+from specdec.serving.sampling_fields import blaming, require_logprobs, sampling_params
 from specdec.serving.state import ServeState, State
 from specdec.serving.tool_choice import ToolChoice
 from specdec.serving.usage import chat_logprobs, so_far, speculation_of, usage_of
@@ -27,7 +28,10 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions", response_model=None)
 async def chat_completions(body: ChatRequest, request: Request, state: State) -> Response:
-    return await while_connected(request.receive, Chat(body, state).answer())
+    try:
+        return await while_connected(request.receive, Chat(body, state).answer())
+    except ConfigError as error:
+        raise blaming(error, body) from error
 
 
 class Chat:

@@ -10,13 +10,14 @@ from fastapi.responses import JSONResponse, Response
 
 from specdec import __version__
 from specdec.config import SamplingParams
+from specdec.errors import ConfigError
 from specdec.request import GenerationOutput
 from specdec.serving.async_engine import Streams
 from specdec.serving.events import EventStream, while_connected
 from specdec.serving.faults import ApiError
 from specdec.serving.protocol import CompletionRequest
 from specdec.serving.reply import Reply, Wanted
-from specdec.serving.sampling_fields import sampling_params
+from specdec.serving.sampling_fields import blaming, sampling_params
 from specdec.serving.state import ServeState, State
 from specdec.serving.usage import completion_logprobs, so_far, speculation_of, usage_of
 
@@ -27,7 +28,10 @@ MAX_TOKENS = 16
 
 @router.post("/v1/completions", response_model=None)
 async def completions(body: CompletionRequest, request: Request, state: State) -> Response:
-    return await while_connected(request.receive, Completion(body, state).answer())
+    try:
+        return await while_connected(request.receive, Completion(body, state).answer())
+    except ConfigError as error:
+        raise blaming(error, body) from error
 
 
 class Completion:

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from specdec.engine import Engine
-from specdec.errors import RoundFailedError, SpecDecError
+from specdec.errors import RoundFailedError, SpecDecError, StoppingError
 from specdec.handle import Handle
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class EngineThread:
                 return
         for sample in samples:
             sample.handle.abort()
-        raise SpecDecError(self._stopped or "this engine is closing; make a new one")
+        raise StoppingError(self._stopped or "this engine is closing; make a new one")
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
         """Have it called between two steps; at once, by the caller, when the thread has stopped."""
@@ -234,7 +234,7 @@ class EngineThread:
                 sample.handle.abort()
             except Exception:
                 logger.warning("request %d was not released", sample.handle.id, exc_info=True)
-            sample.error = sample.error if sample.handle.finished else SpecDecError(reason)
+            sample.error = sample.error if sample.handle.finished else StoppingError(reason)
         self._report()
 
 

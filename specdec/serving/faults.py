@@ -14,12 +14,18 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from specdec.errors import CapacityError, ConfigError, QueueFullError, SpecDecError, UnsupportedModelError, shown
+from specdec.errors import (
+    CapacityError,
+    ConfigError,
+    QueueFullError,
+    SpecDecError,
+    StoppingError,
+    UnsupportedModelError,
+    shown,
+)
 
 logger = logging.getLogger(__name__)
 
-BODY_NAMES = {"json_schema": "response_format", "json_object": "response_format"}
-"""How settings of the Python API are called in a body, where that is another name."""
 TYPES = ("str", "int", "float", "bool", "none", "dict", "list")
 """Parts of a place in a body that name a member of a union, and no field."""
 
@@ -63,9 +69,10 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, message, param=_param(message), code="context_length_exceeded")
     if isinstance(error, (ConfigError, UnsupportedModelError)):
         return ApiError(400, message, param=_param(message), code="invalid_value")
-    if isinstance(error, SpecDecError):  # a round that failed, an engine that is closed
-        closed = "this engine is clos" in message
-        return ApiError(503 if closed else 500, message, headers={"Retry-After": "1"} if closed else None)
+    if isinstance(error, StoppingError):
+        return ApiError(503, message, code="stopping", headers={"Retry-After": "1"})
+    if isinstance(error, SpecDecError):  # such as a round that failed
+        return ApiError(500, message)
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "the server failed to answer this request; its log says why")
 
@@ -110,7 +117,7 @@ def install(app: FastAPI) -> None:
 def _param(message: str) -> str | None:
     """The setting that a message of the Python API begins with: 'top_p=2: ...'."""
     found = re.match(r"(\w+)=", message)
-    return BODY_NAMES.get(found[1], found[1]) if found else None
+    return found[1] if found else None
 
 
 def _place(loc: Sequence[Any]) -> str | None:

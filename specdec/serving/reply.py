@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from specdec.errors import SpecDecError
+from specdec.errors import StoppingError
 from specdec.request import GenerationOutput, StreamDelta
 from specdec.serving.tools import ContentPiece, ToolCallPiece, ToolParser, ToolReader
 from specdec.text.drafts import DraftColours
@@ -54,22 +54,17 @@ class Reply:
         pieces = self._reader.read(delta)
         content = "".join(piece.text for piece in pieces if isinstance(piece, ContentPiece))
         calls = [self._call(piece) for piece in pieces if isinstance(piece, ToolCallPiece)]
-        return Said(content, calls, drafted)
+        return Said(content, _one_each(calls), drafted)
 
     def read_whole(self, output: GenerationOutput) -> Said:
-        """All that an output says, with each call in one piece."""
+        """All that an output says; calls as a message has them."""
         said = self.read(StreamDelta(output.text, output.token_ids, output.drafted, output))
-        whole: dict[int, dict[str, Any]] = {}
         for call in said.tool_calls:
-            index = call.pop("index")
-            if index in whole:
-                whole[index]["function"]["arguments"] += call["function"]["arguments"]
-            else:
-                whole[index] = call
-        return said._replace(tool_calls=list(whole.values()))
+            del call["index"]
+        return said
 
     def finish_reason(self, output: GenerationOutput) -> str:
-        """ "stop", "length" or "tool_calls". Raises SpecDecError for a request that somebody else ended."""
+        """ "stop", "length" or "tool_calls". Raises StoppingError for a request that somebody else ended."""
         reason = finish_reason(output)
         return "tool_calls" if reason == "stop" and self.num_calls else reason
 
@@ -82,7 +77,18 @@ class Reply:
 
 
 def finish_reason(output: GenerationOutput) -> str:
-    """ "stop" or "length". Raises SpecDecError for a request that somebody else ended."""
+    """ "stop" or "length". Raises StoppingError for a request that somebody else ended."""
     if output.finish_reason == "abort":
-        raise SpecDecError("this answer was ended before its end; the server is stopping")
+        raise StoppingError("this answer was ended before its end; the server is stopping")
     return output.finish_reason
+
+
+def _one_each(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The parts of each call in one, in their order."""
+    whole: dict[int, dict[str, Any]] = {}
+    for call in calls:
+        if call["index"] in whole:
+            whole[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+        else:
+            whole[call["index"]] = call
+    return list(whole.values())

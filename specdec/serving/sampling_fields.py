@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from specdec.config import SamplingParams, SpecConfig
+from specdec.config import GRAMMARS, SamplingParams, SpecConfig
+from specdec.errors import ConfigError
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.faults import ApiError
 from specdec.serving.protocol import SamplingFields, Speculation
@@ -45,7 +46,7 @@ def sampling_params(
         given["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
     if logprobs is not None:
         given["logprobs"] = require_logprobs(logprobs)
-    grammar = _grammar(body)
+    grammar = next(iter(_asked(body).values()), {})
     if forced is not None and grammar:
         raise ApiError(400, "tool_choice and a format of the text are both given; leave one out", param="tool_choice")
     given |= grammar if forced is None else forced
@@ -56,6 +57,15 @@ def require_logprobs(count: int, param: str = "logprobs") -> int:
     if not 0 <= count <= MOST_LOGPROBS:
         raise ApiError(400, f"{param}={count}: from 0 to {MOST_LOGPROBS} alternatives are given", param=param)
     return count
+
+
+def blaming(error: ConfigError, body: SamplingFields) -> Exception:
+    """The same, with the field of the body where the grammar is at fault, by whatever name the body has it."""
+    message = str(error)
+    field = next(iter(_asked(body)), None)
+    if field is not None and message.startswith(GRAMMARS):
+        return ApiError(400, message, param=field, code="invalid_value")
+    return error
 
 
 def _speculation(body: SamplingFields, engine: AsyncEngine) -> SpecConfig | bool | None:
@@ -75,8 +85,8 @@ def _speculation(body: SamplingFields, engine: AsyncEngine) -> SpecConfig | bool
     return wanted
 
 
-def _grammar(body: SamplingFields) -> dict[str, Any]:
-    """What the text is asked to be, by whichever field says so: one of them."""
+def _asked(body: SamplingFields) -> dict[str, dict[str, Any]]:
+    """What the text is asked to be, by the field that says so: one or none."""
     asked: dict[str, dict[str, Any]] = {}
     form = body.response_format
     if form is not None and form.type == "json_object":
@@ -101,7 +111,7 @@ def _grammar(body: SamplingFields) -> dict[str, Any]:
     if len(asked) > 1:
         named = list(asked)
         raise ApiError(400, f"{' and '.join(named)} are both given; one is allowed, so leave one out", param=named[0])
-    return next(iter(asked.values()), {})
+    return asked
 
 
 def _token_id(token: str) -> int:
