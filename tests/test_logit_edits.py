@@ -11,6 +11,7 @@ from capturable import capturable
 from specdec import DraftTree, SamplingParams
 from specdec.attention.graft import graft, without_blanks
 from specdec.rounds.kernel_sampling import KernelSampling
+from specdec.rounds.round import FirstLevel
 from specdec.rounds.sampling import (
     Past,
     SamplingBatch,
@@ -144,6 +145,20 @@ def test_nothing_that_a_grammar_forbids_is_drawn(kind, temperature, monkeypatch)
     two = torch.full_like(logits[:, 1:2], -torch.inf)
     two[0, 0, [3, 69]] = logits[0, 1, [3, 69]]
     assert drawn[1] == table.at(rows, uses).sample(two.to(DEVICE), positions[:, 1:2])[0, 0]
+
+
+def test_drafts_behind_the_root_are_masked_and_others_are_not():
+    """The grammar allows token 0 at position 7; at 8 nobody knows yet, and token 2 is the best."""
+    draws = FirstLevel(
+        SamplingBatch.of([SamplingParams(regex="a")], [0], torch.device("cpu")),
+        torch.tensor([7]),
+        torch.tensor([[1]], dtype=torch.int32),
+    )
+    logits = torch.tensor([[[1.0, 2.0, 3.0]] * 2])
+    assert draws.sample(logits, torch.tensor([[7, 8]])).tolist() == [[0, 2]]
+    best = draws.best(logits, torch.tensor([[7, 8]]), 2)
+    assert best.tokens[0, 0, 0] == 0 and best.scores[0, 0].tolist() == [0.0, -torch.inf]
+    assert best.tokens[0, 1].tolist() == [2, 1]
 
 
 def test_biases_are_packed_and_a_row_forgets_the_last_one():

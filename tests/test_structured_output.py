@@ -167,6 +167,28 @@ def test_masked_decoding_is_an_independent_loop(settings, engine_of, model, prom
         assert out.token_ids == output
 
 
+@pytest.mark.parametrize("kind", ["mtp", slow("eagle3")])
+def test_the_drafter_knows_what_may_follow_the_root(kind, engine_of, prompts, params, alone, monkeypatch):
+    """The best child of every root is a token that the grammar allows; without that, hardly ever one is."""
+
+    def noting(trees):
+        for root, tokens, parents in trees:
+            best = parents.index(0, 1) if 0 in parents[1:] else None
+            if best is not None and not root.forced:
+                seen.append(bool(root.mask[tokens[best] // 32] >> tokens[best] % 32 & 1))
+        return whole(trees)
+
+    seen, whole = [], grammar.tree_masks
+    monkeypatch.setattr("specdec.rounds.launch.tree_masks", noting)
+    knowing = engine_of(kind, max_batch_size=4).generate(prompts, params)
+    assert len(seen) > 30 and all(seen)
+    seen.clear()
+    monkeypatch.setattr("specdec.rounds.round.masked", lambda logits, allowed: logits)
+    outs = engine_of(kind, max_batch_size=4).generate(prompts, params)
+    assert sum(seen) < len(seen) / 2
+    assert [out.token_ids for out in outs] == [out.token_ids for out in knowing] == [out.token_ids for out in alone]
+
+
 # forced tokens
 
 

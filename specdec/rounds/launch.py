@@ -163,6 +163,7 @@ class Launcher:
                 self.round.forced[row, : 1 + count] = np.array([count, *wanted.forced[:count]], dtype=np.int64)
         self.round.flush()
         masks = _Masks(self.round, shape, [each.place for each in drafts])
+        masks.send_roots()
         if self.graphs is None:
             packed = run_programs(self.round.programs(shape), masks.between)
         else:
@@ -240,6 +241,12 @@ class _Masks:
         self._places = places
         self._trees: OnItsWay | None = None
 
+    def send_roots(self) -> None:
+        """What may follow the roots: the drafter may know."""
+        roots = _root_masks(self._places)
+        if roots is not None:
+            _send(roots, self._round.allowed(self._shape)[: len(roots), :1])
+
     def between(self, number: int, out: torch.Tensor) -> None:
         """The draft was launched, and returned the trees; or the verify was."""
         if number == 0:
@@ -252,10 +259,7 @@ class _Masks:
         allowed = self._round.allowed(self._shape)
         everything = np.full(allowed.shape, -1, dtype=np.int32)
         everything[[i for i, _ in held]] = found
-        masks = torch.from_numpy(everything)
-        if allowed.device.type == "cuda":
-            masks = masks.pin_memory()
-        allowed.copy_(masks, non_blocking=True)
+        _send(everything, allowed)
 
 
 def _root_masks(places: Sequence[Place | None]) -> Words | None:
@@ -266,6 +270,12 @@ def _root_masks(places: Sequence[Place | None]) -> Words | None:
     make_masks(held)
     free = np.full(held[0].library.num_words, -1, dtype=np.int32)
     return np.stack([free if place is None else place.mask for place in places])[:, None]
+
+
+def _send(masks: Words, allowed: torch.Tensor) -> None:
+    """Behind what is under way, without waiting for it."""
+    host = torch.from_numpy(masks)
+    allowed.copy_(host.pin_memory() if allowed.device.type == "cuda" else host, non_blocking=True)
 
 
 def _fetch(

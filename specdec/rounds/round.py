@@ -9,7 +9,7 @@ the host settles what came out afterwards (`settle.py`). It knows no request.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from specdec.models.target import TargetModel, TargetOutput
 from specdec.rounds.clock import StageClock
 from specdec.rounds.kernel_sampling import KernelSampling
 from specdec.rounds.result import LogProbs, RoundShape, pack
-from specdec.rounds.sampling import Past, SamplingBatch, SamplingTable, Uses
+from specdec.rounds.sampling import Best, Past, SamplingBatch, SamplingTable, Uses, masked
 
 PREFILL_STAGES, DECODE_STAGES = ("prefill",), ("other", "draft", "verify", "other")
 """What the clocks of the two programs time."""
@@ -212,6 +212,9 @@ class Round:
         sampling = sampling.ahead(history_len, max(shape.num_steps + 1, shape.depth), self.target.vocab_size)
 
         self.clock.mark("draft")
+        draws: Draws = sampling
+        if shape.uses.masked:
+            draws = FirstLevel(sampling, history_len, self.allowed(shape)[:, 0])
         if self.worker is not None and shape.num_steps > 0:
             batch = DraftBatch(
                 rows=rows,
@@ -221,9 +224,9 @@ class Round:
                 num_steps=shape.num_steps,
                 topk=shape.topk,
                 num_nodes=shape.num_nodes,
-                sample=sampling.sample,
-                best=sampling.best,
-                params=sampling.params,
+                sample=draws.sample,
+                best=draws.best,
+                params=None if shape.uses.masked else sampling.params,  # or it would draw with no row to mask
             )
             tree = self.worker.propose(batch)
         else:
@@ -342,3 +345,29 @@ class GrammarRound:
 
     def draw(self) -> torch.Tensor:
         return self.round._draw(self.shape, self.drafted, self.verified)
+
+
+class Draws(Protocol):
+    """What a drafter draws with."""
+
+    def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor: ...
+    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best: ...
+
+
+class FirstLevel(NamedTuple):
+    """The same draws, but behind the root only what the grammar allows there: allowed [B, V / 32], first [B] the
+    position of a token there. Behind drafts nothing is known before they are."""
+
+    sampling: SamplingBatch
+    first: torch.Tensor
+    allowed: torch.Tensor
+
+    def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.sampling.sample(self._masked(logits, positions), positions)
+
+    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best:
+        return self.sampling.best(self._masked(logits, positions), positions, count)
+
+    def _masked(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        is_first = (positions == self.first[:, None])[:, :, None]
+        return torch.where(is_first, masked(logits, self.allowed[:, None]), logits)

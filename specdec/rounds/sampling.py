@@ -308,7 +308,8 @@ def unpack_bias(cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def masked(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
     """Logits [B, N, V] as float32 where allowed [B, N, V / 32] has their bit, -inf elsewhere."""
-    bits = allowed[..., None] >> torch.arange(32, dtype=torch.int32, device=allowed.device) & 1
+    in_bytes = allowed.view(torch.uint8)[..., None]
+    bits = in_bytes >> torch.arange(8, dtype=torch.uint8, device=allowed.device) & 1
     # what is allowed is always more likely than what is not, even to a model that rules it out
     kept = logits.float().clamp(min=torch.finfo(torch.float32).min)
     return torch.where(bits.flatten(2)[..., : logits.shape[-1]] != 0, kept, -torch.inf)
