@@ -19,11 +19,13 @@ from word_problems import final_answer, generate, heldout_questions, stream
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]
 PAD, EOS, BOS, UNK, TURN, TURN_END = range(6)
 VOCAB = 2048
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{{ '<|turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\\n' + m['content'] + '<turn|>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|turn>model\\n' }}{% endif %}"
-)
+CHAT_TEMPLATE = """{{ bos_token }}{% if tools %}{{ '<|turn>system\\nTools: ' }}{{ tools | tojson }}
+{{ 'Call them as <tool_call>{"name": ..., "arguments": {...}}</tool_call><turn|>\\n' }}{% endif %}
+{%- for m in messages %}{{ '<|turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\\n' }}
+{{- m['content'] or '' }}
+{%- for call in m['tool_calls'] or [] %}{{ '<tool_call>' }}{{ call['function'] | tojson }}
+{{- '</tool_call>' }}{% endfor %}
+{{- '<turn|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|turn>model\\n' }}{% endif %}"""
 
 
 def prompt_text(question: str) -> str:
