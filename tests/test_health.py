@@ -139,7 +139,7 @@ def test_memory_is_level_over_2000_requests(make_target, make_assistant, make_en
     def serve(count: int, seed: int) -> None:
         for first in range(0, count, 100):
             prompts = [random_prompt(1 + n % 12, seed=seed + first + n) for n in range(100)]
-            handles = engine.submit_many(prompts, SamplingParams(max_new_tokens=4, ignore_eos=True))
+            handles = engine.submit_many(prompts, SamplingParams(max_new_tokens=2, ignore_eos=True))
             for handle in handles[::10]:
                 handle.abort()
             while engine.step():

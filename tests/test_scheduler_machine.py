@@ -316,7 +316,7 @@ def run(page_size: int, cached: bool, examples: int, *, shrink: bool = True) -> 
 
 @pytest.mark.parametrize(
     ("page_size", "cached", "examples"),
-    [(1, True, 15), (4, True, 15), (4, False, 10), slow(1, True, 150), slow(4, True, 150), slow(1, False, 100)],
+    [(1, True, 15), (4, True, 15), (4, False, 10), slow(1, True, 60), slow(4, True, 60), slow(1, False, 60)],
 )
 def test_random_histories(page_size: int, cached: bool, examples: int) -> None:
     assert (run(page_size, cached, examples) > 100) == cached
@@ -325,7 +325,7 @@ def test_random_histories(page_size: int, cached: bool, examples: int) -> None:
 def test_random_histories_of_the_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Priorities change all the time, and with them who is admitted, who has to go, and in what order."""
     monkeypatch.setattr(scheduler, "PATIENCE", 2)
-    run(1, False, 25)
+    run(1, False, 15)
 
 
 @pytest.mark.parametrize("level", [1, 3])

@@ -80,8 +80,7 @@ def launches(monkeypatch):
     quick(
         [
             ("gemma4-e2b", None, CHAIN, 4),
-            ("gemma4-e2b", "mtp", CHAIN, 4),
-            ("gemma4-e2b", "mtp", TREE, 1),
+            ("gemma4-e2b", "mtp", CHAIN, 1),
             ("gemma4-e2b", "mtp", TREE, 4),
             ("gemma4-e2b", "eagle3", TREE, 1),
             ("llama", None, CHAIN, 1),
