@@ -19,6 +19,7 @@ from tape import record
 
 import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.kvcache.mirror import MirroredArray
 from specdec.rounds.round import Round
 from specdec.rounds.sampling import SamplingBatch
 from specdec.text import grammar
@@ -392,6 +393,24 @@ def test_free_requests_keep_their_rounds(engine_of, prompts, monkeypatch):
     assert captured and all(len(one.replays) == 1 for one in captured.values())
     assert not any(shape.uses.edits or shape.forced for shape in captured)
     assert engine.round._allowed == {}
+
+
+class Unread(MirroredArray):
+    """Its device side is not looked at."""
+
+    @property
+    def tensor(self):
+        raise AssertionError("read for nobody")
+
+
+def test_free_requests_pay_nothing(engine_of, prompts):
+    """Where outputs begin, what is forced, biases and masks: no operator reads them where nobody asks."""
+    engine = engine_of("tree", max_batch_size=2)
+    engine.round.prompt_len.__class__ = engine.round.forced.__class__ = Unread
+    free = SamplingParams(max_new_tokens=12, temperature=0.7, top_k=9, repetition_penalty=1.2, seed=1)
+    assert len(engine.generate(prompts[:2], free)) == 2
+    with pytest.raises(AssertionError, match="read for nobody"):
+        engine.generate(prompts[0], SamplingParams(presence_penalty=0.5))
 
 
 # defects, seeded

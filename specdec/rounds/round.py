@@ -175,7 +175,7 @@ class Round:
             history = self.tokens.tensor[rows.index[chosen], : rows.longest + width]
             history_len = (committed + length)[chosen]
             sampling = self.sampling.at(rows.index[chosen], uses)
-            prompt_len = self.prompt_len.tensor[rows.index[chosen]]
+            prompt_len = self._prompt_len(rows.index[chosen], uses)
             bits = None if allowed is None else self._upload(allowed)
             past = Past(history, history_len, None, prompt_len, bits)
             first = sampling.draw(logits, history_len[:, None], past, softcap)  # [T, 1]
@@ -253,7 +253,8 @@ class Round:
         rows, history_len, tree = drafted.rows, drafted.history_len, drafted.tree
         fed, out, logits = verified.fed, verified.out, verified.logits
         allowed = self.allowed(shape) if shape.uses.masked else None
-        past = Past(drafted.history, history_len, fed, self.prompt_len.tensor[rows.index], allowed)
+        prompt_len = self._prompt_len(rows.index, shape.uses)
+        past = Past(drafted.history, history_len, fed, prompt_len, allowed)
         drawn = drafted.sampling.draw(logits, verified.plan.positions + 1, past, verified.softcap)
         accepted = self.backend.accept(tree, drawn)
         length = torch.minimum(accepted.length, drafted.most)  # what is beyond is as if never drafted
@@ -279,6 +280,10 @@ class Round:
             words = -(-self.target.vocab_size // 32)
             self._allowed[sizes] = torch.full((*sizes, words), -1, dtype=torch.int32, device=self.device)
         return self._allowed[sizes]
+
+    def _prompt_len(self, rows: torch.Tensor, uses: Uses) -> torch.Tensor | None:
+        """Where the outputs of rows [B] begin, for those who count what is in them."""
+        return self.prompt_len.tensor[rows] if uses.counts else None
 
     def _logits(self, hidden: torch.Tensor, logprobs: int | None) -> tuple[torch.Tensor, float | None]:
         """Logits, and the softcap that they are still to get: kernels that draw cap what they read, in passing, and may

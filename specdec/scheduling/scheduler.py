@@ -165,7 +165,7 @@ class Scheduler:
                     break
                 self._make_room()
         decoding = [request for request in self.running if request.state is RequestState.DECODE]
-        forced = max((len(request.forced) for request in decoding), default=0)
+        forced = max((len(request.forced) for request in decoding if request.place), default=0)
         for request in decoding if forced else ():
             last = self.table.slots.host.shape[1] - 1
             wanted = min(int(self.table.committed_len.host[request.row]) + rounded_up(1 + forced), last)

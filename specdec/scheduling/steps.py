@@ -86,10 +86,10 @@ class Steps:
         """One step -> who ended in it. Prompts come second, so that who ends in the round makes room for them."""
         with self._on_device():
             self.scheduler.prefixes.look()
-            # what a grammar allows is known when all that is in front of it is
-            grammars = any(request.place for request in self.scheduler.running)
-            finished = self._settle_all() if grammars else []
-            make_masks([r.place for r in self.scheduler.running if r.state is RequestState.DECODE])
+            finished: list[Request] = []
+            if any(request.place for request in self.scheduler.running):
+                finished += self._settle_all()  # what a grammar allows is known when all that is in front of it is
+                make_masks([r.place for r in self.scheduler.running if r.state is RequestState.DECODE])
             finished += self._decode(self.scheduler.next_decode())
             for request in self.scheduler.admit():
                 mine = request.params, request.seed, request.max_drafts
