@@ -2,7 +2,8 @@
 # PYTHON: the interpreter .venv is made from. Default: the first one here that is new enough, 3.11 (the tested one) first.
 PYTHON ?= $(firstword $(foreach p,python3.11 python3 python3.12 python3.13,\
 	$(if $(shell $(p) -c 'import sys; print(sys.version_info >= (3, 11) or "")' 2>/dev/null),$(p))))
-JOBS ?= 2
+# one more than the cores of CI: tests of servers and of other processes wait, too
+JOBS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,7 +25,7 @@ help:  ## list the targets
 demo: $(VENV)/.run  ## install into .venv and run examples/demo.py
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.test  ## install with the test extra and run the tests (JOBS=2 processes)
+test: $(VENV)/.test  ## install with the test extra and run the tests (JOBS=3 processes)
 	$(PYTEST) $(ARGS)
 
 test-fast: $(VENV)/.test  ## the tests without the slow ones, of every subsystem
@@ -39,7 +40,8 @@ test-latest:  ## the tests on the newest versions that a plain install takes, in
 gpu-test: $(VENV)/.run  ## on a CUDA device: kernels, timings and the engine as one table (ARGS="--out FILE")
 	$(BIN)/python tools/gpu_test.py $(ARGS)
 
-check: lint size layout types  ## lint, format, file sizes, layout, types
+# `make check test` finds the layout among the tests
+check: lint size $(if $(filter test,$(MAKECMDGOALS)),,layout) types  ## lint, format, file sizes, layout, types
 
 lint: $(VENV)/.test  ## ruff, rules and format
 	$(BIN)/ruff check .

@@ -15,11 +15,11 @@ from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, GenerationOutput, RequestStats, SamplingParams, SpecConfig, SpecDecError
-from specdec.commands.generate import DRAFTED_STYLE
+from specdec.commands.generate import DRAFTED_STYLE, in_colour
 from specdec.errors import ConfigError
 from specdec.models.bundled import BUNDLED_NAMES
 from specdec.models.published import Pair, pair_table
-from specdec.text.detokenize import Detokenizer
+from specdec.text.drafts import DraftColours
 
 
 def find_pair(pairs: Sequence[Pair], model: str, drafter: str | None) -> Pair:
@@ -35,33 +35,16 @@ def find_pair(pairs: Sequence[Pair], model: str, drafter: str | None) -> Pair:
     return Pair(model, model, drafter, num_steps=4, dtype="", memory="")
 
 
-class MarkedText:
-    """The text of tokens as they come, accepted drafts in colour."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._reader = Detokenizer(engine.tokenizer)
-        self._ids: list[int] = []
-
-    def read(self, token_ids: Sequence[int], drafted: Sequence[bool]) -> Text:
-        """The whole characters that these tokens complete."""
-        piece = Text()
-        for token, from_draft in zip(token_ids, drafted, strict=True):
-            self._ids.append(token)
-            new = self._reader.stream(self._ids, (), finished=False)
-            piece.append(new, style=DRAFTED_STYLE if from_draft else None)
-        return piece
-
-
 def answer(
     engine: Engine, prompt: list[int], params: SamplingParams, show: Callable[[Text], None] | None = None
 ) -> tuple[GenerationOutput, float]:
     """One streamed answer and its seconds; `show` gets the text round by round, and its time does not count."""
-    marked, seconds, output = MarkedText(engine), 0.0, None
+    colours, seconds, output = DraftColours(engine.tokenizer), 0.0, None
     start = time.perf_counter()
     for delta in engine.stream(prompt, params):
         seconds += time.perf_counter() - start
         if show is not None:
-            show(marked.read(delta.token_ids, delta.drafted))
+            show(in_colour(colours.read(delta)))
         output = delta.output
         start = time.perf_counter()
     assert output is not None, "a stream ends with its output"

@@ -319,7 +319,8 @@ def run(page_size: int, cached: bool, examples: int, *, shrink: bool = True) -> 
     [(1, True, 15), (4, True, 15), (4, False, 10), slow(1, True, 60), slow(4, True, 60), slow(1, False, 60)],
 )
 def test_random_histories(page_size: int, cached: bool, examples: int) -> None:
-    assert (run(page_size, cached, examples) > 100) == cached
+    # how many depends on what else is imported: hypothesis draws constants of all modules there are
+    assert (run(page_size, cached, examples) > 0) == cached
 
 
 def test_random_histories_of_the_impatient(monkeypatch: pytest.MonkeyPatch) -> None:

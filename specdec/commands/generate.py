@@ -1,6 +1,7 @@
 """`specdec generate`: one prompt, its answer as it comes, and what the drafts did."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,12 @@ def generate(
 
 def coloured(out: GenerationOutput, tokenizer: Any) -> Text:
     """The output's text with accepted drafts in colour."""
-    text = Text()
-    for piece, drafted in DraftColours(tokenizer).read(StreamDelta(out.text, out.token_ids, out.drafted, out)):
-        text.append(piece, style=DRAFTED_STYLE if drafted else None)
-    return text
+    return in_colour(DraftColours(tokenizer).read(StreamDelta(out.text, out.token_ids, out.drafted, out)))
+
+
+def in_colour(pieces: Iterable[tuple[str, bool]]) -> Text:
+    """What `DraftColours` reads, for a terminal."""
+    return Text.assemble(*((piece, DRAFTED_STYLE if drafted else "") for piece, drafted in pieces))
 
 
 def print_stream(engine: Engine, ids: list[int], params: SamplingParams) -> GenerationOutput:
