@@ -2,8 +2,7 @@
 # PYTHON: the interpreter .venv is made from. Default: the first one here that is new enough, 3.11 (the tested one) first.
 PYTHON ?= $(firstword $(foreach p,python3.11 python3 python3.12 python3.13,\
 	$(if $(shell $(p) -c 'import sys; print(sys.version_info >= (3, 11) or "")' 2>/dev/null),$(p))))
-# one more than the cores of CI: tests of servers and of other processes wait, too
-JOBS ?= 3
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +24,7 @@ help:  ## list the targets
 demo: $(VENV)/.run  ## install into .venv and run examples/demo.py
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.test  ## install with the test extra and run the tests (JOBS=3 processes)
+test: $(VENV)/.test  ## install with the test extra and run the tests (JOBS=2 processes)
 	$(PYTEST) $(ARGS)
 
 test-fast: $(VENV)/.test  ## the tests without the slow ones, of every subsystem

@@ -311,7 +311,7 @@ def test_law_of_a_draw(settings, axis):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "settings"),
-    [("mtp", {}), ("tree", {"top_k": 5}), ("ngram", {}), ("tree", {"top_p": 0.8, "repetition_penalty": 1.3})],
+    [("mtp", {}), ("tree", {"top_k": 5}), ("ngram", {"top_p": 0.8, "repetition_penalty": 1.3})],
     ids=str,
 )
 def test_law_of_three_tokens(
