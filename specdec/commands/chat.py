@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from specdec.commands.generate import DRAFTED_STYLE
-from specdec.commands.settings import drafter_name, engine_config, quiet_libraries
+from specdec.commands.generate import DRAFTED_STYLE, in_colour
+from specdec.commands.settings import engine_config, load_engine, quiet_libraries
 from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import CapacityError, SpecDecError, shown
-from specdec.progress import working
 from specdec.request import GenerationOutput
 from specdec.text.drafts import DraftColours
 
@@ -54,8 +53,7 @@ def chat(
     params = SamplingParams(max_new_tokens, temperature, top_k, top_p, min_p, seed, repetition_penalty=penalty)
     spec = SpecConfig(num_steps, draft_topk, num_draft_tokens)
     config = engine_config(1, dtype, device)
-    with working(f"loading {target}"):
-        engine = Engine.from_pretrained(target, drafter_name(target, drafter), spec=spec, config=config)
+    engine = load_engine(target, drafter, spec, config)
     with engine:
         Session(engine, Conversation(engine, system), params).run(f"{target}: {COMMANDS}")
 
@@ -193,8 +191,7 @@ class Session:
         return handle.output()
 
     def _print(self, pieces: list[tuple[str, bool]]) -> None:
-        for text, drafted in pieces:
-            self.out.print(Text(text, style=DRAFTED_STYLE if drafted else ""), end="")
+        self.out.print(in_colour(pieces), end="")
 
     def _figures(self, output: GenerationOutput, seconds: float) -> Text:
         count, stats = len(output.token_ids), output.stats

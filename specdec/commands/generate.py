@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from specdec.commands.settings import drafter_name, engine_config, quiet_libraries
+from specdec.commands.settings import engine_config, load_engine, quiet_libraries
 from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.evaluation.files import STDOUT, write_file
@@ -46,8 +46,7 @@ def generate(
     params = SamplingParams(max_new_tokens, temperature, top_k, top_p, min_p, seed, repetition_penalty=penalty)
     spec = SpecConfig(num_steps, draft_topk, num_draft_tokens)
     config = engine_config(1, dtype, device)
-    with working(f"loading {target}"):
-        engine = Engine.from_pretrained(target, drafter_name(target, drafter), spec=spec, config=config)
+    engine = load_engine(target, drafter, spec, config)
     with engine:
         ids = engine.encode(prompt) if raw else engine.chat_prompt(prompt)
         if show_drafts or json_file == STDOUT:

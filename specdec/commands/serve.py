@@ -18,10 +18,8 @@ except ImportError as error:
         f"specdec serve needs {error.name}, which is not installed; pip install 'specdec-runtime[serve]'"
     ) from error
 
-from specdec.commands.settings import drafter_name, engine_config, quiet_libraries
+from specdec.commands.settings import engine_config, load_engine, quiet_libraries
 from specdec.config import SpecConfig
-from specdec.engine import Engine
-from specdec.progress import working
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.server import address, listen, run_app
 from specdec.serving.settings import ServeSettings, sampling_defaults
@@ -69,8 +67,7 @@ def serve(
         tool_parser=tool_parser,
     )
     with listen(host, port) as bound:
-        with working(f"loading {target}"):
-            engine = Engine.from_pretrained(target, drafter_name(target, drafter), spec=spec, config=config)
+        engine = load_engine(target, drafter, spec, config)
         if engine.tokenizer is None:
             raise ConfigError(f"{target!r} has no tokenizer, and a server reads and writes text; give one that has")
         if template is not None:

@@ -7,8 +7,10 @@ import torch
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 from transformers.utils import logging as transformers_logging
 
-from specdec.config import EngineConfig
+from specdec.config import EngineConfig, SpecConfig
+from specdec.engine import Engine
 from specdec.models.devices import require_device
+from specdec.progress import working
 
 
 def quiet_libraries() -> None:
@@ -27,6 +29,12 @@ def engine_config(batch_size: int, dtype: str | None, device: str | None, **size
     config = EngineConfig(max_batch_size=batch_size, dtype=of_torch, device=device, **sizes)
     require_device(config.device)
     return config
+
+
+def load_engine(target: str, drafter: str, spec: SpecConfig, config: EngineConfig) -> Engine:
+    """drafter: as `drafter_name` takes it."""
+    with working(f"loading {target}"):
+        return Engine.from_pretrained(target, drafter_name(target, drafter), spec=spec, config=config)
 
 
 def drafter_name(target: str, drafter: str) -> str | None:

@@ -1,14 +1,11 @@
 """POST /v1/chat/completions: messages through the model's chat template, answered whole or as they come."""
 
-import time
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from specdec import __version__
 from specdec.config import SamplingParams
 from specdec.errors import ConfigError
 from specdec.request import GenerationOutput
@@ -21,7 +18,7 @@ from specdec.serving.reply import Reply, Wanted
 from specdec.serving.sampling_fields import blaming, require_logprobs, sampling_params
 from specdec.serving.state import ServeState, State
 from specdec.serving.tool_choice import ToolChoice
-from specdec.serving.usage import chat_logprobs, so_far, speculation_of, usage_of
+from specdec.serving.usage import chat_logprobs, so_far, totals
 
 router = APIRouter()
 
@@ -44,13 +41,7 @@ class Chat:
         self.tokenizer = state.engine.engine.tokenizer
         self.choice = ToolChoice(body, getattr(self.tokenizer, "chat_template", None), state.tool_parser)
         self.prompt: list[int] = []
-        self.head = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": state.model_name(body.model),
-            "system_fingerprint": f"specdec-{__version__}",
-        }
+        self.head = state.head("chatcmpl", "chat.completion", body.model)
 
     async def answer(self) -> Response:
         """The response, whole or begun."""
@@ -96,11 +87,7 @@ class Chat:
 
     def _whole(self, outputs: list[GenerationOutput], wanted: Wanted) -> dict[str, Any]:
         answer = self.head | {"choices": [self._choice(i, output, wanted) for i, output in enumerate(outputs)]}
-        stats = [output.stats for output in outputs]
-        answer["usage"] = usage_of([self.prompt], stats)
-        if self.body.show_drafts:
-            answer["speculation"] = speculation_of(stats)
-        return answer
+        return answer | totals(self.body, [self.prompt], [output.stats for output in outputs])
 
     def _choice(self, index: int, output: GenerationOutput, wanted: Wanted) -> dict[str, Any]:
         reply = Reply(wanted)
@@ -139,8 +126,7 @@ class Chat:
                 yield head | {"choices": [_chunk(index, {}, replies[index].finish_reason(delta.output))]}
         if self.body.include_usage or self.body.show_drafts:
             stats = [streams.stats(index) for index in range(len(replies))]
-            last = head | {"choices": [], "usage": usage_of([self.prompt], stats)}
-            yield last | ({"speculation": speculation_of(stats)} if self.body.show_drafts else {})
+            yield head | {"choices": []} | totals(self.body, [self.prompt], stats)
 
 
 def _chunk(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:

@@ -1,14 +1,11 @@
 """POST /v1/completions: texts or token ids continued as they are, whole or as they come."""
 
-import time
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from specdec import __version__
 from specdec.config import SamplingParams
 from specdec.errors import ConfigError
 from specdec.request import GenerationOutput
@@ -19,7 +16,7 @@ from specdec.serving.protocol import CompletionRequest
 from specdec.serving.reply import Reply, Wanted
 from specdec.serving.sampling_fields import blaming, sampling_params
 from specdec.serving.state import ServeState, State
-from specdec.serving.usage import completion_logprobs, so_far, speculation_of, usage_of
+from specdec.serving.usage import completion_logprobs, so_far, totals
 
 router = APIRouter()
 MAX_TOKENS = 16
@@ -45,13 +42,7 @@ class Completion:
         self.prompts: list[list[int]] = []
         self.echoes: list[str] = []  # of each prompt; empty without `echo`
         self.n = 1 if body.n is None else body.n
-        self.head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": state.model_name(body.model),
-            "system_fingerprint": f"specdec-{__version__}",
-        }
+        self.head = state.head("cmpl", "text_completion", body.model)
 
     async def answer(self) -> Response:
         """The response, whole or begun."""
@@ -90,11 +81,7 @@ class Completion:
 
     def _whole(self, outputs: list[GenerationOutput], wanted: Wanted) -> dict[str, Any]:
         answer = self.head | {"choices": [self._choice(i, output, wanted) for i, output in enumerate(outputs)]}
-        stats = [output.stats for output in outputs]
-        answer["usage"] = usage_of(self.prompts, stats)
-        if self.body.show_drafts:
-            answer["speculation"] = speculation_of(stats)
-        return answer
+        return answer | totals(self.body, self.prompts, [output.stats for output in outputs])
 
     def _choice(self, index: int, output: GenerationOutput, wanted: Wanted) -> dict[str, Any]:
         reply = Reply(wanted)
@@ -128,8 +115,7 @@ class Completion:
             yield head | {"choices": [choice]} | so_far(self.body, prompt, streams.stats(index))
         if self.body.include_usage or self.body.show_drafts:
             stats = [streams.stats(index) for index in range(count)]
-            last = head | {"choices": [], "usage": usage_of(self.prompts, stats)}
-            yield last | ({"speculation": speculation_of(stats)} if self.body.show_drafts else {})
+            yield head | {"choices": []} | totals(self.body, self.prompts, stats)
 
 
 def _choice(index: int, text: str, reason: str | None = None) -> dict[str, Any]:

@@ -41,6 +41,11 @@ def speculation_of(stats: Sequence[RequestStats]) -> dict[str, Any]:
     }
 
 
+def totals(body: SamplingFields, prompts: Sequence[Sequence[int]], stats: Sequence[RequestStats]) -> dict[str, Any]:
+    """What an answer says of all its samples: usage, and what speculation did if the request wants it."""
+    return {"usage": usage_of(prompts, stats)} | ({"speculation": speculation_of(stats)} if body.show_drafts else {})
+
+
 def so_far(body: SamplingFields, prompt: Sequence[int], stats: RequestStats) -> dict[str, Any]:
     """Of one sample, what a chunk says beside its choice where the request wants it."""
     fields: dict[str, Any] = {"usage": usage_of([prompt], [stats])} if body.continuous_usage else {}
