@@ -402,6 +402,12 @@ def test_weights_are_looked_at_once_a_step(make_target, make_engine, random_prom
     while engine.step():
         steps += 1
     assert len(looks) == steps > 3
+    stream = engine.stream(random_prompt(9, seed=9), SamplingParams(max_new_tokens=NEW, ignore_eos=True))
+    next(stream)
+    looks.clear()
+    next(stream)  # a round, in which nobody begins or ends
+    assert not looks
+    stream.close()
 
 
 def test_what_cannot_be_seen_is_told(make_target, make_engine, random_prompt, hf_forward):

@@ -4,9 +4,9 @@
     every chunk   of a prompt is kept once it is committed, so that whoever waits for it can go on
     the end       and a preemption keep all that is committed
 
-Only tokens that the host is certain of name K/V. These are of the weights that made them: each step begins with a look
-at those, and once they are others, the cache is emptied, and rows that began before are not kept. It knows no pool and
-no tensor.
+Only tokens that the host is certain of name K/V. These are of the weights that made them: a step looks at those before
+it uses the cache, and once they are others, the cache is emptied, and rows that began before are not kept. It knows no
+pool and no tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,6 +29,7 @@ class Prefixes:
     def __init__(self, cache: KVCache | None, weights_version: Callable[[], object]) -> None:
         self._cache: PrefixCache | None = None
         self._weights_version = weights_version
+        self._looked = False  # at the weights, in this step: within one they do not change
         self._era = 0  # counts how often what was made before became worthless
         if cache is not None:
             self._cache = PrefixCache(cache.table, pairs=len(cache.stores) > 1)  # a drafter's may follow from the next
@@ -42,6 +43,7 @@ class Prefixes:
         """
         if self._cache is None:
             return False
+        self._look()
         makers = [other for other in ahead if other.state is RequestState.PREFILL]
         key = self._key(request)[: request.prefill_target - 1] if makers else np.zeros(0, dtype=np.int64)
         if len(key) < WORTH_WAITING:
@@ -65,6 +67,7 @@ class Prefixes:
         """The request has been given a row: fill it with what is cached, all but a token that is left to compute."""
         if self._cache is None:
             return
+        self._look()
         self._began[request.row] = self._era
         adopted = self._cache.adopt(request.row, self._key(request)[: request.prefill_target - 1])
         if request.num_output == 0 and request.stats.preemptions == 0:
@@ -74,6 +77,7 @@ class Prefixes:
         """What is committed of a running request is there for others."""
         if self._cache is None:
             return
+        self._look()
         if self._began[request.row] == self._era:
             self._cache.insert(request.row, self._key(request))
 
@@ -83,11 +87,16 @@ class Prefixes:
             self._cache.clear()
             self._era += 1
 
-    def look(self) -> None:
-        """Are the weights those that made what is cached? Asked as a step begins: within one they do not change."""
-        if self._cache is not None and self._made_by != (now := self._weights_version()):
+    def next_step(self) -> None:
+        """The weights may be others from here on."""
+        self._looked = False
+
+    def _look(self) -> None:
+        """Are the weights those that made what is cached? Their versions are many: once a step that uses the cache."""
+        if not self._looked and self._made_by != (now := self._weights_version()):
             self._made_by = now
             self.clear()
+        self._looked = True
 
     def _key(self, request: Request) -> IntArray:
         """Of all its tokens, made again when there are more."""

@@ -85,7 +85,7 @@ class Steps:
     def run(self) -> list[Request]:
         """One step -> who ended in it. Prompts come second, so that who ends in the round makes room for them."""
         with self._on_device():
-            self.scheduler.prefixes.look()
+            self.scheduler.prefixes.next_step()
             finished: list[Request] = []
             if any(request.place for request in self.scheduler.running):
                 finished += self._settle_all()  # what a grammar allows is known when all that is in front of it is
