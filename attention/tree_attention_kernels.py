@@ -16,10 +16,9 @@ Under programmatic dependent launch both kernels read the plan (lengths, positio
 kernel in front: plans are written by kernels that let nothing start before they end.
 """
 
+from specdec.attention.paged_attention_kernels import LOG2E, NOWHERE
 from specdec.kvcache.triton_shim import tl, triton
 
-LOG2E = tl.constexpr(1.4426950408889634)
-NOWHERE = tl.constexpr(1 << 30)  # behind all keys, and so far from overflow that what a loop loads ahead is behind too
 SHORT_SPLITS = tl.constexpr(16)
 MIDDLE_SPLITS = tl.constexpr(16)
 

@@ -56,7 +56,7 @@ def jitted() -> dict[str, dict[int, str]]:
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    command = [sys.executable, str(TESTS / "compile_launches.py"), WHICH or "usual"]
+    command = [sys.executable, str(TESTS / "compile_launches.py"), WHICH]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     result: Report = json.loads(run.stdout.splitlines()[-1])

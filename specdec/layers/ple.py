@@ -80,6 +80,12 @@ def _layer_inputs_kernel(
     tl.store(p_out + o_part, (b_x * 0.7071067811865476).to(DTYPE), mask=m_p)
 
 
+@triton.jit
+def _gated(b_gate: tl.tensor, b_in: tl.tensor, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
+    """act(gate) e_l, rounded twice: the same bits whichever kernel makes it."""
+    return (activate(b_gate, ACTIVATION).to(DTYPE).to(tl.float32) * b_in).to(DTYPE)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_projection_kernel(
     p_parts: tl.tensor,  # [S, T, P]
@@ -111,7 +117,7 @@ def _gated_projection_kernel(
     b_in = tl.load(p_inputs + o_row * s_inputs + o_k[:, None], mask=mask, other=0.0).to(tl.float32)  # [BK, BM]
     part_len = num_rows.to(tl.int64) * P
     b_gate = sum_parts(p_parts, None, o_row * P + o_k[:, None], o_k, mask, part_len, SPLITS, DTYPE)
-    b_x = (activate(b_gate, ACTIVATION).to(DTYPE).to(tl.float32) * b_in).to(DTYPE)
+    b_x = _gated(b_gate, b_in, ACTIVATION, DTYPE)
     b_y = tl.dot(b_w, b_x, input_precision="ieee")  # [BN, BM]
     m_out = (o_m < num_rows)[None, :] & (o_n < H)[:, None]
     tl.store(p_out + o_row * H + o_n[:, None], b_y.to(DTYPE), mask=m_out)
@@ -138,8 +144,7 @@ def _gate_inputs_kernel(
     b_in = tl.load(p_inputs + i_t * s_inputs + o_p, mask=m_p, other=0.0).to(tl.float32)
     DTYPE: tl.constexpr = p_out.dtype.element_ty
     b_gate = sum_parts(p_parts, None, i_t * P + o_p, o_p, m_p, part_len, SPLITS, DTYPE)
-    b_gated = (activate(b_gate, ACTIVATION).to(DTYPE).to(tl.float32) * b_in).to(DTYPE)
-    tl.store(p_out + i_t * P + o_p, b_gated, mask=m_p)
+    tl.store(p_out + i_t * P + o_p, _gated(b_gate, b_in, ACTIVATION, DTYPE), mask=m_p)
 
 
 def layer_inputs(
