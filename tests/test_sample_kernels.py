@@ -12,6 +12,7 @@ from specdec import DraftTree, SamplingParams
 from specdec.kvcache.triton_shim import tl, triton
 from specdec.layers.sampling.noise import NOISE_ERROR, exact_noise, noise_bound, noise_stream, reference_noise
 from specdec.layers.sampling.sample import (
+    DEFAULT_CUT,
     Cut,
     SampleParams,
     Seen,
@@ -23,6 +24,7 @@ from specdec.layers.sampling.sample import (
     sample,
 )
 from specdec.layers.sampling.seen import mark_seen, path_tokens, reference_mark_seen
+from specdec.layers.softcap import softcap
 from specdec.rounds.kernel_sampling import KernelSampling
 from specdec.rounds.sampling import Past, SamplingBatch, SamplingTable, Uses, gumbel_noise, seen_tokens
 
@@ -183,7 +185,31 @@ def test_the_softcap_rounds_as_the_model_does(poison_empty):
     assert (capped == capped.max()).sum() > 3
     position = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
     fast, _ = batch_of([SamplingParams()])
-    assert sample(logits, position, fast, 30.0).tolist() == capped.argmax(-1).tolist()
+    for cut in (DEFAULT_CUT, Cut(tile=8, group=4)):  # the first of the largest lies tiles before the largest logit
+        assert sample(logits, position, fast, 30.0, cut=cut).tolist() == capped.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_softcap_of_16_bits_keeps_the_order_of_logits(dtype):
+    """Of all that there are: the best of a group is capped, not the whole group."""
+    numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    numbers = numbers[~numbers.isnan()].sort().values
+    numbers = numbers[(numbers == 0) | (numbers.abs() > 1e-30)].to(DEVICE)  # the interpreter's round oddly below
+    for cap in (30.0, 50.0, 0.3):
+        steps = softcap(numbers.clone(), cap).float().diff()
+        assert bool((steps >= 0).all())
+
+
+def test_a_program_may_list_several_tiles(monkeypatch, poison_empty):
+    torch.manual_seed(5)
+    params = [SamplingParams(**settings) for settings in SETTINGS[::3]]
+    logits = torch.randn(len(params), 2, 300, device=DEVICE)
+    positions = torch.arange(2 * len(params), device=DEVICE).view(-1, 2)
+    fast, _ = batch_of(params)
+    want = sample(logits, positions, fast, cut=CUTS["many tiles"]), best_tokens(logits, positions, fast, 3)
+    monkeypatch.setattr("specdec.layers.sampling.sample.COLLECTORS", 1)
+    got = sample(logits, positions, fast, cut=CUTS["many tiles"]), best_tokens(logits, positions, fast, 3)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1].tokens, want[1].tokens)
 
 
 @pytest.mark.parametrize("dtype", [slow(torch.float16), pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])

@@ -190,7 +190,7 @@ def _choose(
         num_warps=4,
         **options,
     )
-    nothing = [None] * 6
+    nothing = [None] * 5
     choose_kernel[(rows,)](
         *(None, positions.contiguous(), *params[:4], None, params.seed, None, None, *nothing),
         *(list_id, list_x, None, None, None, tokens, values if scores else None, None),
@@ -201,6 +201,7 @@ def _choose(
         SLOTS=max(2, triton.next_power_of_2(k)),
         TILES=1,
         TILE=min(4096, triton.next_power_of_2(list_len)),
+        SCAN_TILE=1,
         num_warps=8,
         **options,
     )

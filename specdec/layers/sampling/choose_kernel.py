@@ -197,7 +197,6 @@ def choose_kernel(
     p_seen: tl.tensor,  # [B, V / 32] or None
     p_path: tl.tensor,  # [R, D] or None
     p_tile_max: tl.tensor,  # [R, tiles]
-    p_tile_best: tl.tensor,  # [R, tiles]
     p_row_max: tl.tensor,  # [R]
     p_floor: tl.tensor,  # [R]
     p_count: tl.tensor,  # [R]
@@ -226,6 +225,7 @@ def choose_kernel(
     SLOTS: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
+    SCAN_TILE: tl.constexpr,  # of p_tile_max
     PDL: tl.constexpr,
 ) -> None:
     trigger_next(PDL)
@@ -286,8 +286,9 @@ def choose_kernel(
             if not SCORES:  # noqa: SIM102 - this is decided when the kernel is compiled
                 if temperature == 0:
                     b_tile = tl.load(p_tile_max + o_tile, mask=m_tile, other=-INF)
-                    b_token = tl.load(p_tile_best + o_tile, mask=m_tile, other=LARGEST)
-                    token = tl.min(tl.where(b_tile == row_max, b_token, LARGEST))
+                    first = tl.min(tl.where(b_tile == row_max, tl.arange(0, TILES), TILES))
+                    o_token = first * SCAN_TILE + tl.arange(0, SCAN_TILE)
+                    token = tl.min(tl.where(load_logits(row, o_token) == row_max, o_token, LARGEST))
                     tl.store(p_token + i_row, tl.where(token < vocab_size, token, 0).to(tl.int64))
                     tl.store(p_count + i_row, SETTLED)
                     open_row = temperature > 0

@@ -24,6 +24,9 @@ from specdec.layers.softcap import inverse_of
 MAX_BEST = 64
 """Most tokens that `best_tokens` and `log_probs` return a row."""
 
+COLLECTORS = 2048
+"""Programs that list tokens. Those of greedy rows end at once, yet each takes a multiprocessor's time."""
+
 
 class SampleParams(NamedTuple):
     """The parameters of B requests: vectors [B] on the device, float32 but for top_k and seed, which are int64."""
@@ -206,8 +209,8 @@ def _choose(
     if rows == 0:
         return tokens, values, of_chosen
     group_max, tile_max = buffer(rows, num_tiles * groups_per_tile), buffer(rows, num_tiles)
-    tile_best, count = buffer(rows, num_tiles, dtype=torch.int32), buffer(rows, dtype=torch.int32)
     row_max, floor, mass = buffer(rows), buffer(rows), buffer(rows, dtype=torch.int64)
+    count = buffer(rows, dtype=torch.int32)
     list_id, list_x = buffer(rows, cut.capacity, dtype=torch.int32), buffer(rows, cut.capacity)
     sum_max, sums = buffer(rows, num_tiles), buffer(rows, num_tiles)
     bits, path, s_seen, path_len = None, None, 0, 0
@@ -220,7 +223,7 @@ def _choose(
     cap = (softcap, None if softcap is None else inverse_of(softcap))
     options = pdl_options(device)
     scan_kernel[(num_tiles, rows)](
-        *(logits, params.repetition_penalty, bits, path, group_max, tile_max, tile_best),
+        *(logits, params.repetition_penalty, bits, path, group_max, tile_max),
         *(vocab_size, num_nodes, *cap, s_row, s_seen, path_len),
         TILE=cut.tile,
         GROUP=cut.group,
@@ -238,9 +241,9 @@ def _choose(
         **options,
     )
     positions = positions.contiguous()
-    collect_kernel[(num_tiles, rows)](
+    collect_kernel[(min(num_tiles, triton.cdiv(COLLECTORS, rows)), rows)](
         *(logits, positions, *params, bits, path, row_max, floor, count, mass, list_id, list_x, sum_max, sums),
-        *(vocab_size, num_nodes, cut.capacity, *cap, s_row, s_seen, path_len),
+        *(num_tiles, vocab_size, num_nodes, cut.capacity, *cap, s_row, s_seen, path_len),
         SCORES=scores,
         K=k,
         TILE=cut.tile,
@@ -249,7 +252,7 @@ def _choose(
     )
     for listed in (True, False):
         choose_kernel[(rows,)](
-            *(logits, positions, *params, bits, path, tile_max, tile_best, row_max, floor, count, mass),
+            *(logits, positions, *params, bits, path, tile_max, row_max, floor, count, mass),
             *(list_id, list_x, sum_max, sums, None if chosen is None else chosen.contiguous()),
             *(tokens, values if scores else None, of_chosen if chosen is not None else None),
             *(num_tiles, vocab_size, num_nodes, cut.capacity, 0, *cap, s_row, s_seen, path_len),
@@ -259,6 +262,7 @@ def _choose(
             SLOTS=max(2, triton.next_power_of_2(k)),
             TILES=triton.next_power_of_2(num_tiles),
             TILE=cut.listed if listed else cut.tile,
+            SCAN_TILE=cut.tile,
             num_warps=4 if listed else 16,
             **options,
         )

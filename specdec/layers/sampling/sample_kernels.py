@@ -2,11 +2,11 @@
 
     scan_kernel       grid (tiles, rows)   the best logit of each group and tile of the vocabulary
     floor_kernel      grid (rows)          the row's best logit, and a floor that the tokens to choose from must reach
-    collect_kernel    grid (tiles, rows)   the tokens that can be chosen, appended to the row's list
+    collect_kernel    grid (Z, rows)       tokens of tiles z, z + Z, ... that can be chosen, appended to the row's list
     choose_kernel     grid (rows)          the exact choice from the list; once more, for the rows whose list cannot be
                                            enough, from the row itself
 
-    greedy            nothing is listed: the best of the tiles' best
+    greedy            nothing is listed: the first of the tile that has the row's best first
     noise, no filter  the tile's tokens within the error of `noise_bound` of its best
     top-k, top-p      the tokens that reach the floor: at most the k-th best logit, since k groups have a best that
                       reaches it. A vocabulary that fits the list is listed whole
@@ -94,7 +94,6 @@ def scan_kernel(
     p_path: tl.tensor,  # [R, D] or None
     p_group_max: tl.tensor,  # [R, tiles * TILE / GROUP]
     p_tile_max: tl.tensor,  # [R, tiles]
-    p_tile_best: tl.tensor,  # [R, tiles]
     vocab_size: tl.tensor,
     rows_per_request: tl.tensor,
     softcap: tl.tensor,  # or None
@@ -115,14 +114,23 @@ def scan_kernel(
         p_penalty += i_request
         p_seen += i_request * s_seen
         p_path += i_row * path_len
-    row = (p_logits + i_row * s_row, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len)
-    b_x = load_logits(row, o_token)
-    b_group = tl.max(tl.reshape(b_x, [TILE // GROUP, GROUP]), axis=1)
+    p_row = p_logits + i_row * s_row
+    # a softcap that rounds to 16 bits keeps the order, so of a group its best is enough: the cap takes longer than the
+    # memory; in float32 the cap of a larger logit may come out a little smaller
+    CAP_LAST: tl.constexpr = softcap is not None and p_seen is None and p_logits.dtype.element_ty != tl.float32
+    if CAP_LAST:
+        row = (p_row, p_penalty, p_seen, p_path, vocab_size, None, cap_inverse, path_len)
+        b_group = tl.max(tl.reshape(load_logits(row, o_token), [TILE // GROUP, GROUP]), axis=1)
+        b_group = capped(b_group.to(p_logits.dtype.element_ty), softcap, cap_inverse).to(tl.float32)
+        o_first = i_tile * TILE + tl.arange(0, TILE // GROUP) * GROUP
+        b_group = tl.where(o_first < vocab_size, b_group, -INF)
+    else:
+        row = (p_row, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len)
+        b_group = tl.max(tl.reshape(load_logits(row, o_token), [TILE // GROUP, GROUP]), axis=1)
     best = tl.max(b_group)
     o_group = (i_row * tl.num_programs(0) + i_tile) * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
     tl.store(p_group_max + o_group, b_group)
     tl.store(p_tile_max + i_row * tl.num_programs(0) + i_tile, best)
-    tl.store(p_tile_best + i_row * tl.num_programs(0) + i_tile, tl.min(tl.where(b_x == best, o_token, LARGEST)))
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_groups", "vocab_size", "rows_per_request", "capacity"])
@@ -174,7 +182,7 @@ def floor_kernel(
     tl.store(p_floor + i_row, floor)
 
 
-@triton.jit(do_not_specialize=["rows_per_request", "capacity", "s_seen", "path_len"])
+@triton.jit(do_not_specialize=["num_tiles", "rows_per_request", "capacity", "s_seen", "path_len"])
 def collect_kernel(
     p_logits: tl.tensor,  # [R, V]
     p_positions: tl.tensor,  # [R]
@@ -194,6 +202,7 @@ def collect_kernel(
     p_list_x: tl.tensor,  # [R, capacity]
     p_sum_max: tl.tensor,  # [R, tiles]: largest perturbed score
     p_sum: tl.tensor,  # [R, tiles]: sum of e^(score - that)
+    num_tiles: tl.tensor,
     vocab_size: tl.tensor,
     rows_per_request: tl.tensor,
     capacity: tl.tensor,
@@ -208,9 +217,8 @@ def collect_kernel(
     PDL: tl.constexpr,
 ) -> None:
     trigger_next(PDL)
-    i_tile, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_row = tl.program_id(1).to(tl.int64)
     i_request = i_row // rows_per_request
-    o_token = i_tile * TILE + tl.arange(0, TILE)
     wait_for_previous(PDL)
     temperature = tl.load(p_temperature + i_request)
     if SCORES or temperature > 0:
@@ -221,41 +229,43 @@ def collect_kernel(
             p_seen += i_request * s_seen
             p_path += i_row * path_len
         row = (p_logits + i_row * s_row, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len)
-        b_x = load_logits(row, o_token)
-        m_list = b_x > -INF
-        if _is_filtered(temperature, top_k, top_p, vocab_size):
-            if (top_k <= 0) | (top_k >= vocab_size):
-                b_mass = tl.where(m_list, mass_of(score_of(b_x, row_max, temperature)), 0)
-                tl.atomic_add(p_mass + i_row, tl.sum(b_mass), sem="relaxed")
-            m_list = m_list & (b_x >= tl.load(p_floor + i_row))
-        else:
-            # near the score; the list's consumer takes the exact one
-            inverse = tl.minimum(1.0 / tl.where(temperature > 0, temperature, 1.0), LARGEST_FLOAT)
-            b_z = (b_x - row_max) * inverse
-            if temperature > 0:
-                min_score = min_score_of(tl.load(p_min_p + i_request))
-                m_list = m_list & (b_z >= min_score - NOISE_ERROR)
-                stream = noise_stream(tl.load(p_seed + i_request), tl.load(p_positions + i_row))
-                b_z = tl.where(m_list, b_z + noise_bound(stream, o_token), -INF)
-                if K == 1:
-                    floor = tl.max(b_z)
-                else:
-                    floor = _floor_of(b_z, K)
-                m_list = m_list & (b_z >= floor - 2 * NOISE_ERROR)
-            else:
+        for i_tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+            o_token = i_tile * TILE + tl.arange(0, TILE)
+            b_x = load_logits(row, o_token)
+            m_list = b_x > -INF
+            if _is_filtered(temperature, top_k, top_p, vocab_size):
+                if (top_k <= 0) | (top_k >= vocab_size):
+                    b_mass = tl.where(m_list, mass_of(score_of(b_x, row_max, temperature)), 0)
+                    tl.atomic_add(p_mass + i_row, tl.sum(b_mass), sem="relaxed")
                 m_list = m_list & (b_x >= tl.load(p_floor + i_row))
-            if SCORES:
-                best = tl.max(b_z)
-                total = tl.sum(tl.where(b_z > -INF, tl.exp(b_z - tl.where(best > -INF, best, 0.0)), 0.0))
-                tl.store(p_sum_max + i_row * tl.num_programs(0) + i_tile, best)
-                tl.store(p_sum + i_row * tl.num_programs(0) + i_tile, total)
-        count = tl.sum(m_list.to(tl.int32))
-        if count > 0:
-            if count <= 16:  # a scan of the tile costs more than so many requests for a place
-                o_list = tl.atomic_add(p_count + i_row + o_token * 0, 1, mask=m_list, sem="relaxed")
             else:
-                first = tl.atomic_add(p_count + i_row, count, sem="relaxed")
-                o_list = first + tl.cumsum(m_list.to(tl.int32)) - 1
-            m_list = m_list & (o_list < capacity)
-            tl.store(p_list_id + i_row * capacity + o_list, o_token, mask=m_list)
-            tl.store(p_list_x + i_row * capacity + o_list, b_x, mask=m_list)
+                # near the score; the list's consumer takes the exact one
+                inverse = tl.minimum(1.0 / tl.where(temperature > 0, temperature, 1.0), LARGEST_FLOAT)
+                b_z = (b_x - row_max) * inverse
+                if temperature > 0:
+                    min_score = min_score_of(tl.load(p_min_p + i_request))
+                    m_list = m_list & (b_z >= min_score - NOISE_ERROR)
+                    stream = noise_stream(tl.load(p_seed + i_request), tl.load(p_positions + i_row))
+                    b_z = tl.where(m_list, b_z + noise_bound(stream, o_token), -INF)
+                    if K == 1:
+                        floor = tl.max(b_z)
+                    else:
+                        floor = _floor_of(b_z, K)
+                    m_list = m_list & (b_z >= floor - 2 * NOISE_ERROR)
+                else:
+                    m_list = m_list & (b_x >= tl.load(p_floor + i_row))
+                if SCORES:
+                    best = tl.max(b_z)
+                    total = tl.sum(tl.where(b_z > -INF, tl.exp(b_z - tl.where(best > -INF, best, 0.0)), 0.0))
+                    tl.store(p_sum_max + i_row * num_tiles + i_tile, best)
+                    tl.store(p_sum + i_row * num_tiles + i_tile, total)
+            count = tl.sum(m_list.to(tl.int32))
+            if count > 0:
+                if count <= 16:  # a scan of the tile costs more than so many requests for a place
+                    o_list = tl.atomic_add(p_count + i_row + o_token * 0, 1, mask=m_list, sem="relaxed")
+                else:
+                    first = tl.atomic_add(p_count + i_row, count, sem="relaxed")
+                    o_list = first + tl.cumsum(m_list.to(tl.int32)) - 1
+                m_list = m_list & (o_list < capacity)
+                tl.store(p_list_id + i_row * capacity + o_list, o_token, mask=m_list)
+                tl.store(p_list_x + i_row * capacity + o_list, b_x, mask=m_list)
