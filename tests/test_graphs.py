@@ -140,13 +140,14 @@ def test_prompts_are_captured_too(drafter, small_engine, make_target, make_assis
     assert outputs[0] == outputs[1] and outputs[0][0] == outputs[0][1]
 
 
-def test_prompts_of_many_tokens_are_read_as_they_are(small_engine, monkeypatch) -> None:
-    monkeypatch.setattr("specdec.rounds.chunks.MOST_POSITIONS", 23)  # 16 of one row, not of two
+@pytest.mark.parametrize(("most", "shapes"), [(32, {(1, 16), (2, 16)}), (23, {(1, 16)}), (15, set())])
+def test_prompts_of_many_tokens_are_read_as_they_are(small_engine, monkeypatch, most, shapes) -> None:
+    """16 positions a row, so two rows are apart where one alone can be captured."""
+    monkeypatch.setattr("specdec.rounds.chunks.MOST_POSITIONS", most)
     asked = requests(6, seed=7)
     engine = small_engine()
     assert serve(engine, *asked) == serve(small_engine(on=False), *asked)
-    shapes = {(shape.batch, shape.width) for shape in engine.steps.launcher.chunks._captured}
-    assert shapes == {(1, 16)} and max(map(len, asked[0])) > 16
+    assert {(shape.batch, shape.width) for shape in engine.steps.launcher.chunks._captured} == shapes
 
 
 def test_rounds_are_captured_before_the_first_request(small_engine) -> None:

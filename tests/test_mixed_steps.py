@@ -2,14 +2,12 @@
 
 import random
 
-import numpy as np
 import pytest
 from tape import record
 
 import specdec.engine
 from specdec import Engine, SamplingParams, SpecConfig
 from specdec.request import RequestState
-from specdec.rounds.launch import alike
 
 from marks import slow
 from tiny_models import random_eagle3
@@ -213,14 +211,6 @@ def test_admission_counts_what_running_prompts_have_yet_to_take(engine_for, rand
     engine.step()
     assert [len(x) for x in (engine.scheduler.running, engine.scheduler.waiting)] == [1, 1]
     assert [handle.output().stats.preemptions for handle in handles] == [0, 0]
-
-
-def test_chunks_of_a_kind_share_a_forward():
-    """(300 - 20) * 3 positions of padding are worth a forward; those of 100 and 60 are not."""
-    groups = [group.tolist() for group in alike(np.array([300, 280, 10, 20, 10]))]
-    assert groups == [[0, 1], [3, 2, 4]]
-    assert [group.tolist() for group in alike(np.array([60, 100, 60]))] == [[1, 0, 2]]
-    assert [group.tolist() for group in alike(np.array([1]))] == [[0]]
 
 
 def test_prompts_in_several_forwards_are_one_step(engine_for, make_target, greedy_oracle, random_prompt, monkeypatch):

@@ -15,8 +15,11 @@ from specdec.kvcache.table import Rows
 from specdec.rounds.graphs import Capture, Captures, length_bucket
 from specdec.rounds.round import Chunk, Round
 
-MOST_POSITIONS = 1024
-"""Of more, padding included, the device takes longer than the host."""
+MOST_POSITIONS = 2048
+"""Of more, padding included, nothing is captured: what the captured forwards share of memory grows with it."""
+
+HOST_POSITIONS = 4096
+"""The device takes as long for so many as the host for launching a forward: one that is not captured takes no less."""
 
 NARROWEST = 16
 
@@ -81,6 +84,12 @@ class ChunkGraphs(Captures):
         if longest:  # a shape of its own has what begins a prompt, with nothing behind it
             longest = min(length_bucket(longest), table.slots.host.shape[1] - 1)
         return ChunkShape(1 << (len(rows) - 1).bit_length(), length_bucket(int(chunk_len.max()), NARROWEST), longest)
+
+    def size(self, counts: IntArray, longest: int) -> IntArray:
+        """Positions that forwards over `counts` chunks of at most `longest` tokens take (`grouping.Size`)."""
+        batches = 1 << np.ceil(np.log2(counts)).astype(np.int64)
+        padded: IntArray = batches * length_bucket(longest, NARROWEST)
+        return np.where(padded <= MOST_POSITIONS, padded, np.maximum(counts * longest, HOST_POSITIONS))
 
     def clear(self) -> None:
         super().clear()

@@ -17,14 +17,13 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.kvcache.mirror import IntArray
 from specdec.rounds.chunks import ChunkGraphs
 from specdec.rounds.graphs import RoundGraphs, batch_sizes, run_programs
+from specdec.rounds.grouping import group_chunks, padded_size
 from specdec.rounds.result import RoundResult, RoundShape, unpack
 from specdec.rounds.round import DECODE_STAGES, PREFILL_STAGES, Chunk, Round
 from specdec.rounds.sampling import Uses
 from specdec.text.grammar import Place, Words, make_masks, tree_masks
 
 FULL_DEPTH = 1 << 30
-WORTH_A_FORWARD = 256
-"""Positions of padding: to compute them takes about as long as to launch one more forward."""
 
 
 class Wanted(NamedTuple):
@@ -137,6 +136,10 @@ class Launcher:
         packed = self.round.prefill(self._read(rows, chunk_len), chosen, uses, logprobs, _root_masks(places))
         return _fetch(packed, shape, PREFILL_STAGES, drawing, np.zeros(len(drawing), dtype=np.int64))
 
+    def group(self, chunk_len: IntArray) -> list[IntArray]:
+        """Numbers of the prompt chunks [B] that share a forward."""
+        return group_chunks(chunk_len, padded_size if self.chunks is None else self.chunks.size)
+
     def _read(self, rows: IntArray, chunk_len: IntArray) -> Chunk:
         """The target's part of prompt chunks, captured where they are few."""
         chunk = None if self.chunks is None else self.chunks.read(rows, chunk_len)
@@ -208,24 +211,6 @@ class Launcher:
         sizes = [(*spec.shortened(to_go - 1), spec.topk) for spec, to_go in wanted]
         num_steps, num_nodes, topk = (max(size) for size in zip((0, 1, 1), *sizes, strict=True))
         return num_steps, topk, num_nodes
-
-
-def alike(chunk_len: IntArray) -> list[IntArray]:
-    """Numbers of the chunks [B] that share a forward: all are padded to the longest of it, so the short ones go apart.
-
-    lengths 300 280 10 20 10     ->     (300 280) (20 10 10): 840 positions less, for one forward more
-    """
-    return _split(np.argsort(-chunk_len, kind="stable"), chunk_len)
-
-
-def _split(order: IntArray, chunk_len: IntArray) -> list[IntArray]:
-    """Chunks in `order`, the longest first, cut where that saves most padding, as long as it saves enough."""
-    lengths = chunk_len[order]
-    saved = (lengths[0] - lengths) * (len(order) - np.arange(len(order)))
-    at = int(saved.argmax())
-    if saved[at] < WORTH_A_FORWARD:
-        return [order]
-    return _split(order[:at], chunk_len) + _split(order[at:], chunk_len)
 
 
 class _Masks:

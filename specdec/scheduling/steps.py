@@ -25,7 +25,7 @@ from specdec.kvcache.mirror import IntArray
 from specdec.progress import progress_bar
 from specdec.request import Request, RequestState
 from specdec.rounds.graphs import batch_sizes
-from specdec.rounds.launch import Launcher, UnderWay, Wanted, alike
+from specdec.rounds.launch import Launcher, UnderWay, Wanted
 from specdec.scheduling.health import Health
 from specdec.scheduling.scheduler import Scheduler
 from specdec.scheduling.settle import commit_chunks, settle_first, settle_round
@@ -96,7 +96,7 @@ class Steps:
                 self.round.take(request.row, request.tokens, len(request.prompt), *mine)
             requests, chunk_len = self.scheduler.next_prefill()
             if requests:
-                for chosen in alike(chunk_len):
+                for chosen in self.launcher.group(chunk_len):
                     self._prefill([requests[i] for i in chosen], chunk_len[chosen])
                 finished += self._settle(busy=None in [launched.drawing for launched in self.under_way])
             return finished
