@@ -183,7 +183,7 @@ def measure_throughput(options: argparse.Namespace) -> dict[str, float]:
         for drafter in (None, drafter_name(options)):
             engine = make_engine(options, batch=batch, max_len=64 + options.new + 64, drafter=drafter)
             problems = read_prompts(HELD_OUT_PROBLEMS) if options.device == "cpu" else []
-            # warm-ups, on other prompts: none is found in a cache; a GPU captures a shape of prompts when it comes again
+            # on other prompts: none is found in a cache; a GPU captures a shape of prompts when it comes again
             warm_ups = 1 if options.device == "cpu" else 3
             for part, new in enumerate((*[8] * warm_ups, options.new)):
                 draw = random.Random(part)
