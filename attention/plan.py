@@ -111,20 +111,30 @@ def plan_chunk(
 
 
 def plan_verify(
-    backend: PlanBackend, table: RequestTable, rows: Rows, tree: DraftTree, *, committed_len: torch.Tensor | None = None
+    backend: PlanBackend,
+    table: RequestTable,
+    rows: Rows,
+    tree: DraftTree,
+    *,
+    committed_len: torch.Tensor | None = None,
+    located: Located | None = None,
+    positions: torch.Tensor | None = None,
 ) -> KVPlan:
     """One tree a request. Node n writes to the slot of position S + n and sits at position S + depth[n].
 
-    committed_len: S [B], if it is at hand.
+    committed_len: S [B]; located: of these prefixes and so many nodes; positions: [B, N] of them; if they are at hand.
     """
     if committed_len is None:
         committed_len = table.committed_len.tensor[rows.index]
-    prefix, full, swa = backend.locate(table, rows, committed_len, tree.num_nodes)
+    if located is None:
+        located = backend.locate(table, rows, committed_len, tree.num_nodes)
+    prefix, full, swa = located
+    assert full.shape == tree.tokens.shape, f"{full.shape=} {tree.tokens.shape=}"
     return KVPlan(
         backend=backend,
         rows=rows.index,
         committed_len=committed_len,
-        positions=committed_len[:, None] + tree.depth,
+        positions=committed_len[:, None] + tree.depth if positions is None else positions,
         prefix=prefix,
         page_size=table.allocator.page_size,
         tree=tree,
@@ -141,17 +151,23 @@ def plan_frozen(
     position_offset: int,
     window_shift: int,
     num_queries: int = 1,
+    committed_len: torch.Tensor | None = None,
+    prefix: PrefixTables | None = None,
 ) -> KVPlan:
-    """Queries that all sit at S + `position_offset`, on the committed prefix [0, S) and nothing else."""
+    """Queries that all sit at S + `position_offset`, on the committed prefix [0, S) and nothing else.
+
+    committed_len: S [B]; prefix: the backend's tables of it; if they are at hand.
+    """
     assert window_shift - position_offset <= table.extra_keys, f"eviction keeps too little for {window_shift=}"
-    committed_len = table.committed_len.tensor[rows.index]
+    if committed_len is None:
+        committed_len = table.committed_len.tensor[rows.index]
     position = committed_len + position_offset if position_offset else committed_len
     return KVPlan(
         backend=backend,
         rows=rows.index,
         committed_len=committed_len,
         positions=position[:, None].expand(-1, num_queries),
-        prefix=backend.locate(table, rows, committed_len, 0).prefix,
+        prefix=backend.locate(table, rows, committed_len, 0).prefix if prefix is None else prefix,
         page_size=table.allocator.page_size,
         window_shift=window_shift,
     )

@@ -90,6 +90,33 @@ def _tree_fields_kernel(
     tl.store(p_ancestors + o_out[:, None] * num_nodes + o_column[None, :], ancestors, mask=m_out)
 
 
+@triton.jit
+def walk(
+    p_tokens: tl.tensor,  # [N]
+    p_parents: tl.tensor,
+    p_target: tl.tensor,
+    num_nodes: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Of one tree: path [BLOCK], 0s behind it; the place of each node on it [BLOCK], BLOCK where it is not; length."""
+    o_node = tl.arange(0, BLOCK).to(tl.int64)
+    m_node = o_node < num_nodes
+    b_tokens = tl.load(p_tokens + o_node, mask=m_node, other=0)
+    b_parents = tl.load(p_parents + o_node, mask=m_node, other=-1)
+    path = tl.zeros([BLOCK], tl.int64)
+    place = tl.full([BLOCK], BLOCK, tl.int64)
+    length = tl.program_id(0).to(tl.int64) * 0
+    node = length
+    while node >= 0:  # ends: a child comes after its parent
+        path = tl.where(o_node == length, node, path)
+        place = tl.where(o_node == node, length, place)
+        length += 1
+        drawn = tl.load(p_target + node)
+        m_child = m_node & (o_node > node) & (b_parents == node) & (b_tokens == drawn)
+        node = tl.max(tl.where(m_child, o_node, -1), axis=0)
+    return path, place, length
+
+
 @triton.jit(do_not_specialize=["num_nodes"])
 def _accept_walk_kernel(
     p_tokens: tl.tensor,
@@ -107,18 +134,10 @@ def _accept_walk_kernel(
     i_request = tl.program_id(0).to(tl.int64)
     o_node = tl.arange(0, BLOCK).to(tl.int64)
     m_node = o_node < num_nodes
-    b_tokens = tl.load(p_tokens + i_request * stride_tokens + o_node, mask=m_node, other=0)
-    b_parents = tl.load(p_parents + i_request * stride_parents + o_node, mask=m_node, other=-1)
     p_target += i_request * stride_target
-    path = tl.zeros([BLOCK], tl.int64)
-    length = i_request * 0
-    node = i_request * 0
-    while node >= 0:  # ends: a child comes after its parent
-        path = tl.where(o_node == length, node, path)
-        length += 1
-        drawn = tl.load(p_target + node)
-        m_child = m_node & (o_node > node) & (b_parents == node) & (b_tokens == drawn)
-        node = tl.max(tl.where(m_child, o_node, -1), axis=0)
+    path, _, length = walk(
+        p_tokens + i_request * stride_tokens, p_parents + i_request * stride_parents, p_target, num_nodes, BLOCK
+    )
     o_out = i_request * num_nodes + o_node
     tl.store(p_path + o_out, path, mask=m_node)
     tl.store(p_out + o_out, tl.load(p_target + path, mask=m_node, other=0), mask=m_node)

@@ -11,12 +11,13 @@ rules.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from specdec.attention.backend import Backend
+from specdec.attention.plan import PrefixTables
 from specdec.attention.tree import DraftTree
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView
@@ -75,21 +76,42 @@ class Fit(NamedTuple):
         return cls(target.layout, target.hidden_size, target.vocab_size, target.dtype, target.device)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class OnDemand:
+    """A field of a dataclass that is given as a tensor, or as what makes it when it is first asked for."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __set__(self, instance: Any, given: torch.Tensor | Callable[[], torch.Tensor]) -> None:
+        instance.__dict__[self.name] = given
+
+    def __get__(self, instance: Any, owner: type) -> torch.Tensor:
+        if instance is None:
+            raise AttributeError(f"{self.name} has no default")  # so dataclasses ask
+        given: torch.Tensor | Callable[[], torch.Tensor] = instance.__dict__[self.name]
+        if not isinstance(given, torch.Tensor):
+            given = instance.__dict__[self.name] = given()
+        return given
+
+
+@dataclass(frozen=True, kw_only=True)
 class DraftBatch:
     """The requests to draft for.
 
     rows: their rows of the request table.
     root: [B] the previous bonus token, at position S, whose K/V does not exist yet.
     num_steps, topk, num_nodes: levels, branches and size (with the root) of the tree that is wanted; topk 1 is a chain.
-    history: [B, L] every token of each request by position (root at index S); history_len: [B], S + 1.
+    history: [B, L] every token of each request by position (root at index S), copied for who asks within `propose`;
+    history_len: [B], S + 1.
+    prefix: the backend's tables of the committed prefixes, if they are at hand.
+    level_pos: `positions`, if they are at hand.
     params: what `sample` and `best` draw with, for operations that draw without a row of the vocabulary; None:
     draw through those.
     """
 
     rows: Rows
     root: torch.Tensor
-    history: torch.Tensor
+    history: OnDemand = OnDemand()
     history_len: torch.Tensor
     num_steps: int
     topk: int
@@ -97,6 +119,14 @@ class DraftBatch:
     sample: Sample
     best: Best
     params: SampleParams | None = None
+    prefix: PrefixTables | None = None
+    level_pos: torch.Tensor | None = None
+
+    def positions(self) -> torch.Tensor:
+        """[num_steps + 1, B] of the tokens on each level, the root's first."""
+        if self.level_pos is not None:
+            return self.level_pos
+        return self.history_len - 1 + torch.arange(self.num_steps + 1, device=self.history_len.device)[:, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +148,6 @@ class Observation:
     path: torch.Tensor
     length: torch.Tensor
     next_token: torch.Tensor
-
-    def last_node(self) -> torch.Tensor:
-        """[B, 1]: the node of the last committed token."""
-        return self.path.gather(1, (self.length - 1)[:, None])
 
 
 class Binding(NamedTuple):

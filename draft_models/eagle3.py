@@ -102,8 +102,7 @@ class Eagle3Worker:
     def propose(self, batch: DraftBatch) -> DraftTree:
         """Level l needs the states of level l - 1, so there are num_steps - 1 forwards, of topk nodes a request."""
         drafter, backend, topk, levels = self.drafter, self.binding.backend, batch.topk, batch.num_steps
-        steps = torch.arange(levels + 1, device=batch.root.device)
-        pos = batch.history_len - 1 + steps[:, None]  # [levels + 1, B], S first
+        pos = batch.positions()  # [levels + 1, B], S first
         node_pos = pos[:, :, None].expand(-1, -1, topk).contiguous()  # [levels + 1, B, K]
         draft = Draft(self.binding.cache.table, batch.rows, pos[: levels - 1], topk, drafter.spec.windows)
         block = backend.draft_block(self.store, draft) if levels > 1 else None

@@ -207,7 +207,7 @@ class Gemma4MTPWorker:
     @torch.inference_mode()
     def observe(self, seen: Observation) -> None:
         keep_last = (self.drafter.ops or REFERENCE).keep_last
-        keep_last(self._seed_hidden, seen.rows.index, seen.hidden, seen.last_node()[:, 0] + 1)
+        keep_last(self._seed_hidden, seen.rows.index, seen.hidden, seen.length, seen.path)
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
@@ -222,23 +222,21 @@ class Gemma4MTPWorker:
 
     def _chain(self, batch: DraftBatch, hidden: torch.Tensor, view: KVView) -> DraftTree:
         context = self._context(batch, view, 1)
-        steps = torch.arange(batch.num_steps, device=hidden.device)
-        positions = batch.history_len + steps[:, None]  # [steps, B] of what is drawn
         tokens = [batch.root[:, None]]
-        for step in range(batch.num_steps):
+        for drawn_pos in batch.positions()[1:]:  # [B]
             out, hidden = self.drafter.step(tokens[-1], hidden, context)
-            tokens.append(self.drafter.draw(out, positions[step, :, None], batch))
+            tokens.append(self.drafter.draw(out, drawn_pos[:, None], batch))
         return DraftTree.chain(torch.cat(tokens, dim=1))
 
     def _tree(self, batch: DraftBatch, hidden: torch.Tensor, view: KVView) -> DraftTree:
         """Every node of a level attends to the same frozen prefix: only tokens, states and scores branch."""
         growth = Growth(batch.root)
         tokens = batch.root[:, None]
-        for step in range(1, batch.num_steps + 1):
-            if step <= 2:  # one query for the root, then topk
+        for level, drawn_pos in enumerate(batch.positions()[1:]):  # [B]
+            if level <= 1:  # one query for the root, then topk
                 context = self._context(batch, view, tokens.shape[1])
             out, hidden = self.drafter.step(tokens, hidden, context)
-            positions = (context.plan.committed_len[:, None] + step).expand_as(tokens)
+            positions = drawn_pos[:, None].expand_as(tokens)
             tokens, origin = growth.add_level(*self.drafter.best(out, positions, batch))
             hidden = hidden.gather(1, origin[:, :, None].expand(-1, -1, hidden.shape[-1]))
         return growth.select(self.binding.backend, batch.num_nodes)
@@ -252,6 +250,8 @@ class Gemma4MTPWorker:
             num_queries=num_queries,
             position_offset=QUERY_POSITION_OFFSET,
             window_shift=WINDOW_SHIFT,
+            committed_len=batch.positions()[0],
+            prefix=batch.prefix,
         )
         return ForwardContext.of(plan, view, self.drafter.windows)
 

@@ -18,9 +18,11 @@ from specdec.attention.tree import DraftTree
 from specdec.attention.tree_attention import tree_attention
 from specdec.attention.tree_build import select_tree
 from specdec.attention.tree_walk import accept, tree_fields
+from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.move_kv import StoreAddresses, move_kv
 from specdec.kvcache.spaces import FullLoc
 from specdec.kvcache.store_kv import Destination, store_kv
+from specdec.kvcache.table import RequestTable, Rows
 from specdec.layers.branches import fork_norm, join_norm
 from specdec.layers.embedding import embed
 from specdec.layers.linear import Product, finish, gated_linear, linear, vendor_gated_linear
@@ -36,6 +38,8 @@ from specdec.layers.sampling.sample import SampleParams, Seen, best_tokens, log_
 from specdec.layers.sampling.seen import mark_seen
 from specdec.layers.softcap import softcap
 from specdec.rounds.clock import StageClock
+from specdec.rounds.closing import closing
+from specdec.rounds.opening import opening
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)
@@ -106,6 +110,7 @@ def trees(num_nodes: int) -> None:
     x, path = numbers(3, num_nodes, 7680), integers(3, num_nodes)
     rows, _ = path_rows(x, integers(3, num_nodes), path[:, :4], integers(3), integers(3))
     keep_last(numbers(9, 7680), integers(3), rows, integers(3))
+    keep_last(numbers(9, 7680), integers(3), x, integers(3), path)
 
 
 # attention
@@ -280,6 +285,24 @@ def centroids(dtype: torch.dtype, *, best: bool = False) -> None:
         centroid_sample(hidden, integers(3, 1), params_of(3), head)
 
 
+# rounds
+
+
+def open_and_close(batch: int, num_nodes: int, page_size: int, *, chain: bool) -> None:
+    allocator = HybridAllocator(full_pages=99, swa_pages=None, page_size=page_size, device=numbers(1).device)
+    table = RequestTable(allocator, max_requests=batch, max_len=256, lookahead=num_nodes, window=None)
+    seats, tokens = integers(batch), integers(*table.slots.host.shape)
+    opened = opening(
+        seats, table.committed_len.tensor, tokens, integers(batch + 1), integers(batch + 1, 8), depth=num_nodes
+    )  # fmt: skip
+    parents = integers(batch, num_nodes)
+    tree = DraftTree(integers(batch, num_nodes), parents, parents, parents, is_chain=chain)
+    closing(
+        tree, integers(batch, num_nodes), opened.most, Rows(seats, 99), opened.committed_len, table, tokens,
+        width=num_nodes, depth=num_nodes,
+    )  # fmt: skip
+
+
 def stamps() -> None:
     clock = StageClock(numbers(1).device)
     clock.start("draft")
@@ -324,6 +347,9 @@ def usual() -> Iterator[Launch]:
     yield launch(sampling, FP16, 30.0, best=True)
     yield launch(sampling, FP32, None, scores=True)
     yield launch(centroids, BF16, best=True)
+    yield launch(open_and_close, 3, 5, 1, chain=True)
+    yield launch(open_and_close, 32, 8, 1, chain=False)
+    yield launch(open_and_close, 3, 5, 16, chain=False)
     yield launch(stamps)
 
 
@@ -336,6 +362,8 @@ def every() -> Iterator[Launch]:
         yield launch(moves, word)
     for num_nodes in (1, 2, 16, 100):
         yield launch(trees, num_nodes)
+        for batch, page_size, chain in product((1, 16, 33), (1, 16), (False, True)):
+            yield launch(open_and_close, batch, num_nodes, page_size, chain=chain)
     for dtype, (head_dim, group), num_rows in product(
         DTYPES, ((64, 8), (96, 1), (128, 4), (256, 4), (512, 8)), (1, 5, 33, 512)
     ):

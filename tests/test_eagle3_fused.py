@@ -206,6 +206,9 @@ def test_rows_of_a_path_and_the_last_of_them(case: str, form: str) -> None:
     ops.keep_last(kept, torch.tensor([3, 1], device=DEVICE), rows, lengths)
     torch.testing.assert_close(kept[[3, 1]], torch.stack([rows[b, max(n, 1) - 1] for b, n in enumerate(length)]))
     assert not kept[[0, 2]].any()
+    gathered = kept.clone()
+    ops.keep_last(kept.zero_(), torch.tensor([3, 1], device=DEVICE), x, lengths, wide[:, : len(path[0])])
+    torch.testing.assert_close(kept, gathered, rtol=0, atol=0)
 
 
 def test_padding_rows_may_keep_their_last_row_several_times() -> None:

@@ -4,6 +4,7 @@ r"""From the nodes of a tree to the rows of its accepted path, and from those to
                  behind[b, d]  = tokens[b, path[b, d + 1]]    d + 1 < length_b: the token behind each
                                = next_token[b]                on
     keep_last    kept[row_b]   = rows[b, length_b - 1]        rows that appear twice keep one of theirs
+                               = x[b, path[b, length_b - 1]]  the same of what has not been gathered
 
 One launch each. Of a path [B, D] the first `length` entries count, a length of 0 as 1; the others name any node.
 """
@@ -26,10 +27,14 @@ def reference_path_rows(
     return rows, torch.where(steps < length[:, None], following, next_token[:, None])
 
 
-def reference_keep_last(kept: torch.Tensor, row: torch.Tensor, rows: torch.Tensor, length: torch.Tensor) -> None:
-    """kept [R, H] is written at row [B]; rows [B, D, H], length [B]."""
-    last = (length - 1).clamp(min=0)[:, None, None].expand(-1, -1, rows.shape[-1])
-    kept[row] = rows.gather(1, last)[:, 0]
+def reference_keep_last(
+    kept: torch.Tensor, row: torch.Tensor, rows: torch.Tensor, length: torch.Tensor, path: torch.Tensor | None = None
+) -> None:
+    """See `keep_last`."""
+    last = (length - 1).clamp(min=0)[:, None]
+    if path is not None:
+        last = path.gather(1, last)
+    kept[row] = rows.gather(1, last[:, :, None].expand(-1, -1, rows.shape[-1]))[:, 0]
 
 
 @triton.jit(do_not_specialize=["num_steps"])
@@ -66,15 +71,17 @@ def _path_rows_kernel(
         tl.store(p_behind + i_row, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["s_path"])
 def _keep_last_kernel(
     p_kept: tl.tensor,  # [R, H]
     p_row: tl.tensor,  # [B]
     p_rows: tl.tensor,  # [B, D, H]
     p_length: tl.tensor,  # [B]
+    p_path: tl.tensor,  # [B, D], or None
     width: tl.tensor,
     s_b: tl.tensor,
     s_d: tl.tensor,
+    s_path: tl.tensor,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -83,6 +90,8 @@ def _keep_last_kernel(
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
     last = tl.maximum(tl.load(p_length + i_b).to(tl.int64), 1) - 1
+    if p_path is not None:
+        last = tl.load(p_path + i_b * s_path + last).to(tl.int64)
     b_x = tl.load(p_rows + i_b * s_b + last * s_d + o, mask=o < width, other=0.0)
     tl.store(p_kept + tl.load(p_row + i_b).to(tl.int64) * width + o, b_x, mask=o < width)
 
@@ -110,16 +119,22 @@ def path_rows(
     return rows, behind
 
 
-def keep_last(kept: torch.Tensor, row: torch.Tensor, rows: torch.Tensor, length: torch.Tensor) -> None:
-    """kept [R, H] is written at row [B]; rows [B, D, H], length [B]."""
+def keep_last(
+    kept: torch.Tensor, row: torch.Tensor, rows: torch.Tensor, length: torch.Tensor, path: torch.Tensor | None = None
+) -> None:
+    """kept [R, H] is written at row [B]; rows [B, D, H] of a path, or those of all nodes [B, N, H] and path [B, D];
+    length [B]."""
     batch, _, width = rows.shape
     assert kept.is_contiguous() and kept.shape[1] == width and kept.dtype == rows.dtype, f"{kept.shape=} {rows.shape=}"
     assert row.shape == length.shape == (batch,), f"{row.shape=} {length.shape=}"
     assert row.is_contiguous() and length.is_contiguous() and rows.stride(2) == 1, f"{rows.stride()=}"
+    if path is not None:
+        assert len(path) == batch and (path.shape[1] == 1 or path.stride(1) == 1), f"{path.shape=} {path.stride()=}"
     if rows.numel():
         block = min(BLOCK, triton.next_power_of_2(width))
         _keep_last_kernel[(batch, triton.cdiv(width, block))](
-            *(kept, row, rows, length, width, rows.stride(0), rows.stride(1)),
+            *(kept, row, rows, length, path, width, rows.stride(0), rows.stride(1)),
+            0 if path is None else path.stride(0),
             BLOCK=block,
             num_warps=4,
             **pdl_options(rows.device),

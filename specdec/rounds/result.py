@@ -97,14 +97,12 @@ class RoundResult(NamedTuple):
         return self._replace(**arrays, logprobs=logprobs)
 
 
-def pack(
-    length: torch.Tensor, path: torch.Tensor, tokens: torch.Tensor, scores: LogProbs | None, stamps: torch.Tensor
-) -> torch.Tensor:
-    """length [B], path [B, N], tokens [B, D], stamps [M] -> int64 [B * W + M]."""
-    columns = [length[:, None], path, tokens]
+def pack(rows: torch.Tensor, scores: LogProbs | None, stamps: torch.Tensor) -> torch.Tensor:
+    """rows [B, 1 + N + D] of length, path and tokens, stamps [M] -> int64 [B * W + M]."""
     if scores is not None:
-        columns += [_bits(scores.chosen), _bits(scores.values.flatten(1)), scores.ids.flatten(1)]
-    return torch.cat([torch.cat(columns, dim=1).flatten(), stamps])
+        columns = [rows, _bits(scores.chosen), _bits(scores.values.flatten(1)), scores.ids.flatten(1)]
+        rows = torch.cat(columns, dim=1)
+    return torch.cat([rows.flatten(), stamps])
 
 
 def unpack(

@@ -9,16 +9,16 @@ the host settles what came out afterwards (`settle.py`). It knows no request.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from specdec.attention.backend import Backend
 from specdec.attention.graft import MOST_FORCED, graft, without_blanks
-from specdec.attention.plan import KVPlan, plan_chunk, plan_verify
+from specdec.attention.plan import KVPlan, Located, plan_chunk, plan_verify
 from specdec.attention.tree import DraftTree
 from specdec.config import SamplingParams
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation
@@ -28,21 +28,24 @@ from specdec.kvcache.mirror import IntArray, MirroredArray
 from specdec.kvcache.table import Rows
 from specdec.models.target import TargetModel, TargetOutput
 from specdec.rounds.clock import StageClock
+from specdec.rounds.closing import closing, reference_closing
+from specdec.rounds.first_level import Draws, FirstLevel
 from specdec.rounds.kernel_sampling import KernelSampling
+from specdec.rounds.opening import Opening, opening, reference_opening
 from specdec.rounds.result import LogProbs, RoundShape, pack
-from specdec.rounds.sampling import Best, Past, SamplingBatch, SamplingTable, Uses, masked
+from specdec.rounds.sampling import Past, SamplingBatch, SamplingTable, Uses
 
 PREFILL_STAGES, DECODE_STAGES = ("prefill",), ("other", "draft", "verify", "other")
 """What the clocks of the two programs time."""
 
 
 class Drafted(NamedTuple):
-    """What a round has drafted, and from what. most [B]: longest path that each request may accept."""
+    """What a round has drafted, and from what. located: of the nodes that were asked for. most [B]: longest path that
+    each request may accept."""
 
     rows: Rows
-    committed: torch.Tensor
-    history: torch.Tensor
-    history_len: torch.Tensor
+    opened: Opening
+    located: Located
     sampling: SamplingBatch
     tree: DraftTree
     most: torch.Tensor
@@ -76,6 +79,11 @@ class Verified(NamedTuple):
     softcap: float | None
 
 
+def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
+    """Does a round open, draw and close by kernels? They are slow in the interpreter."""
+    return backend.name == "triton" and device.type == "cuda"
+
+
 class Round:
     """Target and drafter over one KV cache, and the state of both. `tokens`: token ids by row and position."""
 
@@ -89,7 +97,7 @@ class Round:
         self.view = own_view(cache.allocator, store)
         self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store))
         self.tokens = MirroredArray(cache.table.slots.host.shape, self.device)
-        self.on_kernels = backend.name == "triton" and self.device.type == "cuda"  # they are slow in the interpreter
+        self.on_kernels = runs_on_kernels(backend, self.device)
         self.sampling = SamplingTable(
             len(self.tokens.host), self.device, KernelSampling if self.on_kernels else SamplingBatch
         )
@@ -172,19 +180,19 @@ class Round:
         if len(through):
             chosen = self._upload(through)
             logits, softcap = self._logits(out.hidden[chosen, length[chosen] - 1][:, None], logprobs)  # [T, 1, V]
-            history = self.tokens.tensor[rows.index[chosen], : rows.longest + width]
+            drawing = Rows(rows.index[chosen], rows.longest + width - 1)
             history_len = (committed + length)[chosen]
-            sampling = self.sampling.at(rows.index[chosen], uses)
-            prompt_len = self._prompt_len(rows.index[chosen], uses)
+            sampling = self.sampling.at(drawing.index, uses)
             bits = None if allowed is None else self._upload(allowed)
-            past = Past(history, history_len, None, prompt_len, bits)
+            past = self._past(drawing, history_len, None, uses, bits)
             first = sampling.draw(logits, history_len[:, None], past, softcap)  # [T, 1]
             behind = behind.index_copy(0, chosen, first[:, 0])
-            self.tokens.tensor[rows.index[chosen], history_len] = first[:, 0]
+            self.tokens.tensor[drawing.index, history_len] = first[:, 0]
             scores = None if logprobs is None else LogProbs.of(logits, first, logprobs)
         steps = torch.arange(width, device=self.device).expand(len(fed), width)
         self._observe(rows, committed, fed, out, steps, length, behind)
-        return pack(torch.ones_like(first[:, 0]), torch.zeros_like(first), first, scores, self.clock.stop())
+        one_node = torch.cat([torch.ones_like(first), torch.zeros_like(first), first], dim=1)
+        return pack(one_node, scores, self.clock.stop())
 
     def decode(self, shape: RoundShape) -> torch.Tensor:
         """One round: every seated row gains at least one token. -> the packed result."""
@@ -204,11 +212,11 @@ class Round:
         self.clock.start("other")
         table = self.cache.table
         rows = Rows(self.seats.tensor[: shape.batch], shape.longest)
-        committed = table.committed_len.tensor[rows.index]  # [B], a copy: S before the commit
-        history = self.tokens.tensor[rows.index, : shape.longest + 1]  # [B, L]
-        history_len = committed + 1
-        root = history.gather(1, committed[:, None])[:, 0]
-        sampling = self.sampling.at(rows.index, shape.uses)
+        state = (table.committed_len.tensor, self.tokens.tensor, self.max_drafts.tensor, self.sampling.cells.tensor)
+        opened = (opening if self.on_kernels else reference_opening)(rows.index, *state, depth=shape.num_steps + 1)
+        root, history_len = opened.root, opened.history_len
+        located = self.backend.locate(table, rows, opened.committed_len, shape.width)
+        sampling = self.sampling.batch(rows.index, shape.uses, opened.whole, opened.real)
         sampling = sampling.ahead(history_len, max(shape.num_steps + 1, shape.depth), self.target.vocab_size)
 
         self.clock.mark("draft")
@@ -219,7 +227,7 @@ class Round:
             batch = DraftBatch(
                 rows=rows,
                 root=root,
-                history=history,
+                history=lambda: self._history(rows),
                 history_len=history_len,
                 num_steps=shape.num_steps,
                 topk=shape.topk,
@@ -227,22 +235,33 @@ class Round:
                 sample=draws.sample,
                 best=draws.best,
                 params=None if shape.uses.masked else sampling.params,  # or it would draw with no row to mask
+                prefix=located.prefix,
+                level_pos=opened.level_pos[:-1],
             )
             tree = self.worker.propose(batch)
         else:
             tree = DraftTree.chain(root[:, None])
-        most = 1 + self.max_drafts.tensor[rows.index]
+        most = opened.most
         if shape.forced:
             forced = self.forced.tensor[rows.index]
             tree = graft(tree, forced[:, 1:], forced[:, 0], shape.forced)
             most = torch.maximum(most, 1 + forced[:, 0])
-        return Drafted(rows, committed, history, history_len, sampling, tree, most)
+        return Drafted(rows, opened, located, sampling, tree, most)
 
     @torch.inference_mode()
     def _verify(self, shape: RoundShape, drafted: "Drafted") -> "Verified":
         self.clock.mark("verify")
-        rows, committed, tree = drafted.rows, drafted.committed, drafted.tree
-        plan = plan_verify(self.backend, self.cache.table, rows, tree, committed_len=committed)
+        rows, opened, tree = drafted.rows, drafted.opened, drafted.tree
+        plan = plan_verify(
+            self.backend,
+            self.cache.table,
+            rows,
+            tree,
+            committed_len=opened.committed_len,
+            # a drafter may propose less than it was asked for
+            located=drafted.located if tree.num_nodes == shape.width else None,
+            positions=opened.chain_pos if self._is_full_chain(tree, opened) else None,
+        )
         fed = without_blanks(tree) if shape.forced else tree
         out = self.target.forward(fed.tokens, plan, self.view, self.aux_layers)  # [B, N, H]
         return Verified(fed, plan, out, *self._logits(out.hidden, shape.logprobs))  # [B, N, V]
@@ -250,27 +269,33 @@ class Round:
     @torch.inference_mode()
     def _draw(self, shape: RoundShape, drafted: "Drafted", verified: "Verified") -> torch.Tensor:
         self.clock.mark("other")
-        rows, history_len, tree = drafted.rows, drafted.history_len, drafted.tree
-        fed, out, logits = verified.fed, verified.out, verified.logits
+        rows, opened, tree = drafted.rows, drafted.opened, drafted.tree
+        fed, plan, out, logits, softcap = verified
         allowed = self.allowed(shape) if shape.uses.masked else None
-        prompt_len = self._prompt_len(rows.index, shape.uses)
-        past = Past(drafted.history, history_len, fed, prompt_len, allowed)
-        drawn = drafted.sampling.draw(logits, verified.plan.positions + 1, past, verified.softcap)
-        accepted = self.backend.accept(tree, drawn)
-        length = torch.minimum(accepted.length, drafted.most)  # what is beyond is as if never drafted
-        nodes, tokens = accepted.path, accepted.tokens
-        if missing := shape.width - tree.num_nodes:  # a drafter may propose less than it was asked for
-            nodes, tokens = F.pad(nodes, (0, missing)), F.pad(tokens, (0, missing))
-        path, tokens = nodes[:, : shape.depth], tokens[:, : shape.depth]  # no path is longer
-        self.cache.commit_on_device(rows, length, None if tree.is_chain else accepted.path)
-        self._append(rows, history_len, tokens, length)
-        bonus = tokens.gather(1, length[:, None] - 1)[:, 0]
-        self._observe(rows, drafted.committed, fed.tokens, out, path, length, bonus)
+        past = self._past(rows, opened.history_len, fed, shape.uses, allowed)
+        drawn_pos = opened.drawn_pos if self._is_full_chain(tree, opened) else plan.positions + 1
+        drawn = drafted.sampling.draw(logits, drawn_pos, past, softcap)
+        close = closing if self.on_kernels else partial(reference_closing, accept=self.backend.accept)
+        closed = close(
+            *(tree, drawn, drafted.most, rows, opened.committed_len, self.cache.table, self.tokens.tensor),
+            width=shape.width,
+            depth=shape.depth,
+        )
+        if closed.move is not None:
+            self.cache.move(closed.move)
+        _, nodes, tokens = closed.packed.split([1, shape.width, shape.depth], dim=1)
+        path = nodes[:, : shape.depth]  # none is longer
+        self._observe(rows, opened.committed_len, fed.tokens, out, path, closed.length, closed.bonus)
         scores = None
         if shape.logprobs is not None:
             on_path = logits.gather(1, path[:, :, None].expand(-1, -1, logits.shape[-1]))  # [B, D, V]
             scores = LogProbs.of(on_path, tokens, shape.logprobs)
-        return pack(length, nodes, tokens, scores, self.clock.stop())
+        return pack(closed.packed, scores, self.clock.stop())
+
+    @staticmethod
+    def _is_full_chain(tree: DraftTree, opened: Opening) -> bool:
+        """Are the positions of the nodes those that are at hand?"""
+        return tree.is_chain and opened.chain_pos.shape == tree.tokens.shape
 
     def allowed(self, shape: RoundShape) -> torch.Tensor:
         """[B, N, V / 32] int32, the tokens that grammars allow behind each node: the host writes them for each round of
@@ -281,9 +306,22 @@ class Round:
             self._allowed[sizes] = torch.full((*sizes, words), -1, dtype=torch.int32, device=self.device)
         return self._allowed[sizes]
 
-    def _prompt_len(self, rows: torch.Tensor, uses: Uses) -> torch.Tensor | None:
-        """Where the outputs of rows [B] begin, for those who count what is in them."""
-        return self.prompt_len.tensor[rows] if uses.counts else None
+    def _history(self, rows: Rows) -> torch.Tensor:
+        """[B, L] tokens by position, a root behind the longest prefix included."""
+        return self.tokens.tensor[rows.index, : rows.longest + 1]
+
+    def _past(
+        self,
+        rows: Rows,
+        history_len: torch.Tensor,
+        tree: DraftTree | None,
+        uses: Uses,
+        allowed: torch.Tensor | None,
+    ) -> Past:
+        """What draws of these uses depend on."""
+        history = self._history(rows) if uses.history else None
+        prompt_len = self.prompt_len.tensor[rows.index] if uses.counts else None
+        return Past(history, history_len, tree, prompt_len, allowed)
 
     def _logits(self, hidden: torch.Tensor, logprobs: int | None) -> tuple[torch.Tensor, float | None]:
         """Logits, and the softcap that they are still to get: kernels that draw cap what they read, in passing, and may
@@ -291,13 +329,6 @@ class Round:
         if self.on_kernels and logprobs is None and not self.target.deterministic:
             return self.target.uncapped_logits(hidden)
         return self.target.logits(hidden), None
-
-    def _append(self, rows: Rows, history_len: torch.Tensor, tokens: torch.Tensor, length: torch.Tensor) -> None:
-        """Write the emitted tokens behind the root: tokens [B, D], of which the first `length` [B] count."""
-        steps = torch.arange(tokens.shape[1], device=tokens.device)
-        cells = history_len[:, None] + steps
-        before = self.tokens.tensor[rows.index[:, None], cells]
-        self.tokens.tensor[rows.index[:, None], cells] = torch.where(steps < length[:, None], tokens, before)
 
     def _observe(
         self,
@@ -350,29 +381,3 @@ class GrammarRound:
 
     def draw(self) -> torch.Tensor:
         return self.round._draw(self.shape, self.drafted, self.verified)
-
-
-class Draws(Protocol):
-    """What a drafter draws with."""
-
-    def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor: ...
-    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best: ...
-
-
-class FirstLevel(NamedTuple):
-    """The same draws, but behind the root only what the grammar allows there: allowed [B, V / 32], first [B] the
-    position of a token there. Behind drafts nothing is known before they are."""
-
-    sampling: SamplingBatch
-    first: torch.Tensor
-    allowed: torch.Tensor
-
-    def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.sampling.sample(self._masked(logits, positions), positions)
-
-    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best:
-        return self.sampling.best(self._masked(logits, positions), positions, count)
-
-    def _masked(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        is_first = (positions == self.first[:, None])[:, :, None]
-        return torch.where(is_first, masked(logits, self.allowed[:, None]), logits)

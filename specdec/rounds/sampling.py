@@ -69,6 +69,11 @@ class Uses(NamedTuple):
         """Are logits changed by more than the repetition penalty?"""
         return self.counts or self.bias > 0 or self.masked
 
+    @property
+    def history(self) -> bool:
+        """Do logits depend on the tokens so far?"""
+        return self.penalty or self.counts
+
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> "Uses":
         return cls(
@@ -92,9 +97,9 @@ class Best(NamedTuple):
 class Past(NamedTuple):
     """What penalties read: the tokens so far, the root included, history [B, L], of which length [B] count, and the
     tree behind them; no tree: one place behind each history. prompt_len [B]: the output begins there. allowed
-    [B, N, V / 32] int32: bits of the tokens that a grammar allows behind each node."""
+    [B, N, V / 32] int32: bits of the tokens that a grammar allows behind each node. None: nobody uses it."""
 
-    history: torch.Tensor
+    history: torch.Tensor | None
     length: torch.Tensor
     tree: DraftTree | None
     prompt_len: torch.Tensor | None = None
@@ -160,6 +165,7 @@ class SamplingBatch:
         if self.uses.bias:
             logits = self.biased(logits)
         if self.uses.penalty:
+            assert past.history is not None
             logits = self.penalised(logits, seen_tokens(past.history, past.length, vocab_size, past.tree))
         if self.uses.counts:
             logits = self.counted(logits, output_counts(past, vocab_size))
@@ -270,21 +276,34 @@ class SamplingTable:
 
     def at(self, rows: torch.Tensor, uses: Uses) -> SamplingBatch:
         """The parameters of rows [B], a copy on the device."""
-        cells = self.cells.tensor[rows].t().contiguous()  # [8, B]
-        numbers = cells[2:].view(torch.float64).float().unbind()
-        temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty = numbers
+        return self.batch(rows, uses, *split_cells(self.cells.tensor[rows]))
+
+    def batch(self, rows: torch.Tensor, uses: Uses, whole: torch.Tensor, real: torch.Tensor) -> SamplingBatch:
+        """The same from what `split_cells` makes of their cells."""
+        seed, top_k = whole.unbind()
+        temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty = real.unbind()
         return self._kind(
             temperature=temperature,
-            top_k=cells[1],
+            top_k=top_k,
             top_p=top_p,
             min_p=min_p,
             repetition_penalty=repetition_penalty,
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
-            seed=cells[0],
+            seed=seed,
             uses=uses,
             bias=self._biases[uses.bias].tensor[rows] if uses.bias else None,
         )
+
+
+WHOLE_CELLS = 2
+"""Seed and top_k, which come first."""
+
+
+def split_cells(cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cells [B, 8] of a `SamplingTable` -> its whole numbers [2, B] int64 and the others [6, B] float32."""
+    by_kind = cells.t().contiguous()
+    return by_kind[:WHOLE_CELLS], by_kind[WHOLE_CELLS:].view(torch.float64).float()
 
 
 def bias_room(entries: int) -> int:
@@ -317,7 +336,7 @@ def masked(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
 
 def output_counts(past: Past, vocab_size: int) -> torch.Tensor:
     """How often the output has each token before each node's continuation: [B, N, V] float32, along its own path."""
-    assert past.prompt_len is not None
+    assert past.prompt_len is not None and past.history is not None
     columns = torch.arange(past.history.shape[1], device=past.history.device)
     counted = (columns >= past.prompt_len[:, None]) & (columns < past.length[:, None])  # [B, L]
     empty = torch.zeros((len(past.history), vocab_size), dtype=torch.float32, device=past.history.device)

@@ -1,0 +1,359 @@
+"""How a round opens and closes: kernels against plain torch, cases to check by eye, and how few launches there are."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.attention.graft import graft
+from specdec.kvcache.hybrid import HybridAllocator
+from specdec.kvcache.table import RequestTable, Rows
+from specdec.models.target import TargetModel
+from specdec.rounds.closing import Closing, closing, reference_closing
+from specdec.rounds.opening import opening, reference_opening
+from specdec.rounds.result import RoundShape
+from specdec.rounds.sampling import SamplingTable, Uses
+
+from marks import quick
+from tiny_models import random_eagle3
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LOOKAHEAD = 8
+interpreted = pytest.mark.skipif(DEVICE.type == "cuda", reason="kernels are compiled here; see make gpu-test")
+
+
+@pytest.fixture(autouse=True)
+def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def long(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=DEVICE)
+
+
+# opening
+
+
+def test_an_opening_by_eye(poison_empty: None) -> None:
+    """Rows 2, 0, and 3, which is for padding: 4, 1 and 0 tokens committed, the root behind them."""
+    params = [
+        SamplingParams(temperature=0.5, top_k=7),
+        SamplingParams(),
+        SamplingParams(top_p=0.25, presence_penalty=1),
+    ]
+    table = SamplingTable(4, DEVICE)
+    for row, each in enumerate(params):
+        table[row] = each, -row
+    text = long([[10, 11, 12, 13, 14, 15], [0] * 6, [30, 31, 32, 33, 34, 35], [0] * 6])
+    for function in (opening, reference_opening):
+        opened = function(long([2, 0, 3]), long([1, 9, 4, 0]), text, long([2, 9, 0, 0]), table.cells.tensor, depth=2)
+        assert opened.committed_len.tolist() == [4, 1, 0] and opened.history_len.tolist() == [5, 2, 1]
+        assert opened.root.tolist() == [34, 11, 0]
+        assert opened.most.tolist() == [1, 3, 1]
+        assert opened.level_pos.tolist() == [[4, 1, 0], [5, 2, 1], [6, 3, 2]]
+        assert opened.chain_pos.tolist() == [[4, 5], [1, 2], [0, 1]]
+        assert opened.drawn_pos.tolist() == [[5, 6], [2, 3], [1, 2]]
+        uses = Uses.of(params)
+        batch = table.batch(long([2, 0, 3]), uses, opened.whole, opened.real)
+        assert batch.seed.tolist() == [-2, 0, 0] and batch.top_k.tolist() == [0, 7, 0]
+        assert batch.temperature.tolist() == [0, 0.5, 0] and batch.top_p.tolist() == [0.25, 1, 0]
+        assert batch.repetition_penalty.tolist() == [1, 1, 0] and batch.presence_penalty.tolist() == [1, 0, 0]
+        assert all(vector.is_contiguous() for vector in (*opened, *batch.params))
+
+
+@pytest.mark.parametrize(("seats", "depth"), [(1, 1), (3, 5), (33, 2), (70, 16)])
+def test_an_opening_is_that_of_torch(seats: int, depth: int, poison_empty: None) -> None:
+    torch.manual_seed(seats)
+    cells = torch.randint(-(1 << 62), 1 << 62, (80, 8), device=DEVICE)
+    cells[:, 2:] = torch.randn((80, 6), dtype=torch.float64, device=DEVICE).exp().view(torch.int64)
+    committed, most = (torch.randint(0, 40, (80,), device=DEVICE) for _ in range(2))
+    given = (torch.randperm(80, device=DEVICE)[:seats], committed, torch.randint(0, 99, (80, 41), device=DEVICE), most)
+    got, want = (function(*given, cells, depth) for function in (opening, reference_opening))
+    for name in got._fields:
+        torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=0, atol=0)
+
+
+# closing
+
+
+class Scene:
+    """Rows of which `lengths` tokens are committed, and what a closing changes there."""
+
+    def __init__(self, lengths: list[int], page_size: int = 1) -> None:
+        allocator = HybridAllocator(full_pages=200, swa_pages=None, page_size=page_size, device=DEVICE)
+        self.table = RequestTable(
+            allocator, max_requests=len(lengths), max_len=40, lookahead=LOOKAHEAD, window=None
+        )  # fmt: skip
+        self.rows = [self.table.open() for _ in lengths]
+        for row, length in zip(self.rows, lengths, strict=True):
+            self.table.ensure(row, length + LOOKAHEAD)
+            self.table.committed_len[row] = length
+        width = self.table.slots.host.shape[1]
+        self.tokens = (torch.arange(width, device=DEVICE) - 99).repeat(len(lengths) + 1, 1)
+
+    def close(
+        self, kernel: bool, seats: list[int], tree: DraftTree, drawn: torch.Tensor, most: list[int], **sizes: int
+    ) -> Closing:
+        """sizes: width and depth."""
+        rows = Rows(long(seats), 40)
+        start = self.table.committed_len.tensor[rows.index]
+        function = closing if kernel else reference_closing
+        return function(tree, drawn, long(most), rows, start, self.table, self.tokens, **sizes)
+
+    def state(self) -> list[list[Any]]:
+        return [x.tolist() for x in (self.table.slots.tensor, self.table.committed_len.tensor, self.tokens)]
+
+
+def same(got: Closing, want: Closing) -> None:
+    for name in ("length", "bonus", "packed"):
+        torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=0, atol=0)
+    assert (got.move is None) == (want.move is None)
+    for mine, other in zip(got.move or (), want.move or (), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_chains_by_eye(kernel: bool, poison_empty: None) -> None:
+    """Of 3 drafts: all are right; two are, but one may be accepted; none is; a seat of padding."""
+    scene = Scene([3, 1, 0])
+    tree = DraftTree.chain(long([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8], [0, 0, 0, 0]]))
+    drawn = long([[6, 7, 8, 9], [6, 7, 1, 2], [1, 2, 3, 4], [0, 0, 0, 0]])
+    before = scene.state()[0]
+    closed = scene.close(kernel, [0, 2, 1, 3], tree, drawn, [4, 2, 4, 4], depth=4, width=4)
+    assert closed.move is None
+    assert closed.length.tolist() == [4, 2, 1, 4] and closed.bonus.tolist() == [9, 7, 1, 0]
+    assert closed.packed[:3].tolist() == [
+        [4, 0, 1, 2, 3, 6, 7, 8, 9],
+        [2, 0, 1, 2, 0, 6, 7, 1, 6],
+        [1, 0, 0, 0, 0, 1, 1, 1, 1],
+    ]
+    slots, committed, tokens = scene.state()
+    assert slots == before and committed == [3 + 4, 1 + 1, 0 + 2, 0]
+    assert tokens[0][2:9] == [-97, -96, 6, 7, 8, 9, -91]  # root at 3, emitted behind it
+    assert tokens[2][:4] == [-99, 6, 7, -96] and tokens[1][1:4] == [-98, 1, -96]
+    assert tokens[3] == [x - 99 for x in range(len(tokens[3]))]
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_tree_by_eye(kernel: bool, poison_empty: None) -> None:
+    """Children 1 and 2 of the root, 3 and 4 of 2: the path 0 2 4 comes first, then 1 and 3 in their order."""
+    tree = DraftTree.from_parents(long([[5, 6, 7, 8, 9]]), long([[-1, 0, 0, 2, 2]]))
+    scene, drawn = Scene([2]), long([[7, 0, 9, 0, 3]])
+    slots = scene.state()[0][0]
+    closed = scene.close(kernel, [0], tree, drawn, [9], depth=3, width=6)
+    assert closed.packed.tolist() == [[3, 0, 2, 4, 0, 0, 0, 7, 9, 3]]
+    assert scene.state()[0][0] == [*slots[:2], *(slots[2 + n] for n in (0, 2, 4, 1, 3)), *slots[7:]]
+    assert closed.move is None and scene.state()[1] == [5, 0]
+
+    scene = Scene([2])  # the same where no more than two may be accepted
+    closed = scene.close(kernel, [0], tree, drawn, [2], depth=3, width=5)
+    assert closed.packed.tolist() == [[2, 0, 2, 4, 0, 0, 7, 9, 3]] and closed.bonus.tolist() == [9]
+    assert scene.state()[0][0] == [*slots[:2], *(slots[2 + n] for n in (0, 2, 1, 3, 4)), *slots[7:]]
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_tree_in_larger_pages_by_eye(kernel: bool, poison_empty: None) -> None:
+    """Slots stay, and the K/V of nodes 2 and 4 are to be moved to the places of 1 and 2; of padding nothing is."""
+    tree = DraftTree.from_parents(long([[5, 6, 7, 8, 9]] * 2), long([[-1, 0, 0, 2, 2]] * 2))
+    scene = Scene([2], page_size=4)
+    before = scene.state()[0]
+    closed = scene.close(kernel, [0, 1], tree, long([[7, 0, 9, 0, 3]] * 2), [9, 9], depth=3, width=5)
+    slots = before[0]
+    assert closed.move is not None and scene.state()[0] == before
+    assert closed.move.source.tolist() == [0, slots[4], slots[6], 0, 0, *[0] * 5]
+    assert closed.move.destination.tolist() == [0, slots[3], slots[4], 0, 0, *[0] * 5]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("num_nodes", [1, 2, 5, 8])
+def test_a_closing_is_that_of_torch(num_nodes: int, page_size: int, poison_empty: None) -> None:
+    """Random trees of three tokens, some with tokens forced in the place of drafts, beside seats of padding."""
+    lengths = [0, 1, 7, 30]
+    scenes = Scene(lengths, page_size), Scene(lengths, page_size)
+    generator = torch.Generator().manual_seed(num_nodes)
+
+    def random(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=generator).to(DEVICE)
+
+    for seats in ([3, 4, 0, 4, 2], [1, 2, 0, 3]):
+        batch = len(seats)
+        parents = torch.cat(
+            [random(99, batch, 1) % max(n, 1) if n else long([[-1]] * batch) for n in range(num_nodes)], 1
+        )
+        tree = DraftTree.from_parents(random(3, batch, num_nodes), parents)
+        width = num_nodes
+        if batch == 4:
+            width = 8
+            tree = graft(tree, random(3, batch, 15), random(8, batch), width)
+        drawn, most = random(3, batch, width), [1 + n % 4 for n in range(batch)]
+        # equal siblings: the walks take another each, so they are told apart
+        tree = distinct(tree)
+        got, want = (
+            scene.close(kernel, seats, tree, drawn, most, depth=8, width=8)
+            for scene, kernel in zip(scenes, (True, False), strict=True)
+        )
+        same(got, want)
+        assert scenes[0].state() == scenes[1].state()
+    assert scenes[0].state()[1] != [*lengths, 0]
+
+
+def distinct(tree: DraftTree) -> DraftTree:
+    """With siblings of different tokens: a node whose older sibling has its token is a blank."""
+    older = torch.tril(torch.ones(tree.ancestors.shape[1:], dtype=torch.bool, device=DEVICE), -1)
+    alike = (tree.tokens[:, :, None] == tree.tokens[:, None]) & (tree.parents[:, :, None] == tree.parents[:, None])
+    tree.tokens[(alike & older).any(-1)] = -1
+    return tree
+
+
+# whole rounds
+
+
+@pytest.fixture
+def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines made from now on open, draw and close by kernels, in the interpreter."""
+    monkeypatch.setattr("specdec.rounds.round.runs_on_kernels", lambda backend, device: True)
+
+
+VOCAB = 12
+LAYERS = ["sliding_attention", "full_attention"]
+SMALL = {"vocab_size": VOCAB, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+TARGETS = {"gemma4-e2b": {**SMALL, "layer_types": LAYERS, "num_kv_shared_layers": 0}, "llama": SMALL}
+ASKED = [
+    SamplingParams(max_new_tokens=7, ignore_eos=True),
+    SamplingParams(max_new_tokens=6, temperature=0.9, seed=3, top_k=6, ignore_eos=True),
+    SamplingParams(max_new_tokens=5, repetition_penalty=1.3, frequency_penalty=0.4, logprobs=2, ignore_eos=True),
+]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("name", "drafter", "spec", "page_size"),
+    quick(
+        [
+            ("gemma4-e2b", "mtp", SpecConfig(2), 1),
+            ("gemma4-e2b", "mtp", SpecConfig(2, 2, 4), 4),
+            ("llama", "eagle3", SpecConfig(2, 3, 6), 1),
+            ("llama", "ngram", SpecConfig(3), 4),
+        ],
+        lambda *case: case[1:] == ("ngram", SpecConfig(3), 4),
+    ),
+)
+def test_rounds_on_kernels_give_the_text_of_torch(
+    name, drafter, spec, page_size, on_kernels, monkeypatch, make_target, make_assistant, random_prompt
+):
+    """Greedy, sampled, penalised and with log-probabilities, more requests than seats; tables are checked each time."""
+    model = make_target(name, **TARGETS[name])
+    prompts = [random_prompt(n, vocab=VOCAB) for n in (13, 1, 6)]
+    make = {None: lambda model: None, "ngram": lambda model: "ngram", "mtp": make_assistant, "eagle3": random_eagle3}
+    outputs = []
+    for attention in ("triton", "torch"):
+        monkeypatch.setattr("specdec.rounds.round.runs_on_kernels", lambda backend, device: backend.name == "triton")
+        config = EngineConfig(attention=attention, page_size=page_size, max_batch_size=2, max_model_len=64, fused=False)
+        bound = make[drafter](model)
+        if drafter == "eagle3":
+            engine = Engine(TargetModel(model), bound, spec=spec, config=config)
+        else:
+            engine = Engine.from_pretrained(model, bound, spec=spec, config=config)
+        assert engine.round.on_kernels == (attention == "triton")
+        outs = [(out.token_ids, out.logprobs) for out in engine.generate(prompts, ASKED)]
+        engine.table.check()
+        outputs.append(outs)
+    for (tokens, scores), (wanted, wanted_scores) in zip(*outputs, strict=True):
+        assert tokens == wanted
+        got, want = ([(one.token_id, one.logprob) for one in given or []] for given in (scores, wanted_scores))
+        assert [token for token, _ in got] == [token for token, _ in want]
+        np.testing.assert_allclose([p for _, p in got], [p for _, p in want], rtol=1e-4, atol=1e-4)
+
+
+class Launches(TorchDispatchMode):
+    """Names of what a GPU would be asked to run: operators that compute, and kernels (with a *)."""
+
+    FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "alias", "lift_fresh", "_unsafe_view")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.watching = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.watching:
+            return func(*args, **kwargs)
+        with self:
+            out = func.decompose(*args, **kwargs)
+        if out is NotImplemented:
+            out = func(*args, **kwargs)
+            name = func._schema.name.removeprefix("aten::")
+            is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+            if not is_view and name not in self.FREE:
+                self.names.append(name)
+        return out
+
+    def unseen(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, of which only the name is noted."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.names.append(name)
+            self.watching = False
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.watching = True
+
+        return run
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        from triton.runtime.interpreter import GridExecutor
+
+        launch = GridExecutor.__call__
+
+        def noted(executor: Any, *args: Any, **kwargs: Any) -> None:
+            if self.watching:
+                self.names.append(f"*{executor.fn.__name__}")
+            with _disable_current_modes():
+                launch(executor, *args, **kwargs)
+
+        with mock.patch.object(GridExecutor, "__call__", noted), self:
+            yield
+
+
+@interpreted
+def test_few_launches_stand_around_the_models_of_a_greedy_round(on_kernels, make_target, make_assistant) -> None:
+    """fill_ is the clock's stamp, which is a kernel on a GPU."""
+    model = make_target("gemma4-e2b", **TARGETS["gemma4-e2b"])
+    config = EngineConfig(attention="triton", max_batch_size=2, max_model_len=64, fused=True)
+    engine = Engine.from_pretrained(model, make_assistant(model), spec=SpecConfig(4), config=config)
+    DraftTree.chain(torch.zeros((2, 5), dtype=torch.int64))  # a shape's first, which makes its constants
+    launches, decode = Launches(), engine.round.decode
+    target, drafter = engine.target, engine.round.worker.drafter
+    target._run, target.head = launches.unseen("[forward]", target._run), launches.unseen("[head]", target.head)
+    drafter._run, drafter.draw = launches.unseen("[step]", drafter._run), launches.unseen("[draw]", drafter.draw)
+
+    rounds = []
+
+    def noted(shape: RoundShape) -> torch.Tensor:
+        launches.names.clear()
+        with launches.noted():
+            packed = decode(shape)
+        rounds.append([*launches.names])
+        return packed
+
+    engine.round.decode = noted
+    engine.generate([[5, 9], [7]], SamplingParams(max_new_tokens=6, ignore_eos=True))
+    sampling = ["*scan_kernel", "*floor_kernel", "*collect_kernel", "*choose_kernel", "*choose_kernel"]
+    assert rounds[0] == [
+        *("fill_", "*_opening_kernel", "*_page_tables_kernel", "fill_"),
+        *("index", "*_own_keys_kernel", "*_own_keys_kernel"),
+        *["[step]", "[draw]"] * 4,
+        *("cat", "fill_", "*_own_keys_kernel", "*_own_keys_kernel"),
+        *("[forward]", "[head]", "fill_", *sampling),
+        *("*_closing_kernel", "*_keep_last_kernel", "fill_", "cat"),
+    ]
