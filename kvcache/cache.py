@@ -57,6 +57,7 @@ class KVCache:
 
     def commit_on_device(self, rows: Rows, length: torch.Tensor, path: torch.Tensor | None) -> None:
         """`RequestTable.commit_on_device`, K/V moved where that is needed."""
+        self.allocator.require_unfrozen("commit")
         move = self.table.commit_on_device(rows, length, path)
         if move is not None:
             self.move(move)

@@ -174,7 +174,6 @@ class RequestTable:
         the slot at position S + n. None: paths of chains, whose nodes are in place already. Returns the K/V to move
         into place, with pages of more than one slot.
         """
-        self.allocator.require_unfrozen("commit")
         committed = self.committed_len.tensor
         length = length * (rows.index != self.padding_row)
         move = None if path is None else self._bring_forward(rows, committed[rows.index], length, path)

@@ -18,6 +18,8 @@ from specdec.attention.tree import DraftTree
 from specdec.attention.tree_attention import tree_attention
 from specdec.attention.tree_build import select_tree
 from specdec.attention.tree_walk import accept, tree_fields
+from specdec.attention.triton_backend import TritonBackend
+from specdec.kvcache.cache import KVCache
 from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.move_kv import StoreAddresses, move_kv
 from specdec.kvcache.spaces import FullLoc
@@ -291,6 +293,7 @@ def centroids(dtype: torch.dtype, *, best: bool = False) -> None:
 def open_and_close(batch: int, num_nodes: int, page_size: int, *, chain: bool) -> None:
     allocator = HybridAllocator(full_pages=99, swa_pages=None, page_size=page_size, device=numbers(1).device)
     table = RequestTable(allocator, max_requests=batch, max_len=256, lookahead=num_nodes, window=None)
+    cache = KVCache(allocator, table, TritonBackend())
     seats, tokens = integers(batch), integers(*table.slots.host.shape)
     opened = opening(
         seats, table.committed_len.tensor, tokens, integers(batch + 1), integers(batch + 1, 8), depth=num_nodes
@@ -298,7 +301,7 @@ def open_and_close(batch: int, num_nodes: int, page_size: int, *, chain: bool) -
     parents = integers(batch, num_nodes)
     tree = DraftTree(integers(batch, num_nodes), parents, parents, parents, is_chain=chain)
     closing(
-        tree, integers(batch, num_nodes), opened.most, Rows(seats, 99), opened.committed_len, table, tokens,
+        tree, integers(batch, num_nodes), opened.most, Rows(seats, 99), opened.committed_len, cache, tokens,
         width=num_nodes, depth=num_nodes,
     )  # fmt: skip
 

@@ -1,9 +1,9 @@
-"""What a round leaves behind, in one launch: the accepted path walked, committed, and its tokens written and packed.
+"""What a round leaves behind, in a launch: the accepted path walked, committed, and its tokens written and packed.
 
     path, length    `tree_walk.accept`, but no longer than most[b]: what is beyond is as if it had not been drafted
     emitted[b, i]   what the target drew behind path[b, i];   the first `length` count, the last of them is the bonus
     committed_len   S -> S + length of the row,   tokens[row, S + 1 + i] = emitted[b, i]
-    slots[row]      the path's come first behind S (`path_order`), or with larger pages their K/V are to be moved there
+    slots[row]      the path's come first behind S (`path_order`), or with larger pages their K/V are moved there
     packed[b]       length   path [W]   emitted [D]         zeros where there are no such nodes
 
 One program a request. Seats of padding have a result, and gain nothing: their row stays as it is.
@@ -17,18 +17,18 @@ import torch.nn.functional as F
 
 from specdec.attention.tree import DraftTree
 from specdec.attention.tree_walk import Accepted, reference_accept, walk
+from specdec.kvcache.cache import KVCache
 from specdec.kvcache.spaces import FullLoc
-from specdec.kvcache.table import Move, RequestTable, Rows
+from specdec.kvcache.table import Move, Rows
 from specdec.kvcache.triton_shim import tl, triton
 
 
 class Closing(NamedTuple):
-    """length and bonus [B]; packed [B, 1 + W + D]; move: K/V to bring forward, None: they are in place."""
+    """length and bonus [B]; packed [B, 1 + W + D]."""
 
     length: torch.Tensor
     bonus: torch.Tensor
     packed: torch.Tensor
-    move: Move | None
 
 
 def reference_closing(
@@ -37,7 +37,7 @@ def reference_closing(
     most: torch.Tensor,
     rows: Rows,
     start: torch.Tensor,
-    table: RequestTable,
+    cache: KVCache,
     tokens: torch.Tensor,
     width: int,
     depth: int,
@@ -51,13 +51,13 @@ def reference_closing(
     if missing := width - tree.num_nodes:
         path, emitted = F.pad(path, (0, missing)), F.pad(emitted, (0, missing))
     emitted = emitted[:, :depth]
-    move = table.commit_on_device(rows, length, None if tree.is_chain else accepted.path)
+    cache.commit_on_device(rows, length, None if tree.is_chain else accepted.path)
     steps = torch.arange(depth, device=drawn.device)
     row, cells = rows.index[:, None], start[:, None] + 1 + steps
-    gained = (steps < length[:, None]) & (row != table.padding_row)
+    gained = (steps < length[:, None]) & (row != cache.table.padding_row)
     tokens[row, cells] = torch.where(gained, emitted, tokens[row, cells])
     bonus = emitted.gather(1, length[:, None] - 1)[:, 0]
-    return Closing(length, bonus, torch.cat([length[:, None], path, emitted], dim=1), move)
+    return Closing(length, bonus, torch.cat([length[:, None], path, emitted], dim=1))
 
 
 @triton.jit(
@@ -135,7 +135,7 @@ def closing(
     most: torch.Tensor,
     rows: Rows,
     start: torch.Tensor,
-    table: RequestTable,
+    cache: KVCache,
     tokens: torch.Tensor,
     width: int,
     depth: int,
@@ -143,9 +143,10 @@ def closing(
     """Accept, commit and append: B trees of N nodes behind `start` [B], S, of their rows.
 
     drawn [B, N]: the token that the target draws behind each node. most [B]: at least 1. tokens: by row and position of
-    `table`. width, depth: W >= N and D >= any path's length, of the result.
+    the request table. width, depth: W >= N and D >= any path's length, of the result.
     """
     batch, num_nodes = tree.tokens.shape
+    table = cache.table
     slots, committed_len = table.slots.tensor, table.committed_len.tensor
     table.allocator.require_unfrozen("commit")
     by_node = (tree.tokens, tree.parents, drawn)
@@ -170,4 +171,6 @@ def closing(
         BLOCK=triton.next_power_of_2(max(width, depth)),
         num_warps=1,
     )
-    return Closing(length, bonus, packed, move)
+    if move is not None:
+        cache.move(move)
+    return Closing(length, bonus, packed)

@@ -277,12 +277,10 @@ class Round:
         drawn = drafted.sampling.draw(logits, drawn_pos, past, softcap)
         close = closing if self.on_kernels else partial(reference_closing, accept=self.backend.accept)
         closed = close(
-            *(tree, drawn, drafted.most, rows, opened.committed_len, self.cache.table, self.tokens.tensor),
+            *(tree, drawn, drafted.most, rows, opened.committed_len, self.cache, self.tokens.tensor),
             width=shape.width,
             depth=shape.depth,
         )
-        if closed.move is not None:
-            self.cache.move(closed.move)
         _, nodes, tokens = closed.packed.split([1, shape.width, shape.depth], dim=1)
         path = nodes[:, : shape.depth]  # none is longer
         self._observe(rows, opened.committed_len, fed.tokens, out, path, closed.length, closed.bonus)
