@@ -133,13 +133,13 @@ class HybridAllocator:
         self.full.free(pages)
 
     def evict(self, slots: FullLoc) -> None:
-        """A row gives up the SWA peers of whole pages; their full slots stay held. Raises DoubleFreeError on an
-        evicted page."""
+        """Rows give up the SWA peers of whole pages, named by each of those that hold them; their full slots stay held.
+        Raises DoubleFreeError, with nothing changed, on an evicted page."""
         self.require_unfrozen("evict")
         pages = self._pages(slots, "evict")
         if self.swa is None:
             return
-        self.full.require_held(pages)
+        self.full.require_claims(pages)
         peers = self._swa_peers(pages)
         if not peers.all():
             raise DoubleFreeError(f"SWA pool: pages {pages.tolist()} are not all mapped; some were evicted before")
@@ -243,7 +243,7 @@ class HybridAllocator:
         return self.full_to_swa.host[pages * self.page_size] // self.page_size
 
     def _release_swa(self, pages: IntArray, peers: IntArray) -> None:
-        """A row gives up `peers`, the SWA pages of `pages`."""
+        """Rows give up `peers`, the SWA pages of `pages`."""
         assert self.swa is not None
         self._unmap(pages[self.swa.free(peers)])
 

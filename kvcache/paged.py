@@ -92,16 +92,17 @@ class PagedAllocator:
         self.peak_pages = max(self.peak_pages, self.held_pages)
 
     def free(self, pages: IntArray) -> BoolArray:
-        """One row gives `pages` back; which of them are free now.
+        """Rows give `pages` back, a page as often as it is named; which of them are free now.
 
-        Raises DoubleFreeError, and frees none, when one is not held by a row or named twice.
+        Raises DoubleFreeError, and frees none, when one is named more often than rows hold it.
         """
-        self.require_held(pages)
-        holders = self._held[pages] - 1
-        self._held[pages] = holders
-        left, kept = holders == 0, self._kept[pages]
+        distinct, times = self.require_claims(pages)
+        self._held[distinct] -= times
+        left, kept = self._held[distinct] == 0, self._kept[distinct]
         self._cached += int(np.count_nonzero(left & kept))
-        return self._push(pages, left & ~kept)
+        self._push(distinct[left & ~kept])
+        freed: BoolArray = (self._held[pages] == 0) & ~self._kept[pages]
+        return freed
 
     def keep(self, pages: IntArray) -> None:
         """The cache claims `pages`, which rows hold."""
@@ -113,16 +114,29 @@ class PagedAllocator:
         """The cache gives `pages` up; which of them are free now."""
         self._require(self._kept[pages], pages, "not kept")
         self._kept[pages] = False
-        left = self._held[pages] == 0
+        left: BoolArray = self._held[pages] == 0
         self._cached -= int(np.count_nonzero(left))
-        return self._push(pages, left)
+        self._push(pages[left])
+        return left
 
     def require_held(self, pages: IntArray) -> None:
         """Raise DoubleFreeError unless rows hold all `pages` and none is named twice."""
-        in_range = (pages >= 1) & (pages <= self.capacity)
-        if not in_range.all() or not self._held[pages].all() or len(np.unique(pages)) != len(pages):
-            bad = [int(p) for p in pages if not (1 <= p <= self.capacity) or not self._held[p]]
-            raise DoubleFreeError(f"{self.name} pool: pages {bad or pages.tolist()} are not held, or named twice")
+        _, times = self.require_claims(pages)
+        if (times > 1).any():
+            raise DoubleFreeError(f"{self.name} pool: pages {pages.tolist()} are not held, or named twice")
+
+    def require_claims(self, pages: IntArray) -> tuple[IntArray, IntArray]:
+        """Raise DoubleFreeError unless each of `pages` is held by as many rows as it is named times.
+
+        -> the pages that are named, in order, and how often each is.
+        """
+        distinct, times = np.unique(pages, return_counts=True)
+        in_range = (distinct >= 1) & (distinct <= self.capacity)
+        holders = self._held[np.where(in_range, distinct, 0)]  # nobody holds page 0
+        if (holders < times).any():
+            bad = distinct[holders == 0].tolist() or pages.tolist()
+            raise DoubleFreeError(f"{self.name} pool: pages {bad} are not held, or named twice")
+        return distinct, times
 
     def check(self) -> None:
         """free + held + cached = capacity, and no page is two of them or twice one."""
@@ -139,14 +153,12 @@ class PagedAllocator:
             f"{self.name}: held {held} + cached {cached} + free {self._free} != {self.capacity}"
         )
 
-    def _push(self, pages: IntArray, which: BoolArray) -> BoolArray:
-        """Those of `pages` become free."""
-        freed = pages[which]
+    def _push(self, freed: IntArray) -> None:
+        """These become free."""
         self._stack[self._free : self._free + len(freed)] = freed[::-1]
         self._free += len(freed)
         if self.on_free is not None and len(freed):
             self.on_free(freed)
-        return which
 
     def _require(self, fine: BoolArray, pages: IntArray, what: str) -> None:
         assert bool(fine.all()) and len(np.unique(pages)) == len(pages), (

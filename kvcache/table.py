@@ -119,7 +119,7 @@ class RequestTable:
     def close(self, row: int) -> None:
         """Give up everything the row owns."""
         self.allocator.require_unfrozen("close")
-        self._require_active(row)
+        self._require_active(np.array([row]))
         capacity, evicted = int(self.capacity[row]), int(self.evicted_len[row])
         self.allocator.free(self._owned(row, evicted, capacity))
         if evicted:
@@ -134,7 +134,7 @@ class RequestTable:
 
         The last `retain` of these tokens must be mapped, or all of them.
         """
-        self._require_active(row)
+        self._require_active(np.array([row]))
         assert self.capacity[row] == 0, f"{row=} owns slots already"
         page_size = self.allocator.page_size
         length = len(pages) * page_size
@@ -148,24 +148,31 @@ class RequestTable:
         page_size = self.allocator.page_size
         return self.slots.host[row, : num_pages * page_size : page_size] // page_size
 
-    def pages_needed(self, row: int, length: int) -> int:
-        """Pages that `ensure(row, length)` would allocate."""
+    def pages_needed(self, rows: IntArray, length: IntArray) -> IntArray:
+        """Pages [B] that `ensure_all(rows, length)` would allocate for each."""
         page_size = self.allocator.page_size
-        return max(0, -(-(length - int(self.capacity[row])) // page_size))
+        needed: IntArray = np.maximum(-(-(length - self.capacity[rows]) // page_size), 0)
+        return needed
 
     def ensure(self, row: int, length: int) -> None:
         """Own at least `length` slots. Raises OutOfSlotsError, with nothing taken, when a pool cannot give them."""
-        self._require_active(row)
+        self.ensure_all(np.array([row]), np.array([length]))
+
+    def ensure_all(self, rows: IntArray, length: IntArray) -> None:
+        """Each of rows [B] owns at least `length` [B] slots, or OutOfSlotsError is raised and nothing is taken."""
+        self._require_active(rows)
         width = self.slots.host.shape[1]
-        if length > width:
-            raise OutOfSlotsError(f"row {row}: {length} slots wanted, a row has {width}")
-        num_pages = self.pages_needed(row, length)
-        if num_pages == 0:
+        if (length > width).any():
+            widest = int(length.argmax())
+            raise OutOfSlotsError(f"row {rows[widest]}: {length[widest]} slots wanted, a row has {width}")
+        needed = self.pages_needed(rows, length)
+        if not needed.any():
             return
-        start = int(self.capacity[row])
-        fresh = self.allocator.alloc(num_pages)
-        self.slots[row, start : start + len(fresh)] = fresh.numpy()
-        self.capacity[row] += len(fresh)
+        start = self.capacity[rows]
+        end = start + needed * self.allocator.page_size
+        fresh = self.allocator.alloc(int(needed.sum()))
+        self.slots[_cells(rows, start, end)] = fresh.numpy()
+        self.capacity[rows] = end
 
     def commit_on_device(self, rows: Rows, length: torch.Tensor, path: torch.Tensor | None) -> Move | None:
         """Make accepted paths final on the device, without a host value: to be followed by `adopt_commit` on the host.
@@ -199,12 +206,12 @@ class RequestTable:
         """The host's side of `commit_on_device`, with the same numbers: length [B], path [B, N]."""
         self.require_committable(rows, length, path)
         start = self.committed_len.host[rows]
-        if self.allocator.page_size == 1:
-            columns = np.arange(path.shape[1])
-            order = path_order(torch.from_numpy(path), torch.from_numpy(columns < length[:, None])).numpy()
-            cells = start[:, None] + columns
-            window = self.slots.host[rows[:, None], cells]
-            self.slots.adopt((rows[:, None], cells), np.take_along_axis(window, order, axis=1))
+        columns = np.arange(path.shape[1])
+        taken = columns < length[:, None]  # [B, N]
+        if self.allocator.page_size == 1 and (taken & (path != columns)).any():  # else all nodes are in place
+            order = path_order(torch.from_numpy(path), torch.from_numpy(taken)).numpy()
+            cells = rows[:, None], start[:, None] + columns
+            self.slots.adopt(cells, np.take_along_axis(self.slots.host[cells], order, axis=1))
         self.committed_len.adopt(rows, start + length)
 
     def commit_chunk(self, rows: IntArray, length: IntArray) -> None:
@@ -231,13 +238,15 @@ class RequestTable:
         if self.retain is None:
             return 0
         page_size = self.allocator.page_size
-        target = ((self.committed_len.host[rows] - self.retain) // page_size - slack_pages) * page_size
-        behind = target > self.evicted_len[rows]
-        before = self.evicted_len[rows].sum()
-        for row, end in zip(rows[behind].tolist(), target[behind].tolist(), strict=True):
-            self.allocator.evict(self._owned(row, int(self.evicted_len[row]), end))
-            self.evicted_len[row] = end
-        return int(self.evicted_len[rows].sum() - before) // page_size
+        start = self.evicted_len[rows]
+        unseen = ((self.committed_len.host[rows] - self.retain) // page_size - slack_pages) * page_size
+        end = np.maximum(unseen, start)
+        if (end == start).all():
+            return 0
+        slots = self.slots.host[_cells(rows, start, end)]
+        self.allocator.evict(FullLoc(torch.from_numpy(slots)))  # a page that several rows share is named by each
+        self.evicted_len[rows] = end
+        return len(slots) // page_size
 
     def check(self) -> None:
         """Assert the allocator's invariants, that rows own what they hold there, and invariant 3 (windows mapped)."""
@@ -285,9 +294,20 @@ class RequestTable:
     def _owned(self, row: int, start: int, end: int) -> FullLoc:
         return FullLoc(torch.from_numpy(self.slots.host[row, start:end].copy()))
 
-    def _require_active(self, row: int) -> None:
-        if not 0 <= row < self.max_requests or not self._active[row]:
-            raise KVStateError(f"row {row} is not open")
+    def _require_active(self, rows: IntArray) -> None:
+        closed = ~self._active[rows.clip(-1, self.padding_row)]  # that one is never open, and it is also the last
+        if closed.any():
+            raise KVStateError(f"row {rows[closed][0]} is not open")
+
+
+def _cells(rows: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
+    """Positions from `start` [R] to `end` [R] of each of rows [R], one behind the other: rows [M] and positions [M].
+
+    rows 4 7, from 0 5 to 2 6     ->     rows 4 4 7, positions 0 1 5
+    """
+    count = end - start
+    before = np.cumsum(count) - count  # [R] cells of the rows in front
+    return np.repeat(rows, count), np.arange(count.sum()) + np.repeat(start - before, count)
 
 
 def path_order(path: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,9 @@ import copy
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields
 from enum import Enum
+from operator import attrgetter
 from typing import NamedTuple
 
 from specdec.config import SamplingParams, SpecConfig
@@ -65,7 +66,10 @@ class RequestStats:
         return [count / drafted for count in self.accepted_counts] if drafted else []
 
     def copy(self) -> "RequestStats":
-        return replace(self, accepted_counts=list(self.accepted_counts))
+        """These figures alone. Every round makes one for every request, so not by `replace`, which takes long."""
+        twin = RequestStats(*_FIGURES(self))
+        twin.accepted_counts = list(twin.accepted_counts)
+        return twin
 
     def record_round(self, emitted: int, accepted: int, num_drafts: int) -> None:
         """A verify emitted that many tokens, the first `accepted` of them out of drafts `num_drafts` deep."""
@@ -86,6 +90,9 @@ class RequestStats:
         self.accepted_counts = [a + sign * b for a, b in zip(mine, theirs, strict=True)]
         for name in (each.name for each in fields(RequestStats) if each.name != "accepted_counts"):
             setattr(self, name, getattr(self, name) + sign * getattr(other, name))
+
+
+_FIGURES = attrgetter(*(each.name for each in fields(RequestStats)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +194,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return bool(self.finish_reason)
+        return bool(self.settled.finish_reason)
 
     @property
     def tokens(self) -> list[int]:
@@ -228,8 +235,8 @@ class Request:
     @property
     def forced(self) -> tuple[int, ...]:
         """Tokens that must come next, as many as a round can bring beside one more."""
-        to_go = self.params.max_new_tokens - self.num_output
-        return () if self.place is None or to_go < 2 else self.place.forced[: to_go - 1]
+        place, to_go = self.settled.place, self.params.max_new_tokens - self.num_output
+        return () if place is None or to_go < 2 else place.forced[: to_go - 1]
 
     @property
     def prefill_target(self) -> int:
@@ -256,9 +263,12 @@ class Request:
         stats: its figures so far (a copy, changed here); num_drafts: how deep the drafts of this round were, None for
         the token behind a prompt; num_forced: so many of the first were no drafts, but the grammar's.
         """
-        start, reader, place = self.settled.num_tokens, copy.copy(self.settled.reader), self.settled.place
-        kept = start - len(self.prompt)
-        del self._tokens[start:], self._drafted[kept:], self._logprobs[kept:]  # of a step that was interrupted
+        start, _, _, reader, place = self.settled
+        prompt_len, tokens, stops = len(self.prompt), self._tokens, self.params.stop_strings
+        kept, longest = start - prompt_len, prompt_len + self.params.max_new_tokens
+        del tokens[start:], self._drafted[kept:], self._logprobs[kept:]  # of a step that was interrupted
+        if stops:
+            reader = copy.copy(reader)  # that of what is settled does not move
         finish_reason, taken = "", 0
         for token in emitted:
             if place is not None and (place := place.after(token)) is None:
@@ -266,10 +276,13 @@ class Request:
                 finish_reason = "abort"
                 break
             taken += 1
-            self._tokens.append(token)
+            tokens.append(token)
             self._drafted.append(num_forced < taken < len(emitted))
-            finish_reason = self._finish_reason(token, reader)
-            if finish_reason:
+            if token in self.end_tokens or (stops and reader.find_stop(tokens, stops, prompt_len)):
+                finish_reason = "stop"
+                break
+            if len(tokens) >= longest:
+                finish_reason = "length"
                 break
         self._logprobs += logprobs[:taken]
         if kept == 0:
@@ -286,15 +299,6 @@ class Request:
         """End it as it is, if it has not ended."""
         if not self.finished:
             self.settled = self.settled._replace(finish_reason="abort")
-
-    def _finish_reason(self, token: int, reader: Detokenizer) -> str:
-        """Why the output ends with this token, the newest; empty: it goes on."""
-        if token in self.end_tokens:
-            return "stop"
-        stops, prompt_len = self.params.stop_strings, len(self.prompt)
-        if stops and reader.find_stop(self._tokens, stops, prompt_len):
-            return "stop"
-        return "length" if len(self._tokens) - prompt_len >= self.params.max_new_tokens else ""
 
     def output(self) -> GenerationOutput:
         return GenerationOutput(

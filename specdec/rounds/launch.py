@@ -195,7 +195,7 @@ class Launcher:
             num_steps=num_steps,
             topk=topk,
             num_nodes=num_nodes,
-            uses=Uses.of(params),
+            uses=self.round.sampling.uses(params),
             logprobs=_most_logprobs(params),
         )
 

@@ -250,6 +250,7 @@ class SamplingTable:
         self.cells = MirroredArray((num_rows, 8), device)
         self._biases: dict[int, MirroredArray] = {}  # by room, [rows, room]; never replaced: captured rounds read it
         self._kind = kind
+        self._looked: tuple[list[SamplingParams], Uses] = [], Uses.of([])  # at whom, the last time
 
     @property
     def arrays(self) -> list[MirroredArray]:
@@ -261,6 +262,15 @@ class SamplingTable:
         numbers += [params.presence_penalty, params.frequency_penalty]
         whole = np.array([seed, params.top_k], dtype=np.int64)
         self.cells[row] = np.concatenate([whole, np.array(numbers, dtype=np.float64).view(np.int64)])
+
+    def uses(self, params: Sequence[SamplingParams]) -> Uses:
+        """`Uses.of`, which looks at everything, for a batch that is mostly that of the round before."""
+        now, (before, uses) = list(params), self._looked
+        if now != before:  # of what is the same object nothing is compared
+            uses = Uses.of(now)
+            # a mapping is the user's, and may be another by the next round
+            self._looked = (now, uses) if all(each.logit_bias is None for each in now) else ([], Uses.of([]))
+        return uses
 
     def bring(self, rows: IntArray, params: Sequence[SamplingParams], uses: Uses) -> None:
         """The biases of these rows, for a round of these uses."""

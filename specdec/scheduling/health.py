@@ -5,7 +5,7 @@ know; nobody asks it anything to decide by. Invariant: what `stats` returns is a
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from specdec.kvcache.paged import PagedAllocator
@@ -117,8 +117,7 @@ class Health:
 
     def stats(self) -> EngineStats:
         """A copy, with the state of this moment."""
-        stats = self._totals.copy()
-        assert isinstance(stats, EngineStats)
+        stats = replace(self._totals, accepted_counts=list(self._totals.accepted_counts))
         allocator = self._scheduler.table.allocator
         stats.waiting, stats.running = len(self._scheduler.waiting), len(self._scheduler.running)
         stats.full_slots = PoolUse.of(allocator.full, allocator.page_size)

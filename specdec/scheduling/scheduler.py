@@ -96,10 +96,8 @@ class Scheduler:
         if not self.waiting or len(self.running) == self.table.max_requests:
             return admitted
         allocator = self.table.allocator
-        full_due = swa_due = put_off = 0
-        for request in self.running:
-            full, swa = self._pages_to_come(request)
-            full_due, swa_due = full_due + full, swa_due + swa
+        full_due, swa_due = self._pages_to_come(self.running)
+        put_off = 0
         for request in list(self.waiting):
             if len(self.running) + put_off >= self.table.max_requests:
                 break
@@ -108,7 +106,7 @@ class Scheduler:
                 continue
             request.row = self.table.open()
             self.prefixes.begin(request)
-            full, swa = self._pages_to_come(request)
+            full, swa = self._pages_to_come([request])
             full_due, swa_due = full_due + full, swa_due + swa
             short = full_due > allocator.full.available_pages
             if self.running and (short or (allocator.swa and swa_due > allocator.swa.available_pages)):
@@ -157,20 +155,20 @@ class Scheduler:
 
         Or more, if there is room, for tokens that somebody's grammar forces: rounds are as wide as all of them allow.
         """
-        for request in list(self.running):
-            while request.state is RequestState.DECODE:
-                wanted = int(self.table.committed_len.host[request.row]) + self.table.lookahead
-                if self.table.pages_needed(request.row, wanted) <= self.table.allocator.available_pages:
-                    self.table.ensure(request.row, wanted)
-                    break
-                self._make_room()
-        decoding = [request for request in self.running if request.state is RequestState.DECODE]
+        while True:
+            decoding = [request for request in self.running if request.state is RequestState.DECODE]
+            rows, wanted = self._lookahead(decoding)
+            if self.table.pages_needed(rows, wanted).sum() <= self.table.allocator.available_pages:
+                break
+            self._make_room()
+        self.table.ensure_all(rows, wanted)
         forced = max((len(request.forced) for request in decoding if request.place), default=0)
-        for request in decoding if forced else ():
+        if forced:
             last = self.table.slots.host.shape[1] - 1
-            wanted = min(int(self.table.committed_len.host[request.row]) + rounded_up(1 + forced), last)
-            if self.table.pages_needed(request.row, wanted) <= self.table.allocator.available_pages:
-                self.table.ensure(request.row, wanted)
+            more = np.minimum(self.table.committed_len.host[rows] + rounded_up(1 + forced), last)
+            for row, wanted in zip(rows[:, None], more[:, None], strict=True):  # for each by itself
+                if self.table.pages_needed(row, wanted).sum() <= self.table.allocator.available_pages:
+                    self.table.ensure_all(row, wanted)
         return decoding
 
     def release(self, request: Request) -> None:
@@ -189,15 +187,23 @@ class Scheduler:
         full, swa = slots_needed(self.table, request.prefill_target, 2)
         return full // self.table.allocator.page_size, swa // self.table.allocator.page_size
 
-    def _pages_to_come(self, request: Request) -> tuple[int, int]:
-        """Pages that a running request takes until its next round, its first if it has had none."""
-        table, row = self.table, request.row
-        if request.state is RequestState.DECODE:
-            pages = table.pages_needed(row, int(table.committed_len.host[row]) + table.lookahead)
-            return pages, pages if table.allocator.swa else 0
-        full, swa = self._pages_of_prompt(request)
-        owned, evicted = (int(x[row]) // table.allocator.page_size for x in (table.capacity, table.evicted_len))
-        return max(0, full - owned), max(0, swa - owned + evicted)
+    def _lookahead(self, decoding: Sequence[Request]) -> tuple[IntArray, IntArray]:
+        """The rows [B] of those who decode, and the slots [B] that each must own for a round."""
+        rows = np.array([request.row for request in decoding], dtype=np.int64)
+        return rows, self.table.committed_len.host[rows] + self.table.lookahead
+
+    def _pages_to_come(self, requests: Sequence[Request]) -> tuple[int, int]:
+        """Pages (full, swa) that requests with a row take until their next round, the first if they have had none."""
+        table, page_size = self.table, self.table.allocator.page_size
+        decoding = [request for request in requests if request.state is RequestState.DECODE]
+        full_due = int(table.pages_needed(*self._lookahead(decoding)).sum())
+        swa_due = full_due if table.allocator.swa else 0
+        for request in requests:
+            if request.state is not RequestState.DECODE:
+                full, swa = self._pages_of_prompt(request)
+                owned, evicted = (int(x[request.row]) // page_size for x in (table.capacity, table.evicted_len))
+                full_due, swa_due = full_due + max(0, full - owned), swa_due + max(0, swa - owned + evicted)
+        return full_due, swa_due
 
     def _make_room(self) -> None:
         """Give up the slack behind the windows, and when that frees nothing, the last request by rank."""

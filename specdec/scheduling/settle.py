@@ -44,14 +44,15 @@ def settle_round(table: RequestTable, tokens: MirroredArray, requests: Sequence[
     rows = np.array([request.row for request in requests], dtype=np.int64)
     start = table.committed_len.host[rows]
     table.adopt_commit(rows, result.length, result.path)
-    for i, request in enumerate(requests):
-        emitted = result.tokens[i, : result.length[i]]
-        tokens.adopt((request.row, slice(int(start[i]) + 1, int(start[i]) + 1 + len(emitted))), emitted)
+    of_row, step = np.nonzero(np.arange(result.tokens.shape[1]) < result.length[:, None])  # [M] tokens, row by row
+    tokens.adopt((rows[of_row], start[of_row] + 1 + step), result.tokens[of_row, step])
+    draft, verify, other = (result.seconds[stage] / len(requests) for stage in ("draft", "verify", "other"))
+    columns = result.tokens.tolist(), result.length.tolist(), result.logprobs, result.forced.tolist()
+    for request, emitted, length, logprobs, num_forced in zip(requests, *columns, strict=True):
         stats = request.stats.copy()
-        stats.draft_seconds += result.seconds["draft"] / len(requests)
-        stats.verify_seconds += result.seconds["verify"] / len(requests)
-        stats.other_seconds += result.seconds["other"] / len(requests)
+        stats.draft_seconds += draft
+        stats.verify_seconds += verify
+        stats.other_seconds += other
         num_drafts = min(result.num_steps, request.max_drafts)
-        num_forced = int(result.forced[i])
-        request.settle(emitted.tolist(), result.logprobs[i], stats, num_drafts=num_drafts, num_forced=num_forced)
+        request.settle(emitted[:length], logprobs, stats, num_drafts=num_drafts, num_forced=num_forced)
     table.evict(rows)

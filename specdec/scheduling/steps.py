@@ -111,10 +111,14 @@ class Steps:
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """Launch a round of those that it can bring anything."""
         sure = Counter(request.number for launched in self.under_way for request in launched.gaining())
-        to_go = {r.number: r.params.max_new_tokens - r.num_output - sure[r.number] for r in requests}
-        going_on = [request for request in requests if to_go[request.number] > 0]
+        going_on: list[Request] = []
+        drafts: list[Wanted] = []
+        for request in requests:
+            to_go = request.params.max_new_tokens - request.num_output - sure[request.number]
+            if to_go > 0:
+                going_on.append(request)
+                drafts.append(Wanted(request.draft, to_go, request.place, request.forced))
         if going_on:
-            drafts = [Wanted(r.draft, to_go[r.number], r.place, r.forced) for r in going_on]
             rounds = sum(launched.drawing is None for launched in self.under_way)
             step = self.launcher.decode(*_seats(going_on), drafts, rounds)
             self.under_way.append(Launched.of(going_on, step))
@@ -139,7 +143,7 @@ class Steps:
         busy: the device has a round to do meanwhile. Else nothing is left that brings anybody a token: it would come
         a step late, and the device would have nothing to do either.
         """
-        gaining = [launched for launched in self.under_way if launched.gaining()]
+        gaining = any(launched.gaining() for launched in self.under_way)
         return self._settle_all(self.launcher.lag if busy or not gaining else 0)
 
     def _settle_all(self, left: int = 0) -> list[Request]:
@@ -152,7 +156,8 @@ class Steps:
             result = launched.step.result()
             requests = [launched.requests[i] for i in present]
             if launched.drawing is None:
-                result = result.take(present)
+                if len(present) < len(launched.requests):
+                    result = result.take(present)
                 settle_round(self.table, self.round.tokens, requests, result)
                 self.health.round_settled(requests, result)
             else:
