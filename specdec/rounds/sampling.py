@@ -265,11 +265,10 @@ class SamplingTable:
 
     def uses(self, params: Sequence[SamplingParams]) -> Uses:
         """`Uses.of`, which looks at everything, for a batch that is mostly that of the round before."""
-        now, (before, uses) = list(params), self._looked
-        if now != before:  # of what is the same object nothing is compared
-            uses = Uses.of(now)
-            # a mapping is the user's, and may be another by the next round
-            self._looked = (now, uses) if all(each.logit_bias is None for each in now) else ([], Uses.of([]))
+        before, uses = self._looked
+        if before != list(params):  # of what is the same object nothing is compared
+            uses = Uses.of(params)
+            self._looked = list(params), uses
         return uses
 
     def bring(self, rows: IntArray, params: Sequence[SamplingParams], uses: Uses) -> None:

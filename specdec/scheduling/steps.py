@@ -143,7 +143,7 @@ class Steps:
         busy: the device has a round to do meanwhile. Else nothing is left that brings anybody a token: it would come
         a step late, and the device would have nothing to do either.
         """
-        gaining = any(launched.gaining() for launched in self.under_way)
+        gaining = [launched for launched in self.under_way if launched.gaining()]
         return self._settle_all(self.launcher.lag if busy or not gaining else 0)
 
     def _settle_all(self, left: int = 0) -> list[Request]:

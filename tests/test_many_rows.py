@@ -1,0 +1,360 @@
+"""All rows of a step at once: what is allocated, evicted and settled is what one row after the other gets."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from specdec import SamplingParams
+from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
+from specdec.kvcache.hybrid import HybridAllocator
+from specdec.kvcache.mirror import MirroredArray
+from specdec.kvcache.paged import PagedAllocator
+from specdec.kvcache.table import RequestTable
+from specdec.request import Request, RequestState
+from specdec.rounds.result import RoundResult
+from specdec.rounds.sampling import SamplingTable, Uses
+from specdec.scheduling.scheduler import Scheduler
+from specdec.scheduling.settle import settle_round
+from specdec.text.detokenize import Detokenizer
+
+from snapshots import contents
+
+LOOKAHEAD = 2
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def make(
+    page_size: int = 1, *, pages: int = 20, swa_pages: int | None = None, window: int | None = 3, rows: int = 3
+) -> RequestTable:
+    """`retain` is the window, rows are 24 slots wide."""
+    allocator = HybridAllocator(
+        full_pages=pages,
+        swa_pages=None if window is None else swa_pages or pages,
+        page_size=page_size,
+        device=torch.device("cpu"),
+    )
+    table = RequestTable(allocator, max_requests=rows, max_len=22, lookahead=LOOKAHEAD, window=window, extra_keys=1)
+    for _ in range(rows):
+        table.open()
+    return table
+
+
+def grow(table: RequestTable, length: list[int]) -> None:
+    """So many more tokens are committed in each row."""
+    rows = np.arange(len(length))
+    table.ensure_all(rows, table.committed_len.host[rows] + ints(*length))
+    table.commit_chunk(rows, ints(*length))
+
+
+# slots for all
+
+
+def test_every_row_gets_the_pages_that_it_lacks():
+    """Pages of 4: row 0 wants 5 slots and has none, row 1 has 4 of the 4 that it wants, row 2 wants 9 and has 4."""
+    table = make(page_size=4)
+    table.ensure(1, 4)
+    table.ensure(2, 4)
+    rows, length = ints(0, 1, 2), ints(5, 4, 9)
+    assert table.pages_needed(rows, length).tolist() == [2, 0, 2]
+    table.ensure_all(rows, length)
+    assert table.slots.host[0, :9].tolist() == [12, 13, 14, 15, 16, 17, 18, 19, 0]
+    assert table.slots.host[1, :5].tolist() == [4, 5, 6, 7, 0]
+    assert table.slots.host[2, :13].tolist() == [8, 9, 10, 11, 20, 21, 22, 23, 24, 25, 26, 27, 0]
+    assert table.capacity.tolist() == [8, 4, 12, 0]
+    assert (table.slots.tensor == torch.from_numpy(table.slots.host)).all()
+    table.check()
+
+
+def test_rows_may_come_in_any_order_and_only_those_named_grow():
+    table = make()
+    table.ensure_all(ints(2, 0), ints(1, 2))
+    assert table.slots.host[:3, :3].tolist() == [[2, 3, 0], [0, 0, 0], [1, 0, 0]]
+    table.check()
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_rows_that_lack_nothing_take_nothing(page_size: int):
+    table = make(page_size)
+    table.ensure_all(ints(0, 1), ints(4, 8))
+    before = contents(table)
+    table.ensure_all(ints(0, 1), ints(4, 5))
+    table.ensure_all(ints(), ints())
+    assert contents(table) == before
+
+
+@pytest.mark.parametrize("swa_pages", [None, 3], ids=["full", "swa"])
+def test_when_one_is_short_nobody_takes_anything(swa_pages: int | None):
+    """Three pages: for row 0 and for row 1, but not for row 2."""
+    table = make(page_size=4, pages=3 if swa_pages is None else 20, swa_pages=swa_pages)
+    table.ensure(1, 4)
+    before = contents(table)
+    with pytest.raises(OutOfSlotsError, match=r"3 pages wanted; free: .*2 of 3"):
+        table.ensure_all(ints(0, 1, 2), ints(1, 4, 5))
+    assert contents(table) == before
+    table.ensure_all(ints(0, 1, 2), ints(1, 4, 4))
+    table.check()
+
+
+def test_a_row_that_is_too_long_or_closed_is_named_and_nobody_takes_anything():
+    table = make()
+    table.close(1)
+    before = contents(table)
+    with pytest.raises(OutOfSlotsError, match="row 2: 25 slots wanted, a row has 24"):
+        table.ensure_all(ints(0, 2), ints(3, 25))
+    for row in (1, 3, 4, -1):
+        with pytest.raises(KVStateError, match=f"row {row} is not open"):
+            table.ensure_all(ints(0, row), ints(3, 3))
+    assert contents(table) == before
+
+
+# claims on one page
+
+
+def test_a_page_is_free_when_it_was_given_back_as_often_as_it_is_held():
+    pool = PagedAllocator("full", 4)
+    pool.alloc(3)
+    pool.share(ints(2, 3))
+    pool.keep(ints(3))
+    before = contents(pool)
+    with pytest.raises(DoubleFreeError, match=r"pages \[2, 1, 2, 2\] are not held, or named twice"):
+        pool.free(ints(2, 1, 2, 2))
+    assert contents(pool) == before
+    assert pool.free(ints(2, 1, 3)).tolist() == [False, True, False]
+    assert pool.num_holders(ints(1, 2, 3)).tolist() == [0, 1, 1]
+    pool.share(ints(2, 3))
+    assert pool.free(ints(3, 2, 2, 3)).tolist() == [False, True, True, False]  # the cache has page 3
+    assert (pool.free_pages, pool.cached_pages, pool.held_pages) == (3, 1, 0)
+    pool.check()
+
+
+def test_who_gives_up_all_that_it_has_names_no_page_twice():
+    """Though another row holds it as well: that claim is not its own to give."""
+    table = make(page_size=2)
+    table.ensure(0, 2)
+    table.adopt(1, table.pages(0, 1))
+    slots = torch.tensor([2, 3, 2, 3])
+    with pytest.raises(DoubleFreeError, match="named twice"):
+        table.allocator.free(slots)
+    table.check()
+
+
+def two_that_begin_alike(page_size: int) -> RequestTable:
+    """Rows 0 and 1 begin with the same two pages, row 2 has its own; then 12 more tokens each."""
+    table = make(page_size, pages=40)
+    table.ensure(0, 2 * page_size)
+    table.commit_chunk(ints(0), ints(2 * page_size))
+    table.adopt(1, table.pages(0, 2))
+    grow(table, [12, 12, 12])
+    return table
+
+
+@pytest.mark.parametrize(("page_size", "named", "freed"), [(1, 10 + 10 + 8, 26), (4, 3 + 2 + 1, 5)])
+def test_rows_that_share_a_page_evict_it_in_one_step(page_size: int, named: int, freed: int):
+    """With pages of 4 row 1 began behind the first: the window of its first 8 tokens lies in the second."""
+    table = two_that_begin_alike(page_size)
+    swa, shared = table.allocator.swa, table.pages(0, 2)
+    held = swa.held_pages
+    assert table.evict(ints(0, 1, 2)) == named
+    assert held - swa.held_pages == freed
+    assert not table.allocator.is_mapped(shared).any()
+    table.check()
+    for row in range(3):
+        table.close(row)
+    table.check()
+    assert (swa.held_pages, table.allocator.full.held_pages) == (0, 0)
+
+
+def test_a_page_that_another_row_still_sees_stays_mapped():
+    table = two_that_begin_alike(1)
+    shared = table.pages(0, 2)
+    table.evict(ints(0, 2))
+    assert table.allocator.is_mapped(shared).all()
+    table.check()
+    table.evict(ints(1, 2))
+    assert not table.allocator.is_mapped(shared).any()
+    table.check()
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+def test_evicting_all_rows_is_evicting_one_after_the_other(page_size: int):
+    draw = random.Random(page_size)
+    for _ in range(30):
+        table = make(page_size, pages=80, rows=6)
+        table.ensure(0, 9 // page_size * page_size)
+        table.commit_chunk(ints(0), ints(9 // page_size * page_size))
+        for row in range(1, draw.randint(1, 6)):
+            table.adopt(row, table.pages(0, draw.randint(0, 9 // page_size)))
+        for _ in range(3):
+            grow(table, [draw.randint(0, 4) for _ in range(6)])
+            rows = np.array(draw.sample(range(6), draw.randint(0, 6)), dtype=np.int64)
+            twin, slack = copy.deepcopy(table), draw.choice((0, 1))
+            freed = table.evict(rows, slack_pages=slack)
+            assert freed == sum(twin.evict(row, slack_pages=slack) for row in rows[:, None])
+            pages = np.arange(81)
+            for mine, theirs in (
+                (table.evicted_len, twin.evicted_len),
+                (table.allocator.full_to_swa.host, twin.allocator.full_to_swa.host),
+                (table.allocator.swa.num_holders(pages), twin.allocator.swa.num_holders(pages)),
+            ):
+                assert (mine == theirs).all()
+            table.check()
+
+
+# who runs
+
+
+def request_of(number: int = 0, prompt: int = 3, **params: object) -> Request:
+    asked = SamplingParams(**{"max_new_tokens": 9, "ignore_eos": True, **params})
+    request = Request(list(range(10, 10 + prompt)), asked, 0, Detokenizer(Letters()), frozenset())
+    request.number = number
+    return request
+
+
+class Letters:
+    """A tokenizer of single letters."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(chr(97 + token) for token in ids)
+
+
+def scheduler_of(table: RequestTable, prompts: list[int]) -> Scheduler:
+    """So many tokens of each request are committed; those of odd length have more of their prompt to come."""
+    scheduler = Scheduler(table, max_model_len=22, prefill_chunk=8, max_prefill_tokens=8)
+    for row, length in enumerate(prompts):
+        request = request_of(row, length)
+        request.seat(row)
+        request.state = RequestState.PREFILL if length % 2 else RequestState.DECODE
+        scheduler.running.append(request)
+    return scheduler
+
+
+def slots_one_after_the_other(scheduler: Scheduler) -> None:
+    """Each by rank, whoever comes last makes room."""
+    table = scheduler.table
+    for request in list(scheduler.running):
+        while request.state is RequestState.DECODE:
+            rows, wanted = ints(request.row), table.committed_len.host[[request.row]] + LOOKAHEAD
+            if table.pages_needed(rows, wanted).sum() <= table.allocator.available_pages:
+                table.ensure_all(rows, wanted)
+                break
+            scheduler._make_room()
+
+
+def test_only_the_last_makes_room_and_only_when_slack_does_not():
+    """Rows of 6 tokens and 14 slots: 2 each are wanted. Of 20 in the SWA pool all are taken until slack is given up."""
+    table = make(pages=60, swa_pages=20, window=3)
+    scheduler = scheduler_of(table, [6, 6, 6])
+    grow(table, [6, 6, 6])
+    assert [r.number for r in scheduler.next_decode()] == [0, 1, 2]  # each gives up 6 - 3 tokens
+    assert table.evicted_len[:3].tolist() == [3, 3, 3]
+    table.check()
+    table = make(pages=22, swa_pages=60, window=3)
+    scheduler = scheduler_of(table, [6, 6, 6])
+    grow(table, [6, 6, 6])
+    assert [r.number for r in scheduler.next_decode()] == [0, 1]
+    assert [r.number for r in scheduler.waiting] == [2] and scheduler.waiting[0].stats.preemptions == 1
+    assert table.capacity.tolist() == [8, 8, 0, 0]
+    table.check()
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_slots_for_all_preempt_whom_slots_one_after_the_other_would(page_size: int):
+    draw = random.Random(page_size)
+    outcomes = set()
+    for _ in range(300):
+        lengths = [draw.randint(1, 20) for _ in range(6)]
+        held = sum(-(-length // page_size) for length in lengths)
+        window, swa_pages = draw.choice(((None, None), (3, held + draw.randint(0, 8))))
+        table = make(page_size, pages=held + draw.randint(0, 8), swa_pages=swa_pages, window=window, rows=6)
+        grow(table, lengths)
+        scheduler = scheduler_of(table, lengths)
+        twin = copy.deepcopy(scheduler)
+        decoding = scheduler.next_decode()
+        slots_one_after_the_other(twin)
+        assert [r.number for r in scheduler.running] == [r.number for r in twin.running]
+        assert [r.number for r in scheduler.waiting] == [r.number for r in twin.waiting]
+        assert (table.capacity == twin.table.capacity).all() and (table.evicted_len == twin.table.evicted_len).all()
+        assert decoding == [r for r in scheduler.running if r.state is RequestState.DECODE]
+        assert all(table.capacity[r.row] >= table.committed_len.host[r.row] + LOOKAHEAD for r in decoding)
+        table.check()
+        outcomes.add((len(scheduler.waiting), bool(table.evicted_len.any())))
+    assert {(0, False), (0, True), (1, False), (1, True)} <= outcomes
+
+
+# what a round brought
+
+
+def result_of(tokens: list[list[int]], length: list[int], **seconds: float) -> RoundResult:
+    chain = np.arange(len(tokens[0])) * np.ones((len(tokens), 1), dtype=np.int64)
+    stages = {"draft": 0.0, "verify": 0.0, "other": 0.0, **seconds}
+    return RoundResult(
+        ints(*length), chain, np.array(tokens), [[] for _ in tokens], 2, stages, ints(*[0] * len(tokens))
+    )
+
+
+def test_a_round_is_settled_for_all():
+    """Rows 2 and 0 gain one token and three; the last of row 0 would be one too many."""
+    table = make(window=None)
+    grow(table, [3, 4, 5])
+    table.ensure_all(ints(0, 2), ints(6, 8))
+    tokens = MirroredArray((4, 24), torch.device("cpu"))
+    requests = [request_of(0, 5), request_of(1, 3, max_new_tokens=3)]
+    for request, row in zip(requests, (2, 0), strict=True):
+        request.row = row
+        request.settle([1], [], request.stats.copy())
+    before = [request.stats for request in requests]
+    settle_round(table, tokens, requests, result_of([[5, 6, 7], [2, 3, 4]], [1, 3], verify=1.0))
+    assert tokens.host[:3, :9].tolist() == [[0, 0, 0, 0, 2, 3, 4, 0, 0], [0] * 9, [0, 0, 0, 0, 0, 0, 5, 0, 0]]
+    assert [request.output_ids for request in requests] == [[1, 5], [1, 2, 3]]
+    assert [request.finish_reason for request in requests] == ["", "length"]
+    assert table.committed_len.host.tolist() == [6, 4, 6, 0]
+    assert [request.stats.verify_seconds for request in requests] == [0.5, 0.5]
+    assert [request.stats.output_tokens for request in requests] == [2, 3]
+    assert [stats.rounds for stats in before] == [0, 0]  # what was settled before is as it was
+
+
+def test_an_interrupted_step_moves_no_reader(monkeypatch):
+    """Of "b" that was not to be, the next step must know nothing: "ac" is no stop string, and "bc" would be."""
+    request = request_of(stop="bc")
+    request.settle([0], [], request.stats.copy())
+    settled, before = request.settled, contents(request.settled.reader)
+    stats = request.stats.copy()
+    monkeypatch.setattr(stats.__class__, "record_round", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        request.settle([1], [], stats, num_drafts=0)
+    assert request.settled is settled and contents(settled.reader) == before
+    monkeypatch.undo()
+    request.settle([2], [], request.stats.copy(), num_drafts=0)
+    assert (request.output_ids, request.finish_reason) == ([0, 2], "")
+    request.settle([1, 2, 3], [], request.stats.copy(), num_drafts=2)
+    assert (request.output_ids, request.finish_reason) == ([0, 2, 1, 2], "stop")
+
+
+def test_figures_are_copied_whole():
+    first = request_of().stats
+    first.record_round(3, 2, 4)
+    first.cached_tokens, first.draft_seconds = 5, 0.25
+    twin = first.copy()
+    assert twin == first and contents(twin) == contents(first)
+    twin.record_round(1, 1, 4)
+    assert (first.accepted_counts, twin.accepted_counts) == ([1, 1, 0, 0], [2, 1, 0, 0])
+    assert first.rounds == 1
+
+
+def test_what_a_batch_uses_is_that_of_this_batch():
+    table = SamplingTable(4, torch.device("cpu"))
+    greedy, sampled, biased = SamplingParams(), SamplingParams(temperature=0.5), SamplingParams(logit_bias={3: 1.0})
+    equal = SamplingParams(temperature=0.5)
+    for batch in ([greedy], [sampled], [equal], [equal, biased], [greedy, biased], [greedy, greedy], [], [biased]):
+        for _ in range(2):
+            assert table.uses(batch) == Uses.of(batch)
+    mine = [greedy]
+    table.uses(mine)
+    mine[0] = sampled
+    assert table.uses(mine).sampled
