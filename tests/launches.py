@@ -302,14 +302,15 @@ def open_and_close(batch: int, num_nodes: int, page_size: int, *, chain: bool) -
     tree = DraftTree(integers(batch, num_nodes), parents, parents, parents, is_chain=chain)
     closing(
         tree, integers(batch, num_nodes), opened.most, Rows(seats, 99), opened.committed_len, cache, tokens,
-        width=num_nodes, depth=num_nodes,
+        integers(batch, 1 + 2 * num_nodes), width=num_nodes, depth=num_nodes,
     )  # fmt: skip
 
 
 def stamps() -> None:
     clock = StageClock(numbers(1).device)
-    clock.start("draft")
-    clock.stop()
+    for out in (None, integers(2)):
+        clock.start("draft")
+        clock.stop(out)
 
 
 Launch = tuple[str, Callable[[], None]]

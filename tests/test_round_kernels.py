@@ -17,9 +17,10 @@ from specdec.kvcache.cache import KVCache
 from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.table import Move, RequestTable, Rows
 from specdec.models.target import TargetModel
+from specdec.rounds.clock import StageClock
 from specdec.rounds.closing import Closing, closing, reference_closing
 from specdec.rounds.opening import opening, reference_opening
-from specdec.rounds.result import RoundShape
+from specdec.rounds.result import Packed, RoundShape
 from specdec.rounds.sampling import SamplingTable, Uses
 
 from marks import quick
@@ -105,22 +106,19 @@ class Scene:
 
     def close(
         self, kernel: bool, seats: list[int], tree: DraftTree, drawn: torch.Tensor, most: list[int], **sizes: int
-    ) -> Closing:
-        """sizes: width and depth."""
+    ) -> tuple[Closing, torch.Tensor]:
+        """sizes: width and depth. -> and what is packed."""
         rows = Rows(long(seats), 40)
+        packed = torch.empty(len(seats), 1 + sum(sizes.values()), dtype=torch.int64, device=DEVICE)
         start = self.table.committed_len.tensor[rows.index]
         function = closing if kernel else reference_closing
-        return function(tree, drawn, long(most), rows, start, self.cache, self.tokens, **sizes)
+        closed = function(tree, drawn, long(most), rows, start, self.cache, self.tokens, packed, **sizes)
+        return closed, packed
 
     def state(self) -> list[list[Any]]:
         """Slots, committed lengths, tokens, and the slots that were moved."""
         there = [self.table.slots.tensor, self.table.committed_len.tensor, self.tokens]
         return [*(x.tolist() for x in there), [[x.tolist() for x in move] for move in self.moved]]
-
-
-def same(got: Closing, want: Closing) -> None:
-    for name in ("length", "bonus", "packed"):
-        torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kernel", [True, False])
@@ -130,9 +128,9 @@ def test_chains_by_eye(kernel: bool, poison_empty: None) -> None:
     tree = DraftTree.chain(long([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8], [0, 0, 0, 0]]))
     drawn = long([[6, 7, 8, 9], [6, 7, 1, 2], [1, 2, 3, 4], [0, 0, 0, 0]])
     before = scene.state()[0]
-    closed = scene.close(kernel, [0, 2, 1, 3], tree, drawn, [4, 2, 4, 4], depth=4, width=4)
+    closed, packed = scene.close(kernel, [0, 2, 1, 3], tree, drawn, [4, 2, 4, 4], depth=4, width=4)
     assert closed.length.tolist() == [4, 2, 1, 4] and closed.bonus.tolist() == [9, 7, 1, 0]
-    assert closed.packed[:3].tolist() == [
+    assert packed[:3].tolist() == [
         [4, 0, 1, 2, 3, 6, 7, 8, 9],
         [2, 0, 1, 2, 0, 6, 7, 1, 6],
         [1, 0, 0, 0, 0, 1, 1, 1, 1],
@@ -150,14 +148,14 @@ def test_a_tree_by_eye(kernel: bool, poison_empty: None) -> None:
     tree = DraftTree.from_parents(long([[5, 6, 7, 8, 9]]), long([[-1, 0, 0, 2, 2]]))
     scene, drawn = Scene([2]), long([[7, 0, 9, 0, 3]])
     slots = scene.state()[0][0]
-    closed = scene.close(kernel, [0], tree, drawn, [9], depth=3, width=6)
-    assert closed.packed.tolist() == [[3, 0, 2, 4, 0, 0, 0, 7, 9, 3]]
+    closed, packed = scene.close(kernel, [0], tree, drawn, [9], depth=3, width=6)
+    assert packed.tolist() == [[3, 0, 2, 4, 0, 0, 0, 7, 9, 3]]
     assert scene.state()[0][0] == [*slots[:2], *(slots[2 + n] for n in (0, 2, 4, 1, 3)), *slots[7:]]
     assert not scene.moved and scene.state()[1] == [5, 0]
 
     scene = Scene([2])  # the same where no more than two may be accepted
-    closed = scene.close(kernel, [0], tree, drawn, [2], depth=3, width=5)
-    assert closed.packed.tolist() == [[2, 0, 2, 4, 0, 0, 7, 9, 3]] and closed.bonus.tolist() == [9]
+    closed, packed = scene.close(kernel, [0], tree, drawn, [2], depth=3, width=5)
+    assert packed.tolist() == [[2, 0, 2, 4, 0, 0, 7, 9, 3]] and closed.bonus.tolist() == [9]
     assert scene.state()[0][0] == [*slots[:2], *(slots[2 + n] for n in (0, 2, 1, 3, 4)), *slots[7:]]
 
 
@@ -203,7 +201,8 @@ def test_a_closing_is_that_of_torch(num_nodes: int, page_size: int, poison_empty
             scene.close(kernel, seats, tree, drawn, most, depth=8, width=8)
             for scene, kernel in zip(scenes, (True, False), strict=True)
         )
-        same(got, want)
+        for mine, other in zip((*got[0], got[1]), (*want[0], want[1]), strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=0)
         assert scenes[0].state() == scenes[1].state()
     assert scenes[0].state()[1] != [*lengths, 0]
 
@@ -214,6 +213,18 @@ def distinct(tree: DraftTree) -> DraftTree:
     alike = (tree.tokens[:, :, None] == tree.tokens[:, None]) & (tree.parents[:, :, None] == tree.parents[:, None])
     tree.tokens[(alike & older).any(-1)] = -1
     return tree
+
+
+def test_the_stamps_of_a_round_lie_behind_its_rows() -> None:
+    shape = RoundShape(2, 9, 2, 1, 3, Uses.of([]), None)
+    packed, clock = Packed.empty(shape, 3, DEVICE), StageClock(DEVICE)
+    packed.numbers.fill_(-1)
+    packed.rows.copy_(torch.arange(14, device=DEVICE).view(2, 7))
+    clock.start("draft")
+    clock.mark("verify")
+    assert clock.stop(packed.stamps) is packed.stamps
+    numbers = packed.numbers.tolist()
+    assert numbers[:14] == [*range(14)] and 0 < numbers[14] <= numbers[15] <= numbers[16] and len(numbers) == 17
 
 
 # whole rounds
@@ -359,5 +370,5 @@ def test_few_launches_stand_around_the_models_of_a_greedy_round(on_kernels, make
         *["[step]", "[draw]"] * 4,
         *("cat", "fill_", "*_own_keys_kernel", "*_own_keys_kernel"),
         *("[forward]", "[head]", "fill_", *sampling),
-        *("*_closing_kernel", "*_keep_last_kernel", "fill_", "cat"),
+        *("*_closing_kernel", "*_keep_last_kernel", "fill_", "copy_"),  # a stamp brings the others
     ]

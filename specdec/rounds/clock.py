@@ -19,9 +19,19 @@ STAMP = "_stamp_kernel"
 """The name by which a profiler shows a mark."""
 
 
-@triton.jit
-def _stamp_kernel(p_stamp: tl.tensor) -> None:
-    tl.store(p_stamp, tl.extra.cuda.globaltimer())
+@triton.jit(do_not_specialize=["number"])
+def _stamp_kernel(
+    p_stamps: tl.tensor,  # [MOST]
+    p_out: tl.tensor,  # [number + 1], or None
+    number: tl.tensor,
+    MOST: tl.constexpr,
+) -> None:
+    now = tl.extra.cuda.globaltimer()
+    tl.store(p_stamps + number, now)
+    if p_out is not None:
+        o_mark = tl.arange(0, MOST)
+        b_stamp = tl.load(p_stamps + o_mark, mask=o_mark < number, other=0)
+        tl.store(p_out + o_mark, tl.where(o_mark == number, now, b_stamp), mask=o_mark <= number)
 
 
 class StageClock:
@@ -39,17 +49,25 @@ class StageClock:
 
     def mark(self, stage: str) -> None:
         """A new stage begins, and the one before it ends."""
-        stamp = self._stamps[self._marked]
-        if self._on_device:
-            _stamp_kernel[(1,)](stamp, num_warps=1)
-        else:
-            stamp.fill_(time.perf_counter_ns())
-        self._marked += 1
+        self._stamp(None)
 
-    def stop(self) -> torch.Tensor:
-        """The last stage ends. -> [M + 1] when each of the M stages began, and the end; on the device."""
-        self.mark("end")
-        return self._stamps[: self._marked]
+    def stop(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The last stage ends. -> [M + 1] when each of the M stages began, and the end; on the device, in `out` if that
+        is given."""
+        if out is not None:
+            assert out.shape == (self._marked + 1,) and out.is_contiguous(), f"{out.shape=} {self._marked=}"
+        self._stamp(out)
+        return self._stamps[: self._marked] if out is None else out
+
+    def _stamp(self, out: torch.Tensor | None) -> None:
+        number = self._marked
+        self._marked += 1
+        if self._on_device:
+            _stamp_kernel[(1,)](self._stamps, out, number, MOST=MOST_MARKS, num_warps=1)
+            return
+        self._stamps[number].fill_(time.perf_counter_ns())
+        if out is not None:
+            out.copy_(self._stamps[: self._marked])
 
 
 def seconds_by_stage(stages: Sequence[str], stamps: IntArray) -> dict[str, float]:

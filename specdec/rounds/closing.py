@@ -24,11 +24,10 @@ from specdec.kvcache.triton_shim import tl, triton
 
 
 class Closing(NamedTuple):
-    """length and bonus [B]; packed [B, 1 + W + D]."""
+    """Of each request, [B]."""
 
     length: torch.Tensor
     bonus: torch.Tensor
-    packed: torch.Tensor
 
 
 def reference_closing(
@@ -39,6 +38,7 @@ def reference_closing(
     start: torch.Tensor,
     cache: KVCache,
     tokens: torch.Tensor,
+    packed: torch.Tensor,
     width: int,
     depth: int,
     *,
@@ -57,7 +57,8 @@ def reference_closing(
     gained = (steps < length[:, None]) & (row != cache.table.padding_row)
     tokens[row, cells] = torch.where(gained, emitted, tokens[row, cells])
     bonus = emitted.gather(1, length[:, None] - 1)[:, 0]
-    return Closing(length, bonus, torch.cat([length[:, None], path, emitted], dim=1))
+    packed.copy_(torch.cat([length[:, None], path, emitted], dim=1))
+    return Closing(length, bonus)
 
 
 @triton.jit(
@@ -137,13 +138,14 @@ def closing(
     start: torch.Tensor,
     cache: KVCache,
     tokens: torch.Tensor,
+    packed: torch.Tensor,
     width: int,
     depth: int,
 ) -> Closing:
     """Accept, commit and append: B trees of N nodes behind `start` [B], S, of their rows.
 
     drawn [B, N]: the token that the target draws behind each node. most [B]: at least 1. tokens: by row and position of
-    the request table. width, depth: W >= N and D >= any path's length, of the result.
+    the request table. packed [B, 1 + W + D]: written, W >= N, and D at least any path's length.
     """
     batch, num_nodes = tree.tokens.shape
     table = cache.table
@@ -156,7 +158,7 @@ def closing(
     assert all(x.shape == (batch,) and x.is_contiguous() for x in by_request), f"{[x.shape for x in by_request]}"
     assert tokens.shape == slots.shape and tokens.is_contiguous() and slots.is_contiguous(), f"{tokens.shape=}"
     length, bonus = drawn.new_empty((batch,)), drawn.new_empty((batch,))
-    packed = drawn.new_empty((batch, 1 + width + depth))
+    assert packed.shape == (batch, 1 + width + depth) and packed.is_contiguous(), f"{packed.shape=} {width=} {depth=}"
     move = None
     permutes = not tree.is_chain and table.allocator.page_size == 1
     if not tree.is_chain and not permutes:
@@ -173,4 +175,4 @@ def closing(
     )
     if move is not None:
         cache.move(move)
-    return Closing(length, bonus, packed)
+    return Closing(length, bonus)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from specdec.attention.tree import DraftTree
 from specdec.kvcache.triton_shim import tl, triton
 from specdec.rounds.sampling import WHOLE_CELLS, split_cells
 
@@ -40,6 +41,10 @@ class Opening(NamedTuple):
     def history_len(self) -> torch.Tensor:
         """[B]: S + 1, with the root."""
         return self.level_pos[1]
+
+    def fits(self, tree: DraftTree) -> bool:
+        """Are chain_pos and drawn_pos those of this tree?"""
+        return tree.is_chain and self.chain_pos.shape == tree.tokens.shape
 
 
 def reference_opening(

@@ -10,7 +10,7 @@ the host settles what came out afterwards (`settle.py`). It knows no request.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +29,10 @@ from specdec.kvcache.table import Rows
 from specdec.models.target import TargetModel, TargetOutput
 from specdec.rounds.clock import StageClock
 from specdec.rounds.closing import closing, reference_closing
-from specdec.rounds.first_level import Draws, FirstLevel
 from specdec.rounds.kernel_sampling import KernelSampling
 from specdec.rounds.opening import Opening, opening, reference_opening
-from specdec.rounds.result import LogProbs, RoundShape, pack
-from specdec.rounds.sampling import Past, SamplingBatch, SamplingTable, Uses
+from specdec.rounds.result import LogProbs, Packed, RoundShape, pack
+from specdec.rounds.sampling import Best, Past, SamplingBatch, SamplingTable, Uses, masked
 
 PREFILL_STAGES, DECODE_STAGES = ("prefill",), ("other", "draft", "verify", "other")
 """What the clocks of the two programs time."""
@@ -252,16 +251,10 @@ class Round:
     def _verify(self, shape: RoundShape, drafted: "Drafted") -> "Verified":
         self.clock.mark("verify")
         rows, opened, tree = drafted.rows, drafted.opened, drafted.tree
-        plan = plan_verify(
-            self.backend,
-            self.cache.table,
-            rows,
-            tree,
-            committed_len=opened.committed_len,
-            # a drafter may propose less than it was asked for
-            located=drafted.located if tree.num_nodes == shape.width else None,
-            positions=opened.chain_pos if self._is_full_chain(tree, opened) else None,
-        )
+        # a drafter may propose less than it was asked for
+        located = drafted.located if tree.num_nodes == shape.width else None
+        at_hand = {"committed_len": opened.committed_len, "positions": opened.chain_pos if opened.fits(tree) else None}
+        plan = plan_verify(self.backend, self.cache.table, rows, tree, located=located, **at_hand)
         fed = without_blanks(tree) if shape.forced else tree
         out = self.target.forward(fed.tokens, plan, self.view, self.aux_layers)  # [B, N, H]
         return Verified(fed, plan, out, *self._logits(out.hidden, shape.logprobs))  # [B, N, V]
@@ -273,27 +266,23 @@ class Round:
         fed, plan, out, logits, softcap = verified
         allowed = self.allowed(shape) if shape.uses.masked else None
         past = self._past(rows, opened.history_len, fed, shape.uses, allowed)
-        drawn_pos = opened.drawn_pos if self._is_full_chain(tree, opened) else plan.positions + 1
+        drawn_pos = opened.drawn_pos if opened.fits(tree) else plan.positions + 1
         drawn = drafted.sampling.draw(logits, drawn_pos, past, softcap)
+        packed = Packed.empty(shape, len(DECODE_STAGES) + 1, self.device)
         close = closing if self.on_kernels else partial(reference_closing, accept=self.backend.accept)
         closed = close(
-            *(tree, drawn, drafted.most, rows, opened.committed_len, self.cache, self.tokens.tensor),
+            *(tree, drawn, drafted.most, rows, opened.committed_len, self.cache, self.tokens.tensor, packed.rows),
             width=shape.width,
             depth=shape.depth,
         )
-        _, nodes, tokens = closed.packed.split([1, shape.width, shape.depth], dim=1)
+        _, nodes, tokens = packed.rows.split([1, shape.width, shape.depth], dim=1)
         path = nodes[:, : shape.depth]  # none is longer
         self._observe(rows, opened.committed_len, fed.tokens, out, path, closed.length, closed.bonus)
-        scores = None
-        if shape.logprobs is not None:
-            on_path = logits.gather(1, path[:, :, None].expand(-1, -1, logits.shape[-1]))  # [B, D, V]
-            scores = LogProbs.of(on_path, tokens, shape.logprobs)
-        return pack(closed.packed, scores, self.clock.stop())
-
-    @staticmethod
-    def _is_full_chain(tree: DraftTree, opened: Opening) -> bool:
-        """Are the positions of the nodes those that are at hand?"""
-        return tree.is_chain and opened.chain_pos.shape == tree.tokens.shape
+        if shape.logprobs is None:
+            self.clock.stop(packed.stamps)
+            return packed.numbers
+        on_path = logits.gather(1, path[:, :, None].expand(-1, -1, logits.shape[-1]))  # [B, D, V]
+        return pack(packed.rows, LogProbs.of(on_path, tokens, shape.logprobs), self.clock.stop())
 
     def allowed(self, shape: RoundShape) -> torch.Tensor:
         """[B, N, V / 32] int32, the tokens that grammars allow behind each node: the host writes them for each round of
@@ -379,3 +368,29 @@ class GrammarRound:
 
     def draw(self) -> torch.Tensor:
         return self.round._draw(self.shape, self.drafted, self.verified)
+
+
+class Draws(Protocol):
+    """What a drafter draws with."""
+
+    def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor: ...
+    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best: ...
+
+
+class FirstLevel(NamedTuple):
+    """The same draws, but behind the root only what the grammar allows there: allowed [B, V / 32], first [B] the
+    position of a token there. Behind drafts nothing is known before they are."""
+
+    sampling: SamplingBatch
+    first: torch.Tensor
+    allowed: torch.Tensor
+
+    def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.sampling.sample(self._masked(logits, positions), positions)
+
+    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best:
+        return self.sampling.best(self._masked(logits, positions), positions, count)
+
+    def _masked(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        is_first = (positions == self.first[:, None])[:, :, None]
+        return torch.where(is_first, masked(logits, self.allowed[:, None]), logits)
