@@ -11,7 +11,7 @@ rules.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch import nn
 from specdec.attention.backend import Backend
 from specdec.attention.plan import PrefixTables
 from specdec.attention.tree import DraftTree
+from specdec.draft_models.on_demand import OnDemand
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout
@@ -74,24 +75,6 @@ class Fit(NamedTuple):
     @classmethod
     def of(cls, target: TargetInfo) -> "Fit":
         return cls(target.layout, target.hidden_size, target.vocab_size, target.dtype, target.device)
-
-
-class OnDemand:
-    """A field of a dataclass that is given as a tensor, or as what makes it when it is first asked for."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __set__(self, instance: Any, given: torch.Tensor | Callable[[], torch.Tensor]) -> None:
-        instance.__dict__[self.name] = given
-
-    def __get__(self, instance: Any, owner: type) -> torch.Tensor:
-        if instance is None:
-            raise AttributeError(f"{self.name} has no default")  # so dataclasses ask
-        given: torch.Tensor | Callable[[], torch.Tensor] = instance.__dict__[self.name]
-        if not isinstance(given, torch.Tensor):
-            given = instance.__dict__[self.name] = given()
-        return given
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,12 +16,18 @@ import triton
 
 from specdec.attention.node_rows import build_node_rows, reference_build_node_rows
 from specdec.attention.page_table import build_page_tables, reference_build_page_tables
+from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.tree import DraftTree
 from specdec.attention.tree_build import reference_select_nodes, select_tree
 from specdec.attention.tree_walk import accept, reference_accept, reference_tree_fields, tree_fields
+from specdec.kvcache.cache import KVCache
+from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.move_kv import StoreAddresses, move_kv, reference_move_kv
 from specdec.kvcache.spaces import FullLoc
 from specdec.kvcache.store_kv import reference_store_kv, store_kv
+from specdec.kvcache.table import Move, RequestTable, Rows
+from specdec.rounds.closing import closing, reference_closing
+from specdec.rounds.opening import opening, reference_opening
 
 BATCH, NODES, WINDOW, RETAIN = 8, 16, 1024, 1025
 CONTEXTS, PAGE_SIZES = (1024, 8192, 32768, 131072), (1, 16)
@@ -171,6 +177,45 @@ def check_trees(quick: bool) -> None:
             same("walk", tuple(accept(tree, target)), tuple(reference_accept(tree, target)))
 
 
+def check_rounds(quick: bool) -> None:
+    """Trees and chains of all sizes, with pages of one slot, whose rows are permuted, and of 16, whose K/V move."""
+    for page_size in PAGE_SIZES:
+        for num_nodes in (1, 2, 7, 16, 33, 64, 200)[: 5 if quick else None]:
+            tree, target = random_walks(num_nodes, num_nodes)
+            chain = DraftTree.chain(tree.tokens)
+            for drafted in (tree, chain):
+                got, want = (round_outcome(page_size, drafted, target, kernels) for kernels in (True, False))
+                same("round", got, want)
+
+
+def round_outcome(page_size: int, tree: DraftTree, target: torch.Tensor, kernels: bool) -> tuple[Any, ...]:
+    """All that one round opens with and leaves behind; two of its seats are padding."""
+    num_nodes = tree.num_nodes
+    allocator = HybridAllocator(full_pages=9999, swa_pages=None, page_size=page_size, device=DEVICE)
+    table = RequestTable(allocator, max_requests=BATCH, max_len=600, lookahead=num_nodes, window=None)
+    cache, moved = KVCache(allocator, table, TorchBackend()), list[Move]()
+    cache.move = moved.append  # type: ignore[method-assign]
+    for row in range(BATCH - 2):
+        table.open()
+        table.ensure(row, 70 * row + num_nodes)
+        table.committed_len[row] = 70 * row
+    generator = torch.Generator().manual_seed(num_nodes)
+    tokens, most, cells = (
+        torch.randint(0, 9, shape, generator=generator).to(DEVICE)
+        for shape in (table.slots.host.shape, (BATCH + 1,), (BATCH + 1, 8))
+    )
+    rows = Rows(torch.arange(BATCH, device=DEVICE).where(torch.arange(BATCH, device=DEVICE) < BATCH - 2, BATCH), 600)
+    state = (table.committed_len.tensor, tokens, most, cells)
+    opened = (opening if kernels else reference_opening)(rows.index, *state, depth=num_nodes)
+    packed = tokens.new_empty((BATCH, 1 + 2 * num_nodes))
+    closed = (closing if kernels else reference_closing)(
+        *(tree, target, opened.most, rows, opened.committed_len, cache, tokens, packed),
+        width=num_nodes,
+        depth=num_nodes,
+    )
+    return (*opened, *closed, packed, tokens, table.committed_len.tensor, table.slots.tensor, *sum(moved, ()))
+
+
 def page_table_rows() -> Iterator[tuple[str, float, float]]:
     """(what, us, us for the SWA part and the write locations alone)."""
     rows = torch.arange(BATCH, device=DEVICE)
@@ -257,6 +302,7 @@ def check_rows(quick: bool = False) -> Iterator[Row]:
         "page tables and node rows": tables,
         "store_kv, move_kv": check_kv,
         "tree selection, fields and accept walk": lambda: check_trees(quick),
+        "rounds opened and closed": lambda: check_rounds(quick),
     }
     for name, check in checks.items():
         try:

@@ -306,9 +306,8 @@ class Round:
         allowed: torch.Tensor | None,
     ) -> Past:
         """What draws of these uses depend on."""
-        history = self._history(rows) if uses.history else None
         prompt_len = self.prompt_len.tensor[rows.index] if uses.counts else None
-        return Past(history, history_len, tree, prompt_len, allowed)
+        return Past(lambda: self._history(rows), history_len, tree, prompt_len, allowed)
 
     def _logits(self, hidden: torch.Tensor, logprobs: int | None) -> tuple[torch.Tensor, float | None]:
         """Logits, and the softcap that they are still to get: kernels that draw cap what they read, in passing, and may

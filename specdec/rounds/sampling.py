@@ -8,7 +8,7 @@ tree node. Temperature 0 is plain argmax, lowest id first. P is the softmax afte
 presence penalty, the mask of a grammar, temperature, top-k, top-p and min-p, in that order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ import torch
 
 from specdec.attention.tree import DraftTree
 from specdec.config import SamplingParams
+from specdec.draft_models.on_demand import OnDemand
 from specdec.kvcache.mirror import IntArray, MirroredArray
 from specdec.layers.sampling.sample import SampleParams
 from specdec.layers.softcap import reference_softcap
@@ -69,11 +70,6 @@ class Uses(NamedTuple):
         """Are logits changed by more than the repetition penalty?"""
         return self.counts or self.bias > 0 or self.masked
 
-    @property
-    def history(self) -> bool:
-        """Do logits depend on the tokens so far?"""
-        return self.penalty or self.counts
-
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> "Uses":
         return cls(
@@ -94,16 +90,26 @@ class Best(NamedTuple):
     scores: torch.Tensor
 
 
-class Past(NamedTuple):
+class Past:
     """What penalties read: the tokens so far, the root included, history [B, L], of which length [B] count, and the
     tree behind them; no tree: one place behind each history. prompt_len [B]: the output begins there. allowed
-    [B, N, V / 32] int32: bits of the tokens that a grammar allows behind each node. None: nobody uses it."""
+    [B, N, V / 32] int32: bits of the tokens that a grammar allows behind each node."""
 
-    history: torch.Tensor | None
-    length: torch.Tensor
-    tree: DraftTree | None
-    prompt_len: torch.Tensor | None = None
-    allowed: torch.Tensor | None = None
+    history = OnDemand()
+
+    def __init__(
+        self,
+        history: torch.Tensor | Callable[[], torch.Tensor],
+        length: torch.Tensor,
+        tree: DraftTree | None,
+        prompt_len: torch.Tensor | None = None,
+        allowed: torch.Tensor | None = None,
+    ) -> None:
+        self.history = history
+        self.length = length
+        self.tree = tree
+        self.prompt_len = prompt_len
+        self.allowed = allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +171,6 @@ class SamplingBatch:
         if self.uses.bias:
             logits = self.biased(logits)
         if self.uses.penalty:
-            assert past.history is not None
             logits = self.penalised(logits, seen_tokens(past.history, past.length, vocab_size, past.tree))
         if self.uses.counts:
             logits = self.counted(logits, output_counts(past, vocab_size))
@@ -345,7 +350,7 @@ def masked(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
 
 def output_counts(past: Past, vocab_size: int) -> torch.Tensor:
     """How often the output has each token before each node's continuation: [B, N, V] float32, along its own path."""
-    assert past.prompt_len is not None and past.history is not None
+    assert past.prompt_len is not None
     columns = torch.arange(past.history.shape[1], device=past.history.device)
     counted = (columns >= past.prompt_len[:, None]) & (columns < past.length[:, None])  # [B, L]
     empty = torch.zeros((len(past.history), vocab_size), dtype=torch.float32, device=past.history.device)
