@@ -121,16 +121,18 @@ class PagedAllocator:
 
     def require_held(self, pages: IntArray) -> None:
         """Raise DoubleFreeError unless rows hold all `pages` and none is named twice."""
-        _, times = self.require_claims(pages)
-        if (times > 1).any():
+        self.require_claims(pages)
+        if _named_twice(pages):
             raise DoubleFreeError(f"{self.name} pool: pages {pages.tolist()} are not held, or named twice")
 
     def require_claims(self, pages: IntArray) -> tuple[IntArray, IntArray]:
         """Raise DoubleFreeError unless each of `pages` is held by as many rows as it is named times.
 
-        -> the pages that are named, in order, and how often each is.
+        -> the pages that are named, and how often each is.
         """
-        distinct, times = np.unique(pages, return_counts=True)
+        distinct, times = pages, np.ones_like(pages)
+        if _named_twice(pages):
+            distinct, times = np.unique(pages, return_counts=True)
         in_range = (distinct >= 1) & (distinct <= self.capacity)
         holders = self._held[np.where(in_range, distinct, 0)]  # nobody holds page 0
         if (holders < times).any():
@@ -161,6 +163,12 @@ class PagedAllocator:
             self.on_free(freed)
 
     def _require(self, fine: BoolArray, pages: IntArray, what: str) -> None:
-        assert bool(fine.all()) and len(np.unique(pages)) == len(pages), (
+        assert bool(fine.all()) and not _named_twice(pages), (
             f"{self.name} pool: of pages {pages.tolist()} some are {what}, or named twice"
         )
+
+
+def _named_twice(pages: IntArray) -> bool:
+    """Is any of them?"""
+    ordered = np.sort(pages)
+    return bool((ordered[1:] == ordered[:-1]).any())

@@ -336,6 +336,17 @@ def test_an_interrupted_step_moves_no_reader(monkeypatch):
     assert (request.output_ids, request.finish_reason) == ([0, 2, 1, 2], "stop")
 
 
+def test_a_copied_reader_has_all_and_reads_on_by_itself():
+    reader = Detokenizer(Letters(), frozenset({9}))
+    reader.stream([0, 1], (), finished=False)
+    assert not reader.find_stop([0, 1, 2], ("zz",))
+    twin = copy.copy(reader)
+    before = contents(reader)
+    assert contents(twin) == before
+    assert twin.find_stop([0, 1, 2, 25, 25], ("zz",))
+    assert contents(reader) == before
+
+
 def test_figures_are_copied_whole():
     first = request_of().stats
     first.record_round(3, 2, 4)
