@@ -18,8 +18,9 @@ from specdec.rounds.round import Chunk, Round
 MOST_POSITIONS = 2048
 """Of more, padding included, nothing is captured: what the captured forwards share of memory grows with it."""
 
-HOST_POSITIONS = 4096
-"""The device takes as long for so many as the host for launching a forward: one that is not captured takes no less."""
+NEW_SHAPE, UNCAPTURED = 1024, 8192
+"""Positions that a forward counts more where its shape has not been captured yet, so that few are, and the fewest for
+which one counts that never will be: the device takes as long for 4096 as the host for launching it, every time."""
 
 NARROWEST = 16
 
@@ -74,8 +75,10 @@ class ChunkGraphs(Captures):
         program = self._programs.setdefault(shape, ChunkProgram(self.round, shape))
         program.feed(rows, chunk_len)
         self.run_captured(shape, [program])
-        assert program.chunk is not None
-        return program.chunk.first(len(rows))
+        chunk = program.chunk
+        assert chunk is not None
+        self.capture_next(shape, [program])  # what comes with one prompt comes with others
+        return chunk.first(len(rows))
 
     def bucket(self, rows: IntArray, chunk_len: IntArray) -> ChunkShape:
         """The shape under which they are read: padded to the next size there is."""
@@ -87,9 +90,11 @@ class ChunkGraphs(Captures):
 
     def size(self, counts: IntArray, longest: int) -> IntArray:
         """Positions that forwards over `counts` chunks of at most `longest` tokens take (`grouping.Size`)."""
+        width = length_bucket(longest, NARROWEST)
         batches = 1 << np.ceil(np.log2(counts)).astype(np.int64)
-        padded: IntArray = batches * length_bucket(longest, NARROWEST)
-        return np.where(padded <= MOST_POSITIONS, padded, np.maximum(counts * longest, HOST_POSITIONS))
+        known = [shape.batch for shape in self._programs if shape.width == width]
+        captured = batches * width + NEW_SHAPE * ~np.isin(batches, known)
+        return np.where(batches * width <= MOST_POSITIONS, captured, np.maximum(counts * longest, UNCAPTURED))
 
     def clear(self) -> None:
         super().clear()

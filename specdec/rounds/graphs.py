@@ -79,9 +79,8 @@ class Captures:
         if self._generation != (now := self.round.weights_generation()):
             self._generation = now
             self.clear()
+        self.capture_next(shape, programs)
         captured = self._captured.get(shape)
-        if captured is None and shape in self._captured and not self._refused:
-            captured = self._captured[shape] = self._try(programs)
         if captured is None:
             self._captured[shape] = None
             return run_programs(programs, between)
@@ -93,6 +92,11 @@ class Captures:
             if number + 1 < len(captured.replays):
                 between(number, out)
         return out
+
+    def capture_next(self, shape: Hashable, programs: Sequence[Program]) -> None:
+        """Capture at once what has run, so that the next time it is replayed."""
+        if shape in self._captured and self._captured[shape] is None and not self._refused:
+            self._captured[shape] = self._try(programs)
 
     def clear(self) -> None:
         """Let go of all that was captured, and of its memory."""
