@@ -118,8 +118,9 @@ class EngineConfig:
     full_slots, swa_slots: usable KV slots (tokens) of each pool; None: enough for `max_batch_size` requests of
     `max_model_len`, within a share of the free memory. dtype: a torch.dtype or its name ("bfloat16", "bf16"); None is
     float32 on the CPU, the checkpoint's elsewhere.
-    prefill_chunk: most prompt tokens of one request in one step; max_prefill_tokens: of all requests together. Between
-    two of its rounds a request waits for the prompts of one step at most.
+    prefill_chunk: most prompt tokens of one request in one step; max_prefill_tokens: of all requests together, while
+    some decode, who wait for the prompts of one step at most between two of their rounds. Where nobody does, prompts of
+    up to four times as many tokens are read in one step.
     attention: "torch" runs anywhere; "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a
     CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
     deterministic: the logits of a token are a function of its request alone, to the bit: not of the batch, the chunks

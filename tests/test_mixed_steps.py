@@ -71,17 +71,34 @@ def test_a_stream_gets_tokens_in_every_step_while_a_long_prompt_is_read(
 
 
 def test_the_cap_is_of_all_prompts_together_and_first_come_first_served(engine_for, random_prompt):
-    """At most 10 tokens a step, 8 of one request: 0 has its prompt first, then 1, 2."""
+    """While 0 decodes at most 10 tokens a step, 8 of one request: 1 has its prompt first, then 2, 3."""
     engine = engine_for(False, max_prefill_tokens=10)
+    engine.submit(random_prompt(1), SamplingParams(max_new_tokens=30, ignore_eos=True))
+    engine.step()
     for length in (12, 9, 9):
         engine.submit(random_prompt(length), PARAMS)
     seen = []
     for _ in range(3):
         engine.step()
         seen.append(chunks_of(engine))
-    #              8 + 2          4 + 6 (0 is through)         1 + 8; 0 has had a round
-    assert seen[0] == {0: 8, 1: 2, 2: 0} and seen[1] == {0: 12, 1: 8, 2: 0}
-    assert (seen[2][1], seen[2][2]) == (9, 8) and seen[2][0] > 12
+        del seen[-1][0]
+    #              8 + 2          4 + 6 (1 is through)         1 + 8; 1 has had a round
+    assert seen[0] == {1: 8, 2: 2, 3: 0} and seen[1] == {1: 12, 2: 8, 3: 0}
+    assert (seen[2][2], seen[2][3]) == (9, 8) and seen[2][1] > 12
+
+
+def test_where_nobody_decodes_prompts_of_a_few_steps_are_read_in_one(engine_for, random_prompt):
+    """Five of 8 tokens are four times the cap of 10, and one step; with one token more they go by the cap."""
+    engine = engine_for(False, max_prefill_tokens=10, max_batch_size=6)
+    for length in [8] * 5:
+        engine.submit(random_prompt(length), PARAMS)
+    engine.step()
+    assert chunks_of(engine) == dict.fromkeys(range(5), 8)
+    engine = engine_for(False, max_prefill_tokens=10, max_batch_size=6)
+    for length in [8] * 5 + [1]:
+        engine.submit(random_prompt(length), PARAMS)
+    engine.step()
+    assert chunks_of(engine) == {0: 8, 1: 2, 2: 0, 3: 0, 4: 0, 5: 0}
 
 
 @BOTH

@@ -186,7 +186,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not requests:
             return
         rows = np.array([request.row for request in requests], dtype=np.int64)
-        assert (chunk_len > 0).all() and (chunk_len <= CHUNK).all() and chunk_len.sum() <= GROUP
+        somebody_decodes = any(request.state is RequestState.DECODE for request in self.scheduler.running)
+        most = GROUP if somebody_decodes else scheduler.IDLE_STEPS * GROUP
+        assert (chunk_len > 0).all() and (chunk_len <= CHUNK).all() and chunk_len.sum() <= most
         done = self.table.committed_len.host[rows]
         width = int(chunk_len.max())
         text = [request.tokens for request in requests]

@@ -26,6 +26,9 @@ from specdec.scheduling.prefixes import Prefixes
 PATIENCE = 64
 """Admissions past a waiting request for which it rises by a level of priority."""
 
+IDLE_STEPS = 4
+"""Prompts that would take so many steps at most are read in one, where nobody decodes who would wait for it."""
+
 
 class Scheduler:
     """Decides. Every decoding request must own slots for a verify: the table's lookahead behind its committed ones."""
@@ -125,11 +128,11 @@ class Scheduler:
     def next_prefill(self) -> tuple[list[Request], IntArray]:
         """Requests with K/V still to make and the length of each one's next chunk; slots are allocated.
 
-        Together they are at most `max_prefill_tokens` long. Who comes first by rank gets its whole chunk, so nobody
-        waits for ever.
+        Together they are at most `max_prefill_tokens` long, but for `IDLE_STEPS`. Who comes first by rank gets its
+        whole chunk, so nobody waits for ever.
         """
         chosen: list[tuple[Request, int]] = []
-        left = self.max_prefill_tokens
+        left = self._prefill_room()
         for request in list(self.running):
             if request.state is not RequestState.PREFILL:
                 continue
@@ -204,6 +207,13 @@ class Scheduler:
                 owned, evicted = (int(x[request.row]) // page_size for x in (table.capacity, table.evicted_len))
                 full_due, swa_due = full_due + max(0, full - owned), swa_due + max(0, swa - owned + evicted)
         return full_due, swa_due
+
+    def _prefill_room(self) -> int:
+        """Most prompt tokens of this step."""
+        if any(request.state is RequestState.DECODE for request in self.running):
+            return self.max_prefill_tokens
+        to_come = sum(r.prefill_target - int(self.table.committed_len.host[r.row]) for r in self.running)
+        return to_come if to_come <= IDLE_STEPS * self.max_prefill_tokens else self.max_prefill_tokens
 
     def _make_room(self) -> None:
         """Give up the slack behind the windows, and when that frees nothing, the last request by rank."""
