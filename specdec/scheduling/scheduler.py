@@ -210,9 +210,9 @@ class Scheduler:
 
     def _prefill_room(self) -> int:
         """Most prompt tokens of this step."""
-        if any(request.state is RequestState.DECODE for request in self.running):
+        if RequestState.DECODE in [request.state for request in self.running]:
             return self.max_prefill_tokens
-        to_come = sum(r.prefill_target - int(self.table.committed_len.host[r.row]) for r in self.running)
+        to_come = sum([r.prefill_target - int(self.table.committed_len.host[r.row]) for r in self.running])
         return to_come if to_come <= IDLE_STEPS * self.max_prefill_tokens else self.max_prefill_tokens
 
     def _make_room(self) -> None:
