@@ -341,6 +341,20 @@ def test_captured_rounds_see_changed_weights(fused, make_target, make_engine, hf
         assert any(engine.steps.launcher.graphs._captured.values())
 
 
+def test_captured_prompts_see_changed_weights(make_target, make_engine, hf_forward, random_prompt, monkeypatch):
+    """Of one shape and unlike lengths: what is captured behind the change reads what the next prompt is fed into."""
+    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    model, other = make_target("qwen2", fresh=True), make_target("qwen2", seed=4, fresh=True).state_dict()
+    engine = make_engine(model, None)
+    for change in (None, assigned):
+        if change is not None:
+            change(model, other)
+        for length in (11, 9, 14):
+            prompt = random_prompt(length, seed=length)
+            assert engine.generate(prompt, GREEDY)[0].token_ids == truth(model, prompt, hf_forward)
+    assert any(engine.steps.launcher.chunks._captured.values())
+
+
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma4-e2b", "gpt_oss"])

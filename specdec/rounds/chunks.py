@@ -72,6 +72,7 @@ class ChunkGraphs(Captures):
         shape = self.bucket(rows, chunk_len)
         if shape.batch * shape.width > MOST_POSITIONS:
             return None
+        self.forget_moved()  # before a program is taken, which would be forgotten with them
         program = self._programs.setdefault(shape, ChunkProgram(self.round, shape))
         program.feed(rows, chunk_len)
         self.run_captured(shape, [program])
