@@ -118,15 +118,12 @@ def scan_kernel(
     # a softcap that rounds to 16 bits keeps the order, so of a group its best is enough: the cap takes longer than the
     # memory; in float32 the cap of a larger logit may come out a little smaller
     CAP_LAST: tl.constexpr = softcap is not None and p_seen is None and p_logits.dtype.element_ty != tl.float32
+    row = (p_row, p_penalty, p_seen, p_path, vocab_size, None if CAP_LAST else softcap, cap_inverse, path_len)
+    b_group = tl.max(tl.reshape(load_logits(row, o_token), [TILE // GROUP, GROUP]), axis=1)
     if CAP_LAST:
-        row = (p_row, p_penalty, p_seen, p_path, vocab_size, None, cap_inverse, path_len)
-        b_group = tl.max(tl.reshape(load_logits(row, o_token), [TILE // GROUP, GROUP]), axis=1)
         b_group = capped(b_group.to(p_logits.dtype.element_ty), softcap, cap_inverse).to(tl.float32)
         o_first = i_tile * TILE + tl.arange(0, TILE // GROUP) * GROUP
         b_group = tl.where(o_first < vocab_size, b_group, -INF)
-    else:
-        row = (p_row, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len)
-        b_group = tl.max(tl.reshape(load_logits(row, o_token), [TILE // GROUP, GROUP]), axis=1)
     best = tl.max(b_group)
     o_group = (i_row * tl.num_programs(0) + i_tile) * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
     tl.store(p_group_max + o_group, b_group)
