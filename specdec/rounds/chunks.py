@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from specdec.attention.graft import rounded_up
 from specdec.kvcache.mirror import IntArray
 from specdec.kvcache.table import Rows
 from specdec.rounds.graphs import Capture, Captures, length_bucket
@@ -72,10 +73,10 @@ class ChunkGraphs(Captures):
         shape = self.bucket(rows, chunk_len)
         if shape.batch * shape.width > MOST_POSITIONS:
             return None
-        self.forget_moved()  # before a program is taken, which would be forgotten with them
-        program = self._programs.setdefault(shape, ChunkProgram(self.round, shape))
+        program = self._programs.get(shape) or ChunkProgram(self.round, shape)
         program.feed(rows, chunk_len)
         self.run_captured(shape, [program])
+        self._programs[shape] = program  # not before: where weights have moved, all programs are forgotten within
         chunk = program.chunk
         assert chunk is not None
         self.capture_next(shape, [program])  # what comes with one prompt comes with others
@@ -87,7 +88,7 @@ class ChunkGraphs(Captures):
         longest = int(table.committed_len.host[rows].max())
         if longest:  # a shape of its own has what begins a prompt, with nothing behind it
             longest = min(length_bucket(longest), table.slots.host.shape[1] - 1)
-        return ChunkShape(1 << (len(rows) - 1).bit_length(), length_bucket(int(chunk_len.max()), NARROWEST), longest)
+        return ChunkShape(rounded_up(len(rows)), length_bucket(int(chunk_len.max()), NARROWEST), longest)
 
     def size(self, counts: IntArray, longest: int) -> IntArray:
         """Positions that forwards over `counts` chunks of at most `longest` tokens take (`grouping.Size`)."""

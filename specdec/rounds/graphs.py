@@ -76,7 +76,9 @@ class Captures:
 
     def run_captured(self, shape: Hashable, programs: Sequence[Program], between: Between = nothing) -> torch.Tensor:
         """These programs, or what was captured of those of this shape -> what the last returns."""
-        self.forget_moved()
+        if self._generation != (now := self.round.weights_generation()):
+            self._generation = now
+            self.clear()
         self.capture_next(shape, programs)
         captured = self._captured.get(shape)
         if captured is None:
@@ -90,12 +92,6 @@ class Captures:
             if number + 1 < len(captured.replays):
                 between(number, out)
         return out
-
-    def forget_moved(self) -> None:
-        """Nothing is kept of what was captured with weights that have moved since."""
-        if self._generation != (now := self.round.weights_generation()):
-            self._generation = now
-            self.clear()
 
     def capture_next(self, shape: Hashable, programs: Sequence[Program]) -> None:
         """Capture at once what has run, so that the next time it is replayed."""
