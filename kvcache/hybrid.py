@@ -118,25 +118,29 @@ class HybridAllocator:
             self.swa.share(self._swa_peers(pages[num_evicted:]))
         return FullLoc(torch.from_numpy(self._slots(pages)))
 
-    def free(self, slots: FullLoc, *, evicted: bool = False) -> None:
-        """A row gives back whole pages, named by all their slots. Raises DoubleFreeError when one is not held.
+    def free(self, slots: FullLoc, *, rows: IntArray | int = 0, evicted: BoolArray | bool = False) -> None:
+        """Rows give back whole pages, named by all their slots [M], by each of those that hold them.
+        Raises DoubleFreeError, with nothing changed, when one is not held, or named twice by one row.
 
-        evicted: it had given up their SWA peers before; those that are mapped yet are claimed by others.
+        rows: [M] by whom each is named, one for all. evicted: [M] that row had given up the SWA peer before; what is
+        mapped yet is claimed by others.
         """
         self.require_unfrozen("free")
-        pages = self._pages(slots, "free")
-        self.full.require_held(pages)
-        if self.swa is not None and not evicted:
-            peers = self._swa_peers(pages)
+        pages, heads = self._pages(slots, "free")
+        claims = pages if isinstance(rows, int) else rows[heads] * (self.full.capacity + 1) + pages
+        self.full.require_claims(pages, once=claims)
+        if self.swa is not None:
+            seen = pages[~np.broadcast_to(evicted, slots.shape)[heads]]
+            peers = self._swa_peers(seen)
             mapped = peers != 0
-            self._release_swa(pages[mapped], peers[mapped])
+            self._release_swa(seen[mapped], peers[mapped])
         self.full.free(pages)
 
     def evict(self, slots: FullLoc) -> None:
         """Rows give up the SWA peers of whole pages, named by each of those that hold them; their full slots stay held.
         Raises DoubleFreeError, with nothing changed, on an evicted page."""
         self.require_unfrozen("evict")
-        pages = self._pages(slots, "evict")
+        pages, _ = self._pages(slots, "evict")
         if self.swa is None:
             return
         self.full.require_claims(pages)
@@ -229,14 +233,15 @@ class HybridAllocator:
     def _slots(self, pages: IntArray) -> IntArray:
         return (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
 
-    def _pages(self, slots: FullLoc, operation: str) -> IntArray:
-        """Page ids of whole pages, named slot by slot in any order."""
-        ids = np.sort(slots.cpu().numpy())
-        pages: IntArray = ids[:: self.page_size] // self.page_size
-        whole = len(ids) % self.page_size == 0 and bool((np.sort(self._slots(pages)) == ids).all())
+    def _pages(self, slots: FullLoc, operation: str) -> tuple[IntArray, IntArray]:
+        """Page ids of whole pages, named slot by slot in any order, and where the first slot of each is."""
+        ids = slots.cpu().numpy()
+        heads = np.flatnonzero(ids % self.page_size == 0)
+        pages: IntArray = ids[heads] // self.page_size
+        whole = len(ids) == len(pages) * self.page_size and bool((np.sort(self._slots(pages)) == np.sort(ids)).all())
         if not whole:
             raise DoubleFreeError(f"{operation} takes whole pages of {self.page_size} slots, got slots {ids.tolist()}")
-        return pages
+        return pages, heads
 
     def _swa_peers(self, pages: IntArray) -> IntArray:
         """The SWA page of each full page, 0 where there is none."""

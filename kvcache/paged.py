@@ -106,7 +106,7 @@ class PagedAllocator:
 
     def keep(self, pages: IntArray) -> None:
         """The cache claims `pages`, which rows hold."""
-        self.require_held(pages)
+        self.require_claims(pages, once=pages)
         self._require(~self._kept[pages], pages, "kept already")
         self._kept[pages] = True
 
@@ -119,23 +119,20 @@ class PagedAllocator:
         self._push(pages[left])
         return left
 
-    def require_held(self, pages: IntArray) -> None:
-        """Raise DoubleFreeError unless rows hold all `pages` and none is named twice."""
-        self.require_claims(pages)
-        if _named_twice(pages):
-            raise DoubleFreeError(f"{self.name} pool: pages {pages.tolist()} are not held, or named twice")
-
-    def require_claims(self, pages: IntArray) -> tuple[IntArray, IntArray]:
+    def require_claims(self, pages: IntArray, once: IntArray | None = None) -> tuple[IntArray, IntArray]:
         """Raise DoubleFreeError unless each of `pages` is held by as many rows as it is named times.
 
-        -> the pages that are named, and how often each is.
+        once: numbers of claims, in which none may come twice. -> the pages that are named, in the order in which they
+        come first, and how often each is.
         """
         distinct, times = pages, np.ones_like(pages)
         if _named_twice(pages):
-            distinct, times = np.unique(pages, return_counts=True)
+            ordered, first, counts = np.unique(pages, return_index=True, return_counts=True)
+            order = np.argsort(first)
+            distinct, times = ordered[order], counts[order]
         in_range = (distinct >= 1) & (distinct <= self.capacity)
         holders = self._held[np.where(in_range, distinct, 0)]  # nobody holds page 0
-        if (holders < times).any():
+        if (holders < times).any() or (once is not None and _named_twice(once)):
             bad = distinct[holders == 0].tolist() or pages.tolist()
             raise DoubleFreeError(f"{self.name} pool: pages {bad} are not held, or named twice")
         return distinct, times

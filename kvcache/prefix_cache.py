@@ -70,15 +70,20 @@ class PrefixCache:
     def adopt(self, row: int, key: IntArray) -> int:
         """Begin an empty row with the pages that match; how many slots they are, now committed."""
         path = self._walk(key)
-        pages = self._usable(self._pages_of(path))
+        pages = self._usable(self._pages_of(path)) if path else self._root.pages
         if len(pages):
             self.table.adopt(row, pages)
             self._touch([node for node, _ in path])
         return len(pages) * self.page_size
 
-    def insert(self, row: int, key: IntArray) -> None:
-        """Keep the whole pages of a row's committed slots, as far as its key goes: [n], all of it certain."""
+    def insert(self, rows: Sequence[int], keys: Sequence[IntArray]) -> None:
+        """Keep the whole pages of these rows' committed slots, as far as their keys go: [n] each, all of it certain."""
         self.allocator.require_unfrozen("insert")
+        for row, key in zip(rows, keys, strict=True):
+            self._insert(row, key)
+        self._claim()
+
+    def _insert(self, row: int, key: IntArray) -> None:
         num_pages = min(len(key), int(self.table.committed_len.host[row])) // self.page_size
         pages = self.table.pages(row, num_pages)
         evicted = int(self.table.evicted_len[row]) // self.page_size
@@ -103,6 +108,7 @@ class PrefixCache:
     def reset(self) -> None:
         """Forget everything: the pools have."""
         none = np.zeros(0, dtype=np.int64)
+        self._unclaimed: list[tuple[IntArray, IntArray]] = []  # pages of the tree: evicted ones, and the others
         self._root = _Node(none, none, None)
         self._by_age: dict[_Node, None] = {}  # used longest ago first; a node comes before its parent
 
@@ -180,21 +186,31 @@ class PrefixCache:
         return pages[: ends[-1] + 1] if len(ends) else pages[:0]
 
     def _append(self, parent: _Node, key: IntArray, pages: IntArray, num_evicted: int) -> _Node:
-        """Keep `pages` behind a node: a longer leaf, or a new one."""
-        self.allocator.keep(pages, max(num_evicted, 0))
+        """Keep `pages` behind a node, to be claimed: a longer leaf, or a new one."""
+        num_evicted = max(num_evicted, 0)
+        self._unclaimed.append((pages[:num_evicted], pages[num_evicted:]))
         if parent is self._root or parent.children:
             node = _Node(key.copy(), pages.copy(), parent)
             parent.children[self._first(key)] = node
         else:
             node = parent
             node.key, node.pages = np.concatenate([node.key, key]), np.concatenate([node.pages, pages])
-        node.num_swa = self._count_swa(node)
+        if self.allocator.swa is not None:
+            node.num_swa += len(self._unclaimed[-1][1])
         return node
+
+    def _claim(self) -> None:
+        """Claim what was appended, all of it at once: a call for each would cost more than the tree."""
+        if self._unclaimed:
+            evicted, mapped = zip(*self._unclaimed, strict=True)
+            self._unclaimed = []
+            self.allocator.keep(np.concatenate(evicted + mapped), sum(map(len, evicted)))
 
     def _split(self, node: _Node, count: int) -> _Node:
         """A node of the first `count` pages, in front of what remains."""
         parent = node.parent
         assert parent is not None
+        self._claim()
         cut = count * self.page_size
         upper = _Node(node.key[:cut].copy(), node.pages[:count].copy(), parent)
         parent.children[self._first(upper.key)] = upper
@@ -209,9 +225,12 @@ class PrefixCache:
 
         A page whose peer is gone is exchanged for the row's own: each has its claims, so nothing is mapped anew.
         """
+        if self.allocator.swa is None or node.num_swa == len(node.pages):
+            return
+        self._claim()
         kept = node.pages[: len(pages)]
         dead = ~self.allocator.is_kept_in_swa(kept)
-        if self.allocator.swa is None or not dead.any():
+        if not dead.any():
             return
         mapped = self.allocator.is_mapped(kept)
         self.allocator.keep_swa(kept[dead & mapped])
@@ -276,4 +295,4 @@ class PrefixCache:
     def _common_pages(self, key: IntArray, other: IntArray) -> int:
         length = min(len(key), len(other))
         differ = key[:length] != other[:length]
-        return (int(differ.argmax()) if differ.any() else length) // self.page_size
+        return (int(differ.argmax()) if np.count_nonzero(differ) else length) // self.page_size

@@ -118,16 +118,20 @@ class RequestTable:
 
     def close(self, row: int) -> None:
         """Give up everything the row owns."""
+        self.close_all(np.array([row]))
+
+    def close_all(self, rows: IntArray) -> None:
+        """Give up everything that rows [B] own: what the last of them had is allocated first."""
         self.allocator.require_unfrozen("close")
-        self._require_active(np.array([row]))
-        capacity, evicted = int(self.capacity[row]), int(self.evicted_len[row])
-        self.allocator.free(self._owned(row, evicted, capacity))
-        if evicted:
-            self.allocator.free(self._owned(row, 0, evicted), evicted=True)
-        self.slots[row, :capacity] = 0
-        self.committed_len[row] = 0
-        self.capacity[row] = self.evicted_len[row] = 0
-        self._active[row] = False
+        self._require_active(rows)
+        rows = rows[::-1]
+        owned = row_cells(rows, np.zeros_like(rows), self.capacity[rows])
+        evicted = owned[1] < self.evicted_len[owned[0]]
+        self.allocator.free(FullLoc(torch.from_numpy(self.slots.host[owned])), rows=owned[0], evicted=evicted)
+        self.slots[owned] = 0
+        self.committed_len[rows] = 0
+        self.capacity[rows] = self.evicted_len[rows] = 0
+        self._active[rows] = False
 
     def adopt(self, row: int, pages: IntArray) -> None:
         """Begin an empty row with `pages`, which others claim: they hold the K/V of its first tokens, now committed.
@@ -171,7 +175,7 @@ class RequestTable:
         start = self.capacity[rows]
         end = start + needed * self.allocator.page_size
         fresh = self.allocator.alloc(int(needed.sum()))
-        self.slots[_cells(rows, start, end)] = fresh.numpy()
+        self.slots[row_cells(rows, start, end)] = fresh.numpy()
         self.capacity[rows] = end
 
     def commit_on_device(self, rows: Rows, length: torch.Tensor, path: torch.Tensor | None) -> Move | None:
@@ -243,7 +247,7 @@ class RequestTable:
         end = np.maximum(unseen, start)
         if (end == start).all():
             return 0
-        slots = self.slots.host[_cells(rows, start, end)]
+        slots = self.slots.host[row_cells(rows, start, end)]
         self.allocator.evict(FullLoc(torch.from_numpy(slots)))  # a page that several rows share is named by each
         self.evicted_len[rows] = end
         return len(slots) // page_size
@@ -291,16 +295,13 @@ class RequestTable:
             wrong = (peers != 0) & (swa.num_holders(peers) != in_swa)
             assert not wrong.any(), f"pages {np.flatnonzero(wrong).tolist()}: claims on the SWA peer are miscounted"
 
-    def _owned(self, row: int, start: int, end: int) -> FullLoc:
-        return FullLoc(torch.from_numpy(self.slots.host[row, start:end].copy()))
-
     def _require_active(self, rows: IntArray) -> None:
         closed = ~self._active[rows.clip(-1, self.padding_row)]  # that one is never open, and it is also the last
         if closed.any():
             raise KVStateError(f"row {rows[closed][0]} is not open")
 
 
-def _cells(rows: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
+def row_cells(rows: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
     """Positions from `start` [R] to `end` [R] of each of rows [R], one behind the other: rows [M] and positions [M].
 
     rows 4 7, from 0 5 to 2 6     ->     rows 4 4 7, positions 0 1 5

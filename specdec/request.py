@@ -88,11 +88,13 @@ class RequestStats:
             counts + [0] * (longest - len(counts)) for counts in (self.accepted_counts, other.accepted_counts)
         )
         self.accepted_counts = [a + sign * b for a, b in zip(mine, theirs, strict=True)]
-        for name in (each.name for each in fields(RequestStats) if each.name != "accepted_counts"):
+        for name in _SUMS:
             setattr(self, name, getattr(self, name) + sign * getattr(other, name))
 
 
-_FIGURES = attrgetter(*(each.name for each in fields(RequestStats)))
+_NAMES = tuple(each.name for each in fields(RequestStats))
+_FIGURES = attrgetter(*_NAMES)
+_SUMS = tuple(name for name in _NAMES if name != "accepted_counts")
 
 
 @dataclass(frozen=True, slots=True)

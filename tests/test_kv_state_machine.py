@@ -216,8 +216,8 @@ class KVMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.texts)
     @rule(seed=SEED)
     def keep(self, seed: int) -> None:
-        for row in self.some_rows(seed).tolist():
-            self.cache.insert(row, self.cache.key(self.texts[row]))
+        rows = self.some_rows(seed).tolist()
+        self.cache.insert(rows, [self.cache.key(self.texts[row]) for row in rows])
 
     @rule()
     def clear(self) -> None:
@@ -243,11 +243,11 @@ class KVMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.texts)
     @rule(seed=SEED, kept=st.booleans())
     def close(self, seed: int, kept: bool) -> None:
-        row = int(np.random.default_rng(seed).choice(list(self.texts)))
+        rows = self.some_rows(seed)[: 1 + seed % 2]  # or nobody would be left
         if kept:
-            self.cache.insert(row, self.cache.key(self.texts[row]))
-        self.table.close(row)
-        self.ended.append(self.texts.pop(row))
+            self.cache.insert(rows.tolist(), [self.cache.key(self.texts[row]) for row in rows.tolist()])
+        self.table.close_all(rows)
+        self.ended += [self.texts.pop(row) for row in rows.tolist()]
 
     @precondition(lambda self: self.texts)
     @rule(seed=SEED)
@@ -299,13 +299,14 @@ class KVMachine(RuleBasedStateMachine):
             lambda: a.keep(page, 0),
             lambda: a.forget(page),
             lambda: a.forget_swa(page),
-            lambda: self.cache.insert(row, self.cache.key(self.texts[row])),
+            lambda: self.cache.insert([row], [self.cache.key(self.texts[row])]),
             lambda: self.cache.clear(),
             lambda: t.move(Move(owned, owned)),
             lambda: t.commit(rows, np.zeros(len(rows), dtype=np.int64)),
             lambda: t.commit(rows, np.ones(len(rows), dtype=np.int64), np.zeros((len(rows), 1), dtype=np.int64)),
             lambda: t.evict(rows),
             lambda: t.close(row),
+            lambda: t.close_all(rows),
             lambda: t.write(FULL_LAYER, owned, None, k, k),
             lambda: t.write(SLIDING_LAYER, owned, a.translate(owned), k, k),
             lambda: t.write(FULL_LAYER, owned, None, k, k, view),

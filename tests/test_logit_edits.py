@@ -97,7 +97,7 @@ def test_edits_are_those_on_paper(kind, with_tree, softcap, monkeypatch):
     table = SamplingTable(count + 2, DEVICE, kind)
     rows = torch.arange(count)
     for row, one in zip(rows.tolist(), params, strict=True):
-        table[row] = one, 7
+        table.take(np.array([row]), [(one, 7)])
     uses = Uses.of(params)
     table.bring(rows.numpy(), params, uses)
     tree_there = DraftTree.from_parents(tokens.to(DEVICE), tree.parents.to(DEVICE))
@@ -131,7 +131,7 @@ def test_nothing_that_a_grammar_forbids_is_drawn(kind, temperature, monkeypatch)
     logits[0, 2, 8] = -torch.inf
     params = [SamplingParams(temperature=temperature, top_p=0.9 if temperature else 1.0, regex="a")]
     table, uses = SamplingTable(2, DEVICE, kind), Uses.of(params)
-    table[0] = params[0], 3
+    table.take(np.array([0]), [(params[0], 3)])
     rows = torch.tensor([0], device=DEVICE)
     past = Past(
         torch.zeros(1, 3, dtype=torch.int64, device=DEVICE), torch.tensor([2], device=DEVICE), None, None, allowed

@@ -63,7 +63,7 @@ class Rig(SimpleNamespace):
         self.table.check()
 
     def keep(self, row: int, text: Sequence[int]) -> None:
-        self.cache.insert(row, self.cache.key(text))
+        self.cache.insert([row], [self.cache.key(text)])
         self.table.check()
 
     def close(self, row: int) -> None:

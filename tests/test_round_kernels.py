@@ -53,7 +53,7 @@ def test_an_opening_by_eye(poison_empty: None) -> None:
     ]
     table = SamplingTable(4, DEVICE)
     for row, each in enumerate(params):
-        table[row] = each, -row
+        table.take(np.array([row]), [(each, -row)])
     text = long([[10, 11, 12, 13, 14, 15], [0] * 6, [30, 31, 32, 33, 34, 35], [0] * 6])
     for function in (opening, reference_opening):
         opened = function(long([2, 0, 3]), long([1, 9, 4, 0]), text, long([2, 9, 0, 0]), table.cells.tensor, depth=2)

@@ -5,6 +5,7 @@ Small cuts make a vocabulary of some hundred tokens span many tiles, and lists o
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -317,8 +318,7 @@ def test_what_an_engine_samples_with(with_tree):
     drawn, children = [], []
     for kind in (SamplingBatch, KernelSampling):
         table = SamplingTable(5, DEVICE, kind)
-        for row, each in zip((1, 4, 0), params, strict=True):
-            table[row] = each, 40 + row
+        table.take(np.array([1, 4, 0]), [(each, 40 + row) for row, each in zip((1, 4, 0), params, strict=True)])
         batch = table.at(torch.tensor([1, 4, 0], device=DEVICE), Uses.of(params)).ahead(positions[:, 0], 5, 70)
         assert type(batch) is kind
         drawn.append(batch.draw(logits, positions, past))

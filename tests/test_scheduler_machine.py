@@ -384,7 +384,7 @@ def preempt_the_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_row(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RequestTable, "close", lambda table, row: None)
+    patch.setattr(RequestTable, "close_all", lambda table, rows: None)
 
 
 def evict_what_is_seen(patch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ the host settles what came out afterwards (`settle.py`). It knows no request.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,13 +21,13 @@ from specdec.attention.backend import Backend
 from specdec.attention.graft import MOST_FORCED, graft, without_blanks
 from specdec.attention.plan import KVPlan, Located, plan_chunk, plan_verify
 from specdec.attention.tree import DraftTree
-from specdec.config import SamplingParams
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view
 from specdec.kvcache.mirror import IntArray, MirroredArray
-from specdec.kvcache.table import Rows
+from specdec.kvcache.table import Rows, row_cells
 from specdec.models.target import TargetModel, TargetOutput
+from specdec.request import Request
 from specdec.rounds.clock import StageClock
 from specdec.rounds.closing import closing, reference_closing
 from specdec.rounds.kernel_sampling import KernelSampling
@@ -127,13 +128,15 @@ class Round:
         """Another value whenever weights have been re-pointed or changed in place: see `Weights.version`."""
         return tuple(weights.version() for weights in self._weights)
 
-    def take(
-        self, row: int, tokens: Sequence[int], prompt_len: int, params: SamplingParams, seed: int, max_drafts: int
-    ) -> None:
-        """A request with these tokens so far has been given this row, and accepts no more drafts in a round."""
-        self.tokens[row, : len(tokens)] = np.array(tokens, dtype=np.int64)
-        self.sampling[row] = params, seed
-        self.max_drafts[row], self.prompt_len[row] = max_drafts, prompt_len
+    def take(self, requests: Sequence[Request]) -> None:
+        """These requests have been given their rows."""
+        rows = np.array([request.row for request in requests], dtype=np.int64)
+        length = np.array([request.settled.num_tokens for request in requests], dtype=np.int64)
+        tokens = chain.from_iterable(request.tokens for request in requests)
+        self.tokens[row_cells(rows, np.zeros_like(rows), length)] = np.fromiter(tokens, dtype=np.int64)
+        self.sampling.take(rows, [(request.params, request.seed) for request in requests])
+        self.max_drafts[rows] = np.array([request.max_drafts for request in requests], dtype=np.int64)
+        self.prompt_len[rows] = np.array([len(request.prompt) for request in requests], dtype=np.int64)
 
     def seat(self, rows: IntArray) -> None:
         """These rows take part in the next round; the seats behind them are padding."""

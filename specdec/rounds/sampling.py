@@ -10,6 +10,7 @@ presence penalty, the mask of a grammar, temperature, top-k, top-p and min-p, in
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -136,8 +137,7 @@ class SamplingBatch:
     @classmethod
     def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> "SamplingBatch":
         table = SamplingTable(len(params), device)
-        for row, each in enumerate(zip(params, seeds, strict=True)):
-            table[row] = each
+        table.take(np.arange(len(params)), list(zip(params, seeds, strict=True)))
         uses = Uses.of(params)
         table.bring(np.arange(len(params)), params, uses)
         return table.at(torch.arange(len(params), device=device), uses)
@@ -261,12 +261,12 @@ class SamplingTable:
     def arrays(self) -> list[MirroredArray]:
         return [self.cells, *self._biases.values()]
 
-    def __setitem__(self, row: int, params_and_seed: tuple[SamplingParams, int]) -> None:
-        params, seed = params_and_seed
-        numbers = [params.temperature, params.top_p, params.min_p, params.repetition_penalty]
-        numbers += [params.presence_penalty, params.frequency_penalty]
-        whole = np.array([seed, params.top_k], dtype=np.int64)
-        self.cells[row] = np.concatenate([whole, np.array(numbers, dtype=np.float64).view(np.int64)])
+    def take(self, rows: IntArray, asked: Sequence[tuple[SamplingParams, int]]) -> None:
+        """Rows [B] sample like this from now on, with these seeds."""
+        whole = np.array([(seed, params.top_k) for params, seed in asked], dtype=np.int64)
+        real = np.array([_REAL(params) for params, _ in asked], dtype=np.float64)
+        columns = np.arange(self.cells.host.shape[1])
+        self.cells[rows[:, None], columns] = np.concatenate([whole, real.view(np.int64)], axis=1)
 
     def uses(self, params: Sequence[SamplingParams]) -> Uses:
         """`Uses.of`, which looks at everything, for a batch that is mostly that of the round before."""
@@ -312,6 +312,10 @@ class SamplingTable:
 
 WHOLE_CELLS = 2
 """Seed and top_k, which come first."""
+
+_REAL = attrgetter(
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
+)  # the others, in order
 
 
 def split_cells(cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

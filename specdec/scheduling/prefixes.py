@@ -21,6 +21,9 @@ from specdec.request import Request, RequestState
 WORTH_WAITING = 16
 """Tokens. For fewer nobody begins to wait: a step that computes them again costs about what it costs without them."""
 
+NO_MARK = -1
+"""Of a key that is shorter. Keys that have so much in common have the same number there, so others are not compared."""
+
 
 class Prefixes:
     """cache: with the stores of all models; None: nothing is shared. weights_version: another value whenever K/V would
@@ -35,6 +38,7 @@ class Prefixes:
             self._cache = PrefixCache(cache.table, pairs=len(cache.stores) > 1)  # a drafter's may follow from the next
             self._made_by = weights_version()
             self._began: IntArray = np.zeros(cache.table.max_requests, dtype=np.int64)  # era by row
+            self._marks: IntArray = np.full(cache.table.max_requests, NO_MARK, dtype=np.int64)  # of keys, by row
 
     def comes(self, request: Request, ahead: Sequence[Request]) -> bool:
         """Is one of those running ahead of it making a part of this request's prompt, that it could soon begin with?
@@ -44,16 +48,17 @@ class Prefixes:
         if self._cache is None:
             return False
         self._look()
-        makers = [other for other in ahead if other.state is RequestState.PREFILL]
-        key = self._key(request)[: request.prefill_target - 1] if makers else np.zeros(0, dtype=np.int64)
+        key = self._key(request)[: request.prefill_target - 1]
         if len(key) < WORTH_WAITING:
             return False
+        alike = (self._marks == key[WORTH_WAITING - 1]).tolist()
+        if True not in alike:
+            return False
         cached: int | None = None
-        for other in makers:
-            theirs = self._key(other)[: other.prefill_target]
-            if len(theirs) < WORTH_WAITING or theirs[WORTH_WAITING - 1] != key[WORTH_WAITING - 1]:
+        for other in ahead:
+            if other.state is not RequestState.PREFILL or not alike[other.row]:
                 continue
-            common = self._cache.common_len(key, theirs)
+            common = self._cache.common_len(key, self._key(other)[: other.prefill_target])
             if self._cache.table.committed_len.host[other.row] >= common:
                 continue
             if cached is None:
@@ -68,18 +73,20 @@ class Prefixes:
         if self._cache is None:
             return
         self._look()
+        key = self._key(request)[: request.prefill_target]
         self._began[request.row] = self._era
-        adopted = self._cache.adopt(request.row, self._key(request)[: request.prefill_target - 1])
+        self._marks[request.row] = key[WORTH_WAITING - 1] if len(key) >= WORTH_WAITING else NO_MARK
+        adopted = self._cache.adopt(request.row, key[: request.prefill_target - 1])
         if request.num_output == 0 and request.stats.preemptions == 0:
             request.stats.cached_tokens = adopted
 
-    def keep(self, request: Request) -> None:
-        """What is committed of a running request is there for others."""
+    def keep(self, requests: Sequence[Request]) -> None:
+        """What is committed of running requests is there for others."""
         if self._cache is None:
             return
         self._look()
-        if self._began[request.row] == self._era:
-            self._cache.insert(request.row, self._key(request))
+        kept = [request for request in requests if self._began[request.row] == self._era]
+        self._cache.insert([request.row for request in kept], [self._key(request) for request in kept])
 
     def clear(self) -> None:
         """What has been made so far is not to be shared any more."""
@@ -99,9 +106,11 @@ class Prefixes:
         self._looked = True
 
     def _key(self, request: Request) -> IntArray:
-        """Of all its tokens, made again when there are more."""
+        """Of all its tokens, made longer when there are more."""
         assert self._cache is not None
         num_slots = request.settled.num_tokens - self._cache.pairs
-        if request.key is None or len(request.key) != num_slots:
-            request.key = self._cache.key(request.tokens)
+        known = 0 if request.key is None else len(request.key)
+        if request.key is None or known != num_slots:
+            more = self._cache.key(request.tokens[known:])
+            request.key = more if request.key is None else np.concatenate([request.key, more])
         return request.key

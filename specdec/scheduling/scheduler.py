@@ -109,7 +109,7 @@ class Scheduler:
                 continue
             request.row = self.table.open()
             self.prefixes.begin(request)
-            full, swa = self._pages_to_come([request])
+            full, swa = self._prompt_to_come(request)
             full_due, swa_due = full_due + full, swa_due + swa
             short = full_due > allocator.full.available_pages
             if self.running and (short or (allocator.swa and swa_due > allocator.swa.available_pages)):
@@ -131,26 +131,27 @@ class Scheduler:
         Together they are at most `max_prefill_tokens` long, but for `IDLE_STEPS`. Who comes first by rank gets its
         whole chunk, so nobody waits for ever.
         """
+        table, page_size = self.table, self.table.allocator.page_size
         chosen: list[tuple[Request, int]] = []
-        left = self._prefill_room()
+        left, pages = self._prefill_room(), table.allocator.available_pages  # that are promised to nobody
         for request in list(self.running):
             if request.state is not RequestState.PREFILL:
                 continue
             if left == 0:
                 break
-            done = int(self.table.committed_len.host[request.row])
+            done = int(table.committed_len.host[request.row])
             wanted = min(self.prefill_chunk, request.prefill_target - done, left)
             while request.state is RequestState.PREFILL:
-                page_size = self.table.allocator.page_size
-                owned = int(self.table.capacity[request.row]) - done
-                chunk = min(wanted, owned + self.table.allocator.available_pages * page_size)
+                owned = int(table.capacity[request.row]) - done
+                chunk = min(wanted, owned + pages * page_size)
                 if chunk > 0:
-                    self.table.ensure(request.row, done + chunk)
                     chosen.append((request, chunk))
-                    left -= chunk
+                    left, pages = left - chunk, pages - max(0, -(-(chunk - owned) // page_size))
                     break
+                chosen = self._take_chunks(chosen)  # before anybody gives up anything
                 self._make_room()
-        chosen = [(request, chunk) for request, chunk in chosen if request.state is RequestState.PREFILL]
+                pages = table.allocator.available_pages
+        chosen = self._take_chunks(chosen)
         return [request for request, _ in chosen], np.array([chunk for _, chunk in chosen], dtype=np.int64)
 
     def next_decode(self) -> list[Request]:
@@ -174,21 +175,27 @@ class Scheduler:
                     self.table.ensure_all(row, wanted)
         return decoding
 
-    def release(self, request: Request) -> None:
-        """Forget a request, running or waiting, and free what it owns."""
-        if request in self.running:
-            self.running.remove(request)
-            self.prefixes.keep(request)
-            self.table.close(request.row)
+    def release(self, *requests: Request) -> None:
+        """Forget requests, running or waiting, and free what they own."""
+        gone = set(requests)
+        leaving = [request for request in self.running if request in gone]
+        if len(leaving) < len(gone):
+            self.waiting = [request for request in self.waiting if request not in gone]
+        if leaving:
+            self.running = [request for request in self.running if request not in gone]
+            self.prefixes.keep(leaving)
+            self.table.close_all(np.array([request.row for request in leaving], dtype=np.int64))
+        for request in leaving:
             request.row, request.state = -1, RequestState.WAITING
             request.tenure += 1
-        elif request in self.waiting:
-            self.waiting.remove(request)
 
-    def _pages_of_prompt(self, request: Request) -> tuple[int, int]:
-        """Most pages (full, swa) that it owns until its first round, in which it has two tokens to go or more."""
-        full, swa = slots_needed(self.table, request.prefill_target, 2)
-        return full // self.table.allocator.page_size, swa // self.table.allocator.page_size
+    def _take_chunks(self, chosen: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Those of prompt chunks whose requests still run, which own their slots now."""
+        chosen = [(request, chunk) for request, chunk in chosen if request.state is RequestState.PREFILL]
+        if chosen:
+            rows, chunk_len = np.array([(request.row, chunk) for request, chunk in chosen], dtype=np.int64).T
+            self.table.ensure_all(rows, self.table.committed_len.host[rows] + chunk_len)
+        return chosen
 
     def _lookahead(self, decoding: Sequence[Request]) -> tuple[IntArray, IntArray]:
         """The rows [B] of those who decode, and the slots [B] that each must own for a round."""
@@ -197,16 +204,22 @@ class Scheduler:
 
     def _pages_to_come(self, requests: Sequence[Request]) -> tuple[int, int]:
         """Pages (full, swa) that requests with a row take until their next round, the first if they have had none."""
-        table, page_size = self.table, self.table.allocator.page_size
+        table = self.table
         decoding = [request for request in requests if request.state is RequestState.DECODE]
         full_due = int(table.pages_needed(*self._lookahead(decoding)).sum())
         swa_due = full_due if table.allocator.swa else 0
         for request in requests:
             if request.state is not RequestState.DECODE:
-                full, swa = self._pages_of_prompt(request)
-                owned, evicted = (int(x[request.row]) // page_size for x in (table.capacity, table.evicted_len))
-                full_due, swa_due = full_due + max(0, full - owned), swa_due + max(0, swa - owned + evicted)
+                full, swa = self._prompt_to_come(request)
+                full_due, swa_due = full_due + full, swa_due + swa
         return full_due, swa_due
+
+    def _prompt_to_come(self, request: Request) -> tuple[int, int]:
+        """Pages (full, swa) that it takes until its first round, in which it has two tokens to go or more."""
+        table, page_size = self.table, self.table.allocator.page_size
+        full, swa = slots_needed(table, request.prefill_target, 2)
+        owned, evicted = int(table.capacity[request.row]), int(table.evicted_len[request.row])
+        return max(0, full - owned) // page_size, max(0, swa - owned + evicted) // page_size
 
     def _prefill_room(self) -> int:
         """Most prompt tokens of this step."""

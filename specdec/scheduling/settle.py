@@ -24,8 +24,7 @@ def commit_chunks(table: RequestTable, prefixes: Prefixes, requests: Sequence[Re
     """
     rows = np.array([request.row for request in requests], dtype=np.int64)
     table.commit_chunk(rows, chunk_len)
-    for request in requests:
-        prefixes.keep(request)  # with all of it in SWA: another prompt may part from it anywhere
+    prefixes.keep(requests)  # with all of it in SWA: another prompt may part from it anywhere
     table.evict(rows)
     for request in requests:
         if table.committed_len.host[request.row] == request.prefill_target:

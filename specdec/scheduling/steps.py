@@ -91,9 +91,8 @@ class Steps:
                 finished += self._settle_all()  # what a grammar allows is known when all that is in front of it is
                 make_masks([r.place for r in self.scheduler.running if r.state is RequestState.DECODE])
             finished += self._decode(self.scheduler.next_decode())
-            for request in self.scheduler.admit():
-                mine = request.params, request.seed, request.max_drafts
-                self.round.take(request.row, request.tokens, len(request.prompt), *mine)
+            if admitted := self.scheduler.admit():
+                self.round.take(admitted)
             requests, chunk_len = self.scheduler.next_prefill()
             if requests:
                 for chosen in self.launcher.group(chunk_len):
@@ -171,8 +170,7 @@ class Steps:
 
     def _release_finished(self, requests: Sequence[Request]) -> list[Request]:
         finished = [request for request in requests if request.finished]
-        for request in finished:
-            self.scheduler.release(request)
+        self.scheduler.release(*finished)
         return finished
 
 
