@@ -36,6 +36,10 @@ PART_BYTES = 1 << 30
 """Partial results above this are folded by the programs that make them."""
 
 
+MANY_HEADS = 8
+"""Of so many heads for K and V of 256 numbers, splits are twice as long as of fewer."""
+
+
 class Cut(NamedTuple):
     """How the keys are cut. The bits of a row depend on this and on nothing else that a launch decides."""
 
@@ -147,7 +151,7 @@ def tree_attention(
     assert own.run_end is None or own.run_end.shape == (batch, num_rows) == own.slots.shape[:2], f"{own.slots.shape=}"
 
     group, block_d = num_heads // kv_heads, max(16, triton.next_power_of_2(head_dim))
-    cut = cut or choose_cut(block_d, query.element_size())
+    cut = cut or choose_cut(block_d, query.element_size(), kv_heads)
     assert ALIGN % cut.block_k == 0 == cut.split_len % cut.block_k, f"{cut=} does not divide {ALIGN}"
     grows = window is None and start is None
     num_splits = count_splits(num_pages * page_size + own.path_len, window, own.path_len, cut, grows=grows)
@@ -207,11 +211,16 @@ def tree_attention(
     return out
 
 
-def choose_cut(block_d: int, item_size: int) -> Cut:
-    """One cut per head size: what keeps a lone request's splits short, and many requests' parts few."""
+def choose_cut(block_d: int, item_size: int, kv_heads: int) -> Cut:
+    """One cut per layer: what keeps a lone request's splits short, and many requests' parts few.
+
+    Many heads are programs enough for a lone request, whose splits may be longer.
+    """
     if item_size > 2:
         return Cut(16, 128)
-    return {256: Cut(32, 128), 512: Cut(32, 256)}.get(block_d, Cut(64, 256))
+    if block_d == 256 and kv_heads < MANY_HEADS:
+        return Cut(32, 128)
+    return Cut(32 if block_d > 128 else 64, 256)
 
 
 def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_tree: bool) -> RowTiles:

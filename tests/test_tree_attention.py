@@ -511,9 +511,15 @@ def test_strides_and_index_dtypes() -> None:
     assert torch.equal(run(args), expected)
 
 
+def test_many_heads_have_longer_splits() -> None:
+    """And nothing else that a launch knows changes the cut."""
+    assert [choose_cut(256, 2, heads) for heads in (1, 2, 8, 16)] == [Cut(32, 128)] * 2 + [Cut(32, 256)] * 2
+    assert {choose_cut(128, 2, heads) for heads in (1, 8)} == {Cut(64, 256)}
+
+
 def test_row_tiles_shrink_until_they_fit_the_shared_memory_and_the_cut_does_not() -> None:
     hopper, ampere, ada = 227 << 10, 163 << 10, 99 << 10  # bytes that one program may use
-    cut = choose_cut(512, 2)
+    cut = choose_cut(512, 2, 1)
     assert cut == Cut(32, 256)
     tiles = RowTiles(32, 8, 5)
     assert fit_rows(tiles, cut, 512, 2, hopper) == tiles  # (32 + 2 * 32 * 3) KiB

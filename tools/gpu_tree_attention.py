@@ -217,7 +217,7 @@ def bit_comparisons(
     block_d = 1 << (head_dim - 1).bit_length()
     tiles_of_rows: list[RowTiles | None] = [None]
     if dtype.itemsize == 2 and not ON_CPU:
-        shared, cut = gpu_attention.pa.device_limits(DEVICE)[1], choose_cut(block_d, 2)
+        shared, cut = gpu_attention.pa.device_limits(DEVICE)[1], choose_cut(block_d, 2, heads[1])
         for tiles in EXTRA_TILES:
             if tiles.block_m == 64 and block_d > 256:
                 tiles = tiles._replace(num_warps=8)
