@@ -13,6 +13,7 @@ import torch
 
 from specdec.kvcache.mirror import IntArray
 from specdec.kvcache.triton_shim import tl, triton
+from specdec.layers.launch import pdl_options, trigger_next, wait_for_previous
 
 MOST_MARKS = 8
 STAMP = "_stamp_kernel"
@@ -25,7 +26,10 @@ def _stamp_kernel(
     p_out: tl.tensor,  # [number + 1], or None
     number: tl.tensor,
     MOST: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    trigger_next(PDL)
+    wait_for_previous(PDL)
     now = tl.extra.cuda.globaltimer()
     tl.store(p_stamps + number, now)
     if p_out is not None:
@@ -40,6 +44,7 @@ class StageClock:
     def __init__(self, device: torch.device) -> None:
         self._stamps = torch.zeros(MOST_MARKS, dtype=torch.int64, device=device)
         self._on_device = device.type == "cuda" and torch.version.cuda is not None and bool(triton)
+        self._options = pdl_options(device)
         self._marked = 0
 
     def start(self, stage: str) -> None:
@@ -63,7 +68,7 @@ class StageClock:
         number = self._marked
         self._marked += 1
         if self._on_device:
-            _stamp_kernel[(1,)](self._stamps, out, number, MOST=MOST_MARKS, num_warps=1)
+            _stamp_kernel[(1,)](self._stamps, out, number, MOST=MOST_MARKS, num_warps=1, **self._options)
             return
         self._stamps[number].fill_(time.perf_counter_ns())
         if out is not None:
