@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.kvcache.spaces import NULL_SLOT
-from specdec.kvcache.triton_shim import tl, triton
+from specdec.kvcache.triton_shim import KEEP, tl, triton
 
 ALIGN = 64
 """The largest BLOCK_K: tiles of every layer's size begin at or behind base_b."""
@@ -130,7 +130,11 @@ def _own_keys_kernel(
             if i_block == 0:
                 m_break = (o_node > i_row) & (o_node < num_nodes)
                 m_break &= tl.load(p_parents + o_node, mask=m_break, other=-1).to(tl.int32) != o_node - 1
-                tl.store(p_run_end + i_b * num_nodes + i_row, tl.min(tl.where(m_break, o_node, num_nodes), 0) - 1)
+                tl.store(
+                    p_run_end + i_b * num_nodes + i_row,
+                    tl.min(tl.where(m_break, o_node, num_nodes), 0) - 1,
+                    eviction_policy=KEEP,
+                )
             depth = -1
             node = i_row
             while node >= 0:  # ends: parents come before their children
@@ -142,7 +146,7 @@ def _own_keys_kernel(
                 depth -= 1
                 node = tl.load(p_parents + node).to(tl.int32)
     o_slot = (i_b * tl.num_programs(0) + i_row) * width + o_column
-    tl.store(p_slots + o_slot, b_slot, mask=o_column < width)
+    tl.store(p_slots + o_slot, b_slot, mask=o_column < width, eviction_policy=KEEP)
 
 
 def own_keys(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.kvcache.spaces import NULL_SLOT, FullLoc, SwaLoc
-from specdec.kvcache.triton_shim import tl, triton
+from specdec.kvcache.triton_shim import KEEP, tl, triton
 
 BLOCK = 1024
 
@@ -105,7 +105,12 @@ def _page_tables_kernel(
         o_page = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         o_pos = o_page * PAGE_SIZE
         slot = tl.load(p_req_to_slot + o_pos, mask=o_pos < tl.minimum(length, row_end), other=0)
-        tl.store(p_full_pages + i_request * full_width + o_page, slot // PAGE_SIZE, mask=o_page < full_width)
+        tl.store(
+            p_full_pages + i_request * full_width + o_page,
+            slot // PAGE_SIZE,
+            mask=o_page < full_width,
+            eviction_policy=KEEP,
+        )
     if HAS_SWA:  # noqa: SIM102 - a constexpr: without SWA the body does not compile
         if (i_block >= full_blocks) & (i_block < full_blocks + swa_blocks):  # the newest of it in SWA space
             o_page = (i_block - full_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -113,17 +118,22 @@ def _page_tables_kernel(
             m_page = (o_page < swa_width) & (o_pos < tl.minimum(length, row_end))
             slot = tl.load(p_req_to_slot + o_pos, mask=m_page, other=0)
             swa_slot = tl.load(p_full_to_swa + slot, mask=m_page, other=0)
-            tl.store(p_swa_pages + i_request * swa_width + o_page, swa_slot // PAGE_SIZE, mask=o_page < swa_width)
+            tl.store(
+                p_swa_pages + i_request * swa_width + o_page,
+                swa_slot // PAGE_SIZE,
+                mask=o_page < swa_width,
+                eviction_policy=KEEP,
+            )
     if i_block >= full_blocks + swa_blocks:  # the draft nodes, in both
         o_node = (i_block - full_blocks - swa_blocks) * BLOCK + tl.arange(0, BLOCK)
         m_node = o_node < num_nodes
         m_held = m_node & (length + o_node < row_end)
         slot = tl.load(p_req_to_slot + length + o_node, mask=m_held, other=0)
-        tl.store(p_write_full + i_request * num_nodes + o_node, slot, mask=m_node)
+        tl.store(p_write_full + i_request * num_nodes + o_node, slot, mask=m_node, eviction_policy=KEEP)
         if HAS_SWA:
             swa_slot = tl.load(p_full_to_swa + slot, mask=m_held, other=0)
-            tl.store(p_write_swa + i_request * num_nodes + o_node, swa_slot, mask=m_node)
-            tl.store(p_swa_start + i_request, start)
+            tl.store(p_write_swa + i_request * num_nodes + o_node, swa_slot, mask=m_node, eviction_policy=KEEP)
+            tl.store(p_swa_start + i_request, start, eviction_policy=KEEP)
 
 
 def build_page_tables(

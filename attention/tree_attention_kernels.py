@@ -17,7 +17,7 @@ kernel in front: plans are written by kernels that let nothing start before they
 """
 
 from specdec.attention.paged_attention_kernels import LOG2E, NOWHERE
-from specdec.kvcache.triton_shim import tl, triton
+from specdec.kvcache.triton_shim import KEEP, tl, triton
 
 SHORT_SPLITS = tl.constexpr(16)
 MIDDLE_SPLITS = tl.constexpr(16)
@@ -261,15 +261,15 @@ def attend_kernel(
             b_total = tl.fma(b_acc, tl.zeros_like(b_acc) + b_weight[:, None], b_total * b_decay[:, None])
         else:
             i_first = i_part * part_rows
-            tl.store(p_part_max + i_first + first_row + o_tile, b_max, mask=m_row)
-            tl.store(p_part_sum + i_first + first_row + o_tile, b_sum, mask=m_row)
-            tl.store(p_out + i_first * HEAD_DIM, b_acc, mask=m_out)
+            tl.store(p_part_max + i_first + first_row + o_tile, b_max, mask=m_row, eviction_policy=KEEP)
+            tl.store(p_part_sum + i_first + first_row + o_tile, b_sum, mask=m_row, eviction_policy=KEEP)
+            tl.store(p_out + i_first * HEAD_DIM, b_acc, mask=m_out, eviction_policy=KEEP)
 
     if FOLD:
         m_row = m_row & (o_tile * 0 + num_splits > 0)
-        tl.store(p_part_max + first_row + o_tile, b_total_max, mask=m_row)
-        tl.store(p_part_sum + first_row + o_tile, b_total_sum, mask=m_row)
-        tl.store(p_out, b_total, mask=m_out & m_row[:, None])
+        tl.store(p_part_max + first_row + o_tile, b_total_max, mask=m_row, eviction_policy=KEEP)
+        tl.store(p_part_sum + first_row + o_tile, b_total_sum, mask=m_row, eviction_policy=KEEP)
+        tl.store(p_out, b_total, mask=m_out & m_row[:, None], eviction_policy=KEEP)
 
 
 @triton.jit(do_not_specialize=["window", "num_rows", "s_pos_b", "s_pos"])
@@ -344,4 +344,4 @@ def merge_kernel(
         b_acc = b_acc * b_decay
     b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)
     o_out = (i_b * num_rows + i_node) * (KV_HEADS * GROUP) + i_head
-    tl.store(p_out + o_out * HEAD_DIM + o_d, b_out.to(p_out.dtype.element_ty), mask=m_d)
+    tl.store(p_out + o_out * HEAD_DIM + o_d, b_out.to(p_out.dtype.element_ty), mask=m_d, eviction_policy=KEEP)

@@ -17,10 +17,10 @@ from torch import nn
 from specdec.draft_models.eagle3_config import Eagle3Spec
 from specdec.draft_models.eagle3_forms import Echo, HeadContext, HeadForm, HeadOutput, PlainHead
 from specdec.draft_models.eagle3_model import Eagle3Head
-from specdec.layers.decoder import FusedLayer, LayerParts, MlpParts, Shared
+from specdec.layers.decoder import FusedLayer, LayerParts, Shared
 from specdec.layers.families import ACTIVATIONS, Unfusable
 from specdec.layers.fuse import Weights, fuse_linear
-from specdec.layers.linear import Product
+from specdec.layers.linear import Mlp, Product
 from specdec.layers.merge import MERGING, held_storages, merge_rows
 from specdec.layers.norm import Gain
 from specdec.layers.operations import Operations
@@ -169,7 +169,7 @@ def _parts(spec: Eagle3Spec, module: Any) -> LayerParts:
         input_norm=_gain(module.input_layernorm),
         attention_norm=None,
         mlp_input_norm=_gain(module.post_attention_layernorm),
-        mlp=MlpParts(
+        mlp=Mlp(
             gate_up=merge_rows([mlp.gate_proj.weight, mlp.up_proj.weight]),
             activation=ACTIVATIONS[spec.hidden_act],
             down=mlp.down_proj.weight,

@@ -7,7 +7,7 @@ attribute with itself, is false, and as a decorator returns the function unchang
 import os
 from typing import Any
 
-__all__ = ["INTERPRETED", "tl", "triton"]
+__all__ = ["INTERPRETED", "KEEP", "tl", "triton"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Kernels run in Python, on a CPU."""
@@ -30,3 +30,6 @@ except ImportError:
             return False
 
     triton = tl = _Absent()
+
+KEEP = tl.constexpr("evict_last")
+"""How activations are stored: to stay in the L2 cache, through which weights and K/V stream that are read once."""

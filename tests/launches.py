@@ -27,7 +27,8 @@ from specdec.kvcache.store_kv import Destination, store_kv
 from specdec.kvcache.table import RequestTable, Rows
 from specdec.layers.branches import fork_norm, join_norm
 from specdec.layers.embedding import embed
-from specdec.layers.linear import Product, finish, gated_linear, linear, vendor_gated_linear
+from specdec.layers.linear import Mlp, Product, finish, gated_linear, linear, vendor_gated_linear
+from specdec.layers.moe.beside import Inputs, mlp_and_experts
 from specdec.layers.moe.mixture import Experts, Router, Routing, apply_experts, route
 from specdec.layers.norm import Gain, norm
 from specdec.layers.pair_norm import pair_norm
@@ -248,6 +249,16 @@ def mixture(
         apply_experts(x, routing, Experts(up, down, activation, *biases, interleaved, 1.7, 7.0))
 
 
+def beside(dtype: torch.dtype, num_rows: int, width: int) -> None:
+    """Gemma 4 26B-A4B, in few experts."""
+    hidden, num_experts, top_k = 2816, 16, 8
+    x = Inputs(*(numbers(num_rows, hidden, dtype=dtype) for _ in Inputs._fields))
+    mlp = Mlp(numbers(4224, hidden, dtype=dtype), "gelu_tanh", numbers(hidden, 2112, dtype=dtype))
+    router = Router(numbers(num_experts, hidden, dtype=dtype), top_k, expert_scale=numbers(num_experts, dtype=dtype))
+    up, down = (numbers(num_experts, n, k, dtype=dtype) for n, k in ((2 * width, hidden), (hidden, width)))
+    mlp_and_experts(x, mlp, router, Experts(up, down, "gelu_tanh"))
+
+
 # sampling
 
 
@@ -347,6 +358,7 @@ def usual() -> Iterator[Launch]:
     yield launch(mixture, BF16, 1, "swiglu_clamped", normalised=True, bias=True, interleaved=True)
     yield launch(mixture, BF16, 20, "gelu_tanh", (1000, 1000), normalised=False, bias=False, interleaved=False)
     yield launch(mixture, FP32, 300, "silu", normalised=True, bias=False, interleaved=False)
+    yield launch(beside, BF16, 8, 704)
     yield launch(sampling, BF16, 30.0, penalised=True)
     yield launch(sampling, FP16, 30.0, best=True)
     yield launch(sampling, FP32, None, scores=True)
@@ -381,6 +393,9 @@ def every() -> Iterator[Launch]:
         for bias in (False, True):
             kind = "swiglu_clamped" if bias else "silu"
             yield launch(mixture, dtype, num_rows, kind, normalised=bias, bias=bias, interleaved=bias)
+        if num_rows <= 20:
+            for width in (704, 100):
+                yield launch(beside, dtype, num_rows, width)
     for dtype in DTYPES:
         for splits, rounds in product((1, 4), (False, True)):
             yield launch(norms, dtype, splits, rounds=rounds)

@@ -546,4 +546,7 @@ def test_engines_are_built_over_a_model_that_others_run(
 
 def test_kernels_are_the_operations_of_a_fused_engine():
     """FAST differs from KERNELS in its products only."""
-    assert FAST._replace(linear=KERNELS.linear, gated_linear=KERNELS.gated_linear) == KERNELS
+    products = {"linear": KERNELS.linear, "gated_linear": KERNELS.gated_linear}
+    assert FAST._replace(**products, mlp_and_experts=KERNELS.mlp_and_experts) == KERNELS
+    assert FAST.mlp_and_experts.func is KERNELS.mlp_and_experts
+    assert FAST.mlp_and_experts.keywords == {"linear": FAST.linear, "gated_linear": FAST.gated_linear}

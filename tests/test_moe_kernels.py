@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import Gemma4TextConfig, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts, Gemma4TextRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
@@ -12,8 +13,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from specdec.kvcache.triton_shim import triton
 from specdec.layers.launch import TL_DTYPES, pdl_options
-from specdec.layers.linear import finish, reference_finish
-from specdec.layers.moe import mixture
+from specdec.layers.linear import Mlp, finish, gated_linear, linear, reference_finish
+from specdec.layers.moe import beside, mixture
+from specdec.layers.moe.beside import Inputs, mlp_and_experts, reference_mlp_and_experts
 from specdec.layers.moe.families import experts_of, router_of
 from specdec.layers.moe.kernels import list_kernel, pick_kernel
 from specdec.layers.moe.mixture import Experts, Router, Routing, reference_route, route
@@ -253,3 +255,57 @@ def test_half_precision_is_within_rounding(family, dtype, poison_empty):
 def test_modules_of_other_families_are_left_alone():
     assert router_of(torch.nn.Linear(2, 2)) is None
     assert experts_of(torch.nn.Linear(2, 2)) is None
+
+
+@torch.no_grad()
+def test_an_early_product_writes_to_memory_that_was_free_before_the_router_began(monkeypatch):
+    """Its programs may run while the router's do: what the router gives back is not yet nobody's."""
+    router_module, experts_module, _ = build("gemma4")
+    router, experts = router_of(router_module), experts_of(experts_module)
+    mlp = Mlp(torch.randn(72, 40, device=DEVICE), "gelu_tanh", torch.randn(40, 36, device=DEVICE))
+    made, early = [], []
+    route, launch = beside.route, beside._launch
+
+    def noted_route(*arguments: Any, **options: Any) -> Routing:
+        assert options == {"holds": True}
+        made.append("router")
+        return route(*arguments, **options)
+
+    def noted_launch(x: Any, weight: Any, out: torch.Tensor, *arguments: Any, start: str) -> None:
+        early.append((tuple(out.shape), start))
+        launch(x, weight, out, *arguments, start=start)
+
+    class Allocations(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+            if function is torch.empty:
+                made.append(arguments[0])
+            return function(*arguments, **(options or {}))
+
+    monkeypatch.setattr(beside, "route", noted_route)
+    monkeypatch.setattr(beside, "_launch", noted_launch)
+    with Allocations():
+        mlp_and_experts(Inputs(*torch.randn(3, 5, 40, device=DEVICE)), mlp, router, experts)
+    assert made[:2] == [(5, 36), "router"]
+    assert early == [((5, 36), "early"), ((1, 5, 40), "usual")]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_rows", [1, 7, slow(70)])
+@pytest.mark.parametrize(("hidden", "dense_width"), [(40, 36), slow(520, 600)])
+def test_a_dense_mlp_beside_experts_has_the_bits_that_it_has_alone(hidden, dense_width, num_rows, poison_empty):
+    """600 channels are several ranges of the dense product; 70 rows are launched one by one."""
+    router_module, experts_module, _ = build("gemma4", hidden=hidden)
+    router, experts = router_of(router_module), experts_of(experts_module)
+    mlp = Mlp(
+        torch.randn(2 * dense_width, hidden, device=DEVICE) / hidden**0.5,
+        "gelu_tanh",
+        torch.randn(hidden, dense_width, device=DEVICE) / dense_width**0.5,
+    )
+    x = Inputs(*torch.randn(3, num_rows, hidden, device=DEVICE))
+    dense, chosen = mlp_and_experts(x, mlp, router, experts)
+    alone = linear(gated_linear(x.mlp, mlp.gate_up, mlp.activation), mlp.down)
+    assert len(dense.parts) == len(alone.parts) and torch.equal(finish(dense), finish(alone))
+    assert torch.equal(finish(chosen), apply_experts(x.experts, route(x.router, router), experts))
+    for got, want in zip((dense, chosen), reference_mlp_and_experts(x, mlp, router, experts), strict=True):
+        value = reference_finish(want)
+        torch.testing.assert_close(finish(got), value, atol=5e-6 * float(value.abs().max()), rtol=1e-5)

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.kvcache.triton_shim import tl, triton
+from specdec.kvcache.triton_shim import KEEP, tl, triton
 from specdec.layers.launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
-from specdec.layers.linear import Product, sum_parts
+from specdec.layers.linear import Product
+from specdec.layers.linear_kernels import sum_parts
 from specdec.layers.norm import Gain, reference_norm, reference_rms_norm, rms_norm, row_block, scale_row
 
 
@@ -93,10 +94,10 @@ def _fork_norm_kernel(
     b_experts = scale_row(b_h, b_experts, square, eps_experts, False, DTYPE)
     b_router = scale_row(b_h, b_router, square, eps_router, True, DTYPE) * factor
     p_out += i_row * H + o_h
-    tl.store(p_out, b_h.to(DTYPE), mask=m_h)
-    tl.store(p_out + part_len, b_mlp.to(DTYPE), mask=m_h)
-    tl.store(p_out + 2 * part_len, b_experts.to(DTYPE), mask=m_h)
-    tl.store(p_out + 3 * part_len, b_router.to(DTYPE), mask=m_h)
+    tl.store(p_out, b_h.to(DTYPE), mask=m_h, eviction_policy=KEEP)
+    tl.store(p_out + part_len, b_mlp.to(DTYPE), mask=m_h, eviction_policy=KEEP)
+    tl.store(p_out + 2 * part_len, b_experts.to(DTYPE), mask=m_h, eviction_policy=KEEP)
+    tl.store(p_out + 3 * part_len, b_router.to(DTYPE), mask=m_h, eviction_policy=KEEP)
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps_dense", "eps_chosen", "eps_post", "eps_pre"])
@@ -146,9 +147,11 @@ def _join_norm_kernel(
     b_h = (b_residual + rms_norm(b_h, b_post, H, eps_post, False, DTYPE)).to(DTYPE).to(tl.float32)
     if p_scale is not None:
         b_h = (b_h * b_scale).to(DTYPE).to(tl.float32)
-    tl.store(p_hidden + o_part, b_h.to(DTYPE), mask=m_h)
+    tl.store(p_hidden + o_part, b_h.to(DTYPE), mask=m_h, eviction_policy=KEEP)
     if p_pre is not None:
-        tl.store(p_normed + o_part, rms_norm(b_h, b_pre, H, eps_pre, False, DTYPE).to(DTYPE), mask=m_h)
+        tl.store(
+            p_normed + o_part, rms_norm(b_h, b_pre, H, eps_pre, False, DTYPE).to(DTYPE), mask=m_h, eviction_policy=KEEP
+        )
 
 
 def fork_norm(

@@ -7,7 +7,8 @@ computed where the one before ends. Per layer, with [..] where the family has it
     a = attention                      the context      o = a W_o                              linear
     h, x = h + [norm](o), norm(h)      norm             m = act(x W_gate) (x W_up)             gated_linear
     d = m W_down                       linear           h = h + [norm](d)                      norm
-    or the experts' weighted sum:      route, apply_experts; or both: d = norm(d) + norm(experts), fork_norm, join_norm
+    or the experts' weighted sum:      route, apply_experts
+    or both: d = norm(d) + norm(experts)                  fork_norm, mlp_and_experts, join_norm
     [p = W_proj (act(W_gate h) e)      linear, ple      h = h + norm(p)]                       norm, the same launch as
     h, x = [c] h, norm of the next layer(h)
 
@@ -22,7 +23,8 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.kvcache.store_kv import Destination
-from specdec.layers.linear import Product
+from specdec.layers.linear import Mlp, Product
+from specdec.layers.moe.beside import Inputs
 from specdec.layers.moe.mixture import Experts, Router
 from specdec.layers.norm import Gain
 from specdec.layers.operations import Operations
@@ -38,15 +40,6 @@ class PleParts:
     activation: str
     projection: torch.Tensor
     norm: Gain
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlpParts:
-    """`gate_up` is a merged weight."""
-
-    gate_up: torch.Tensor
-    activation: str
-    down: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +68,7 @@ class LayerParts:
     input_norm: Gain
     attention_norm: Gain | None  # on what attention adds
     mlp_input_norm: Gain
-    mlp: MlpParts | None
+    mlp: Mlp | None
     mlp_norm: Gain | None  # on what the MLP adds
     sinks: torch.Tensor | None = None
     moe: MoeParts | None = None
@@ -205,9 +198,8 @@ class FusedLayer(nn.Module):
         parts, ops = self.parts, self.ops
         readers = {"mlp": parts.mlp_input_norm, "experts": moe.input_norm, "router": moe.router.gain}
         fork = ops.fork_norm(out, post=parts.attention_norm, residual=hidden, **readers, factor=moe.router.factor)
-        routing = ops.route(fork.router, moe.router)
-        dense = self._mlp(fork.mlp)
-        chosen = ops.apply_experts(fork.experts, routing, moe.experts)
+        inputs = Inputs(fork.mlp, fork.experts, fork.router)
+        dense, chosen = ops.mlp_and_experts(inputs, parts.mlp, moe.router, moe.experts)
         gains = {"dense_gain": moe.mlp_norm, "chosen_gain": moe.norm, "post": parts.mlp_norm}
         return ops.join_norm(dense, chosen, **gains, residual=fork.hidden, **end)
 

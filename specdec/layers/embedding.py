@@ -8,7 +8,7 @@ A product of E and s is rounded to the model's dtype, as transformers holds it. 
 import torch
 import torch.nn.functional as F
 
-from specdec.kvcache.triton_shim import tl, triton
+from specdec.kvcache.triton_shim import KEEP, tl, triton
 from specdec.layers.launch import pdl_options, trigger_next, wait_for_previous
 
 BLOCK = 512
@@ -51,11 +51,16 @@ def _embed_kernel(
         if p_scale is not None:
             scale = tl.load(p_scale).to(DTYPE).to(tl.float32)
             b_row = (b_row.to(tl.float32) * scale).to(DTYPE)
-        tl.store(p_out + o_h, b_row, mask=o_h < H)
+        tl.store(p_out + o_h, b_row, mask=o_h < H, eviction_policy=KEEP)
     if p_beside is not None:  # noqa: SIM102 - this is decided when the kernel is compiled
         if i_block >= num_blocks:
             o_z = (i_block - num_blocks) * BLOCK + tl.arange(0, BLOCK)
-            tl.store(p_out + H + o_z, tl.load(p_beside + i_t * s_beside + o_z, mask=o_z < Z, other=0.0), mask=o_z < Z)
+            tl.store(
+                p_out + H + o_z,
+                tl.load(p_beside + i_t * s_beside + o_z, mask=o_z < Z, other=0.0),
+                mask=o_z < Z,
+                eviction_policy=KEEP,
+            )
 
 
 def embed(

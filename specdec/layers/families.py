@@ -13,8 +13,8 @@ from torch import nn
 
 from specdec.attention.hf_norms import fused_rms_norm
 from specdec.errors import UnsupportedModelError
-from specdec.layers.decoder import DecoderParts, EmbeddingParts, LayerParts, MlpParts, MoeParts, PleParts
-from specdec.layers.linear import reference_activate
+from specdec.layers.decoder import DecoderParts, EmbeddingParts, LayerParts, MoeParts, PleParts
+from specdec.layers.linear import Mlp, reference_activate
 from specdec.layers.merge import is_merged, merge_rows
 from specdec.layers.moe.families import experts_of, router_of
 from specdec.layers.norm import Gain
@@ -180,12 +180,12 @@ def _attention_products(attention: Any, projections: list[Any], merged: Groups) 
     }
 
 
-def _mlp(mlp: Any, activation: str, merged: Groups) -> MlpParts:
+def _mlp(mlp: Any, activation: str, merged: Groups) -> Mlp:
     """An MLP, gate and up merged."""
     if any(linear.bias is not None for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
         raise Unfusable("its MLP has biases")
     merged.append((mlp.gate_proj.weight, mlp.up_proj.weight))
-    return MlpParts(
+    return Mlp(
         gate_up=merge_rows(merged[-1]), activation=_activation(mlp.act_fn, activation), down=mlp.down_proj.weight
     )
 

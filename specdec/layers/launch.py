@@ -9,6 +9,12 @@ On Hopper and later a kernel may start while its predecessor still runs. Every k
 
 Every program waits, so by induction all earlier kernels have ended, not the last one only. The wait stands before any
 loop over K: inside one, Triton hoists the loads above it (#11905). Off before Hopper and in the interpreter.
+
+Two kernels may agree to work past those between them:
+
+    holds    triggers behind its wait: what starts after it finds that all in front of it has ended
+    early    in some launch behind it, programs that read nothing newer than that; they wait as their last act, and the
+             memory that they write belongs to nobody who is between the two
 """
 
 from functools import cache

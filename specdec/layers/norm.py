@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.kvcache.triton_shim import tl, triton
+from specdec.kvcache.triton_shim import KEEP, tl, triton
 from specdec.layers.launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
-from specdec.layers.linear import Product, reference_finish, sum_parts
+from specdec.layers.linear import Product, reference_finish
+from specdec.layers.linear_kernels import sum_parts
 
 NUMBERS_A_WARP = 256
 
@@ -131,10 +132,10 @@ def _norm_kernel(
     if p_scale is not None:
         b_h = (b_h * b_scale).to(DTYPE).to(tl.float32)
     if p_hidden is not None:
-        tl.store(p_hidden + i_row * H + o_h, b_h.to(DTYPE), mask=m_h)
+        tl.store(p_hidden + i_row * H + o_h, b_h.to(DTYPE), mask=m_h, eviction_policy=KEEP)
     if PRE:
         b_h = rms_norm(b_h, b_pre, H, eps_pre, PRE_ROUNDS, DTYPE)
-        tl.store(p_normed + i_row * H + o_h, b_h.to(DTYPE), mask=m_h)
+        tl.store(p_normed + i_row * H + o_h, b_h.to(DTYPE), mask=m_h, eviction_policy=KEEP)
 
 
 def row_block(width: int) -> dict[str, int]:

@@ -26,6 +26,7 @@ from specdec.layers.linear import (
     vendor_gated_linear,
     vendor_linear,
 )
+from specdec.layers.moe.beside import mlp_and_experts, reference_mlp_and_experts, vendor_mlp_and_experts
 from specdec.layers.moe.mixture import Routing, apply_experts, reference_apply_experts, reference_route, route
 from specdec.layers.norm import norm, reference_norm
 from specdec.layers.pair_norm import pair_norm, reference_pair_norm
@@ -59,6 +60,7 @@ class Operations(NamedTuple):
     gated_projection: Callable[..., Product]
     route: Callable[..., Routing]
     apply_experts: Callable[..., Product]
+    mlp_and_experts: Callable[..., tuple[Product, Product]]
     centroid_sample: Callable[..., torch.Tensor]
     centroid_best: Callable[..., Best]
     embed: Callable[..., torch.Tensor]
@@ -81,13 +83,14 @@ KERNELS = Operations(
     gated_projection,
     route,
     apply_experts,
+    mlp_and_experts,
     centroid_sample,
     centroid_best,
     embed,
     softcap,
 )
 
-FAST = KERNELS._replace(linear=vendor_linear, gated_linear=vendor_gated_linear)
+FAST = KERNELS._replace(linear=vendor_linear, gated_linear=vendor_gated_linear, mlp_and_experts=vendor_mlp_and_experts)
 
 REFERENCE = Operations(
     reference_linear,
@@ -105,6 +108,7 @@ REFERENCE = Operations(
     reference_gated_projection,
     reference_route,
     reference_apply_experts,
+    reference_mlp_and_experts,
     reference_centroid_sample,
     reference_centroid_best,
     reference_embed,

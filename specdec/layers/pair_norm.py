@@ -9,9 +9,10 @@ One program a row and half: no result depends on the number of rows.
 import torch
 import torch.nn.functional as F
 
-from specdec.kvcache.triton_shim import tl, triton
+from specdec.kvcache.triton_shim import KEEP, tl, triton
 from specdec.layers.launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
-from specdec.layers.linear import Product, reference_finish, sum_parts
+from specdec.layers.linear import Product, reference_finish
+from specdec.layers.linear_kernels import sum_parts
 from specdec.layers.norm import Gain, reference_rms_norm, rms_norm, row_block
 
 
@@ -57,14 +58,24 @@ def _pair_norm_kernel(
         wait_for_previous(PDL)
         token = tl.load(p_tokens + i_row * s_tokens).to(tl.int64)
         b_x = tl.load(p_table + token * s_table + o_h, mask=m_h, other=0.0).to(tl.float32)
-        tl.store(p_normed + o_h, rms_norm(b_x, b_gain, H, eps_token, TOKEN_ROUNDS, DTYPE).to(DTYPE), mask=m_h)
+        tl.store(
+            p_normed + o_h,
+            rms_norm(b_x, b_gain, H, eps_token, TOKEN_ROUNDS, DTYPE).to(DTYPE),
+            mask=m_h,
+            eviction_policy=KEEP,
+        )
     else:
         b_gain = tl.load(p_state_gain + o_h, mask=m_h, other=0.0).to(tl.float32)
         wait_for_previous(PDL)
         b_x = sum_parts(p_parts, p_bias, i_row * H + o_h, o_h, m_h, part_len, SPLITS, DTYPE)
         if p_hidden is not None:
-            tl.store(p_hidden + i_row * H + o_h, b_x.to(DTYPE), mask=m_h)
-        tl.store(p_normed + H + o_h, rms_norm(b_x, b_gain, H, eps_state, STATE_ROUNDS, DTYPE).to(DTYPE), mask=m_h)
+            tl.store(p_hidden + i_row * H + o_h, b_x.to(DTYPE), mask=m_h, eviction_policy=KEEP)
+        tl.store(
+            p_normed + H + o_h,
+            rms_norm(b_x, b_gain, H, eps_state, STATE_ROUNDS, DTYPE).to(DTYPE),
+            mask=m_h,
+            eviction_policy=KEEP,
+        )
 
 
 def pair_norm(

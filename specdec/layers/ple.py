@@ -18,9 +18,10 @@ import math
 import torch
 import torch.nn.functional as F
 
-from specdec.kvcache.triton_shim import tl, triton
+from specdec.kvcache.triton_shim import KEEP, tl, triton
 from specdec.layers.launch import pdl_options, trigger_next, wait_for_previous
-from specdec.layers.linear import Product, activate, linear, reference_activate, reference_finish, sum_parts
+from specdec.layers.linear import Product, linear, reference_activate, reference_finish
+from specdec.layers.linear_kernels import activate, sum_parts
 from specdec.layers.norm import Gain, reference_rms_norm, rms_norm
 from specdec.layers.tiling import MANY_ROWS, Tiles, choose_cut
 
@@ -77,7 +78,7 @@ def _layer_inputs_kernel(
     b_x = (b_x * context_scale).to(DTYPE).to(tl.float32)
     b_x = rms_norm(b_x, b_gain, P, eps, ROUND_FIRST, DTYPE)
     b_x = (b_x + (b_token * table_scale).to(DTYPE).to(tl.float32)).to(DTYPE).to(tl.float32)
-    tl.store(p_out + o_part, (b_x * 0.7071067811865476).to(DTYPE), mask=m_p)
+    tl.store(p_out + o_part, (b_x * 0.7071067811865476).to(DTYPE), mask=m_p, eviction_policy=KEEP)
 
 
 @triton.jit
@@ -120,7 +121,7 @@ def _gated_projection_kernel(
     b_x = _gated(b_gate, b_in, ACTIVATION, DTYPE)
     b_y = tl.dot(b_w, b_x, input_precision="ieee")  # [BN, BM]
     m_out = (o_m < num_rows)[None, :] & (o_n < H)[:, None]
-    tl.store(p_out + o_row * H + o_n[:, None], b_y.to(DTYPE), mask=m_out)
+    tl.store(p_out + o_row * H + o_n[:, None], b_y.to(DTYPE), mask=m_out, eviction_policy=KEEP)
 
 
 @triton.jit(do_not_specialize=["part_len"])
@@ -144,7 +145,7 @@ def _gate_inputs_kernel(
     b_in = tl.load(p_inputs + i_t * s_inputs + o_p, mask=m_p, other=0.0).to(tl.float32)
     DTYPE: tl.constexpr = p_out.dtype.element_ty
     b_gate = sum_parts(p_parts, None, i_t * P + o_p, o_p, m_p, part_len, SPLITS, DTYPE)
-    tl.store(p_out + i_t * P + o_p, _gated(b_gate, b_in, ACTIVATION, DTYPE), mask=m_p)
+    tl.store(p_out + i_t * P + o_p, _gated(b_gate, b_in, ACTIVATION, DTYPE), mask=m_p, eviction_policy=KEEP)
 
 
 def layer_inputs(

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 
 from specdec.kvcache.store_kv import Destination, reference_store_kv
-from specdec.kvcache.triton_shim import tl, triton
+from specdec.kvcache.triton_shim import KEEP, tl, triton
 from specdec.layers.launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
-from specdec.layers.linear import Product, reference_finish, sum_parts
+from specdec.layers.linear import Product, reference_finish
+from specdec.layers.linear_kernels import sum_parts
 from specdec.layers.norm import Gain, reference_rms_norm
 from specdec.layers.rotary import Rotary
 
@@ -77,8 +78,8 @@ def reference_rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
 def _store_head(
     p_head: tl.tensor, o_a: tl.tensor, o_b: tl.tensor, b_a: tl.tensor, b_b: tl.tensor, mask: tl.tensor
 ) -> None:
-    tl.store(p_head + o_a, b_a, mask=mask)
-    tl.store(p_head + o_b, b_b, mask=mask)
+    tl.store(p_head + o_a, b_a, mask=mask, eviction_policy=KEEP)
+    tl.store(p_head + o_b, b_b, mask=mask, eviction_policy=KEEP)
 
 
 @triton.jit(do_not_specialize=["part_len", "eps_q", "eps_k", "eps_v"])

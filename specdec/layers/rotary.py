@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.kvcache.triton_shim import tl, triton
+from specdec.kvcache.triton_shim import KEEP, tl, triton
 from specdec.layers.launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
 
 
@@ -46,8 +46,8 @@ def _rotary_kernel(
     b_frequency = tl.load(p_frequencies + o, mask=o < half, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     b_angle = tl.load(p_positions + i_t * s_positions).to(tl.float32) * b_frequency
-    tl.store(p_cos + i_t * half + o, (tl.cos(b_angle) * factor).to(DTYPE), mask=o < half)
-    tl.store(p_sin + i_t * half + o, (tl.sin(b_angle) * factor).to(DTYPE), mask=o < half)
+    tl.store(p_cos + i_t * half + o, (tl.cos(b_angle) * factor).to(DTYPE), mask=o < half, eviction_policy=KEEP)
+    tl.store(p_sin + i_t * half + o, (tl.sin(b_angle) * factor).to(DTYPE), mask=o < half, eviction_policy=KEEP)
 
 
 def rotary(positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype) -> Rotary:

@@ -3,15 +3,16 @@
     pick_kernel      grid (rows)                   the last sum of the router's product, and the k best of a row
     list_kernel      grid (experts)                many rows: the assignments of each expert, in ascending order
     product_kernel   grid (weight tiles, slots)    weight rows as M operand, assignments of one expert as N operand
+    beside_kernel    grid (programs)               the same, and in front of it the product of a dense MLP
 
 A slot of product_kernel is an expert with a list. At few rows it is an assignment, and needs no list: the program of
 an expert's first assignment multiplies for all of them, and the others leave. Either way a weight is read once, and an
 assignment is a column of its own in a product whose sum over K is never cut: its bits do not depend on its neighbours.
 """
 
-from specdec.kvcache.triton_shim import tl, triton
+from specdec.kvcache.triton_shim import KEEP, tl, triton
 from specdec.layers.launch import trigger_next, wait_for_previous
-from specdec.layers.linear import activate, sum_parts
+from specdec.layers.linear_kernels import activate, linear_tile, sum_parts
 
 INF = tl.constexpr(float("inf"))
 
@@ -63,8 +64,8 @@ def pick_kernel(
     b_weight = tl.exp(b_logit - tl.max(b_logit))
     b_weight = b_weight / tl.sum(tl.where(m_picked, b_weight, 0.0) if NORMALISED else b_weight) * b_scale
     o_out = i_row * TOP_K + b_rank
-    tl.store(p_experts + o_out, o_e, mask=m_picked)
-    tl.store(p_weights + o_out, b_weight, mask=m_picked)
+    tl.store(p_experts + o_out, o_e, mask=m_picked, eviction_policy=KEEP)
+    tl.store(p_weights + o_out, b_weight, mask=m_picked, eviction_policy=KEEP)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -152,7 +153,7 @@ def _multiply(
         o_out = (b_slot % TOP_K * (num_slots // TOP_K) + b_row).to(tl.int64)[None, :]
         b_acc *= tl.load(p_weights + b_slot, mask=m_slot, other=0.0)[None, :]
         o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-        tl.store(p_out + o_out * N + o_n, b_acc, mask=m_slot[None, :] & (o_n < N))
+        tl.store(p_out + o_out * N + o_n, b_acc, mask=m_slot[None, :] & (o_n < N), eviction_policy=KEEP)
     else:
         HALF: tl.constexpr = BLOCK_N // 2
         if INTERLEAVED:
@@ -162,11 +163,18 @@ def _multiply(
         b_gate, b_up = tl.split(b_pair)
         o_n = i_n * HALF + tl.arange(0, HALF)[:, None]
         b_out = _gate(b_gate, b_up, alpha, limit, ACT).to(p_out.dtype.element_ty)
-        tl.store(p_out + b_slot.to(tl.int64)[None, :] * (N // 2) + o_n, b_out, mask=m_slot[None, :] & (o_n < N // 2))
+        tl.store(
+            p_out + b_slot.to(tl.int64)[None, :] * (N // 2) + o_n,
+            b_out,
+            mask=m_slot[None, :] & (o_n < N // 2),
+            eviction_policy=KEEP,
+        )
 
 
-@triton.jit(do_not_specialize=["num_slots"])
-def product_kernel(
+@triton.jit
+def expert_program(
+    i_n: tl.tensor,
+    i_slot: tl.tensor,
     p_x: tl.tensor,  # [T, K], or [A, K] behind the first product
     p_w: tl.tensor,  # [E, N, K] at any strides
     p_bias: tl.tensor,  # [E, N] or None
@@ -196,8 +204,7 @@ def product_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    trigger_next(PDL)
-    i_n, i_slot = tl.program_id(0), tl.program_id(1)
+    """One program of a product, from its wait to its last store."""
     o_n = tl.arange(0, BLOCK_N)
     if ACT is None or INTERLEAVED:
         o_w = i_n * BLOCK_N + o_n
@@ -229,23 +236,113 @@ def product_kernel(
                 b_rank = tl.where(m_same, tl.cumsum(m_same.to(tl.int32)) - 1, -1)
                 b_slot = tl.max(tl.where(b_rank[:, None] == o_m[None, :], o_slot[:, None], -1), 0)
             p_tile = p_w + i_expert.to(tl.int64) * s_we + o_w.to(tl.int64)[:, None] * s_wn
+            o_bias = i_expert * N + o_w
             _multiply(
-                *(p_x, p_tile, p_bias, p_weights, p_out, tl.maximum(b_slot, 0), b_slot >= 0, num_slots),
-                *(
-                    i_expert * N + o_w,
-                    i_n,
-                    N,
-                    K,
-                    s_x,
-                    s_wk,
-                    alpha,
-                    limit,
-                    TOP_K,
-                    ACT,
-                    INTERLEAVED,
-                    EVEN_K,
-                    BLOCK_N,
-                    BLOCK_M,
-                    BLOCK_K,
-                ),
+                *(p_x, p_tile, p_bias, p_weights, p_out, tl.maximum(b_slot, 0), b_slot >= 0, num_slots, o_bias, i_n, N),
+                *(K, s_x, s_wk, alpha, limit, TOP_K, ACT, INTERLEAVED, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K),
             )
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def product_kernel(
+    p_x: tl.tensor,
+    p_w: tl.tensor,
+    p_bias: tl.tensor,
+    p_experts: tl.tensor,
+    p_first: tl.tensor,
+    p_order: tl.tensor,
+    p_weights: tl.tensor,
+    p_out: tl.tensor,
+    num_slots: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    s_x: tl.tensor,
+    s_we: tl.tensor,
+    s_wn: tl.tensor,
+    s_wk: tl.tensor,
+    alpha: tl.tensor,
+    limit: tl.tensor,
+    TOP_K: tl.constexpr,
+    ACT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LONE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    expert_program(
+        *(tl.program_id(0), tl.program_id(1), p_x, p_w, p_bias, p_experts, p_first, p_order, p_weights, p_out),
+        *(num_slots, N, K, s_x, s_we, s_wn, s_wk, alpha, limit, TOP_K, ACT, INTERLEAVED, EVEN_N, EVEN_K),
+        *(SLOTS, LONE, BLOCK_N, BLOCK_M, BLOCK_K, PDL),
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_dense", "num_slots"])
+def beside_kernel(
+    p_dense_x: tl.tensor,  # [T, K'], and so on: what `linear_tile` is given
+    p_dense_w: tl.tensor,
+    p_dense_out: tl.tensor,
+    num_rows: tl.tensor,
+    num_dense: tl.tensor,  # programs of the dense product
+    dense_tiles: tl.tensor,  # those of one range of its K
+    dense_n: tl.tensor,
+    dense_k: tl.tensor,
+    split_len: tl.tensor,
+    s_dense_x: tl.tensor,
+    s_dense_w: tl.tensor,
+    p_x: tl.tensor,  # what `expert_program` is given
+    p_w: tl.tensor,
+    p_bias: tl.tensor,
+    p_experts: tl.tensor,
+    p_first: tl.tensor,
+    p_order: tl.tensor,
+    p_weights: tl.tensor,
+    p_out: tl.tensor,
+    num_slots: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    s_x: tl.tensor,
+    s_we: tl.tensor,
+    s_wn: tl.tensor,
+    s_wk: tl.tensor,
+    alpha: tl.tensor,
+    limit: tl.tensor,
+    DENSE_ACT: tl.constexpr,  # None: the ranges of K are programs of their own
+    DENSE_WHOLE: tl.constexpr,  # there is one range
+    DENSE_EVEN_K: tl.constexpr,
+    START: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ACT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LONE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    if program < num_dense:
+        i_n, i_split = program % dense_tiles, program // dense_tiles
+        TILE_ROWS: tl.constexpr = BLOCK_N if DENSE_ACT is None else BLOCK_N // 2
+        linear_tile(
+            *(0, i_n, i_split, p_dense_x, p_dense_w, None, p_dense_out, num_rows, TILE_ROWS, dense_n, dense_k),
+            *(split_len, s_dense_x, s_dense_w, DENSE_ACT is None, False, DENSE_WHOLE, DENSE_ACT, DENSE_EVEN_K),
+            *(BLOCK_N, BLOCK_M, BLOCK_K, START, PDL),
+        )
+    else:
+        trigger_next(PDL)
+        program -= num_dense
+        tiles = tl.cdiv(N, BLOCK_N)
+        expert_program(
+            *(program % tiles, program // tiles, p_x, p_w, p_bias, p_experts, p_first, p_order, p_weights, p_out),
+            *(num_slots, N, K, s_x, s_we, s_wn, s_wk, alpha, limit, TOP_K, ACT, INTERLEAVED, EVEN_N, EVEN_K),
+            *(SLOTS, LONE, BLOCK_N, BLOCK_M, BLOCK_K, PDL),
+        )

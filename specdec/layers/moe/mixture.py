@@ -10,7 +10,7 @@ same bits beside any other rows. Of equal router logits, rounded to the model's 
 lower expert comes first.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,11 @@ FEW_SLOTS = 256
 
 FEW_ROWS = 64
 """And up to so many rows: each must fit the tile of an expert that all of them choose."""
+
+
+STAGES = {128: 4, 64: 6, 32: 6}
+FEW_STAGES = STAGES | {128: 5}
+"""Columns a tile -> tiles on their way, such that two programs fit a multiprocessor; FEW: of 16 rows."""
 
 
 class Router(NamedTuple):
@@ -100,15 +105,17 @@ def reference_gate(gate: torch.Tensor, up: torch.Tensor, experts: Experts) -> to
     return (F.silu(gate) if experts.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
-def route(x: torch.Tensor, router: Router) -> Routing:
-    """x [T, H], normed -> its experts."""
+def route(x: torch.Tensor, router: Router, *, holds: bool = False) -> Routing:
+    """x [T, H], normed -> its experts. holds: no kernel behind these starts before x is there."""
     num_rows, num_experts = len(x), len(router.weight)
     assert 1 <= router.top_k <= num_experts, f"{router.top_k=} {num_experts=}"
     experts = torch.empty((num_rows, router.top_k), dtype=torch.int32, device=x.device)
     weights = torch.empty((num_rows, router.top_k), dtype=torch.float32, device=x.device)
     if num_rows == 0:
         return Routing(experts, weights)
-    logits = linear(x, router.weight, router.bias, apart=True)  # one program for all numbers of rows: the same bits
+    logits = linear(
+        x, router.weight, router.bias, apart=True, holds=holds
+    )  # one program for all numbers of rows: the same bits
     pick_kernel[(num_rows,)](
         *(logits.parts, logits.bias, router.expert_scale, experts, weights, num_rows, num_experts),
         TOP_K=router.top_k,
@@ -123,7 +130,38 @@ def route(x: torch.Tensor, router: Router) -> Routing:
 
 
 def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: bool | None = None) -> Product:
-    """x [T, H] -> [T, H]. `few`: without a list; None: up to FEW_SLOTS assignments of FEW_ROWS rows."""
+    """x [T, H] -> [T, H]. `few`: without a list; None: as `are_few` says."""
+    products = list_products(x, routing, experts, are_few(*routing.experts.shape) if few is None else few)
+    if len(x):
+        for launch in (products.gate_up, products.down):
+            product_kernel[(launch.tiles, launch.lists)](*launch.arguments, **launch.options)
+    return products.result
+
+
+class ExpertLaunch(NamedTuple):
+    """A product of the experts: `tiles` programs for each of `lists` lists, or assignments where there are none."""
+
+    tiles: int
+    lists: int
+    arguments: tuple[Any, ...]  # of `expert_program`, behind its place, up to the constants
+    options: dict[str, Any]
+
+
+class ExpertProducts(NamedTuple):
+    """Two launches, one behind the other, and what they make."""
+
+    gate_up: ExpertLaunch
+    down: ExpertLaunch
+    result: Product
+
+
+def are_few(num_rows: int, top_k: int) -> bool:
+    """Whether programs find their expert's assignments themselves."""
+    return num_rows * top_k <= FEW_SLOTS and num_rows <= FEW_ROWS
+
+
+def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool) -> ExpertProducts:
+    """What is to be launched for x [T, H]; assignments are listed at once, unless they are few."""
     num_rows, hidden = x.shape
     num_experts, width = len(experts.gate_up), experts.gate_up.shape[1]
     top_k = routing.experts.shape[1]
@@ -134,39 +172,49 @@ def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: b
     assert x.dtype == experts.gate_up.dtype == experts.down.dtype, f"{x.dtype=} {experts.gate_up.dtype=}"
     gated = torch.empty((slots, width // 2), dtype=x.dtype, device=x.device)
     parts = torch.empty((top_k, num_rows, hidden), dtype=torch.float32, device=x.device)
-    if num_rows == 0:
-        return Product(parts, None, x.dtype)
-    options = pdl_options(x.device)
     first = order = None
-    if not (slots <= FEW_SLOTS and num_rows <= FEW_ROWS if few is None else few):
+    if not few:
         first = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
         order = torch.empty(slots, dtype=torch.int32, device=x.device)
-        list_kernel[(num_experts,)](routing.experts, first, order, slots, BLOCK=1024, num_warps=4, **options)
-    for source, weight, bias, out_weight, target in (
-        (x, experts.gate_up, experts.gate_up_bias, None, gated),
-        (gated, experts.down, experts.down_bias, routing.weights, parts),
-    ):
+        if slots:
+            options = pdl_options(x.device)
+            list_kernel[(num_experts,)](routing.experts, first, order, slots, BLOCK=1024, num_warps=4, **options)
+
+    def launch(
+        source: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_weight: torch.Tensor | None,
+        target: torch.Tensor,
+    ) -> ExpertLaunch:
         _, n, k = weight.shape
-        activated = out_weight is None
         block_n, block_m, block_k, num_warps, num_stages = _tiles(num_rows, slots, num_experts, k, x.dtype, first)
-        product_kernel[(triton.cdiv(n, block_n), slots if first is None else num_experts)](
+        arguments = (
             *(source, weight, bias, routing.experts if first is None else None, first, order, out_weight, target),
             *(slots, n, k, source.stride(0), *weight.stride(), experts.alpha, experts.limit),
-            TOP_K=top_k,
-            ACT=experts.activation if activated else None,
-            INTERLEAVED=experts.interleaved,
-            EVEN_N=n % block_n == 0,
-            EVEN_K=k % block_k == 0,
-            SLOTS=triton.next_power_of_2(slots) if first is None else 1,
-            LONE=first is None and num_rows == 1,
-            BLOCK_N=block_n,
-            BLOCK_M=block_m,
-            BLOCK_K=block_k,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            **options,
         )
-    return Product(parts, None, x.dtype)
+        options = {
+            "TOP_K": top_k,
+            "ACT": experts.activation if out_weight is None else None,
+            "INTERLEAVED": experts.interleaved,
+            "EVEN_N": n % block_n == 0,
+            "EVEN_K": k % block_k == 0,
+            "SLOTS": triton.next_power_of_2(slots) if first is None else 1,
+            "LONE": first is None and num_rows == 1,
+            "BLOCK_N": block_n,
+            "BLOCK_M": block_m,
+            "BLOCK_K": block_k,
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+            **pdl_options(x.device),
+        }
+        return ExpertLaunch(triton.cdiv(n, block_n), slots if first is None else num_experts, arguments, options)
+
+    return ExpertProducts(
+        launch(x, experts.gate_up, experts.gate_up_bias, None, gated),
+        launch(gated, experts.down, experts.down_bias, routing.weights, parts),
+        Product(parts, None, x.dtype),
+    )
 
 
 def _tiles(
@@ -176,4 +224,5 @@ def _tiles(
     block_k = 32 if dtype == torch.float32 else 128 if k % 128 == 0 else 64
     wanted = num_rows if listed is None else 2 * slots // num_experts
     block_m = min(max(16, triton.next_power_of_2(wanted)), 64 if listed is not None else 256)
-    return 64, block_m, block_k, 4, (4 if block_k == 128 else 6) if block_m <= 32 else 3
+    stages = (FEW_STAGES if block_m == 16 else STAGES)[block_k] if block_m <= 32 else 3
+    return 64, block_m, block_k, 4, stages
