@@ -102,8 +102,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Give everything up, as when the weights that made these K/V are no longer what they were."""
         self.allocator.require_unfrozen("clear")
-        for node in list(self._by_age):
-            self._cut(node, 0)
+        self._forget([self._cut(node, 0) for node in list(self._by_age)])
 
     def reset(self) -> None:
         """Forget everything: the pools have."""
@@ -118,15 +117,18 @@ class PrefixCache:
         least_swa = 0 if swa is None else swa.free_pages + swa_pages
         if full_pages:
             least = full.free_pages + full_pages
-            batch = max(least, full.free_pages + full.capacity // BATCH)
+            short = max(full_pages, full.capacity // BATCH)
+            given_up: list[IntArray] = []
             for node in self._leaves():
-                if full.free_pages >= batch:
+                if short <= 0:
                     break
-                self._trim(node, batch - full.free_pages)
+                given_up.append(self._trim(node, short))
+                short -= len(given_up[-1])
+            self._forget(given_up)
             for node in self._leaves():  # what is left lies in front of pages that rows hold
                 if full.free_pages >= least:
                     break
-                self._cut(node, 0)
+                self._forget([self._cut(node, 0)])
         if swa is not None and swa.free_pages < least_swa:
             self._release_swa(least_swa)
 
@@ -252,24 +254,30 @@ class PrefixCache:
         """From the one used longest ago; a node whose children are gone by then is one too."""
         return (node for node in list(self._by_age) if not node.children)
 
-    def _trim(self, leaf: _Node, most: int) -> None:
-        """Give up the last pages of a leaf that no row holds, at most `most`, back to where a match could end."""
+    def _trim(self, leaf: _Node, most: int) -> IntArray:
+        """Cut off the last pages of a leaf that no row holds, at most `most`, back to where a match could end."""
         held = np.flatnonzero(self.allocator.full.is_held(leaf.pages))
         least = int(held[-1]) + 1 if len(held) else 0
         left = max(least, len(leaf.pages) - most)
-        self._cut(leaf, max(least, len(self._usable(leaf.pages[:left]))))
+        if left > least:
+            left = max(least, len(self._usable(leaf.pages[:left])))
+        return self._cut(leaf, left)
 
-    def _cut(self, node: _Node, left: int) -> None:
-        """Give up all but the first `left` pages of a leaf."""
+    def _cut(self, node: _Node, left: int) -> IntArray:
+        """All but the first `left` pages of a leaf, out of the tree and to be forgotten."""
         assert not node.children and node.parent is not None
-        if left == len(node.pages):
-            return
-        self.allocator.forget(node.pages[left:])
-        if left:
+        pages = node.pages[left:]
+        if left == 0:
+            del node.parent.children[self._first(node.key)], self._by_age[node]
+        elif len(pages):
             node.key, node.pages = node.key[: left * self.page_size].copy(), node.pages[:left].copy()
             node.num_swa = self._count_swa(node)
-        else:
-            del node.parent.children[self._first(node.key)], self._by_age[node]
+        return pages
+
+    def _forget(self, given_up: Sequence[IntArray]) -> None:
+        """Give these pages up, all of them at once; those that were cut off last are used first."""
+        if given_up:
+            self.allocator.forget(np.concatenate(given_up[::-1]))
 
     def _release_swa(self, least: int) -> None:
         """Free SWA peers until `least` are free: first those that no match at the end of a node needs."""
@@ -277,14 +285,17 @@ class PrefixCache:
         assert swa is not None and retain is not None
         batch = max(least, swa.free_pages + swa.capacity // BATCH)
         for tail, wanted in ((-(-retain // self.page_size), batch), (0, least)):
+            short, given_up = wanted - swa.free_pages, list[IntArray]()
             for node in list(self._by_age):
-                if swa.free_pages >= wanted:
-                    return
+                if short <= 0:
+                    break
                 if node.num_swa > tail:
                     pages = node.pages[: len(node.pages) - tail]
-                    idle = pages[self.allocator.is_idle_in_swa(pages)][: wanted - swa.free_pages]
-                    self.allocator.forget_swa(idle)
-                    node.num_swa -= len(idle)
+                    given_up.append(pages[self.allocator.is_idle_in_swa(pages)][:short])
+                    node.num_swa -= len(given_up[-1])
+                    short -= len(given_up[-1])
+            if given_up:
+                self.allocator.forget_swa(np.concatenate(given_up[::-1]))
 
     def _count_swa(self, node: _Node) -> int:
         return int(np.count_nonzero(self.allocator.is_kept_in_swa(node.pages)))

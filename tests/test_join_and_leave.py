@@ -206,6 +206,31 @@ def test_what_is_kept_is_claimed_in_one_call(page_size: int, monkeypatch) -> Non
     table.check()
 
 
+@PAGE_SIZES
+def test_what_a_short_pool_wants_is_given_up_in_one_call(page_size: int, monkeypatch) -> None:
+    """Of six texts of 24 tokens two and a half: the oldest, and of the third its end."""
+    table, calls = make(page_size, window=None), list[list[int]]()
+    cache, forget = PrefixCache(table), table.allocator.full.forget
+    monkeypatch.setattr(table.allocator.full, "forget", lambda pages: (calls.append(pages.tolist()), forget(pages))[1])
+    rows = [table.open() for _ in range(ROWS)]
+    for row in rows:
+        grow(table, row, 24)
+    cache.insert(rows, [cache.key([row] * 24) for row in rows])
+    each = 24 // page_size
+    pages = [table.pages(row, each).tolist() for row in rows]
+    table.close_all(ints(*rows))
+    free = table.allocator.full.free_pages
+    cache.release(2 * each + each // 2, 0)
+    assert calls == [pages[2][each - each // 2 :] + pages[1] + pages[0]]
+    assert table.allocator.full.free_pages - free == 2 * each + each // 2
+    left = [2] * (each - each // 2) * page_size
+    assert [key for key, *_ in tree(cache)] == [left, *([row] * 24 for row in (3, 4, 5))]
+    table.check()
+    cache.clear()
+    assert len(calls) == 2 and tree(cache) == []
+    table.check()
+
+
 @pytest.mark.parametrize("pairs", [False, True])
 def test_a_key_that_grows_is_that_of_all_tokens(pairs: bool) -> None:
     request = request_of(0, [3, 5, 7])

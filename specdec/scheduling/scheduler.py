@@ -121,7 +121,8 @@ class Scheduler:
             insort(self.running, request, key=rank)
             admitted.append(request)
             for other in self.waiting:
-                other.passed += other.number < request.number
+                if other.number < request.number:
+                    other.passed += 1
         self.waiting.sort(key=rank)  # whoever was passed may have risen
         return admitted
 

@@ -154,7 +154,7 @@ def _as_prompt(item: Any) -> Prompt:
     ids = _as_list(item)
     if ids is None:
         raise ConfigError(f"prompt {shown(item)}: a string or a list of token ids is wanted")
-    return [_token_id(token) for token in ids]
+    return [token if type(token) is int else _token_id(token) for token in ids]  # no call for what most of them are
 
 
 def _as_list(value: Any) -> list[Any] | None:
