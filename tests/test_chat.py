@@ -170,6 +170,44 @@ def test_without_a_terminal_ctrl_c_ends_it_all(engine, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.parametrize("moment", ["abort", "figures"])
+def test_a_second_ctrl_c_cuts_nothing_short(moment, engine, monkeypatch, capsys):
+    """Whenever it comes: before the answer is ended, or while its figures are printed."""
+    session = Session(engine, Conversation(engine), SamplingParams(max_new_tokens=48))
+    before, printed, figures, submit = signal.getsignal(signal.SIGINT), session._print, session._figures, engine.submit
+
+    def press(*_):
+        signal.raise_signal(signal.SIGINT)
+
+    def interrupted(pieces):
+        printed(pieces)
+        monkeypatch.setattr(session, "_print", printed)
+        press()
+
+    def submitted(*arguments):
+        handle = submit(*arguments)
+        if moment == "abort":
+            abort = handle.abort
+            monkeypatch.setattr(handle, "abort", lambda: (press(), abort()))
+        return handle
+
+    class Keyboard(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stdin", Keyboard())
+    typed = iter([TOM, "/exit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    monkeypatch.setattr(session, "_print", interrupted)
+    monkeypatch.setattr(engine, "submit", submitted)
+    if moment == "figures":
+        monkeypatch.setattr(session, "_figures", lambda *about: (press(), figures(*about))[1])
+    session.run("")
+    assert "accepted drafts; interrupted" in capsys.readouterr().err
+    assert [turn.asked for turn in session.conversation.turns] == [TOM]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_the_system_message_goes_first(engine):
     conversation = Conversation(engine, "Be brief.")
     conversation.add("Hi", "Yes?")

@@ -59,9 +59,17 @@ def chat(
 
 
 @contextmanager
-def heedless() -> Iterator[None]:
-    """Ctrl-C does nothing in the block."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def one_interrupt() -> Iterator[None]:
+    """Ctrl-C is heard once in the block: none that comes behind it, at any moment, cuts short what follows."""
+    heard = False
+
+    def hear(*_: object) -> None:
+        nonlocal heard
+        if not heard:
+            heard = True
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, hear)
     try:
         yield
     finally:
@@ -139,10 +147,11 @@ class Session:
                 self.notes.print(Text(f"no command {line}; {COMMANDS}"))
             elif line:
                 try:
-                    self._turn(line)
+                    with one_interrupt():
+                        self._turn(line)
                 except SpecDecError as error:
                     self.notes.print(Text(f"not answered: {error}"))
-                except KeyboardInterrupt:  # a second one, or just when the answer had ended
+                except KeyboardInterrupt:  # before the answer began, or when it had ended
                     if not sys.stdin.isatty():
                         raise
                     print()
@@ -181,12 +190,11 @@ class Session:
             for delta in handle:
                 self._print(colours.read(delta))
         except BaseException as error:
-            with heedless():
-                handle.abort()
-                if not (isinstance(error, KeyboardInterrupt) and sys.stdin.isatty()):
-                    raise
-                while (rest := handle.read()) is not None:
-                    self._print(colours.read(rest))
+            handle.abort()
+            if not (isinstance(error, KeyboardInterrupt) and sys.stdin.isatty()):
+                raise
+            while (rest := handle.read()) is not None:
+                self._print(colours.read(rest))
         print(flush=True)
         return handle.output()
 
