@@ -70,7 +70,9 @@ class PrefixCache:
     def adopt(self, row: int, key: IntArray) -> int:
         """Begin an empty row with the pages that match; how many slots they are, now committed."""
         path = self._walk(key)
-        pages = self._usable(self._pages_of(path)) if path else self._root.pages
+        if not path:
+            return 0
+        pages = self._usable(self._pages_of(path))
         if len(pages):
             self.table.adopt(row, pages)
             self._touch([node for node, _ in path])

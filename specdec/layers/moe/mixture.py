@@ -113,9 +113,8 @@ def route(x: torch.Tensor, router: Router, *, holds: bool = False) -> Routing:
     weights = torch.empty((num_rows, router.top_k), dtype=torch.float32, device=x.device)
     if num_rows == 0:
         return Routing(experts, weights)
-    logits = linear(
-        x, router.weight, router.bias, apart=True, holds=holds
-    )  # one program for all numbers of rows: the same bits
+    # apart: one program for all numbers of rows, so the same bits
+    logits = linear(x, router.weight, router.bias, apart=True, holds=holds)
     pick_kernel[(num_rows,)](
         *(logits.parts, logits.bias, router.expert_scale, experts, weights, num_rows, num_experts),
         TOP_K=router.top_k,
