@@ -25,10 +25,10 @@ from specdec.kvcache.move_kv import StoreAddresses, move_kv
 from specdec.kvcache.spaces import FullLoc
 from specdec.kvcache.store_kv import Destination, store_kv
 from specdec.kvcache.table import RequestTable, Rows
-from specdec.layers.branches import fork_norm, join_norm
+from specdec.layers.branches import Fork, fork_norm, join_norm
 from specdec.layers.embedding import embed
 from specdec.layers.linear import Mlp, Product, finish, gated_linear, linear, vendor_gated_linear
-from specdec.layers.moe.beside import Inputs, mlp_and_experts
+from specdec.layers.moe.beside import mlp_and_experts
 from specdec.layers.moe.mixture import Experts, Router, Routing, apply_experts, route
 from specdec.layers.norm import Gain, norm
 from specdec.layers.pair_norm import pair_norm
@@ -252,7 +252,7 @@ def mixture(
 def beside(dtype: torch.dtype, num_rows: int, width: int) -> None:
     """Gemma 4 26B-A4B, in few experts."""
     hidden, num_experts, top_k = 2816, 16, 8
-    x = Inputs(*(numbers(num_rows, hidden, dtype=dtype) for _ in Inputs._fields))
+    x = Fork(*(numbers(num_rows, hidden, dtype=dtype) for _ in Fork._fields))
     mlp = Mlp(numbers(4224, hidden, dtype=dtype), "gelu_tanh", numbers(hidden, 2112, dtype=dtype))
     router = Router(numbers(num_experts, hidden, dtype=dtype), top_k, expert_scale=numbers(num_experts, dtype=dtype))
     up, down = (numbers(num_experts, n, k, dtype=dtype) for n, k in ((2 * width, hidden), (hidden, width)))

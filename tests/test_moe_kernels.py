@@ -12,10 +12,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from specdec.kvcache.triton_shim import triton
+from specdec.layers.branches import Fork
 from specdec.layers.launch import TL_DTYPES, pdl_options
 from specdec.layers.linear import Mlp, finish, gated_linear, linear, reference_finish
 from specdec.layers.moe import beside, mixture
-from specdec.layers.moe.beside import Inputs, mlp_and_experts, reference_mlp_and_experts
+from specdec.layers.moe.beside import mlp_and_experts, reference_mlp_and_experts
 from specdec.layers.moe.families import experts_of, router_of
 from specdec.layers.moe.kernels import list_kernel, pick_kernel
 from specdec.layers.moe.mixture import Experts, Router, Routing, reference_route, route
@@ -284,7 +285,7 @@ def test_an_early_product_writes_to_memory_that_was_free_before_the_router_began
     monkeypatch.setattr(beside, "route", noted_route)
     monkeypatch.setattr(beside, "_launch", noted_launch)
     with Allocations():
-        mlp_and_experts(Inputs(*torch.randn(3, 5, 40, device=DEVICE)), mlp, router, experts)
+        mlp_and_experts(Fork(*torch.randn(4, 5, 40, device=DEVICE)), mlp, router, experts)
     assert made[:2] == [(5, 36), "router"]
     assert early == [((5, 36), "early"), ((1, 5, 40), "usual")]
 
@@ -301,7 +302,7 @@ def test_a_dense_mlp_beside_experts_has_the_bits_that_it_has_alone(hidden, dense
         "gelu_tanh",
         torch.randn(hidden, dense_width, device=DEVICE) / dense_width**0.5,
     )
-    x = Inputs(*torch.randn(3, num_rows, hidden, device=DEVICE))
+    x = Fork(*torch.randn(4, num_rows, hidden, device=DEVICE))
     dense, chosen = mlp_and_experts(x, mlp, router, experts)
     alone = linear(gated_linear(x.mlp, mlp.gate_up, mlp.activation), mlp.down)
     assert len(dense.parts) == len(alone.parts) and torch.equal(finish(dense), finish(alone))

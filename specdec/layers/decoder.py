@@ -24,7 +24,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.kvcache.store_kv import Destination
 from specdec.layers.linear import Mlp, Product
-from specdec.layers.moe.beside import Inputs
 from specdec.layers.moe.mixture import Experts, Router
 from specdec.layers.norm import Gain
 from specdec.layers.operations import Operations
@@ -198,8 +197,7 @@ class FusedLayer(nn.Module):
         parts, ops = self.parts, self.ops
         readers = {"mlp": parts.mlp_input_norm, "experts": moe.input_norm, "router": moe.router.gain}
         fork = ops.fork_norm(out, post=parts.attention_norm, residual=hidden, **readers, factor=moe.router.factor)
-        inputs = Inputs(fork.mlp, fork.experts, fork.router)
-        dense, chosen = ops.mlp_and_experts(inputs, parts.mlp, moe.router, moe.experts)
+        dense, chosen = ops.mlp_and_experts(fork, parts.mlp, moe.router, moe.experts)
         gains = {"dense_gain": moe.mlp_norm, "chosen_gain": moe.norm, "post": parts.mlp_norm}
         return ops.join_norm(dense, chosen, **gains, residual=fork.hidden, **end)
 

@@ -12,11 +12,12 @@ assignments are many it is these that run, since a tile that holds all rows woul
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from specdec.kvcache.triton_shim import triton
+from specdec.layers.branches import Fork
 from specdec.layers.linear import (
     Mlp,
     Product,
@@ -42,22 +43,14 @@ from specdec.layers.moe.mixture import (
 from specdec.layers.tiling import Cut, choose_cut
 
 
-class Inputs(NamedTuple):
-    """What MLP, experts and router read, each [T, H]."""
-
-    mlp: torch.Tensor
-    experts: torch.Tensor
-    router: torch.Tensor
-
-
-def reference_mlp_and_experts(x: Inputs, mlp: Mlp, router: Router, experts: Experts) -> tuple[Product, Product]:
-    """-> what the MLP and what the experts make of x, each [T, H]."""
-    dense = reference_linear(reference_gated_linear(x.mlp, mlp.gate_up, mlp.activation), mlp.down)
-    return dense, reference_apply_experts(x.experts, reference_route(x.router, router), experts)
+def reference_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Experts) -> tuple[Product, Product]:
+    """-> what the MLP and what the experts make of the fork, each [T, H]."""
+    dense = reference_linear(reference_gated_linear(fork.mlp, mlp.gate_up, mlp.activation), mlp.down)
+    return dense, reference_apply_experts(fork.experts, reference_route(fork.router, router), experts)
 
 
 def mlp_and_experts(
-    x: Inputs,
+    fork: Fork,
     mlp: Mlp,
     router: Router,
     experts: Experts,
@@ -65,22 +58,22 @@ def mlp_and_experts(
     linear: Callable[..., Product] = linear,
     gated_linear: Callable[..., torch.Tensor] = gated_linear,
 ) -> tuple[Product, Product]:
-    """-> what the MLP and what the experts make of x, each [T, H]. linear, gated_linear: for many rows."""
-    num_rows, hidden = x.mlp.shape
+    """-> what the MLP and what the experts make of the fork, each [T, H]. linear, gated_linear: for many rows."""
+    num_rows, hidden = fork.mlp.shape
     width = len(mlp.gate_up) // 2
     assert mlp.gate_up.shape == (2 * width, hidden) and mlp.down.shape == (hidden, width), f"{mlp.gate_up.shape=}"
     if num_rows == 0 or not are_few(num_rows, router.top_k):
-        routing = route(x.router, router)
-        dense = linear(gated_linear(x.mlp, mlp.gate_up, mlp.activation), mlp.down)
-        return dense, apply_experts(x.experts, routing, experts)
+        routing = route(fork.router, router)
+        dense = linear(gated_linear(fork.mlp, mlp.gate_up, mlp.activation), mlp.down)
+        return dense, apply_experts(fork.experts, routing, experts)
     # an early program may write while the router is still read: memory that nobody gave back since the fork
-    gated = torch.empty((num_rows, width), dtype=x.mlp.dtype, device=x.mlp.device)
-    products = list_products(x.experts, route(x.router, router, holds=True), experts, few=True)
-    _launch(x.mlp, mlp.gate_up, gated, mlp.activation, Cut(1, hidden), products.gate_up, start="early")
+    gated = torch.empty((num_rows, width), dtype=fork.mlp.dtype, device=fork.mlp.device)
+    products = list_products(fork.experts, route(fork.router, router, holds=True), experts, few=True)
+    _launch(fork.mlp, mlp.gate_up, gated, mlp.activation, Cut(1, hidden), products.gate_up, start="early")
     cut = choose_cut(hidden, width)
-    parts = torch.empty((cut.splits, num_rows, hidden), dtype=torch.float32, device=x.mlp.device)
+    parts = torch.empty((cut.splits, num_rows, hidden), dtype=torch.float32, device=fork.mlp.device)
     _launch(gated, mlp.down, parts, None, cut, products.down, start="usual")
-    return Product(parts, None, x.mlp.dtype), products.result
+    return Product(parts, None, fork.mlp.dtype), products.result
 
 
 vendor_mlp_and_experts = partial(mlp_and_experts, linear=vendor_linear, gated_linear=vendor_gated_linear)
