@@ -170,7 +170,7 @@ def check_trees(quick: bool) -> None:
             got = select_tree(*inputs, num_nodes=num_nodes, num_levels=levels)
             got.check()
             same("select", (got.tokens, got.parents), reference_select_nodes(*inputs, num_nodes=num_nodes))
-    for num_nodes in (1, 2, 7, 16, 33, 64, 200, 512):
+    for num_nodes in (1, 2, 7, 16, 33, 64, 200, 512)[: 6 if quick else None]:  # racecheck notes every access to memory
         for seed in range(1 if quick else 10):
             tree, target = random_walks(num_nodes, seed)
             same("fields", tuple(tree_fields(tree.parents)), tuple(reference_tree_fields(tree.parents)))
