@@ -1,8 +1,8 @@
 """`deterministic=True` on a GPU: the same bits in any company, and what that costs: `python tools/gpu_bits.py`.
 
-    bits      requests alone, in a crowd, in chunks, preempted, with n-gram and MTP drafts, in trees of 16 and 200 nodes
-              whose paths are accepted, in captured rounds and not: tokens and log-probabilities must be equal; random
-              weights at the widths of every published shape, few layers
+    bits      requests alone, in a crowd, in chunks, preempted, found in the prefix cache, with n-gram and MTP drafts,
+              in trees of 16 and 200 nodes whose paths are accepted, in captured rounds and not: tokens and
+              log-probabilities must be equal; random weights at the widths of every published shape, few layers
     times     at the shape of Gemma 4 E4B, context 1,024: a round of 4 MTP drafts and a plain step at 1, 8 and 32
               requests, and prompts of 2,048 tokens, beside the default
     --sweep   products of many rows and attention of prompts in other tiles, timed, and whether their bits are the same
@@ -89,6 +89,16 @@ def answers(engine: Engine, prompts: Sequence[list[int]], params: Sequence[Sampl
         return [(out.token_ids, out.logprobs) for out in engine.generate(list(prompts), list(params))]
 
 
+def answers_again(
+    engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
+) -> tuple[list[Answer], int]:
+    """The second time, with what the prefix cache holds by then; and for how many of the prompts it held something."""
+    with engine:
+        engine.generate(list(prompts), list(params))
+        outputs = engine.generate(list(prompts), list(params))
+        return [(out.token_ids, out.logprobs) for out in outputs], sum(out.stats.cached_tokens > 0 for out in outputs)
+
+
 def preempted_answers(
     engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams], crowd: Sequence[list[int]]
 ) -> tuple[list[Answer], int]:
@@ -146,6 +156,9 @@ def bits_of_shape(name: str, layers: int) -> list[Row]:
 
     found, lost = preempted_answers(engine_of(target, None, CHAIN, **tight), prompts, params, crowd)
     compare("preempted", found, f"{lost} preempted", ok=ON_CPU or lost > 0)
+    for what, draft, spec in (("cached", None, CHAIN), (f"{drafter.name}, tree of 16, cached", drafter, TREE)):
+        found, hits = answers_again(engine_of(target, draft, spec), prompts, params)
+        compare(what, found, f"{hits} found in the prefix cache", ok=hits > 0)
     for what, draft, spec, config, crowded in cases[:: 4 if ON_CPU else 1]:
         others = crowd if crowded else []
         engine = engine_of(target, draft, spec, **config)
