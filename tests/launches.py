@@ -346,6 +346,7 @@ def usual() -> Iterator[Launch]:
     yield launch(attention, FP32, 80, 1, 5, page_size=16, tree=True, window=64)
     yield launch(products, BF16, 5, "gelu_tanh")
     yield launch(products, FP32, 5, "silu", bias=True)
+    yield launch(products, BF16, 160, "silu")
     yield launch(products, FP16, 600, "silu")
     yield launch(norms, BF16, 4, rounds=False)
     yield launch(norms, FP16, 1, rounds=True)

@@ -1,5 +1,6 @@
 """The kernels of specdec.layers against their references: odd sizes, strides, every option; rows that do not meet."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -141,7 +142,7 @@ def test_a_row_has_the_same_bits_beside_any_others(n: int, k: int, dtype: torch.
     """Few rows split K over programs and many do not; a row's result shows neither."""
     x, weight = randn(600, k, dtype=dtype), randn(n, k, dtype=dtype)
     alone = [finish(linear(x[i : i + 1], weight))[0] for i in (0, 31, 599)]
-    for rows in (1, 2, 17, 33, 65, 600) if DEVICE.type == "cuda" else (2, 17, 600):
+    for rows in (1, 2, 17, 33, 65, 160, 600) if DEVICE.type == "cuda" else (2, 17, 160, 600):
         product = linear(x[:rows], weight)
         if rows == 600:
             assert len(product.parts) == 1
@@ -169,8 +170,44 @@ def test_tiles_change_no_bit():
         Tiles(64, 32, 128, 4, 2, 12),
         Tiles(128, 16, 64, 8, 3, 128),
         Tiles(64, 32, 256, 4, 1, 32),  # a range: held
+        Tiles(64, 16, 64, 4, 2, 64, tail_m=16),
+        Tiles(64, 16, 128, 4, 2, 12, tail_m=32),
     ):
         same_bits(finish(linear(x, weight, tiles=tiles)), want)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 32, 40, 70])
+def test_two_tiles_of_rows_in_one_program(rows: int):
+    """Of 16 and 16 rows here: the second may have none, and there may be more than one pair."""
+    x, weight, bias = randn(rows, 100), randn(48, 100), randn(48)
+    one, two = Tiles(64, 16, 64, 4, 2, 32), Tiles(64, 16, 64, 4, 2, 32, tail_m=16)
+    same_bits(finish(linear(x, weight, bias, tiles=two)), finish(linear(x, weight, bias, tiles=one)))
+    gated = gated_linear(x, weight, "silu", tiles=two)
+    same_bits(gated, gated_linear(x, weight, "silu", tiles=one))
+    close(gated, reference_gated_linear(x, weight, "silu"))
+
+
+def test_two_tiles_hold_the_rows():
+    assert [tiling.two_tiles(rows) for rows in (65, 96, 97, 128, 160)] == [
+        (64, 16),
+        (64, 32),
+        (128, 0),
+        (128, 0),
+        (128, 32),
+    ]
+    for rows in range(65, 193):
+        first, second = tiling.two_tiles(rows)
+        assert first in (64, 128) and second in (0, 16, 32, 64) and rows <= first + second < rows + 32
+
+
+def test_tiles_of_some_rows():
+    """160 rows of Gemma 4 E4B on 132 multiprocessors: gate/up and head load a weight once, q/k/v are one wave."""
+    some = functools.partial(tiling.tiles_of_some, 160, wave=264)
+    assert some(20480, 1, gated=True) == Tiles(128, 128, 64, 8, 3, 128, tail_m=32)
+    assert some(262144, 1, gated=False) == Tiles(128, 128, 64, 8, 4, 128, tail_m=32)
+    assert some(3072, 4, gated=False) == Tiles(64, 128, 64, 4, 3, 64, tail_m=32)  # 192 programs, where 288 were
+    for n, splits in ((2560, 4), (5120, 4), (10752, 1)):
+        assert some(n, splits, gated=False) == Tiles(128, 64, 64, 8, 4, 128)
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (3072, 2560), (2560, 10240), (20480, 2560), (256, 2560), (2560, 256)])
@@ -195,10 +232,10 @@ def test_tiles_fit_the_shared_memory(shared_memory: int, monkeypatch: pytest.Mon
     x = torch.empty(0, dtype=torch.float16, device=DEVICE)
     for n, k in ((128, 2816), (256, 2560), (4224, 2816), (2560, 10240), (20480, 2560), (262144, 2560)):
         for cut in (choose_cut(n, k), Cut(1, k)):
-            for rows in (1, 8, 17, 33, 64, 65, 500, 2048):
+            for rows in (1, 8, 17, 33, 64, 65, 160, 192, 500, 2048):
                 tiles = tiling.choose_tiles(rows, n, cut, x, gated=cut.splits == 1)
                 assert tiles.num_stages >= 1
-                taken = tiles.num_stages * (tiles.block_n + tiles.block_m) * tiles.block_k * 2
+                taken = tiles.num_stages * (tiles.block_n + tiles.block_m + tiles.tail_m) * tiles.block_k * 2
                 assert taken <= shared_memory << 10, f"{n=} {k=} {rows=} {tiles=}"
 
 

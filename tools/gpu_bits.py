@@ -266,9 +266,18 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE, dtype=DTYPE)
 
 
-PRODUCTS = {"gate/up": (20480, 2560), "down": (2560, 10240), "qkv": (3072, 2560), "o": (2560, 2048)}
+PRODUCTS = {
+    "gate/up": (20480, 2560),
+    "down": (2560, 10240),
+    "qkv": (3072, 2560),
+    "o": (2560, 2048),
+    "head": (262144, 2560),
+}
 TILES = (
     Tiles(128, 64, 64, 8, 4, 128),
+    Tiles(128, 128, 64, 8, 3, 128, tail_m=32),
+    Tiles(128, 128, 64, 8, 4, 128, tail_m=32),
+    Tiles(64, 128, 64, 4, 3, 64, tail_m=32),
     Tiles(128, 128, 64, 8, 3, 128),
     Tiles(128, 128, 64, 8, 4, 128),
     Tiles(128, 256, 64, 8, 3, 128),

@@ -94,7 +94,7 @@ def linear(
     """
     cut = choose_cut(*weight.shape)
     tiles = tiles or choose_tiles(len(x), len(weight), cut, x)
-    count = triton.cdiv(len(x), tiles.block_m) * triton.cdiv(len(weight), tiles.rows)
+    count = triton.cdiv(len(x), tiles.block_m + tiles.tail_m) * triton.cdiv(len(weight), tiles.rows)
     few = count < FEW_PROGRAMS and len(x) <= FEW_ROWS
     split = cut.splits > 1 and (apart or few)
     shape = (cut.splits if split else 1, len(x), len(weight))
@@ -166,11 +166,13 @@ def _launch(
     assert x.stride(1) == weight.stride(1) == 1, f"{x.stride()=} {weight.stride()=}"
     assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
     assert cut.splits == 1 or cut.split_len % tiles.block_k == 0, f"{cut=} {tiles=}"  # a tile lies in one range
+    assert tiles.tail_m == 0 or split or cut.splits == 1, f"{cut=} {tiles=}"  # no accumulator of its own for a range
     if num_rows == 0:
         return
     # of a gated weight a program has as many gates as of what they gate
     tile_rows, num_columns = (tiles.rows, n) if activation is None else (tiles.rows // 2, n // 2)
-    grid = (triton.cdiv(num_rows, tiles.block_m), triton.cdiv(num_columns, tile_rows), cut.splits if split else 1)
+    row_tiles = triton.cdiv(num_rows, tiles.block_m + tiles.tail_m)
+    grid = (row_tiles, triton.cdiv(num_columns, tile_rows), cut.splits if split else 1)
     linear_kernel[grid](
         x,
         weight,
@@ -190,6 +192,7 @@ def _launch(
         EVEN_K=k % tiles.block_k == 0,
         BLOCK_N=tiles.block_n,
         BLOCK_M=tiles.block_m,
+        TAIL_M=tiles.tail_m,
         BLOCK_K=tiles.block_k,
         START="holds" if holds else "usual",
         num_warps=tiles.num_warps,

@@ -64,6 +64,67 @@ def _multiply_range(
 
 
 @triton.jit
+def _multiply_both(
+    p_w: tl.tensor,  # [BN, 1]
+    p_x: tl.tensor,  # [1, BM]
+    p_tail: tl.tensor,  # [1, BT]
+    m_w: tl.tensor,
+    m_x: tl.tensor,
+    m_tail: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    b_acc: tl.tensor,
+    b_tail: tl.tensor,
+    EVEN_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """`_multiply_range` of two tiles of x, for which the weight's is loaded once."""
+    for i_k in range(begin, end, BLOCK_K):
+        o_k = i_k + tl.arange(0, BLOCK_K)
+        m_k = o_k < (i_k + BLOCK_K if EVEN_K else end)
+        b_w = tl.load(p_w + o_k[None, :], mask=m_w & m_k[None, :], other=0.0)  # [BN, BK]
+        b_x = tl.load(p_x + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
+        b_y = tl.load(p_tail + o_k[:, None], mask=m_k[:, None] & m_tail, other=0.0)  # [BK, BT]
+        b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")
+        b_tail = tl.dot(b_w, b_y, b_tail, input_precision="ieee")
+    return b_acc, b_tail
+
+
+@triton.jit
+def _store_tile(
+    b_sum: tl.tensor,  # [BN, BM]
+    p_bias: tl.tensor,  # [N] or None
+    p_out: tl.tensor,
+    o_row: tl.tensor,  # [1, BM]
+    m_x: tl.tensor,
+    i_n: tl.tensor,
+    i_split: tl.tensor,
+    num_rows: tl.tensor,
+    tile_rows: tl.tensor,
+    N: tl.tensor,
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """What a program has summed, as part `i_split` of the product, or activated."""
+    if ACTIVATION is None:
+        o_n = i_n * tile_rows + tl.arange(0, BLOCK_N)
+        m_n = (tl.arange(0, BLOCK_N) < tile_rows) & (o_n < N)
+        if p_bias is not None:
+            b_sum += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
+        p_out += (i_split * num_rows + o_row) * N + o_n[:, None]
+        tl.store(p_out, b_sum.to(p_out.dtype.element_ty), mask=m_x & m_n[:, None], eviction_policy=KEEP)
+    else:
+        BLOCK_M: tl.constexpr = b_sum.shape[1]
+        b_gate, b_up = tl.split(tl.permute(tl.reshape(b_sum, (2, BLOCK_N // 2, BLOCK_M)), (1, 2, 0)))
+        b_out = activate(b_gate, ACTIVATION) * b_up
+        o_half = tl.arange(0, BLOCK_N // 2)
+        o_out = i_n * tile_rows + o_half
+        m_out = (o_half < tile_rows) & (o_out < N // 2)
+        p_out += o_row * (N // 2) + o_out[:, None]
+        tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_x & m_out[:, None], eviction_policy=KEEP)
+
+
+@triton.jit
 def linear_tile(
     i_m: tl.tensor,
     i_n: tl.tensor,
@@ -86,6 +147,7 @@ def linear_tile(
     EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    TAIL_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     START: tl.constexpr,  # "usual", or "holds" or "early" (`launch.py`)
     PDL: tl.constexpr,
@@ -110,35 +172,30 @@ def linear_tile(
     if START == "holds":
         trigger_next(PDL)
 
-    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_m = i_m * (BLOCK_M + TAIL_M) + tl.arange(0, BLOCK_M)
     o_row = o_m.to(tl.int64)[None, :]
     m_x = (o_m < num_rows)[None, :]
-    p_x += o_row * s_x
     b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if HELD:
-        b_x = tl.load(p_x + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
+    if TAIL_M:
+        o_t = i_m * (BLOCK_M + TAIL_M) + BLOCK_M + tl.arange(0, TAIL_M)
+        o_tail = o_t.to(tl.int64)[None, :]
+        m_tail = (o_t < num_rows)[None, :]
+        b_tail = tl.zeros([BLOCK_N, TAIL_M], tl.float32)
+        b_sum, b_tail = _multiply_both(
+            *(p_w, p_x + o_row * s_x, p_x + o_tail * s_x, m_w, m_x, m_tail, begin, end, b_sum, b_tail, EVEN_K, BLOCK_K)
+        )
+        _store_tile(*(b_tail, p_bias, p_out, o_tail, m_tail, i_n, i_split, num_rows, tile_rows, N, ACTIVATION, BLOCK_N))
+    elif HELD:
+        b_x = tl.load(p_x + o_row * s_x + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
         b_sum = tl.dot(b_w, b_x, b_sum, input_precision="ieee")
     elif SPLIT or WHOLE:
-        b_sum = _multiply_range(p_w, p_x, m_w, m_x, begin, end, b_sum, EVEN_K, BLOCK_K)
+        b_sum = _multiply_range(p_w, p_x + o_row * s_x, m_w, m_x, begin, end, b_sum, EVEN_K, BLOCK_K)
     else:
         for i_k in range(begin, end, split_len):
             b_part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             i_end = tl.minimum(i_k + split_len, end)
-            b_sum += _multiply_range(p_w, p_x, m_w, m_x, i_k, i_end, b_part, EVEN_K, BLOCK_K)
-
-    if ACTIVATION is None:
-        if p_bias is not None:
-            b_sum += tl.load(p_bias + o_part, mask=m_n, other=0.0).to(tl.float32)[:, None]
-        p_out += (i_split * num_rows + o_row) * N + o_part[:, None]
-        tl.store(p_out, b_sum.to(p_out.dtype.element_ty), mask=m_x & m_w, eviction_policy=KEEP)
-    else:
-        b_gate, b_up = tl.split(tl.permute(tl.reshape(b_sum, (2, BLOCK_N // 2, BLOCK_M)), (1, 2, 0)))
-        b_out = activate(b_gate, ACTIVATION) * b_up
-        o_half = tl.arange(0, BLOCK_N // 2)
-        o_out = i_n * tile_rows + o_half
-        m_out = (o_half < tile_rows) & (o_out < N // 2)
-        p_out += o_row * (N // 2) + o_out[:, None]
-        tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_x & m_out[:, None], eviction_policy=KEEP)
+            b_sum += _multiply_range(p_w, p_x + o_row * s_x, m_w, m_x, i_k, i_end, b_part, EVEN_K, BLOCK_K)
+    _store_tile(*(b_sum, p_bias, p_out, o_row, m_x, i_n, i_split, num_rows, tile_rows, N, ACTIVATION, BLOCK_N))
     if START == "early":
         wait_for_previous(PDL)
 
@@ -163,6 +220,7 @@ def linear_kernel(
     EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    TAIL_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     START: tl.constexpr,
     PDL: tl.constexpr,
@@ -171,7 +229,7 @@ def linear_kernel(
     i_m, i_n, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     linear_tile(
         *(i_m, i_n, i_split, p_x, p_w, p_bias, p_out, num_rows, tile_rows, N, K, split_len, s_x, s_w),
-        *(SPLIT, HELD, WHOLE, ACTIVATION, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K, START, PDL),
+        *(SPLIT, HELD, WHOLE, ACTIVATION, EVEN_K, BLOCK_N, BLOCK_M, TAIL_M, BLOCK_K, START, PDL),
     )
 
 

@@ -30,6 +30,11 @@ DEPTH = {1: (128, 6), 2: (128, 4), 3: (128, 3), 4: (128, 2)}
 DEPTH_MANY = {1: (128, 5), 2: (128, 3), 3: (64, 4), 4: (64, 3)}
 """Programs a multiprocessor -> columns a tile, tiles on their way in each: they share 227 KiB. MANY: above 32 rows."""
 
+MANY_WAVES = 2
+"""A weight of more waves of tiles than this waits for their loading: more rows of x a program, loaded once for all."""
+
+TWO_TILES = 192
+"""Up to so many rows of x a program can take all of them, as two tiles for which it loads its weight once."""
 
 MANY_ROWS = 256
 """Above so many rows of x a product computes, and waits for memory no longer: the largest tiles that fit registers."""
@@ -51,6 +56,7 @@ class Tiles(NamedTuple):
     num_warps: int
     num_stages: int
     rows: int
+    tail_m: int = 0  # rows of x behind those block_m, which the same program multiplies with what it has loaded
 
 
 def choose_cut(n: int, k: int) -> Cut:
@@ -74,11 +80,32 @@ def choose_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor, *, gated: boo
     if num_rows > MANY_ROWS and n > SMALL_ROWS:
         block_m = 256 if gated else 128  # a range has an accumulator of its own, and what is stored has its addresses
         return Tiles(128, block_m, 64, 8, min(4, shared_memory // ((128 + block_m) * 64 * x.element_size())), 128)
-    if num_rows > 64:
+    if num_rows > TWO_TILES:
         return Tiles(128, 64, 64, 8, 4, 128)
+    if num_rows > 64:
+        tiles = tiles_of_some(num_rows, n, cut.splits, 2 * multiprocessors, gated=gated)
+        stage = (tiles.block_n + tiles.block_m + tiles.tail_m) * tiles.block_k * x.element_size()
+        return tiles._replace(num_stages=min(tiles.num_stages, shared_memory // stage))
     block_k, stages = (DEPTH if num_rows <= 32 else DEPTH_MANY)[programs]
     stages = min(stages, shared_memory // ((64 + block_m) * block_k * x.element_size()))
     return Tiles(64, block_m, block_k, 4, stages, rows)
+
+
+def tiles_of_some(num_rows: int, n: int, splits: int, wave: int, *, gated: bool) -> Tiles:
+    """65 to 192 rows, beside a weight of n rows, on a device that runs `wave` programs of 128 of them at once."""
+    block_m, tail_m = two_tiles(num_rows)
+    weight_tiles = triton.cdiv(n, 128) * splits
+    if gated or weight_tiles > MANY_WAVES * wave:
+        return Tiles(128, block_m, 64, 8, 3 if gated else 4, 128, tail_m)
+    if splits > 1 and 2 * weight_tiles <= wave < weight_tiles * triton.cdiv(num_rows, 64):
+        return Tiles(64, block_m, 64, 4, 3, 64, tail_m)  # one wave of programs, not one and a little
+    return Tiles(128, 64, 64, 8, 4, 128)
+
+
+def two_tiles(num_rows: int) -> tuple[int, int]:
+    """Powers of two that together hold 65 to 192 rows of x, the second 0 or more: 160 are 128 and 32, not 256."""
+    block_m = 64 if num_rows <= 96 else 128
+    return block_m, max(16, triton.next_power_of_2(num_rows - block_m)) if num_rows > block_m else 0
 
 
 def can_hold(n: int, cut: Cut, num_rows: int, dtype: torch.dtype) -> bool:

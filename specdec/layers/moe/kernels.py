@@ -335,7 +335,7 @@ def beside_kernel(
         linear_tile(
             *(0, i_n, i_split, p_dense_x, p_dense_w, None, p_dense_out, num_rows, TILE_ROWS, dense_n, dense_k),
             *(split_len, s_dense_x, s_dense_w, DENSE_ACT is None, False, DENSE_WHOLE, DENSE_ACT, DENSE_EVEN_K),
-            *(BLOCK_N, BLOCK_M, BLOCK_K, START, PDL),
+            *(BLOCK_N, BLOCK_M, 0, BLOCK_K, START, PDL),
         )
     else:
         trigger_next(PDL)
