@@ -1,9 +1,11 @@
 """The quicker interpreter computes and refuses what Triton's own does."""
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from even_dots import even_matmul
 from triton.runtime.errors import InterpreterError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
@@ -44,6 +46,14 @@ def kernel(p_out, p_x, CASE: tl.constexpr):
     tl.store(p_out + o_row, y)
 
 
+@triton.jit
+def dot_kernel(p_out, p_a, p_b):
+    o = tl.arange(0, 16)
+    o_tile = o[:, None] * 16 + o[None, :]
+    o_a = tl.program_id(0) * 256 + o_tile
+    tl.store(p_out + o_a, tl.dot(tl.load(p_a + o_a), tl.load(p_b + o_tile), input_precision="ieee"))
+
+
 def run(case):
     out = torch.zeros(4, dtype=torch.int32)
     kernel[(1,)](out, torch.tensor([0, 1, 2, 3], dtype=torch.int32), CASE=case)
@@ -78,3 +88,22 @@ def test_refusals(case, said):
     for _ in range(2):
         with pytest.raises(InterpreterError, match=said):
             run(case)
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(16, 16, 16), (16, 512, 32), (32, 32, 512), (64, 64, 16)])
+def test_a_dot_sums_every_element_alike(m: int, k: int, n: int):
+    """In ascending order of K, whatever its row and column, which numpy's own library does on some CPUs only."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal(shape, dtype=np.float32) for shape in ((m, k), (n, k)))
+    want = np.zeros((m, n), np.float32)
+    for i in range(k):
+        want = want + a[:, i, None] * b[None, :, i]
+    assert np.array_equal(even_matmul(a, b.T, np.float32), want)
+    assert np.array_equal(even_matmul(a[None], b.T[None], np.float32)[0], want)
+
+
+def test_a_dot_of_kernels_is_even():
+    a, b = torch.randn(64, 16), torch.randn(16, 16)
+    out = torch.zeros(64, 16)
+    dot_kernel[(4,)](out, a, b)
+    assert torch.equal(out, torch.from_numpy(even_matmul(a.numpy(), b.numpy(), np.float32)))
