@@ -37,6 +37,7 @@ from specdec.layers.linear import finish, gated_linear, linear
 from specdec.layers.operations import FAST
 from specdec.layers.tiling import Tiles
 from specdec.models.target import TargetModel
+from specdec.request import GenerationOutput
 
 DTYPE = torch.float32 if ON_CPU else torch.bfloat16
 DIVISOR = 16 if ON_CPU else 1
@@ -84,9 +85,13 @@ class Planted(StatelessDrafter):
         return DraftTree.from_parents(torch.tensor(tokens, device=where), torch.tensor(parents, device=where))
 
 
+def read(outputs: Sequence[GenerationOutput]) -> list[Answer]:
+    return [(out.token_ids, out.logprobs) for out in outputs]
+
+
 def answers(engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Answer]:
     with engine:
-        return [(out.token_ids, out.logprobs) for out in engine.generate(list(prompts), list(params))]
+        return read(engine.generate(list(prompts), list(params)))
 
 
 def answers_again(
@@ -96,7 +101,7 @@ def answers_again(
     with engine:
         engine.generate(list(prompts), list(params))
         outputs = engine.generate(list(prompts), list(params))
-        return [(out.token_ids, out.logprobs) for out in outputs], sum(out.stats.cached_tokens > 0 for out in outputs)
+        return read(outputs), sum(out.stats.cached_tokens > 0 for out in outputs)
 
 
 def preempted_answers(
@@ -109,7 +114,7 @@ def preempted_answers(
             engine.step()
         engine.submit_many(list(crowd), SamplingParams(max_new_tokens=8 if ON_CPU else 100, ignore_eos=True))
         outputs = [handle.output() for handle in handles]
-        return [(out.token_ids, out.logprobs) for out in outputs], sum(out.stats.preemptions > 0 for out in outputs)
+        return read(outputs), sum(out.stats.preemptions > 0 for out in outputs)
 
 
 def engine_of(target: TargetModel, drafter: Any, spec: SpecConfig, **config: Any) -> Engine:
@@ -310,7 +315,7 @@ def product_rows() -> list[Row]:
                 try:
                     equal = equal and torch.equal(compute(tiles), want)
                     found.append((microseconds(lambda tiles=tiles, compute=compute: compute(tiles)), tiles[:5]))
-                except Exception as error:  # too large for the device
+                except Exception as error:  # too large for the device, or two tiles where a program adds ranges up
                     print(name, tiles, type(error).__name__)
             chosen = microseconds(lambda compute=compute: compute(None))
             cells = " ".join(f"{us:.0f} {tiles}" for us, tiles in sorted(found)[:3])
