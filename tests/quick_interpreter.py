@@ -27,12 +27,34 @@ def replaces(owner: Any, name: str) -> Callable[[Callable[[Any], Any]], None]:
     return replace
 
 
+class Replaced:
+    """What a scope of the interpreter has replaced, to be replaced and restored again without a search."""
+
+    def __init__(self, changes: list[tuple[Any, str, Any]]) -> None:
+        before: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        for owner, name, original in changes:  # the second time an attribute is replaced, the first one's is found
+            before.setdefault((id(owner), name), (owner, name, original))
+        self.changes = [(owner, name, original, getattr(owner, name)) for owner, name, original in before.values()]
+
+    def again(self) -> "Replaced":
+        for owner, name, _, replacement in self.changes:
+            setattr(owner, name, replacement)
+        return self
+
+    def restore(self) -> None:
+        for owner, name, original, _ in self.changes:
+            if original is interpreter._MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
 @replaces(interpreter, "_patch_lang")
 class ReplacedOnce:
     """The interpreter replaces the builtins of `triton.language` before a kernel runs and restores them behind it.
 
     It replaces them again at every call of a function inside the kernel, where nothing is left to replace. Here it does
-    so once a kernel for each module that holds builtins.
+    so once a kernel for each module that holds builtins, and looks for them once a process.
     """
 
     def __init__(self, replace: Callable[[FunctionType], Any]) -> None:
@@ -40,6 +62,7 @@ class ReplacedOnce:
         self.done: list[ModuleType] = []  # empty outside of a kernel
         self.outermost: Any = None
         self.modules: dict[FunctionType, list[ModuleType]] = {}  # that hold builtins, by the function that sees them
+        self.known: dict[tuple[bool, *tuple[ModuleType, ...]], Replaced] = {}
 
     def __call__(self, fn: FunctionType) -> Any:
         if fn not in self.modules:
@@ -48,12 +71,21 @@ class ReplacedOnce:
         modules = self.modules[fn]
         if self.done and all(module in self.done for module in modules):
             return self
-        scope = self.replace(fn)
-        if self.done:
-            self.done += modules
+        inside, self.done = bool(self.done), self.done + modules
+        scope = self._replace(fn, (inside, *modules))
+        if inside:
             return scope
-        self.done, self.outermost = list(modules), scope
+        self.outermost = scope
         return self
+
+    def _replace(self, fn: FunctionType, key: tuple[bool, *tuple[ModuleType, ...]]) -> Any:
+        if key in self.known:
+            return self.known[key].again()
+        scope = self.replace(fn)
+        if not hasattr(interpreter, "_MISSING"):
+            return scope
+        self.known[key] = Replaced(scope._changes)
+        return self.known[key]
 
     def restore(self) -> None:
         """Behind a kernel; the interpreter restores nothing behind a function inside it."""
@@ -135,12 +167,42 @@ def attributes_by_type(init: Any) -> Any:
 
 @replaces(TritonSemantic, "binary_op_type_checking_impl")
 def one_type_needs_no_check(check: Any) -> Any:
+    """Two types that needed no cast need none again, and a number that a block has met is a block already."""
+    blocks: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # and the type, which is kept for its id
+    casts: dict[tuple[Any, ...], bool] = {}  # by names: a launch has pointer types of its own
+
+    def meet(self: Any, left: Any, right: Any, number: Any, flags: tuple[bool, ...]) -> Any:
+        block, first = (left, True) if right is number else (right, False)
+        case = id(block.type), number.__class__, number, first, flags
+        if case in blocks:
+            met = blocks[case][1]
+            return (block, met) if first else (met, block)
+        left, right = check(self, left, right, *flags)
+        same, met = (left, right) if first else (right, left)
+        if same is block and number != 0.0:  # which may be -0.0
+            blocks[case] = block.type, met
+        return left, right
+
     def quick(self: Any, left: Any, right: Any, *flags: bool, **options: bool) -> Any:
+        if not options:
+            if left.__class__ is core.tensor and right.__class__ in (int, float):
+                return meet(self, left, right, right, flags)
+            if right.__class__ is core.tensor and left.__class__ in (int, float):
+                return meet(self, left, right, left, flags)
         # a fourth flag is that of a division, which promotes even equal types
-        promotes = len(flags) > 3 or options or not left.__class__ is right.__class__ is core.tensor
-        if not promotes and left.type is right.type and left.dtype.__class__ is core.dtype:
+        if len(flags) > 3 or options or not left.__class__ is right.__class__ is core.tensor:
+            return check(self, left, right, *flags, **options)
+        if left.type is right.type and left.dtype.__class__ is core.dtype:
             return left, right
-        return check(self, left, right, *flags, **options)
+        types = left.type.name, right.type.name, flags
+        if types not in casts:
+            dtypes = left.dtype, right.dtype
+            left, right = check(self, left, right, *flags)
+            casts[types] = (left.dtype, right.dtype) != dtypes
+            return left, right
+        if casts[types]:
+            return check(self, left, right, *flags)
+        return self.broadcast_impl_value(left, right)
 
     return quick
 
@@ -160,14 +222,25 @@ def promotions_by_name(promote: Any) -> Any:
 
 @replaces(TritonSemantic, "broadcast_impl_value")
 def broadcasts_by_types(broadcast: Any) -> Any:
-    """What two blocks are broadcast to is known by their types after the first time."""
+    """What two blocks are broadcast to is known by their types, and what a scalar becomes beside one."""
     known: dict[tuple[int, int], tuple[Any, Any, tuple[int, ...]]] = {}
+    wide: dict[tuple[int, str], Any] = {}  # by the block's type, of which there is one, and the scalar's
+
+    def splat(self: Any, scalar: Any, block: Any) -> Any:
+        types = id(block.type), scalar.type.name
+        if types not in wide:
+            wide[types] = block.type.with_element_ty(scalar.type)
+        return core.tensor(self.builder.create_splat(wide[types], scalar.handle), wide[types])
 
     def quick(self: Any, left: Any, right: Any) -> Any:
         if left.type is right.type:
             return left, right
-        if not left.type.is_block() or not right.type.is_block():
-            return broadcast(self, left, right)
+        if left.type.__class__ is not core.block_type:
+            if right.type.__class__ is not core.block_type:
+                return broadcast(self, left, right)
+            return splat(self, left, right), right
+        if right.type.__class__ is not core.block_type:
+            return left, splat(self, right, left)
         types = id(left.type), id(right.type)
         if types not in known:
             left, right = broadcast(self, left, right)

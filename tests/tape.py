@@ -56,7 +56,10 @@ class Tape(TorchDispatchMode):
             self.steps.append(lambda: func(*args, **kwargs))
         elif fresh:
             self._made |= {t.untyped_storage().data_ptr() for t in fresh}
-            self.steps.append(lambda: _rewrite(outs, func(*args, **kwargs), ins))
+            if out is fresh[0]:
+                self.steps.append(lambda: out.copy_(func(*args, **kwargs)))
+            else:
+                self.steps.append(lambda: _rewrite(outs, func(*args, **kwargs), ins))
         return out
 
     def keep(self, tensor: torch.Tensor) -> None:

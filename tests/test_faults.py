@@ -7,6 +7,7 @@ other stream is what it would have been alone, the table and the allocator hold 
 else, and a new request is right.
 """
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +24,8 @@ from specdec import Engine, SamplingParams, SpecConfig
 
 from tiny_models import random_eagle3
 
-NEW = 6  # more than the first stream has when the second joins
+NEW = 6  # more than the first stream has when the second has joined
+LONG_ENOUGH = {"prompt": 3, "round": NEW}  # for the first stream to go on behind the step that breaks
 PACKAGE = tuple(f"/{folder}/" for folder in ("kvcache", "attention", "draft_models", "specdec"))
 CHAIN, TREE = SpecConfig(3), SpecConfig(3, 2, 6)
 CASES = {  # the one with most under way first
@@ -39,6 +41,11 @@ class Fault(BaseException):
     """Like KeyboardInterrupt: nothing catches it on the way."""
 
 
+@functools.cache
+def is_ours(code: CodeType) -> bool:
+    return any(folder in code.co_filename for folder in PACKAGE)
+
+
 class Calls:
     """Lists the calls of functions of the package, and raises at the one that is asked for."""
 
@@ -47,7 +54,7 @@ class Calls:
         self.raised = False
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event != "call" or not any(folder in frame.f_code.co_filename for folder in PACKAGE):
+        if event != "call" or not is_ours(frame.f_code):
             return
         self.made.append(frame.f_code)
         if len(self.made) == self.at:
@@ -76,13 +83,15 @@ def assert_empty(engine: Engine) -> None:
 class Scene:
     """A stream that has begun, and a request that joins it: the step after that is the one to break."""
 
-    def __init__(self, engine: Engine, truths: dict[tuple[int, ...], list[int]], prompts: list[list[int]]) -> None:
-        self.engine, self.truths, self.prompts = engine, truths, prompts
+    def __init__(
+        self, engine: Engine, truths: dict[tuple[int, ...], list[int]], prompts: list[list[int]], new: int
+    ) -> None:
+        self.engine, self.truths, self.prompts, self.new = engine, truths, prompts, new
         engine.clear_prefix_cache()  # every scene makes the same calls
         self.got: list[int] = []
-        self.stream = engine.stream(prompts[0], SamplingParams(max_new_tokens=NEW))
+        self.stream = engine.stream(prompts[0], SamplingParams(max_new_tokens=new))
         self.got += next(self.stream).token_ids
-        self.other = engine.stream(prompts[1], SamplingParams(max_new_tokens=NEW))
+        self.other = engine.stream(prompts[1], SamplingParams(max_new_tokens=new))
 
     def begin(self, stage: str) -> None:
         """Up to the step that is to break: the other prompt's, or a round of both."""
@@ -91,18 +100,18 @@ class Scene:
             self.got += next(self.stream).token_ids  # of the round in the same step
 
     def finish(self) -> None:
-        """The rest of the first stream, and a new request, are right; then nothing is held."""
-        self.got += [token for delta in self.stream for token in delta.token_ids]
-        assert self.got == self.truths[tuple(self.prompts[0])]
+        """The rest of the first stream, and a new request beside it, are right; then nothing is held."""
         [out] = self.engine.generate(self.prompts[2], SamplingParams(max_new_tokens=2))
         assert out.token_ids == self.truths[tuple(self.prompts[2])][:2]
+        self.got += [token for delta in self.stream for token in delta.token_ids]
+        assert self.got == self.truths[tuple(self.prompts[0])][: self.new]
         self.other.close()
         assert_empty(self.engine)
 
 
 @pytest.fixture
 def scenes(make_target, make_assistant, make_engine, greedy_oracle, random_prompt, monkeypatch) -> Callable[..., Scene]:
-    """scenes(drafter, spec, page_size, captured): a scene on one engine, that the faults before have left usable.
+    """scenes(drafter, spec, page_size, captured, new=6): a scene on one engine, that the faults before left usable.
 
     captured: with rounds that are replayed, the next launched before the one in front is settled.
     """
@@ -113,7 +122,7 @@ def scenes(make_target, make_assistant, make_engine, greedy_oracle, random_promp
     truths = {tuple(prompt): greedy_oracle(model, prompt, NEW) for prompt in prompts}
     engines: dict[Any, Engine] = {}
 
-    def make(drafter: str | None, spec: SpecConfig, page_size: int, captured: bool = False) -> Scene:
+    def make(drafter: str | None, spec: SpecConfig, page_size: int, captured: bool = False, new: int = NEW) -> Scene:
         key = drafter, spec, page_size, captured
         if key not in engines:
             monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
@@ -122,7 +131,7 @@ def scenes(make_target, make_assistant, make_engine, greedy_oracle, random_promp
             engines[key] = make_engine(
                 model, module, spec=spec, page_size=page_size, max_batch_size=2, max_model_len=64, prefill_chunk=8
             )
-        return Scene(engines[key], truths, prompts)
+        return Scene(engines[key], truths, prompts, new)
 
     return make
 
@@ -139,7 +148,7 @@ def calls_of(scene: Scene, stage: str) -> list[CodeType]:
         scene.begin(stage)
         next(scene.other)
         scene.finish()
-        scene = Scene(scene.engine, scene.truths, scene.prompts)
+        scene = Scene(scene.engine, scene.truths, scene.prompts, scene.new)
     scene.begin(stage)
     counted = Calls()
     with profiled(counted):
@@ -157,15 +166,16 @@ def test_a_fault_at_any_call_of_a_step_is_as_if_it_had_not_begun(stage, scenes) 
     """A function that an earlier case has broken is left out: what begins the step again is the same for all."""
     broken: set[CodeType] = set()
     for _, name in (step for step in STEPS if step[0] == stage):
-        made = calls_of(scenes(*CASES[name]), stage)
+        scene = functools.partial(scenes, *CASES[name], new=LONG_ENOUGH[stage])
+        made = calls_of(scene(), stage)
         last = {code: at for at, code in enumerate(made, start=1) if code not in broken}
         broken |= last.keys()
         for at in range(1, len(made) + 1) if ALL else sorted(last.values()):
-            calls = break_step(scenes(*CASES[name]), stage, at)
+            calls = break_step(scene(), stage, at)
             if not calls.raised:  # what the device has already is not sent again: a call or two fewer than there were
                 assert at - len(calls.made) <= 2, f"{name}: {at=} {len(calls.made)=}"
                 again = len(calls.made) - calls.made[::-1].index(made[at - 1])
-                assert break_step(scenes(*CASES[name]), stage, again).raised
+                assert break_step(scene(), stage, again).raised
 
 
 def break_step(scene: Scene, stage: str, at: int) -> Calls:
