@@ -20,7 +20,7 @@ from tape import record
 
 import specdec.engine
 import specdec.scheduling.health
-from specdec import Engine, SamplingParams, SpecConfig
+from specdec import Engine, RequestStats, SamplingParams, SpecConfig
 
 from tiny_models import random_eagle3
 
@@ -205,6 +205,21 @@ def test_a_fault_between_append_and_commit_doubles_no_token(scenes, monkeypatch)
 
     with monkeypatch.context() as broken:
         broken.setattr(type(scene.engine.scheduler.running[0]), "settle", interrupted)
+        with pytest.raises(Fault):
+            next(scene.other)
+    scene.finish()
+
+
+def test_a_fault_while_tokens_are_appended_doubles_none(scenes, monkeypatch) -> None:
+    """The stream has its tokens of the round, but they are not settled yet."""
+    scene = scenes("mtp", CHAIN, 1)
+    scene.begin("round")
+
+    def interrupted(stats, *figures):
+        raise Fault
+
+    with monkeypatch.context() as broken:
+        broken.setattr(RequestStats, "record_round", interrupted)  # of whom comes first: the stream
         with pytest.raises(Fault):
             next(scene.other)
     scene.finish()
