@@ -29,8 +29,8 @@ from specdec.models.loading import load_tokenizer
 from specdec.progress import Interrupted
 
 PAIR = ("tiny-gemma4", "tiny-gemma4-mtp")
-SMALL = {"limit": 7, "compare": True, "params": SamplingParams(32), "config": EngineConfig(max_batch_size=2)}
-COMMAND = ("eval", "gsm8k", "--limit", "7", "--compare", "--max-new-tokens", "32", "--batch-size", "2")
+SMALL = {"limit": 7, "compare": True, "params": SamplingParams(16), "config": EngineConfig(max_batch_size=2)}
+COMMAND = ("eval", "gsm8k", "--limit", "7", "--compare", "--max-new-tokens", "16", "--batch-size", "2")
 
 
 def without_timing(report):
@@ -540,8 +540,8 @@ def test_other_settings_are_refused_and_named(tmp_path):
 def test_every_setting_that_changes_an_output_is_compared(report, folder):
     for change in (
         {"limit": 6},
-        {"params": SamplingParams(31)},
-        {"params": SamplingParams(32, temperature=0.5)},
+        {"params": SamplingParams(15)},
+        {"params": SamplingParams(16, temperature=0.5)},
         {"config": EngineConfig(max_batch_size=1)},
         {"instruction": "Think."},
         {"shots": 1},
