@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from specdec.kvcache.triton_shim import triton
 
@@ -23,6 +22,17 @@ READS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select"
 
 class NotCapturable(RuntimeError):
     """The program does what a graph cannot hold."""
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Of arguments or results, in order; several times as fast as what torch has for trees of any kind."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
 
 
 class Tape(TorchDispatchMode):
@@ -49,8 +59,8 @@ class Tape(TorchDispatchMode):
                 self.keep(tensor)
         out = func(*args, **kwargs)
         self._kept.append((args, kwargs, out))
-        ins = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        outs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        ins = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
+        outs = list(tensors_in(out))
         fresh = [t for t in outs if t.untyped_storage().data_ptr() not in ins]
         if func._schema.is_mutable:
             self.steps.append(lambda: func(*args, **kwargs))
@@ -74,12 +84,11 @@ class Tape(TorchDispatchMode):
         for i, argument in enumerate(func._schema.arguments):
             if argument.is_write:
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
-                yield from (t for t in tree_leaves(value) if isinstance(t, torch.Tensor))
+                yield from tensors_in(value)
 
 
 def _rewrite(outs: list[torch.Tensor], again: Any, ins: set[int]) -> None:
-    news = [t for t in tree_leaves(again) if isinstance(t, torch.Tensor)]
-    for old, new in zip(outs, news, strict=True):
+    for old, new in zip(outs, tensors_in(again), strict=True):
         if old.untyped_storage().data_ptr() not in ins:
             old.copy_(new)
 
@@ -113,9 +122,8 @@ def _kernels_on(tape: Tape) -> Iterator[None]:
 
     def recorded(executor: Any, *args: Any, **kwargs: Any) -> None:
         with torch.utils._python_dispatch._disable_current_modes():
-            for tensor in tree_leaves((args, kwargs)):
-                if isinstance(tensor, torch.Tensor):
-                    tape.keep(tensor)
+            for tensor in tensors_in((args, kwargs)):
+                tape.keep(tensor)
             tape._kept.append((args, kwargs))
             launch(executor, *args, **kwargs)
         tape.steps.append(lambda: launch(executor, *args, **kwargs))
