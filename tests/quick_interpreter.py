@@ -169,10 +169,12 @@ def attributes_by_type(init: Any) -> Any:
 def one_type_needs_no_check(check: Any) -> Any:
     """Two types that needed no cast need none again, and a number that a block has met is a block already."""
     blocks: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # and the type, which is kept for its id
-    casts: dict[tuple[Any, ...], bool] = {}  # by names: a launch has pointer types of its own
+    casts: dict[tuple[Any, ...], bool] = {}  # by names
 
     def meet(self: Any, left: Any, right: Any, number: Any, flags: tuple[bool, ...]) -> Any:
         block, first = (left, True) if right is number else (right, False)
+        if block.type.__class__ is core.pointer_type:  # a launch has its own
+            return check(self, left, right, *flags)
         case = id(block.type), number.__class__, number, first, flags
         if case in blocks:
             met = blocks[case][1]
