@@ -15,9 +15,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from tape import tensors_in
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from specdec.kvcache.triton_shim import triton
 
@@ -81,7 +81,7 @@ class _Operators(TorchDispatchMode):
             out = func.decompose(*args, **kwargs)
         if out is NotImplemented:
             out = func(*args, **kwargs)
-            tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor) and x.dim()]
+            tensors = [x for x in tensors_in((args, kwargs, out)) if x.dim()]
             if len({tensor.device.type for tensor in tensors}) > 1:
                 raise HostWork(f"{func} copies between host and device")
         return out

@@ -10,6 +10,7 @@ interpreter are recorded too.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -61,15 +62,12 @@ class Tape(TorchDispatchMode):
         self._kept.append((args, kwargs, out))
         ins = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
         outs = list(tensors_in(out))
-        fresh = [t for t in outs if t.untyped_storage().data_ptr() not in ins]
+        fresh = [t.untyped_storage().data_ptr() not in ins for t in outs]  # or a view of what went in
         if func._schema.is_mutable:
             self.steps.append(lambda: func(*args, **kwargs))
-        elif fresh:
-            self._made |= {t.untyped_storage().data_ptr() for t in fresh}
-            if out is fresh[0]:
-                self.steps.append(lambda: out.copy_(func(*args, **kwargs)))
-            else:
-                self.steps.append(lambda: _rewrite(outs, func(*args, **kwargs), ins))
+        elif any(fresh):
+            self._made |= {t.untyped_storage().data_ptr() for t in compress(outs, fresh)}
+            self.steps.append(lambda: _rewrite(outs, func(*args, **kwargs), fresh))
         return out
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -87,9 +85,9 @@ class Tape(TorchDispatchMode):
                 yield from tensors_in(value)
 
 
-def _rewrite(outs: list[torch.Tensor], again: Any, ins: set[int]) -> None:
-    for old, new in zip(outs, tensors_in(again), strict=True):
-        if old.untyped_storage().data_ptr() not in ins:
+def _rewrite(outs: list[torch.Tensor], again: Any, fresh: list[bool]) -> None:
+    for old, new, wanted in zip(outs, tensors_in(again), fresh, strict=True):
+        if wanted:
             old.copy_(new)
 
 

@@ -372,7 +372,7 @@ def test_kernels(family, make_target, random_prompt, scripted, tree_script, seen
     model = make_target(family, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     prompts = [random_prompt(17), random_prompt(3)]
     params = [SamplingParams(max_new_tokens=4), SamplingParams(max_new_tokens=3, temperature=0.9, seed=1)]
-    target = TargetModel(model, FAST).as_deterministic()
+    target = TargetModel(model, FAST, deterministic=True)
     config = {"max_model_len": 64, "fused": True, "attention": "triton", "deterministic": True}
 
     def tokens(drafter: Any, num_steps: int, **settings: Any) -> list[list[int]]:
