@@ -31,6 +31,10 @@ def kernel(p_out, p_x, CASE: tl.constexpr):
         y = tl.sum(x[None, :] + x[:, None] * 10, 1)
     elif CASE == "ints are divided as floats":
         y = halve(x) * 100
+    elif CASE == "a number in front":
+        y = 10 - x + (x - 10) * 2
+    elif CASE == "an integer and a float that are equal":
+        y = ((x + 2) // 2 * 10 + (x.to(tl.float32) + 2.0) / 2 * 2).to(tl.int32)
     elif CASE == "halves keep their width":
         y = (x.to(tl.float16) * 2048 + 1 - x.to(tl.float16) * 2048).to(tl.int32)
     elif CASE == "bytes wrap":
@@ -66,6 +70,8 @@ def run(case):
         ("a row and a column", [6, 46, 86, 126]),
         ("a column and a row", [6, 46, 86, 126]),
         ("ints are divided as floats", [0, 50, 100, 150]),
+        ("a number in front", [-10, -9, -8, -7]),
+        ("an integer and a float that are equal", [12, 13, 24, 25]),
         ("halves keep their width", [1, 0, 0, 0]),  # 2049 is no number of 16 bits
         ("bytes wrap", [0, 100, 200, 44]),
         ("a flag is one bit", [0, 0, 1, 0]),
