@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.activations import ACT2FN
 
@@ -24,7 +25,7 @@ from specdec.draft_models.eagle3_config import (
     resolve_aux_ids,
 )
 from specdec.draft_models.eagle3_keys import AUX_IDS, NORM_FLAGS, Settings, is_speculators, read_settings
-from specdec.errors import CheckpointError, UnsupportedModelError
+from specdec.errors import CheckpointError, UnsupportedModelError, first_line, naming_file
 
 RENAMED = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
 UNUSED_TENSORS = re.compile(r"(^|\.)rotary_emb\.|^verifier_(lm_head|norm)\.")
@@ -121,8 +122,13 @@ def write_head(
         tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    with naming_file(out / "config.json"):
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    weights = out / "model.safetensors"
+    try:
+        save_file(tensors, weights, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise CheckpointError(f"{str(weights)!r} cannot be written: {first_line(error)}") from error
 
 
 def _load_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from specdec.layers.merge import MERGING, held_storages, merge_rows
 from specdec.layers.norm import Gain
 from specdec.layers.operations import Operations
 from specdec.layers.rope_store import Heads
+from specdec.layers.weights_lock import holds_weights_lock
 
 logger = logging.getLogger("specdec")
 
@@ -87,6 +88,7 @@ class FusedHead:
             state, x = layer(state, x, Shared({"": rotary}, None), specdec_ctx=context)
         return HeadOutput(state.view(*tokens.shape, -1), x.view(*tokens.shape, -1))
 
+    @holds_weights_lock
     def _describe(self) -> None:
         """Merge the weights, and take their addresses: they may be others than before."""
         head: Any = self.head

@@ -110,8 +110,8 @@ def constructible_assistants() -> Iterator[None]:
     """Let transformers build an assistant, all of whose layers are kv-shared.
 
     Some releases (5.23 among them) compute `kv_sharing_modes` from the layers that are not shared and raise for a model
-    that has none; an assistant is one. There the answer is plainly that every layer reuses. The classes belong to the
-    whole process, so one thread at a time loads under this.
+    that has none; an assistant is one. There the answer is plainly that every layer reuses. The property of the class
+    is replaced for the length of the block, one block at a time, and answers so in its thread alone.
     """
     with ExitStack() as stack:
         stack.enter_context(_LOADING)
@@ -127,8 +127,10 @@ def _all_layers_may_share(config_class: Any) -> Iterator[None]:
         yield
         return
 
+    loader = threading.get_ident()
+
     def kv_sharing_modes(config: Any) -> list[str | None]:
-        if config.num_kv_shared_layers >= config.num_hidden_layers:
+        if threading.get_ident() == loader and config.num_kv_shared_layers >= config.num_hidden_layers:
             return ["reuse"] * config.num_hidden_layers
         modes: list[str | None] = stock.fget(config)
         return modes

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.utils.data import DataLoader, IterableDataset
-from training_data import Document, pack, to_arrays
 from transformers import Gemma4ForCausalLM, PreTrainedTokenizerFast, StoppingCriteria
 from word_problems import final_answer, generate, heldout_questions, stream
+
+from specdec.training.training_data import Document, pack, to_arrays
 
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]
 PAD, EOS, BOS, UNK, TURN, TURN_END = range(6)

@@ -62,6 +62,14 @@ class MirroredArray:
         return np.array(np.asarray(row) * width + columns, dtype=np.int64).reshape(-1)
 
 
+def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A copy on the device, of the same dtype and shape, that the host does not wait for."""
+    host = torch.from_numpy(array)
+    if device.type == "cuda":
+        host = host.pin_memory()  # or the copy would wait for what the device is doing
+    return host.to(device, non_blocking=True)
+
+
 def flush(arrays: Sequence[MirroredArray]) -> None:
     """Send what the host changed in all of `arrays` (of one device), in one upload."""
     stale = [array for array in arrays if array._changed]
@@ -71,11 +79,7 @@ def flush(arrays: Sequence[MirroredArray]) -> None:
     ordered = [np.sort(np.concatenate(array._changed)) for array in stale]
     cells = [flat[np.diff(flat, prepend=-1) != 0] for flat in ordered]
     values = [array.host.reshape(-1)[flat] for array, flat in zip(stale, cells, strict=True)]
-    packed = torch.from_numpy(np.stack([np.concatenate(cells), np.concatenate(values)]))  # [2, M]
-    device = stale[0]._tensor.device
-    if device.type == "cuda":
-        packed = packed.pin_memory()  # or the copy would wait for what the device is doing
-    packed = packed.to(device, non_blocking=True)
+    packed = upload(np.stack([np.concatenate(cells), np.concatenate(values)]), stale[0]._tensor.device)  # [2, M]
     for array, part in zip(stale, packed.split([len(flat) for flat in cells], dim=1), strict=True):
         array._tensor.view(-1).index_copy_(0, part[0], part[1])
         array._changed = []

@@ -32,6 +32,7 @@ class _Node:
     parent: "_Node | None"
     children: dict[bytes, "_Node"] = field(default_factory=dict)  # by the key of their first page
     num_swa: int = 0
+    name: bytes = b""  # by which its parent has it
 
 
 class PrefixCache:
@@ -39,6 +40,7 @@ class PrefixCache:
 
     pairs: some K/V of a slot depend on the token behind it as well (a drafter's own). A run of n tokens then names the
     K/V of its first n - 1 slots only.
+    `salt` arguments: texts of different salts share no page, as if their first tokens were different.
     """
 
     def __init__(self, table: RequestTable, *, pairs: bool = False) -> None:
@@ -63,13 +65,17 @@ class PrefixCache:
     def num_pages(self) -> int:
         return sum(len(node.pages) for node in self._by_age)
 
-    def match(self, key: IntArray) -> IntArray:
-        """The pages that a row could begin with, as many as there are."""
-        return self._usable(self._pages_of(self._walk(key)))
+    def first_page(self, key: IntArray) -> bytes:
+        """The name of a key's first page."""
+        return key[: self.page_size].tobytes()
 
-    def adopt(self, row: int, key: IntArray) -> int:
+    def match(self, key: IntArray, salt: bytes = b"") -> IntArray:
+        """The pages that a row could begin with, as many as there are."""
+        return self._usable(self._pages_of(self._walk(key, salt)))
+
+    def adopt(self, row: int, key: IntArray, salt: bytes = b"") -> int:
         """Begin an empty row with the pages that match; how many slots they are, now committed."""
-        path = self._walk(key)
+        path = self._walk(key, salt)
         if not path:
             return 0
         pages = self._usable(self._pages_of(path))
@@ -78,18 +84,18 @@ class PrefixCache:
             self._touch([node for node, _ in path])
         return len(pages) * self.page_size
 
-    def insert(self, rows: Sequence[int], keys: Sequence[IntArray]) -> None:
+    def insert(self, rows: Sequence[int], keys: Sequence[IntArray], salts: Sequence[bytes] | None = None) -> None:
         """Keep the whole pages of these rows' committed slots, as far as their keys go: [n] each, all of it certain."""
         self.allocator.require_unfrozen("insert")
-        for row, key in zip(rows, keys, strict=True):
-            self._insert(row, key)
+        for row, key, salt in zip(rows, keys, [b""] * len(rows) if salts is None else salts, strict=True):
+            self._insert(row, key, salt)
         self._claim()
 
-    def _insert(self, row: int, key: IntArray) -> None:
+    def _insert(self, row: int, key: IntArray, salt: bytes) -> None:
         num_pages = min(len(key), int(self.table.committed_len.host[row])) // self.page_size
         pages = self.table.pages(row, num_pages)
         evicted = int(self.table.evicted_len[row]) // self.page_size
-        path, end, done = self._walk(key[: num_pages * self.page_size]), self._root, 0
+        path, end, done = self._walk(key[: num_pages * self.page_size], salt), self._root, 0
         for end, count in path:
             self._revive(end, pages[done : done + count], evicted - done)
             done += count
@@ -98,7 +104,7 @@ class PrefixCache:
             if path and count < len(end.pages):
                 nodes[-1] = end = self._split(end, count)
             rest = key[done * self.page_size : num_pages * self.page_size]
-            nodes.append(self._append(end, rest, pages[done:], evicted - done))
+            nodes.append(self._append(end, rest, pages[done:], evicted - done, salt if done == 0 else b""))
         self._touch(nodes)
 
     def clear(self) -> None:
@@ -140,8 +146,10 @@ class PrefixCache:
         stack = [self._root]
         while stack:
             node = stack.pop()
-            for first, child in node.children.items():
-                assert child.parent is node and self._first(child.key) == first, "a node is not where its key says"
+            for name, child in node.children.items():
+                assert child.parent is node and child.name == name, "a node is not where its name says"
+                salted = node is self._root and name.endswith(self.first_page(child.key))
+                assert salted or self.first_page(child.key) == name, "a node is not where its key says"
                 assert len(child.key) == len(child.pages) * self.page_size > 0, "a node without whole pages"
                 found.append(child)
                 stack.append(child)
@@ -159,12 +167,12 @@ class PrefixCache:
 
     # the tree
 
-    def _walk(self, key: IntArray) -> list[tuple[_Node, int]]:
+    def _walk(self, key: IntArray, salt: bytes) -> list[tuple[_Node, int]]:
         """The nodes along a key, and how many pages of each are the same."""
         path: list[tuple[_Node, int]] = []
         node: _Node | None = self._root
         while len(key) >= self.page_size and node is not None:
-            node = node.children.get(self._first(key))
+            node = node.children.get(self.first_page(key) if path else salt + self.first_page(key))
             if node is not None:
                 count = self._common_pages(node.key, key[: len(node.key)])
                 path.append((node, count))
@@ -189,13 +197,13 @@ class PrefixCache:
         ends = np.flatnonzero(last_dead < first_seen)
         return pages[: ends[-1] + 1] if len(ends) else pages[:0]
 
-    def _append(self, parent: _Node, key: IntArray, pages: IntArray, num_evicted: int) -> _Node:
-        """Keep `pages` behind a node, to be claimed: a longer leaf, or a new one."""
+    def _append(self, parent: _Node, key: IntArray, pages: IntArray, num_evicted: int, salt: bytes) -> _Node:
+        """Keep `pages` behind a node, to be claimed: a longer leaf, or a new one. salt: only below the root."""
         num_evicted = max(num_evicted, 0)
         self._unclaimed.append((pages[:num_evicted], pages[num_evicted:]))
         if parent is self._root or parent.children:
-            node = _Node(key.copy(), pages.copy(), parent)
-            parent.children[self._first(key)] = node
+            node = _Node(key.copy(), pages.copy(), parent, name=salt + self.first_page(key))
+            parent.children[node.name] = node
         else:
             node = parent
             node.key, node.pages = np.concatenate([node.key, key]), np.concatenate([node.pages, pages])
@@ -216,10 +224,11 @@ class PrefixCache:
         assert parent is not None
         self._claim()
         cut = count * self.page_size
-        upper = _Node(node.key[:cut].copy(), node.pages[:count].copy(), parent)
-        parent.children[self._first(upper.key)] = upper
+        upper = _Node(node.key[:cut].copy(), node.pages[:count].copy(), parent, name=node.name)
+        parent.children[upper.name] = upper
         node.key, node.pages, node.parent = node.key[cut:].copy(), node.pages[count:].copy(), upper
-        upper.children[self._first(node.key)] = node
+        node.name = self.first_page(node.key)
+        upper.children[node.name] = node
         for part in (upper, node):
             part.num_swa = self._count_swa(part)
         return upper
@@ -270,7 +279,7 @@ class PrefixCache:
         assert not node.children and node.parent is not None
         pages = node.pages[left:]
         if left == 0:
-            del node.parent.children[self._first(node.key)], self._by_age[node]
+            del node.parent.children[node.name], self._by_age[node]
         elif len(pages):
             node.key, node.pages = node.key[: left * self.page_size].copy(), node.pages[:left].copy()
             node.num_swa = self._count_swa(node)
@@ -301,9 +310,6 @@ class PrefixCache:
 
     def _count_swa(self, node: _Node) -> int:
         return int(np.count_nonzero(self.allocator.is_kept_in_swa(node.pages)))
-
-    def _first(self, key: IntArray) -> bytes:
-        return key[: self.page_size].tobytes()
 
     def _common_pages(self, key: IntArray, other: IntArray) -> int:
         length = min(len(key), len(other))

@@ -22,7 +22,7 @@ import torch
 
 from specdec.errors import KVStateError, OutOfSlotsError
 from specdec.kvcache.hybrid import HybridAllocator
-from specdec.kvcache.mirror import IntArray, MirroredArray
+from specdec.kvcache.mirror import IntArray, MirroredArray, upload
 from specdec.kvcache.spaces import NULL_SLOT, FullLoc
 
 FROZEN_EXTRA_KEYS = 2
@@ -95,7 +95,7 @@ class RequestTable:
 
     def rows(self, rows: IntArray) -> Rows:
         """The rows of a forward, from host numbers."""
-        index = torch.from_numpy(rows).to(self.allocator.device, non_blocking=True)
+        index = upload(rows, self.allocator.device)
         return Rows(index, int(self.committed_len.host[rows].max(initial=0)))
 
     def reset(self) -> None:
@@ -142,10 +142,16 @@ class RequestTable:
         assert self.capacity[row] == 0, f"{row=} owns slots already"
         page_size = self.allocator.page_size
         length = len(pages) * page_size
-        evicted = 0 if self.retain is None else max(0, length - self.retain) // page_size
+        evicted = self.num_evicted(len(pages))
         self.slots[row, :length] = self.allocator.share(pages, evicted).numpy()
         self.capacity[row], self.evicted_len[row] = length, evicted * page_size
         self.committed_len[row] = length
+
+    def num_evicted(self, num_pages: int) -> int:
+        """How many of the first pages a row does without in SWA that begins with `num_pages`."""
+        if self.retain is None:
+            return 0
+        return max(0, num_pages * self.allocator.page_size - self.retain) // self.allocator.page_size
 
     def pages(self, row: int, num_pages: int) -> IntArray:
         """The first pages that a row owns, in order."""

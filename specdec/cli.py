@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, ParamSpec
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -17,42 +17,41 @@ from typer.core import TyperCommand
 from specdec import __version__
 from specdec.commands.options import (
     BatchSize,
-    Device,
-    DrafterName,
-    DraftTopK,
-    DtypeName,
     JsonFile,
     KeepK,
     KeepP,
     Limit,
     MaxNewTokens,
     MinP,
-    NumDraftTokens,
-    NumSteps,
+    PairOptions,
     Raw,
-    RepetitionPenalty,
-    Seed,
-    Target,
+    SamplingOptions,
     Temperature,
+    gathered,
     output_file,
     shell_errors,
+    spread,
 )
+from specdec.commands.serve_options import PREFIX, ServerOptions
 from specdec.errors import SpecDecError
 from specdec.lazy import load
 from specdec.models.bundled import HELD_OUT_PROBLEMS
+from specdec.training.train_settings import TrainSettings
 
-P = ParamSpec("P")
 
-
-def runs(module: str, name: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+def runs(module: str, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The declared command calls `name` of `specdec.commands.<module>` with its options, and imports it only then."""
 
-    def with_body(declared: Callable[P, None]) -> Callable[P, None]:
-        @wraps(declared)
-        def command(*args: P.args, **kwargs: P.kwargs) -> None:
-            with shell_errors():
-                load(f"specdec.commands.{module}", name)(*args, **kwargs)
+    def with_body(declared: Callable[..., None]) -> Callable[..., None]:
+        signature, groups = spread(declared)
 
+        @wraps(declared)
+        def command(**given: Any) -> None:
+            with shell_errors():
+                load(f"specdec.commands.{module}", name)(**gathered(groups, given))
+
+        command.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads
+        command.__annotations__ = {each.name: each.annotation for each in signature.parameters.values()}
         return command
 
     return with_body
@@ -118,23 +117,11 @@ def specdec(
 @runs("generate", "generate")
 def generate(
     prompt: Annotated[str, typer.Argument(help="The user's message, or with --raw the text to continue.")],
-    target: Target = "tiny-gemma4",
-    drafter: DrafterName = "auto",
-    max_new_tokens: MaxNewTokens = 256,
-    temperature: Temperature = 0.0,
-    top_k: KeepK = 0,
-    top_p: KeepP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = None,
-    num_steps: NumSteps = 4,
-    draft_topk: DraftTopK = 1,
-    num_draft_tokens: NumDraftTokens = None,
+    pair: PairOptions,
+    sampling: SamplingOptions,
     raw: Raw = False,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour tokens from accepted drafts.")] = False,
     json_file: JsonFile = None,
-    dtype: DtypeName = None,
-    device: Device = None,
 ) -> None:
     """Answer one prompt with speculation."""
 
@@ -142,21 +129,9 @@ def generate(
 @app.command(cls=Command)
 @runs("chat", "chat")
 def chat(
-    target: Target = "tiny-gemma4",
-    drafter: DrafterName = "auto",
+    pair: PairOptions,
+    sampling: SamplingOptions,
     system: Annotated[str | None, typer.Option(help="What the model is told before the first turn.")] = None,
-    max_new_tokens: MaxNewTokens = 256,
-    temperature: Temperature = 0.0,
-    top_k: KeepK = 0,
-    top_p: KeepP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = None,
-    num_steps: NumSteps = 4,
-    draft_topk: DraftTopK = 1,
-    num_draft_tokens: NumDraftTokens = None,
-    dtype: DtypeName = None,
-    device: Device = None,
 ) -> None:
     """Talk with a model: history is kept, and text from accepted drafts is coloured.
 
@@ -168,8 +143,7 @@ def chat(
 @app.command(cls=Command)
 @runs("bench", "bench")
 def bench(
-    target: Target = "tiny-gemma4",
-    drafter: DrafterName = "auto",
+    pair: PairOptions,
     data: Annotated[
         Path, typer.Option(help="JSONL with 'question', 'prompt' or 'turns'; 'answer' ('#### n') adds accuracy.")
     ] = HELD_OUT_PROBLEMS,
@@ -178,14 +152,9 @@ def bench(
     temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option(help="Seeds every prompt of a temperature above 0.")] = 0,
     batch_size: BatchSize = 1,
-    num_steps: NumSteps = 4,
-    draft_topk: DraftTopK = 1,
-    num_draft_tokens: NumDraftTokens = None,
     peer: Annotated[bool, typer.Option("--peer", help="Also run transformers, plain and assisted (batch 1).")] = False,
     raw: Raw = False,
     json_file: JsonFile = None,
-    dtype: DtypeName = None,
-    device: Device = None,
     shape: Annotated[
         str | None,
         typer.Option(
@@ -269,8 +238,7 @@ def bench(
 @runs("evaluate", "evaluate")
 def evaluate(
     task: Annotated[Task, typer.Argument(help="What to evaluate on.")],
-    target: Target = "tiny-gemma4",
-    drafter: DrafterName = "auto",
+    pair: PairOptions,
     data: Annotated[
         str,
         typer.Option(help="JSONL file; gsm8k: also 'hub' or 'bundled'; auto: bundled for tiny-gemma4, else hub."),
@@ -291,9 +259,6 @@ def evaluate(
     min_p: MinP = 0.0,
     seed: Annotated[int, typer.Option(help="Seeds every problem, by its number.")] = 0,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Prompts at a time; default: 8 for gsm8k, 1.")] = None,
-    num_steps: NumSteps = 4,
-    draft_topk: DraftTopK = 1,
-    num_draft_tokens: NumDraftTokens = None,
     transcripts: Annotated[Path | None, typer.Option(help="Keep finished problems here, and go on from them.")] = None,
     json_file: JsonFile = None,
     markdown_file: Annotated[
@@ -302,8 +267,6 @@ def evaluate(
     png_file: Annotated[
         Path | None, typer.Option("--png", metavar="FILE", callback=output_file, help="The report drawn.")
     ] = None,
-    dtype: DtypeName = None,
-    device: Device = None,
 ) -> None:
     """Is it right, and how much faster?
 
@@ -314,11 +277,11 @@ def evaluate(
     """
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, context_settings={"auto_envvar_prefix": PREFIX})
 @runs("serve", "serve")
 def serve(
-    target: Target = "tiny-gemma4",
-    drafter: DrafterName = "auto",
+    pair: PairOptions,
+    server: ServerOptions,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of IPv4.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one and prints it.")] = 8000,
     served_model_name: Annotated[
@@ -336,17 +299,21 @@ def serve(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits whatever the batch and the drafts.")
     ] = False,
-    num_steps: NumSteps = 4,
-    draft_topk: DraftTopK = 1,
-    num_draft_tokens: NumDraftTokens = None,
-    dtype: DtypeName = None,
-    device: Device = None,
     chat_template: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="A Jinja file in place of the tokenizer's own.")
     ] = None,
     tool_parser: Annotated[
         str, typer.Option(help="How the model writes tool calls: hermes, llama, ...; auto: as its template teaches.")
     ] = "auto",
+    reasoning_parser: Annotated[
+        str, typer.Option(help="How the model writes what it thinks: none, deepseek_r1, qwen3 or gemma4.")
+    ] = "none",
+    unknown_fields: Annotated[
+        str, typer.Option(help="Fields that no request has: refuse, warn (a line in the log) or ignore.")
+    ] = "refuse",
+    special_tokens_in_content: Annotated[
+        str, typer.Option(help="Control tokens in messages: escape (they are text) or allow, as transformers.")
+    ] = "escape",
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest request; larger ones get 413.")] = 4 << 20,
     stop_seconds: Annotated[
         float, typer.Option(min=0, help="For streams to end after SIGTERM or Ctrl-C; a second one ends at once.")
@@ -354,8 +321,28 @@ def serve(
     cors_origin: Annotated[
         list[str], typer.Option(help="Whose pages may ask from a browser, again for each; '*': everybody's.")
     ] = [],  # noqa: B006
+    share_prefix_cache: Annotated[
+        bool,
+        typer.Option("--share-prefix-cache", help="Between API keys too: one can then find out what another sent."),
+    ] = False,
+    cached_tokens: Annotated[
+        bool,
+        typer.Option("--cached-tokens/--no-cached-tokens", help="Say in usage how much of a prompt was cached."),
+    ] = True,
+    allow_priority: Annotated[
+        bool, typer.Option("--allow-priority", help="Let requests ask to be served first; else only 0 is taken.")
+    ] = False,
 ) -> None:
-    """Serve a pair over HTTP, as OpenAI's API and clients have it. Needs the extra: specdec-runtime[serve]."""
+    """Serve a pair over HTTP, as OpenAI's API and clients have it. Needs the extra: specdec-runtime\\[serve]."""
+
+
+@app.command(cls=Command, no_args_is_help=True)
+@runs("train", "train")
+def train(settings: TrainSettings) -> None:
+    """Train a drafter for a target on the target's own answers to your prompts.
+
+    The same command goes on where it was stopped. Several GPUs: accelerate launch -m specdec.cli train ...
+    """
 
 
 @app.command(cls=Command)

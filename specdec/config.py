@@ -4,20 +4,17 @@ Arguments come in the types that users have at hand (numpy scalars, the name of 
 Python's own types and `torch.dtype`.
 """
 
-import difflib
-import functools
-import inspect
-import json
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
-import numpy as np
 import torch
 
-from specdec.errors import ConfigError, first_line, shown
+from specdec.errors import ConfigError, shown
+from specdec.plain_arguments import DTYPE_ALIASES, plain_arguments
+from specdec.stop_strings import StopStrings
 
 MAX_TREE_NODES = 512
 """Verify width including the root."""
@@ -30,36 +27,24 @@ MAX_TOPK = 63
 
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
 
-DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-
 PENALTY_SPAN = (1e-6, 1e6)
 """Repetition penalties outside would take float32 logits to infinity, or infinity times 0 to NaN."""
+
+MAX_PRIORITY = 100
+"""Priorities go from -100 to 100: with 64 admissions a level, a request that waits is passed 12,800 times at most."""
+
+MAX_SALT = 1024
+"""Characters of a cache salt."""
 
 GRAMMARS = ("json_schema", "json_object", "regex", "choice")
 """What a text may be asked to be, one of them a request."""
 
-Config = TypeVar("Config", bound=type)
-
-
-def plain_arguments(cls: Config) -> Config:
-    """Decorates a frozen dataclass: its arguments become Python's own types before they are checked and stored."""
-    init = cls.__init__  # type: ignore[misc]
-    signature = inspect.signature(init)
-
-    @functools.wraps(init)
-    def plain_init(*args: Any, **kwargs: Any) -> None:
-        for name in sorted(kwargs.keys() - signature.parameters.keys()):
-            known = list(signature.parameters)[1:]  # without self
-            close = difflib.get_close_matches(name, known, n=1)
-            meant = f"did you mean {close[0]}? " if close else ""
-            raise ConfigError(f"{cls.__name__} has no setting {name}; {meant}It has {', '.join(known)}")
-        bound = signature.bind(*args, **kwargs)
-        for name, value in bound.arguments.items():
-            bound.arguments[name] = OWN_FORMS.get(name, _plain)(value)
-        init(*bound.args, **bound.kwargs)
-
-    cls.__init__ = plain_init  # type: ignore[misc]
-    return cls
+MAX_STOPS = 256
+"""Stop strings of a request: each is looked for behind every token."""
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 4096
+MAX_GRAMMAR_CHARS = 1 << 20
+"""Of a schema or an expression, before anything reads it; `text.grammar_bounds` has the closer bounds."""
 
 
 @plain_arguments
@@ -116,7 +101,8 @@ class EngineConfig:
 
     max_model_len: longest prompt + output in tokens; None: the model's own limit, as far as memory goes.
     full_slots, swa_slots: usable KV slots (tokens) of each pool; None: enough for `max_batch_size` requests of
-    `max_model_len`, within a share of the free memory. dtype: a torch.dtype or its name ("bfloat16", "bf16"); None is
+    `max_model_len`, within memory_share of the memory that is free once the weights are loaded (None: 0.8 of a GPU,
+    0.25 on the CPU). dtype: a torch.dtype or its name ("bfloat16", "bf16"); None is
     float32 on the CPU, the checkpoint's elsewhere.
     prefill_chunk: most prompt tokens of one request in one step; max_prefill_tokens: of all requests together, while
     some decode, who wait for the prompts of one step at most between two of their rounds. Where nobody does, prompts of
@@ -127,6 +113,9 @@ class EngineConfig:
     of its prompt, preemption, the drafter, its trees, or captured rounds. What cannot be made so is refused.
     cuda_graphs: rounds, and prompts of few tokens, are captured once a shape and replayed; "auto" does so on a GPU, and
     where a model cannot be captured it runs as it is; True makes that an error, and needs a GPU.
+    max_capture_bytes: of the device that captured rounds and prompts may take; what was used longest ago is let go, and
+    captured again when it comes again. None: a tenth of the device's memory, or half of what is free once the pools are
+    made, if that is less.
     prefix_cache: K/V of prompts and outputs are kept while there is room, and requests that begin with the same tokens
     begin with them. What is cached is given up before anybody waits for slots.
     fused: decoder layers of few large kernels in the place of transformers' modules. "auto" does so with "triton" on a
@@ -149,16 +138,20 @@ class EngineConfig:
     max_prefill_tokens: int = 2048
     fused: str | bool = "auto"
     prefix_cache: bool = True
+    max_capture_bytes: int | None = None
+    memory_share: float | None = None
 
     def __post_init__(self) -> None:
         require_int("max_batch_size", self.max_batch_size, 1, 4096)
         require_int("page_size", self.page_size, 1, 1024)
         require_int("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
         require_int("max_prefill_tokens", self.max_prefill_tokens, 1, 1 << 30)
-        for name in ("max_model_len", "full_slots", "swa_slots"):
+        for name in ("max_model_len", "full_slots", "swa_slots", "max_capture_bytes"):
             value = getattr(self, name)
             if value is not None:
                 require_int(name, value, 1, 1 << 40)
+        if self.memory_share is not None:
+            _require_number("memory_share", self.memory_share, 0.0, 1.0, open_low=True)
         if self.attention not in ATTENTION_BACKENDS:
             known = ", ".join(ATTENTION_BACKENDS)
             raise ConfigError(f"attention={shown(self.attention)} is unknown; choose one of {known}")
@@ -191,10 +184,15 @@ class SamplingParams:
     json_schema (a dict or JSON text), json_object (any object), regex (of the whole text), choice (one of these
     strings): the grammar of the output, one of them a request. The text may end where the grammar does, and nowhere
     else; a text of max_new_tokens is cut.
-    stop: strings that end the text (they are cut off). logprobs: None, or how many alternatives to report per token.
+    stop: strings that end the text (they are cut off, or kept with include_stop_str_in_output). min_tokens: no end
+    token is drawn, and no stop string counts, before the output has so many. allowed_token_ids: only these are drawn,
+    so give one that ends the text, or a length. logprobs: None, or how many alternatives to report per token.
+    prompt_logprobs: the same for the prompt's tokens; with it, max_new_tokens=0 scores the prompt and adds nothing.
     n: samples of the prompt; number i is that of the same parameters with n=1 and `seed` + i.
     speculation: None, as the engine does; False, not at all; or a SpecConfig within the engine's. It changes no token.
     In company of deeper drafts a request accepts no more of them than its own depth.
+    cache_salt: a secret text. Only requests with the same salt (None is one too) share K/V in the prefix cache, so that
+    no other can find out what was in a prompt by what it finds cached. It changes no token.
     """
 
     max_new_tokens: int = 256
@@ -217,9 +215,14 @@ class SamplingParams:
     json_object: bool = False
     regex: str | None = None
     choice: Sequence[str] | None = None
+    cache_salt: str | None = None
+    prompt_logprobs: int | None = None
+    min_tokens: int = 0
+    allowed_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        require_int("max_new_tokens", self.max_new_tokens, 1, 1 << 30)
+        require_int("max_new_tokens", self.max_new_tokens, 1 if self.prompt_logprobs is None else 0, 1 << 30)
         _require_number("temperature", self.temperature, 0.0, math.inf)
         require_int("top_k", self.top_k, 0, 1 << 30)
         _require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -239,8 +242,9 @@ class SamplingParams:
             raise ConfigError(
                 f"speculation={shown(self.speculation)}: None (as the engine), False (none) or a SpecConfig is wanted"
             )
-        if self.logprobs is not None:
-            require_int("logprobs", self.logprobs, 0, 1024)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                require_int(name, count, 0, 1024)
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos={shown(self.ignore_eos)}: True or False is wanted")
         stops: object = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -248,14 +252,30 @@ class SamplingParams:
             raise ConfigError(
                 f"stop={shown(self.stop)}: a non-empty string, or a sequence of them, is wanted; () for none"
             )
+        if len(self.stop_strings) > MAX_STOPS or max(map(len, self.stop_strings), default=0) > MAX_STOP_CHARS:
+            raise ConfigError(
+                f"stop={shown(self.stop)} has {len(self.stop_strings)} strings, the longest of "
+                f"{max(map(len, self.stop_strings))} characters; at most {MAX_STOPS} of {MAX_STOP_CHARS} characters "
+                "are looked for"
+            )
         if not _is_collection(self.stop_token_ids):
             raise ConfigError(
                 f"stop_token_ids={shown(self.stop_token_ids)}: a sequence of token ids is wanted; () for none"
             )
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise ConfigError(
+                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKENS} are allowed"
+            )
         for token in self.stop_token_ids:
             require_int("stop_token_ids", token, 0, 1 << 40)
+        salt: object = self.cache_salt
+        if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT):
+            raise ConfigError(
+                f"cache_salt={shown(salt)}: a text of 1 to {MAX_SALT} characters is expected; None for none"
+            )
         self._require_bias()
         self._require_grammar()
+        self._require_rules()
 
     def _require_bias(self) -> None:
         bias: object = self.logit_bias
@@ -266,6 +286,29 @@ class SamplingParams:
         for token, value in bias.items():
             require_int("a token id in logit_bias", token, 0, 1 << 40)
             _require_number(f"logit_bias of token {token}", value, -100.0, 100.0)
+
+    def _require_rules(self) -> None:
+        if not isinstance(self.include_stop_str_in_output, bool):
+            raise ConfigError(
+                f"include_stop_str_in_output={shown(self.include_stop_str_in_output)}: True or False is wanted"
+            )
+        require_int("min_tokens", self.min_tokens, 0, 1 << 30)
+        if self.min_tokens > self.max_new_tokens:
+            raise ConfigError(
+                f"min_tokens={self.min_tokens}: at most max_new_tokens={self.max_new_tokens} is wanted; lower it, or "
+                "raise max_new_tokens"
+            )
+        allowed: object = self.allowed_token_ids
+        if allowed is None:
+            return
+        if not _is_collection(allowed) or not allowed:
+            raise ConfigError(f"allowed_token_ids={shown(allowed)}: some token ids are wanted; None for all of them")
+        for token in allowed:
+            require_int("allowed_token_ids", token, 0, 1 << 40)
+        if self.grammar is not None:
+            raise ConfigError(
+                f"allowed_token_ids with {self.grammar}: a grammar says which tokens may come; leave one out"
+            )
 
     def _require_grammar(self) -> None:
         if not isinstance(self.json_object, bool):
@@ -295,62 +338,18 @@ class SamplingParams:
         return getattr(self, name) is not None and getattr(self, name) is not False
 
     @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+    def restricted(self) -> bool:
+        """May some tokens not be drawn at some places?"""
+        return self.grammar is not None or self.allowed_token_ids is not None or self.min_tokens > 0
+
+    @property
+    def stop_strings(self) -> StopStrings:
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        return StopStrings(stops, included=self.include_stop_str_in_output, min_tokens=self.min_tokens)
 
 
 def _is_collection(value: object) -> TypeGuard[Collection[object]]:
     return isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
-
-
-def _plain(value: Any) -> Any:
-    """A number, or a list of them, out of its numpy or torch box; everything else as it is."""
-    if isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 1:
-        return value.tolist()
-    if type(value) in (list, tuple, set, frozenset):
-        return type(value)(map(_plain_number, value))
-    return _plain_number(value)
-
-
-def _plain_bias(value: Any) -> Any:
-    """A copy, that nobody changes later."""
-    if not isinstance(value, Mapping):
-        return _plain(value)
-    return {_plain_number(token): _plain_number(bias) for token, bias in value.items()}
-
-
-def _schema_text(value: Any) -> Any:
-    """JSON text of a schema that is a mapping; text that is no JSON is refused here."""
-    try:
-        if isinstance(value, Mapping):
-            return json.dumps(dict(value), allow_nan=False)
-        if isinstance(value, str):
-            json.loads(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"json_schema={shown(value)} is not JSON ({first_line(error)}); correct it") from None
-    return value
-
-
-def _plain_number(value: Any) -> Any:
-    boxed = isinstance(value, (np.generic, np.ndarray, torch.Tensor)) and value.ndim == 0
-    return value.item() if boxed else value
-
-
-def _as_dtype(value: Any) -> Any:
-    """The dtype that "bf16", "bfloat16" or "torch.bfloat16" names; what names no floating dtype stays as it is."""
-    if not isinstance(value, str):
-        return value
-    name = value.removeprefix("torch.")
-    dtype = getattr(torch, DTYPE_ALIASES.get(name, name), None)
-    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else value
-
-
-OWN_FORMS: dict[str, Callable[[Any], Any]] = {
-    "dtype": _as_dtype,
-    "logit_bias": _plain_bias,
-    "json_schema": _schema_text,
-}
-"""Of arguments that are neither a number nor numbers: how a config holds them."""
 
 
 def _require_device(device: object) -> None:

@@ -5,18 +5,17 @@
 
 Calls from several threads take turns, a step at a time, in the order in which they came; `submit` and `abort` wait for
 none. The requests of all of them, and of open streams, share rounds, whoever steps.
-A step that is interrupted (an error, Ctrl-C) happened to no request: the next one begins again from their tokens.
+A step that is interrupted (an error, Ctrl-C) happened to no request: the next one begins again from their tokens. A
+tokenizer or a grammar that raises ends its own request, with RequestFailedError, and interrupts no step.
 """
 
 import itertools
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -31,18 +30,21 @@ from specdec.arguments import (
 )
 from specdec.attention.backend import choose_backend
 from specdec.attention.checked_backend import sanitized
-from specdec.config import EngineConfig, SamplingParams, SpecConfig, require_int
+from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfig, require_int
 from specdec.draft_models.base import Drafter
-from specdec.errors import SpecDecError
+from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.handle import Handle
 from specdec.intake import Intake
 from specdec.layers.operations import choose_operations
+from specdec.layers.weights_lock import weights_lock_held
 from specdec.models.loading import SHARED_OPTIONS, load_any_drafter, load_target, pick_tokenizer
 from specdec.models.target import TargetModel
+from specdec.models.watched import look_closely, updates_show
 from specdec.progress import progress_bar
 from specdec.request import GenerationOutput, Request, StreamDelta
+from specdec.rounds.captures import CaptureStore, default_budget, most_captures
 from specdec.rounds.chunks import ChunkGraphs
-from specdec.rounds.graphs import RoundGraphs, capture_for
+from specdec.rounds.graphs import RoundGraphs, batch_sizes, capture_for
 from specdec.rounds.launch import Launcher
 from specdec.rounds.round import Round
 from specdec.scheduling.health import EngineStats
@@ -51,6 +53,12 @@ from specdec.scheduling.scheduler import Scheduler
 from specdec.scheduling.steps import Steps
 from specdec.sizing import make_cache
 from specdec.text.prompts import Prompt, as_chat_list, as_token_ids, chat_or_text_ids
+from specdec.turns import Turns
+
+T = TypeVar("T")
+
+CLOSED = "this engine is closed; make a new one"
+CUT = "this engine was closed before the request had ended; make a new one and ask again"
 
 
 class Engine:
@@ -88,9 +96,11 @@ class Engine:
         lookahead = rounds_ahead * (self.spec.num_nodes if drafter is not None else 1)
         self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)
         self.table = self.cache.table
+        memory = capture  # before anything is put in front of it
         backend, capture = sanitized(self.cache, backend, capture)
         self.round = Round(target, drafter, self.cache, backend)
-        self.prefixes = Prefixes(self.cache if config.prefix_cache else None, self.round.weights_version)
+        shared = self.cache if config.prefix_cache and updates_show(target, drafter) else None
+        self.prefixes = Prefixes(shared, self.round.weights_version)
         self.scheduler = Scheduler(
             self.table,
             max_model_len=self.max_model_len,
@@ -101,18 +111,21 @@ class Engine:
         graphs = chunks = None
         if capture is not None:
             strict = config.cuda_graphs is True
-            graphs = RoundGraphs(self.round, capture, strict=strict)
-            chunks = ChunkGraphs(self.round, capture, strict=strict)
+            budget = config.max_capture_bytes or default_budget(target.device)
+            store = CaptureStore(capture, memory, budget, most_captures(len(batch_sizes(self.table.max_requests))))
+            graphs = RoundGraphs(self.round, store, strict=strict)
+            chunks = ChunkGraphs(self.round, store, strict=strict)
         self.steps = Steps(self.scheduler, Launcher(self.round, self.spec, graphs, chunks))
         self.intake = Intake(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
         self.end_tokens = self.intake.end_tokens
         self._live: dict[int, Request] = {}  # by number, oldest first: the one list that a fault cannot spoil
         self._numbers = itertools.count()
-        self._lock, self._door = threading.Lock(), threading.Lock()
+        self._turns = Turns()
         self._interrupted = False  # a turn began and did not end
         self._arrived: deque[Request] = deque()  # submitted, to join with the next turn
         self._doomed: deque[int] = deque()  # ids to be released by the present turn, or the next
         self._closed = False
+        self._cleared = False  # closed, to the end
         if graphs is not None:
             self.steps.warm_up()
 
@@ -161,6 +174,8 @@ class Engine:
 
         `params`: one for all, or one each; n of them make n results. More requests than `max_batch_size` queue. Every
         one is checked before any runs: ConfigError (empty, ids outside the vocabulary), CapacityError (can never fit).
+        When one of them fails (RequestFailedError), or another thread closes the engine (SpecDecError), no outputs are
+        returned and the other requests of the call end too; those of other calls go on.
         `progress`: a bar on standard error; None shows it on a terminal when there is more than one prompt.
         """
         requests = self._make_requests(prompts, params)
@@ -172,6 +187,7 @@ class Engine:
                     while not each.finished:
                         self._advance(each)
                         update(sum(request.finished for request in requests))
+                    each.require_whole()
         finally:
             self._abort(requests)
         return [request.output() for request in requests]
@@ -186,6 +202,7 @@ class Engine:
         """Continue one prompt, yielding what each round adds; the last delta carries the whole output.
 
         Leaving the loop early aborts the request and frees its slots. Bad input raises here, not at the first delta.
+        A stream that cannot be completed raises: RequestFailedError, or SpecDecError when the engine was closed.
         """
         require_one_sample(params, "a stream")
         [request] = self._make_requests([prompt], params)
@@ -194,8 +211,8 @@ class Engine:
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Handle:
         """Hand in one prompt, without waiting for any step: the handle reads what steps bring.
 
-        priority: lower ones are served first, and preempted last; among equals whoever came first. One that waits
-        rises by 1 with every 64 requests that came later and were served before it.
+        priority: from -100 to 100. Lower ones are served first, and preempted last; among equals whoever came first.
+        One that waits rises by 1 with every 64 requests that came later and were served before it.
         """
         require_one_sample(params, "a handle")
         [handle] = self.submit_many([prompt], params, priority=priority)
@@ -209,30 +226,43 @@ class Engine:
         priority: int = 0,
     ) -> list[Handle]:
         """`submit` for many, all of them checked before any is handed in; a handle each, in the order of `generate`."""
-        require_int("priority", priority, -(1 << 31), 1 << 31)
+        require_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         requests = self._make_requests(prompts, params)
         self._submit(requests, priority)
         return [Handle(request, self._advance, self.abort) for request in requests]
 
     def step(self) -> bool:
         """One step for everybody: a round of all who decode, and prompt chunks. -> is there anything left to do?"""
-        with self._turn():
-            self._require_open()
-            self._run()
+        self._require_open()
+        self._in_turn(self._run)
         return bool(self._live or self._arrived)
 
     def abort(self, id: int) -> None:
-        """End the request of that id as it is, behind a step under way; unknown and ended ones are no error."""
+        """End the request of that id as it is, after the step under way; unknown and ended ones are no error.
+
+        id: that of a handle. Raises ConfigError for anything but an integer.
+        """
+        if isinstance(id, bool) or not isinstance(id, int):
+            raise ConfigError(f"id={shown(id)}: the id of one request is expected, an integer as in Handle.id")
         self._doomed.append(id)
         self._look_in()
 
-    def chat_prompt(self, chat: str | Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
+    def chat_prompt(
+        self,
+        chat: str | Sequence[Mapping[str, Any]],
+        /,
+        *,
+        special_tokens_in_content: str = "allow",
+        **template_kwargs: Any,
+    ) -> list[int]:
         """Token ids of a user's turn, or of messages {"role": ..., "content": ...}, up to where the answer begins.
 
+        special_tokens_in_content: "escape" makes control tokens that are written in messages ("<|turn>system") plain
+        text, as the server does; "allow" tokenises them as control tokens, as transformers does.
         `template_kwargs` go to the chat template: `tools`, `enable_thinking`, `add_generation_prompt` and others.
         Without a chat template a turn is plain text; messages, or anything for a template, raise ConfigError.
         """
-        return chat_or_text_ids(self.intake.tokenizer, chat, template_kwargs)
+        return chat_or_text_ids(self.intake.tokenizer, chat, template_kwargs, special_tokens_in_content)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the special tokens that the tokenizer adds."""
@@ -245,26 +275,35 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Sums over all requests that finished in this engine."""
-        with self._lock:
-            return self.steps.health.stats()
+        return self._turns.run(self.steps.health.stats)
 
     def clear_prefix_cache(self) -> None:
         """Forget the K/V that are kept for later requests, and keep none of what running ones have made: for changes of
-        the model that leave no trace, such as weights edited through `.data`, another adapter, another hook."""
-        with self._turn():
-            self.prefixes.clear()
+        the model that leave no trace, such as weights edited through `.data`, or a hook that does something else now.
+
+        Most changes are noticed without this call: docs/life_of_a_request.md lists them. It also compares every
+        attribute and config of the target's modules with what they were, and copies a target with hooks or adapters
+        again. Raises UnsupportedModelError where the target, as it is now, cannot be served.
+        """
+        self._in_turn(self._forget_prefixes)
 
     def close(self) -> None:
-        """Drop the KV tensors; the engine refuses further work. The model stays usable."""
-        if not self._closed:
-            with self._turn():
-                self._closed = True
-                for request in self._live.values():
-                    request.abort()
-                self._live.clear()
-                self.steps.restart([])
-                self.steps.launcher.clear()
-                self.cache.clear()
+        """Drop the KV tensors; the engine refuses further work. The model stays usable.
+
+        Requests that have not ended are cut there: `generate` and `stream` raise SpecDecError in the threads that wait
+        for them; a handle has the finish reason "abort", and `Handle.error` says why.
+        """
+        if not self._cleared:
+            self._in_turn(self._close)
+
+    def __repr__(self) -> str:
+        drafter = "no drafter" if self.drafter is None else f"drafter {self.drafter.name}"
+        kind = str(self.target.dtype).removeprefix("torch.")
+        state = ", closed" if self._closed else ""
+        return (
+            f"<Engine {self.target.name}, {drafter}, {kind} on {self.target.device}, "
+            f"{self.config.max_batch_size} requests of up to {self.max_model_len} tokens{state}>"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise SpecDecError("an engine is not copied or pickled; make another, which may share its target and drafter")
@@ -277,37 +316,38 @@ class Engine:
     ) -> None:
         self.close()
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One thread's turn to change anything; one that did not end is as if it had not begun."""
-        with ExitStack() as door:
-            door.enter_context(self._door)  # only one waits at the lock: who has had a turn does not get ahead of it
-            with self._lock:
-                door.close()
-                if self._interrupted:
-                    self._begin_again()
-                self._interrupted = True
-                self._let_in_and_out()
-                yield
-                self._let_in_and_out()
-                self._interrupted = False
+    def _in_turn(self, work: Callable[[], T]) -> T:
+        """Do this work in a turn of this thread; one that did not end is as if it had not begun."""
+        result = self._turns.run(lambda: self._whole(work))
         self._look_in()
+        return result
+
+    def _whole(self, work: Callable[[], T]) -> T:
+        if self._interrupted:
+            self._begin_again()
+        self._interrupted = True
+        self._let_in_and_out()
+        result = work()
+        self._let_in_and_out()
+        self._interrupted = False
+        return result
 
     def _look_in(self) -> None:
-        """See to who came and who is to go, unless somebody has a turn or is about to: they will.
+        """Let requests in and out, unless a thread has a turn or waits for one: that turn does, or it does later.
 
-        Never waits, so it may be called from anywhere, by the garbage collector within any turn too.
+        Never waits for a turn, so it may be called from anywhere, by the garbage collector within any turn too. Under
+        a lock over weights it leaves all to the next turn, since a release looks at the weights.
         """
-        if (self._arrived or self._doomed) and not (self._lock.locked() or self._door.locked()):
-            with self._turn():  # at its beginning; and looks again
-                pass
+        while (self._arrived or self._doomed) and not weights_lock_held():
+            if not self._turns.attempt(lambda: self._whole(lambda: None)):
+                break
 
     def _let_in_and_out(self) -> None:
         """Requests that were handed in join, and those that were aborted leave and free what they own."""
         while self._arrived:
             request = self._arrived[0]
             if self._closed:
-                request.abort()
+                request.end("abort", SpecDecError(CLOSED))
             elif request.number not in self._live:  # or a turn was interrupted right here
                 self._live[request.number] = request
                 self.scheduler.submit(request)
@@ -336,12 +376,25 @@ class Engine:
 
     def _advance(self, request: Request) -> None:
         """One step, unless the request has ended meanwhile."""
-        with self._turn():
-            if not request.finished:
-                self._require_open()
-                self._run()
+        self._in_turn(lambda: None if request.finished else self._run())
+
+    def _close(self) -> None:
+        """In a turn; one that was interrupted is done again by the next call of `close`."""
+        self._closed = True
+        for request in self._live.values():
+            request.end("abort", SpecDecError(CUT))
+        self._live.clear()
+        self.steps.restart([])
+        self.steps.launcher.clear()
+        self.cache.clear()
+        self._cleared = True
+
+    def _forget_prefixes(self) -> None:
+        look_closely(self.target, self.drafter)
+        self.prefixes.clear()
 
     def _run(self) -> None:
+        self._require_open()
         if not self.scheduler.idle:
             for request in self.steps.run():
                 self._forget(request.number)
@@ -351,7 +404,10 @@ class Engine:
     def _deltas(self, request: Request) -> Iterator[StreamDelta]:
         try:
             self._submit([request])  # not before the first delta is asked for: a stream nobody reads holds nothing
-            yield from Handle(request, self._advance, self.abort)
+            for delta in Handle(request, self._advance, self.abort):
+                if delta.output is not None:
+                    request.require_whole()
+                yield delta
         finally:
             self._abort([request])  # also when the garbage collector closes a stream, within any turn
 
@@ -372,4 +428,4 @@ class Engine:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise SpecDecError("this engine is closed; make a new one")
+            raise SpecDecError(CLOSED)

@@ -8,6 +8,7 @@ SpecDecError
 |- OutOfSlotsError       the pools are exhausted now; the scheduler preempts and goes on
 |- QueueFullError        more requests wait than a served engine lets wait; try again later
 |- StoppingError         a served engine takes no more requests, or has ended this one
+|- RequestFailedError    the tokenizer or the grammar of one request raised; the others go on
 |- RoundFailedError      a round of a served engine failed, and failed again, with this request in it
 `- KVStateError          a KV operation that the state of the allocator forbids
    |- DoubleFreeError    a slot freed (or evicted) that is not held
@@ -18,6 +19,9 @@ Their messages are one sentence. `shown` puts a value into one.
 """
 
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
 from typing import Any
 
 
@@ -51,6 +55,10 @@ class QueueFullError(SpecDecError):
 
 class StoppingError(SpecDecError):
     """A served engine that stops."""
+
+
+class RequestFailedError(SpecDecError):
+    """The tokenizer or the grammar raised an error in this request, which has ended; no other request is concerned."""
 
 
 class RoundFailedError(SpecDecError):
@@ -107,7 +115,29 @@ def shown(value: object) -> str:
     return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."
 
 
-def first_line(error: Exception, most: int = 200) -> str:
+@contextmanager
+def naming_file(path: str | PathLike[str]) -> Iterator[None]:
+    """An error of the system while a file is written, such as a full disk, names that file."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # whoever read has gone
+    except OSError as error:
+        if error.errno is None or error.filename == str(path):  # not the system's, or named already
+            raise
+        reason = error.strerror or first_line(error)
+        raise OSError(error.errno, f"cannot be written: {reason}", str(path)) from error
+
+
+def is_fault(error: BaseException) -> bool:
+    """Is it a fault of what was called? Interrupts and lack of memory are none: what was interrupted is done again. A
+    panic of a Rust library is one, though it derives from BaseException."""
+    if isinstance(error, Exception):
+        return not isinstance(error, MemoryError)
+    return type(error).__name__ == "PanicException"
+
+
+def first_line(error: BaseException, most: int = 200) -> str:
     """The first sentence of another library's message, at a readable length."""
     lines = str(error).strip().splitlines()
     line = lines[0] if lines else type(error).__name__

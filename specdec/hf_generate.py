@@ -248,7 +248,7 @@ def _stream(
     """New tokens of each row, looked at one by one as the rounds bring them. Rows share rounds."""
     if streamer is not None:
         streamer.put(ids.cpu())
-    reach = max((len(stop.encode()) for stop in stops.stop_strings), default=0) if stops is not None else 0
+    reach = 0 if stops is None else max(len(stop.encode()) for stop in stops.stop_strings)
     new: list[list[int]] = [[] for _ in prompts]
     with ExitStack() as stack:  # a stream that is closed early gives its slots back
         streams = {}
@@ -263,8 +263,10 @@ def _stream(
                     new[row].append(token)
                     if streamer is not None:
                         streamer.put(torch.tensor([token]))
+                    if stops is None:
+                        continue  # reach is 0, and [-0:] would be the whole text
                     tail = torch.tensor([[*prompts[row][-reach:], *new[row][-reach:]]])  # one byte a token at least
-                    if stops is not None and bool(stops(tail, None)):
+                    if bool(stops(tail, None)):
                         ended = True
                         break
                 if ended:

@@ -12,12 +12,15 @@ from specdec.arguments import draft_for, params_for
 from specdec.config import SamplingParams, SpecConfig
 from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
+from specdec.prompt_scores import PromptScores
 from specdec.request import Request
 from specdec.scheduling.scheduler import Scheduler
+from specdec.text import token_rules
 from specdec.text.detokenize import Detokenizer
 from specdec.text.ends import end_tokens
 from specdec.text.grammar import Grammars
 from specdec.text.prompts import Prompt, as_prompt_list, text_ids
+from specdec.text.stop_bounds import require_stops
 
 
 class Intake:
@@ -44,17 +47,22 @@ class Intake:
             if not prompt or not ids:
                 raise ConfigError(f"prompt {index} is empty; at least one token is needed to continue from")
             self._require_tokens(f"prompt {index} holds", ids)
+            require_stops(one)
             self._require_tokens("stop_token_ids holds", one.stop_token_ids)
             self._require_tokens("logit_bias holds", list(one.logit_bias or ()))
+            self._require_tokens("allowed_token_ids holds", one.allowed_token_ids or ())
             if one.stop_strings and self._tokenizer is None:
                 raise ConfigError("stop strings need a tokenizer; pass tokenizer=..., or use stop_token_ids")
             self._scheduler.require_fits(len(ids), one.max_new_tokens)
             ends = frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self.end_tokens)
             draft = draft_for(one, self._spec)
             place = self._grammars.start(one, ends, self.end_tokens)
+            place = token_rules.begin(place, one, ends, self._vocab_size)
             seed = secrets.randbits(62) if one.seed is None else one.seed
+            scores = None if one.prompt_logprobs is None else PromptScores(len(ids), one.prompt_logprobs)
             for sample in range(one.n):
-                requests.append(Request(ids, one, seed + sample, Detokenizer(self._tokenizer), ends, draft, place))
+                text = Detokenizer(self._tokenizer)
+                requests.append(Request(ids, one, seed + sample, text, ends, draft, place, scores))
         return requests
 
     def encode(self, text: str) -> list[int]:

@@ -3,6 +3,7 @@
 import copy
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from enum import Enum
@@ -10,9 +11,12 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from specdec.config import SamplingParams, SpecConfig
+from specdec.errors import RequestFailedError, SpecDecError, first_line, is_fault
 from specdec.kvcache.mirror import IntArray
+from specdec.prompt_scores import PromptScores
 from specdec.text.detokenize import Detokenizer
 from specdec.text.grammar import Place
+from specdec.text.token_view import TokenView
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +107,11 @@ class GenerationOutput:
 
     token_ids end with the stop token if there was one, or with the token that completes a stop string; `text` has
     special tokens removed and ends before a stop string.
-    finish_reason: "stop" (an end token or string), "length" (max_new_tokens), "abort" (the consumer went away).
+    finish_reason: "stop" (an end token or string), "length" (max_new_tokens), "abort" (the consumer went away, or the
+    engine was closed).
     drafted: per token, whether it came out of an accepted draft.
+    prompt_logprobs: of each prompt token, if the request asks for them; None for the first, and for those that an
+    aborted request has not come to.
     """
 
     prompt_token_ids: list[int]
@@ -114,6 +121,7 @@ class GenerationOutput:
     stats: RequestStats
     drafted: list[bool]
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +178,7 @@ class Request:
     end_tokens: frozenset[int]
     draft: SpecConfig | None = None  # how it speculates; None: not at all
     begins: InitVar[Place | None] = None  # in its grammar
+    scores: PromptScores | None = None  # of its prompt, shared by its samples; None: nobody asked
     number: int = -1  # in order of arrival, from the engine
     priority: int = 0  # lower ones first
     passed: int = 0  # how often one that came later was admitted while it waited
@@ -178,7 +187,11 @@ class Request:
     tenure: int = 0  # rows it has had and lost: what was launched under another is not its any more
     handed_in: float = field(default_factory=time.perf_counter)
     key: IntArray | None = field(default=None, init=False)  # of its tokens in the prefix cache
-    awaited: int = field(default=-1, init=False)  # number of the request that makes a part of its prompt
+    awaited: int = field(default=-1, init=False)  # number of the request that makes a part of its prompt,
+    awaited_len: int = field(default=0, init=False)  # so many tokens of it,
+    awaited_version: int = field(default=-1, init=False)  # as of this `InProgress.version`
+    error: SpecDecError | None = field(default=None, init=False)  # why it ended, if not by itself or an abort
+    news: deque[int] | None = field(default=None, init=False)  # is given its number when it gains tokens or ends
     settled: Settled = field(init=False)
     _tokens: list[int] = field(init=False)
     _drafted: list[bool] = field(default_factory=list, init=False)
@@ -191,7 +204,7 @@ class Request:
 
     @property
     def finish_reason(self) -> str:
-        """One of "stop", "length" and "abort"; empty while it goes on."""
+        """One of "stop", "length", "abort" and "error"; empty while it goes on."""
         return self.settled.finish_reason
 
     @property
@@ -221,6 +234,14 @@ class Request:
         return None if self.params.logprobs is None else self._logprobs[: self.num_output]
 
     @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """Of each prompt token, as far as they are known; None: nobody asked."""
+        if self.scores is None:
+            return None
+        scored = zip(self.prompt, self.scores.entries(), strict=True)
+        return [None if entry is None else TokenLogprob(token, *entry) for token, entry in scored]
+
+    @property
     def stats(self) -> RequestStats:
         return self.settled.stats
 
@@ -231,19 +252,33 @@ class Request:
 
     @property
     def place(self) -> Place | None:
-        """In its grammar, behind the newest token; None: it has none."""
-        return self.settled.place
+        """In its grammar and rules, behind the newest token; None: anything may come."""
+        place = self.settled.place
+        return None if place is None or place.free else place
+
+    @property
+    def grammar_ended_it(self) -> bool:
+        """It was ended because its grammar allows no token; one that is aborted keeps its place in the grammar."""
+        return self.finish_reason == "abort" and self.params.grammar is not None and self.settled.place is None
 
     @property
     def forced(self) -> tuple[int, ...]:
         """Tokens that must come next, as many as a round can bring beside one more."""
-        place, to_go = self.settled.place, self.params.max_new_tokens - self.num_output
+        place, to_go = self.place, self.params.max_new_tokens - self.num_output
         return () if place is None or to_go < 2 else place.forced[: to_go - 1]
 
     @property
     def prefill_target(self) -> int:
         """Tokens whose K/V prefill must make: the prompt, or after a preemption all but the newest token."""
         return len(self.prompt) if self.num_output == 0 else self.settled.num_tokens - 1
+
+    @property
+    def most_cached(self) -> int:
+        """Most tokens whose K/V it may take out of the prefix cache: the state of the last one is computed, and so are
+        those that the scores of its prompt follow from."""
+        if self.scores is None or self.scores.complete:
+            return self.prefill_target - 1
+        return self.scores.known - 1
 
     def seat(self, row: int) -> None:
         """It has this row now, and its prompt is to be read."""
@@ -271,21 +306,33 @@ class Request:
         del tokens[start:], self._drafted[kept:], self._logprobs[kept:]  # of a step that was interrupted
         if stops:
             reader = copy.copy(reader)  # that of what is settled does not move
-        finish_reason, taken = "", 0
-        for token in emitted:
-            if place is not None and (place := place.after(token)) is None:
-                logger.warning("request %d ends here: its grammar cannot go on with any token", self.number)
-                finish_reason = "abort"
-                break
-            taken += 1
-            tokens.append(token)
-            self._drafted.append(num_forced < taken < len(emitted))
-            if token in self.end_tokens or (stops and reader.find_stop(tokens, stops, prompt_len)):
-                finish_reason = "stop"
-                break
-            if len(tokens) >= longest:
-                finish_reason = "length"
-                break
+        finish_reason, taken, called = "", 0, "grammar"
+        if start >= longest:  # its prompt was to be scored, and no more
+            finish_reason, emitted = "length", ()
+        try:
+            if place is not None and place.fault is not None:  # in the masks that these tokens were drawn with
+                raise place.fault
+            for token in emitted:
+                called = "grammar"
+                if place is not None and (place := place.after(token)) is None:
+                    logger.warning("request %d ends here: its grammar cannot go on with any token", self.number)
+                    finish_reason = "abort"
+                    break
+                taken += 1
+                tokens.append(token)
+                self._drafted.append(num_forced < taken < len(emitted))
+                called = "tokenizer"
+                if token in self.end_tokens or (stops and reader.find_stop(tokens, stops, prompt_len)):
+                    finish_reason = "stop"
+                    break
+                if len(tokens) >= longest:
+                    finish_reason = "length"
+                    break
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            self.fail(called, error)
+            return
         self._logprobs += logprobs[:taken]
         if kept == 0:
             stats.first_token_seconds = time.perf_counter() - self.handed_in
@@ -296,19 +343,74 @@ class Request:
             stats.forced_tokens += min(taken, num_forced)
             stats.forced_rounds += num_forced > 0
         self.settled = Settled(start + taken, finish_reason, stats, reader, place)
+        self._tell()
 
     def abort(self) -> None:
         """End it as it is, if it has not ended."""
-        if not self.finished:
-            self.settled = self.settled._replace(finish_reason="abort")
+        self.end("abort")
 
-    def output(self) -> GenerationOutput:
+    def fail(self, called: str, error: BaseException) -> None:
+        """End it, since what it called raised: its "grammar" or "tokenizer"."""
+        logger.warning("request %d ends here: its %s raised an error", self.number, called, exc_info=error)
+        self.end("error", _failed(called, error))
+
+    def end(self, finish_reason: str, error: SpecDecError | None = None) -> None:
+        """End it as it is, if it has not ended."""
+        if not self.finished:
+            self.error = error
+            self.settled = self.settled._replace(finish_reason=finish_reason)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.news is not None:
+            self.news.append(self.number)
+
+    def require_whole(self) -> None:
+        """Raise the error that ended it, if one did."""
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+
+    def read(self, start: int, reader: Detokenizer) -> StreamDelta:
+        """What is settled of its output from token `start` on, with the text that `reader` has not handed out yet."""
+        settled, first = self.settled, len(self.prompt)
+        end, finished = settled.num_tokens, bool(settled.finish_reason)
+        new = slice(first + start, end)
+        try:
+            text = reader.stream(TokenView(self._tokens, first, end), self.params.stop_strings, finished=finished)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            raise _failed("tokenizer", error) from error
+        return StreamDelta(
+            text,
+            self._tokens[new],
+            self._drafted[start : end - first],
+            self.output(reader) if finished else None,
+            None if self.params.logprobs is None else self._logprobs[start : end - first],
+        )
+
+    def output(self, reader: Detokenizer | None = None) -> GenerationOutput:
+        """All of it. Raises RequestFailedError when the tokenizer raises."""
+        try:
+            text = (reader or self.detokenizer).final_text(self.output_ids, self.params.stop_strings)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            raise _failed("tokenizer", error) from error
         return GenerationOutput(
             prompt_token_ids=list(self.prompt),
             token_ids=self.output_ids,
-            text=self.detokenizer.final_text(self.output_ids, self.params.stop_strings),
+            text=text,
             finish_reason=self.finish_reason,
             stats=self.stats,
             drafted=self.drafted,
             logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )
+
+
+def _failed(called: str, error: BaseException) -> RequestFailedError:
+    """Without the error itself, whose frames hold tensors."""
+    return RequestFailedError(
+        f"the {called} raised an error in this request: {type(error).__name__}: {first_line(error)}"
+    )

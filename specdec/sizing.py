@@ -1,7 +1,5 @@
 """How large the pools are: what the user said, else enough for a full batch within a share of the memory."""
 
-import os
-
 import torch
 
 from specdec.config import EngineConfig
@@ -11,6 +9,7 @@ from specdec.kvcache.cache import KVCache, KVOperations
 from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.spaces import Space
 from specdec.kvcache.table import RequestTable, swa_slots_held
+from specdec.memory import all_bytes, free_bytes
 from specdec.models.target import TargetModel
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
@@ -46,7 +45,8 @@ def make_cache(
         held = swa_slots_held(window - 1 + extra_keys, num_nodes, page_size)
         swa_each = whole_pages(held + page_size + config.prefill_chunk)
         swa_each = min(swa_each, full_each)
-    budget = int(free_bytes(target.device) * MEMORY_SHARE.get(target.device.type, 0.5))
+    share = config.memory_share or MEMORY_SHARE.get(target.device.type, 0.5)
+    budget = int(free_bytes(target.device) * share)
     full_slots, swa_slots = config.full_slots, config.swa_slots
     if swa_slots is None:
         swa_slots = min(swa_each * batch, budget // max(2 * swa_bytes, 1))
@@ -60,7 +60,18 @@ def make_cache(
             f"KV pools of {full_slots} full and {swa_slots} SWA slots hold no page of {page_size}; "
             "raise full_slots / swa_slots or lower page_size"
         )
-    needed, there = full_slots * full_bytes + swa_slots * swa_bytes, _all_bytes(target.device)
+    least = {"full": (full_slots, whole_pages(1 + num_nodes))}
+    if window is not None:
+        held = swa_slots_held(window - 1 + extra_keys, num_nodes, page_size)
+        least["swa"] = (swa_slots, min(whole_pages(1 + num_nodes), whole_pages(held)))
+    for space, (there, needed) in least.items():
+        if there // page_size * page_size < needed:
+            raise CapacityError(
+                f"{space}_slots={there} can hold no request: a prompt of one token takes {needed} slots, with "
+                f"{num_nodes} nodes a verify step and page size {page_size}; give {needed} or more, or leave it None, "
+                f"which takes a share of the memory that is free ({budget / 1e9:,.2f} GB)"
+            )
+    needed, there = full_slots * full_bytes + swa_slots * swa_bytes, all_bytes(target.device)
     if needed > there:
         raise CapacityError(
             f"KV pools of {full_slots} full and {swa_slots} SWA slots take {needed / 1e9:,.1f} GB, and {target.device} "
@@ -76,16 +87,3 @@ def make_cache(
         allocator, max_requests=batch, max_len=max_len, lookahead=num_nodes, window=window, extra_keys=extra_keys
     )
     return KVCache(allocator, table, operations), max_len
-
-
-def _all_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory of the device that nobody has taken."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

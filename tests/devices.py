@@ -4,11 +4,12 @@ A plugin of conftest.py.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 torch.set_num_threads(1)
 gc.disable()  # until the modules and the tests, millions of objects that live to the end, are all there
@@ -32,20 +33,30 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+class PoisonEmpty(TorchFunctionMode):
+    """What `torch.empty` and its kin return is NaN, or the largest integer.
+
+    A mode, and not other functions in their place: torch remembers its device constructors when they are first needed,
+    and if it remembered ours, a later `with torch.device("meta")` would no longer reach `torch.empty` and would really
+    allocate whatever model is made in it.
+    """
+
+    MAKERS = (torch.empty, torch.empty_like, torch.empty_strided)
+    MAKERS += (torch.Tensor.new_empty, torch.Tensor.new_empty_strided)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in self.MAKERS:
+            return out
+        if out.is_floating_point() or out.is_complex():
+            return out.fill_(float("nan"))
+        return out.fill_(True if out.dtype == torch.bool else torch.iinfo(out.dtype).max)
+
+
 @pytest.fixture
-def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill what `torch.empty` and its kin return, so that an unwritten element shows: NaN, or the largest integer."""
-
-    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
-            out = make(*args, **kwargs)
-            if out.is_floating_point() or out.is_complex():
-                return out.fill_(float("nan"))
-            return out.fill_(True if out.dtype == torch.bool else torch.iinfo(out.dtype).max)
-
-        return wrapper
-
-    for name in ("empty", "empty_like", "empty_strided"):
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
-    for name in ("new_empty", "new_empty_strided"):
-        monkeypatch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name)))
+def poison_empty() -> Iterator[None]:
+    """Fill what `torch.empty` and its kin return, so that an unwritten element shows."""
+    with PoisonEmpty():
+        yield

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 CUT = object()
+GATHER_SECONDS = 30.0
+"""How long a request waits for the others; then its connection is cut, and the client reports that."""
 HEAD = "HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ntransfer-encoding: chunked\r\n\r\n"
 Script = Callable[[dict[str, Any]], Iterable[Any]]
 
@@ -72,10 +74,15 @@ def answer(
 
 
 class StandIn:
-    """What it was asked, and how many requests were under way at most."""
+    """What it was asked, and how many requests were under way at most.
 
-    def __init__(self, script: Script, metrics: Callable[[], str | None] = lambda: None) -> None:
-        self.script, self.metrics = script, metrics
+    together: requests that must be under way at the same time before any of them is answered. So the number does not
+    depend on how quickly the client sends them. The first request of all is the client's warm-up and is not held.
+    """
+
+    def __init__(self, script: Script, metrics: Callable[[], str | None] = lambda: None, *, together: int = 1) -> None:
+        self.script, self.metrics, self.together = script, metrics, together
+        self._gathered = asyncio.Event()
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
@@ -95,8 +102,8 @@ class StandIn:
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 if not await self._answer(path, json.loads(body) if body else {}, writer):
                     break
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # the client has gone
+        except (ConnectionError, asyncio.IncompleteReadError, TimeoutError):
+            pass  # the client has gone, or the others never came
         finally:
             writer.close()
 
@@ -112,7 +119,11 @@ class StandIn:
         self.bodies.append(body)
         self._under_way += 1
         self.most = max(self.most, self._under_way)
+        if self.most >= self.together:
+            self._gathered.set()
         try:
+            if len(self.bodies) > 1:
+                await asyncio.wait_for(self._gathered.wait(), GATHER_SECONDS)
             for step in self.script(body):
                 if step is CUT:
                     return False
@@ -129,9 +140,12 @@ class StandIn:
 
 
 @contextmanager
-def stand_in(script: Script, metrics: Callable[[], str | None] = lambda: None) -> Iterator[StandIn]:
+def stand_in(
+    script: Script, metrics: Callable[[], str | None] = lambda: None, *, together: int = 1
+) -> Iterator[StandIn]:
     """The server, listening."""
-    made, loop, ready = StandIn(script, metrics), asyncio.new_event_loop(), threading.Event()
+    made = StandIn(script, metrics, together=together)
+    loop, ready = asyncio.new_event_loop(), threading.Event()
 
     async def listen() -> None:
         server = await asyncio.start_server(made.serve, "127.0.0.1", 0)

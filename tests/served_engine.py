@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 
@@ -17,11 +18,11 @@ from specdec.serving.settings import ServeSettings
 
 @contextmanager
 def served(
-    engine: Engine, max_body_bytes: int = 1 << 20
+    engine: Engine, max_body_bytes: int = 1 << 20, **more: Any
 ) -> Iterator[tuple[str, AsyncEngine, asyncio.AbstractEventLoop]]:
-    """(URL, AsyncEngine, event loop) of a server on a thread."""
+    """(URL, AsyncEngine, event loop) of a server on a thread. more: other settings."""
     running, ready = AsyncEngine(engine), threading.Event()
-    settings = ServeSettings(model_names=["tiny-gemma4"], max_body_bytes=max_body_bytes)
+    settings = ServeSettings(model_names=["tiny-gemma4"], max_body_bytes=max_body_bytes, **more)
     config = uvicorn.Config(create_app(running, settings), log_config=None, access_log=False, lifespan="off")
     server = uvicorn.Server(config)
     loop = asyncio.new_event_loop()

@@ -45,8 +45,13 @@ class ServerProcess:
 
 
 @contextmanager
-def running_server(*options: str, env: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
-    """`python -m specdec.cli serve --port 0 OPTIONS`, by default the bundled pair; ready when this yields."""
+def running_server(
+    *options: str, env: Mapping[str, str] | None = None, log_to: int | None = None
+) -> Iterator[ServerProcess]:
+    """`python -m specdec.cli serve --port 0 OPTIONS`, by default the bundled pair; ready when this yields.
+
+    log_to: a file descriptor for its standard error, in the place of the file that `log` reads.
+    """
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "specdec.cli", "serve", "--port", "0", *options]
@@ -54,7 +59,12 @@ def running_server(*options: str, env: Mapping[str, str] | None = None) -> Itera
         log_path = Path(folder, "log.txt")
         with log_path.open("w") as log:
             process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, env=variables, cwd=folder
+                command,
+                stdout=subprocess.PIPE,
+                stderr=log if log_to is None else log_to,
+                text=True,
+                env=variables,
+                cwd=folder,
             )
         server = ServerProcess(process, "", log_path)
         try:

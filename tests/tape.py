@@ -94,11 +94,13 @@ def _rewrite(outs: list[torch.Tensor], again: Any, fresh: list[bool]) -> None:
 def record(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
     """`Capture` of `specdec.rounds.graphs`, for tests on the CPU."""
     tape = Tape()
-    with torch.inference_mode(), _kernels_on(tape), tape:
-        out = program()
-    with torch.inference_mode():
-        for whole, before in tape.written.values():
-            whole.copy_(before)
+    try:
+        with torch.inference_mode(), _kernels_on(tape), tape:
+            out = program()
+    finally:  # a capture that fails has run nothing either
+        with torch.inference_mode():
+            for whole, before in tape.written.values():
+                whole.copy_(before)
 
     def replay() -> None:
         with torch.inference_mode():

@@ -97,6 +97,25 @@ def told(engine, *turns):
     return outputs
 
 
+def test_several_pasted_lines_are_one_turn():
+    """A terminal marks a paste (bracketed paste); Python turns that off by default, so each line was a turn."""
+    pasted = "Tom has 3 boxes.\nEach has 12 pencils.\nHow many pencils are there?"
+    with Terminal("--max-new-tokens", "8") as terminal:
+        terminal.until("> ")
+        terminal.type(f"\x1b[200~{pasted}\x1b[201~\r")
+        shown = terminal.until(r"tokens, .*\n")
+        assert len(re.findall("tokens/s", shown)) == 1
+        terminal.type("/help\r")
+        assert "/reset  forget what was said" in terminal.until("sent with Enter")
+
+
+def test_a_single_token_has_no_acceptance_length():
+    """Its only token comes from the prompt's own forward: "acceptance length 0.00" was said of it."""
+    result = CliRunner().invoke(app, ["generate", TOM, "--max-new-tokens", "1"])
+    assert result.exit_code == 0 and "1 tokens, finished by length; 0 target forwards" in result.stderr
+    assert "acceptance length" not in result.stderr
+
+
 @pytest.mark.slow
 def test_a_conversation_in_a_terminal(engine):
     first, second = told(engine, TOM, ANN)

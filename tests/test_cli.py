@@ -22,6 +22,7 @@ from specdec.commands.evaluate import evaluate
 from specdec.commands.generate import coloured, generate
 from specdec.commands.models import models
 from specdec.commands.serve import serve
+from specdec.commands.train import train
 from specdec.models.bundled import BUNDLED_NAMES
 from specdec.models.published import EAGLE3_PAIRS, GEMMA4_PAIRS
 from specdec.request import StreamDelta
@@ -258,9 +259,10 @@ def test_the_old_name_of_the_trees_topk_is_refused_with_the_new_one(command, opt
 
 def test_a_declared_command_and_its_body_take_the_same_options():
     bodies = {"generate": generate, "chat": chat, "bench": bench, "eval": evaluate, "models": models, "serve": serve}
+    bodies |= {"train": train}
 
     def declared(command):
-        return command.callback.__wrapped__
+        return inspect.unwrap(command.callback)
 
     commands = typer.main.get_command(app).commands
     assert set(commands) == set(bodies)

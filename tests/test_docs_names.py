@@ -21,6 +21,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import typer
+
+from specdec.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ("docs/log.md", "docs/results/")  # of what was: they name what has gone since
@@ -86,11 +89,8 @@ def options() -> set[str]:
 
 def parameters_of_commands() -> Iterator[str]:
     """typer makes an option of a parameter's name where none is given."""
-    for path, text in sources().items():
-        if path.startswith("specdec/"):
-            for function in ast.walk(ast.parse(text)):
-                if isinstance(function, ast.FunctionDef) and function.decorator_list:
-                    yield from (a.arg for a in (*function.args.args, *function.args.kwonlyargs))
+    for command in typer.main.get_command(app).commands.values():
+        yield from (parameter.name for parameter in command.params if parameter.name)
 
 
 def product_object(name: str) -> Any:

@@ -22,6 +22,7 @@ from specdec import Engine, EngineConfig, SamplingParams
 from specdec.commands.generate import coloured
 from specdec.errors import ConfigError
 from specdec.models.bundled import HELD_OUT_PROBLEMS
+from specdec.training.training_data import read_prompt_file
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text("utf-8"))
@@ -63,7 +64,6 @@ ON_TRITON: dict[str, tuple[str, str]] = {
 ELSEWHERE = {
     "ray_serve.py": "test_ray_serve.py runs it, with SPECDEC_RAY=1",
     "self_prompts.py": "test_a_model_writes_different_prompts_that_training_reads",
-    "train_drafter.py": "test_train_drafter.py trains small drafters with it",
     "train_tiny_gemma4.py": "needs a GPU for an hour; made the bundled target once",
     "word_problems.py": "test_the_held_out_problems_are_made_again",
 }
@@ -178,7 +178,7 @@ def test_a_model_writes_different_prompts_that_training_reads(run, module):
     code, out, err = run("self_prompts.py", *arguments.split())
     assert code == 0, err
     assert re.search(r"prompts.jsonl: 3 prompts of \d+ turns", out), out
-    texts = [record["prompt"] for record in module("training_data").read_prompt_file(prompts)]
+    texts = [record["prompt"] for record in read_prompt_file(prompts)]
     assert len(set(texts)) == 3 and all(len(text) >= program.SHORTEST for text in texts)
     with Engine.from_pretrained("tiny-gemma4", None, config=EngineConfig(max_batch_size=1)) as engine:
         prefix = program.user_turn(engine)

@@ -8,6 +8,7 @@ import itertools
 import pytest
 
 from specdec import SamplingParams
+from specdec.errors import CapacityError
 from specdec.scheduling.scheduler import slots_needed
 
 from marks import pairs, quick, slow
@@ -159,6 +160,12 @@ def test_pools_just_large_enough(
     drafter = scripted(tree_script([prompt + want]))
     sizes = {"page_size": page_size, "prefill_chunk": 512, "num_steps": 5}
     pools = just_enough(make_engine(model, drafter, **sizes), length, new)
+    if pools["full_slots"] < 1 + 6:  # room for the prompt alone: no request with a verify step would ever run
+        with pytest.raises(
+            CapacityError, match=r"_slots=\d+ can hold no request: a prompt of one token takes \d+ slots"
+        ):
+            make_engine(model, drafter, **sizes, **pools)
+        return
     engine = make_engine(model, drafter, **sizes, **pools)
     [out] = run(engine, [prompt], SamplingParams(max_new_tokens=new))
     assert out.token_ids == want

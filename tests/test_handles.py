@@ -191,10 +191,14 @@ def test_all_threads_may_step(make_target, make_engine, greedy_oracle, random_pr
 def test_submit_and_abort_do_not_wait_for_a_step(make_target, make_engine, random_prompt):
     engine = make_engine(make_target("llama"))
     handle = engine.submit(random_prompt(5), PARAMS)
-    with engine._turn():  # a step of this very thread: waiting would never end
+
+    def step_of_this_thread():  # waiting would never end
         other = engine.submit(random_prompt(9), PARAMS)
         handle.abort()
         assert not handle.finished and not other.finished
+        return other
+
+    other = engine._in_turn(step_of_this_thread)
     assert handle.finished and other.output().finish_reason == "length"
     assert_empty(engine)
 
@@ -204,21 +208,21 @@ def test_who_waits_for_a_turn_comes_before_who_just_had_one(make_target, make_en
     engine = make_engine(make_target("llama"))
     inside, waiting, order = threading.Event(), threading.Event(), []
 
+    def first_turn():
+        inside.set()
+        waiting.wait()
+        while not engine._turns.awaited:  # the other stands in the queue
+            pass
+
     def busy():
-        with engine._turn():
-            inside.set()
-            waiting.wait()
-            while not engine._door.locked():  # the other stands at the door
-                pass
+        engine._in_turn(first_turn)
         for _ in range(50):
-            with engine._turn():
-                order.append("busy")
+            engine._in_turn(lambda: order.append("busy"))
 
     def patient():
         inside.wait()
         waiting.set()
-        with engine._turn():
-            order.append("patient")
+        engine._in_turn(lambda: order.append("patient"))
 
     in_threads([busy, patient])
     assert order[0] == "patient" and len(order) == 51

@@ -522,6 +522,24 @@ def test_a_text_streamer_prints_the_same(model, byte_words, capsys):
     assert capsys.readouterr().out == want
 
 
+@pytest.mark.parametrize("stop_strings", [None, ["zz"]])
+def test_a_streamed_token_does_not_copy_the_whole_text(stop_strings, model, byte_words, monkeypatch):
+    """`[-0:]` is everything: without stop strings the prompt was copied into a tensor for every token."""
+    made, tensor = list[int](), torch.tensor
+
+    def counted(data, *args, **kwargs):
+        out = tensor(data, *args, **kwargs)
+        made.append(out.numel())
+        return out
+
+    ids = torch.randint(2, 90, (1, 400), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(torch, "tensor", counted)
+    kwargs = {"max_new_tokens": 30, "eos_token_id": None, "pad_token_id": 0, "stop_strings": stop_strings}
+    specdec.generate(model, None, ids, streamer=Recorder(), tokenizer=byte_words, **kwargs)
+    assert max(made) < 400, "a tensor of the whole prompt was made for a token"
+    assert sum(made) <= 30 * 8 + 400
+
+
 @pytest.mark.parametrize("streamer", [3, "text"])
 def test_what_is_no_streamer(streamer, model):
     with pytest.raises(ConfigError, match="a transformers streamer, with put and end, is wanted"):

@@ -16,7 +16,7 @@ from specdec import Engine, EngineConfig, SamplingParams
 from specdec.cli import app
 from specdec.errors import ConfigError, SpecDecError
 from specdec.evaluation.data import Problem, read_prompts
-from specdec.evaluation.serving.client import Answer, Asking, Chunk, Fault, error_message
+from specdec.evaluation.serving.client import Answer, Asking, Chunk, Client, Fault, error_message
 from specdec.evaluation.serving.events import events
 from specdec.evaluation.serving.figures import (
     Counted,
@@ -287,12 +287,24 @@ def test_times_are_no_shorter_than_the_servers_pauses():
     ("pace", "most"), [(Pace(), 8), (Pace(concurrency=3), 3), (Pace(rate=1e6), 20), (Pace(rate=1e6, concurrency=2), 2)]
 )
 def test_so_many_requests_are_under_way_at_most(pace, most):
-    with stand_in(answer(PIECES, wait=0.05)) as server:
+    with stand_in(answer(PIECES, wait=0.05), together=most) as server:
         report = run(server, 20, pace=pace)
     assert server.most == most
     assert ("sent behind schedule" in report.milliseconds) == (pace.rate is not None)
     if most == 2:  # ten turns of three pauses each
         assert report.milliseconds["sent behind schedule"].max >= 9 * 150
+
+
+def test_how_many_are_under_way_does_not_depend_on_how_quickly_they_are_sent(monkeypatch):
+    """On a busy machine the first of eight had been answered before the eighth was sent, and seven were counted."""
+    ask = Client.ask
+
+    async def late(client, number, text, due=None):
+        await asyncio.sleep(0.05 * number)
+        return await ask(client, number, text, due)
+
+    monkeypatch.setattr(Client, "ask", late)
+    test_so_many_requests_are_under_way_at_most(Pace(concurrency=8), 8)
 
 
 def test_requests_arrive_when_they_are_due():

@@ -10,8 +10,8 @@ from capturable import capturable
 
 from specdec import DraftTree, SamplingParams
 from specdec.attention.graft import graft, without_blanks
+from specdec.rounds.first_level import FirstLevel
 from specdec.rounds.kernel_sampling import KernelSampling
-from specdec.rounds.round import FirstLevel
 from specdec.rounds.sampling import (
     Past,
     SamplingBatch,

@@ -131,3 +131,17 @@ def test_the_container_gets_all_that_is_installed():
     files = {"pyproject.toml", "constraints.txt", project["project"]["readme"], *project["project"]["license-files"]}
     assert copied == folders | files
     assert all((ROOT / each).exists() for each in copied)
+
+
+def test_a_script_beside_a_clone_named_specdec_imports_the_package(tmp_path):
+    """The clone's folder has the package's name and no __init__.py, so Python takes it for a namespace package, unless
+    a folder later on the path holds the package itself. An editable install in compat mode puts the checkout there."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    assert settings["tool"]["distutils"]["editable_wheel"]["mode"] == "compat"
+    (tmp_path / "specdec").symlink_to(ROOT)
+    script = tmp_path / "my.py"
+    script.write_text(
+        f"import sys\nsys.path.append({str(ROOT)!r})\nfrom specdec import __version__\nprint(__version__)\n"
+    )
+    done = subprocess.run([sys.executable, "-S", str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

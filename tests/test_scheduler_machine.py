@@ -260,6 +260,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "table"):
             return
         self.table.check()
+        self.scheduler.prefixes.check(self.scheduler.running)
         running, waiting = self.scheduler.running, self.scheduler.waiting
         assert sorted(r.number for r in [*running, *waiting]) == sorted(r.number for r in self.live)
         rows = [request.row for request in running]

@@ -76,7 +76,8 @@ def test_a_chat_is_answered_as_the_python_api_does(client, engine):
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(out.prompt_token_ids), len(out.token_ids))
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert ask(client, max_completion_tokens=NEW).choices[0].message.content == out.text
-    assert ask(client, max_tokens=NEW).usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+    cached = ask(client, max_tokens=NEW).usage.prompt_tokens_details.cached_tokens
+    assert cached == (usage.prompt_tokens - 1) // 16 * 16 > 0
 
 
 def test_a_stream_is_the_same_text_and_ends_with_usage(client, engine):
@@ -322,7 +323,7 @@ def test_fields_that_change_nothing_are_taken(client, engine):
     [out] = answer_of(engine)
     nothing = {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "store": False, "seed": 3}
     assert ask(client, max_tokens=NEW, **nothing).choices[0].message.content == out.text
-    body = {"priority": -2, "prompt_cache_key": "x", "chat_template_kwargs": {"enable_thinking": False}}
+    body = {"priority": 0, "prompt_cache_key": "x", "chat_template_kwargs": {"enable_thinking": False}}
     assert ask(client, max_tokens=NEW, extra_body=body).choices[0].message.content == out.text
 
 

@@ -156,8 +156,8 @@ def test_a_tool_that_must_be_called_is_called_with_arguments_of_its_schema(serve
 REFUSED = {
     "unknown": ({"foo": 1}, 400, "foo", "foo is no field that this server supports"),
     "unknown-inside": ({"speculation": {"depth": 1}}, 400, "speculation.depth", "is no field"),
-    "type": ({"temperature": "hot"}, 400, "temperature", "temperature='hot': input should be a valid number"),
-    "bool": ({"max_tokens": True}, 400, "max_tokens", "max_tokens=True: input should be a valid integer"),
+    "type": ({"temperature": "hot"}, 400, "temperature", "temperature='hot': a number is expected"),
+    "bool": ({"max_tokens": True}, 400, "max_tokens", "max_tokens=True: an integer is expected"),
     "range": ({"temperature": -1}, 400, "temperature", "temperature=-1.0: a finite number from 0 is wanted"),
     "zero": ({"max_tokens": 0}, 400, "max_tokens", "max_tokens=0: an integer from 1"),
     "role": ({"messages": [{"role": "poet", "content": "x"}]}, 400, "messages[0].role", "'user', 'assistant'"),
@@ -175,7 +175,7 @@ REFUSED = {
     "many-top": ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "from 0 to 20"),
     "usage-alone": ({"stream_options": {"include_usage": True}}, 400, "stream_options", "goes with stream=true"),
     "bias": ({"logit_bias": {"x": 1}}, 400, "logit_bias", "its keys are token ids"),
-    "stored": ({"store": True}, 400, "store", "store=True: input should be False"),
+    "stored": ({"store": "yes"}, 400, "store", "store='yes': true or false is expected"),
     "template": ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "chat_template_kwargs", "runs its own"),
     "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "name it with --tool-parser"),
     "no-such-tool": (
@@ -219,7 +219,7 @@ def test_the_client_raises_its_own_errors(server):
     [
         (b'{"model":', "is not JSON"),
         (b"", "the body is missing"),
-        (b"[1]", "dictionary"),
+        (b"[1]", "object"),
         (b"[" * 9000, "parsing the body"),
         (b"\xff\xfe", "not JSON"),
         (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', "a finite number from 0"),

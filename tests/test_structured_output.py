@@ -184,7 +184,7 @@ def test_the_drafter_knows_what_may_follow_the_root(kind, engine_of, prompts, pa
     knowing = engine_of(kind, max_batch_size=4).generate(prompts, params)
     assert len(seen) > 30 and all(seen)
     seen.clear()
-    monkeypatch.setattr("specdec.rounds.round.masked", lambda logits, allowed: logits)
+    monkeypatch.setattr("specdec.rounds.first_level.masked", lambda logits, allowed: logits)
     outs = engine_of(kind, max_batch_size=4).generate(prompts, params)
     assert sum(seen) < len(seen) / 2
     assert [out.token_ids for out in outs] == [out.token_ids for out in knowing] == [out.token_ids for out in alone]
@@ -392,7 +392,7 @@ def test_free_requests_keep_their_rounds(engine_of, prompts, monkeypatch):
     captured = {shape: one for shape, one in engine.steps.launcher.graphs._captured.items() if one is not None}
     assert captured and all(len(one.replays) == 1 for one in captured.values())
     assert not any(shape.uses.edits or shape.forced for shape in captured)
-    assert engine.round._allowed == {}
+    assert engine.round.masks.num_bytes == 0
 
 
 class Unread(MirroredArray):

@@ -144,7 +144,10 @@ def test_a_stream_dropped_within_a_turn_is_released_when_the_turn_ends(make_targ
     next(stream)
     streams = [stream]
     del stream
-    with engine._turn():
+
+    def step():
         streams.clear()  # closes it: its request is aborted, and must not be released under our feet
         assert len(engine.scheduler.running) == 1
+
+    engine._in_turn(step)
     assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0

@@ -1,7 +1,6 @@
 """Training of drafters: the parallel forwards are the sequential drafters, runs can be stopped and go on, and what they
 leave loads and drafts."""
 
-import importlib
 import io
 import json
 import os
@@ -16,28 +15,34 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig, SamplingParams
+from specdec.cli import app
 from specdec.draft_models.eagle3 import Eagle3Drafter
 from specdec.draft_models.eagle3_config import Eagle3Spec
 from specdec.draft_models.eagle3_model import Eagle3Head, embed_raw
 from specdec.draft_models.gemma4_mtp import WINDOW_SHIFT, Gemma4MTPDrafter
 from specdec.errors import UnsupportedModelError
 from specdec.models.target import TargetModel
+from specdec.training import (
+    drafter_lessons,
+    eagle3_training,
+    mtp_training,
+    train_drafter,
+    training_data,
+    training_progress,
+)
 
 from marks import slow
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-MODULES = ("training_data", "drafter_lessons", "eagle3_training", "mtp_training", "train_drafter", "training_progress")
-
-pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="needs the checkout")
+MODULES = (drafter_lessons, eagle3_training, mtp_training, train_drafter, training_data, training_progress)
 
 
 @pytest.fixture
-def examples(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """The training modules, imported as the scripts import each other."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return {name: importlib.import_module(name) for name in MODULES}
+def examples() -> dict[str, ModuleType]:
+    """The training modules by name."""
+    return {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 
 def documents(lengths: list[tuple[int, int]]) -> list[tuple[np.ndarray, int]]:
@@ -46,7 +51,7 @@ def documents(lengths: list[tuple[int, int]]) -> list[tuple[np.ndarray, int]]:
 
 
 def batch_of(training_data: ModuleType, docs: list[tuple[np.ndarray, int]], length: int) -> Any:
-    return training_data.Batch(*(x.long() for x in training_data.pack_rows(docs, length)))
+    return training_data.PackedRows(*(x.long() for x in training_data.pack_rows(docs, length)))
 
 
 def packed_documents(batch: Any) -> list[tuple[int, int, list[int]]]:
@@ -272,9 +277,13 @@ SMALL += " --report-count 2 --draft-steps 3 --device cpu --dtype float32"
 
 
 def run(examples, monkeypatch, target: Path, prompts: Path, out: Path, more: str = "") -> dict[str, Any]:
-    argv = f"--target {target} --prompts {prompts} --out {out} {SMALL} {more}"
-    monkeypatch.setattr(sys, "argv", ["train_drafter.py", *argv.split()])
-    examples["train_drafter"].main()
+    """`specdec train` with these arguments; a refusal is its SystemExit, with what it said."""
+    argv = f"train --target {target} --prompts {prompts} --out {out} {SMALL} {more}"
+    result = CliRunner().invoke(app, argv.split())
+    print(result.stdout, end="")
+    print(result.stderr, end="", file=sys.stderr)
+    if result.exit_code:
+        raise SystemExit(f"exit code {result.exit_code}: {result.stderr}")
     return json.loads((out / "training" / "report.json").read_text())
 
 
@@ -438,7 +447,7 @@ def test_two_processes_train_one_head(checkpoint, prompts, tmp_path) -> None:
     """Each takes its own prompts and rows; averaged gradients keep one set of weights, which the first one saves."""
     out = tmp_path / "pair"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    argv = f"{EXAMPLES / 'train_drafter.py'} --target {checkpoint} --prompts {prompts} --out {out} {SMALL}"
+    argv = f"-m specdec.cli train --target {checkpoint} --prompts {prompts} --out {out} {SMALL}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*launch, *argv.split()], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -208,12 +208,14 @@ def make_target() -> Callable[..., PreTrainedModel]:
 
     def make(family: str, seed: int = 0, *, fresh: bool = False, **overrides: Any) -> PreTrainedModel:
         key = f"{family} {seed} {sorted(overrides.items())}"
-        if fresh or key not in built:
+        if fresh:
             torch.manual_seed(seed)
-            model = spread(build_target(family, **overrides))
-            if fresh:
-                return model
-            built[key] = SHARED[id(model)] = model
+            return spread(build_target(family, **overrides))
+        if key not in built:
+            with torch.inference_mode(False):  # later tests get it too, and inference tensors share no K/V
+                torch.manual_seed(seed)
+                built[key] = spread(build_target(family, **overrides))
+            SHARED[id(built[key])] = built[key]
         return built[key]
 
     return make
@@ -228,6 +230,7 @@ def make_assistant() -> Callable[..., Gemma4AssistantForCausalLM]:
     """
     built: dict[str, Gemma4AssistantForCausalLM] = {}
 
+    @torch.inference_mode(False)
     def make(
         target: PreTrainedModel, ordered: bool = False, seed: int = 1, **overrides: Any
     ) -> Gemma4AssistantForCausalLM:

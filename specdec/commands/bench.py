@@ -5,9 +5,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from specdec.commands.load import load
+from specdec.commands.options import PairOptions
 from specdec.commands.phases import phases as run_phases_command
-from specdec.commands.settings import drafter_name, engine_config, quiet_libraries
-from specdec.config import SamplingParams, SpecConfig
+from specdec.commands.settings import drafter_name, engine_config, log_to_stderr, quiet_libraries, spec_config
+from specdec.config import SamplingParams
 from specdec.errors import ConfigError
 from specdec.evaluation.bench import markdown_table, run_bench
 from specdec.evaluation.data import read_prompts
@@ -24,22 +25,16 @@ def require_unused(**options: object) -> None:
 
 def bench(
     *,
-    target: str,
-    drafter: str,
+    pair: PairOptions,
     data: Path,
     limit: int,
     max_new_tokens: int,
     temperature: float,
     seed: int,
     batch_size: int,
-    num_steps: int,
-    draft_topk: int,
-    num_draft_tokens: int | None,
     peer: bool,
     raw: bool,
     json_file: Path | None,
-    dtype: str | None,
-    device: str | None,
     shape: str | None,
     phases: bool,
     batches: str,
@@ -60,6 +55,7 @@ def bench(
     timeout: float,
 ) -> None:
     quiet_libraries()
+    log_to_stderr(pair)
     if serve is not None:
         load(
             serve=serve,
@@ -81,11 +77,9 @@ def bench(
     if shape is not None or phases:
         run_phases_command(
             shape=shape,
-            target=target,
-            drafter=drafter,
+            pair=pair,
             data=data,
             limit=limit,
-            spec=SpecConfig(num_steps, draft_topk, num_draft_tokens),
             batches=batches,
             contexts=contexts,
             rounds=rounds,
@@ -98,21 +92,21 @@ def bench(
             seed=seed,
             json_file=json_file,
             plot_file=plot_file,
-            dtype=dtype,
-            device=device,
         )
         return
     require_unused(drafts=drafts, layers=layers, plot=plot_file, profile=profile or None)
     try:
         report = run_bench(
-            target=target,
-            drafter=drafter_name(target, drafter),
+            target=pair.target,
+            drafter=drafter_name(pair),
             prompts=read_prompts(data, limit),
-            spec=SpecConfig(num_steps, draft_topk, num_draft_tokens),
-            config=engine_config(batch_size, dtype, device),
+            spec=spec_config(pair),
+            config=engine_config(pair, batch_size),
             params=SamplingParams(max_new_tokens, temperature, seed=seed),
             raw=raw,
             peer=peer,
+            drafter_options=pair.drafter_options(),
+            **pair.loading(),
         )
     except Interrupted as stop:
         if stop.report is not None:

@@ -9,53 +9,46 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
 from specdec.commands.generate import DRAFTED_STYLE, in_colour
-from specdec.commands.settings import engine_config, load_engine, quiet_libraries
-from specdec.config import SamplingParams, SpecConfig
+from specdec.commands.options import PairOptions, SamplingOptions
+from specdec.commands.settings import engine_config, load_engine, log_to_stderr, quiet_libraries
+from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.errors import CapacityError, SpecDecError, shown
 from specdec.request import GenerationOutput
 from specdec.text.drafts import DraftColours
 
 with suppress(ImportError):  # not everywhere
-    import readline  # noqa: F401  # lines are edited, and come back with the arrow keys
+    import readline  # lines are edited, and come back with the arrow keys
+
+    readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one turn; Python turns it off
 
 PROMPT = "> "
-COMMANDS = "/reset forgets what was said, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
+COMMANDS = "/reset forgets what was said, /help lists all, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
+HELP = """/help   this list
+/reset  forget what was said; the system prompt stays
+/exit   leave, as Ctrl-D does
+Ctrl-C  end the answer that is being written
+A paste of several lines is one turn, sent with Enter."""
 
 
 def chat(
     *,
-    target: str,
-    drafter: str,
+    pair: PairOptions,
+    sampling: SamplingOptions,
     system: str | None,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    repetition_penalty: float,
-    seed: int | None,
-    num_steps: int,
-    draft_topk: int,
-    num_draft_tokens: int | None,
-    dtype: str | None,
-    device: str | None,
 ) -> None:
     quiet_libraries()
-    penalty = repetition_penalty
-    params = SamplingParams(max_new_tokens, temperature, top_k, top_p, min_p, seed, repetition_penalty=penalty)
-    spec = SpecConfig(num_steps, draft_topk, num_draft_tokens)
-    config = engine_config(1, dtype, device)
-    engine = load_engine(target, drafter, spec, config)
-    with engine:
-        Session(engine, Conversation(engine, system), params).run(f"{target}: {COMMANDS}")
+    log_to_stderr(pair)
+    params = SamplingParams(**asdict(sampling))
+    with load_engine(pair, engine_config(pair, batch_size=1)) as engine:
+        Session(engine, Conversation(engine, system), params).run(f"{pair.target}: {COMMANDS}")
 
 
 @contextmanager
@@ -140,7 +133,9 @@ class Session:
         for line in self._lines():
             if line in ("/exit", "/quit"):
                 return
-            if line == "/reset":
+            if line == "/help":
+                self.notes.print(Text(HELP))
+            elif line == "/reset":
                 self.conversation.reset()
                 self.notes.print("forgotten")
             elif line.startswith("/") and line[1:].isalpha():
@@ -207,7 +202,7 @@ class Session:
             f"{count} tokens, {count / seconds:.1f} tokens/s, the first after {stats.first_token_seconds:.2f} s"
         )
         if self.engine.drafter is not None:
-            line.append(f"; acceptance length {stats.acceptance_length:.2f}, ")
+            line.append(f"; acceptance length {stats.acceptance_length:.2f}, " if stats.rounds else "; ")
             line.append("from accepted drafts", style=DRAFTED_STYLE)
         if output.finish_reason != "stop":
             line.append(f"; {'interrupted' if output.finish_reason == 'abort' else 'cut at its length'}")

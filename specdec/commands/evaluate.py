@@ -6,8 +6,9 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from specdec.commands.settings import drafter_name, engine_config, quiet_libraries
-from specdec.config import SamplingParams, SpecConfig
+from specdec.commands.options import PairOptions
+from specdec.commands.settings import drafter_name, engine_config, log_to_stderr, quiet_libraries, spec_config
+from specdec.config import SamplingParams
 from specdec.evaluation.evaluate import evaluate as run_task
 from specdec.evaluation.files import STDOUT, require_distinct, write_file
 from specdec.evaluation.plot import require_matplotlib, save_plot
@@ -21,8 +22,7 @@ BATCH_SIZES = {"gsm8k": 8}
 def evaluate(
     *,
     task: str,
-    target: str,
-    drafter: str,
+    pair: PairOptions,
     data: str,
     limit: int,
     compare: bool | None,
@@ -35,34 +35,32 @@ def evaluate(
     min_p: float,
     seed: int,
     batch_size: int | None,
-    num_steps: int,
-    draft_topk: int,
-    num_draft_tokens: int | None,
     transcripts: Path | None,
     json_file: Path | None,
     markdown_file: Path | None,
     png_file: Path | None,
-    dtype: str | None,
-    device: str | None,
 ) -> None:
     quiet_libraries()
+    log_to_stderr(pair)
     require_distinct((json_file, markdown_file, png_file))
     if png_file is not None:
         require_matplotlib()
     try:
         report = run_task(
             task,
-            target,
-            drafter_name(target, drafter),
+            pair.target,
+            drafter_name(pair),
             data=data,
             limit=limit,
             shots=shots,
             instruction=instruction,
             compare=compare,
             params=SamplingParams(max_new_tokens, temperature, top_k, top_p, min_p, seed),
-            spec=SpecConfig(num_steps, draft_topk, num_draft_tokens),
-            config=engine_config(batch_size or BATCH_SIZES.get(task, 1), dtype, device),
+            spec=spec_config(pair),
+            config=engine_config(pair, batch_size or BATCH_SIZES.get(task, 1)),
             folder=transcripts,
+            drafter_options=pair.drafter_options(),
+            **pair.loading(),
         )
     except Interrupted as stop:  # what was finished is shown; the files keep the report of a whole evaluation
         if stop.report is not None:

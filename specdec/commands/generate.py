@@ -9,9 +9,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from specdec.commands.settings import engine_config, load_engine, quiet_libraries
-from specdec.config import SamplingParams, SpecConfig
+from specdec.commands.options import PairOptions, SamplingOptions
+from specdec.commands.settings import engine_config, load_engine, log_to_stderr, quiet_libraries
+from specdec.config import SamplingParams
 from specdec.engine import Engine
+from specdec.errors import ConfigError, shown
 from specdec.evaluation.files import STDOUT, write_file
 from specdec.progress import working
 from specdec.request import GenerationOutput, StreamDelta
@@ -23,31 +25,18 @@ DRAFTED_STYLE = "bold green"
 def generate(
     *,
     prompt: str,
-    target: str,
-    drafter: str,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    repetition_penalty: float,
-    seed: int | None,
-    num_steps: int,
-    draft_topk: int,
-    num_draft_tokens: int | None,
+    pair: PairOptions,
+    sampling: SamplingOptions,
     raw: bool,
     show_drafts: bool,
     json_file: Path | None,
-    dtype: str | None,
-    device: str | None,
 ) -> None:
+    if not prompt.strip():
+        raise ConfigError(f"the prompt is {shown(prompt)}, with nothing to continue; give some text")
     quiet_libraries()
-    penalty = repetition_penalty
-    params = SamplingParams(max_new_tokens, temperature, top_k, top_p, min_p, seed, repetition_penalty=penalty)
-    spec = SpecConfig(num_steps, draft_topk, num_draft_tokens)
-    config = engine_config(1, dtype, device)
-    engine = load_engine(target, drafter, spec, config)
-    with engine:
+    log_to_stderr(pair)
+    params = SamplingParams(**asdict(sampling))
+    with load_engine(pair, engine_config(pair, batch_size=1)) as engine:
         ids = engine.encode(prompt) if raw else engine.chat_prompt(prompt)
         if show_drafts or json_file == STDOUT:
             with working("generating"):
@@ -90,7 +79,10 @@ def print_summary(out: GenerationOutput, drafter: bool, show_drafts: bool) -> No
     stats = out.stats
     line = Text(style="dim")
     line.append(f"{len(out.token_ids)} tokens, finished by {out.finish_reason}; {stats.rounds} target forwards")
-    line.append(f", acceptance length {stats.acceptance_length:.2f}" if drafter else "; no drafter (give --drafter)")
+    if not drafter:
+        line.append("; no drafter (give --drafter)")
+    elif stats.rounds:  # a single token comes from the prompt's own forward
+        line.append(f", acceptance length {stats.acceptance_length:.2f}")
     if show_drafts:
         line.append("; ")
         line.append("from accepted drafts", style=DRAFTED_STYLE)

@@ -9,12 +9,11 @@ from io import BytesIO
 from pathlib import Path
 from time import perf_counter
 
-import torch
 from rich.console import Console
 
-from specdec.commands.settings import drafter_name, engine_config
+from specdec.commands.options import PairOptions
+from specdec.commands.settings import drafter_name, engine_config, load_engine
 from specdec.config import SpecConfig
-from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.evaluation.data import read_prompts
 from specdec.evaluation.files import STDOUT, require_distinct, write_file
@@ -36,11 +35,9 @@ WIDE = 220
 def phases(
     *,
     shape: str | None,
-    target: str,
-    drafter: str,
+    pair: PairOptions,
     data: Path,
     limit: int,
-    spec: SpecConfig,
     batches: str,
     contexts: str,
     rounds: int,
@@ -53,8 +50,6 @@ def phases(
     seed: int,
     json_file: Path | None,
     plot_file: Path | None,
-    dtype: str | None,
-    device: str | None,
 ) -> None:
     require_distinct((json_file, plot_file))
     if plot_file is not None:
@@ -69,14 +64,14 @@ def phases(
     )
     try:
         if shape is not None:
-            if (target, drafter) != ("tiny-gemma4", "auto"):
+            if (pair.target, pair.drafter) != ("tiny-gemma4", "auto"):
                 raise ConfigError("--shape makes its own target and drafter; leave out --target and --drafter")
             lengths = numbers("acceptance", acceptance)
-            subject = shape_subject(shape, Shrink(layers, shrink), drafts, lengths, seed, dtype, device)
+            subject = shape_subject(shape, Shrink(layers, shrink), drafts, lengths, seed, pair)
         else:
             if layers is not None or shrink != 1:
                 raise ConfigError("--layers and --shrink are for --shape; a target is measured as it is")
-            subject = pair_subject(target, drafter_name(target, drafter), data, limit, spec, drafts, dtype, device)
+            subject = pair_subject(pair, data, limit, drafts)
         report = run_phases(subject, plan)
     except Interrupted as stop:
         if stop.report is not None:
@@ -105,15 +100,14 @@ def shape_subject(
     drafts: str | None,
     acceptance: Sequence[float],
     seed: int,
-    dtype: str | None,
-    device: str | None,
+    pair: PairOptions,
 ) -> Subject:
     """Random weights on the device; prompts of random tokens."""
     shape = find_shape(name)
     chosen = choose_drafts({PLAIN: None, **shape.drafts}, drafts, ON_REQUEST)
-    config = engine_config(1, dtype, device)
+    config = engine_config(pair, batch_size=1)
     where = pick_device(config.device)
-    kind = pick_dtype(getattr(torch, dtype) if dtype else None, where, shape.target(shrink))
+    kind = pick_dtype(config.dtype, where, shape.target(shrink))
     require_room(shape, shrink, where, kind)
     with working(f"making {name}"):
         operations = choose_operations(config.fused, config.attention, where, kind)  # as Engine.from_pretrained does
@@ -140,28 +134,18 @@ def shape_subject(
     )
 
 
-def pair_subject(
-    target: str,
-    drafter: str | None,
-    data: Path,
-    limit: int,
-    spec: SpecConfig,
-    drafts: str | None,
-    dtype: str | None,
-    device: str | None,
-) -> Subject:
+def pair_subject(pair: PairOptions, data: Path, limit: int, drafts: str | None) -> Subject:
     """A real pair; a prompt is as much text of the data as its context wants, and a question at its end."""
     problems = read_prompts(data, limit)
-    config = engine_config(1, dtype, device)
-    with working(f"loading {target}"):
-        engine = Engine.from_pretrained(target, drafter, spec=spec, config=config)
+    engine = load_engine(pair, engine_config(pair, batch_size=1))
+    drafter, spec = drafter_name(pair), engine.spec
     ids = [engine.chat_prompt(problem.text) for problem in problems]
     engine.close()
     shapes: dict[str, SpecConfig | None] = {PLAIN: None}
     if drafter is not None:
         shapes["chain" if spec.topk == 1 else "tree"] = spec
     return Subject(
-        name=target if drafter is None else f"{target} with {drafter}",
+        name=pair.target if drafter is None else f"{pair.target} with {drafter}",
         target=engine.target,
         drafter=engine.drafter,
         drafts=choose_drafts(shapes, drafts),

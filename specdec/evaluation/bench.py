@@ -7,6 +7,7 @@ is contest.py's: another kind of benchmark makes other contestants, in a file of
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
@@ -49,10 +50,12 @@ def run_bench(
     params: SamplingParams,
     raw: bool = False,
     peer: bool = False,
+    **loading: Any,
 ) -> BenchReport:
     """Run every contestant on every prompt. Raises SpecDecError when an output is not plain decoding's.
 
-    params: with a temperature above 0 they need a seed, without which no two outputs would be alike. Ctrl-C raises
+    params: with a temperature above 0 they need a seed, without which no two outputs would be alike.
+    loading: other arguments of `Engine.from_pretrained`. Ctrl-C raises
     Interrupted with the report of the prompts that all contestants have done.
     """
     if params.temperature > 0 and params.seed is None:
@@ -63,7 +66,7 @@ def run_bench(
     require_device(config.device)
     config = replace(config, prefix_cache=False)  # every contestant computes every prompt
     with working(f"loading {target}"):
-        engine = Engine.from_pretrained(target, drafter, spec=spec, config=config)
+        engine = Engine.from_pretrained(target, drafter, spec=spec, config=config, **loading)
     plain = engine if drafter is None else Engine(engine.target, None, tokenizer=engine.tokenizer, config=config)
     contestants = [engine_contestant("specdec, no drafter", plain, params)]
     if drafter is not None:

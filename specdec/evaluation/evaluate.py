@@ -9,7 +9,7 @@ turn is a line of a file. So neither a kill nor the number of processes changes 
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -59,6 +59,8 @@ def evaluate(
     spec: SpecConfig | None = None,
     config: EngineConfig | None = None,
     folder: str | Path | None = None,
+    drafter_options: Mapping[str, Any] | None = None,
+    **loading: Any,
 ) -> Report:
     """Run a task: "gsm8k", "mt-bench", "humaneval" or "spec-bench". Every process of `accelerate launch` returns the
     whole report.
@@ -68,6 +70,7 @@ def evaluate(
     worked examples in front; None: 0 under a chat template, else 8. instruction: a line behind each question. compare:
     also decode without the drafter; None: not for gsm8k, else where there is one. params.seed (default 0) seeds each
     problem by its number. folder: keeps what is finished, to go on from under the same settings and a larger limit.
+    loading, drafter_options: how target and drafter are loaded, as `Engine.from_pretrained` takes them.
     Ctrl-C raises Interrupted with the report of what was finished.
     """
     chosen_task = find_task(task)
@@ -79,8 +82,8 @@ def evaluate(
     if limit < 0:
         raise ConfigError(f"limit={limit}: so many problems, or 0 for all, is wanted")
     require_device(config.device)
-    most = context_length(Checkpoint.of(target).hf_config().get_text_config()).most
-    tokenizer = load_tokenizer(target)
+    most = context_length(Checkpoint.of(target, loading).hf_config().get_text_config()).most
+    tokenizer = load_tokenizer(target, loading)
     if tokenizer is None:
         raise ConfigError(f"{target!r} holds no tokenizer, and the problems are text; add the tokenizer's files")
     chat = bool(getattr(tokenizer, "chat_template", None))
@@ -100,7 +103,15 @@ def evaluate(
     room = config.max_model_len or ask.room(params.max_new_tokens)
     with working(f"loading {target}"):
         config = replace(config, device=device, max_model_len=room)
-        engine = Engine.from_pretrained(target, drafter, tokenizer=tokenizer, spec=spec, config=config)
+        engine = Engine.from_pretrained(
+            target,
+            drafter,
+            tokenizer=tokenizer,
+            spec=spec,
+            config=config,
+            drafter_options=drafter_options,
+            **loading,
+        )
     ask.require_fits(engine.max_model_len, params.max_new_tokens)
     engines = {"plain" if drafter is None else "speculative": engine}
     if compare:
@@ -110,6 +121,7 @@ def evaluate(
     settings |= {"data": source, "problems": count, "sha256": fingerprint(problems, chosen)}
     settings |= {"chat_template": chat, "shots": shots, "instruction": instruction, "versions": VERSIONS}
     settings |= asdict(params) | asdict(spec) | asdict(config)
+    settings |= {"loading": repr(loading), "drafter_options": repr(dict(drafter_options or {}))}
     settings |= {"dtype": str(engine.target.dtype), "device": engine.target.device.type}
     settings = json.loads(json.dumps(settings))  # as they are read again: tuples become lists
 

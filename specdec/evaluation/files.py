@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, naming_file
 
 STDOUT = Path("-")
 
@@ -53,6 +53,11 @@ def write_file(path: Path, content: str | bytes) -> None:
     if path == STDOUT:
         sys.stdout.buffer.write(data)
         return
+    with naming_file(path):
+        _write(path, data)
+
+
+def _write(path: Path, data: bytes) -> None:
     if _is_device(path):
         path.write_bytes(data)
         return

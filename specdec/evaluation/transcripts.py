@@ -7,9 +7,10 @@ taken over is what the present settings would give again; settings that would no
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from types import TracebackType
+from typing import Any
 
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, naming_file
 from specdec.evaluation.files import write_file
 
 Record = dict[str, Any]
@@ -23,6 +24,35 @@ Earlier = Callable[[int], tuple[str, set[int]]]
 """Of an evaluation of fewer problems: the sum of their text, and those whose batch would still be the same."""
 
 
+class TranscriptFile:
+    """Lines go to the system as they are written, after those that are there; errors name the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)  # no buffer: closing has nothing left to write
+
+    def truncated(self) -> int:
+        """Its size, once the beginning of a line that a kill cut short is taken away."""
+        return self._file.truncate(self._path.read_bytes().rfind(b"\n") + 1)
+
+    def write(self, text: str) -> None:
+        with naming_file(self._path):
+            left = text.encode()
+            while left:
+                left = left[self._file.write(left) :]
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "TranscriptFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 def read_transcripts(folder: Path, settings: Record, earlier: Earlier | None = None) -> list[Record]:
     """What is finished in `folder`, by whichever process. Raises ConfigError where it was made with other settings."""
     records: list[Record] = []
@@ -31,7 +61,7 @@ def read_transcripts(folder: Path, settings: Record, earlier: Earlier | None = N
     return records
 
 
-def open_transcripts(folder: Path, settings: Record, rank: int, earlier: Earlier | None = None) -> TextIO:
+def open_transcripts(folder: Path, settings: Record, rank: int, earlier: Earlier | None = None) -> TranscriptFile:
     """This process's file, to go on behind its last whole line; its first line holds the settings."""
     if folder.is_file():
         raise ConfigError(f"transcripts={str(folder)!r} is a file; a folder is wanted")
@@ -41,8 +71,8 @@ def open_transcripts(folder: Path, settings: Record, rank: int, earlier: Earlier
     if whole and whole[0].get("problems") != settings.get("problems"):  # extended: what counts no longer goes
         lines = [settings, *_usable(path, settings, earlier)]
         write_file(path, "\n".join(map(json.dumps, lines)))
-    file = path.open("a", buffering=1, encoding="utf-8")  # a line is handed to the system as it is written
-    if not file.truncate(path.read_bytes().rfind(b"\n") + 1):
+    file = TranscriptFile(path)
+    if not file.truncated():
         file.write(json.dumps(settings) + "\n")
     return file
 

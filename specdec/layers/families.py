@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from specdec.attention.hf_norms import fused_rms_norm
+from specdec.attention.module_watch import RECORDING_HOOKS
 from specdec.errors import UnsupportedModelError
 from specdec.layers.decoder import DecoderParts, EmbeddingParts, LayerParts, MoeParts, PleParts
 from specdec.layers.linear import Mlp, reference_activate
@@ -28,9 +29,6 @@ PLAIN_MODULES = frozenset(
     | {"transformers.activations"}
 )
 """Where the classes inside a text model come from, besides the file of the model itself."""
-
-NOTES_OF_TRANSFORMERS = "transformers.utils.output_capturing"
-"""Where the hooks are from that a model keeps for good once it was asked for hidden states: they only look."""
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -252,7 +250,7 @@ def is_untouched(module: nn.Module) -> bool:
     forward = vars(module).get("forward")  # the norms of a private copy have one that is the same norm
     replaced = forward is not None and getattr(forward, "__func__", None) is not fused_rms_norm
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return not replaced and all(getattr(hook, "__module__", None) == NOTES_OF_TRANSFORMERS for hook in hooks)
+    return not replaced and all(getattr(hook, "__module__", None) == RECORDING_HOOKS for hook in hooks)
 
 
 def is_plain(param: torch.Tensor) -> bool:

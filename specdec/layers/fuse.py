@@ -24,6 +24,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel
 
+from specdec.attention.module_watch import ModuleWatch
 from specdec.errors import UnsupportedModelError
 from specdec.layers.decoder import DecoderParts, FusedDecoder, FusedEmbedding
 from specdec.layers.families import (
@@ -36,6 +37,7 @@ from specdec.layers.families import (
 )
 from specdec.layers.merge import MERGING, Watch, unmerge_rows
 from specdec.layers.operations import Operations
+from specdec.layers.weights_lock import holds_weights_lock
 
 FUSED: dict[type[nn.Module], Callable[[nn.Module], DecoderParts]] = {
     Gemma4TextModel: describe_gemma4,
@@ -94,32 +96,72 @@ class Weights:
 
     Kept in step by asking for `generation` before each forward: a fused decoder is described again when they have
     moved. Whoever holds addresses, as a captured graph does, remembers the number that it was made at.
+
+    original: of modules that are a private copy, the user's modules. When these change (another active adapter, a hook,
+    a sub-module in the place of another), `copy_again` replaces the copy, and returns its weights.
     """
 
-    def __init__(self, name: str, *modules: nn.Module) -> None:
-        self.name, self._modules = name, modules
-        self._decoders = [m for root in modules for m in root.modules() if isinstance(m, FusedDecoder)]
-        self._watch = Watch(*modules)
-        self._placement = self._where()
+    def __init__(
+        self,
+        name: str,
+        *modules: nn.Module,
+        original: ModuleWatch | None = None,
+        copy_again: Callable[[], "Weights"] | None = None,
+    ) -> None:
+        self.name = name
+        self._original, self._copy_again = original, copy_again
+        self._stale = False  # the private copy is not what the user's modules are
         self._in_step = True
         self._generation = 0
         self._lock = threading.Lock()
+        self._modules = modules
+        self._decoders = [m for root in modules for m in root.modules() if isinstance(m, FusedDecoder)]
+        self._watch = Watch(*modules)
+        self._placement, self._sizes = self._where(), self._shapes()
 
+    @holds_weights_lock
     def generation(self) -> int:
-        """Counts how often they were found elsewhere. Raises UnsupportedModelError while they are of another dtype or
-        on another device than they were: K/V would not fit."""
+        """Incremented when the weights were found elsewhere, or modules were copied again. Raises UnsupportedModelError
+        while that is not possible: weights of another dtype or on another device, for which K/V would not fit, or
+        modules that cannot be served."""
         with self._lock:
-            if self._watch.moved():
-                self._in_step = False
-            if not self._in_step:
-                self._adopt()
-                self._in_step = True
-                self._generation += 1
-            return self._generation
+            if self._original is not None and self._original.changed():
+                self._stale = True
+            return self._bring_in_step()
 
-    def version(self) -> tuple[int, int]:
-        """Another value whenever they were found elsewhere or have been changed in place: see `Watch.versions`."""
-        return self.generation(), self._watch.versions()
+    def look_closely(self) -> None:
+        """Find what `generation` has no time to look for: see `ModuleWatch.differs`. Modules that could have changed
+        without a trace are copied again. Raises as `generation` does."""
+        with self._lock:
+            if self._original is not None and (self._original.untraceable or self._original.differs()):
+                self._stale = True
+            self._bring_in_step()
+
+    def version(self) -> tuple[int, object]:
+        """Another value whenever they were found elsewhere or have been changed in place: see `Watch.versions`. Never
+        the same value while they have no version counters."""
+        generation = self.generation()
+        return generation, self._watch.versions() if self._watch.counts_updates() else object()
+
+    def counts_updates(self) -> bool:
+        """Does an update in place show? Not of tensors that were made under `torch.inference_mode()`."""
+        return self._watch.counts_updates()
+
+    def _bring_in_step(self) -> int:
+        if self._watch.moved():
+            self._in_step = False
+            self._stale |= self._sizes != self._shapes()
+        if self._stale and self._copy_again is not None:
+            new = self._copy_again()
+            self._original, self._modules, self._decoders = new._original, new._modules, new._decoders
+            self._watch, self._placement, self._sizes = new._watch, new._placement, new._sizes
+            self._stale, self._in_step = False, True
+            self._generation += 1
+        if not self._in_step:
+            self._adopt()
+            self._in_step = True
+            self._generation += 1
+        return self._generation
 
     def _adopt(self) -> None:
         now = self._where()
@@ -138,6 +180,9 @@ class Weights:
                 ) from reason
         self._watch.moved()  # by the merge, to where they are described now
 
+    def _shapes(self) -> list[torch.Size]:
+        return [param.shape for module in self._modules for param in module.parameters()]
+
     def _where(self) -> set[tuple[torch.dtype, torch.device]]:
         return {(param.dtype, param.device) for module in self._modules for param in module.parameters()}
 
@@ -146,6 +191,7 @@ def _shown(placement: set[tuple[torch.dtype, torch.device]]) -> str:
     return " and ".join(sorted(f"{dtype} on {device}" for dtype, device in placement))
 
 
+@holds_weights_lock
 def unfuse(decoder: FusedDecoder) -> nn.Module:
     """The Hugging Face module back, each weight in a storage of its own: for when no other engine runs on them."""
     with MERGING, torch.inference_mode(False), torch.no_grad():
@@ -155,6 +201,7 @@ def unfuse(decoder: FusedDecoder) -> nn.Module:
     return source
 
 
+@holds_weights_lock
 def _described(source: nn.Module) -> DecoderParts:
     describe = FUSED.get(type(source))
     if describe is None:

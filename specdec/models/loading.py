@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,7 @@ from specdec.draft_models.base import Drafter, TargetInfo
 from specdec.draft_models.registry import (
     WORDS,
     constructible_assistants,
+    is_assistant_config,
     is_drafter_config,
     load_drafter,
     wrap_drafter,
@@ -33,8 +35,13 @@ from specdec.draft_models.registry import (
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, shown
 from specdec.models.bundled import BUNDLED_NAMES, resolve_name
 from specdec.models.devices import require_device
+from specdec.models.hub import require_hub
+from specdec.plain_arguments import OWN_FORMS
 
 logger = logging.getLogger("specdec")
+
+NO_NAMES = ("", "none", "null", "nan")
+"""What a missing value looks like once it is a string."""
 
 SHARED_OPTIONS = ("token", "trust_remote_code", "cache_dir", "local_files_only", "force_download", "proxies")
 """Loading arguments of the target that its drafter takes too, unless it has its own: who asks, not for what."""
@@ -53,7 +60,7 @@ class Checkpoint:
 
     @classmethod
     def of(cls, name: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> "Checkpoint":
-        return cls(os.fspath(name), dict(options or {}))
+        return cls(os.fspath(name), _understood(options or {}))
 
     @property
     def path(self) -> str:
@@ -68,8 +75,10 @@ class Checkpoint:
     def config_file(self) -> Path:
         """Its config.json. Raises CheckpointError in one sentence."""
         known = f"give a checkpoint folder, a hub id, or one of {', '.join(BUNDLED_NAMES)}"
-        if not self.name:
-            raise CheckpointError(f"'' names no checkpoint; {known}")
+        if self.name.strip().lower() in NO_NAMES:
+            raise CheckpointError(f"{self.name!r} names no checkpoint; {known}; a drafter of None is no drafter")
+        if self.name.endswith(".gguf"):
+            raise CheckpointError(f"{self.name!r} is a GGUF file, which is not read; {known}")
         if Path(self.path).is_dir():
             file = Path(self.path, str(self.options.get("subfolder", "")), "config.json")
             if not file.is_file():
@@ -81,6 +90,7 @@ class Checkpoint:
         if meant:
             bundled = ", ".join(BUNDLED_NAMES)
             raise CheckpointError(f"no checkpoint {self.name!r} here; did you mean {meant[0]!r}? Bundled are {bundled}")
+        require_hub(self.name, self.hub_options)
         try:
             return Path(str(cached_file(self.path, "config.json", **self.hub_options)))
         except (OSError, ValueError) as error:
@@ -122,12 +132,13 @@ class Checkpoint:
             self.options.get("subfolder", "")
         )
 
+    @torch.inference_mode(False)  # ordinary tensors, which count their updates
     def load(self, dtype: torch.dtype, device: torch.device, config: Any = None) -> PreTrainedModel:
         """In the causal-LM class of its config (`hf_config`), with every tensor from the checkpoint."""
         config = self.hf_config() if config is None else config
         options = {"dtype": dtype, **self.options}
         try:
-            with constructible_assistants():
+            with constructible_assistants() if is_assistant_config(self.config) else nullcontext():
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     self.path, config=config, output_loading_info=True, **options
                 )
@@ -154,6 +165,26 @@ class Checkpoint:
         return self.load(target.dtype, target.device)
 
 
+def _understood(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Loading arguments with one name for each thing. Raises ConfigError for those that cannot be followed."""
+    if options.get("gguf_file") is not None:
+        raise ConfigError(
+            f"gguf_file={shown(options['gguf_file'])}: GGUF files are not read; give a checkpoint of safetensors"
+        )
+    understood = dict(options)
+    old = plain_dtype(understood.pop("torch_dtype", None))
+    new = plain_dtype(understood.pop("dtype", None))
+    if old is not None and new is not None and old != new:
+        raise ConfigError(f"torch_dtype={old} and dtype={new} disagree; leave one out")
+    dtype = old if new is None else new
+    return understood if dtype is None else {**understood, "dtype": dtype}
+
+
+def plain_dtype(value: Any) -> Any:
+    """The torch.dtype that a name such as "bf16" or "torch.bfloat16" stands for; "auto" and others as they are."""
+    return OWN_FORMS["dtype"](value)
+
+
 def load_model(
     name: str | os.PathLike[str], *, dtype: torch.dtype, device: torch.device, **options: Any
 ) -> PreTrainedModel:
@@ -174,6 +205,11 @@ def load_target(
             raise ConfigError(
                 f"target={checkpoint.name!r} is a drafter ({checkpoint.config.get('model_type')}); give the model that "
                 "it drafts for as the target, and this as drafter=..."
+            )
+        asked = checkpoint.options.get("dtype")
+        if asked is not None and dtype is not None and plain_dtype(asked) != dtype:
+            raise ConfigError(
+                f"dtype={asked} among the loading arguments, but dtype={dtype} in the EngineConfig; leave one out"
             )
         config = checkpoint.hf_config()
         where = pick_device(device)
@@ -197,6 +233,7 @@ def load_target(
     return model
 
 
+@torch.inference_mode(False)  # as `Checkpoint.load`
 def load_any_drafter(drafter: Any, target: TargetInfo, options: Mapping[str, Any] | None = None) -> Drafter | None:
     """A drafter by word ("ngram", "none"), bundled name, folder or hub id, or from a loaded module; None stays None."""
     if drafter is None or drafter == "none":
@@ -223,6 +260,8 @@ def load_any_drafter(drafter: Any, target: TargetInfo, options: Mapping[str, Any
 def load_tokenizer(name: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Any | None:
     """The checkpoint's tokenizer, or None when it ships none (prompts are then token ids)."""
     checkpoint = Checkpoint.of(name, options)
+    if not os.path.isdir(checkpoint.path):
+        require_hub(checkpoint.name, checkpoint.hub_options)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.hub_options)
     except (OSError, ValueError, KeyError):
@@ -239,7 +278,15 @@ def pick_tokenizer(asked: Any | None, target: Any, options: Mapping[str, Any]) -
             raise ConfigError(f"tokenizer={str(asked)!r}: no tokenizer there; give a folder, a hub id or a tokenizer")
         return tokenizer
     if asked is None:
-        return load_tokenizer(target, options) if isinstance(target, (str, os.PathLike)) else None
+        if not isinstance(target, (str, os.PathLike)):
+            return None
+        own = load_tokenizer(target, options)
+        if own is None:
+            logger.warning(
+                "%s has no tokenizer: prompts must be token ids, and outputs have no text; give tokenizer=... for text",
+                os.fspath(target),
+            )
+        return own
     if not callable(getattr(asked, "decode", None)):
         raise ConfigError(f"tokenizer is {shown(asked)}; a tokenizer or its name is wanted")
     return asked

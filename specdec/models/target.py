@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.attention.bridge import ForwardContext, record_states
+from specdec.attention.module_watch import ModuleWatch
 from specdec.attention.plan import KVPlan
 from specdec.attention.private_copy import private_copy
 from specdec.attention.row_tiles import ROWS
@@ -41,6 +42,9 @@ UNSUPPORTED_ATTRIBUTES = {
 """Config attributes that change the result in ways the runtime does not reproduce."""
 
 
+DYNAMIC_INT8 = ("torch.ao.nn.quantized", "torch.nn.quantized")
+"""Where the modules come from that torch quantises activations with."""
+
 MANY_ROWS = 80
 """Of a forward of the kernels: more than their products take in their smallest tiles."""
 
@@ -66,19 +70,22 @@ class TargetModel:
 
     def __init__(self, model: PreTrainedModel, ops: Operations | None = None, *, deterministic: bool = False) -> None:
         self.model = model
+        self.given_ops = ops
         self.deterministic = deterministic
         self.ops = ops = rowwise(ops) if deterministic else ops
         self.name = getattr(model.config, "_name_or_path", "") or type(model).__name__
         with refusing(self.name, f"{type(model).__name__} is not built as a decoder-only causal language model"):
             self.config: Any = model.config.get_text_config()
             self._require_supported()
+            self.vocab_size = int(self.config.vocab_size)  # the user's config may change later
             self.context_length: ContextLength = context_length(self.config)
             head = model.get_output_embeddings()
             if not isinstance(head, nn.Module):
                 raise UnsupportedModelError(f"{self.name} ({type(model).__name__}) has no language-model head")
-            self.head: nn.Module = private_copy(head)
             self.layout: KVLayout = layout_from_config(self.config)
             self.user_decoder: nn.Module = self._find_decoder()  # with the user's own attention
+            original = ModuleWatch(model, self.user_decoder, head)  # before it is copied, so that no change is missed
+            self.head: nn.Module = private_copy(head)
             self.decoder: nn.Module = private_copy(self.user_decoder)
             self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
         self.windows: Sequence[int | None] = tuple(spec.window for spec in self.layout.layers)
@@ -91,19 +98,35 @@ class TargetModel:
         if deterministic:
             self._prove_bits()
         record_states(list(self.decoder.layers))  # type: ignore[arg-type]
-        self.weights = Weights(self.name, self.decoder, self.head)
+        self.weights = Weights(self.name, self.decoder, self.head, original=original, copy_again=self._copy_again)
 
     def as_deterministic(self) -> "TargetModel":
         """The same model, deterministic."""
         return self if self.deterministic else TargetModel(self.model, self.ops, deterministic=True)
 
+    def _copy_again(self) -> Weights:
+        """The user's modules are others than those that were copied, or do something else: take over what a new target
+        makes of them, proved like the first one. -> its weights. Raises UnsupportedModelError, and changes nothing,
+        where they cannot be served or the K/V would not fit."""
+        logger.info("%s: modules, hooks or adapters have changed; it is copied and proved again", self.name)
+        new = TargetModel(self.model, self.given_ops, deterministic=self.deterministic)
+        for what, now, before in (
+            ("layers", new.layout, self.layout),
+            ("vocabulary", new.vocab_size, self.vocab_size),
+            ("dtype", new.dtype, self.dtype),
+            ("device", new.device, self.device),
+        ):
+            if now != before:
+                raise UnsupportedModelError(
+                    f"the {what} of {self.name} changed after its engine was made, so its K/V no longer fit; make a "
+                    f"new engine{'' if what == 'layers' else f' ({before} before, {now} now)'}"
+                )
+        vars(self).update({**vars(new), "weights": self.weights})
+        return new.weights
+
     @property
     def hidden_size(self) -> int:
         return int(self.config.hidden_size)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.config.vocab_size)
 
     @property
     def max_position_embeddings(self) -> int | None:
@@ -125,8 +148,7 @@ class TargetModel:
         `aux_layers`: hidden states to report as well, each the state that enters that layer (num_layers: leaves the
         last).
         """
-        if self.unfused is None:
-            self.weights.generation()
+        self.weights.generation()
         context = ForwardContext.of(plan, view, self.windows, aux_layers)
         if self.in_tiles:
             return TargetOutput(*forward_in_tiles(self._run, tokens, context, aux_layers))
@@ -174,6 +196,13 @@ class TargetModel:
             value = getattr(self.config, attribute, None)
             if value not in (None, 1, 1.0, False):
                 raise UnsupportedModelError(f"{self.name} {what} ({attribute}={value}), which specdec does not support")
+        for name, module in self.model.named_modules():
+            if type(module).__module__.startswith(DYNAMIC_INT8):
+                raise UnsupportedModelError(
+                    f"{self.name} is quantised dynamically (its module {name} is a {type(module).__module__}."
+                    f"{type(module).__name__}), which specdec does not support: activations are rounded by the batch "
+                    "that they are in; give the model before quantisation, or quantise its weights alone"
+                )
         placement = getattr(self.model, "hf_device_map", None) or {}
         devices = {str(device) for device in placement.values()} | {w.device.type for w in self.model.parameters()}
         if devices == {"meta"}:

@@ -11,68 +11,63 @@ under, and to a live cache; a replay under anything else is an error. When weigh
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
+from specdec.attention.graft import MOST_FORCED, rounded_up
 from specdec.errors import ConfigError, FrozenKVError, first_line
+from specdec.rounds.captures import Capture, Captured, CaptureStore, CudaCapture, Program, is_out_of_memory
 from specdec.rounds.result import RoundShape
 from specdec.rounds.round import Round
+from specdec.rounds.shared import is_large, share
 
 logger = logging.getLogger(__name__)
 
-Program = Callable[[], torch.Tensor]
-Capture = Callable[[Program], tuple[Callable[[], None], torch.Tensor]]
-"""Records a program instead of running it -> (what replays it, the tensor that it returns, written anew each time)."""
 Between = Callable[[int, torch.Tensor], None]
 """What the host does behind each program of a round but the last: (its number, what it returned)."""
 
 SHORTEST = 1024
 """Tokens: tables are at least this wide, since narrow ones gain nothing."""
 
+MOST_TRIES, LONGEST_WAIT, FOR_GOOD = 3, 1024, 1 << 62
+"""Captures of a shape that are tried if what fails is not memory; most runs until the next try; no other try."""
+
 
 def nothing(_number: int, _out: torch.Tensor) -> None:
     """The host has nothing to do within the round."""
 
 
-class CudaCapture:
-    """Captures into CUDA graphs that share one pool of memory, since they never run at the same time."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, program: Program) -> tuple[Callable[[], None], torch.Tensor]:
-        graph = torch.cuda.CUDAGraph()
-        # another thread may use the device meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = program()
-        return graph.replay, out
-
-
-class Captured(NamedTuple):
-    """A round that can be replayed, program by program, each with what it returns; and the view that it was captured
-    under. programs: hold what one leaves for the next, so that no other round is given that memory."""
-
-    replays: list[tuple[Callable[[], None], torch.Tensor]]
-    programs: Sequence[Program]
-    view_key: tuple[object, ...]
-
-
 class Captures:
     """What one engine has captured of programs of one sort, by shape. strict: what cannot be captured is an error, else
-    it runs as it is."""
+    it runs as it is, is counted (`CaptureStore.use`), and is tried again later."""
 
     what: ClassVar[str]
     warning: ClassVar[str]
 
-    def __init__(self, round: Round, capture: Capture, *, strict: bool) -> None:
+    def __init__(self, round: Round, store: CaptureStore, *, strict: bool) -> None:
         self.round = round
-        self._capture = capture
+        self.store = store
+        self.refusals: Counter[Hashable] = Counter()
+        """Of each shape, how many of its captures failed since the weights moved."""
+        self._number = store.join(self)
         self._strict = strict
-        self._captured: dict[Hashable, Captured | None] = {}  # None: it ran once
+        self._captured: dict[Hashable, Captured | None] = {}  # None: it ran once, or was let go
+        self._evictions: Counter[Hashable] = Counter()
+        self._waits: dict[Hashable, int] = {}  # runs until a capture is tried
         self._generation = round.weights_generation()
-        self._refused = False  # the model or the drafter does what a graph cannot hold
+        self._warned = False
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of what captured programs leave their results in."""
+        return 0
+
+    def pool(self, shape: Hashable) -> str:
+        """The name of the pool that this shape takes its memory from."""
+        return self.what
 
     def run_captured(self, shape: Hashable, programs: Sequence[Program], between: Between = nothing) -> torch.Tensor:
         """These programs, or what was captured of those of this shape -> what the last returns."""
@@ -83,10 +78,14 @@ class Captures:
         captured = self._captured.get(shape)
         if captured is None:
             self._captured[shape] = None
+            if self._waits.get(shape, 0) > 0:
+                self._waits[shape] -= 1
+            self.store.uncaptured[self.what] += 1
             return run_programs(programs, between)
         if captured.view_key != self.round.view.key:
             raise FrozenKVError("a captured round is replayed under another view than its own")
         self.round.cache.allocator.require_unfrozen("a captured round")
+        self.store.touch(self._number, shape)
         for number, (replay, out) in enumerate(captured.replays):
             replay()
             if number + 1 < len(captured.replays):
@@ -95,26 +94,41 @@ class Captures:
 
     def capture_next(self, shape: Hashable, programs: Sequence[Program]) -> None:
         """Capture at once what has run, so that the next time it is replayed."""
-        if shape in self._captured and self._captured[shape] is None and not self._refused:
-            self._captured[shape] = self._try(programs)
+        if shape in self._captured and self._captured[shape] is None and self._waits.get(shape, 0) <= 0:
+            self._captured[shape] = self._try(shape, programs)
 
     def clear(self) -> None:
         """Let go of all that was captured, and of its memory."""
-        self._captured.clear()
+        self.store.discard(self._number)
+        for memory in (self._captured, self._waits, self.refusals, self._evictions):
+            memory.clear()
 
-    def _try(self, programs: Sequence[Program]) -> Captured | None:
+    def forget(self, shape: Hashable) -> None:
+        """What was captured of this shape is let go; it is captured again when it comes again, or later."""
+        self._captured[shape] = None
+        self._evictions[shape] += 1
+        self._waits[shape] = min((1 << self._evictions[shape] - 1) - 1, LONGEST_WAIT)
+
+    def _try(self, shape: Hashable, programs: Sequence[Program]) -> Captured | None:
         try:
-            replays = [self._capture(program) for program in programs]
+            return self.store.make(self._number, shape, self.pool(shape), self.round.view.key, programs)
         except Exception as error:  # of many kinds: whatever the model does that a graph cannot hold
             if self._strict:
                 raise ConfigError(
                     f"{self.what} cannot be captured in a CUDA graph ({first_line(error)}); "
                     "use cuda_graphs='auto' or False"
                 ) from error
-            logger.warning(self.warning, first_line(error))
-            self._refused = True
+            self._refuse(shape, error)
             return None
-        return Captured(replays, programs, self.round.view.key)
+
+    def _refuse(self, shape: Hashable, error: Exception) -> None:
+        self.store.refused += 1
+        self.refusals[shape] += 1
+        tries = self.refusals[shape]
+        again = is_out_of_memory(error) or tries < MOST_TRIES
+        self._waits[shape] = min(1 << tries - 1, LONGEST_WAIT) if again else FOR_GOOD
+        logger.log(logging.DEBUG if self._warned else logging.WARNING, self.warning, first_line(error))
+        self._warned = True
 
 
 class RoundGraphs(Captures):
@@ -123,11 +137,25 @@ class RoundGraphs(Captures):
     what, warning = "rounds", "rounds run without CUDA graphs: %s"
 
     def bucket(self, shape: RoundShape) -> RoundShape:
-        """The shape under which a round runs: padded to the next size there is."""
+        """The shape under which a round runs: padded to the next size there is, with parameters as few rounds have."""
         table = self.round.cache.table
-        batch = min(size for size in batch_sizes(table.max_requests) if size >= shape.batch)
-        longest = min(length_bucket(shape.longest), table.slots.host.shape[1] - 1)
-        return shape._replace(batch=batch, longest=longest)
+        uses, logprobs = share(shape.uses, shape.logprobs, on_kernels=self.round.on_kernels)
+        shape = shape._replace(uses=uses, logprobs=logprobs)
+        large = is_large(shape)
+        sizes = few_batch_sizes(table.max_requests) if large else batch_sizes(table.max_requests)
+        batch = min(size for size in sizes if size >= shape.batch)
+        # kernels stop where a row ends, so what a wide table costs is its making
+        longest = wide_bucket(shape.longest) if large else length_bucket(shape.longest)
+        return shape._replace(batch=batch, longest=min(longest, table.slots.host.shape[1] - 1))
+
+    def forced_width(self, width: int, room: int, num_nodes: int) -> int:
+        """Nodes of rounds with forced tokens: one size, but where rows have no room for it. room: slots of all rows."""
+        most = max(num_nodes, 1 + MOST_FORCED)
+        return most if most <= room else min(rounded_up(width), 1 << room.bit_length() - 1)
+
+    def pool(self, shape: Hashable) -> str:
+        assert isinstance(shape, RoundShape)
+        return "large rounds" if is_large(shape) else "rounds"
 
     def run(self, shape: RoundShape, between: Between = nothing) -> torch.Tensor:
         """One round of the seated rows -> its packed result, which the next round of this shape overwrites."""
@@ -158,9 +186,23 @@ def batch_sizes(most: int) -> list[int]:
     return [size for size in sizes if size < most] + [most]
 
 
-def length_bucket(length: int, shortest: int = SHORTEST) -> int:
-    """The next of 1024, 1536, 2048, 3072, 4096, ... (from a power of two on): at most a half longer than need be."""
-    size = shortest
+def few_batch_sizes(most: int) -> list[int]:
+    """Those of rounds that change or report logits: 1, 4, 8, 16, 32, ..., `most`."""
+    sizes = [1, *(1 << i for i in range(2, most.bit_length()))]
+    return [size for size in sizes if size < most] + [most]
+
+
+def length_bucket(length: int, shortest: int | None = None) -> int:
+    """The next of 1024, 2048, 4096, ... (from a power of two on; None: `SHORTEST`)."""
+    size = SHORTEST if shortest is None else shortest
     while size < length:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+        size *= 2
+    return size
+
+
+def wide_bucket(length: int) -> int:
+    """The next of 4096, 32768, 262144, ...: few, for rounds that have many sizes besides."""
+    size = 4 * SHORTEST
+    while size < length:
+        size *= 8
     return size

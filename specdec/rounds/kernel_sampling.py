@@ -37,8 +37,10 @@ class KernelSampling(SamplingBatch):
 def _seen(past: Past, shape: torch.Size) -> Seen:
     """Of logits [B, N, V]: a bit for each token of the histories, and the tokens on each node's own path."""
     batch, num_nodes, vocab_size = shape
-    bits = torch.zeros((batch, -(-vocab_size // 32)), dtype=torch.int32, device=past.history.device)
-    mark_seen(bits, torch.arange(batch, device=bits.device), past.history, past.length)
+    bits = past.seen
+    if bits is None:
+        bits = torch.zeros((batch, -(-vocab_size // 32)), dtype=torch.int32, device=past.history.device)
+        mark_seen(bits, torch.arange(batch, device=bits.device), past.history, past.length)
     if past.tree is None:
-        return Seen(bits, past.history.new_full((batch, num_nodes, 1), -1))
+        return Seen(bits, past.length.new_full((batch, num_nodes, 1), -1))
     return Seen(bits, path_tokens(past.tree.tokens, past.tree.ancestors))

@@ -6,22 +6,26 @@ rounds may be launched before the one in front has been settled: `lag` of them, 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from specdec.attention.graft import rounded_up
+from specdec.attention.graft import MOST_FORCED
 from specdec.config import SamplingParams, SpecConfig
-from specdec.kvcache.mirror import IntArray
+from specdec.kvcache.mirror import IntArray, upload
+from specdec.prompt_scores import TokenScores
+from specdec.rounds.captures import CaptureUse
 from specdec.rounds.chunks import ChunkGraphs
 from specdec.rounds.graphs import RoundGraphs, batch_sizes, run_programs
 from specdec.rounds.grouping import group_chunks, padded_size
+from specdec.rounds.masks import RowMasks, write_masks
 from specdec.rounds.result import RoundResult, RoundShape, unpack
 from specdec.rounds.round import DECODE_STAGES, PREFILL_STAGES, Chunk, Round
 from specdec.rounds.sampling import Uses
-from specdec.text.grammar import Place, Words, make_masks, tree_masks
+from specdec.rounds.scoring import Scoring, Span, score_chunk
+from specdec.text.grammar import Place, make_masks, tree_masks
 
 FULL_DEPTH = 1 << 30
 
@@ -71,6 +75,11 @@ class UnderWay:
     stages: tuple[str, ...]
     asked: list[int | None]  # of each request: alternatives to every token that it wants
     forced: IntArray  # and how many of its tokens its grammar gives
+    scores: "tuple[Scoring, OnItsWay] | None" = None  # of prompt tokens
+
+    def prompt_scores(self) -> list[tuple[Span, TokenScores]]:
+        """What was scored of prompts. Waits for the device."""
+        return [] if self.scores is None else self.scores[0].split(self.scores[1].array())
 
     def result(self) -> RoundResult:
         """Waits for the device."""
@@ -85,11 +94,16 @@ class Launcher:
         self.spec = spec
         self.graphs = graphs
         self.chunks = chunks
+        round.masks.most_nodes = max(spec.num_nodes, 1 + MOST_FORCED)
 
     @property
     def lag(self) -> int:
         """Rounds that may be under way when one more is launched."""
         return 0 if self.graphs is None else 1
+
+    def capture_use(self) -> CaptureUse:
+        """What is captured, and what ran without."""
+        return CaptureUse() if self.graphs is None else self.graphs.store.use()
 
     def clear(self) -> None:
         """Let go of all that was captured."""
@@ -113,6 +127,7 @@ class Launcher:
                 self.round.flush()
                 self.graphs.run(shape)
             yield size
+        self.graphs.store.uncaptured["rounds"] = 0  # so far nobody has asked for any
 
     def prefill(
         self,
@@ -121,10 +136,11 @@ class Launcher:
         chunk_len: IntArray,
         through: Sequence[int],
         places: Sequence[Place | None],
+        scoring: Scoring | None = None,
     ) -> UnderWay:
         """Prompt chunks of `chunk_len` [B] tokens; the result is that of the rows numbered `through`.
 
-        places: of these, in their grammars.
+        places: of these, in their grammars. scoring: tokens of the chunks whose log-probabilities are asked for.
         """
         drawing = [params[i] for i in through]
         uses, logprobs = Uses.of(drawing), _most_logprobs(drawing)
@@ -133,8 +149,14 @@ class Launcher:
         self.round.sampling.bring(rows[chosen], drawing, uses)
         self.round.flush()
         self.round.clock.start(*PREFILL_STAGES)
-        packed = self.round.prefill(self._read(rows, chunk_len), chosen, uses, logprobs, _root_masks(places))
-        return _fetch(packed, shape, PREFILL_STAGES, drawing, np.zeros(len(drawing), dtype=np.int64))
+        chunk = self._read(rows, chunk_len)
+        scores = None
+        if scoring is not None:
+            cells = upload(scoring.cells(), self.round.device)
+            scores = scoring, OnItsWay.of(score_chunk(self.round, chunk, cells, scoring.alternatives))
+        packed = self.round.prefill(chunk, chosen, uses, logprobs, _root_masks(places))
+        launched = _fetch(packed, shape, PREFILL_STAGES, drawing, np.zeros(len(drawing), dtype=np.int64))
+        return replace(launched, scores=scores)
 
     def group(self, chunk_len: IntArray) -> list[IntArray]:
         """Numbers of the prompt chunks [B] that share a forward."""
@@ -144,7 +166,7 @@ class Launcher:
         """The target's part of prompt chunks, captured where they are few."""
         chunk = None if self.chunks is None else self.chunks.read(rows, chunk_len)
         if chunk is None:
-            length = torch.from_numpy(chunk_len).to(self.round.device, non_blocking=True)
+            length = upload(chunk_len, self.round.device)
             chunk = self.round.read(self.round.cache.table.rows(rows), length, int(chunk_len.max()))
         return chunk
 
@@ -153,6 +175,8 @@ class Launcher:
     ) -> UnderWay:
         """One round of these rows, behind `under_way` others."""
         shape = self._shape(rows, params, drafts, under_way)
+        masked = any(each.place is not None for each in drafts)  # a request's rules may have ended before it does
+        shape = shape._replace(uses=shape.uses._replace(masked=masked))
         forced = np.array([len(each.forced) for each in drafts], dtype=np.int64)
         if forced.any():
             shape = self._widened(shape, rows, int(forced.max()))
@@ -180,7 +204,7 @@ class Launcher:
         room = int((last - table.committed_len.host[rows]).min())
         width = min(1 + forced, room)
         if self.graphs is not None:
-            width = min(rounded_up(width), rounded_up(room + 1) // 2)  # a power of two that all have room for
+            width = self.graphs.forced_width(width, room, shape.num_nodes)
         return shape._replace(forced=max(shape.num_nodes, width))
 
     def _shape(
@@ -230,7 +254,7 @@ class _Masks:
         """What may follow the roots: the drafter may know."""
         roots = _root_masks(self._places)
         if roots is not None:
-            _send(roots, self._round.allowed(self._shape)[: len(roots), :1])
+            write_masks(self._round.allowed(self._shape)[:, :1], roots)
 
     def between(self, number: int, out: torch.Tensor) -> None:
         """The draft was launched, and returned the trees; or the verify was."""
@@ -241,26 +265,17 @@ class _Masks:
         tokens, parents = self._trees.array().tolist()
         held = [(i, place) for i, place in enumerate(self._places) if place is not None]
         found = tree_masks([(place, tokens[i], parents[i]) for i, place in held])
-        allowed = self._round.allowed(self._shape)
-        everything = np.full(allowed.shape, -1, dtype=np.int32)
-        everything[[i for i, _ in held]] = found
-        _send(everything, allowed)
+        write_masks(self._round.allowed(self._shape), RowMasks(np.array([i for i, _ in held], dtype=np.int64), found))
 
 
-def _root_masks(places: Sequence[Place | None]) -> Words | None:
-    """[T, 1, words] of what may come next; None: anything."""
-    held = [place for place in places if place is not None]
+def _root_masks(places: Sequence[Place | None]) -> RowMasks | None:
+    """What may come next, [M, 1, words], of those that have a grammar; None: nobody has."""
+    held = [(i, place) for i, place in enumerate(places) if place is not None]
     if not held:
         return None
-    make_masks(held)
-    free = np.full(held[0].library.num_words, -1, dtype=np.int32)
-    return np.stack([free if place is None else place.mask for place in places])[:, None]
-
-
-def _send(masks: Words, allowed: torch.Tensor) -> None:
-    """Behind what is under way, without waiting for it."""
-    host = torch.from_numpy(masks)
-    allowed.copy_(host.pin_memory() if allowed.device.type == "cuda" else host, non_blocking=True)
+    make_masks([place for _, place in held])
+    rows = np.array([i for i, _ in held], dtype=np.int64)
+    return RowMasks(rows, np.stack([place.mask for _, place in held])[:, None])
 
 
 def _fetch(

@@ -8,13 +8,13 @@ sampling parameters, the drafter's state. `decode` is a program over that: nothi
 the host settles what came out afterwards (`settle.py`). It knows no request.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from specdec.attention.backend import Backend
@@ -24,16 +24,20 @@ from specdec.attention.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view
-from specdec.kvcache.mirror import IntArray, MirroredArray
+from specdec.kvcache.mirror import IntArray, MirroredArray, upload
 from specdec.kvcache.table import Rows, row_cells
 from specdec.models.target import TargetModel, TargetOutput
+from specdec.models.watched import watched_weights
 from specdec.request import Request
 from specdec.rounds.clock import StageClock
 from specdec.rounds.closing import closing, reference_closing
+from specdec.rounds.first_level import Draws, FirstLevel
+from specdec.rounds.history import SeenBits
 from specdec.rounds.kernel_sampling import KernelSampling
+from specdec.rounds.masks import MaskBuffer, RowMasks, write_masks
 from specdec.rounds.opening import Opening, opening, reference_opening
 from specdec.rounds.result import LogProbs, Packed, RoundShape, pack
-from specdec.rounds.sampling import Best, Past, SamplingBatch, SamplingTable, Uses, masked
+from specdec.rounds.sampling import Past, SamplingBatch, SamplingTable, Uses
 
 PREFILL_STAGES, DECODE_STAGES = ("prefill",), ("other", "draft", "verify", "other")
 """What the clocks of the two programs time."""
@@ -104,11 +108,15 @@ class Round:
         self.max_drafts = MirroredArray((len(self.tokens.host),), self.device)  # that a row accepts in a round
         self.prompt_len = MirroredArray((len(self.tokens.host),), self.device)
         self.forced = MirroredArray((len(self.tokens.host), 1 + MOST_FORCED), self.device)  # how many, and which
-        self._allowed: dict[tuple[int, int], torch.Tensor] = {}  # by sizes; never replaced: captured rounds read them
+        self.masks = MaskBuffer(target.vocab_size, cache.table.max_requests, self.device)
+        self._seen = SeenBits(len(self.tokens.host), target.vocab_size, self.device) if self.on_kernels else None
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows that take part, padding behind
         self.clock = StageClock(self.device)
-        drafts = getattr(drafter, "weights", None)
-        self._weights = [target.weights] if drafts is None else [target.weights, drafts]
+        self._weights = watched_weights(target, drafter)
+        self._versions: tuple[tuple[int, object], ...] | None = (
+            None  # as of the step under way, once somebody has asked
+        )
+        self._in_step = False
 
     def reset(self) -> None:
         """A step was interrupted: nobody holds a view, and every row is to be taken again."""
@@ -122,11 +130,24 @@ class Round:
 
     def weights_generation(self) -> int:
         """Another number whenever weights of target or drafter have been re-pointed: see `Weights`."""
-        return sum(weights.generation() for weights in self._weights)
+        return sum(generation for generation, _ in self.weights_version())
 
-    def weights_version(self) -> tuple[tuple[int, int], ...]:
+    def weights_version(self) -> tuple[tuple[int, object], ...]:
         """Another value whenever weights have been re-pointed or changed in place: see `Weights.version`."""
-        return tuple(weights.version() for weights in self._weights)
+        if self._versions is not None:
+            return self._versions
+        versions = tuple(weights.version() for weights in self._weights)
+        self._versions = versions if self._in_step else None
+        return versions
+
+    @contextmanager
+    def one_look(self) -> Iterator[None]:
+        """Within, weights are looked at once, by whoever asks first: a look takes the host 0.2 us a tensor."""
+        self._versions, self._in_step = None, True
+        try:
+            yield
+        finally:
+            self._versions, self._in_step = None, False
 
     def take(self, requests: Sequence[Request]) -> None:
         """These requests have been given their rows."""
@@ -137,6 +158,9 @@ class Round:
         self.sampling.take(rows, [(request.params, request.seed) for request in requests])
         self.max_drafts[rows] = np.array([request.max_drafts for request in requests], dtype=np.int64)
         self.prompt_len[rows] = np.array([len(request.prompt) for request in requests], dtype=np.int64)
+        if self._seen is not None:
+            held = [request for request in requests if request.params.repetition_penalty != 1]
+            self._seen.take(np.array([r.row for r in held], dtype=np.int64), [r.tokens for r in held])
 
     def seat(self, rows: IntArray) -> None:
         """These rows take part in the next round; the seats behind them are padding."""
@@ -166,13 +190,13 @@ class Round:
         through: IntArray,
         uses: Uses,
         logprobs: int | None,
-        allowed: npt.NDArray[np.int32] | None,
+        allowed: RowMasks | None,
     ) -> torch.Tensor:
         """Behind what the target has read: those numbered `through` [T] draw a token, and the drafter observes.
 
-        allowed: [T, 1, V / 32] what grammars let them draw. -> the packed result of T rounds of one node. What they
-        draw is in its place in `tokens`, so a round may follow. The host commits the chunks, from its own side, once
-        they are launched; the drafter observes them as if it had.
+        allowed: what grammars let those of them draw that have one. -> the packed result of T rounds of one node. What
+        they draw is in its place in `tokens`, so a round may follow. The host commits the chunks, from its own side,
+        once they are launched; the drafter observes them as if it had.
         """
         rows, length, committed, fed, out = chunk
         width = fed.shape[1]
@@ -180,16 +204,21 @@ class Round:
         behind = self.tokens.tensor[rows.index, (committed + length).clamp(max=last_column)]
         first, scores = behind.new_zeros((0, 1)), None
         if len(through):
-            chosen = self._upload(through)
+            chosen = upload(through, self.device)
             logits, softcap = self._logits(out.hidden[chosen, length[chosen] - 1][:, None], logprobs)  # [T, 1, V]
             drawing = Rows(rows.index[chosen], rows.longest + width - 1)
             history_len = (committed + length)[chosen]
             sampling = self.sampling.at(drawing.index, uses)
-            bits = None if allowed is None else self._upload(allowed)
+            bits = None
+            if allowed is not None:
+                bits = chosen.new_empty((len(through), 1, self.masks.num_words), dtype=torch.int32)
+                write_masks(bits, allowed)
             past = self._past(drawing, history_len, None, uses, bits)
             first = sampling.draw(logits, history_len[:, None], past, softcap)  # [T, 1]
             behind = behind.index_copy(0, chosen, first[:, 0])
             self.tokens.tensor[drawing.index, history_len] = first[:, 0]
+            if self._seen is not None and uses.penalty:
+                self._seen.add(drawing.index, first, torch.ones_like(first[:, 0]))
             scores = None if logprobs is None else LogProbs.of(logits, first, logprobs)
         steps = torch.arange(width, device=self.device).expand(len(fed), width)
         self._observe(rows, committed, fed, out, steps, length, behind)
@@ -280,6 +309,8 @@ class Round:
         )
         _, nodes, tokens = packed.rows.split([1, shape.width, shape.depth], dim=1)
         path = nodes[:, : shape.depth]  # none is longer
+        if self._seen is not None and shape.uses.penalty:
+            self._seen.add(rows.index, tokens, closed.length)
         self._observe(rows, opened.committed_len, fed.tokens, out, path, closed.length, closed.bonus)
         if shape.logprobs is None:
             self.clock.stop(packed.stamps)
@@ -288,13 +319,8 @@ class Round:
         return pack(packed.rows, LogProbs.of(on_path, tokens, shape.logprobs), self.clock.stop())
 
     def allowed(self, shape: RoundShape) -> torch.Tensor:
-        """[B, N, V / 32] int32, the tokens that grammars allow behind each node: the host writes them for each round of
-        these sizes, and captured ones read them at the same place."""
-        sizes = shape.batch, shape.width
-        if sizes not in self._allowed:
-            words = -(-self.target.vocab_size // 32)
-            self._allowed[sizes] = torch.full((*sizes, words), -1, dtype=torch.int32, device=self.device)
-        return self._allowed[sizes]
+        """[B, N, V / 32] int32, the tokens that grammars allow behind each node: the host writes them each round."""
+        return self.masks.at(shape.batch, shape.width)
 
     def _history(self, rows: Rows) -> torch.Tensor:
         """[B, L] tokens by position, a root behind the longest prefix included."""
@@ -310,7 +336,8 @@ class Round:
     ) -> Past:
         """What draws of these uses depend on."""
         prompt_len = self.prompt_len.tensor[rows.index] if uses.counts else None
-        return Past(lambda: self._history(rows), history_len, tree, prompt_len, allowed)
+        seen = self._seen.of(rows.index) if self._seen is not None and uses.penalty else None
+        return Past(lambda: self._history(rows), history_len, tree, prompt_len, allowed, seen)
 
     def _logits(self, hidden: torch.Tensor, logprobs: int | None) -> tuple[torch.Tensor, float | None]:
         """Logits, and the softcap that they are still to get: kernels that draw cap what they read, in passing, and may
@@ -344,9 +371,6 @@ class Round:
         )
         self.worker.observe(seen)
 
-    def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
-
 
 class GrammarRound:
     """One round in three programs, and what they leave for each other."""
@@ -366,33 +390,7 @@ class GrammarRound:
 
     def verify(self) -> torch.Tensor:
         self.verified = self.round._verify(self.shape, self.drafted)
-        return self.verified.logits
+        return self.verified.fed.tokens  # small: nobody reads it, and it is kept
 
     def draw(self) -> torch.Tensor:
         return self.round._draw(self.shape, self.drafted, self.verified)
-
-
-class Draws(Protocol):
-    """What a drafter draws with."""
-
-    def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor: ...
-    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best: ...
-
-
-class FirstLevel(NamedTuple):
-    """The same draws, but behind the root only what the grammar allows there: allowed [B, V / 32], first [B] the
-    position of a token there. Behind drafts nothing is known before they are."""
-
-    sampling: SamplingBatch
-    first: torch.Tensor
-    allowed: torch.Tensor
-
-    def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.sampling.sample(self._masked(logits, positions), positions)
-
-    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best:
-        return self.sampling.best(self._masked(logits, positions), positions, count)
-
-    def _masked(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        is_first = (positions == self.first[:, None])[:, :, None]
-        return torch.where(is_first, masked(logits, self.allowed[:, None]), logits)

@@ -8,7 +8,7 @@ tree node. Temperature 0 is plain argmax, lowest id first. P is the softmax afte
 presence penalty, the mask of a grammar, temperature, top-k, top-p and min-p, in that order.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from specdec.draft_models.on_demand import OnDemand
 from specdec.kvcache.mirror import IntArray, MirroredArray
 from specdec.layers.sampling.sample import SampleParams
 from specdec.layers.softcap import reference_softcap
+from specdec.rounds.bias import bias_room, pack_bias, unpack_bias
 
 
 def _int64(value: int) -> int:
@@ -64,7 +65,7 @@ class Uses(NamedTuple):
     penalty: bool
     counts: bool = False
     bias: int = 0  # room for so many entries a request
-    masked: bool = False  # by a grammar
+    masked: bool = False  # by a grammar, or by rules about tokens
 
     @property
     def edits(self) -> bool:
@@ -80,7 +81,7 @@ class Uses(NamedTuple):
             penalty=any(p.repetition_penalty != 1 for p in params),
             counts=any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params),
             bias=bias_room(max((len(p.logit_bias) for p in params if p.logit_bias), default=0)),
-            masked=any(p.grammar is not None for p in params),
+            masked=any(p.restricted for p in params),
         )
 
 
@@ -94,7 +95,8 @@ class Best(NamedTuple):
 class Past:
     """What penalties read: the tokens so far, the root included, history [B, L], of which length [B] count, and the
     tree behind them; no tree: one place behind each history. prompt_len [B]: the output begins there. allowed
-    [B, N, V / 32] int32: bits of the tokens that a grammar allows behind each node."""
+    [B, N, V / 32] int32: bits of the tokens that a grammar allows behind each node. seen [B, V / 32] int32: bits of the
+    history's tokens, None where nobody keeps them."""
 
     history = OnDemand()
 
@@ -105,12 +107,14 @@ class Past:
         tree: DraftTree | None,
         prompt_len: torch.Tensor | None = None,
         allowed: torch.Tensor | None = None,
+        seen: torch.Tensor | None = None,
     ) -> None:
         self.history = history
         self.length = length
         self.tree = tree
         self.prompt_len = prompt_len
         self.allowed = allowed
+        self.seen = seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +175,7 @@ class SamplingBatch:
         if self.uses.bias:
             logits = self.biased(logits)
         if self.uses.penalty:
-            logits = self.penalised(logits, seen_tokens(past.history, past.length, vocab_size, past.tree))
+            logits = self.penalised(logits, past_tokens(past, vocab_size))
         if self.uses.counts:
             logits = self.counted(logits, output_counts(past, vocab_size))
         if past.allowed is not None:
@@ -254,6 +258,7 @@ class SamplingTable:
     def __init__(self, num_rows: int, device: torch.device, kind: type[SamplingBatch] = SamplingBatch) -> None:
         self.cells = MirroredArray((num_rows, 8), device)
         self._biases: dict[int, MirroredArray] = {}  # by room, [rows, room]; never replaced: captured rounds read it
+        self._biased: set[tuple[int, int]] = set()  # rooms and rows that have held entries
         self._kind = kind
         self._looked: tuple[list[SamplingParams], Uses] = [], Uses.of([])  # at whom, the last time
 
@@ -284,6 +289,10 @@ class SamplingTable:
             self._biases[uses.bias] = MirroredArray((len(self.cells.host), uses.bias), self.cells.tensor.device)
         biases = self._biases[uses.bias]
         for row, each in zip(rows.tolist(), params, strict=True):
+            if each.logit_bias:
+                self._biased.add((uses.bias, row))
+            elif (uses.bias, row) not in self._biased:
+                continue  # it holds nothing
             wanted = pack_bias(each.logit_bias or {}, uses.bias)
             if (biases.host[row] != wanted).any():
                 biases[row] = wanted
@@ -324,32 +333,18 @@ def split_cells(cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return by_kind[:WHOLE_CELLS], by_kind[WHOLE_CELLS:].view(torch.float64).float()
 
 
-def bias_room(entries: int) -> int:
-    """Room for so many entries of a bias: 0, 16, 32, 64, ..., so that few rounds differ by it."""
-    return max(16, 1 << (entries - 1).bit_length()) if entries else 0
-
-
-def pack_bias(bias: Mapping[int, float], room: int) -> IntArray:
-    """[room] entries: the token id in the low half, the bits of a float32 in the high one; what is left over is 0."""
-    cells = np.zeros((room, 2), dtype=np.int32)
-    cells[: len(bias), 0] = list(bias)
-    cells[: len(bias), 1] = np.array(list(bias.values()), dtype=np.float32).view(np.int32)
-    return cells.view("<i8")[:, 0]
-
-
-def unpack_bias(cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cells [B, K] -> token ids int64 and values float32, [B, K] each."""
-    halves = cells.view(torch.int32).unflatten(1, (-1, 2))
-    return halves[..., 0].long(), halves[..., 1].contiguous().view(torch.float32)
-
-
 def masked(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
     """Logits [B, N, V] as float32 where allowed [B, N, V / 32] has their bit, -inf elsewhere."""
-    in_bytes = allowed.view(torch.uint8)[..., None]
-    bits = in_bytes >> torch.arange(8, dtype=torch.uint8, device=allowed.device) & 1
     # what is allowed is always more likely than what is not, even to a model that rules it out
     kept = logits.float().clamp(min=torch.finfo(torch.float32).min)
-    return torch.where(bits.flatten(2)[..., : logits.shape[-1]] != 0, kept, -torch.inf)
+    return torch.where(unpack_bits(allowed, logits.shape[-1]), kept, -torch.inf)
+
+
+def unpack_bits(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """words [..., ceil(V / 32)] int32 -> [..., V] bool."""
+    in_bytes = words.view(torch.uint8)[..., None]
+    bits = in_bytes >> torch.arange(8, dtype=torch.uint8, device=words.device) & 1
+    return bits.flatten(-2)[..., :vocab_size] != 0
 
 
 def output_counts(past: Past, vocab_size: int) -> torch.Tensor:
@@ -367,6 +362,13 @@ def output_counts(past: Past, vocab_size: int) -> torch.Tensor:
     return counts.repeat(1, num_nodes, 1).scatter_add(2, tokens, drafted.float())
 
 
+def past_tokens(past: Past, vocab_size: int) -> torch.Tensor:
+    """Which tokens each node's continuation repeats: [B, N, V] bool, from bits where somebody keeps them."""
+    if past.seen is None:
+        return seen_tokens(past.history, past.length, vocab_size, past.tree)
+    return _along_paths(unpack_bits(past.seen, vocab_size), past.tree)
+
+
 def seen_tokens(
     history: torch.Tensor, history_len: torch.Tensor, vocab_size: int, tree: DraftTree | None
 ) -> torch.Tensor:
@@ -377,6 +379,11 @@ def seen_tokens(
     valid = torch.arange(history.shape[1], device=history.device) < history_len[:, None]
     column = torch.where(valid, history, history[:, :1])  # repeat the first token instead of padding
     seen = torch.zeros((len(history), vocab_size), dtype=torch.bool, device=history.device).scatter_(1, column, True)
+    return _along_paths(seen, tree)
+
+
+def _along_paths(seen: torch.Tensor, tree: DraftTree | None) -> torch.Tensor:
+    """seen [B, V], and each node's own ancestors: [B, N, V]; no tree: [B, 1, V]."""
     if tree is None:
         return seen[:, None]
     path_tokens = torch.where(tree.ancestors, tree.tokens[:, None, :], tree.tokens[:, :, None])  # [B, N, N]

@@ -5,11 +5,13 @@ know; nobody asks it anything to decide by. Invariant: what `stats` returns is a
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from specdec.kvcache.paged import PagedAllocator
 from specdec.request import Request, RequestStats
+from specdec.rounds.captures import CaptureUse
 from specdec.rounds.result import RoundResult
 from specdec.scheduling.scheduler import Scheduler
 
@@ -36,15 +38,17 @@ class PoolUse(NamedTuple):
 
 
 NOTHING = PoolUse(0, 0, 0, 0)
+NO_CAPTURES = CaptureUse()
 
 
 @dataclass(slots=True)
 class EngineStats(RequestStats):
     """`RequestStats` summed over all requests that ended by themselves, and the engine as it is now.
 
-    finished, aborted: requests that ended. waiting, running: those that have not. batches: rounds of the engine, of all
-    that decode together (`rounds` counts one for each of them), and the seconds that they took. Nothing is held in a
-    space that the target does not have.
+    finished, aborted: requests that ended; those that failed are among the aborted. waiting, running: those that have
+    not. batches: rounds of the engine, of all that decode together (`rounds` counts one for each of them), and the
+    seconds that they took. Nothing is held in a space that the target does not have. captures:
+    rounds and prompts that are captured, and what ran without.
     """
 
     finished: int = 0
@@ -55,6 +59,7 @@ class EngineStats(RequestStats):
     batch_seconds: float = 0.0
     full_slots: PoolUse = NOTHING
     swa_slots: PoolUse = NOTHING
+    captures: CaptureUse = NO_CAPTURES
 
     @property
     def batch_milliseconds(self) -> float:
@@ -85,8 +90,9 @@ class EngineStats(RequestStats):
 class Health:
     """What one engine notes."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, capture_use: Callable[[], CaptureUse] = CaptureUse) -> None:
         self._scheduler = scheduler
+        self._capture_use = capture_use
         self._totals = EngineStats()
         self._drafts = 0
         self._begun = 0  # drafts whose first token was right
@@ -109,7 +115,7 @@ class Health:
 
     def ended(self, request: Request) -> None:
         """By itself, or because somebody wanted it to."""
-        if request.finish_reason == "abort":
+        if request.finish_reason in ("abort", "error"):
             self._totals.aborted += 1
         else:
             self._totals.finished += 1
@@ -122,6 +128,7 @@ class Health:
         stats.waiting, stats.running = len(self._scheduler.waiting), len(self._scheduler.running)
         stats.full_slots = PoolUse.of(allocator.full, allocator.page_size)
         stats.swa_slots = PoolUse.of(allocator.swa, allocator.page_size)
+        stats.captures = self._capture_use()
         return stats
 
     def _warn(self) -> None:

@@ -4,6 +4,9 @@
     every chunk   of a prompt is kept once it is committed, so that whoever waits for it can go on
     the end       and a preemption keep all that is committed
 
+A request's `cache_salt` is a part of its name: requests with different salts share no page and wait for none of each
+other's, as if their first tokens were different.
+
 Only tokens that the host is certain of name K/V. These are of the weights that made them: a step looks at those before
 it uses the cache, and once they are others, the cache is emptied, and rows that began before are not kept. It knows no
 pool and no tensor.
@@ -17,12 +20,12 @@ from specdec.kvcache.cache import KVCache
 from specdec.kvcache.mirror import IntArray
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.request import Request, RequestState
+from specdec.scheduling.in_progress import InProgress, Maker, Rank
 
 WORTH_WAITING = 16
 """Tokens. For fewer nobody begins to wait: a step that computes them again costs about what it costs without them."""
 
-NO_MARK = -1
-"""Of a key that is shorter. Keys that have so much in common have the same number there, so others are not compared."""
+NO_PAGES: IntArray = np.zeros(0, dtype=np.int64)
 
 
 class Prefixes:
@@ -38,47 +41,64 @@ class Prefixes:
             self._cache = PrefixCache(cache.table, pairs=len(cache.stores) > 1)  # a drafter's may follow from the next
             self._made_by = weights_version()
             self._began: IntArray = np.zeros(cache.table.max_requests, dtype=np.int64)  # era by row
-            self._marks: IntArray = np.full(cache.table.max_requests, NO_MARK, dtype=np.int64)  # of keys, by row
+            self._in_progress = InProgress(self._cache)
 
-    def comes(self, request: Request, ahead: Sequence[Request]) -> bool:
-        """Is one of those running ahead of it making a part of this request's prompt, that it could soon begin with?
+    def comes(self, request: Request, rank: Rank) -> bool:
+        """Is a running request ahead of this rank computing a part of this request's prompt, that it could soon adopt?
 
-        They are served before it in any case, so it waits for nobody who waits.
+        Such a request is served first in any case, so none waits for one that waits. While no prompt begins or ends
+        the answer is kept, and costs no comparison.
         """
         if self._cache is None:
             return False
         self._look()
+        maker = self._in_progress.get(request.awaited)
+        if maker is None or maker.rank >= rank or request.awaited_version != self._in_progress.version:
+            maker = None
+        if maker is not None and self._is_computing(maker.request, request.awaited_len):
+            return True
         key = self._key(request)[: request.prefill_target - 1]
         if len(key) < WORTH_WAITING:
             return False
-        alike = (self._marks == key[WORTH_WAITING - 1]).tolist()
-        if True not in alike:
-            return False
         cached: int | None = None
-        for other in ahead:
-            if other.state is not RequestState.PREFILL or not alike[other.row]:
-                continue
-            common = self._cache.common_len(key, self._key(other)[: other.prefill_target])
-            if self._cache.table.committed_len.host[other.row] >= common:
-                continue
+        scored = request.most_cached < request.prefill_target - 1  # it lacks scores that only its own samples compute
+        for common, makers in self._in_progress.sharing(key, salt_of(request)):  # the longest part first
             if cached is None:
-                cached = len(self._cache.match(key)) * self._cache.page_size
-            if common > cached and (other.number == request.awaited or common >= cached + WORTH_WAITING):
-                request.awaited = other.number  # up to the last token of it
-                return True
+                cached = len(self._cache.match(key, salt_of(request))) * self._cache.page_size
+                cached = min(cached, request.most_cached)
+            if common <= cached:
+                return False
+            for maker in makers:
+                if maker.rank >= rank:
+                    break
+                if scored and maker.request.scores is not request.scores:
+                    continue
+                worth = common >= cached + WORTH_WAITING or maker.request.number == request.awaited
+                if worth and self._is_computing(maker.request, common):
+                    request.awaited = maker.request.number  # up to the last token of it
+                    request.awaited_len, request.awaited_version = common, self._in_progress.version
+                    return True
         return False
 
-    def begin(self, request: Request) -> None:
-        """The request has been given a row: fill it with what is cached, all but a token that is left to compute."""
+    def found(self, request: Request) -> IntArray:
+        """The pages that a waiting request would begin with, if it got a row now. Changes nothing."""
+        if self._cache is None:
+            return NO_PAGES
+        self._look()
+        return self._cache.match(self._adoptable(request), salt_of(request))
+
+    def begin(self, request: Request, rank: Rank) -> None:
+        """The request has been given a row: fill it with what is cached, all but what is left to compute."""
         if self._cache is None:
             return
         self._look()
-        key = self._key(request)[: request.prefill_target]
+        key, salt = self._key(request)[: request.prefill_target], salt_of(request)
         self._began[request.row] = self._era
-        self._marks[request.row] = key[WORTH_WAITING - 1] if len(key) >= WORTH_WAITING else NO_MARK
-        adopted = self._cache.adopt(request.row, key[: request.prefill_target - 1])
+        adopted = self._cache.adopt(request.row, self._adoptable(request), salt)
         if request.num_output == 0 and request.stats.preemptions == 0:
             request.stats.cached_tokens = adopted
+        if len(key) >= WORTH_WAITING:
+            self._in_progress.add(Maker(rank, request, key, salt))
 
     def keep(self, requests: Sequence[Request]) -> None:
         """What is committed of running requests is there for others."""
@@ -86,13 +106,31 @@ class Prefixes:
             return
         self._look()
         kept = [request for request in requests if self._began[request.row] == self._era]
-        self._cache.insert([request.row for request in kept], [self._key(request) for request in kept])
+        self._cache.insert(
+            [request.row for request in kept], [self._key(request) for request in kept], [*map(salt_of, kept)]
+        )
+        for request in requests:
+            if not self._is_computing(request, request.prefill_target):
+                self._in_progress.discard(request)
+
+    def leave(self, requests: Sequence[Request]) -> None:
+        """These requests are about to lose their rows: keep what is committed; they compute nothing any more."""
+        self.keep(requests)
+        if self._cache is not None:
+            for request in requests:
+                self._in_progress.discard(request)
+
+    def restart(self) -> None:
+        """Begin again: no request has a row. What was cached is forgotten by the pools."""
+        if self._cache is not None:
+            self._in_progress.clear()
 
     def clear(self) -> None:
         """What has been made so far is not to be shared any more."""
         if self._cache is not None:
             self._cache.clear()
             self._era += 1
+            self._in_progress.clear()  # what these compute will not be kept
 
     def next_step(self) -> None:
         """The weights may be others from here on."""
@@ -105,6 +143,23 @@ class Prefixes:
             self.clear()
         self._looked = True
 
+    def check(self, running: Sequence[Request]) -> None:
+        """Assert that prompts in progress are those of running requests."""
+        if self._cache is not None:
+            self._in_progress.check()
+            numbers = {request.number for request in running}
+            assert numbers >= self._in_progress.numbers, "a request without a row counts as computing its prompt"
+
+    def _is_computing(self, request: Request, length: int) -> bool:
+        """Are the first `length` tokens of a running request's prompt not all committed?"""
+        assert self._cache is not None
+        reading = request.state is RequestState.PREFILL
+        return reading and int(self._cache.table.committed_len.host[request.row]) < length
+
+    def _adoptable(self, request: Request) -> IntArray:
+        """What it may begin with: see `Request.most_cached`."""
+        return self._key(request)[: request.most_cached]
+
     def _key(self, request: Request) -> IntArray:
         """Of all its tokens, made longer when there are more."""
         assert self._cache is not None
@@ -114,3 +169,8 @@ class Prefixes:
             more = self._cache.key(request.tokens[known:])
             request.key = more if request.key is None else np.concatenate([request.key, more])
         return request.key
+
+
+def salt_of(request: Request) -> bytes:
+    """What separates its K/V from those of requests with another `cache_salt`; empty without one."""
+    return b"" if request.params.cache_salt is None else request.params.cache_salt.encode("utf-8", "surrogatepass")

@@ -65,6 +65,7 @@ class Scheduler:
         Tokens are kept and their K/V made again, as after a preemption.
         """
         self.table.reset()
+        self.prefixes.restart()
         self.running = []
         for request in requests:
             request.state, request.row = RequestState.WAITING, -1
@@ -75,10 +76,11 @@ class Scheduler:
         asked = f"a prompt of {prompt_len} tokens with max_new_tokens={max_new_tokens}"
         over = prompt_len + max_new_tokens - self.max_model_len
         if over > 0:
-            fewer = f", ask for at most {max_new_tokens - over} new tokens" if over < max_new_tokens else ""
+            advice = [f"shorten the prompt by {over}"] * (over < prompt_len)
+            advice += [f"ask for at most {max_new_tokens - over} new tokens"] * (over < max_new_tokens)
             raise CapacityError(
                 f"{asked} makes {prompt_len + max_new_tokens} tokens, more than max_model_len={self.max_model_len}; "
-                f"shorten the prompt by {over}{fewer}, or raise it"
+                f"{', '.join(advice) or 'shorten both'}, or raise it"
             )
         allocator = self.table.allocator
         full, swa = slots_needed(self.table, prompt_len, max_new_tokens)
@@ -98,32 +100,34 @@ class Scheduler:
         admitted: list[Request] = []
         if not self.waiting or len(self.running) == self.table.max_requests:
             return admitted
-        allocator = self.table.allocator
         full_due, swa_due = self._pages_to_come(self.running)
+        full_there, swa_there = self._pages_there()
+        passes = _Passes()
         put_off = 0
-        for request in list(self.waiting):
+        for request in self.waiting:
             if len(self.running) + put_off >= self.table.max_requests:
                 break
-            if self.prefixes.comes(request, self.running[: bisect(self.running, rank(request), key=rank)]):
+            if self.running and (full_due > full_there or swa_due > swa_there):
+                break
+            passes.count(request)
+            if self.prefixes.comes(request, rank(request)):
                 put_off += 1  # a row is left for it
                 continue
-            request.row = self.table.open()
-            self.prefixes.begin(request)
-            full, swa = self._prompt_to_come(request)
+            full, swa = self._pages_to_begin(request)
             full_due, swa_due = full_due + full, swa_due + swa
-            short = full_due > allocator.full.available_pages
-            if self.running and (short or (allocator.swa and swa_due > allocator.swa.available_pages)):
-                self.table.close(request.row)
-                request.row = -1
-                break
-            self.waiting.remove(request)
+            if self.running and (full_due > full_there or swa_due > swa_there):
+                break  # before anything is adopted: it would be given up again, every step
+            request.row = self.table.open()
+            self.prefixes.begin(request, rank(request))
             request.seat(request.row)
             insort(self.running, request, key=rank)
             admitted.append(request)
-            for other in self.waiting:
-                if other.number < request.number:
-                    other.passed += 1
-        self.waiting.sort(key=rank)  # whoever was passed may have risen
+            passes.admitted(request)
+        if admitted:
+            self.waiting = [request for request in self.waiting if request.state is RequestState.WAITING]
+            for request in self.waiting:
+                passes.count(request)
+            self.waiting.sort(key=rank)  # one that was passed may have risen
         return admitted
 
     def next_prefill(self) -> tuple[list[Request], IntArray]:
@@ -184,7 +188,7 @@ class Scheduler:
             self.waiting = [request for request in self.waiting if request not in gone]
         if leaving:
             self.running = [request for request in self.running if request not in gone]
-            self.prefixes.keep(leaving)
+            self.prefixes.leave(leaving)
             self.table.close_all(np.array([request.row for request in leaving], dtype=np.int64))
         for request in leaving:
             request.row, request.state = -1, RequestState.WAITING
@@ -215,11 +219,30 @@ class Scheduler:
                 full_due, swa_due = full_due + full, swa_due + swa
         return full_due, swa_due
 
+    def _pages_there(self) -> tuple[int, int]:
+        """Pages (full, swa) that no row holds."""
+        full, swa = self.table.allocator.full, self.table.allocator.swa
+        return full.available_pages, 0 if swa is None else swa.available_pages
+
     def _prompt_to_come(self, request: Request) -> tuple[int, int]:
-        """Pages (full, swa) that it takes until its first round, in which it has two tokens to go or more."""
-        table, page_size = self.table, self.table.allocator.page_size
-        full, swa = slots_needed(table, request.prefill_target, 2)
-        owned, evicted = int(table.capacity[request.row]), int(table.evicted_len[request.row])
+        """Pages (full, swa) that a request with a row takes until its first round."""
+        row = request.row
+        return self._pages_missing(request, int(self.table.capacity[row]), int(self.table.evicted_len[row]))
+
+    def _pages_to_begin(self, request: Request) -> tuple[int, int]:
+        """Pages (full, swa) that a waiting request takes until its first round, cached ones that no row holds too."""
+        allocator = self.table.allocator
+        pages = self.prefixes.found(request)
+        num_evicted = self.table.num_evicted(len(pages))
+        full, swa = self._pages_missing(request, len(pages) * allocator.page_size, num_evicted * allocator.page_size)
+        full += int(np.count_nonzero(~allocator.full.is_held(pages)))
+        return full, swa + int(np.count_nonzero(allocator.is_idle_in_swa(pages[num_evicted:])))
+
+    def _pages_missing(self, request: Request, owned: int, evicted: int) -> tuple[int, int]:
+        """Pages (full, swa) that it takes until its first round, in which it has two tokens to go or more, beyond
+        `owned` slots, of which the first `evicted` have no SWA peer."""
+        page_size = self.table.allocator.page_size
+        full, swa = slots_needed(self.table, request.prefill_target, 2)
         return max(0, full - owned) // page_size, max(0, swa - owned + evicted) // page_size
 
     def _prefill_room(self) -> int:
@@ -237,6 +260,25 @@ class Scheduler:
         self.release(victim)
         victim.stats.preemptions += 1
         insort(self.waiting, victim, key=rank)
+
+
+class _Passes:
+    """How often a request that waits was passed in one admission: by requests that came later and were admitted."""
+
+    def __init__(self) -> None:
+        self._admitted: list[int] = []  # numbers, in order
+        self._counted: dict[int, int] = {}  # by number of a request that waits: passes it knows of
+
+    def admitted(self, request: Request) -> None:
+        insort(self._admitted, request.number)
+
+    def count(self, request: Request) -> None:
+        """Tell it of those that it does not know of yet."""
+        passes = len(self._admitted) - bisect(self._admitted, request.number)
+        known = self._counted.get(request.number, 0)
+        if passes != known:
+            request.passed += passes - known
+            self._counted[request.number] = passes
 
 
 def rank(request: Request) -> tuple[int, int]:

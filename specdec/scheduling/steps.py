@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from specdec.config import SamplingParams
+from specdec.errors import is_fault
 from specdec.kvcache.mirror import IntArray
 from specdec.progress import progress_bar
 from specdec.request import Request, RequestState
@@ -28,6 +29,7 @@ from specdec.rounds.graphs import batch_sizes
 from specdec.rounds.launch import Launcher, UnderWay, Wanted
 from specdec.scheduling.health import Health
 from specdec.scheduling.scheduler import Scheduler
+from specdec.scheduling.scores import scoring_of, settle_scores
 from specdec.scheduling.settle import commit_chunks, settle_first, settle_round
 from specdec.text.grammar import make_masks
 
@@ -65,7 +67,7 @@ class Steps:
         self.scheduler = scheduler
         self.launcher = launcher
         self.round = launcher.round
-        self.health = Health(scheduler)
+        self.health = Health(scheduler, launcher.capture_use)
         self.table = scheduler.table
         self.under_way: deque[Launched] = deque()
 
@@ -84,15 +86,16 @@ class Steps:
 
     def run(self) -> list[Request]:
         """One step -> who ended in it. Prompts come second, so that who ends in the round makes room for them."""
-        with self._on_device():
+        with self._on_device(), self.round.one_look():
             self.scheduler.prefixes.next_step()
             finished: list[Request] = []
             if any(request.place for request in self.scheduler.running):
                 finished += self._settle_all()  # what a grammar allows is known when all that is in front of it is
-                make_masks([r.place for r in self.scheduler.running if r.state is RequestState.DECODE])
+                finished += self._make_masks(self.scheduler.running)
             finished += self._decode(self.scheduler.next_decode())
             if admitted := self.scheduler.admit():
                 self.round.take(admitted)
+                finished += self._make_masks(admitted)
             requests, chunk_len = self.scheduler.next_prefill()
             if requests:
                 for chosen in self.launcher.group(chunk_len):
@@ -106,6 +109,28 @@ class Steps:
         device = self.round.device
         with torch.cuda.device_of(self.round.seats.tensor), torch.autocast(device.type, enabled=False):
             yield
+
+    def _make_masks(self, requests: Sequence[Request]) -> list[Request]:
+        """What grammars allow next and force, before anything is launched -> those that end here: theirs raised."""
+        guided = [request for request in requests if request.place is not None]
+        if not guided:
+            return []
+        try:
+            make_masks([request.place for request in guided])
+        except BaseException as error:
+            if not is_fault(error):
+                raise  # else one of them is at fault, and found below
+        for request in guided:
+            try:
+                assert request.place is not None
+                request.place.mask  # noqa: B018 - made once, and kept there
+                if request.state is RequestState.DECODE:
+                    request.forced  # noqa: B018
+            except BaseException as error:
+                if not is_fault(error):
+                    raise
+                request.fail("grammar", error)
+        return self._release_finished(guided)
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """Launch a round of those that it can bring anything."""
@@ -132,7 +157,8 @@ class Steps:
             for i, request in enumerate(requests)
             if request.num_output == 0 and done[i] + chunk_len[i] == request.prefill_target
         ]
-        step = self.launcher.prefill(rows, params, chunk_len, drawing, [requests[i].place for i in drawing])
+        places = [requests[i].place for i in drawing]
+        step = self.launcher.prefill(rows, params, chunk_len, drawing, places, scoring_of(requests, done, chunk_len))
         commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)
         self.under_way.append(Launched.of(requests, step, drawing))
 
@@ -162,6 +188,7 @@ class Steps:
             else:
                 for request in requests:
                     request.stats.prefill_seconds += result.seconds["prefill"] / len(launched.requests)
+                settle_scores(launched.requests, present, launched.step)
                 for place, number in enumerate(launched.drawing):
                     if number in present:
                         settle_first(self.round.tokens, launched.requests[number], result, place)

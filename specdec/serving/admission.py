@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from specdec.errors import ConfigError, QueueFullError
 
@@ -44,20 +45,13 @@ class Admission:
 
     async def take(self, count: int, *, wait: bool = False) -> None:
         """Take `count` places. Raises QueueFullError where there are not so many, or waits until there are."""
-        if count > self.most:
-            raise ConfigError(
-                f"{count} samples at once are more than the {self.most} that this engine takes in: {self._rows} run "
-                f"at a time and {self._max_waiting} wait; ask for fewer, or raise max_batch_size or max_waiting"
-            )
+        self._require_possible(count)
         with self._lock:
             if not self._waiters and self._out + count <= self.most:
                 self._out += count
                 return
             if not wait:
-                raise QueueFullError(
-                    f"{max(0, self._out - self._rows)} requests wait behind {min(self._out, self._rows)} that run, and "
-                    f"at most {self._max_waiting} may; try again later, or raise max_waiting"
-                )
+                raise self._full()
             loop = asyncio.get_running_loop()
             waiter = Waiter(count, loop.create_future(), loop)
             self._waiters.append(waiter)
@@ -71,6 +65,13 @@ class Admission:
             self.give_back(0 if waiting else count)
             raise
 
+    def require(self, count: int) -> None:
+        """Raises what `take` would now, and takes none."""
+        self._require_possible(count)
+        with self._lock:
+            if self._waiters or self._out + count > self.most:
+                raise self._full()
+
     def give_back(self, count: int) -> None:
         """Places of requests that have ended; whoever waits longest gets them. From any thread."""
         with self._lock:
@@ -82,6 +83,32 @@ class Admission:
                     waiter.loop.call_soon_threadsafe(_admit, waiter.future)
                 except RuntimeError:  # its loop is closed, and it with it
                     self._out -= waiter.count
+
+    def _require_possible(self, count: int) -> None:
+        if count > self.most:
+            raise ConfigError(
+                f"{count} samples at once are more than the {self.most} that this engine takes in: {self._rows} run "
+                f"at a time and {self._max_waiting} wait; ask for fewer, or raise max_batch_size or max_waiting"
+            )
+
+    def _full(self) -> QueueFullError:
+        return QueueFullError(
+            f"{max(0, self._out - self._rows)} requests wait behind {min(self._out, self._rows)} that run, and "
+            f"at most {self._max_waiting} may; try again later, or raise max_waiting"
+        )
+
+
+class Places:
+    """Observes: a request that has ended gives its place back."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    def gained(self, sample: Any, tokens: int, now: float) -> None:
+        """Keeps its place."""
+
+    def ended(self, sample: Any, now: float) -> None:
+        self._admission.give_back(1)
 
 
 def _admit(future: "asyncio.Future[None]") -> None:

@@ -6,23 +6,38 @@ Each route has a file of its own. The application does not own the engine; who m
 from fastapi import FastAPI, Response
 
 from specdec import __version__
-from specdec.serving import chat, completions, faults, metrics, middleware, models, page
+from specdec.serving import (
+    chat,
+    completions,
+    faults,
+    metrics,
+    middleware,
+    models,
+    page,
+    probes,
+    responses,
+    token_routes,
+)
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.events import CLIENT_GONE, ClientGoneError
+from specdec.serving.response_store import ResponseStore
 from specdec.serving.settings import ServeSettings
 from specdec.serving.state import ServeState
 from specdec.serving.tools import tool_parser_for
+from specdec.serving.unknown_fields import UnknownFields
 
 
 def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     """An OpenAI-compatible application."""
-    app = FastAPI(title="specdec", version=__version__, redirect_slashes=False)
+    app = FastAPI(title="specdec", version=__version__, redirect_slashes=False, root_path=settings.root_path)
     parser = tool_parser_for(engine.engine.tokenizer, name=settings.tool_parser)
     app.state.serve = ServeState(engine, settings, parser)
     app.state.metrics = metrics.Metrics(engine, settings.model_names[0])
+    app.state.responses = ResponseStore()
     faults.install(app)
     app.add_exception_handler(ClientGoneError, lambda request, error: Response(status_code=CLIENT_GONE))
+    app.add_middleware(UnknownFields, handling=settings.unknown_fields)
     middleware.install(app, settings)
-    for route in (chat, completions, metrics, models, page):
+    for route in (chat, completions, metrics, models, page, probes, responses, token_routes):
         app.include_router(route.router)
     return app

@@ -10,10 +10,10 @@ holds up nobody and nothing is piled up for it: a delta is all that is new when 
 
 import asyncio
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -25,15 +25,20 @@ from specdec.arguments import params_for, require_one_sample, require_type
 from specdec.config import SamplingParams, require_int
 from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
-from specdec.errors import SpecDecError, StoppingError
+from specdec.errors import ConfigError, SpecDecError, StoppingError, shown
 from specdec.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.scheduling.health import EngineStats
 from specdec.scheduling.scheduler import slots_needed
-from specdec.serving.admission import Admission
+from specdec.serving.admission import Admission, Places
 from specdec.serving.engine_thread import BROKEN, EngineThread, Observer, Sample
+from specdec.serving.fair_pool import FairPool, Job
+from specdec.serving.text_bound import TextBound
 from specdec.text.prompts import Prompt, as_prompt_list
 
 T = TypeVar("T")
+READERS = 4
+"""Threads that read prompts, and as many that compile grammars."""
+INTAKE_SECONDS = 30.0
 
 
 class Streams:
@@ -131,25 +136,38 @@ class AsyncEngine:
     """Serves an existing engine, or one of its own (`from_pretrained`), to asyncio callers.
 
     max_waiting: requests that may wait beyond those that the engine runs at a time (`max_batch_size`); more are
-    refused at once with QueueFullError, or wait themselves with `wait=True`. observers: told how requests fare.
+    refused at once with QueueFullError, or wait themselves with `wait=True`. intake_seconds: within which a prompt must
+    be read, and a grammar compiled. observers: told how requests fare.
 
     A round that raises is tried again; a request in whose rounds that happens twice, with no token gained in between,
     fails with RoundFailedError and its reason, lack of memory too, and the engine goes on with the others.
     Belongs to the process that made it: a fork has no engine thread, and is refused.
     """
 
-    def __init__(self, engine: Engine, *, max_waiting: int = 256, observers: Sequence[Observer] = ()) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_waiting: int = 256,
+        intake_seconds: float = INTAKE_SECONDS,
+        observers: Sequence[Observer] = (),
+    ) -> None:
         require_type("engine", engine, Engine)
         require_int("max_waiting", max_waiting, 0, 1 << 30)
+        if not 0 < intake_seconds < float("inf"):
+            raise ConfigError(f"intake_seconds={shown(intake_seconds)}: a number of seconds above 0 is required")
         self.engine = engine
         self._owns_engine = False
         self._closing = False
         self._pid = os.getpid()
         self._admission = Admission(engine.config.max_batch_size, max_waiting)
-        places = _Places(self._admission)
+        places = Places(self._admission)
         self._thread = EngineThread(engine, _tell, [places, *observers])
-        self._readers = ThreadPoolExecutor(4, thread_name_prefix="specdec-prompts")
-        self._finalizer = weakref.finalize(self, _stop, self._thread, self._readers, self._pid)
+        self._intake_seconds = intake_seconds
+        self._bound = TextBound(engine.tokenizer, engine.max_model_len)
+        # apart, so that slow grammars hold up no prompt
+        self._prompts, self._grammars = FairPool(READERS, "specdec-prompts"), FairPool(READERS, "specdec-grammars")
+        self._finalizer = weakref.finalize(self, _stop, self._thread, (self._prompts, self._grammars), self._pid)
 
     @classmethod
     def from_pretrained(
@@ -219,24 +237,30 @@ class AsyncEngine:
                 self._admission.give_back(count)
                 raise
 
+        pool = self._grammars if any(one.grammar is not None for one in each) else self._prompts
         try:
-            handed_in = self._readers.submit(hand_in)
-        except RuntimeError as error:  # closed meanwhile
+            handed_in = self._submit(pool, hand_in)
+        except StoppingError:
             self._admission.give_back(count)
-            raise StoppingError("this engine is closed; make a new one") from error
+            raise
         try:
-            await asyncio.shield(asyncio.wrap_future(handed_in))
-        except asyncio.CancelledError:
-            handed_in.add_done_callback(lambda _: streams.abort())
+            await pool.result(handed_in, self._intake_seconds)
+        except BaseException:
+            if pool.give_up(handed_in):
+                self._admission.give_back(count)
+            else:
+                handed_in.future.add_done_callback(lambda _: streams.abort())
             raise
         return streams
 
-    async def chat_prompt(self, chat: str | Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
-        """`Engine.chat_prompt`, on another thread."""
+    async def chat_prompt(self, chat: str | Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> list[int]:
+        """`Engine.chat_prompt`, on another thread; what is too long for any tokens is refused before."""
+        self._bound.require(chat)
         return await self.off_loop(lambda: self.engine.chat_prompt(chat, **template_kwargs))
 
     async def encode(self, text: str) -> list[int]:
-        """`Engine.encode`, on another thread."""
+        """`Engine.encode`, as `chat_prompt`."""
+        self._bound.require(text)
         return await self.off_loop(lambda: self.engine.encode(text))
 
     async def stats(self) -> EngineStats:
@@ -254,7 +278,11 @@ class AsyncEngine:
     async def off_loop(self, function: Callable[[], T]) -> T:
         """Have it called on another thread, for what would hold up the loop."""
         self._require_open()
-        return await asyncio.wrap_future(self._readers.submit(function))
+        return await self._prompts.wait_for(self._submit(self._prompts, function), self._intake_seconds)
+
+    def require_places(self, count: int) -> None:
+        """Raises what `submit` would for so many samples now: for callers who have yet to read a long prompt."""
+        self._admission.require(count)
 
     def most_new_tokens(self, prompt_len: int) -> int:
         """How many tokens a prompt of that length leaves room for; at least 1, which may be too many too."""
@@ -280,9 +308,25 @@ class AsyncEngine:
         """Why nobody should send it more requests; None: it is well."""
         if self._closing or self._thread.stopped:
             return self._thread.stopped or "the engine is closing"
-        if self._thread.failed_rounds >= BROKEN:
+        if self.failing:
             return f"the last {self._thread.failed_rounds} rounds with requests failed"
         return None
+
+    @property
+    def failing(self) -> bool:
+        """Do rounds fail one after the other, with no request between that ends?"""
+        return self._thread.failed_rounds >= BROKEN
+
+    @property
+    def died(self) -> str | None:
+        """Why its thread has ended although it was not closed; None: it has not."""
+        return None if self._closing else self._thread.stopped
+
+    @property
+    def seconds_in_step(self) -> float:
+        """For how long the step under way has run; 0 where there is none."""
+        began = self._thread.step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     async def close(self, timeout: float | None = 0.0) -> None:
         """Take no more, let open requests end for up to `timeout` seconds (None: as long as they take), abort the rest.
@@ -315,24 +359,17 @@ class AsyncEngine:
             async for _, delta in streams:
                 yield delta
 
+    def _submit(self, pool: FairPool, function: Callable[[], T]) -> Job[T]:
+        try:
+            return pool.submit(function)
+        except RuntimeError as error:  # closed meanwhile
+            raise StoppingError("this engine is closed; make a new one") from error
+
     def _require_open(self) -> None:
         if os.getpid() != self._pid:
             raise SpecDecError("this engine was made in another process, and its thread is there; make one here")
         if self._closing:
             raise StoppingError("this engine is closed; make a new one")
-
-
-class _Places:
-    """Observes: a request that has ended gives its place back."""
-
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
-
-    def gained(self, sample: Sample, tokens: int, now: float) -> None:
-        """Keeps its place."""
-
-    def ended(self, sample: Sample, now: float) -> None:
-        self._admission.give_back(1)
 
 
 def _tell(samples: Sequence[Sample]) -> None:
@@ -354,8 +391,9 @@ def _wake(readers: Sequence[Streams]) -> None:
         streams.wake()
 
 
-def _stop(thread: EngineThread, readers: ThreadPoolExecutor, pid: int) -> None:
+def _stop(thread: EngineThread, pools: Sequence[FairPool], pid: int) -> None:
     """When the engine is closed or forgotten, or the program ends; a fork has neither thread."""
     if os.getpid() == pid:
-        readers.shutdown(wait=False)
+        for pool in pools:
+            pool.shutdown()
         thread.stop()

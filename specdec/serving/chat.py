@@ -1,26 +1,35 @@
 """POST /v1/chat/completions: messages through the model's chat template, answered whole or as they come."""
 
+import asyncio
+import functools
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from specdec.config import SamplingParams
 from specdec.errors import ConfigError
 from specdec.request import GenerationOutput
 from specdec.serving.async_engine import Streams
-from specdec.serving.events import EventStream, while_connected
+from specdec.serving.bodies import BodyRoute
+from specdec.serving.events import EventStream, json_response, off_loop, while_connected
 from specdec.serving.faults import ApiError
 from specdec.serving.messages import template_messages
+from specdec.serving.prompt_logprobs import vllm_prompt_logprobs
 from specdec.serving.protocol import ChatRequest
+from specdec.serving.reasoning import opened_by, reasoning_format
 from specdec.serving.reply import Reply, Wanted
-from specdec.serving.sampling_fields import blaming, require_logprobs, sampling_params
+from specdec.serving.sampling_fields import blaming, require_logprobs, sampling_params, shortened
 from specdec.serving.state import ServeState, State
+from specdec.serving.template_options import template_options
 from specdec.serving.tool_choice import ToolChoice
 from specdec.serving.usage import chat_logprobs, so_far, totals
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
+PROMPT_END = 16
+"""Tokens in which a template opens a thought, and closes an empty one."""
 
 
 @router.post("/v1/chat/completions", response_model=None)
@@ -36,36 +45,64 @@ class Chat:
 
     def __init__(self, body: ChatRequest, state: ServeState) -> None:
         self.body = body
+        self.state = state
         self.engine = state.engine
         self.settings = state.settings
-        self.tokenizer = state.engine.engine.tokenizer
-        self.choice = ToolChoice(body, getattr(self.tokenizer, "chat_template", None), state.tool_parser)
+        self.tokenizer = state.tokenizer
+        self.template = getattr(self.tokenizer, "chat_template", None)
+        self.choice = ToolChoice(body, self.template, state.tool_parser)
         self.prompt: list[int] = []
         self.head = state.head("chatcmpl", "chat.completion", body.model)
 
     async def answer(self) -> Response:
         """The response, whole or begun."""
-        self.prompt = await self._read_prompt()
-        params = self._params()
-        wanted = Wanted(
-            self.tokenizer, params.stop_strings, self.body.show_drafts, self.choice.parser, self.choice.parameter_types
-        )
-        streams = await self.engine.submit([self.prompt], params, priority=self.body.priority)
+        streams, wanted = await self.submit()
         if self.body.stream:
             return EventStream(streams, self._events(streams, wanted))
         async with streams:
-            return JSONResponse(self._whole(await streams.outputs(), wanted))
+            outputs = await streams.outputs()
+            return await asyncio.to_thread(lambda: json_response(self._whole(outputs, wanted)))
+
+    async def submit(self) -> tuple[Streams, Wanted]:
+        """Hand it in. -> what it brings, and how that is read"""
+        self.engine.require_places(self.body.n if isinstance(self.body.n, int) and self.body.n > 0 else 1)
+        self.prompt = await self._read_prompt()
+        params = await asyncio.to_thread(self._params)
+        if self.body.truncate_prompt_tokens is not None:
+            self.prompt = shortened(self.body, self.engine, self.prompt, params.max_new_tokens)
+            params = await asyncio.to_thread(self._params)
+        wanted = Wanted(
+            self.tokenizer,
+            params.stop_strings,
+            self.body.show_drafts,
+            self.choice.parser,
+            self.choice.parameter_types,
+            self.choice.max_calls,
+        )
+        format = reasoning_format(self.settings.reasoning_parser)
+        if format is not None and params.grammar is None:  # a grammar leaves no room for thoughts
+            end = self.tokenizer.decode(self.prompt[-PROMPT_END:], skip_special_tokens=False)
+            wanted = replace(wanted, reasoning=format, opened=opened_by(end, format))
+        return await self.engine.submit([self.prompt], params, priority=self.body.priority), wanted
 
     async def _read_prompt(self) -> list[int]:
-        options = dict(self.body.chat_template_kwargs or {})
-        for name in ("chat_template", "tools"):
+        body = self.body
+        options = dict(body.chat_template_kwargs or {})
+        for name, said in (
+            ("chat_template", "a template is a program, and this server runs its own"),
+            ("tools", "tools say it"),
+            ("special_tokens_in_content", "the server's own setting says it"),
+        ):
             if name in options:
-                said = "a template is a program, and this server runs its own" if name != "tools" else "tools say it"
                 raise ApiError(
                     400, f"chat_template_kwargs holds {name}: {said}; leave it out", param="chat_template_kwargs"
                 )
-        options |= self.choice.template_kwargs
-        return await self.engine.chat_prompt(template_messages(self.body.messages), **options)
+        messages = await asyncio.to_thread(template_messages, body.messages)
+        return await self.engine.chat_prompt(
+            messages,
+            special_tokens_in_content=self.settings.special_tokens_in_content,
+            **template_options(body, self.template) | options | self.choice.template_kwargs,
+        )
 
     def _params(self) -> SamplingParams:
         body = self.body
@@ -83,11 +120,18 @@ class Chat:
         asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         most = self.engine.most_new_tokens(len(self.prompt)) if asked is None else asked
         top = require_logprobs(body.top_logprobs or 0, "top_logprobs") if body.logprobs else None
-        return sampling_params(body, self.engine, self.settings, most, top, self.choice.grammar)
+        return sampling_params(
+            body, self.engine, self.settings, most, top, self.choice.grammar, client=self.state.client
+        )
 
     def _whole(self, outputs: list[GenerationOutput], wanted: Wanted) -> dict[str, Any]:
         answer = self.head | {"choices": [self._choice(i, output, wanted) for i, output in enumerate(outputs)]}
-        return answer | totals(self.body, [self.prompt], [output.stats for output in outputs])
+        if self.body.prompt_logprobs is not None:
+            scores = outputs[0].prompt_logprobs or ()
+            answer["prompt_logprobs"] = vllm_prompt_logprobs(self.tokenizer, scores, self.body.prompt_logprobs)
+        if self.body.return_token_ids:
+            answer["prompt_token_ids"] = self.prompt
+        return answer | totals(self.body, [self.prompt], [output.stats for output in outputs], self.state)
 
     def _choice(self, index: int, output: GenerationOutput, wanted: Wanted) -> dict[str, Any]:
         reply = Reply(wanted)
@@ -95,7 +139,11 @@ class Chat:
         message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
         if said.tool_calls:
             message |= {"content": said.content or None, "tool_calls": said.tool_calls}
+        if said.reasoning and self.body.include_reasoning is not False:
+            message["reasoning_content"] = said.reasoning
         choice = {"index": index, "message": message, "finish_reason": reply.finish_reason(output), "logprobs": None}
+        if self.body.return_token_ids:
+            choice["token_ids"] = output.token_ids
         if output.logprobs is not None:
             choice["logprobs"] = chat_logprobs(self.tokenizer, output.logprobs)
         if said.drafted is not None:
@@ -109,24 +157,34 @@ class Chat:
             head["usage"] = None
         replies = [Reply(wanted) for _ in streams.samples]
         for index in range(len(replies)):
-            yield head | {"choices": [_chunk(index, {"role": "assistant", "content": ""})]}
+            first = {"prompt_token_ids": self.prompt} if self.body.return_token_ids else {}
+            yield head | {"choices": [_chunk(index, {"role": "assistant", "content": ""})]} | first
         async for index, delta in streams:
-            said = replies[index].read(delta)
-            fields: dict[str, Any] = {"content": said.content} if said.content or not said.tool_calls else {}
+            said = await off_loop(len(delta.token_ids), functools.partial(replies[index].read, delta))
+            thought = said.reasoning if self.body.include_reasoning is not False else ""
+            fields: dict[str, Any] = (
+                {"content": said.content} if said.content or not (said.tool_calls or thought) else {}
+            )
+            if thought:
+                fields["reasoning_content"] = thought
             if said.tool_calls:
                 fields["tool_calls"] = said.tool_calls
-            if said.content or said.tool_calls or said.drafted or delta.logprobs:
+            ids = delta.token_ids if self.body.return_token_ids else None
+            if said.content or thought or said.tool_calls or said.drafted or delta.logprobs or ids:
                 choice = _chunk(index, fields)
+                if ids is not None:
+                    choice["token_ids"] = ids
                 if delta.logprobs is not None:
-                    choice["logprobs"] = chat_logprobs(self.tokenizer, delta.logprobs)
+                    shape = functools.partial(chat_logprobs, self.tokenizer, delta.logprobs)
+                    choice["logprobs"] = await off_loop(len(delta.logprobs), shape)
                 if said.drafted is not None:
                     choice["drafted"] = said.drafted
-                yield head | {"choices": [choice]} | so_far(self.body, self.prompt, streams.stats(index))
+                yield head | {"choices": [choice]} | so_far(self.body, self.prompt, streams.stats(index), self.state)
             if delta.output is not None:
                 yield head | {"choices": [_chunk(index, {}, replies[index].finish_reason(delta.output))]}
         if self.body.include_usage or self.body.show_drafts:
             stats = [streams.stats(index) for index in range(len(replies))]
-            yield head | {"choices": []} | totals(self.body, [self.prompt], stats)
+            yield head | {"choices": []} | totals(self.body, [self.prompt], stats, self.state)
 
 
 def _chunk(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:

@@ -6,7 +6,10 @@
 
 A round that raises happened to no request (see `Engine`), so it is tried again, once: a request that is in a failed
 round a second time, with no token gained in between, fails with the reason, and the engine goes on with the others.
-Lack of memory is such a reason. It knows threads and handles, and nothing of event loops.
+Lack of memory is such a reason. A request that failed by itself (`Handle.error`) has that error, and no other has.
+What a step costs here grows with the requests that it brought something, not with those that are open. Its locks are
+those that a signal in the middle of a call cannot leave taken (see `specdec.turns`): no `threading.Condition`.
+It knows threads and handles, and nothing of event loops.
 """
 
 import logging
@@ -16,12 +19,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from specdec.engine import Engine
-from specdec.errors import RoundFailedError, SpecDecError, StoppingError
+from specdec.errors import ConfigError, RoundFailedError, SpecDecError, StoppingError
 from specdec.handle import Handle
 
 logger = logging.getLogger(__name__)
@@ -63,11 +67,15 @@ class EngineThread:
     def __init__(self, engine: Engine, tell: Callable[[Sequence[Sample]], None], observers: Sequence[Observer]) -> None:
         self.engine = engine
         self.failed_rounds = 0  # in a row, that failed their requests
+        self.step_began: float | None = None  # by time.monotonic; None while there is nothing to do
         self._tell = tell
         self.observers = list(observers)
         self._open: dict[int, Sample] = {}  # by id
+        self._news: deque[int] = deque()  # ids of those that gained tokens or ended, some more than once
         self._calls: deque[Callable[[], object]] = deque()
-        self._changed = threading.Condition()
+        self._guard = threading.RLock()  # a finalizer may come back here
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._drained: list[SimpleQueue[None]] = []  # of those who wait until none is open
         self._more = False  # the engine may have something to do
         self._stopping = False
         self._stopped: str | None = None  # why
@@ -82,17 +90,21 @@ class EngineThread:
     @property
     def open(self) -> list[Sample]:
         """Those that have not ended."""
-        with self._changed:
+        with self._guard:
             return list(self._open.values())
 
     def watch(self, samples: Sequence[Sample]) -> None:
         """Look after submitted requests. Raises SpecDecError, and aborts them, when the thread has stopped."""
-        with self._changed:
-            if not (self._stopping or self._stopped):
+        with self._guard:
+            taken = not (self._stopping or self._stopped)
+            if taken:
                 self._open.update((sample.handle.id, sample) for sample in samples)
                 self._more = True
-                self._changed.notify_all()
-                return
+        if taken:
+            for sample in samples:
+                sample.handle.tell(self._news)
+            self._wake.put(None)
+            return
         for sample in samples:
             sample.handle.abort()
         raise StoppingError(self._stopped or "this engine is closing; make a new one")
@@ -108,12 +120,13 @@ class EngineThread:
                 except BaseException as error:
                     future.set_exception(error)
 
-        with self._changed:
-            if not self._stopped:
+        with self._guard:
+            if queued := not self._stopped:
                 self._calls.append(work)
-                self._changed.notify_all()
-                return future
-        work()
+        if queued:
+            self._wake.put(None)
+        else:
+            work()
         return future
 
     def abort(self, samples: Sequence[Sample]) -> None:
@@ -124,14 +137,21 @@ class EngineThread:
 
     def drain(self, timeout: float | None) -> bool:
         """Wait until all have ended. -> have they?"""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._open, timeout)
+        ended: SimpleQueue[None] = SimpleQueue()
+        with self._guard:
+            if not self._open:
+                return True
+            self._drained.append(ended)
+        try:
+            ended.get(timeout=timeout)
+        except Empty:
+            return not self._open
+        return True
 
     def stop(self) -> None:
         """Abort what is open, end the thread, and wait for that: at most a step."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
+        self._stopping = True
+        self._wake.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -139,7 +159,9 @@ class EngineThread:
         reason = "this engine is closed; make a new one"
         try:
             while self._await_work():
+                self.step_began = time.monotonic()
                 self._work()
+                self.step_began = None
         except BaseException as error:
             logger.exception("the engine's thread ended")
             reason = f"the engine's thread ended: {_said(error)}"
@@ -148,15 +170,17 @@ class EngineThread:
             self._end(reason)
 
     def _await_work(self) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._more or self._calls or self._stopping)
-            return not self._stopping
+        while not (self._more or self._calls or self._stopping):
+            self._wake.get()
+        while not self._wake.empty():
+            self._wake.get()  # what they were put in for is seen to now
+        return not self._stopping
 
     def _work(self) -> None:
         """What callers want, a step, and the news of it."""
         while self._calls:
             self._calls.popleft()()
-        with self._changed:
+        with self._guard:
             self._more = False  # what is handed in from here on sets it again
         lacked_memory = False
         try:
@@ -167,7 +191,7 @@ class EngineThread:
         if lacked_memory:  # and the error's frames have let go of their tensors
             torch.cuda.empty_cache()
         self._report()
-        with self._changed:
+        with self._guard:
             self._more = self._more or more
 
     def _round_failed(self, error: Exception) -> None:
@@ -186,6 +210,7 @@ class EngineThread:
     def _fail(self, samples: Sequence[Sample], reason: str) -> None:
         for sample in samples:
             sample.error = RoundFailedError(reason)  # before it is seen to have ended
+            self._news.append(sample.handle.id)
             try:
                 sample.handle.abort()
             except Exception:  # beginning again failed too; it is released when that succeeds
@@ -195,7 +220,12 @@ class EngineThread:
         """Tell of those that gained tokens or ended."""
         now = time.perf_counter()
         news, ended = [], []
-        for sample in self.open:
+        for sample in self._with_news():
+            if sample.error is None and (grammar := sample.handle.dead_grammar) is not None:
+                sample.error = ConfigError(
+                    f"{grammar} cannot be followed any further: behind {sample.handle.num_output} tokens none may come "
+                    "next; change it, or leave it out"
+                )
             finished = sample.handle.finished or sample.error is not None  # before the tokens, which end with it
             tokens = sample.handle.num_output - sample.seen
             if tokens:
@@ -204,6 +234,7 @@ class EngineThread:
                 sample.seen, sample.last_news = sample.seen + tokens, now
             if finished:
                 ended.append(sample)
+                sample.error = sample.error or sample.handle.error
                 if sample.error is None and sample.handle.finish_reason != "abort":
                     self.failed_rounds = 0
             if tokens or finished:
@@ -212,18 +243,28 @@ class EngineThread:
         if news:
             self._tell(news)
 
+    def _with_news(self) -> list[Sample]:
+        """Those that have told of something since the last call, each once, in the order in which they did."""
+        told: dict[int, None] = {}
+        while self._news:
+            told[self._news.popleft()] = None
+        with self._guard:
+            return [self._open[id] for id in told if id in self._open]
+
     def _release(self, ended: Sequence[Sample], now: float) -> None:
         for sample in ended:
             for observer in self.observers:
                 observer.ended(sample, now)
-        if ended:
-            with self._changed:
-                for sample in ended:
-                    self._open.pop(sample.handle.id, None)
-                self._changed.notify_all()
+        with self._guard:
+            for sample in ended:
+                self._open.pop(sample.handle.id, None)
+            if not self._open:
+                for waiting in self._drained:
+                    waiting.put(None)
+                self._drained.clear()
 
     def _end(self, reason: str) -> None:
-        with self._changed:
+        with self._guard:
             self._stopped = reason
             calls = list(self._calls)
             self._calls.clear()
@@ -235,6 +276,7 @@ class EngineThread:
             except Exception:
                 logger.warning("request %d was not released", sample.handle.id, exc_info=True)
             sample.error = sample.error if sample.handle.finished else StoppingError(reason)
+            self._news.append(sample.handle.id)
         self._report()
 
 

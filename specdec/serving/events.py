@@ -10,7 +10,7 @@ the first event is an event of its own, in the shape of an error, for the status
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi.responses import Response
@@ -30,8 +30,29 @@ class ClientGoneError(Exception):
     """Nobody is there to answer."""
 
 
+MANY_TOKENS = 64
+"""Of one delta, which a slow reader gets: to put them into words takes longer than a thread takes to begin."""
+
+
+def json_bytes(data: Any) -> bytes:
+    """JSON as it is sent. Half a surrogate pair, which a model may write, is escaped: UTF-8 has none."""
+    try:
+        return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        return json.dumps(data, separators=(",", ":")).encode()
+
+
+def json_response(data: Any) -> Response:
+    return Response(json_bytes(data), media_type="application/json")
+
+
+async def off_loop(tokens: int, work: Callable[[], T]) -> T:
+    """What `work` returns; on another thread where it is about many tokens."""
+    return work() if tokens < MANY_TOKENS else await asyncio.to_thread(work)
+
+
 def event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + json_bytes(data) + b"\n\n"
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -51,6 +72,9 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 class EventStream(Response):
     """The events of one submission; sent as fast as the client reads, with nothing piled up."""
 
+    last = DONE
+    encode = staticmethod(event)
+
     def __init__(self, streams: Streams, events: AsyncIterator[dict[str, Any]]) -> None:
         super().__init__(media_type="text/event-stream; charset=utf-8")
         del self.headers["content-length"]
@@ -60,6 +84,7 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["events"] = True  # a comment may stand between any two writes
         async with self._streams:
             try:
                 await while_connected(receive, self._send(send))
@@ -70,10 +95,10 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for data in self._events:
-                await send({"type": "http.response.body", "body": event(data), "more_body": True})
-            last = DONE
+                await send({"type": "http.response.body", "body": self.encode(data), "more_body": True})
+            last = self.last
         except SpecDecError as error:
-            last = event(as_api_error(error).body)
+            last = self.encode(as_api_error(error).body)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -23,6 +23,7 @@ from specdec.errors import (
     UnsupportedModelError,
     shown,
 )
+from specdec.serving.wording import sentence
 
 logger = logging.getLogger(__name__)
 
@@ -92,10 +93,8 @@ def invalid_body(errors: Sequence[Any]) -> ApiError:
     if error["type"] == "missing":
         missing = f"{param} is missing; it is required" if param else "the body is missing; a JSON object is wanted"
         return ApiError(400, missing, param=param, code="missing_required_parameter")
-    here = [each["msg"].removeprefix("Value error, ") for each in errors if _place(each["loc"]) == param]
-    first, *others = dict.fromkeys(f"{said[:1].lower()}{said[1:]}" for said in here)
-    wanted = " or ".join([first, *(said.removeprefix("input should be ") for said in others)])
-    message = f"{param or 'the body'}={shown(error.get('input'))}: {wanted}"
+    here = [each for each in errors if _place(each["loc"]) == param]
+    message = f"{param or 'the body'}={shown(error.get('input'))}: {sentence(here)}"
     return ApiError(400, message, param=param, code="invalid_type")
 
 
@@ -107,10 +106,11 @@ def install(app: FastAPI) -> None:
             return invalid_body(error.errors()).response()
         if isinstance(error, HTTPException):
             said = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not allowed here"}
-            return ApiError(error.status_code, said.get(error.status_code, str(error.detail))).response()
+            message = said.get(error.status_code, str(error.detail))
+            return ApiError(error.status_code, message, headers=error.headers).response()
         return as_api_error(error).response()
 
-    for kind in (RequestValidationError, HTTPException, ApiError, SpecDecError, Exception):
+    for kind in (RequestValidationError, HTTPException, ApiError, SpecDecError):
         app.add_exception_handler(kind, refused)
 
 
@@ -129,5 +129,6 @@ def _place(loc: Sequence[Any]) -> str | None:
         elif part in TYPES or "[" in part or part[:1].isupper():
             continue
         else:
-            place += f".{part}" if place else part
+            name = part if len(part) <= 80 else part[:80] + "..."
+            place += f".{name}" if place else name
     return place or None

@@ -18,7 +18,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _plain(index: int, message: Message) -> dict[str, Any]:
-    plain = message.model_dump(exclude_none=True, exclude={"annotations"})
+    plain = message.model_dump(exclude_none=True, exclude={"annotations", "type"})
     plain["role"] = ROLES.get(message.role, message.role)
     parts = message.content
     if isinstance(parts, list):
@@ -37,7 +37,7 @@ def _plain(index: int, message: Message) -> dict[str, Any]:
         call.pop("index", None)
         try:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             place = f"messages[{index}].tool_calls[{number}].function.arguments"
             raise ApiError(400, f"{place} is not JSON; an object is wanted", param=place) from None
     return plain

@@ -17,6 +17,7 @@ from specdec.request import RequestStats
 from specdec.scheduling.health import EngineStats
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.engine_thread import Sample
+from specdec.serving.sharing import in_blocks
 
 router = APIRouter()
 
@@ -95,8 +96,12 @@ class Metrics:
 
     async def text(self) -> bytes:
         """All of it, as of now: at most a round from now."""
-        self._snapshot = await self._engine.between_steps(self._take)
+        self._snapshot = await self.snapshot()
         return as_text(self.registry)
+
+    async def snapshot(self) -> Snapshot:
+        """How engine and requests fare between two steps."""
+        return await self._engine.between_steps(self._take)
 
     def collect(self) -> Iterator[Metric]:
         """The registry asks for what is no event but a state."""
@@ -142,7 +147,9 @@ class Metrics:
     def _count(self, total: RequestStats, sample: Sample) -> None:
         """Once its prompt has been read, and from then on, so that no sum falls."""
         if sample.handle.num_output:
-            total.add(sample.handle.stats)
+            stats = sample.handle.stats.copy()
+            stats.cached_tokens = in_blocks(stats.cached_tokens, self._engine.engine.config.page_size)
+            total.add(stats)
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, text, labels=("model_name",))

@@ -1,9 +1,8 @@
-"""GET /v1/models, /health and /version: what is served, and whether it is well."""
+"""GET /v1/models and /version: what is served. Whether it is well: probes.py."""
 
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response
 
 from specdec import __version__
 from specdec.serving.state import ServeState, State
@@ -19,15 +18,6 @@ async def list_models(state: State) -> dict[str, Any]:
 @router.get("/v1/models/{name:path}")
 async def one_model(name: str, state: State) -> dict[str, Any]:
     return _card(state, state.model_name(name))
-
-
-@router.get("/health", response_model=None)
-async def read_health(state: State) -> Response:
-    """200 while it serves; 503 when it stops, or when rounds fail one after the other."""
-    trouble = state.engine.trouble
-    if trouble:
-        return JSONResponse({"status": "unavailable", "reason": trouble}, 503)
-    return JSONResponse({"status": "ok"})
 
 
 @router.get("/version")

@@ -6,18 +6,66 @@ effect, or because nothing it can say has one (`user`). Ranges are checked where
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
 
+from specdec.serving import unknown_fields
 from specdec.text.prompts import Prompt, as_prompt_list
 
 Prompts = Annotated[list[Prompt], PlainValidator(as_prompt_list)]
 """A string, token ids, or a list of these."""
+Strings = Annotated[list[str], Field(fail_fast=True)]
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
 """A field of answers that clients send back."""
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+def _one(value: float) -> float:
+    if value != 1:
+        raise ValueError("1 is expected: other values belong to beam search, which this server does not have")
+    return value
+
+
+MAX_MESSAGES = 16384
+MAX_STOPS = 1024
+"""Checked before the members are: what the Python API allows is less."""
+MAX_BIASES = 4096
+
+
+def _at_most(count: int) -> BeforeValidator:
+    """Refuses a longer list or object before any member of it is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, (list, dict)) and len(value) > count:
+            raise ValueError(f"it has {len(value)} members, and {count} are allowed")
+        return value
+
+    return BeforeValidator(check)
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        """Where unknown fields are not refused, they are left out here; of those that are refused, all but the first:
+        a million of them would be an error each."""
+        data = unknown_fields.dropped(data, cls)
+        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((name for name in data if name not in known), None)
+        return {name: value for name, value in data.items() if name in known or name == unknown}
 
 
 class StreamOptions(Body):
@@ -52,7 +100,7 @@ class StructuredOutputs(Body):
 
     json_schema: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Strings | None = None
     json_object: bool | None = None
 
 
@@ -68,21 +116,28 @@ class SamplingFields(Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, _at_most(MAX_BIASES)] = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Annotated[str | Strings | None, _at_most(MAX_STOPS)] = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
     n: int | None = None
+    prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Strings | None = None
     speculation: bool | Speculation | None = None
     priority: int = 0
+    cache_salt: str | None = None
     # whatever they say, nothing changes
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -90,7 +145,20 @@ class SamplingFields(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    store: Literal[False] | None = None
+    store: bool | None = None
+    request_id: str | None = None
+    # vLLM's, of which one value changes nothing and others would need what this server does not have
+    use_beam_search: Literal[False] | None = None
+    length_penalty: Annotated[float, AfterValidator(_one)] | None = None
+    early_stopping: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    return_tokens_as_token_ids: Literal[False] | None = None
+    bad_words: Nothing = None
+    logits_processors: None = None
+    mm_processor_kwargs: None = None
+    kv_transfer_params: None = None
+    vllm_xargs: None = None
 
     @property
     def include_usage(self) -> bool:
@@ -121,11 +189,12 @@ class Message(Body):
     """content: a string or text parts; what is no text is refused with the message's number."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    type: Literal["text"] | None = None  # of the content, which some clients say beside it
     # answers that a client sends back have these, with nothing in them
     refusal: None = None
     audio: None = None
@@ -154,16 +223,32 @@ class NamedTool(Body):
     function: FunctionName
 
 
+class Prediction(Body):
+    """A guess at the answer, for speed: this server drafts by other means."""
+
+    type: Literal["content"]
+    content: str | list[dict[str, Any]]
+
+
 class ChatRequest(SamplingFields):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), _at_most(MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    prediction: Prediction | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: Literal[False] | None = None
+    functions: Nothing = None
+    function_call: Literal["none", "auto"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True), _at_most(16)] | None = None
 
 
 class CompletionRequest(SamplingFields):
@@ -172,3 +257,4 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     best_of: int | None = None
     suffix: None = None
+    add_special_tokens: Literal[True] | None = None

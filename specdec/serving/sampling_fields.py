@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from specdec.config import GRAMMARS, SamplingParams, SpecConfig
+from specdec.config import GRAMMARS, MAX_SALT, SamplingParams, SpecConfig
 from specdec.errors import ConfigError
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.faults import ApiError
 from specdec.serving.protocol import SamplingFields, Speculation
 from specdec.serving.settings import ServeSettings
+from specdec.serving.sharing import require_priority, salt_for
 
 MOST_LOGPROBS = 20
 SAME = (
@@ -21,6 +22,9 @@ SAME = (
     "stop",
     "stop_token_ids",
     "ignore_eos",
+    "min_tokens",
+    "allowed_token_ids",
+    "include_stop_str_in_output",
     "n",
 )
 """Fields that the Python API has under the same name, where None says nothing."""
@@ -33,9 +37,13 @@ def sampling_params(
     max_new_tokens: int,
     logprobs: int | None,
     forced: dict[str, Any] | None = None,
+    echoed: int | None = None,
+    *,
+    client: str,
 ) -> SamplingParams:
-    """forced: the grammar of a tool that must be called. Raises ConfigError or ApiError where a field says what cannot
-    be."""
+    """client: the API key that it came with. forced: the grammar of a tool that must be called. echoed: alternatives to
+    each token of a prompt that comes back with its log-probabilities. Raises ConfigError or ApiError where a field says
+    what cannot be."""
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options goes with stream=true; set that too", param="stream_options")
     given: dict[str, Any] = dict(settings.defaults)
@@ -46,11 +54,40 @@ def sampling_params(
         given["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
     if logprobs is not None:
         given["logprobs"] = require_logprobs(logprobs)
+    if body.prompt_logprobs is not None:
+        if body.stream:
+            message = "prompt_logprobs goes without stream=true; leave one of them out"
+            raise ApiError(400, message, param="prompt_logprobs")
+        require_logprobs(body.prompt_logprobs, "prompt_logprobs")
+    scored = [count for count in (body.prompt_logprobs, echoed) if count is not None]
+    if scored:
+        given["prompt_logprobs"] = max(scored)
     grammar = next(iter(_asked(body).values()), {})
     if forced is not None and grammar:
         raise ApiError(400, "tool_choice and a format of the text are both given; leave one out", param="tool_choice")
     given |= grammar if forced is None else forced
+    require_priority(body.priority, settings)
+    if body.cache_salt is not None and not 0 < len(body.cache_salt) <= MAX_SALT:
+        message = f"cache_salt has {len(body.cache_salt)} characters; 1 to {MAX_SALT} are allowed"
+        raise ApiError(400, message, param="cache_salt", code="invalid_value")
+    given["cache_salt"] = salt_for(client, body.cache_salt, settings)
     return SamplingParams(max_new_tokens=max_new_tokens, speculation=_speculation(body, engine), **given)
+
+
+def shortened(body: SamplingFields, engine: AsyncEngine, ids: list[int], max_new_tokens: int) -> list[int]:
+    """The end of a prompt, as long as `truncate_prompt_tokens` says; -1: as leaves room for the output."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return ids
+    longest = engine.engine.max_model_len
+    if not (most == -1 or 1 <= most <= longest):
+        raise ApiError(
+            400,
+            f"truncate_prompt_tokens={most}: from 1 to {longest} tokens, or -1 for as many as there is room for, is "
+            "expected",
+            param="truncate_prompt_tokens",
+        )
+    return ids[-(max(1, longest - max_new_tokens) if most == -1 else most) :]
 
 
 def require_logprobs(count: int, param: str = "logprobs") -> int:
@@ -115,6 +152,6 @@ def _asked(body: SamplingFields) -> dict[str, dict[str, Any]]:
 
 
 def _token_id(token: str) -> int:
-    if not token.isascii() or not token.isdigit():
+    if not token.isascii() or not token.isdigit() or len(token) > 18:
         raise ApiError(400, f"logit_bias holds {token!r:.40}; its keys are token ids", param="logit_bias")
     return int(token)

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -11,6 +11,7 @@ from specdec import __version__
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.faults import ApiError
 from specdec.serving.settings import ServeSettings
+from specdec.serving.sharing import bearer_token
 from specdec.serving.tools import ToolParser
 
 
@@ -22,6 +23,12 @@ class ServeState:
     settings: ServeSettings
     tool_parser: type[ToolParser] | None
     started: int = field(default_factory=lambda: int(time.time()))
+    client: str = ""  # of a request: the API key that it came with
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's; a server is not made without one."""
+        return self.engine.engine.tokenizer
 
     def model_name(self, asked: str | None) -> str:
         """What the answer calls the model. Raises ApiError (404) for a name that it does not go by."""
@@ -45,7 +52,7 @@ class ServeState:
 
 def _state(request: Request) -> ServeState:
     state: ServeState = request.app.state.serve
-    return state
+    return replace(state, client=bearer_token(request.headers))
 
 
 State = Annotated[ServeState, Depends(_state)]

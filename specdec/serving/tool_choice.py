@@ -6,12 +6,13 @@ grammar        none             none                       one call, as a JSON o
 read as        content          the model's own format     that object
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from specdec.serving.faults import ApiError
 from specdec.serving.protocol import ChatRequest, Function, NamedTool
+from specdec.serving.template_options import template_text
 from specdec.serving.tools import PARSERS, ToolParser
+from specdec.text.grammar_bounds import ONE_LINE
 
 BARE_JSON = PARSERS["llama"]
 """Reads {"name": ..., "arguments": {...}} where an answer begins."""
@@ -25,6 +26,7 @@ class ToolChoice:
         choice = body.tool_choice or ("auto" if self.tools else "none")
         self._forced: list[Function] = []
         self.parser: type[ToolParser] | None = None
+        self.max_calls = 1 if body.parallel_tool_calls is False else None
         if not self.tools:
             if body.tool_choice is not None:
                 raise ApiError(400, "tool_choice goes with tools, and there are none; give some", param="tool_choice")
@@ -32,9 +34,9 @@ class ToolChoice:
         if choice == "none":
             self.tools = []
             return
-        if "tools" not in _text_of(template):
-            raise ApiError(400, "this model's chat template knows no tools; leave them out", param="tools")
         if choice == "auto":
+            if "tools" not in template_text(template):
+                raise ApiError(400, "this model's chat template knows no tools; leave them out", param="tools")
             if parser is None:
                 raise ApiError(
                     400,
@@ -58,19 +60,20 @@ class ToolChoice:
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        """Settings of the Python API for an answer that must be a call."""
+        """Settings of the Python API for an answer that must be a call, in one line: a small model would fill it with
+        spaces."""
         if not self._forced:
             return None
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": tool.name}, "arguments": tool.parameters or {"type": "object"}},
+                "properties": {"name": {"const": tool.name}, "arguments": _closed(tool.parameters)},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
             for tool in self._forced
         ]
-        return {"json_schema": calls[0] if len(calls) == 1 else {"anyOf": calls}}
+        return {"json_schema": (calls[0] if len(calls) == 1 else {"anyOf": calls}) | {"x-guidance": ONE_LINE}}
 
     @property
     def parameter_types(self) -> dict[str, dict[str, Any]]:
@@ -82,6 +85,20 @@ def _is(tool: Function, choice: NamedTool) -> bool:
     return tool.name == choice.function.name
 
 
-def _text_of(template: Any) -> str:
-    """A chat template, or several by name."""
-    return "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template or "")
+def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """A schema of arguments without further ones, unless it says otherwise: a tool has no use for what it does not
+    name, and a small model would write more and more of it."""
+    if not parameters:
+        return {"type": "object"}
+    open_ended = (
+        "additionalProperties",
+        "patternProperties",
+        "unevaluatedProperties",
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "$ref",
+    )
+    if "properties" not in parameters or any(name in parameters for name in open_ended):
+        return parameters
+    return parameters | {"additionalProperties": False}

@@ -312,22 +312,32 @@ def tool_parser_for(tokenizer: Any, template: str | None = None, name: str = "au
     return None
 
 
+class MarkedText:
+    """One answer's deltas as text, in which special tokens that a format is written with stand as they are."""
+
+    def __init__(self, tokenizer: Any, special: Sequence[str], stops: Sequence[str] = ()) -> None:
+        vocab = tokenizer.get_vocab() if special else {}
+        written = frozenset(vocab[token] for token in special if token in vocab)
+        self._detokenizer, self._stops = Detokenizer(tokenizer, written), stops
+        self._ids: list[int] = []
+
+    def read(self, delta: StreamDelta) -> str:
+        """What one delta adds; the last one, with its output, ends it."""
+        self._ids += delta.token_ids
+        return self._detokenizer.stream(self._ids, self._stops, finished=delta.output is not None)
+
+
 class ToolReader:
     """One answer's deltas in, content and calls out, special tokens of the format read as the text that they are."""
 
     def __init__(self, tokenizer: Any, parser: ToolParser, stops: Sequence[str] = ()) -> None:
         self.parser = parser
-        vocab = tokenizer.get_vocab() if parser.special else {}
-        written = frozenset(vocab[token] for token in parser.special if token in vocab)
-        self._detokenizer, self._stops = Detokenizer(tokenizer, written), stops
-        self._ids: list[int] = []
+        self._text = MarkedText(tokenizer, parser.special, stops)
 
     def read(self, delta: StreamDelta) -> list[Piece]:
         """What one delta adds; the last one, with its output, ends it."""
-        self._ids += delta.token_ids
-        finished = delta.output is not None
-        pieces = self.parser.feed(self._detokenizer.stream(self._ids, self._stops, finished=finished))
-        return pieces + (self.parser.finish() if finished else [])
+        pieces = self.parser.feed(self._text.read(delta))
+        return pieces + (self.parser.finish() if delta.output is not None else [])
 
 
 def _quoted(text: str) -> str:

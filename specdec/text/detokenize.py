@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from specdec.stop_strings import StopStrings, cut, find_first, min_tokens_of
+
 REPLACEMENT = "\ufffd"
 
 CLEANED = frozenset(" .?!,'ntmsver")
@@ -41,6 +43,7 @@ class Detokenizer:
         "_context",
         "_final",
         "_known_len",
+        "_num_sent",
         "_pending",
         "_prefix",
         "_read",
@@ -61,7 +64,8 @@ class Detokenizer:
         self._shown = ""  # context and unsettled text, as if the output ended at `seen`
         self._context = ""  # the end of the settled text, as long as a stop string can reach back
         self._pending = ""  # settled text not handed out yet
-        self._sent: list[str] = []  # what `stream` handed out
+        self._sent: list[str] = []  # what `stream` handed out; a copy shares it, and counts its own part
+        self._num_sent = 0
         self._final: str | None = None  # the whole text, once it was
 
     def __copy__(self) -> "Detokenizer":
@@ -80,14 +84,20 @@ class Detokenizer:
             return False
         reach = max(map(len, stops), default=0)
         text = self._context + self._update(tokens, start, reach)
+        self._pending = ""  # nothing is handed out here: a text that only grows would be copied for each token
+        least = min_tokens_of(stops)
+        if len(tokens) - start <= least:
+            return False
         if any(stop in text for stop in stops):
-            return True
+            return not least or self._counts(tokens[start:], stops, skip_special_tokens=True)
         special = self._kinds().special
         if special.isdisjoint(tokens[max(start, len(tokens) - reach) :]):
             return False
         # a few tokens more than the string is long, for those that decode right only behind others
         written = self._decode(tokens[max(start, len(tokens) - reach - 8) :], skip_special_tokens=False)
-        return any(stop in written for stop in stops)
+        if not any(stop in written for stop in stops):
+            return False
+        return not least or self._counts(tokens[start:], stops, skip_special_tokens=False)
 
     def stream(self, output_ids: Sequence[int], stops: Sequence[str], *, finished: bool) -> str:
         """Text not handed out before; what may be the start of a stop string waits until it is known not to be."""
@@ -95,28 +105,43 @@ class Detokenizer:
             return ""
         if finished:
             self._final = self.final_text(output_ids, stops)
-            new = self._final[sum(map(len, self._sent)) :]
+            new = self._final[sum(map(len, self._sent[: self._num_sent])) :]
         else:
             reach = max(map(len, stops), default=0)
             self._update(output_ids, 0, reach)
             ready = len(self._pending) - max(0, reach - 1)
             new, self._pending = self._pending[: max(0, ready)], self._pending[max(0, ready) :]
+        del self._sent[self._num_sent :]  # of a copy that was dropped
         self._sent.append(new)
+        self._num_sent += 1
         return new
 
     def final_text(self, output_ids: Sequence[int], stops: Sequence[str]) -> str:
         """The whole text, cut before the first stop string."""
         if self._tokenizer is None or self._final is not None:
             return self._final or ""
-        text = _cut(self._decode(output_ids), stops)
+        whole = self._decode(output_ids)
+        text = cut(whole, stops, self._since(output_ids, stops))
         if stops and not self._kinds().special.isdisjoint(output_ids):
-            text = min(text, self._before_written_stop(output_ids, stops), key=len)
-        sent = "".join(self._sent)
+            written = self._to_written_stop(output_ids, stops)
+            text = written if text == whole else min(text, written, key=len)
+        sent = "".join(self._sent[: self._num_sent])
         if text.startswith(sent):
             return text
         # a tokenizer that takes text back in a way not foreseen here: what was handed out stays
         self._update(output_ids, 0, 0)
-        return sent + _cut(self._pending + self._shown[self._known_len :], stops)
+        return sent + cut(self._pending + self._shown[self._known_len :], stops)
+
+    def _since(self, output_ids: Sequence[int], stops: Sequence[str], *, skip_special_tokens: bool = True) -> int:
+        """Characters of the output that no stop string may lie in as a whole: see `StopStrings.min_tokens`."""
+        least = min_tokens_of(stops)
+        return len(self._decode(output_ids[:least], skip_special_tokens=skip_special_tokens)) if least else 0
+
+    def _counts(self, output_ids: Sequence[int], stops: Sequence[str], *, skip_special_tokens: bool) -> bool:
+        """Does any stop string in the whole text count?"""
+        text = self._decode(output_ids, skip_special_tokens=skip_special_tokens)
+        since = self._since(output_ids, stops, skip_special_tokens=skip_special_tokens)
+        return find_first(text, stops, since) is not None
 
     def _update(self, tokens: Sequence[int], start: int, reach: int) -> str:
         """Look at the output `tokens[start:]`; returns the text behind what was settled before, if it ended here.
@@ -126,6 +151,9 @@ class Detokenizer:
         unsettled = self._shown[self._known_len :]
         now = len(tokens) - start
         if self._seen == now or (not reach and self._in_byte_run(tokens, start, now)):
+            return unsettled
+        if self._kinds().special.issuperset(tokens[start + self._seen : start + now]):
+            self._seen = now  # decoding skips them: an output of nothing else would be decoded whole for each
             return unsettled
         before, shown_before, self._seen = self._seen, self._shown, now
         self._shown = self._decode(tokens[start + self._prefix :])
@@ -162,17 +190,20 @@ class Detokenizer:
                 return tokens[at] in kinds.byte
         return False
 
-    def _before_written_stop(self, output_ids: Sequence[int], stops: Sequence[str]) -> str:
-        """The text, without special tokens, before the first stop string in the text that writes them out."""
+    def _to_written_stop(self, output_ids: Sequence[int], stops: Sequence[str]) -> str:
+        """The text, without special tokens, up to the first stop string in the text that writes them out."""
         written = self._decode(output_ids, skip_special_tokens=False)
-        at = len(_cut(written, stops))
+        found = find_first(written, stops, self._since(output_ids, stops, skip_special_tokens=False))
+        at = len(written) if found is None else found.begin
         head, end = written, len(output_ids)
         while len(head) > at:  # a few steps: the string ends with the output
             end -= 1
             head = self._decode(output_ids[:end], skip_special_tokens=False)
         text = self._decode(output_ids[:end])
         inside = end < len(output_ids) and output_ids[end] not in self._kinds().special
-        return text + written[len(head) : at] if inside else text
+        text = text + written[len(head) : at] if inside else text
+        keep = found is not None and isinstance(stops, StopStrings) and stops.included
+        return text + written[found.begin : found.end] if keep and found is not None else text
 
     def _kinds(self) -> Kinds:
         tokenizer: Any = self._tokenizer
@@ -186,11 +217,6 @@ class Detokenizer:
             ids = [token for token in ids if token not in special]
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
-
-
-def _cut(text: str, stops: Sequence[str]) -> str:
-    """Up to the first stop string."""
-    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
 @lru_cache(maxsize=16)

@@ -8,18 +8,22 @@ Bits of a mask are tokens, bit v % 32 of word v // 32. Tokens that end the text 
 may end, other special tokens never. The library (llguidance) is an extra, imported when the first grammar is asked for.
 """
 
+import copy
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from specdec.attention.graft import MOST_FORCED
 from specdec.config import SamplingParams
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, is_fault
+from specdec.text.grammar_bounds import is_plain, require_bounded
+from specdec.text.grammar_trial import GrammarTrial, with_large_stack
 
 Words = npt.NDArray[np.int32]
 
@@ -27,8 +31,17 @@ JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"\x20|\x0A(\
 """Between the parts of JSON: nothing, a space, or a new line with its indent. A model that is lost would write more for
 ever."""
 
-COMPILED = 256
-"""Grammars that are kept."""
+COMPILED_BYTES = 256 << 20
+"""Memory of the compiled grammars that are kept for later requests."""
+BYTES_PER_CHAR = 256
+"""What a compiled grammar takes at least, by the length of what it was compiled from; measured: 30 to 250."""
+
+
+class Compiled(NamedTuple):
+    """A grammar at its beginning. bytes: what it takes in memory, estimated."""
+
+    matcher: Any
+    bytes: int
 
 
 class Grammars:
@@ -38,7 +51,8 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._library: Library | None = None
-        self._compile = lru_cache(COMPILED)(self._compiled)
+        self._kept: OrderedDict[tuple[str, Any], Compiled] = OrderedDict()  # least recently used first
+        self._lock = threading.Lock()  # of what is kept
 
     def start(self, params: SamplingParams, ends: Collection[int], own_ends: Collection[int]) -> "Place | None":
         """Where a text that follows `params` begins, None: it is free.
@@ -58,14 +72,34 @@ class Grammars:
         if not special:
             raise ConfigError(f"{name} needs a token that ends the text, and the model names none; give stop_token_ids")
         value = tuple(params.choice) if name == "choice" and params.choice else getattr(params, name)
-        return Place(self._compile(name, value), self._library, special)
+        place = Place(self._compile(name, value), self._library, special)
+        if place.is_dead:
+            raise ConfigError(f"{name} cannot be followed (no text does); change it, or leave it out")
+        return place
 
-    def _compiled(self, name: str, value: Any) -> Any:
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the compiled grammars that are kept, estimated."""
+        with self._lock:
+            return sum(one.bytes for one in self._kept.values())
+
+    def _compile(self, name: str, value: Any) -> Any:
+        """At the beginning of a grammar; kept as long as there is room."""
         assert self._library is not None
-        matcher, reason = self._library.matcher(name, value)
-        if reason:
+        with self._lock:
+            if (name, value) in self._kept:
+                self._kept.move_to_end((name, value))
+                return self._kept[name, value].matcher
+        require_bounded(name, value)
+        found, reason = self._library.compile(name, value)
+        if found is None:
             raise ConfigError(f"{name} cannot be followed ({reason}); change it, or leave it out")
-        return matcher
+        with self._lock:
+            self._kept[name, value] = found
+            room = COMPILED_BYTES - sum(one.bytes for one in self._kept.values())
+            while room < 0:
+                room += self._kept.popitem(last=False)[1].bytes
+        return found.matcher
 
 
 class Library:
@@ -86,31 +120,47 @@ class Library:
             self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=known)
         except Exception as error:  # of many kinds, a panic of its own among them
             raise ConfigError(f"grammars cannot be followed with this tokenizer ({reason_of(str(error))})") from None
+        self._trial = GrammarTrial(*_portable(tokenizer), n_vocab=known)
         self._executor = self._llguidance.LLExecutor()
         self._width = -(-self._tokenizer.vocab_size // 32)
 
     def is_special(self, token: int) -> bool:
         return bool(self._tokenizer.is_special_token(token))
 
-    def matcher(self, name: str, value: Any) -> tuple[Any, str]:
-        """At the beginning of a grammar, and why it cannot be: one of them empty."""
+    def compile(self, name: str, value: Any) -> tuple[Compiled | None, str]:
+        """A grammar within `require_bounded`, or None and why it cannot be followed.
+
+        One that is not plain is compiled in another process first: see `grammar_trial`.
+        """
         make = self._llguidance.LLMatcher
         try:
             if name == "regex":
-                grammar = make.grammar_from_regex(value)
+                text, grammar = value, make.grammar_from_regex(value)
             elif name == "choice":
-                grammar = make.grammar_from_regex("|".join(map(_literal, value)))
+                text = "|".join(map(_literal, value))
+                grammar = make.grammar_from_regex(text)
             else:
                 schema = json.loads(value) if name == "json_schema" else {"type": "object"}
                 schema = {} if schema is True else schema
-                grammar = make.grammar_from_json_schema(
-                    json.dumps(schema), JSON_OPTIONS if isinstance(schema, dict) else None
-                )
-            matcher = make(self._tokenizer, grammar, log_level=0)
-            reason = matcher.get_error() if matcher.is_error() else ""
-        except ValueError as error:
+                text = json.dumps(schema)
+                grammar = make.grammar_from_json_schema(text, _options(schema))
+            size = BYTES_PER_CHAR * len(text)
+            if not is_plain(name, value):
+                size = max(size, self._trial.run(grammar))
+            matcher = with_large_stack(lambda: make(self._tokenizer, grammar, log_level=0))
+        except ValueError as error:  # ConfigError among them
             return None, reason_of(str(error))
-        return matcher, reason_of(reason) if reason else ""
+        if matcher.is_error():
+            return None, reason_of(matcher.get_error())
+        return Compiled(matcher, size), ""
+
+    def goes_on(self, matcher: Any) -> bool:
+        """May any token of the model's come next?"""
+        twin = matcher.deep_copy()
+        bits = np.frombuffer(twin.compute_bitmask(), dtype=np.int32).copy()
+        for token in (*self._tokenizer.eos_tokens, *range(self.vocab_size, 32 * len(bits))):
+            bits[token // 32] &= ~token_bit(token)
+        return bool(bits.any()) and not twin.is_error()
 
     def masks(self, places: "Sequence[Place]") -> Words:
         """[M, words] of all places, on several threads."""
@@ -118,28 +168,56 @@ class Library:
         going_on = [(place.matcher, i) for i, place in enumerate(places)]
         self._llguidance.numpy.fill_next_token_bitmask_par(self._executor, going_on, bits)
         for end in (*self._tokenizer.eos_tokens, *range(self.vocab_size, min(32 * self._width, 32 * self.num_words))):
-            bits[:, end // 32] &= ~_bit(end)  # those of the library, and what is behind the model's own tokens
+            bits[:, end // 32] &= ~token_bit(end)  # those of the library, and what is behind the model's own tokens
         for mask, place in zip(bits, places, strict=True):
             may_end = place.may_end
             for end in place.ends:
-                mask[end // 32] = mask[end // 32] | _bit(end) if may_end else mask[end // 32] & ~_bit(end)
+                mask[end // 32] = mask[end // 32] | token_bit(end) if may_end else mask[end // 32] & ~token_bit(end)
             if not mask[: self.num_words].any():
                 mask[:] = -1  # something has to be drawn there; whatever it is, `after` refuses it
         return np.ascontiguousarray(bits[:, : self.num_words])
 
 
 class Place:
-    """Behind some text that the grammar allows. ends: tokens that end the text, where it may end; over: one did."""
+    """Behind some text that the grammar allows. ends: tokens that end the text, where it may end; over: one did.
 
-    __slots__ = ("_forced", "_mask", "ends", "library", "matcher", "over")
+    fault: what the library raised for the tokens of a round behind it: what is drawn there is not to be believed.
+    """
 
-    def __init__(self, matcher: Any, library: Library, ends: frozenset[int], *, over: bool = False) -> None:
+    __slots__ = ("_forced", "_mask", "ends", "fault", "library", "matcher", "over")
+
+    def __init__(self, matcher: Any, library: Any, ends: frozenset[int], *, over: bool = False) -> None:
         self.over = over
+        self.fault: BaseException | None = None
         self.matcher = matcher
         self.library = library
         self.ends = ends
         self._mask: Words | None = None
         self._forced: tuple[int, ...] | None = None
+
+    @property
+    def free(self) -> bool:
+        """Nothing is restricted here, or after it."""
+        return False
+
+    @property
+    def is_dead(self) -> bool:
+        """Neither may the text end here, nor may any token come next."""
+        if self.over or self.may_end:
+            return False
+        dead = self.matcher.is_error() or not self.library.goes_on(self.matcher)
+        return bool(dead)
+
+    @property
+    def grammar(self) -> "Place | None":
+        """The place whose mask the library makes; None: it takes no part."""
+        return self
+
+    @property
+    def num_words(self) -> int:
+        """Words of a mask."""
+        num_words: int = self.library.num_words
+        return num_words
 
     @property
     def may_end(self) -> bool:
@@ -179,7 +257,8 @@ class Place:
 
 def make_masks(places: Sequence[Place | None]) -> None:
     """The masks of these places, all at once where they would be made one by one."""
-    missing = {id(place.matcher): place for place in places if place is not None and place._mask is None}
+    grammars = [place.grammar for place in places if place is not None]
+    missing = {id(place.matcher): place for place in grammars if place is not None and place._mask is None}
     if missing:
         chosen = list(missing.values())
         for place, mask in zip(chosen, chosen[0].library.masks(chosen), strict=True):
@@ -189,24 +268,54 @@ def make_masks(places: Sequence[Place | None]) -> None:
 def tree_masks(trees: Sequence[tuple[Place, Sequence[int], Sequence[int]]]) -> Words:
     """[T, N, words], the masks of every node of T trees: of each the place behind its root, tokens [N] and parents [N].
 
-    A node that cannot be reached, since the grammar forbids it or one above it, has all bits set.
+    A node that cannot be reached, since the grammar forbids it or one above it, has all bits set. What the library
+    raises for one tree is noted as the `fault` of its root, and all bits are set there: the other trees go on.
     """
     num_nodes = max(len(tokens) for _, tokens, _ in trees)
-    masks = np.full((len(trees), num_nodes, trees[0][0].library.num_words), -1, dtype=np.int32)
+    masks = np.full((len(trees), num_nodes, trees[0][0].num_words), -1, dtype=np.int32)
     reached: list[tuple[int, int, Place]] = []
     for number, (root, tokens, parents) in enumerate(trees):
-        masks[number, 0] = root.mask
-        places: list[Place | None] = [root]
-        for node in range(1, len(tokens)):
-            above = places[parents[node]]
-            place = None if above is None or tokens[node] < 0 else above.after(tokens[node])
-            places.append(place)
-            if place is not None and not place.over:
-                reached.append((number, node, place))
-    if reached:
-        found = reached[0][2].library.masks([place for _, _, place in reached])
-        masks[[number for number, _, _ in reached], [node for _, node, _ in reached]] = found
+        try:
+            masks[number, 0] = root.mask
+            places: list[Place | None] = [root]
+            for node in range(1, len(tokens)):
+                above = places[parents[node]]
+                place = None if above is None or tokens[node] < 0 else above.after(tokens[node])
+                places.append(place)
+                if place is not None and not place.over:
+                    reached.append((number, node, place))
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            root.fault = error
+            reached = [each for each in reached if each[0] != number]
+    for number, node, mask in _masks_apart(reached):
+        if isinstance(mask, BaseException):
+            trees[number][0].fault = mask
+        else:
+            masks[number, node] = mask
     return masks
+
+
+def _masks_apart(
+    reached: "Sequence[tuple[int, int, Place]]",
+) -> "list[tuple[int, int, Words | BaseException]]":
+    """The masks of these places, all at once; one by one, where that raises, with what is raised for one."""
+    try:
+        make_masks([place for _, _, place in reached])
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+    return [(number, node, _mask_or_fault(place)) for number, node, place in reached]
+
+
+def _mask_or_fault(place: Place) -> "Words | BaseException":
+    try:
+        return place.mask
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        return error
 
 
 def reason_of(message: str) -> str:
@@ -217,12 +326,31 @@ def reason_of(message: str) -> str:
     return reason if len(reason) <= 200 else reason[:200] + "..."
 
 
+def _portable(tokenizer: Any) -> tuple[str, Any]:
+    """The tokenizer for another process, as the library reads it: JSON, and the ids that end a text."""
+    backend = copy.copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    return backend.to_str(), tokenizer.eos_token_id
+
+
+def _options(schema: Any) -> dict[str, Any] | None:
+    """How white space is written, unless the schema says so itself: these options would override it."""
+    if not isinstance(schema, dict):
+        return None
+    own = schema.get("x-guidance")
+    return (
+        None if isinstance(own, dict) and own.keys() & {"whitespace_flexible", "whitespace_pattern"} else JSON_OPTIONS
+    )
+
+
 def _literal(text: str) -> str:
     """A regular expression for a text and nothing else."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
-def _bit(token: int) -> np.int32:
+def token_bit(token: int) -> np.int32:
+    """Its bit in its word of a mask."""
     return np.int32(np.uint32(1 << token % 32).astype(np.int32))
 
 

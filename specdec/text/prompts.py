@@ -11,12 +11,15 @@ import numpy as np
 import torch
 
 from specdec.errors import ConfigError, shown
+from specdec.text.content_tokens import content_tokens, require_handling
 
 Prompt = str | Sequence[int]
 
 FIXED_BY_THE_ENGINE = frozenset(
     {"tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"}
 )
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles that every template may be given; it raises for those that it does not take."""
 INSTEAD_OF_CONTENT = ("tool", "function", "reasoning", "thinking")
 """How the keys begin that can make a message without content."""
 
@@ -74,32 +77,77 @@ def as_chat_list(chats: Any) -> list[Any]:
     return list(chats)
 
 
-def chat_or_text_ids(tokenizer: Any, chat: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
+def chat_or_text_ids(
+    tokenizer: Any, chat: Any, template_kwargs: Mapping[str, Any], special_tokens_in_content: str = "allow"
+) -> list[int]:
     """`chat_ids` of messages or a user's turn; without a template a turn is plain text, and messages are refused."""
+    if isinstance(chat, str) and not chat.strip():
+        raise ConfigError(f"the prompt is {shown(chat)}, with nothing to answer; give some text")
     if template_kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
-        return chat_ids(tokenizer, messages, **template_kwargs)
+        return chat_ids(tokenizer, messages, special_tokens_in_content=special_tokens_in_content, **template_kwargs)
+    require_handling(special_tokens_in_content)
     if not isinstance(chat, str):
         raise ConfigError("this tokenizer has no chat template, so it cannot put messages into words; give text")
     if template_kwargs:
         raise ConfigError(f"this tokenizer has no chat template that could read {', '.join(sorted(template_kwargs))}")
+    if special_tokens_in_content == "escape":
+        return _escaped_text_ids(tokenizer, require_text("text", chat))
     return text_ids(tokenizer, chat)
 
 
-def chat_ids(tokenizer: Any, messages: Iterable[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
+def _escaped_text_ids(tokenizer: Any, text: str) -> list[int]:
+    """`text_ids` with control tokens in the text as plain text."""
+    found = content_tokens(tokenizer, "", len(tokenizer))
+    [message], _, marker = found.broken([{"content": text}], {})
+    if not marker:
+        return text_ids(tokenizer, text)
+    whole, plain = (tokenizer(message["content"], add_special_tokens=added)["input_ids"] for added in (True, False))
+    begins = next(at for at in range(len(whole) + 1) if whole[at : at + len(plain)] == plain)
+    return [*whole[:begins], *found.ids(message["content"], marker), *whole[begins + len(plain) :]]
+
+
+def _template_text(template: Any) -> str:
+    """A chat template, or several by name."""
+    return "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template or "")
+
+
+def chat_ids(
+    tokenizer: Any,
+    messages: Iterable[Mapping[str, Any]],
+    /,
+    *,
+    special_tokens_in_content: str = "allow",
+    **template_kwargs: Any,
+) -> list[int]:
     """Token ids of a chat under the tokenizer's template, up to where the answer begins.
 
     `template_kwargs` go to the template: `tools`, `documents`, `enable_thinking`, `add_generation_prompt` and whatever
-    else it reads. Raises ConfigError for messages that are none, and for what the template refuses.
+    else it reads. special_tokens_in_content: "escape" makes control tokens that are written in messages plain text;
+    "allow" tokenises them as control tokens, as transformers does. Raises ConfigError for messages that are none, and
+    for what the template refuses.
     """
+    require_handling(special_tokens_in_content)
     chat = _as_messages(messages)
+    if not template_kwargs.get("chat_template"):
+        _require_roles(chat, getattr(tokenizer, "chat_template", None))
     fixed = sorted(FIXED_BY_THE_ENGINE & template_kwargs.keys())
     if fixed:
         raise ConfigError(f"{fixed[0]} is no argument of a chat template here: the result is one list of token ids")
     # the last message is either continued or answered
     answered = {"add_generation_prompt": not template_kwargs.get("continue_final_message")}
+    options, escape = answered | template_kwargs, special_tokens_in_content == "escape"
     try:
-        ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False, **answered | template_kwargs)
+        if escape:
+            template = _template_text(template_kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None))
+            found = content_tokens(tokenizer, template, len(tokenizer))
+            own = options.pop("chat_template", None)
+            broken, told, marker = found.broken(chat, options)
+            if marker:
+                told |= {} if own is None else {"chat_template": own}
+                return found.ids(tokenizer.apply_chat_template(broken, tokenize=False, **told), marker)
+            options |= {} if own is None else {"chat_template": own}
+        ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False, **options)
         return [int(token) for token in ids]
     except Exception as error:  # a template is a program: it can raise anything
         said = str(error).strip().splitlines()
@@ -130,6 +178,19 @@ def _as_messages(messages: Any) -> list[dict[str, Any]]:
         else:
             _require_text_parts(index, content)
     return [dict(message) for message in chat]
+
+
+def _require_roles(chat: Sequence[Mapping[str, Any]], template: Any) -> None:
+    """Raise ConfigError for a role that is none of `ROLES`, and that the template does not name either: most templates
+    write whatever role there is, and no model was trained with it."""
+    for index, message in enumerate(chat):
+        role = message["role"]
+        named = role and any(f"{quote}{role}{quote}" in str(template) for quote in "'\"")
+        if role not in ROLES and not named:
+            raise ConfigError(
+                f"message {index} of the chat has role={shown(role)}, which the chat template does not know; give one "
+                f"of {', '.join(ROLES)}, or a template that has it as chat_template=..."
+            )
 
 
 def _require_text_parts(index: int, content: Any) -> None:

@@ -19,8 +19,9 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.registry import constructible_assistants
 from specdec.errors import CapacityError
 from specdec.evaluation.shapes import Shape, Shrink
+from specdec.memory import free_bytes
 from specdec.models.target import TargetModel
-from specdec.sizing import MEMORY_SHARE, free_bytes
+from specdec.sizing import MEMORY_SHARE
 
 META = torch.device("meta")
 ROUTER_SCORES, MIXTURE_GAIN = 4.0, 0.5

@@ -44,7 +44,8 @@ class Stage:
         if self.first is None:
             self.first, self.began = fraction, now
             if self.on_terminal:
-                self.bar.reset(self.task, completed=fraction, text=text)  # what was done before has no pace
+                self.bar.reset(self.task, completed=0, text=text)
+                self.bar.update(self.task, completed=fraction)  # what was done before has no pace
         if self.on_terminal:
             self.bar.update(self.task, completed=fraction, text=text)
         elif self.show and now - self.said >= self.every:

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from training_data import ANSWER, Batch, causal_masks, predicted_rows
 from transformers import DynamicCache
 
 from specdec.models.target import TargetModel
+from specdec.training.training_data import ANSWER, PackedRows, causal_masks, predicted_rows
 
 STEP_DECAY = 0.8  # weight of each draft step against the one before it
 
@@ -25,14 +25,18 @@ Lesson = dict[str, torch.Tensor]
 class Recipe(Protocol):
     """A drafter in training."""
 
-    module: nn.Module
-    ahead: int
+    target: TargetModel
     target_ids: torch.Tensor | None  # its vocabulary [draft V], ascending; None: the target's
+    ahead: int
 
-    def teach(self, batch: Batch) -> Lesson:
+    @property
+    def module(self) -> nn.Module:
+        """What is trained."""
+
+    def teach(self, batch: PackedRows) -> Lesson:
         """What it needs to know of the target about a batch."""
 
-    def drafts(self, batch: Batch, lesson: Lesson, steps: int) -> Iterator[torch.Tensor]:
+    def drafts(self, batch: PackedRows, lesson: Lesson, steps: int) -> Iterator[torch.Tensor]:
         """States [B, T, H] of each draft step, the true tokens fed."""
 
     def score(self, states: torch.Tensor) -> torch.Tensor:
@@ -44,7 +48,7 @@ class Recipe(Protocol):
 
 @torch.no_grad()
 def run_target(
-    target: TargetModel, batch: Batch, aux_layers: tuple[int, ...] = (), owners: tuple[int, ...] = ()
+    target: TargetModel, batch: PackedRows, aux_layers: tuple[int, ...] = (), owners: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
     """(hidden [B, T, H], states that enter `aux_layers`, K and V [B, Hkv, T, D] of layers `owners`)."""
     seen: dict[int, torch.Tensor] = {}
@@ -52,15 +56,16 @@ def run_target(
     def keep(layer: int) -> Callable[..., None]:
         return lambda module, args, kwargs: seen.__setitem__(layer, args[0] if args else kwargs["hidden_states"])
 
-    entered = [*target.user_decoder.layers, target.user_decoder.norm]
+    decoder: Any = target.user_decoder
+    entered = [*decoder.layers, decoder.norm]
     hooks = [entered[i].register_forward_pre_hook(keep(i), with_kwargs=True) for i in set(aux_layers)]
     window = target.layout.window
-    mask = causal_masks(batch.pos, window or batch.pos.shape[1], target.dtype)
+    mask: Any = causal_masks(batch.pos, window or batch.pos.shape[1], target.dtype)
     if getattr(target.config, "layer_types", None) is None:
         mask = mask["full_attention" if window is None else "sliding_attention"]
-    cache = DynamicCache() if owners else None  # without a config it drops no key of a sliding layer
+    cache: Any = DynamicCache() if owners else None  # without a config it drops no key of a sliding layer
     try:
-        hidden = target.user_decoder(
+        hidden = decoder(
             input_ids=batch.ids,
             position_ids=batch.pos,
             attention_mask=mask,
@@ -74,7 +79,7 @@ def run_target(
     return hidden, [seen[i] for i in aux_layers], kv
 
 
-def draft_loss(recipe: Recipe, target: TargetModel, batch: Batch, lesson: Lesson, steps: int) -> torch.Tensor:
+def draft_loss(recipe: Recipe, target: TargetModel, batch: PackedRows, lesson: Lesson, steps: int) -> torch.Tensor:
     """Cross-entropy with the target's law over the drafter's vocabulary, mean over rows, weighted over steps.
 
     Rows whose token is outside that vocabulary do not count. Only rows that predict a token of an answer are scored.

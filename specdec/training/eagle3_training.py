@@ -17,16 +17,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from drafter_lessons import Lesson, run_target
-from training_data import Batch, Document, same_document
 
 from specdec.draft_models.eagle3_config import Eagle3Spec, TargetShape
 from specdec.draft_models.eagle3_format import write_head
 from specdec.draft_models.eagle3_model import Eagle3Head, embed_raw
 from specdec.models.target import TargetModel
+from specdec.training.drafter_lessons import Lesson, run_target
+from specdec.training.training_data import Document, PackedRows, same_document
 
 
 def draft_vocabulary(documents: list[Document], size: int, vocab_size: int) -> tuple[torch.Tensor | None, float]:
@@ -58,18 +59,18 @@ class Eagle3Recipe:
             print(f"draft vocabulary of {len(ids)} tokens covers {covered:.3%} of the answers", flush=True)
             ids = ids.to(target.device)
         head = Eagle3Head(spec).place(target.device, torch.bfloat16)
-        weight = target.head.weight
+        weight: Any = target.head.weight
         if head.lm_head is not None and weight.shape[1] == spec.hidden_size:
             head.lm_head.weight.data.copy_(weight if ids is None else weight[ids])
         return cls(head, target, ids)
 
-    def teach(self, batch: Batch) -> Lesson:
+    def teach(self, batch: PackedRows) -> Lesson:
         hidden, states, _ = run_target(self.target, batch, aux_layers=self.module.spec.aux_layers)
         return {"hidden": hidden, "states": torch.cat(states, dim=-1) if states else hidden}
 
-    def drafts(self, batch: Batch, lesson: Lesson, steps: int) -> Iterator[torch.Tensor]:
+    def drafts(self, batch: PackedRows, lesson: Lesson, steps: int) -> Iterator[torch.Tensor]:
         head = self.module
-        table = self.target.embed.weight if head.embed_tokens is None else head.embed_tokens.weight
+        table: Any = self.target.embed.weight if head.embed_tokens is None else head.embed_tokens.weight
         attention = ChainAttention(head, batch.pos)
         hidden = head.features(lesson["states"])
         for step in range(steps):

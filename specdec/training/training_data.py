@@ -13,20 +13,19 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from training_progress import Stage
-from word_problems import heldout, heldout_questions, stream
 
-from specdec import Engine, SamplingParams
+from specdec.config import SamplingParams
+from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.evaluation.data import json_lines
+from specdec.training.training_progress import Stage
 
-WORD_PROBLEMS = "word-problems"
 QUESTION, ANSWER = 1, 2  # kind of each token; 0 is padding
 PROMPT_KEYS = ("question", "prompt", "turns", "messages")
 ROOM = 16  # tokens of an answer that must fit behind a prompt
@@ -35,7 +34,7 @@ SAMPLED_EVERY = 8  # one answer in so many is sampled, the others are greedy
 Document = tuple[np.ndarray, int]  # token ids, number of those that belong to the prompt
 
 
-class Batch(NamedTuple):
+class PackedRows(NamedTuple):
     """Packed rows, [B, T] each: token ids, position in the document, kind (0 padding, QUESTION or ANSWER)."""
 
     ids: torch.Tensor
@@ -43,21 +42,17 @@ class Batch(NamedTuple):
     kind: torch.Tensor
 
 
-def prompt_source(names: list[str], seed: int) -> tuple[Iterator[dict[str, Any]], list[dict[str, Any]]]:
+def prompt_source(files: Sequence[Path], seed: int) -> tuple[Iterator[dict[str, Any]], list[dict[str, Any]]]:
     """(training prompts, taking turns between the sources for ever; prompts that are kept for the report)."""
     sources: list[Iterator[dict[str, Any]]] = []
     kept: list[list[dict[str, Any]]] = []
-    for turn, name in enumerate(names):  # a name given twice counts twice, in another order
-        if name == WORD_PROBLEMS:
-            sources.append(stream(seed + turn + 88_888, heldout_questions()))
-            kept.append(heldout())
-        else:
-            lines = read_prompt_file(Path(name))
-            cut = max(1, min(200, len(lines) // 10))
-            train = lines[:-cut]
-            random.Random(seed + turn).shuffle(train)
-            sources.append(itertools.cycle(train))
-            kept.append(lines[-cut:])
+    for turn, file in enumerate(files):  # a file given twice counts twice, in another order
+        lines = read_prompt_file(file)
+        cut = max(1, min(200, len(lines) // 10))
+        train = lines[:-cut]
+        random.Random(seed + turn).shuffle(train)
+        sources.append(itertools.cycle(train))
+        kept.append(lines[-cut:])
     turns = itertools.chain.from_iterable(zip(*sources, strict=False))
     return turns, [p for group in itertools.zip_longest(*kept) for p in group if p is not None]
 
@@ -198,13 +193,13 @@ def to_arrays(
     return {"ids": ids, "pos": pos, "kind": kind}
 
 
-def pack_rows(documents: list[Document], length: int) -> Batch:
+def pack_rows(documents: list[Document], length: int) -> PackedRows:
     """Whole documents packed into rows, on the host."""
     arrays = to_arrays(pack(documents, length), length)
-    return Batch(*(torch.from_numpy(arrays[name]) for name in Batch._fields))
+    return PackedRows(*(torch.from_numpy(arrays[name]) for name in PackedRows._fields))
 
 
-def predicted_rows(batch: Batch, steps: int, ahead: int) -> list[torch.Tensor]:
+def predicted_rows(batch: PackedRows, steps: int, ahead: int) -> list[torch.Tensor]:
     """[B, T] for each step t: does row i predict, as token i + ahead + t, one of an answer in its own document?"""
     found = []
     for shift in range(ahead, ahead + steps):

@@ -1,13 +1,11 @@
-"""Train a drafter for any Hugging Face causal LM that specdec runs: an EAGLE-3 head or a frozen-KV (MTP) drafter.
+"""Train a drafter for a Hugging Face causal LM that specdec runs: an EAGLE-3 head or a frozen-KV (MTP) drafter.
 
-    python examples/train_drafter.py --target DIR --prompts prompts.jsonl --out head
-    python examples/train_drafter.py --target DIR --prompts prompts.jsonl --out mtp --kind mtp
-    accelerate launch --num_processes 4 examples/train_drafter.py ...
+    specdec train --target DIR --prompts prompts.jsonl --out head
+    accelerate launch --num_processes 4 -m specdec.cli train ...
 
 Stages: the target's own answers to the prompts (nothing else is learnt from), training-time test on them, and a report
 on prompts kept aside, by the engine that will serve the drafter. Stages are limited by time and leave their state under
-OUT/training: the same command again goes on where it was stopped (Ctrl-C is fine), or only reports. A prompt file needs
-no answers: one JSON object a line with "question", "prompt", "turns" or "messages".
+OUT/training: the same command again goes on where it was stopped (Ctrl-C is fine), or only reports.
 
 The drafter is saved in a published format (SpecForge's EAGLE-3, or transformers' Gemma4Assistant), to be used as
 `Engine.from_pretrained(target, drafter=OUT)`.
@@ -15,41 +13,40 @@ The drafter is saved in a published format (SpecForge's EAGLE-3, or transformers
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import json
-import os
-import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from drafter_lessons import Lesson, Recipe, draft_loss
-from eagle3_training import Eagle3Recipe
-from mtp_training import MTPRecipe, new_assistant
-from training_data import (
+
+from specdec.config import EngineConfig, SamplingParams, SpecConfig
+from specdec.draft_models.eagle3_config import Eagle3Spec
+from specdec.engine import Engine
+from specdec.errors import ConfigError
+from specdec.models.loading import load_any_drafter, load_model, load_tokenizer
+from specdec.models.target import TargetModel
+from specdec.training.drafter_lessons import Lesson, Recipe, draft_loss
+from specdec.training.eagle3_training import Eagle3Recipe
+from specdec.training.mtp_training import MTPRecipe, new_assistant
+from specdec.training.train_settings import TrainSettings
+from specdec.training.training_data import (
     ROOM,
-    WORD_PROBLEMS,
-    Batch,
     Document,
+    PackedRows,
     collect_answers,
     encode,
     pack_rows,
     prompt_source,
     read_answers,
 )
-from training_optimizer import MixedOptimizer, Team, schedule
-from training_progress import Stage
-
-from specdec import Engine, EngineConfig, SamplingParams, SpecConfig, SpecDecError
-from specdec.draft_models.eagle3_config import Eagle3Spec
-from specdec.errors import ConfigError
-from specdec.models.loading import load_any_drafter, load_model, load_tokenizer
-from specdec.models.target import TargetModel
+from specdec.training.training_optimizer import MixedOptimizer, Team, schedule
+from specdec.training.training_progress import Stage
 
 SAVE_EVERY = 60.0  # seconds
 FREE_SETTINGS = frozenset(
@@ -62,7 +59,7 @@ SHAPES = {"chain of 4": SpecConfig(4), "tree, topk 4, 16 nodes": SpecConfig(4, 4
 class Lessons:
     """Batches with what the target says about them; kept when they fit `cache_gb`, else asked for again."""
 
-    def __init__(self, recipe: Recipe, documents: list[Document], args: argparse.Namespace, team: Team) -> None:
+    def __init__(self, recipe: Recipe, documents: list[Document], args: TrainSettings, team: Team) -> None:
         self.recipe, self.team, self.seed = recipe, team, args.seed
         self.device = recipe.target.device
         self.data = pack_rows(documents, args.length)
@@ -72,7 +69,7 @@ class Lessons:
         self.kept: dict[int, Lesson] = {}
         self.kept_bytes = 0
 
-    def from_step(self, step: int) -> Iterator[tuple[Batch, Lesson]]:
+    def from_step(self, step: int) -> Iterator[tuple[PackedRows, Lesson]]:
         """Endless; each process takes its own rows of every batch, in an order that only the step decides."""
         width = self.rows * self.team.size
         for number in itertools.count(step):
@@ -83,8 +80,8 @@ class Lessons:
             lesson = {name: torch.cat([x[name] for x in lessons]).to(self.device) for name in lessons[0]}
             yield self._batch(index), lesson
 
-    def _batch(self, index: torch.Tensor) -> Batch:
-        return Batch(*(x[index].to(self.device).long() for x in self.data))
+    def _batch(self, index: torch.Tensor) -> PackedRows:
+        return PackedRows(*(x[index].to(self.device).long() for x in self.data))
 
     def _lesson(self, row: int) -> Lesson:
         if row in self.kept:
@@ -97,7 +94,7 @@ class Lessons:
         return lesson
 
 
-def train(recipe: Recipe, lessons: Lessons, args: argparse.Namespace, team: Team, stage: Stage) -> dict[str, Any]:
+def train(recipe: Recipe, lessons: Lessons, args: TrainSettings, team: Team, stage: Stage) -> dict[str, Any]:
     """Train until the clock (or --steps) says so; the schedule follows whichever is nearer its end."""
     named = dict(recipe.module.named_children())
     optimizer = MixedOptimizer(torch.nn.ModuleDict(named), args.lr, args.muon_lr, args.optimizer == "muon")
@@ -153,7 +150,7 @@ def train(recipe: Recipe, lessons: Lessons, args: argparse.Namespace, team: Team
 
 
 def measure(
-    target: TargetModel, tokenizer: Any, args: argparse.Namespace, prompts: list[dict[str, Any]], stage: Stage
+    target: TargetModel, tokenizer: Any, args: TrainSettings, prompts: list[dict[str, Any]], stage: Stage
 ) -> dict[str, Any]:
     """Acceptance of the saved drafter on prompts kept aside, greedy, by the engine."""
     found: dict[str, Any] = {}
@@ -180,7 +177,7 @@ def measure(
     return found
 
 
-def check_shape(target: TargetModel, args: argparse.Namespace) -> None:
+def check_shape(target: TargetModel, args: TrainSettings) -> None:
     """Say what cannot be made before any answer is asked for."""
     heads = args.heads or int(target.config.num_attention_heads)
     hidden = args.hidden or target.hidden_size
@@ -198,7 +195,7 @@ def check_shape(target: TargetModel, args: argparse.Namespace) -> None:
             raise ConfigError(f"--heads {heads} does not group over {count} ({name}); give a multiple of {count}")
 
 
-def new_recipe(target: TargetModel, documents: list[Document], args: argparse.Namespace) -> Recipe:
+def new_recipe(target: TargetModel, documents: list[Document], args: TrainSettings) -> Recipe:
     hidden, config, num_layers = args.hidden, target.config, len(target.layout.layers)
     owner = target.layout.layers[-1]
     heads = args.heads or int(config.num_attention_heads)
@@ -228,9 +225,9 @@ def new_recipe(target: TargetModel, documents: list[Document], args: argparse.Na
     return Eagle3Recipe.new(target, documents, spec, args.draft_vocab)
 
 
-def remember_settings(args: argparse.Namespace) -> None:
+def remember_settings(args: TrainSettings) -> None:
     """Refuse to go on from a run that had other settings."""
-    settings = {k: v for k, v in vars(args).items() if k not in FREE_SETTINGS}
+    settings = {k: v for k, v in asdict(args).items() if k not in FREE_SETTINGS}
     settings["prompts"] = [_fingerprint(name) for name in args.prompts]
     file = args.out / "training" / "settings.json"
     if not file.exists():
@@ -249,28 +246,19 @@ def remember_settings(args: argparse.Namespace) -> None:
         )
 
 
-def _fingerprint(name: str) -> str:
-    return name if name == WORD_PROBLEMS else hashlib.sha256(Path(name).read_bytes()).hexdigest()
+def _fingerprint(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def main() -> None:
-    args = parse_args()
-    try:
-        run(args)
-    except (SpecDecError, OSError) as error:
-        raise SystemExit(f"train_drafter.py: {error}") from error
-    except KeyboardInterrupt:
-        print(f"\nstopped; what is done is kept in {args.out / 'training'}, the same command goes on", file=sys.stderr)
-        raise SystemExit(130) from None
-
-
-def run(args: argparse.Namespace) -> None:
+def train_drafter(args: TrainSettings) -> None:
+    """All stages. Raises SpecDecError for what cannot be made; Ctrl-C keeps what is done."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    team = Team(cpu=args.device == "cpu")
+    team = Team(cpu=args.device == "cpu" or not torch.cuda.is_available())
     torch.manual_seed(args.seed)
     source, kept = prompt_source(args.prompts, args.seed)
-    device = torch.device(team.state.device if args.device == "cuda" else args.device)
+    asked = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(team.state.device if asked == "cuda" else asked)
     model = load_model(args.target, dtype=getattr(torch, args.dtype), device=device).requires_grad_(False)
     tokenizer, target = load_tokenizer(args.tokenizer or args.target), TargetModel(model)
     if tokenizer is None:
@@ -315,51 +303,3 @@ def run(args: argparse.Namespace) -> None:
         result |= {"device": str(device), "torch": torch.__version__, "transformers": transformers.__version__}
         (args.out / "training" / "report.json").write_text(json.dumps(result, indent=2) + "\n", "utf-8")
     team.wait()
-
-
-def parse_args() -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    p.add_argument("--target", required=True, help="hub id, folder or bundled name")
-    p.add_argument("--tokenizer", help="default: the target's")
-    p.add_argument("--prompts", nargs="+", required=True, help=f"JSON-lines files, or {WORD_PROBLEMS}; they take turns")
-    p.add_argument("--out", type=Path, required=True, help="the drafter's folder")
-    p.add_argument("--kind", choices=("eagle3", "mtp"), default="eagle3")
-    p.add_argument("--answers", type=int, default=4000, help="most answers to collect")
-    p.add_argument("--answer-minutes", type=float, default=10.0, help="most time to spend on them")
-    p.add_argument("--minutes", type=float, default=10.0, help="time to train")
-    p.add_argument("--steps", type=int, default=0, help="also stop after so many optimiser steps; 0: by time alone")
-    p.add_argument("--batch", type=int, default=64, help="answers at a time")
-    p.add_argument("--max-new", type=int, default=256, help="longest answer")
-    p.add_argument("--temperature", type=float, default=1.0, help="of every eighth answer; the others are greedy")
-    p.add_argument("--length", type=int, default=512, help="longest prompt and answer together; length of a packed row")
-    p.add_argument("--rows", type=int, default=16, help="packed rows a step and process")
-    p.add_argument("--draft-steps", type=int, default=5, help="draft steps learnt at once")
-    p.add_argument("--draft-vocab", type=int, default=8192, help="EAGLE-3: most frequent tokens that it can draft")
-    p.add_argument("--hidden", type=int, help="default: the target's; for mtp half of it")
-    p.add_argument("--intermediate", type=int, help="default: 3 times hidden; for mtp 4 times")
-    p.add_argument("--layers", type=int, help="default: 1; for mtp 2")
-    p.add_argument("--heads", type=int, help="query heads; default: the target's")
-    p.add_argument("--kv-heads", type=int, help="EAGLE-3 only; default: the target's")
-    p.add_argument("--head-dim", type=int, help="EAGLE-3 only; default: hidden / heads")
-    p.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
-    p.add_argument("--lr", type=float, default=1e-3, help="peak rate of AdamW")
-    p.add_argument("--muon-lr", type=float, default=1e-2, help="peak rate of Muon")
-    p.add_argument("--report-count", type=int, default=64, help="prompts kept aside to report on")
-    p.add_argument("--cache-gb", type=float, default=8.0, help="memory for the target's states")
-    p.add_argument("--log-every", type=float, default=15.0, help="seconds between lines, where there is no terminal")
-    p.add_argument("--seed", type=int, default=1)
-    p.add_argument(
-        "--dtype",
-        default="bfloat16",
-        choices=("bfloat16", "float32"),
-        help="of the target; the drafter is trained in bfloat16",
-    )
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return p.parse_args()
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    main()

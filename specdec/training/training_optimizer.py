@@ -24,13 +24,14 @@ def orthogonalise(g: torch.Tensor) -> torch.Tensor:
     for _ in range(5):
         a = x @ x.mT
         x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-    return (x.mT if tall else x).float()
+    y: torch.Tensor = x.mT if tall else x
+    return y.float()
 
 
 class MixedOptimizer:
     """Muon on the matrices of layers, stacked by shape; AdamW on tables, heads and norms; masters in float32."""
 
-    def __init__(self, model: nn.Module, lr: float, muon_lr: float, muon: bool = True, betas=(0.9, 0.95)) -> None:
+    def __init__(self, model: nn.Module, lr: float, muon_lr: float, muon: bool = True) -> None:
         by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
         decayed: list[nn.Parameter] = []
         plain: list[nn.Parameter] = []
@@ -53,7 +54,7 @@ class MixedOptimizer:
             {"params": self.masters[len(decayed) :], "weight_decay": 0.0},
         ]
         groups = [g for g in groups if g["params"]]
-        self.adam = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-10, fused=cuda)
+        self.adam = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-10, fused=cuda)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -63,26 +64,26 @@ class MixedOptimizer:
     def step(self, scale: float) -> None:
         """One update at `scale` times the peak rates; clears the gradients."""
         for weight, master in zip(self.weights, self.masters, strict=True):
-            master.grad = weight.grad.float()
+            master.grad = _grad(weight).float()
         nn.utils.clip_grad_norm_(self.masters, 1.0)
         for group in self.adam.param_groups:
             group["lr"] = self.lr * scale
         self.adam.step()
-        for (weights, master), momentum in zip(self.stacks, self.momenta, strict=True):
-            grad = torch.stack([w.grad for w in weights]).float()
+        for (weights, stack), momentum in zip(self.stacks, self.momenta, strict=True):
+            grad = torch.stack([_grad(w) for w in weights]).float()
             momentum.lerp_(grad, 0.05)
             update = orthogonalise(grad.lerp(momentum, 0.95))
             rate = self.muon_lr * scale
-            master.mul_(1 - 0.05 * rate).add_(update, alpha=-rate * max(1.0, master.shape[1] / master.shape[2]) ** 0.5)
+            stack.mul_(1 - 0.05 * rate).add_(update, alpha=-rate * max(1.0, stack.shape[1] / stack.shape[2]) ** 0.5)
         self._write_weights()
         for weight in self.parameters:
             weight.grad = None
 
     @torch.no_grad()
     def _write_weights(self) -> None:
-        torch._foreach_copy_(self.weights, self.masters)
+        torch._foreach_copy_(list[torch.Tensor](self.weights), list[torch.Tensor](self.masters))
         for weights, master in self.stacks:
-            torch._foreach_copy_(weights, list(master.unbind(0)))
+            torch._foreach_copy_(list[torch.Tensor](weights), list(master.unbind(0)))
 
     def state_dict(self) -> dict[str, Any]:
         stacks = [master for _, master in self.stacks]
@@ -97,6 +98,11 @@ class MixedOptimizer:
             mine.copy_(saved)
         self.adam.load_state_dict(state["adam"])
         self._write_weights()
+
+
+def _grad(weight: nn.Parameter) -> torch.Tensor:
+    assert weight.grad is not None, "every weight of a drafter takes part in its loss"
+    return weight.grad
 
 
 def schedule(fraction: float) -> float:
@@ -117,11 +123,11 @@ class Team:
     def average_gradients(self, parameters: list[nn.Parameter]) -> None:
         if self.size == 1:
             return
-        flat = torch.cat([p.grad.flatten().float() for p in parameters])
+        flat = torch.cat([_grad(p).flatten().float() for p in parameters])
         torch.distributed.all_reduce(flat)
         flat /= self.size
         for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            p.grad.copy_(part.view_as(p))
+            _grad(p).copy_(part.view_as(p))
 
     def most(self, value: float) -> float:
         """The largest of everybody's values, so that all decide alike."""

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drafter_lessons import Lesson, run_target
-from training_data import Batch, additive, same_document
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, GenerationConfig
 
 from specdec.draft_models.registry import constructible_assistants
 from specdec.errors import UnsupportedModelError
 from specdec.models.target import TargetModel
+from specdec.training.drafter_lessons import Lesson, run_target
+from specdec.training.training_data import PackedRows, additive, same_document
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -46,7 +46,8 @@ def new_assistant(
             f"{target.name}: its RoPE (truncate=False) cannot be written into an assistant; train an EAGLE-3 head"
         )
     by_kind = rope if any(isinstance(value, dict) for value in rope.values()) else dict.fromkeys((FULL, SLIDING), rope)
-    text = Gemma4TextConfig(
+    make_text: Any = Gemma4TextConfig  # its hints lack fields that it takes
+    text = make_text(
         vocab_size=target.vocab_size,
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -70,7 +71,7 @@ def new_assistant(
         eos_token_id=getattr(target.config, "eos_token_id", None),
     )
     with constructible_assistants():
-        model = Gemma4AssistantForCausalLM(
+        model: Any = Gemma4AssistantForCausalLM(
             Gemma4AssistantConfig(text_config=text, backbone_hidden_size=target.hidden_size)
         )
     model.generation_config = GenerationConfig.from_model_config(text)
@@ -78,7 +79,8 @@ def new_assistant(
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if "inv_freq" not in name:  # the frequencies of RoPE stay float32, which `.to(bfloat16)` would round
             tensor.data = tensor.data.bfloat16()
-    return model.to(target.device)
+    placed: Gemma4AssistantForCausalLM = model.to(target.device)
+    return placed
 
 
 @torch.no_grad()
@@ -89,7 +91,8 @@ def _initialise(model: Any, target: TargetModel) -> None:
             weight.fill_(weight.numel() ** -0.5)
         elif "post_" in name and name.endswith("norm.weight"):
             weight.fill_(0.2)
-    table = target.head.weight.float().cpu()
+    head_weight: Any = target.head.weight
+    table = head_weight.float().cpu()
     hidden = model.config.get_text_config().hidden_size
     if hidden <= table.shape[1]:
         _, vectors = torch.linalg.eigh(table.T @ table)
@@ -116,16 +119,17 @@ class MTPRecipe:
     target_ids: torch.Tensor | None = None
     ahead: int = 1
 
-    def teach(self, batch: Batch) -> Lesson:
+    def teach(self, batch: PackedRows) -> Lesson:
         kinds = sorted(set(self.module.config.get_text_config().layer_types))
-        owners = tuple(self.target.layout.last_owner(kind).layer for kind in kinds)
+        found = [self.target.layout.last_owner(kind) for kind in kinds]
+        owners = tuple(owner.layer for owner in found if owner is not None)
         hidden, _, kv = run_target(self.target, batch, owners=owners)
         lesson = {"hidden": hidden}
         for kind, (k, v) in zip(kinds, kv, strict=True):
             lesson |= {f"k {kind}": k, f"v {kind}": v}
         return lesson
 
-    def drafts(self, batch: Batch, lesson: Lesson, steps: int) -> Iterator[torch.Tensor]:
+    def drafts(self, batch: PackedRows, lesson: Lesson, steps: int) -> Iterator[torch.Tensor]:
         model, config = self.module, self.module.config.get_text_config()
         mask = drafter_masks(batch.pos, config.sliding_window, lesson["hidden"].dtype)
         kv = {kind: (lesson[f"k {kind}"], lesson[f"v {kind}"]) for kind in set(config.layer_types)}
@@ -146,7 +150,8 @@ class MTPRecipe:
             hidden = model.post_projection(y)
 
     def score(self, states: torch.Tensor) -> torch.Tensor:
-        return self.module.lm_head(states)
+        logits: torch.Tensor = self.module.lm_head(states)
+        return logits
 
     def save(self, folder: Path) -> None:
         self.module.save_pretrained(folder)

@@ -1,0 +1,88 @@
+"""Arguments in the types that users have at hand (numpy scalars, the name of a dtype), as Python's own types."""
+
+import difflib
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from specdec.errors import ConfigError, first_line, shown
+
+DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+Config = TypeVar("Config", bound=type)
+
+
+def plain_arguments(cls: Config) -> Config:
+    """Decorates a frozen dataclass: its arguments become Python's own types before they are checked and stored."""
+    init = cls.__init__  # type: ignore[misc]
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def plain_init(*args: Any, **kwargs: Any) -> None:
+        for name in sorted(kwargs.keys() - signature.parameters.keys()):
+            known = list(signature.parameters)[1:]  # without self
+            close = difflib.get_close_matches(name, known, n=1)
+            meant = f"did you mean {close[0]}? " if close else ""
+            raise ConfigError(f"{cls.__name__} has no setting {name}; {meant}It has {', '.join(known)}")
+        bound = signature.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            bound.arguments[name] = OWN_FORMS.get(name, _plain)(value)
+        init(*bound.args, **bound.kwargs)
+
+    cls.__init__ = plain_init  # type: ignore[misc]
+    return cls
+
+
+def _plain(value: Any) -> Any:
+    """A number, or a list of them, out of its numpy or torch box; everything else as it is."""
+    if isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 1:
+        return value.tolist()
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(map(_plain_number, value))
+    return _plain_number(value)
+
+
+def _plain_bias(value: Any) -> Any:
+    """A copy, that nobody changes later."""
+    if not isinstance(value, Mapping):
+        return _plain(value)
+    return {_plain_number(token): _plain_number(bias) for token, bias in value.items()}
+
+
+def _schema_text(value: Any) -> Any:
+    """JSON text of a schema that is a mapping; text that is no JSON is refused here."""
+    try:
+        if isinstance(value, Mapping):
+            return json.dumps(dict(value), allow_nan=False)
+        if isinstance(value, str):
+            json.loads(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"json_schema={shown(value)} is not JSON ({first_line(error)}); correct it") from None
+    return value
+
+
+def _plain_number(value: Any) -> Any:
+    boxed = isinstance(value, (np.generic, np.ndarray, torch.Tensor)) and value.ndim == 0
+    return value.item() if boxed else value
+
+
+def _as_dtype(value: Any) -> Any:
+    """The dtype that "bf16", "bfloat16" or "torch.bfloat16" names; what names no floating dtype stays as it is."""
+    if not isinstance(value, str):
+        return value
+    name = value.removeprefix("torch.")
+    dtype = getattr(torch, DTYPE_ALIASES.get(name, name), None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else value
+
+
+OWN_FORMS: dict[str, Callable[[Any], Any]] = {
+    "dtype": _as_dtype,
+    "logit_bias": _plain_bias,
+    "json_schema": _schema_text,
+}
+"""Of arguments that are neither a number nor numbers: how a config holds them."""

@@ -1,0 +1,58 @@
+"""What the model says of the tokens of one prompt: their log-probabilities, filled in as its chunks settle.
+
+    tokens   0 ................ known ................ prompt_len
+             | scores are here  | still to be computed |
+
+The samples of one prompt share one object, and the first to compute a token's score fills it in for all of them. The
+first token has no score: nothing stands before it. It knows numbers on the host, no tensor, chunk or request.
+Invariant: `known` only grows, and the scores of tokens 1 to `known` - 1 are complete.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+
+class TokenScores(NamedTuple):
+    """Of T tokens in a row: chosen [T] float32 log-probabilities, those of the K likeliest tokens of each place
+    [T, K] float32, best first, and their ids [T, K] int32."""
+
+    chosen: npt.NDArray[np.float32]
+    values: npt.NDArray[np.float32]
+    ids: npt.NDArray[np.int32]
+
+    def after(self, skipped: int) -> "TokenScores":
+        """Without the first `skipped` tokens."""
+        return TokenScores(self.chosen[skipped:], self.values[skipped:], self.ids[skipped:])
+
+
+class PromptScores:
+    """alternatives: how many of the likeliest tokens are reported at each place, as far as the vocabulary goes."""
+
+    def __init__(self, prompt_len: int, alternatives: int) -> None:
+        self.prompt_len = prompt_len
+        self.alternatives = alternatives
+        self.known = 1
+        self._parts: list[TokenScores] = []
+
+    @property
+    def complete(self) -> bool:
+        return self.known >= self.prompt_len
+
+    def take(self, first: int, scores: TokenScores) -> None:
+        """The scores of the tokens from position `first` on, which is at most `known`; what is known already stays."""
+        assert first <= self.known, f"{first=} {self.known=}"
+        new = scores.after(self.known - first)
+        if len(new.chosen):
+            self._parts.append(new)
+            self.known += len(new.chosen)  # last: another thread may read meanwhile
+
+    def entries(self) -> list[tuple[float, dict[int, float]] | None]:
+        """[prompt_len] of (log-probability, the likeliest tokens with theirs, best first); None where there is none."""
+        entries: list[tuple[float, dict[int, float]] | None] = [None]
+        for chosen, values, ids in list(self._parts):
+            tops = zip(ids[:, : self.alternatives].tolist(), values[:, : self.alternatives].tolist(), strict=True)
+            best = [dict(zip(*top, strict=True)) for top in tops]
+            entries += zip(chosen.tolist(), best, strict=True)
+        return entries + [None] * (self.prompt_len - len(entries))

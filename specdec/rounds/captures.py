@@ -1,0 +1,281 @@
+"""What an engine has captured, of rounds and of prompts: within a budget of bytes, the least recently used first out.
+
+    a shape   met  ->  ran once  ->  captured  ->  evicted: captured again when it comes again, later the more often it
+                                                   was evicted, so that a budget that is too small is no treadmill
+                                 ->  refused:   out of memory is tried again, anything else three times
+
+Captures of one pool share its memory, since they never run at the same time: a pool is as large as the largest needs,
+and is given back when the last of them goes. Out of memory all others are let go, and the capture is tried once more.
+Invariant: `use()` is true at every moment; nothing runs uncaptured without being counted there.
+"""
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from specdec.errors import SpecDecError
+
+Program = Callable[[], torch.Tensor]
+Replay = Callable[[], None]
+Capture = Callable[[Program], tuple[Replay, torch.Tensor]]
+"""Records a program instead of running it -> (what replays it, the tensor that it returns, written anew each time)."""
+
+FEWEST = 60
+"""Captures that an engine may keep at least, whatever the number of its batch sizes: `most_captures`."""
+
+POOLS = ("rounds", "large rounds", "prompts")
+"""Names of pools: rounds that change or report logits need several times the memory, and come and go."""
+
+MEMORY_SHARE, FREE_SHARE = 0.1, 0.5
+"""Of all memory of the device, and of what is free once the pools are made: the budget is the smaller."""
+
+
+class CaptureUse(NamedTuple):
+    """What an engine has captured, and what ran without.
+
+    captured: rounds and prompt forwards that can be replayed now. made, evicted, refused: captures made so far, let go
+    for others, and failed, out of memory among them. bytes: of the device that all captures take together, and what
+    they leave their results in; budget_bytes: at most, None where nothing is captured. uncaptured_rounds,
+    uncaptured_prompts: rounds and forwards over prompts that were launched kernel by kernel, the first of every shape
+    and prompts that are too long to be captured among them.
+    """
+
+    captured: int = 0
+    made: int = 0
+    evicted: int = 0
+    refused: int = 0
+    bytes: int = 0
+    budget_bytes: int | None = None
+    uncaptured_rounds: int = 0
+    uncaptured_prompts: int = 0
+
+
+@runtime_checkable
+class CaptureMemory(Protocol):
+    """A `Capture` that knows what it takes of the device."""
+
+    pool: str
+    """Captures made from now on take their memory from the pool of this name."""
+
+    def held_bytes(self) -> int:
+        """Bytes that pools and captured programs hold now."""
+
+    def wait(self) -> None:
+        """Until no captured program runs, so that any may be let go."""
+
+    def close(self, pool: str) -> None:
+        """Of this pool nothing is captured any more: give its memory back."""
+
+
+class CudaReplay:
+    """A CUDA graph, and the bytes that its instance takes beside the pool."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, num_bytes: int) -> None:
+        self._graph = graph
+        self.num_bytes = num_bytes
+
+    def __call__(self) -> None:
+        self._graph.replay()
+
+
+class CudaCapture:
+    """Captures into CUDA graphs; those of one `pool` share its memory."""
+
+    def __init__(self) -> None:
+        self.pool = ""
+        self._pools: dict[str, Any] = {}
+        self._alive: weakref.WeakSet[CudaReplay] = weakref.WeakSet()
+
+    def __call__(self, program: Program) -> tuple[Replay, torch.Tensor]:
+        if self.pool not in self._pools:
+            self._pools[self.pool] = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # as `torch.cuda.graph` does, so that what is missing below is the capture's
+        before = _taken_beside_torch()
+        # another thread may use the device meanwhile
+        with torch.cuda.graph(graph, pool=self._pools[self.pool], capture_error_mode="thread_local"):
+            out = program()
+        replay = CudaReplay(graph, max(_taken_beside_torch() - before, 0))
+        self._alive.add(replay)
+        return replay, out
+
+    def held_bytes(self) -> int:
+        return sum(map(pool_bytes, self._pools.values())) + sum(replay.num_bytes for replay in self._alive)
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
+    def close(self, pool: str) -> None:
+        self._pools.pop(pool, None)
+        torch.cuda.empty_cache()
+
+
+def pool_bytes(pool: tuple[int, int]) -> int:
+    """Bytes of the device that torch holds in the pool of a graph."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))
+
+
+def _taken_beside_torch() -> int:
+    """Bytes of the device that are taken, but not by torch's allocator in this process."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def default_budget(device: torch.device) -> int | None:
+    """What captures may take where the user says nothing; None: nothing is captured there."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return int(min(MEMORY_SHARE * total, FREE_SHARE * free))
+
+
+def most_captures(num_sizes: int) -> int:
+    """Captures that are kept, where rounds have so many batch sizes."""
+    return max(FEWEST, 3 * num_sizes)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Did the device have no room? Libraries say so in kinds of errors of their own."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    message = str(error)
+    return isinstance(error, RuntimeError) and ("out of memory" in message or "ALLOC_FAILED" in message)
+
+
+class OverBudget(SpecDecError):
+    """A capture that does not fit the budget, even alone."""
+
+
+class Captured(NamedTuple):
+    """A round that can be replayed, program by program, each with what it returns; and the view that it was captured
+    under. What one program leaves for the next is memory of the pool, which other captures use between two rounds."""
+
+    replays: list[tuple[Replay, torch.Tensor]]
+    view_key: tuple[object, ...]
+    pool: str
+
+
+class Owner(Protocol):
+    """Who looks up what was captured."""
+
+    def forget(self, shape: Hashable) -> None:
+        """That of this shape is let go."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of what its captures leave their results in."""
+
+
+class CaptureStore:
+    """The captures of one engine, whoever they belong to.
+
+    capture: one that is no `CaptureMemory` takes no bytes that anybody knows of. budget_bytes: None for no bound.
+    """
+
+    def __init__(self, capture: Capture, memory: Capture | None, budget_bytes: int | None, most: int) -> None:
+        self._capture = capture
+        counted: object = memory
+        self._memory = counted if isinstance(counted, CaptureMemory) else None
+        self._budget = budget_bytes
+        self._most = most
+        self._owners: list[Owner] = []
+        self._kept: dict[tuple[int, Hashable], Captured] = {}  # the least recently used first
+        self._made = self._evicted = 0
+        self._bytes = 0
+        self.refused = 0
+        self.uncaptured = {"rounds": 0, "prompts": 0}
+
+    def join(self, owner: Owner) -> int:
+        """-> the number under which it keeps what it captures."""
+        self._owners.append(owner)
+        return len(self._owners) - 1
+
+    def use(self) -> CaptureUse:
+        """As it is now."""
+        counts = len(self._kept), self._made, self._evicted, self.refused
+        return CaptureUse(*counts, self._bytes, self._budget, *self.uncaptured.values())
+
+    def touch(self, owner: int, shape: Hashable) -> None:
+        """It is replayed: the last to be let go."""
+        self._kept[owner, shape] = self._kept.pop((owner, shape))
+
+    def make(
+        self, owner: int, shape: Hashable, pool: str, view_key: tuple[object, ...], programs: Sequence[Program]
+    ) -> Captured:
+        """Capture these programs, and let others go for them. Raises what a program raises, out of memory only where
+        letting go of all others did not help, and OverBudget."""
+        self._record(owner, shape, pool, view_key, programs)
+        while self._over() and len(self._kept) > 1:
+            self._evict(next(iter(self._kept)))
+        if self._over() and self._memory is not None:  # in a pool that has grown for others, perhaps
+            self._undo(owner, shape)
+            self._record(owner, shape, pool, view_key, programs)
+        if self._over():
+            taken = self._bytes
+            self._undo(owner, shape)
+            raise OverBudget(
+                f"a capture takes {taken / 1e6:,.1f} MB, and max_capture_bytes is {self._budget:,}; raise that, or "
+                "lower max_batch_size or the number of drafted nodes"
+            )
+        return self._kept[owner, shape]
+
+    def discard(self, owner: int) -> None:
+        """Let go of all that this one has captured, and of its memory: what it reads is elsewhere now."""
+        for number, shape in list(self._kept):
+            if number == owner:
+                self._drop(number, shape)
+
+    def _record(
+        self, owner: int, shape: Hashable, pool: str, view_key: tuple[object, ...], programs: Sequence[Program]
+    ) -> None:
+        if self._memory is not None:
+            self._memory.pool = pool
+        try:
+            replays = [self._capture(program) for program in programs]
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            replays = []
+        if not replays:  # not within the handler: the error's frames hold memory
+            self._let_go_of_all()
+            replays = [self._capture(program) for program in programs]
+        self._kept[owner, shape] = Captured(replays, view_key, pool)
+        self._made += 1
+        self._measure()
+
+    def _undo(self, owner: int, shape: Hashable) -> None:
+        self._drop(owner, shape)
+        self._made -= 1
+
+    def _over(self) -> bool:
+        return len(self._kept) > self._most or (self._budget is not None and self._bytes > self._budget)
+
+    def _measure(self) -> None:
+        if self._memory is not None:
+            self._bytes = self._memory.held_bytes() + sum(owner.shared_bytes for owner in self._owners)
+
+    def _evict(self, key: tuple[int, Hashable]) -> None:
+        self._evicted += 1
+        self._drop(*key)
+
+    def _let_go_of_all(self) -> None:
+        for key in list(self._kept):
+            self._evict(key)
+        if self._memory is not None:
+            self._memory.wait()
+            for pool in POOLS:  # of what failed, too
+                self._memory.close(pool)
+        self._measure()
+
+    def _drop(self, owner: int, shape: Hashable) -> None:
+        if self._memory is not None:
+            self._memory.wait()
+        pool = self._kept.pop((owner, shape)).pool
+        self._owners[owner].forget(shape)
+        if self._memory is not None and all(kept.pool != pool for kept in self._kept.values()):
+            self._memory.close(pool)
+        self._measure()

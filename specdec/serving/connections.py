@@ -1,0 +1,360 @@
+"""Connections bounded in number and in time: what uvicorn leaves to a proxy.
+
+    Listener       the listening socket: takes a few connections at a time, and none that there is no room for
+    Connections    all that are open; the ones from which a request is awaited, in the order in which they began to wait
+    Connection     uvicorn's HTTP/1.1 protocol, which says when it waits for a request and when it has one
+
+A connection waits for a request until the last byte of that request has come. Where there is no room for a new
+connection, the one that has waited longest is closed, so idle clients never keep working ones out. A request whose last
+byte has come is never given up here. It knows sockets and h11, and nothing of routes or engines.
+"""
+
+import errno
+import logging
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from specdec.config import require_int
+from specdec.errors import ConfigError, shown
+
+logger = logging.getLogger("specdec.serving")
+
+AT_ONCE = 16
+"""Connections taken in one turn of the event loop; streams go on between two turns."""
+RESERVED_FILES = 32
+"""File descriptors that are left for everything that is no connection."""
+MOST_BY_DEFAULT = 16_384
+WRITE_SECONDS = 300.0
+"""A client that reads nothing for this long is given up."""
+QUIET_SECONDS = 10.0
+"""Between two lines of the log that say the same."""
+NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+LATE = (h11.IDLE, h11.SEND_BODY)
+"""What h11 calls a client whose request is not whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """most: open connections, 0: as many as the limit of open files allows. headers, body: seconds within which the
+    head of a request, and the whole request, must come. keep_alive: seconds that a connection stays open between two
+    requests."""
+
+    most: int = 0
+    headers: float = 10.0
+    body: float = 120.0
+    keep_alive: float = 30.0
+
+    def __post_init__(self) -> None:
+        require_int("max_connections", self.most, 0, 1 << 30)
+        for name in ("headers", "body", "keep_alive"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"timeout_{name}={shown(value)}: a number of seconds above 0 is required")
+
+    def resolved_most(self) -> int:
+        """`most`, or the number that the limit of open files allows. Raises ConfigError where it allows fewer."""
+        allowed = allowed_connections()
+        if self.most > allowed:
+            raise ConfigError(
+                f"max_connections={self.most} is more than the {allowed} that the limit of open files allows; raise "
+                "that limit (ulimit -n, LimitNOFILE=) or ask for fewer"
+            )
+        return self.most or min(allowed, MOST_BY_DEFAULT)
+
+
+def allowed_connections() -> int:
+    """How many connections the limit of open files leaves room for, besides the files that are open now."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return MOST_BY_DEFAULT
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return 1 << 30
+    try:
+        in_use = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        in_use = 64
+    return max(1, soft - in_use - RESERVED_FILES)
+
+
+class Accepted(socket.socket):
+    """One connection, counted until it is closed. began: when it was accepted."""
+
+    connections: "Connections"
+    protocol: "Connection | None" = None
+    began: float = 0.0
+
+    def close(self) -> None:
+        self.connections.forget(self)
+        super().close()
+
+
+class Connections:
+    """The open connections of one server; belongs to its event loop."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self.most = limits.resolved_most()
+        self._open: dict[int, Accepted] = {}  # by file descriptor
+        self._waiting: dict[int, Accepted] = {}  # those from which a request is awaited, the longest wait first
+        self._quiet_until: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, accepted: Accepted) -> None:
+        self._open[accepted.fileno()] = self._waiting[accepted.fileno()] = accepted
+
+    def forget(self, accepted: Accepted) -> None:
+        """It is closed, or about to be."""
+        number = accepted.fileno()
+        for known in (self._open, self._waiting):
+            if known.get(number) is accepted:
+                del known[number]
+
+    def find(self, number: int) -> Accepted | None:
+        """The connection with this file descriptor."""
+        return self._open.get(number)
+
+    def awaits_request(self, accepted: Accepted, awaits: bool) -> None:
+        number = accepted.fileno()
+        if not awaits:
+            self._waiting.pop(number, None)
+        elif self._open.get(number) is accepted:
+            self._waiting.setdefault(number, accepted)
+
+    def make_room(self) -> bool:
+        """Room for one more, if need be by closing the one that has waited longest. -> is there room?"""
+        if len(self._open) < self.most:
+            return True
+        longest = next(iter(self._waiting.values()), None)
+        self.warn(
+            "%d connections are open, as many as may be; %s",
+            self.most,
+            "new ones are refused" if longest is None else "those that have waited longest for a request are closed",
+        )
+        if longest is None:
+            return False
+        self._close(longest)
+        return True
+
+    def sweep(self) -> None:
+        """Close those that are late. Called about once a second."""
+        now = time.monotonic()
+        for accepted in list(self._open.values()):
+            protocol = accepted.protocol
+            if protocol is None:  # TLS is not agreed on yet
+                late = now - accepted.began > self.limits.headers
+            else:
+                late = protocol.is_late(now)
+            if late:
+                self._close(accepted, answer=True)
+
+    def close_incomplete(self) -> None:
+        """Close those whose request is not whole: the server stops, and nothing would come of it."""
+        for accepted in list(self._waiting.values()):
+            self._close(accepted)
+
+    def warn(self, message: str, *values: object) -> None:
+        """Into the log, the same message at most every QUIET_SECONDS."""
+        now = time.monotonic()
+        if now >= self._quiet_until.get(message, 0.0):
+            self._quiet_until[message] = now + QUIET_SECONDS
+            logger.warning(message, *values)
+
+    def _close(self, accepted: Accepted, answer: bool = False) -> None:
+        self.forget(accepted)
+        if accepted.protocol is not None:
+            accepted.protocol.give_up(answer)
+        else:
+            with suppress(OSError):
+                accepted.shutdown(socket.SHUT_RDWR)  # its transport reads the end, and closes it
+
+
+class Listener(socket.socket):
+    """A listening socket. `connections` is set when there are any to count; without it, it is as any other."""
+
+    connections: Connections | None = None
+    secure: bool = False
+    _left = AT_ONCE
+    _spare: socket.socket | None = None  # a descriptor to give up where there are no more
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """As socket.accept. Raises BlockingIOError where there is nothing to take, and now and then where there is:
+        the event loop asks again in its next turn."""
+        connections = self.connections
+        if connections is None:
+            return super().accept()
+        if self._spare is None:
+            self._keep_spare()
+        while self._left:
+            self._left -= 1
+            try:
+                taken, address = super().accept()
+            except OSError as error:
+                if error.errno not in NO_FILES:
+                    self._left = AT_ONCE
+                    raise
+                self._turn_one_away(error)
+                continue
+            accepted = Accepted(taken.family, taken.type, taken.proto, fileno=taken.detach())
+            accepted.connections, accepted.began = connections, time.monotonic()
+            if connections.make_room():
+                connections.add(accepted)
+                return accepted, address
+            self._refuse(accepted)
+        self._left = AT_ONCE
+        raise BlockingIOError
+
+    def close(self) -> None:
+        if self._spare is not None:
+            self._spare.close()
+        super().close()
+
+    def _turn_one_away(self, error: OSError) -> None:
+        """No file is left: close one connection unanswered, or it would be reported as waiting over and over."""
+        assert self.connections is not None
+        self.connections.warn("no connection can be taken: %s; raise the limit of open files", error.strerror)
+        if self._spare is None:
+            self._left = 0
+            raise error  # the event loop tries again in a second
+        self._spare.close()
+        with suppress(OSError):
+            super().accept()[0].close()
+        self._keep_spare()
+
+    def _keep_spare(self) -> None:
+        try:
+            self._spare = socket.socket()
+        except OSError:
+            self._spare = None
+
+    def _refuse(self, accepted: Accepted) -> None:
+        """Say why where that takes no handshake, and close."""
+        accepted.setblocking(False)
+        with suppress(OSError):
+            if not self.secure:
+                accepted.send(plain_answer(503, "as many connections are open as may be; try again later", retry=1))
+        accepted.close()
+
+
+class Connection(H11Protocol):
+    """uvicorn's, that is late at some time, and answers a client that has closed its own half.
+
+    EOF from a client that has sent its whole request means that it has gone, or that it will send no more and still
+    reads. TCP tells these apart only when something is sent: an interim response (100) or a comment between two events,
+    which clients must skip, make the system of a client that has gone answer with a reset. Then the request is aborted.
+    """
+
+    def __init__(self, connections: Connections, **options: Any) -> None:
+        super().__init__(**options)
+        self._connections = connections
+        self._accepted: Accepted | None = None
+        self._since: float | None = None  # the request that is awaited, since then
+        self._write_since: float | None = None  # the client reads nothing, since then
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        number = transport.get_extra_info("socket").fileno()
+        self._accepted = self._connections.find(number)
+        self._since = time.monotonic()
+        if self._accepted is not None:
+            self._accepted.protocol = self
+        else:  # it was closed to make room, before this loop came to it
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._accepted is not None:
+            self._connections.forget(self._accepted)
+            self._accepted.protocol = None
+
+    def data_received(self, data: bytes) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+        super().data_received(data)
+        self._note_state()
+
+    def on_response_complete(self) -> None:
+        if self.conn.their_state is not h11.SEND_BODY:  # else it was answered before its body had come
+            self._since = None
+        super().on_response_complete()
+        if self._since is None and self.conn.trailing_data[0]:  # the beginning of the next request came already
+            self._since = time.monotonic()
+        self._note_state()
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """-> True: keep the connection, to answer on it. TLS has no halves, and HTTP/1.0 no interim responses."""
+        answering = self.cycle is not None and not self.cycle.response_complete  # type: ignore[redundant-expr]  # before the first
+        if not answering or self._awaits() or self.scheme == "https" or self.scope["http_version"] == "1.0":
+            return None
+        self.cycle.keep_alive = False
+        if not self.cycle.response_started:
+            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+        elif self.scope["state"].get("events"):
+            self.transport.write(self.conn.send(h11.Data(data=b":\n\n")) or b"")
+        self._look_for_reset(0.005)
+        return True
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_since = time.monotonic()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._write_since = None
+
+    def is_late(self, now: float) -> bool:
+        """The head or the body of a request is overdue, or the client does not read. (uvicorn ends idle ones.)"""
+        if self._write_since is not None and now - self._write_since > WRITE_SECONDS:
+            return True
+        if self._since is None:
+            return False
+        limits, state = self._connections.limits, self.conn.their_state
+        allowed = {h11.IDLE: limits.headers, h11.SEND_BODY: limits.body}.get(state)
+        return allowed is not None and now - self._since > allowed
+
+    def give_up(self, answer: bool) -> None:
+        """Close. answer: tell the client that it was late, if anything came from it and nothing was answered."""
+        begun = self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]
+        if answer and begun and (self.cycle is None or not self.cycle.response_started):  # type: ignore[redundant-expr]
+            self.transport.write(plain_answer(408, "this request did not come in time; send it faster"))
+            self.transport.close()
+        else:
+            self.transport.abort()
+
+    def _awaits(self) -> bool:
+        return self.conn.their_state in LATE
+
+    def _note_state(self) -> None:
+        if not self._awaits():
+            self._since = None
+        if self._accepted is not None:
+            self._connections.awaits_request(self._accepted, self._awaits())
+
+    def _look_for_reset(self, delay: float) -> None:
+        """Of a client that has closed its half: abort once its system has said that it has closed both."""
+        if self.transport.is_closing() or self.cycle.response_complete:
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self.loop.call_later(delay, self._look_for_reset, min(2 * delay, 1.0))
+
+
+def plain_answer(status: int, message: str, retry: int | None = None) -> bytes:
+    """A whole HTTP/1.1 answer in OpenAI's shape, for a client that is not let in. message: without quotes."""
+    phrase = {408: "Request Timeout", 503: "Service Unavailable"}[status]
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    body = f'{{"error": {{"message": "{message}", "type": "{kind}", "param": null, "code": null}}}}'
+    again = "" if retry is None else f"Retry-After: {retry}\r\n"
+    head = f"HTTP/1.1 {status} {phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}{again}Connection: close\r\n\r\n{body}".encode()

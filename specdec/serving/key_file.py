@@ -1,0 +1,42 @@
+"""API keys from a file: one a line, with a name in front for the log.
+
+    # team        key
+    research      sk-4f1c...
+    web           sk-93aa...
+    sk-7d20...                    a key without a name is called line-4
+
+Blank lines, lines that begin with # and what follows a # behind white space say nothing. Keys are never in a message.
+"""
+
+import re
+from pathlib import Path
+
+from specdec.errors import ConfigError
+
+
+def read_key_file(path: Path) -> dict[str, str]:
+    """Name -> key. Raises ConfigError, with the number of the line, for what is none, given twice, or no file."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"the file of API keys {str(path)!r} cannot be read: {said}") from None
+    keys: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        place = f"line {number} of {str(path)!r}"
+        words = re.sub(r"(^|\s)#.*", "", line).split()
+        if not words:
+            continue
+        if len(words) > 2:
+            raise ConfigError(f"{place} has {len(words)} words; a name and a key, or a key alone, are expected")
+        name, key = words if len(words) == 2 else (f"line-{number}", words[0])
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigError(f"{place}: the key holds characters that no HTTP header does; give printable ASCII")
+        if name in keys:
+            raise ConfigError(f"{place}: the name {name!r} is there already; give each key its own")
+        if key in keys.values():
+            raise ConfigError(f"{place}: this key is there already, under another name; take one out")
+        keys[name] = key
+    if not keys:
+        raise ConfigError(f"the file of API keys {str(path)!r} holds none; a server without keys lets everybody in")
+    return keys

@@ -1,0 +1,121 @@
+"""The log of a server: written by a thread of its own, so that a reader who is slow, or gone, holds up no request.
+
+    any thread      a line is formatted and put into a queue, or dropped where the queue is full
+    log thread      writes the queue to a file descriptor, and how many lines were dropped
+
+Nothing waits for the log thread, the end of the process neither: it waits at most CLOSE_SECONDS.
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from typing import Any, Literal
+
+LogFormat = Literal["text", "json"]
+MOST_BYTES = 4 << 20
+"""Lines that wait to be written; more are dropped."""
+CLOSE_SECONDS = 1.0
+TEXT = "%(asctime)s %(levelname)s %(message)s"
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, and what the record has in `fields`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)  # ASCII: no control character and no half pair reaches a terminal
+
+
+class NonBlockingHandler(logging.Handler):
+    """Writes to a file descriptor on a daemon thread. written, dropped: lines so far."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self.descriptor = descriptor
+        self.written = self.dropped = 0
+        self._lines: deque[bytes] = deque()
+        self._bytes = 0
+        self._unsaid = 0  # dropped, and the log does not say so yet
+        self._changed = threading.Condition()
+        self._writing = False
+        self._thread: threading.Thread | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = (self.format(record) + "\n").encode("utf-8", "backslashreplace")
+        except Exception:
+            self.handleError(record)
+            return
+        with self._changed:
+            if self._bytes + len(line) > MOST_BYTES:
+                self.dropped += 1
+                self._unsaid += 1
+                return
+            self._lines.append(line)
+            self._bytes += len(line)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="specdec-log", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait until what is queued is written, for at most CLOSE_SECONDS."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._lines and not self._writing, CLOSE_SECONDS)
+
+    def close(self) -> None:
+        self.flush()
+        super().close()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines)
+                batch, count = b"".join(self._lines), len(self._lines)
+                self._lines.clear()
+                self._writing = True
+                if self._unsaid:
+                    batch += self._said_dropped(self._unsaid)
+                    self._unsaid = 0
+            self._write(batch)
+            with self._changed:
+                self._bytes = sum(map(len, self._lines))  # what was written counted until now
+                self.written += count
+                self._writing = False
+                self._changed.notify_all()
+
+    def _said_dropped(self, count: int) -> bytes:
+        text = "%d lines of this log were dropped: its reader is too slow"
+        record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (count,), None)
+        return (self.format(record) + "\n").encode()
+
+    def _write(self, batch: bytes) -> None:
+        """All of it; where nobody can read any more it is lost."""
+        left = memoryview(batch)
+        while left:
+            try:
+                left = left[os.write(self.descriptor, left) :]
+            except BlockingIOError:  # somebody made the pipe non-blocking
+                time.sleep(0.05)
+            except OSError:
+                return
+
+
+def set_up(kind: LogFormat, level: int, descriptor: int = 2) -> NonBlockingHandler:
+    """The root logger writes to standard error through one such handler, unless the program has given it others."""
+    handler = NonBlockingHandler(descriptor)
+    handler.setFormatter(JsonFormatter() if kind == "json" else logging.Formatter(TEXT))
+    logging.basicConfig(level=level, handlers=[handler])
+    return handler

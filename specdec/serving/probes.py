@@ -1,0 +1,113 @@
+"""GET /live, /ready, /ping and /health: is this process worth keeping, and should it get requests now.
+
+    live     the engine's thread is there, and its last step ended less than `liveness_seconds` ago or there is no work
+    ready    live, and neither stopping nor failing one round after the other; /health and /ping say the same
+
+A server whose engine only fails is not sent requests any more, so it would never show that it is well again, or that it
+is not: `Watch` asks it for a token now and then, and calls it dead when it fails those too.
+"""
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+
+from specdec.config import SamplingParams
+from specdec.errors import QueueFullError, SpecDecError
+from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.state import ServeState, State
+
+logger = logging.getLogger("specdec.serving")
+router = APIRouter()
+
+PROBE_SECONDS = 2.0
+"""Between two requests of our own to an engine whose rounds fail."""
+MOST_FAILED = 3
+"""Of these in a row, after which the engine is dead."""
+
+
+@router.get("/live", response_model=None)
+async def read_live(state: State) -> Response:
+    """200 unless the process should be replaced: its engine's thread has ended, or hangs in a step."""
+    return _answer(lifeless(state.engine, state.settings.liveness_seconds))
+
+
+@router.get("/ready", response_model=None)
+async def read_ready(state: State) -> Response:
+    """200 while it takes requests; 503 when it stops, hangs, or when rounds fail one after the other."""
+    return _answer(unready(state))
+
+
+@router.get("/health", response_model=None)
+async def read_health(state: State) -> Response:
+    """As /ready."""
+    return _answer(unready(state))
+
+
+@router.get("/ping", response_model=None)
+async def read_ping(state: State) -> Response:
+    """As /ready, under the name that SageMaker asks for."""
+    return _answer(unready(state))
+
+
+def unready(state: ServeState) -> str | None:
+    """Why it should get no requests now."""
+    return lifeless(state.engine, state.settings.liveness_seconds) or state.engine.trouble
+
+
+def lifeless(engine: AsyncEngine, most_seconds: float) -> str | None:
+    """Why the process should be replaced; None: it is alive."""
+    if engine.died is not None:
+        return engine.died
+    seconds = engine.seconds_in_step
+    if seconds > most_seconds:
+        return f"a step of the engine has not ended for {seconds:.0f} s"
+    return None
+
+
+def _answer(reason: str | None) -> Response:
+    if reason is not None:
+        return JSONResponse({"status": "unavailable", "reason": reason}, 503)
+    return JSONResponse({"status": "ok"})
+
+
+class Watch:
+    """Looks after the engine of one server, on its event loop. died: why the process must end; None: it need not."""
+
+    def __init__(self, engine: AsyncEngine, liveness_seconds: float) -> None:
+        self.died: str | None = None
+        self._engine = engine
+        self._liveness_seconds = liveness_seconds
+        self._said_hung = False
+        self._failed = 0  # probes in a row
+        self._next = 0.0
+        self._probe: asyncio.Task[Any] | None = None
+
+    def look(self) -> None:
+        """Called about once a second; does not wait."""
+        self.died = self.died or self._engine.died
+        hung = lifeless(self._engine, self._liveness_seconds)
+        if hung and not self._said_hung and self.died is None:
+            logger.error("%s: /live answers 503, so that this process is replaced", hung)
+        self._said_hung = hung is not None
+        if not self._engine.failing:
+            self._failed = 0
+        elif not hung and time.monotonic() >= self._next and (self._probe is None or self._probe.done()):
+            self._probe = asyncio.create_task(self._ask())
+
+    async def _ask(self) -> None:
+        """One token of one request; an engine that can make it is not failing any more."""
+        self._next = time.monotonic() + PROBE_SECONDS
+        try:
+            await self._engine.generate([[0]], SamplingParams(max_new_tokens=1, ignore_eos=True))
+            logger.info("the engine is well again: it made a token")
+        except QueueFullError:
+            pass
+        except SpecDecError as error:
+            self._failed += 1
+            logger.warning("the engine failed a probe of one token, %d in a row: %s", self._failed, error)
+            if self._failed >= MOST_FAILED:
+                self.died = f"the engine makes no token any more: {error}"

@@ -1,0 +1,88 @@
+"""What a server says of itself in its log: what it serves when it starts, and how it goes while there is traffic."""
+
+import asyncio
+import logging
+import time
+
+from specdec.engine import Engine
+from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.metrics import Metrics, Snapshot
+from specdec.serving.state import ServeState
+
+logger = logging.getLogger("specdec.serving")
+
+
+def describe(state: ServeState) -> str:
+    """Context, slots, memory, drafter and parser of a server, in one line."""
+    engine = state.engine.engine
+    config, pools = engine.config, engine.table.allocator
+    slots = f"{pools.full.capacity * config.page_size} KV slots"
+    if pools.swa is not None:
+        slots += f" and {pools.swa.capacity * config.page_size} of sliding windows"
+    parser = state.tool_parser
+    return (
+        f"serving {', '.join(state.settings.model_names)}: context {engine.max_model_len} tokens, "
+        f"{config.max_batch_size} requests at a time, {slots} ({_gigabytes(engine)}), drafter {_drafter(engine)}, "
+        f"tool parser {'none' if parser is None else parser.__name__}"
+    )
+
+
+def _gigabytes(engine: Engine) -> str:
+    return f"{sum(engine.cache.bytes_by_space().values()) / 1e9:.2f} GB"
+
+
+def _drafter(engine: Engine) -> str:
+    if engine.drafter is None or engine.spec is None:
+        return "none"
+    spec = engine.spec
+    return f"{type(engine.drafter).__name__} ({spec.num_steps} steps, {spec.num_nodes} nodes)"
+
+
+class Reporter:
+    """One line every `seconds` in which tokens were read or made; 0: none. Belongs to an event loop."""
+
+    def __init__(self, engine: AsyncEngine, metrics: Metrics, seconds: float) -> None:
+        self._engine, self._metrics, self._seconds = engine, metrics, seconds
+        self._last: Snapshot | None = None
+        self._then = time.monotonic()
+        self._task: asyncio.Task[None] | None = None
+
+    def look(self) -> None:
+        """Called about once a second; does not wait."""
+        due = self._seconds and time.monotonic() - self._then >= self._seconds
+        if due and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._say())
+
+    async def _say(self) -> None:
+        snapshot = await self._metrics.snapshot()
+        now = time.monotonic()
+        line = said(self._last, snapshot, now - self._then)
+        self._last, self._then = snapshot, now
+        if line:
+            logger.info(line)
+
+
+def said(before: Snapshot | None, after: Snapshot, seconds: float) -> str | None:
+    """The line of what happened between two snapshots; None where nothing did."""
+    old, new = before.requests if before else None, after.requests
+
+    def gained(name: str) -> int:
+        return int(getattr(new, name)) - (int(getattr(old, name)) if old else 0)
+
+    prompt, output = gained("prompt_tokens"), gained("output_tokens")
+    if not (prompt or output):
+        return None
+    accepted = sum(new.accepted_counts) - (sum(old.accepted_counts) if old else 0)
+    drafts, rounds = gained("draft_tokens"), gained("drafted_rounds")
+    pool = after.engine.full_slots
+    parts = [
+        f"prompts {prompt / seconds:.1f} tokens/s",
+        f"outputs {output / seconds:.1f} tokens/s",
+        f"{after.engine.running} requests running, {after.engine.waiting} waiting",
+        f"KV slots {100 * pool.held / pool.capacity if pool.capacity else 0:.1f} % in use",
+    ]
+    if prompt:
+        parts.append(f"{100 * gained('cached_tokens') / prompt:.1f} % of prompts cached")
+    if rounds and drafts:
+        parts.append(f"acceptance length {1 + accepted / rounds:.2f}, {100 * accepted / drafts:.1f} % of drafts")
+    return ", ".join(parts)

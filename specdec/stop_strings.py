@@ -1,0 +1,47 @@
+"""The stop strings of a request, and how they are applied: a tuple of strings that knows two things more.
+
+Everything that cuts a text at stop strings takes a sequence of strings; a plain tuple is one with the defaults.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class StopStrings(tuple[str, ...]):
+    """included: the text keeps the stop string that ended it. min_tokens: output tokens within which none counts; one
+    counts as soon as a character of a later token belongs to it."""
+
+    included: bool
+    min_tokens: int
+
+    def __new__(cls, stops: Iterable[str] = (), *, included: bool = False, min_tokens: int = 0) -> "StopStrings":
+        made = super().__new__(cls, stops)
+        made.included = included
+        made.min_tokens = min_tokens
+        return made
+
+
+class Found(NamedTuple):
+    """Where the first stop string in a text begins and ends, in characters."""
+
+    begin: int
+    end: int
+
+
+def min_tokens_of(stops: Sequence[str]) -> int:
+    """Output tokens within which none of these counts."""
+    return stops.min_tokens if isinstance(stops, StopStrings) else 0
+
+
+def find_first(text: str, stops: Sequence[str], since: int = 0) -> Found | None:
+    """The first of the stop strings that ends after character `since`; None: there is none."""
+    places = ((text.find(stop, max(0, since - len(stop) + 1)), stop) for stop in stops)
+    return min((Found(at, at + len(stop)) for at, stop in places if at >= 0), default=None)
+
+
+def cut(text: str, stops: Sequence[str], since: int = 0) -> str:
+    """The text up to the first stop string, or with it where they are included."""
+    found = find_first(text, stops, since)
+    if found is None:
+        return text
+    return text[: found.end if isinstance(stops, StopStrings) and stops.included else found.begin]

@@ -1,0 +1,144 @@
+"""Control tokens written in a user's text: "<|turn>system" is text there, and no new turn.
+
+transformers tokenises a rendered chat as one string, so a control token that is written in a message becomes one. Here
+such a string is broken by a marker before the template sees it, and mended after the template's own control tokens
+were found:
+
+    content   "a <|turn> b"   ->  "a <M|turn> b"        M: a character that occurs nowhere in the chat
+    rendered  "<|turn>user\\na <M|turn> b<turn|>"
+    tokens    <|turn>  "user\\na <|turn> b" as plain text  <turn|>
+
+Text without control tokens goes the usual way, so its ids are those of transformers.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from specdec.errors import ConfigError, shown
+
+HANDLINGS = ("escape", "allow")
+PRIVATE_USE = range(0xE000, 0xF900)
+WRITTEN_BY_MODELS = ("assistant", "model")
+"""Their text has markup that templates read ("</think>"): only special tokens are broken there."""
+
+
+class ContentTokens:
+    """Breaks and mends the control tokens of one tokenizer. template: text of its chat template."""
+
+    def __init__(self, tokenizer: Any, template: str) -> None:
+        self._tokenizer = tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        known = {token_id: (token.content, bool(token.special)) for token_id, token in added.items()}
+        special = {text for text, is_special in known.values() if is_special} | set(
+            getattr(tokenizer, "all_special_tokens", ())
+        )
+        # other added tokens are often ordinary text, such as runs of spaces; what the template writes is not
+        others = {text for text, is_special in known.values() if not is_special}
+        pairs = {text.replace("/", "") for text in others if text in template}  # "<think>" with "</think>"
+        marks = {text for text in others if text.replace("/", "") in pairs}
+        self._ids = frozenset(token_id for token_id, (text, _) in known.items() if text in special | marks)
+        self._special, self._all = _pattern(special), _pattern(special | marks)
+
+    def broken(self, chat: Sequence[Mapping[str, Any]], others: Mapping[str, Any]) -> tuple[Any, Any, str]:
+        """(chat, others, marker) with every control token in them broken; the marker is "" where there is none.
+
+        others: what the template is told beside messages, such as tools.
+        """
+        texts = list(_texts([chat, others]))
+        if not any(self._all.search(text) for text in texts):
+            return chat, others, ""
+        there = set().union(*texts)
+        marker = next(chr(code) for code in PRIVATE_USE if chr(code) not in there)
+        messages = [
+            {
+                key: value
+                if key == "role"
+                else _mapped(value, self._special if each.get("role") in WRITTEN_BY_MODELS else self._all, marker)
+                for key, value in each.items()
+            }
+            for each in chat
+        ]
+        return messages, _mapped(others, self._all, marker), marker
+
+    def ids(self, rendered: str, marker: str) -> list[int]:
+        """Token ids of a rendered chat whose control tokens are broken by `marker`, or of a text."""
+        if not getattr(self._tokenizer, "is_fast", False):
+            return [token for piece in rendered.split(marker) if piece for token in self._plain(piece)]
+        found = self._tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True)
+        ids: list[int] = []
+        text_from = run_from = 0  # where the text since the last control token begins, in characters and tokens
+        tokens, spans = found["input_ids"], found["offset_mapping"]
+        for at, (token, span) in enumerate(zip(tokens, spans, strict=True)):
+            if token in self._ids:
+                ids += self._run(rendered[text_from : span[0]], tokens[run_from:at], marker)
+                ids.append(int(token))
+                text_from, run_from = span[1], at + 1
+        return ids + self._run(rendered[text_from:], tokens[run_from:], marker)
+
+    def _run(self, text: str, tokens: Sequence[int], marker: str) -> list[int]:
+        """Text between two control tokens, and the tokens that it has with its markers."""
+        if marker not in text:
+            return [int(token) for token in tokens]
+        without = _without_added(self._tokenizer, len(self._tokenizer))
+        ids: list[int] = without.encode(text.replace(marker, ""), add_special_tokens=False).ids
+        if self._ids.isdisjoint(ids):
+            return ids
+        # a model whose own vocabulary has a control token as a word
+        return [token for piece in text.split(marker) for token in without.encode(piece, add_special_tokens=False).ids]
+
+    def _plain(self, text: str) -> list[int]:
+        return [int(token) for token in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+@lru_cache(maxsize=16)
+def content_tokens(tokenizer: Any, template: str, size: int) -> ContentTokens:
+    """Kept by tokenizer; `size`: tokens may be added later."""
+    return ContentTokens(tokenizer, template)
+
+
+def require_handling(value: object) -> None:
+    if value not in HANDLINGS:
+        raise ConfigError(f"special_tokens_in_content={shown(value)}: choose one of {', '.join(HANDLINGS)}")
+
+
+@lru_cache(maxsize=4)
+def _without_added(tokenizer: Any, size: int) -> Any:
+    """The tokenizer as if no token had been added to its model's own."""
+    backend = tokenizer.backend_tokenizer
+    described = json.loads(backend.to_str())
+    described |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+    return type(backend).from_str(json.dumps(described))
+
+
+def _pattern(tokens: set[str]) -> "re.Pattern[str]":
+    """Any of them, the longest first; white space and single characters are ordinary text."""
+    words = sorted((token for token in tokens if len(token) > 1 and not token.isspace()), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, words)) or r"(?!)")
+
+
+def _mapped(value: Any, pattern: "re.Pattern[str]", marker: str) -> Any:
+    """The same with all its texts broken, keys too."""
+    if isinstance(value, str):
+        while pattern.search(value):  # in what is left of one there may be another
+            value = pattern.sub(lambda found: found[0][0] + marker + found[0][1:], value)
+        return value
+    if isinstance(value, Mapping):
+        return {_mapped(key, pattern, marker): _mapped(each, pattern, marker) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_mapped(each, pattern, marker) for each in value]
+    return value
+
+
+def _texts(value: Any) -> Any:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _texts(key)
+            yield from _texts(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _texts(each)

@@ -1,0 +1,177 @@
+"""Bounds on a grammar, checked before the grammar library sees it. Everything here is iterative: a hostile schema is
+deeper than any stack.
+
+    require_bounded("json_schema", text)      raises ConfigError with the figure and the bound
+    is_plain("json_schema", schema)           compiles in time and memory in proportion to its length
+
+A plain grammar is compiled directly; any other one is tried in a process of its own first (`grammar_trial`). It knows
+JSON schemas and regular expressions, and no library.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from specdec.errors import ConfigError, shown
+
+MAX_SCHEMA_CHARS = 1 << 20
+MAX_REGEX_CHARS = 1 << 16
+MAX_CHOICE_CHARS = 1 << 18
+"""Of all choices together."""
+MAX_CHOICES = 1 << 14
+MAX_DEPTH = 100
+"""Of objects and arrays in a schema, and of groups in a regular expression. The library's own JSON reader takes 127."""
+MAX_REFERENCES = 2000
+"""Each one is a recursion of the library, on a stack of `grammar_trial.STACK_BYTES`."""
+
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Under "x-guidance" in a schema: JSON without line ends and indents, for texts that no person reads."""
+
+PLAIN_CHARS = 8192
+PLAIN_DEPTH = 16
+PLAIN_KEYS = frozenset(
+    {
+        "type",
+        "properties",
+        "required",
+        "items",
+        "additionalProperties",
+        "enum",
+        "const",
+        "minLength",
+        "maxLength",
+        "minItems",
+        "maxItems",
+        "minimum",
+        "maximum",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "$schema",
+    }
+)
+"""Keys of schemas whose compilation neither searches nor multiplies."""
+
+_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_ESCAPED_OR_CLASS = re.compile(r"\\.|\[\^?\]?[^\]\\]*+(?:\\.[^\]\\]*+)*+\]", re.DOTALL)
+
+
+def require_bounded(name: str, value: Any) -> None:
+    """Raise ConfigError for a grammar that is too large or too deep to hand to the library.
+
+    name: of `specdec.config.GRAMMARS`; value: JSON text of a schema, a regular expression, or a tuple of choices.
+    """
+    if name == "json_schema":
+        _require_length(name, len(value), MAX_SCHEMA_CHARS)
+        _require_depth(name, _depth(_STRING.sub("", value), "{[", "}]"))
+        _require_references(json.loads(value))
+    elif name == "regex":
+        _require_length(name, len(value), MAX_REGEX_CHARS)
+        _require_depth(name, _depth(_ESCAPED_OR_CLASS.sub("", value), "(", ")"))
+        _require_unicode(name, value)
+    elif name == "choice":
+        if len(value) > MAX_CHOICES:
+            raise ConfigError(f"choice has {len(value)} strings; at most {MAX_CHOICES} are allowed, so give fewer")
+        _require_length(name, sum(map(len, value)), MAX_CHOICE_CHARS)
+        for one in value:
+            _require_unicode(name, one)
+
+
+def is_plain(name: str, value: Any) -> bool:
+    """Is it certain that compiling it takes time and memory in proportion to its length? value: as it is checked."""
+    if name == "json_object":
+        return True
+    if name == "choice":
+        return sum(map(len, value)) <= PLAIN_CHARS
+    if name == "regex" or len(value) > PLAIN_CHARS:
+        return False
+    whole = json.loads(value)
+    if isinstance(whole, dict) and whole.get("x-guidance") == ONE_LINE:
+        del whole["x-guidance"]
+    return all(depth <= PLAIN_DEPTH and schema.keys() <= PLAIN_KEYS for depth, schema in _schemas(whole))
+
+
+def _require_length(name: str, length: int, most: int) -> None:
+    if length > most:
+        raise ConfigError(f"{name} cannot be followed (it has {length} characters, and {most} are allowed); shorten it")
+
+
+def _require_depth(name: str, depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise ConfigError(
+            f"{name} cannot be followed (it is nested {depth} deep, and {MAX_DEPTH} is allowed); flatten it"
+        )
+
+
+def _require_unicode(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} holds half a surrogate pair at character {error.start + 1}; take it out") from None
+
+
+def _require_references(schema: Any) -> None:
+    found = 0
+    for key, value in _members(schema):
+        if key not in REFERENCES or not isinstance(value, str):
+            continue
+        found += 1
+        if found > MAX_REFERENCES:
+            raise ConfigError(
+                f"json_schema cannot be followed (it has more than {MAX_REFERENCES} references); inline some of them"
+            )
+        place = _split(value)
+        if place is None or (place[0] and place[1] != "json-schema.org"):
+            raise ConfigError(
+                f"json_schema cannot be followed ({key}={shown(value)} is elsewhere, and nothing is fetched); put the "
+                "definition into $defs"
+            )
+
+
+def _split(reference: str) -> tuple[str, str] | None:
+    """Scheme and host; None: it is no address at all."""
+    try:
+        parts = urlsplit(reference)
+    except ValueError:
+        return None
+    return parts.scheme or ("//" if parts.netloc else ""), parts.netloc
+
+
+def _depth(text: str, opening: str, closing: str) -> int:
+    """The deepest nesting of these brackets."""
+    deepest = depth = 0
+    for char in re.findall(f"[{re.escape(opening + closing)}]", text):
+        depth = depth + 1 if char in opening else max(depth - 1, 0)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _members(value: Any) -> Iterator[tuple[str, Any]]:
+    """Every member of every object."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, Mapping):
+            yield from one.items()
+            left.extend(one.values())
+        elif isinstance(one, list):
+            left.extend(one)
+
+
+def _schemas(schema: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """(depth, schema) of every schema in one whose keys are plain; booleans have no keys."""
+    left = [(0, schema)]
+    while left:
+        depth, one = left.pop()
+        if not isinstance(one, Mapping):
+            continue
+        yield depth, one
+        inner: list[Any] = [one.get("items"), one.get("additionalProperties")]
+        properties = one.get("properties")
+        if isinstance(properties, Mapping):
+            inner.extend(properties.values())
+        left.extend((depth + 1, each) for each in inner if not isinstance(each, Sequence))

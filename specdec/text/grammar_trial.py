@@ -1,0 +1,181 @@
+"""Tries grammars in a worker process, where one that crashes, hangs or eats memory costs its own request and no other.
+
+    trial = GrammarTrial(tokenizer_json, eos, n_vocab=...)
+    trial.run(grammar)  ->  bytes that it takes; raises ConfigError with the reason against it
+
+The library bounds much of its work by itself, but not all: intersections of patterns search for minutes, and chains of
+references overflow the stack. A compiled grammar cannot cross processes, so what passes is compiled again, by
+`with_large_stack`, on a stack twice as large as that of the trial; it is then known to end. The worker starts with the
+first grammar that needs it, and again after one that ended it.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from specdec.errors import ConfigError
+
+T = TypeVar("T")
+
+PROGRAM = Path(__file__).with_name("grammar_worker.py")
+SECONDS = 3.0
+"""Of computing that a grammar may take."""
+PATIENCE = 20.0
+"""Seconds by the clock, on a machine that is busy with other things."""
+START_SECONDS = 120.0
+BYTES = 512 << 20
+"""Memory that a grammar may take while it is compiled."""
+FORCED_BYTES = 1 << 14
+"""Text that a grammar may force at its start: every copy of a state holds it."""
+STACK_BYTES = 64 << 20
+"""Address space; a page of it is taken when it is touched."""
+
+_stack_size = threading.Lock()
+
+
+class WorkerDied(Exception):
+    """The worker ended, or did not answer in time. reason: what is said of the grammar."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class GrammarTrial:
+    """One tokenizer's worker. From any thread; one grammar at a time."""
+
+    def __init__(self, tokenizer_json: str, eos: Any, *, n_vocab: int) -> None:
+        self._begin = {"tokenizer": tokenizer_json, "n_vocab": n_vocab, "eos": eos}
+        self._lock = threading.Lock()
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._pid = os.getpid()
+        self._finalizer: Any = None
+        self.starts = 0
+
+    def run(self, grammar: str) -> int:
+        """Bytes that the grammar takes. Raises ConfigError, with the reason, for one that must not be compiled."""
+        asked = {"grammar": grammar, "seconds": SECONDS, "bytes": BYTES, "forced": FORCED_BYTES, "stack": STACK_BYTES}
+        with self._lock:
+            try:
+                answer = self._answer(self._ready(), asked, PATIENCE)
+            except WorkerDied as error:
+                self._end()
+                raise ConfigError(error.reason) from None
+            except BaseException:  # half an answer may be left in the pipe
+                self._end()
+                raise
+        if answer["reason"]:
+            raise ConfigError(answer["reason"])
+        return int(answer["bytes"])
+
+    def _ready(self) -> "subprocess.Popen[bytes]":
+        if self._worker is not None and self._pid == os.getpid() and self._worker.poll() is None:
+            return self._worker
+        self._end()
+        try:
+            worker = subprocess.Popen(
+                [sys.executable or "python3", "-P", str(PROGRAM)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={
+                    **os.environ,
+                    "RAYON_NUM_THREADS": "1",
+                    "TOKENIZERS_PARALLELISM": "false",
+                    "MALLOC_ARENA_MAX": "1",
+                },
+                start_new_session=True,  # Ctrl-C is for us
+            )
+        except OSError as error:
+            raise WorkerDied(f"no process could be started to compile it in: {error}") from None
+        self._worker, self._pid, self.starts = worker, os.getpid(), self.starts + 1
+        self._finalizer = weakref.finalize(self, _stop, worker, os.getpid())
+        try:
+            self._answer(worker, self._begin, START_SECONDS)
+        except WorkerDied:
+            raise WorkerDied("the process that it would be compiled in did not start") from None
+        return worker
+
+    def _end(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._worker = self._finalizer = None
+
+    def _answer(self, worker: "subprocess.Popen[bytes]", asked: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """What it says within that time. Raises WorkerDied, and it has ended then."""
+        assert worker.stdin is not None and worker.stdout is not None
+        body, late = json.dumps(asked).encode(), threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            worker.kill()
+
+        timer = threading.Timer(seconds, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            worker.stdin.write(len(body).to_bytes(8, "big") + body)
+            worker.stdin.flush()
+            head = worker.stdout.read(8)
+            read = worker.stdout.read(int.from_bytes(head, "big"))
+        except (BrokenPipeError, ConnectionResetError):
+            head = read = b""
+        finally:
+            timer.cancel()
+        if len(head) < 8 or not read:
+            raise WorkerDied(f"it took more than {seconds:g} s to compile" if late.is_set() else _why(worker))
+        answer: dict[str, Any] = json.loads(read)
+        return answer
+
+
+def with_large_stack(work: Callable[[], T]) -> T:
+    """What `work` returns or raises, on a thread with twice the stack of a trial."""
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    with _stack_size:  # it is the process's, for threads that start
+        before = threading.stack_size(2 * STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, name="specdec-grammar")
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if failed:
+        raise failed[0]
+    return done[0]
+
+
+def _why(worker: "subprocess.Popen[bytes]") -> str:
+    """What ended a worker, as far as its exit status tells."""
+    code = worker.wait(5)
+    if code == -getattr(signal, "SIGPROF", 0):
+        return f"it takes more than {SECONDS:g} s of computing to compile"
+    if code == -signal.SIGSEGV:
+        return "its references or groups are nested too deep"
+    return f"it takes more than {BYTES >> 20} MiB, or ends the library"
+
+
+def _stop(worker: "subprocess.Popen[bytes]", pid: int) -> None:
+    if os.getpid() != pid:  # a fork's copy of it
+        return
+    worker.kill()
+    worker.wait()
+    for pipe in (worker.stdin, worker.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()

@@ -1,0 +1,97 @@
+"""One thread at a time, in the order of arrival; no exception, wherever it strikes, leaves a turn taken.
+
+A turn is a new lock, held by a `with` statement. There is nothing else to give back:
+
+    with mine:                       held from before the turn begins until after it has ended
+        _newest = mine               mine is in the queue: the next thread waits for it
+        with the one before: pass    those that arrived earlier had their turns, or gave up
+        _present = mine              where `_present` is not locked, nobody has a turn
+
+CPython (3.11 to 3.13) runs signal handlers at calls, at backward jumps and where a function begins, and `with` on a
+lock of its own is none of these. So there is no instruction between the acquisition and the block that releases it. A
+lock that wraps another in Python, as `threading.Condition` or a generator under `contextmanager` does, has several, and
+an exception that is kept keeps such a generator alive and its lock taken.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from specdec.errors import SpecDecError
+
+T = TypeVar("T")
+
+
+class _Turn:
+    """Of one thread; it is over when `lock` is free. Those who wait for that hold the lock for a moment, too, so
+    `thread` is who has the turn or waits for it, and 0 when that is over."""
+
+    __slots__ = ("lock", "thread")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.thread = 0
+
+
+class Turns:
+    """The turns of one engine."""
+
+    def __init__(self) -> None:
+        self._guard = threading.RLock()  # for a few instructions, which a signal handler or finalizer may interrupt
+        self._newest = self._present = _Turn()
+        self._of_thread: dict[int, _Turn] = {}  # the latest that each thread asked for with `run`
+
+    @property
+    def awaited(self) -> bool:
+        """Does a thread wait for its turn?"""
+        return self._newest is not self._present and self._newest.lock.locked()
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Wait for a turn and do this work in it.
+
+        Raises SpecDecError within a turn of the same thread, or while that thread waits for one, as a signal handler
+        may: neither would end.
+        """
+        here, mine = threading.get_ident(), _Turn()
+        for other in (self._present, self._of_thread.get(here)):
+            if other is not None and other.thread == here:
+                raise SpecDecError(
+                    "this call waits for the step that it is made in: a tokenizer, a callback or a signal handler "
+                    "called the engine that it interrupts; call it when the step is over"
+                )
+        with mine.lock:
+            try:
+                self._of_thread[here] = mine
+                mine.thread = here
+                with self._guard:
+                    before, self._newest = self._newest, mine
+                with before.lock:
+                    pass
+                while not self._take(mine):  # free at once, unless a thread gave up waiting, or `attempt` has it
+                    with self._present.lock:
+                        pass
+                return work()
+            finally:
+                mine.thread = 0
+
+    def attempt(self, work: Callable[[], object]) -> bool:
+        """Do this work in a turn, unless a thread has one or waits for one. Never waits for a turn. -> was it done?"""
+        if self._newest.lock.locked():
+            return False
+        mine = _Turn()
+        with mine.lock:
+            try:
+                mine.thread = threading.get_ident()
+                if not self._take(mine):
+                    return False
+                work()
+                return True
+            finally:
+                mine.thread = 0
+
+    def _take(self, mine: _Turn) -> bool:
+        with self._guard:
+            if self._present.lock.locked():
+                return False
+            self._present = mine
+            return True

@@ -1,0 +1,285 @@
+"""What admission costs, counted: comparisons of prompts, pages adopted, cells sent to the device. And who shares what.
+
+Requests with one beginning are the usual case of a server: every chat starts with the system prompt.
+"""
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec import SamplingParams
+from specdec.kvcache.hybrid import HybridAllocator
+from specdec.kvcache.mirror import MirroredArray
+from specdec.kvcache.prefix_cache import PrefixCache
+from specdec.kvcache.table import RequestTable
+from specdec.request import Request, RequestState
+from specdec.scheduling import scheduler as scheduling
+from specdec.scheduling.prefixes import Prefixes
+from specdec.scheduling.scheduler import Scheduler, rank
+from specdec.scheduling.settle import commit_chunks
+from specdec.text.detokenize import Detokenizer
+
+
+def make(
+    rows: int, pages: int, *, window: int | None = None, max_len: int = 600, chunk: int = 64, page_size: int = 1
+) -> Scheduler:
+    device = torch.device("cpu")
+    swa_pages = None if window is None else pages
+    allocator = HybridAllocator(full_pages=pages, swa_pages=swa_pages, page_size=page_size, device=device)
+    table = RequestTable(allocator, max_requests=rows, max_len=max_len, lookahead=2, window=window)
+    prefixes = Prefixes(SimpleNamespace(table=table, stores=[None]), lambda: 0)  # type: ignore[arg-type]
+    return Scheduler(table, prefixes=prefixes, max_model_len=max_len, prefill_chunk=chunk, max_prefill_tokens=10**6)
+
+
+def submit(scheduler: Scheduler, number: int, prompt: list[int], *, priority: int = 0, **params: Any) -> Request:
+    params = {"max_new_tokens": 8, "ignore_eos": True} | params
+    request = Request(prompt, SamplingParams(**params), 0, Detokenizer(None), frozenset())
+    request.number, request.priority = number, priority
+    scheduler.submit(request)
+    return request
+
+
+def prefill(scheduler: Scheduler) -> int:
+    """One step's prompt chunks; requests that are through decode. -> tokens computed"""
+    requests, chunk_len = scheduler.next_prefill()
+    if requests:
+        commit_chunks(scheduler.table, scheduler.prefixes, requests, chunk_len)
+    for request in requests:
+        if request.state is RequestState.DECODE and request.num_output == 0:
+            request.settle([1], [], request.stats.copy())
+    return int(chunk_len.sum())
+
+
+class Counts:
+    """comparisons: of two keys. adopted: pages. cells: of the device's arrays that were written."""
+
+    def __init__(self) -> None:
+        self.comparisons = self.adopted = self.cells = 0
+
+    def of(self, step: Any) -> tuple[int, int, int]:
+        self.comparisons = self.adopted = self.cells = 0
+        step()
+        return self.comparisons, self.adopted, self.cells
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
+    counted = Counts()
+    compare, adopt, write = PrefixCache._common_pages, RequestTable.adopt, MirroredArray.__setitem__
+
+    def counting_compare(cache: PrefixCache, *keys: np.ndarray) -> int:
+        counted.comparisons += 1
+        return compare(cache, *keys)
+
+    def counting_adopt(table: RequestTable, row: int, pages: np.ndarray) -> None:
+        counted.adopted += len(pages)
+        adopt(table, row, pages)
+
+    def counting_write(array: MirroredArray, index: Any, value: Any) -> None:
+        counted.cells += len(array._cells(index))
+        write(array, index, value)
+
+    monkeypatch.setattr(PrefixCache, "_common_pages", counting_compare)
+    monkeypatch.setattr(RequestTable, "adopt", counting_adopt)
+    monkeypatch.setattr(MirroredArray, "__setitem__", counting_write)
+    return counted
+
+
+SYSTEM = list(range(100, 140))
+
+
+@pytest.mark.parametrize("count", [50, 200])
+def test_prompts_with_one_beginning_are_not_compared_with_each_other(count: int, counts: Counts):
+    """Each was compared with every running one: 200 admitted in a step made 20,000 comparisons."""
+    scheduler = make(rows=count + 1, pages=200 * count)
+    submit(scheduler, 0, [*SYSTEM, 9])
+    scheduler.admit()
+    while prefill(scheduler):
+        pass  # the system prompt is cached
+    for number in range(count):
+        submit(scheduler, 1 + number, [*SYSTEM, *([1000 + number] * 20)])
+    comparisons, adopted, _ = counts.of(scheduler.admit)
+    assert len(scheduler.running) == count + 1
+    assert adopted == count * len(SYSTEM)
+    assert comparisons <= 8 * count
+
+
+@pytest.mark.parametrize("count", [50, 200])
+def test_waiting_for_a_prompt_in_progress_is_looked_up_once(count: int, counts: Counts):
+    """Every step, each of those who waited for the system prompt was compared again."""
+    scheduler = make(rows=count + 1, pages=200 * count, max_len=2000)
+    system = list(range(100, 1100))
+    for number in range(count):
+        submit(scheduler, number, [*system, 2000 + number])
+    first, _, _ = counts.of(scheduler.admit)
+    assert [request.number for request in scheduler.running] == [0]
+    assert first <= 8 * count
+    for _ in range(5):
+        prefill(scheduler)
+        comparisons, _, _ = counts.of(scheduler.admit)
+        assert comparisons == 0 and len(scheduler.running) == 1
+    while len(scheduler.running) == 1:
+        prefill(scheduler)
+        comparisons, adopted, _ = counts.of(scheduler.admit)
+    assert comparisons <= 12 * count
+    assert (len(scheduler.running), adopted) == (count, (count - 1) * len(system))
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_the_head_of_the_line_adopts_nothing_while_it_does_not_fit(window: int | None, counts: Counts):
+    """It adopted its cached prefix and dropped it again, every step: 64,000 cells for 32,000 tokens."""
+    scheduler = make(rows=4, pages=560, window=window)
+    prompt = list(range(400))
+    first = submit(scheduler, 0, [*prompt, 7])
+    scheduler.admit()
+    while prefill(scheduler):
+        pass
+    scheduler.release(first)
+    holder = submit(scheduler, 1, list(range(1000, 1150)))
+    scheduler.admit()
+    while prefill(scheduler):
+        pass
+    waiter = submit(scheduler, 2, [*prompt, *range(2000, 2030)])
+    for _ in range(5):
+        assert counts.of(scheduler.admit)[1:] == (0, 0)
+        assert scheduler.waiting == [waiter] and waiter.row == -1
+        scheduler.table.check()
+    scheduler.release(holder)
+    assert counts.of(scheduler.admit)[1] == 400
+    assert scheduler.running == [waiter] and waiter.stats.cached_tokens == 400
+    scheduler.table.check()
+
+
+def test_a_full_pool_is_noticed_before_prompts_are_compared(counts: Counts):
+    scheduler = make(rows=4, pages=202)
+    submit(scheduler, 0, list(range(200)), max_new_tokens=2)
+    scheduler.admit()
+    while prefill(scheduler):
+        pass
+    scheduler.next_decode()
+    submit(scheduler, 1, [*range(200)], max_new_tokens=2)
+    scheduler.table.committed_len[np.array([0])] = scheduler.table.committed_len.host[0] + 1  # one more is due
+    assert counts.of(scheduler.admit) == (0, 0, 0)
+
+
+def test_a_thousand_waiting_requests_are_counted_once_an_admission(counts: Counts):
+    """Their passes too: they were gone through for each of those admitted."""
+    scheduler = make(rows=1000, pages=30_000)
+    looked = 0
+
+    class Number(int):
+        def __lt__(self, other: object) -> bool:
+            nonlocal looked
+            looked += 1
+            return int(self) < int(other)  # type: ignore[call-overload]
+
+    for number in range(1000):
+        submit(scheduler, number, [number] * 20).number = Number(number)
+    scheduler.admit()
+    assert len(scheduler.running) == 1000
+    assert looked < 100_000, "each was looked at for each of those admitted"
+
+
+# salts
+
+
+@pytest.mark.parametrize("salts", [(None, "a"), ("a", None), ("a", "b")])
+def test_requests_with_different_salts_share_no_page(salts: tuple[str | None, str | None]):
+    scheduler = make(rows=4, pages=2000)
+    prompt = list(range(60))
+    requests = []
+    for number, salt in enumerate((*salts, salts[0])):
+        requests.append(submit(scheduler, number, prompt, cache_salt=salt))
+        scheduler.admit()
+        while prefill(scheduler):
+            pass
+    assert [request.stats.cached_tokens for request in requests] == [0, 0, 59]
+    owned = [set(scheduler.table.pages(request.row, 59).tolist()) for request in requests]
+    assert owned[0] == owned[2] and not owned[0] & owned[1]
+    scheduler.table.check()
+    scheduler.release(*requests)
+    scheduler.prefixes.clear()
+    assert scheduler.table.allocator.full.free_pages == 2000
+
+
+def test_no_request_waits_for_the_prompt_of_another_salt():
+    """That it waits would tell that the other has the same prompt."""
+    scheduler = make(rows=4, pages=2000)
+    prompt = list(range(200))
+    for number, salt in enumerate(("a", "b", None, "a")):
+        submit(scheduler, number, prompt, cache_salt=salt)
+    scheduler.admit()
+    assert [request.number for request in scheduler.running] == [0, 1, 2]  # the last one's row is kept for it
+    assert prefill(scheduler) == 3 * 64
+
+
+def test_a_salt_that_looks_like_a_page_names_another_text():
+    scheduler = make(rows=4, pages=2000)
+    page = np.array([65], dtype=np.int64).tobytes().decode()
+    one = submit(scheduler, 0, [65, *range(30)])
+    two = submit(scheduler, 1, [65, *range(30)], cache_salt=page)
+    scheduler.admit()
+    prefill(scheduler)
+    assert not set(scheduler.table.pages(one.row, 31)) & set(scheduler.table.pages(two.row, 31))
+    scheduler.table.check()
+
+
+# nobody starves, whatever is shared
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(st.integers(0, 2**32 - 1))
+def test_every_request_gets_its_turn_and_the_books_hold(seed: int):
+    """Salts, priorities at both ends, common beginnings, little room: each is passed by a bounded number of later ones,
+    and prompts in progress are those of running requests, found as by comparing with each of them."""
+    draw = random.Random(seed)
+    page_size = draw.choice((1, 4))
+    sizes = {"pages": draw.randint(100, 200) // page_size, "window": draw.choice((None, 6)), "page_size": page_size}
+    scheduler = make(rows=3, max_len=90, chunk=16, **sizes)
+    heads = [[draw.randrange(50) for _ in range(60)] for _ in range(2)]
+    left, number, ended = 30, 0, list[Request]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduling, "PATIENCE", 2)
+        for _ in range(2000):
+            while left and draw.random() < 0.5:
+                prompt = draw.choice(heads)[: draw.randint(0, 60)] + [draw.randrange(50) for _ in range(9)]
+                salt = draw.choice((None, "a", "b"))
+                submit(scheduler, number, prompt, priority=draw.choice((-3, 0, 3)), cache_salt=salt)
+                left, number = left - 1, number + 1
+            scheduler.next_decode()
+            oldest = min(scheduler.waiting, key=lambda request: request.number, default=None)
+            scheduler.admit()
+            assert oldest is None or oldest.passed <= 2 * 6 + 6  # those past it for a prompt in progress
+            prefill(scheduler)
+            for request in list(scheduler.running):
+                if request.state is RequestState.DECODE and draw.random() < 0.3:
+                    scheduler.release(request)
+                    ended.append(request)
+            scheduler.table.check()
+            scheduler.prefixes.check(scheduler.running)
+            same_as_comparing_with_each(scheduler)
+            if not left and scheduler.idle:
+                break
+    assert len(ended) == 30, "a request never ended"
+    assert scheduler.table.allocator.full.held_pages == 0
+
+
+def same_as_comparing_with_each(scheduler: Scheduler) -> None:
+    """The longest common part with a running request's prompt, of the same salt."""
+    prefixes = scheduler.prefixes
+    assert prefixes._cache is not None
+    for request in scheduler.waiting:
+        key = prefixes._adoptable(request)
+        makers = prefixes._in_progress._makers.values()
+        salt = (request.params.cache_salt or "").encode()
+        common = [prefixes._cache.common_len(key, maker.key) for maker in makers if maker.salt == salt]
+        found = next(iter(prefixes._in_progress.sharing(key, salt)), (0, []))
+        assert found[0] == max(common, default=0)
+        assert len(found[1]) == sum(one == found[0] for one in common) or found[0] == 0
+        assert [maker.rank for maker in found[1]] == sorted(rank(maker.request) for maker in found[1])

@@ -1,0 +1,354 @@
+"""What captures take and what their failures cost: a tape in the place of graphs, that fails or counts bytes when told.
+
+One failure refuses one shape; memory is bounded; parameters that are data share a capture; the host sends what changed.
+"""
+
+import gc
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tape import record
+from test_deterministic import interpreted
+
+import specdec.engine
+from specdec import Engine, SamplingParams, SpecConfig
+from specdec.config import EngineConfig
+from specdec.errors import ConfigError
+from specdec.layers.merge import Watch
+from specdec.rounds import kernel_sampling
+from specdec.rounds.result import RoundShape
+from specdec.rounds.sampling import SamplingBatch, Uses
+
+NEW = 10
+GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+
+
+class FailingTape:
+    """A capture whose calls number `failing` raise, in the middle of the program."""
+
+    def __init__(
+        self, failing: tuple[int, ...] = (), error: Callable[[str], Exception] = torch.OutOfMemoryError
+    ) -> None:
+        self.failing, self.error, self.calls = failing, error, 0
+
+    def __call__(self, program: Any) -> Any:
+        def broken() -> torch.Tensor:
+            program()
+            raise self.error("no room (seeded)")
+
+        self.calls += 1
+        return record(broken if self.calls in self.failing else program)
+
+
+class WeighedTape(FailingTape):
+    """Every captured program takes 10 bytes, and every pool 100 until it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = ""
+        self.pools: set[str] = set()
+        self.alive: list[Any] = []
+        self.most = 0
+
+    def __call__(self, program: Any) -> Any:
+        replay, out = record(program)
+        self.pools.add(self.pool)
+        held = Held(replay)
+        self.alive.append(held.alive)
+        return held, out
+
+    def held_bytes(self) -> int:
+        return 100 * len(self.pools) + 10 * sum(self.alive_now())
+
+    def alive_now(self) -> list[bool]:
+        gc.collect()
+        return [bool(alive) for alive in self.alive]
+
+    def wait(self) -> None:
+        pass
+
+    def close(self, pool: str) -> None:
+        self.pools.discard(pool)
+
+
+class Held:
+    def __init__(self, replay: Callable[[], None]) -> None:
+        self.replay, self.alive = replay, [True]
+
+    def __call__(self) -> None:
+        self.replay()
+
+    def __del__(self) -> None:
+        self.alive.clear()
+
+
+@pytest.fixture
+def engine_with(make_target, make_engine, monkeypatch):
+    """engine_with(capture, **config)"""
+
+    def make(capture: Any, drafter: Any = None, model: Any = None, **config: Any) -> Engine:
+        monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: capture)
+        sizes = {"max_batch_size": 4, "max_model_len": 64, "device": "cpu", **config}
+        return make_engine(model or make_target("gemma4-e2b"), drafter, **sizes)
+
+    return make
+
+
+def rounds_of(engine: Engine) -> dict[RoundShape, Any]:
+    return engine.steps.launcher.graphs._captured
+
+
+def serve(engine: Engine, random_prompt: Any, times: int = 2) -> list[list[int]]:
+    prompts = [random_prompt(n) for n in (5, 9, 3)]
+    return [out.token_ids for _ in range(times) for out in engine.generate(prompts, GREEDY)]
+
+
+def test_one_failed_capture_does_not_end_capturing(engine_with, random_prompt, caplog):
+    """The first of those that are made at construction, of four rows: the shapes behind it are captured."""
+    right = serve(engine_with(None), random_prompt)
+    with caplog.at_level(logging.WARNING, "specdec"):
+        engine = engine_with(FailingTape((1,), RuntimeError))
+        assert serve(engine, random_prompt) == right
+    captured = {shape.batch for shape, one in rounds_of(engine).items() if one is not None}
+    assert captured == {1, 2, 4}  # and the first was tried again
+    assert [r.message for r in caplog.records] == ["rounds run without CUDA graphs: no room (seeded)"]
+    use = engine.stats().captures
+    assert use.refused == 1 and use.captured == use.made >= 4 and use.uncaptured_rounds == 0
+
+
+def test_what_fails_every_time_is_tried_three_times(engine_with, random_prompt):
+    tape = FailingTape(tuple(range(1, 1000)), RuntimeError)
+    engine = engine_with(tape, max_batch_size=1)
+    for _ in range(4):
+        serve(engine, random_prompt)
+    graphs, chunks = engine.steps.launcher.graphs, engine.steps.launcher.chunks
+    assert set(graphs.refusals.values()) == set(chunks.refusals.values()) == {3}
+    assert tape.calls == engine.stats().captures.refused == 3 * (len(graphs.refusals) + len(chunks.refusals))
+    with pytest.raises(ConfigError, match="rounds cannot be captured"):
+        engine_with(FailingTape((1,), RuntimeError), cuda_graphs=True)
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_capture_out_of_memory_lets_the_others_go_and_is_tried_again(engine_with, random_prompt, caplog, failures):
+    """Of one row: 4 and 2 rows are captured before it. Once more at once; after a second failure with the next run."""
+    right = serve(engine_with(None), random_prompt)
+    with caplog.at_level(logging.WARNING, "specdec"):
+        engine = engine_with(FailingTape(tuple(range(3, 3 + failures))))
+        assert serve(engine, random_prompt, 3) == right + right[:3]
+    use = engine.stats().captures
+    assert use.refused == failures - 1 == len(caplog.records) and use.evicted == 2
+    for count in (1, 2, 3):
+        [engine.generate([random_prompt(4)] * count, GREEDY) for _ in range(3)]
+    captured = {shape.batch for shape, one in rounds_of(engine).items() if one is not None}
+    assert captured == {1, 4, 2}
+
+
+def test_captures_stay_within_their_bytes_and_the_least_recently_used_go(engine_with, random_prompt):
+    """Two pools with what they hold: 3 of rounds, 1 of prompts, then too many."""
+    right = serve(engine_with(None), random_prompt)
+    tape = WeighedTape()
+    engine = engine_with(tape, max_capture_bytes=250, prefix_cache=False)
+    shared = engine.steps.launcher.chunks
+    type(shared).shared_bytes = property(lambda self: 0)
+    try:
+        assert serve(engine, random_prompt) == right
+        for length in (3, 20, 40):
+            engine.generate([random_prompt(length)], GREEDY)
+            use = engine.stats().captures
+            assert tape.held_bytes() == use.bytes <= use.budget_bytes == 250
+        assert use.evicted and use.made - use.evicted == use.captured == sum(tape.alive_now()) <= 5
+        before = rounds_of(engine).copy()
+        engine.close()
+        assert before and tape.held_bytes() == 10 * sum(one is not None for one in before.values())
+    finally:
+        del type(shared).shared_bytes
+
+
+def test_a_capture_that_never_fits_is_refused_and_runs_as_it_is(engine_with, random_prompt, caplog):
+    right = serve(engine_with(None), random_prompt)
+    with caplog.at_level(logging.WARNING, "specdec"):
+        engine = engine_with(WeighedTape(), max_capture_bytes=50)
+        assert serve(engine, random_prompt) == right
+    use = engine.stats().captures
+    assert (use.captured, use.made, use.bytes) == (0, 0, use.bytes) and use.refused > 3 and use.uncaptured_rounds > 10
+    assert "max_capture_bytes is 50" in caplog.records[0].message and len(caplog.records) == 2  # rounds and prompts
+
+
+def test_max_capture_bytes_is_a_whole_number():
+    for wrong in (0, -1, 1.5, "1GB", True):
+        with pytest.raises(ConfigError, match="max_capture_bytes"):
+            EngineConfig(max_capture_bytes=wrong)
+
+
+KINDS = [
+    *({"temperature": t} for t in (0.0, 0.5, 1.3)),
+    *({"temperature": 0.8, "top_k": k} for k in (1, 7)),
+    *({"temperature": 0.8, "top_p": p} for p in (0.3, 0.9)),
+    {"temperature": 0.8, "min_p": 0.1},
+    {"temperature": 0.8, "min_p": 0.1, "top_k": 5},
+    *({"repetition_penalty": p} for p in (0.8, 1.2)),
+    *({"presence_penalty": p} for p in (0.5, -0.5)),
+    {"frequency_penalty": 0.5},
+    {"frequency_penalty": 0.5, "temperature": 1.0},
+    *({"logit_bias": dict.fromkeys(range(n), 1.0)} for n in (1, 16, 20, 40)),
+    *({"logprobs": n} for n in (0, 1, 2, 5, 20)),
+    {"logprobs": 2, "temperature": 0.8, "top_k": 5, "logit_bias": {3: 2.0}},
+]
+
+
+def test_parameters_that_are_data_share_a_capture(engine_with, random_prompt):
+    """23 kinds, one row: a capture for each class, and the tokens of rounds that do only what is asked for."""
+    prompt = random_prompt(6)
+    kinds = [SamplingParams(max_new_tokens=5, seed=3, ignore_eos=True, **kind) for kind in KINDS]
+    outputs = []
+    for capture in (None, record):
+        engine = engine_with(capture, max_batch_size=1)
+        outputs.append([engine.generate([prompt], one)[0] for one in kinds for _ in range(2)])
+    assert [out.token_ids for out in outputs[0]] == [out.token_ids for out in outputs[1]]
+    for one, other in zip(*outputs, strict=True):
+        assert [len(t.top) if hasattr(t, "top") else t for t in one.logprobs or []] == [
+            len(t.top) if hasattr(t, "top") else t for t in other.logprobs or []
+        ]
+    captured = [shape for shape, one in rounds_of(engine).items() if one is not None]
+    assert len(captured) <= 7, captured
+
+
+def test_a_class_changes_no_token():
+    """Every kind by itself, and as the class that it shares: random logits, all positions."""
+    from specdec.rounds.shared import share
+
+    torch.manual_seed(0)
+    logits, positions = torch.randn(1, 4, 50) * 3, torch.arange(4)[None]
+    history, length = torch.randint(50, (1, 9)), torch.tensor([9])
+    from specdec.rounds.sampling import Past
+
+    past = Past(history, length, None, torch.tensor([4]))
+    for kind in KINDS:
+        params = SamplingParams(**kind)
+        exact = SamplingBatch.of([params], [5], logits.device)
+        for on_kernels in (False, True):
+            uses, logprobs = share(exact.uses, params.logprobs, on_kernels=on_kernels)
+            assert all(b >= a for a, b in zip(exact.uses, uses, strict=True)), (exact.uses, uses)
+            assert (logprobs is None) == (params.logprobs is None) and (logprobs or 0) >= (params.logprobs or 0)
+            from specdec.rounds.sampling import SamplingTable
+
+            table, rows = SamplingTable(1, logits.device), np.zeros(1, dtype=np.int64)
+            table.take(rows, [(params, 5)])
+            table.bring(rows, [params], uses)
+            shared = table.at(torch.zeros(1, dtype=torch.int64), uses)
+            for node in range(4):
+                one = logits[:, node : node + 1], positions[:, node : node + 1], past
+                assert torch.equal(exact.draw(*one), shared.draw(*one)), (kind, uses)
+    assert share(Uses.of([]), None, on_kernels=True) == share(exact.uses._replace(bias=0), None, on_kernels=True)
+
+
+@pytest.fixture
+def grammar_engine(make_target, engine_with, byte_tokenizer):
+    pytest.importorskip("llguidance")
+    return lambda capture, **config: engine_with(
+        capture, "ngram", make_target("gemma4-e2b", vocab_size=300), tokenizer=byte_tokenizer, **config
+    )
+
+
+def int32_storages(round: Any) -> set[int]:
+    """Of tensors that a round keeps, however deep."""
+    found, left, seen = set(), [round.__dict__], set()
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor) and value.dtype == torch.int32:
+            found.add(value.untyped_storage().data_ptr())
+        elif isinstance(value, dict):
+            left += value.values()
+        elif type(value).__name__ == "MaskBuffer":
+            left.append(value.__dict__)
+    return found
+
+
+def test_one_mask_buffer_serves_all_batch_sizes(grammar_engine, random_prompt):
+    engine = grammar_engine(None)
+    params = SamplingParams(max_new_tokens=4, regex="[ab]{9}")
+    for count in (1, 2, 3, 4):
+        engine.generate([random_prompt(4 + count)] * count, params)
+    assert len(int32_storages(engine.round)) == 1
+
+
+def test_masks_are_sent_for_rows_with_a_grammar_only(grammar_engine, random_prompt, monkeypatch):
+    """One of four rows has one: no more words than those of its nodes leave the host at once."""
+    engine = grammar_engine(None)
+    sent, from_numpy = [], torch.from_numpy
+    monkeypatch.setattr(torch, "from_numpy", lambda array: (sent.append(array), from_numpy(array))[1])
+    params = [SamplingParams(max_new_tokens=6, regex="[ab]{9}"), GREEDY, GREEDY, GREEDY]
+    outs = engine.generate([random_prompt(n) for n in (4, 5, 6, 7)], params)
+    words = [array.size for array in sent if array.dtype == np.int32]
+    assert set(outs[0].text) <= set("ab")
+    assert words and max(words) <= (engine.spec.num_nodes + 16) * -(-300 // 32)
+    assert len([array for array in sent if array.dtype == np.int32 and array.shape[0] > 1]) == 0
+
+
+def test_prompts_send_what_they_need_by_pinned_copies_alone(engine_with, random_prompt, monkeypatch):
+    """`upload` pins on a GPU; nothing else of a prompt's step makes a tensor of host numbers."""
+    engine = engine_with(None)
+    callers, from_numpy = set(), torch.from_numpy
+
+    def noted(array: Any) -> torch.Tensor:
+        callers.add(sys._getframe(1).f_code.co_name)
+        return from_numpy(array)
+
+    monkeypatch.setattr(torch, "from_numpy", noted)
+    handle = engine.submit(random_prompt(20), GREEDY)
+    while not handle.num_output:
+        engine.step()
+    assert callers - {"alloc", "evict", "free"} == {"upload"}  # the books of the allocator stay on the host
+
+
+def test_weights_are_looked_at_once_a_step(engine_with, random_prompt, monkeypatch):
+    """Steps of replayed rounds and prompts, with the prefix cache."""
+    engine = engine_with(record, prefill_chunk=8)
+    serve(engine, random_prompt)
+    looks, moved = [], Watch.moved
+    monkeypatch.setattr(Watch, "moved", lambda self: looks.append(0) or moved(self))
+    engine.submit(random_prompt(8), GREEDY)
+    counts = []
+    for i in range(6):
+        looks.clear()
+        if i == 2:
+            engine.submit(random_prompt(8), GREEDY)
+        engine.step()
+        counts.append(len(looks))
+    assert max(counts[1:]) == 1, counts
+
+
+@interpreted
+def test_repetition_bits_grow_with_the_text(make_target, random_prompt, monkeypatch):
+    """A round marks what it commits, not the whole history; and the tokens are those of torch."""
+    marked: list[int] = []
+    for module in {kernel_sampling, sys.modules.get("specdec.rounds.history", kernel_sampling)}:  # old and new places
+        mark = module.mark_seen
+
+        def noted(bits: Any, row: Any, tokens: Any, length: Any, mark: Any = mark) -> None:
+            marked.append(tokens.shape[1])
+            mark(bits, row, tokens, length)
+
+        monkeypatch.setattr(module, "mark_seen", noted)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("specdec.rounds.round.runs_on_kernels", lambda backend, device: backend.name == "triton")
+    small = {"vocab_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    model = make_target("llama", **small)
+    penal = {"repetition_penalty": 1.6, "ignore_eos": True}
+    params = [SamplingParams(max_new_tokens=7, **penal), SamplingParams(max_new_tokens=6, logprobs=1, **penal), GREEDY]
+    prompts = [[1, 5, 2, 9, 9, 3, 7], [4, 2], [8]]
+    outputs = []
+    for attention in ("torch", "triton"):
+        config = EngineConfig(attention=attention, max_batch_size=2, max_model_len=64)
+        engine = Engine.from_pretrained(model, "ngram", spec=SpecConfig(2), config=config)
+        outputs.append([out.token_ids for out in engine.generate(prompts, params)])
+    assert outputs[0] == outputs[1]
+    assert marked and max(marked) <= 3

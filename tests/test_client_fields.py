@@ -1,0 +1,191 @@
+"""Fields that clients send: some change nothing, vLLM's have their effect, others are refused or left out."""
+
+import asyncio
+import json
+import logging
+
+import httpx
+import pytest
+
+from specdec import Engine, SamplingParams
+from specdec.serving.app import create_app
+from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.settings import ServeSettings
+
+from served_engine import served
+
+QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
+CHAT = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12, "temperature": 0}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}},
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    with served(engine) as (url, _, _):
+        yield url
+
+
+def chat(url, **fields):
+    return httpx.post(f"{url}/v1/chat/completions", json=CHAT | fields, timeout=60)
+
+
+def complete(url, **fields):
+    return httpx.post(
+        f"{url}/v1/completions", json={"prompt": QUESTION, "max_tokens": 8, "temperature": 0} | fields, timeout=60
+    )
+
+
+def events(answer):
+    return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "skip_special_tokens": True},
+        {"add_generation_prompt": True, "continue_final_message": False, "spaces_between_special_tokens": True},
+        {"store": True, "metadata": {"a": "b"}, "user": "u", "service_tier": "auto", "safety_identifier": "s"},
+        {"reasoning_effort": "low", "verbosity": "low", "prediction": {"type": "content", "content": "It is 8."}},
+        {"parallel_tool_calls": False, "min_tokens": 0, "return_token_ids": False, "bad_words": [], "functions": []},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_values_that_change_nothing_are_taken(url, fields):
+    answer = chat(url, **fields)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"] == chat(url).json()["choices"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_beam_search": True},
+        {"length_penalty": 0.8},
+        {"skip_special_tokens": False},
+        {"reasoning_effort": "enormous"},
+        {"verbosity": "loud"},
+        {"prediction": {"type": "song", "content": "la"}},
+        {"functions": [{}]},
+        {"truncate_prompt_tokens": 0},
+        {"min_tokens": 13},
+        {"allowed_token_ids": []},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_values_that_would_change_the_answer_are_refused(url, fields):
+    answer = chat(url, **fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].split(".")[0] == next(iter(fields))
+
+
+def test_vllms_fields_do_as_in_the_python_api(url, engine):
+    prompt = engine.chat_prompt(QUESTION)
+    [free] = engine.generate(prompt, SamplingParams(12))
+    allowed = sorted(set(free.token_ids))[:3]
+    ends = sorted(engine.target.model.generation_config.eos_token_id)
+    bias = {str(token): 90 for token in ends}
+    stop = free.text[2:4]
+    for fields, params in (
+        ({"allowed_token_ids": allowed}, {"allowed_token_ids": allowed}),
+        ({"min_tokens": 5, "logit_bias": bias}, {"min_tokens": 5, "logit_bias": dict.fromkeys(ends, 90)}),
+        ({"stop": stop, "include_stop_str_in_output": True}, {"stop": stop, "include_stop_str_in_output": True}),
+    ):
+        answer = chat(url, return_token_ids=True, **fields).json()
+        [out] = engine.generate(prompt, SamplingParams(12, **params))
+        [choice] = answer["choices"]
+        assert answer["prompt_token_ids"] == prompt
+        assert (choice["token_ids"], choice["message"]["content"]) == (out.token_ids, out.text)
+    assert out.text.endswith(stop)
+
+
+@pytest.mark.parametrize("ask", [chat, complete])
+def test_token_ids_of_a_stream_join_to_those_of_the_answer(url, ask):
+    whole = ask(url, return_token_ids=True).json()
+    chunks = events(ask(url, return_token_ids=True, stream=True))
+    [choice] = whole["choices"]
+    streamed = [each for chunk in chunks for each in chunk["choices"]]
+    assert [token for each in streamed for token in each.get("token_ids") or ()] == choice["token_ids"]
+    prompts = [each["prompt_token_ids"] for each in (*chunks, *streamed) if "prompt_token_ids" in each]
+    assert prompts == [whole.get("prompt_token_ids") or choice["prompt_token_ids"]]
+    assert "token_ids" not in ask(url).json()["choices"][0]
+
+
+def test_a_prompt_is_cut_to_its_last_tokens(url, engine):
+    ids = engine.encode(QUESTION)
+    cut = complete(url, truncate_prompt_tokens=7, return_token_ids=True, echo=True).json()["choices"][0]
+    assert cut["prompt_token_ids"] == ids[-7:] and cut["text"].startswith(engine.decode(ids[-7:]))
+    most = engine.max_model_len
+    assert complete(url, truncate_prompt_tokens=-1).json()["usage"]["prompt_tokens"] == len(ids)  # there is room
+    assert complete(url, truncate_prompt_tokens=most + 1).status_code == 400
+    assert complete(url, truncate_prompt_tokens=500).json()["usage"]["prompt_tokens"] == len(ids)
+    whole = chat(url, return_token_ids=True).json()["prompt_token_ids"]
+    assert chat(url, truncate_prompt_tokens=9, return_token_ids=True).json()["prompt_token_ids"] == whole[-9:]
+
+
+def test_the_last_message_is_continued(url, engine):
+    messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "Tom has"}]
+    answer = chat(
+        url, messages=messages, continue_final_message=True, add_generation_prompt=False, return_token_ids=True
+    )
+    assert answer.json()["prompt_token_ids"] == engine.chat_prompt(messages, continue_final_message=True)
+    both = chat(url, messages=messages, continue_final_message=True, add_generation_prompt=True)
+    assert both.status_code == 400 and both.json()["error"]["param"] == "continue_final_message"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}], ids=["any", "named"])
+def test_parallel_tool_calls_false_is_kept_where_a_tool_is_required(url, choice):
+    answer = chat(url, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_tokens=60)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"][0]["message"]["tool_calls"]) == 1
+
+
+def test_a_required_call_has_no_arguments_that_its_tool_does_not_name(url):
+    """As clients write schemas, which do not say that there are no others."""
+    parameters = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    answer = chat(url, tools=tools, tool_choice="required", max_tokens=100, temperature=1.5, n=3, seed=0).json()
+    for choice in answer["choices"]:
+        [call] = choice["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) in ({"a": 1}, {"a": 2})
+
+
+def test_a_required_tool_needs_no_template_that_knows_tools(url, engine):
+    template = engine.tokenizer.chat_template
+    try:
+        engine.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+        required = chat(url, tools=TOOLS, tool_choice="required", max_tokens=60)
+        assert required.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"
+        assert chat(url, tools=TOOLS).status_code == 400
+    finally:
+        engine.tokenizer.chat_template = template
+
+
+@pytest.mark.parametrize("handling", ["refuse", "warn", "ignore"])
+def test_unknown_fields_are_refused_or_left_out_as_the_server_is_told(handling, engine, caplog):
+    settings = ServeSettings(model_names=["tiny-gemma4"], unknown_fields=handling)
+
+    async def ask():
+        async with AsyncEngine(engine) as running:
+            transport = httpx.ASGITransport(create_app(running, settings))
+            async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+                body = CHAT | {"num_ctx": 8, "stream_options": None}
+                body["messages"] = [CHAT["messages"][0] | {"mood": "good"}]
+                return await client.post("/v1/chat/completions", json=body)
+
+    with caplog.at_level(logging.WARNING):
+        answer = asyncio.run(ask())
+    assert answer.status_code == (400 if handling == "refuse" else 200)
+    said = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert len(said) == (2 if handling == "warn" else 0)
+    assert all(name in " ".join(said) for name in (("num_ctx", "mood") if said else ()))

@@ -1,0 +1,284 @@
+"""Bodies that mean harm: refused before they are built, off the event loop, in OpenAI's shape, whatever they hold."""
+
+import asyncio
+import json
+import logging
+import random
+import threading
+import tracemalloc
+
+import httpx
+import pytest
+
+from specdec import Engine, EngineConfig
+from specdec.errors import ConfigError
+from specdec.serving import bodies, chat, events
+from specdec.serving.bodies import MAX_CONTAINERS, MAX_DEPTH, parse, require_shape, shape_of
+from specdec.serving.faults import ApiError
+from specdec.serving.protocol import ChatRequest, CompletionRequest
+from specdec.serving.settings import ServeSettings
+from specdec.text.token_bytes import token_bytes
+
+from served_engine import served
+
+LIMIT = 4 << 20
+VALUES = LIMIT // bodies.BYTES_PER_VALUE
+MESSAGES = '"messages": [{"role": "user", "content": "hi"}]'
+FILLED = {
+    "zeros as messages": '{"messages": [' + "0," * 2_000_000 + "0]}",
+    "zeros as stops": "{" + MESSAGES + ', "stop": [' + "0," * 2_000_000 + "0]}",
+    "zeros as ids": '{"prompt": [' + "0," * 2_000_000 + "0]}",
+    "half a million zeros as stops": "{" + MESSAGES + ', "stop": [' + "0," * 500_000 + "0]}",
+    "half a million zeros as stop ids": "{" + MESSAGES + ', "stop_token_ids": [' + '"a",' * 500_000 + "0]}",
+    "empty messages": '{"messages": [' + "{}," * 1_300_000 + "{}]}",
+    "thirty thousand empty messages": '{"messages": [' + "{}," * 16_000 + "{}]}",
+    "arrays in arrays": '{"messages": [' + "[]," * 1_300_000 + "[]]}",
+    "unknown fields": "{" + MESSAGES + "".join(f', "x{i}": 0' for i in range(300_000)) + "}",
+    "unknown fields of a message": '{"messages": [{"role": "user"'
+    + "".join(f',"{i}":0' for i in range(400_000))
+    + "}]}",
+    "biases": "{" + MESSAGES + ', "logit_bias": {"0": 0' + "".join(f',"{i}":"a"' for i in range(300_000)) + "}}",
+    "wrong parts": '{"messages": [{"role": "user", "content": [' + "0," * 500_000 + "0]}]}",
+    "tools": "{" + MESSAGES + ', "tools": [' + "{}," * 30_000 + "{}]}",
+    "depth": '{"messages": ' + "[" * 2_000_000 + "]" * 2_000_000 + "}",
+    "numbers": "{" + MESSAGES + ', "seed": ' + "9" * 4_000_000 + "}",
+    "a key": "{" + MESSAGES + ', "' + "k" * 4_000_000 + '": 0}',
+    "half": '{"messages": [{"role": "user", "content": "' + "a" * 4_000_000,
+    "short texts": '{"messages": ["' + '","'.join("ab" for _ in range(800_000)) + '"]}',
+}
+
+
+def refused(raw, model=ChatRequest, values=VALUES):
+    with pytest.raises(ApiError) as error:
+        parse(raw if isinstance(raw, bytes) else raw.encode(), model, values)
+    message = error.value.body["error"]["message"]
+    assert error.value.status == 400 and len(message) < 500 and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_a_large_body_is_refused_at_its_first_mistake_within_ten_times_its_size(name):
+    """Two million zeros made an error object each: minutes on the event loop, and 2.5 GB."""
+    raw = FILLED[name].encode()
+    tracemalloc.start()
+    try:
+        refused(raw, CompletionRequest if name == "zeros as ids" else ChatRequest)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 10 * len(raw) + (4 << 20), f"{peak / len(raw):.1f} times the body"
+
+
+def test_what_is_large_and_right_is_read():
+    text = "x" * 3_000_000 + '"\\[{,' * 50_000
+    body = parse(json.dumps({"messages": [{"role": "user", "content": text}]}).encode(), ChatRequest, VALUES)
+    assert body.messages[0].content == text
+    ids = list(range(1000, 1000 + 400_000))
+    assert parse(json.dumps({"prompt": ids}).encode(), CompletionRequest, VALUES).prompt == [ids]
+    many = [{"role": "user", "content": [{"type": "text", "text": "a"}]}] * 10_000
+    assert len(parse(json.dumps({"messages": many}).encode(), ChatRequest, VALUES).messages) == 10_000
+
+
+def random_json(draw, depth=0):
+    kind = draw.randrange(7 if depth < 6 else 4)
+    if kind < 2:
+        return "".join(draw.choice('ab"\\{}[],:é\n😀') for _ in range(draw.randrange(12)))
+    if kind < 4:
+        return draw.choice([None, True, 1, -2.5e30, "", "\\", '"', '\\"'])
+    if kind < 6:
+        return [random_json(draw, depth + 1) for _ in range(draw.randrange(5))]
+    return {str(i) + ':"': random_json(draw, depth + 1) for i in range(draw.randrange(5))}
+
+
+def counted(value):
+    """(containers, commas, depth, members) by walking the object."""
+    if not isinstance(value, (list, dict)):
+        return 0, 0, 0, 0
+    inner = [counted(each) for each in (value.values() if isinstance(value, dict) else value)]
+    return (
+        1 + sum(each[0] for each in inner),
+        max(0, len(inner) - 1) + sum(each[1] for each in inner),
+        1 + max((each[2] for each in inner), default=0),
+        len(value) * isinstance(value, dict) + sum(each[3] for each in inner),
+    )
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 7, 1 << 16])
+def test_the_shape_of_json_is_that_of_what_it_holds_wherever_it_is_cut(window, monkeypatch):
+    monkeypatch.setattr(bodies, "WINDOW", window)
+    draw = random.Random(7)
+    for _ in range(150):
+        value = random_json(draw)
+        for raw in (json.dumps(value).encode(), json.dumps(value, ensure_ascii=False, indent=1).encode()):
+            *_, shape = shape_of(raw)
+            containers, commas, depth, members = counted(value)
+            found = shape.containers, shape.values, shape.depth, shape.members
+            assert found == (containers, commas + containers, depth, members), raw
+
+
+def test_bounds_say_their_figure():
+    assert f"{MAX_DEPTH} are allowed" in refused("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))
+    assert f"{MAX_CONTAINERS} are allowed" in refused("[" + "[]," * MAX_CONTAINERS + "[]]")
+    assert "100 are allowed" in refused("[" + "1," * 200 + "1]", values=100)
+    require_shape(b'"' + b"[" * 1000 + b'"', 10)
+
+
+def test_a_body_names_the_first_unknown_field_only():
+    assert refused("{" + MESSAGES + ', "foo": 1, "bar": 2}').startswith("foo is no field")
+    assert refused('{"messages": [{"role": "user", "content": "a", "x": 1, "y": 2}]}').startswith("messages[0].x is no")
+
+
+# a server in this process
+
+
+@pytest.fixture(scope="module")
+def server():
+    config = EngineConfig(max_batch_size=4, max_model_len=512)
+    with (
+        Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", config=config) as engine,
+        served(engine, LIMIT) as (url, running, loop),
+    ):
+        yield url, running, loop
+
+
+def post(server, body, path="/v1/chat/completions", **options):
+    content = body if isinstance(body, (bytes, str)) else json.dumps(body)
+    headers = {"Content-Type": "application/json"} | options.pop("headers", {})
+    return httpx.post(server[0] + path, content=content, headers=headers, timeout=120, **options)
+
+
+ASKED = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 0}
+
+
+def test_large_bodies_are_parsed_off_the_loop_and_the_loop_goes_on(server, monkeypatch):
+    seen = []
+
+    def noted(*arguments):
+        seen.append(threading.current_thread().name)
+        return parse(*arguments)
+
+    monkeypatch.setattr(bodies, "parse", noted)
+    assert post(server, ASKED | {"user": "x" * 200_000}).status_code == 200
+    assert len(seen) == 1 and seen[0].startswith("specdec-bodies")
+    for name in ("zeros as messages", "half a million zeros as stops", "unknown fields"):
+        answer = post(server, FILLED[name])
+        assert answer.status_code == 400 and answer.json()["error"]["message"]
+    assert all(name.startswith("specdec-bodies") for name in seen)
+
+
+def test_whole_answers_are_put_together_off_the_loop(server, monkeypatch):
+    names = []
+    whole = chat.Chat._whole
+
+    def noted(*arguments):
+        names.append(threading.current_thread())
+        return whole(*arguments)
+
+    monkeypatch.setattr(chat.Chat, "_whole", noted)
+    answer = post(server, ASKED | {"logprobs": True, "top_logprobs": 20, "max_tokens": 40})
+    assert (
+        answer.status_code == 200 and len(answer.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 20
+    )
+    [thread] = names
+    assert "asyncio" in thread.name, "a thread of the loop's executor, not the loop's own"
+
+
+def test_many_tokens_in_one_delta_are_read_off_the_loop():
+    async def run(tokens):
+        return await events.off_loop(tokens, threading.current_thread)
+
+    here = threading.current_thread()
+    assert asyncio.run(run(3)) is here
+    assert asyncio.run(run(events.MANY_TOKENS)) is not here
+
+
+REFUSED = {
+    "messages for the template": ({"chat_template_kwargs": {"messages": []}}, "chat template"),
+    "self for the template": ({"chat_template_kwargs": {"self": 1}}, "chat template"),
+    "tokenizer for the template": ({"chat_template_kwargs": {"tokenizer": 1}}, None),
+    "chat for the template": ({"chat_template_kwargs": {"chat": 1}}, None),
+    "conversation for the template": ({"chat_template_kwargs": {"conversation": 1}}, "chat template"),
+    "a key of 5000 digits": ({"logit_bias": {"1" * 5000: 1}}, "its keys are token ids"),
+    "half a pair as arguments": (
+        {"messages": [*ASKED["messages"], {"role": "assistant", "tool_calls": [
+            {"id": "a", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]}]}, None),
+    "half a pair as a name": (
+        {"messages": [*ASKED["messages"], {"role": "assistant", "tool_calls": [
+            {"id": "a", "function": {"name": "\ud800", "arguments": "{}"}}]}]}, None),
+    "deep arguments": (
+        {"messages": [*ASKED["messages"], {"role": "assistant", "tool_calls": [
+            {"id": "a", "function": {"name": "f", "arguments": "[" * 100_000 + "]" * 100_000}}]}]}, "is not JSON"),
+    "arguments 900 deep": (
+        {"messages": [*ASKED["messages"], {"role": "assistant", "tool_calls": [
+            {"id": "a", "function": {"name": "f", "arguments": "[" * 900 + "]" * 900}}]}]}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_was_a_500_is_the_clients_mistake(name, server):
+    change, said = REFUSED[name]
+    answer = post(server, ASKED | change)
+    if said is None:
+        assert answer.status_code in (200, 400), answer.text
+    else:
+        assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+
+
+def test_an_answer_with_half_a_surrogate_pair_is_sent_escaped():
+    for sent in (events.json_bytes({"a": "\ud800é"}), events.event({"a": "\ud800é"}).removeprefix(b"data: ")):
+        assert json.loads(sent) == {"a": "\ud800é"}
+    assert "é".encode() in events.json_bytes({"a": "é"})
+
+
+def test_a_path_cannot_write_lines_or_escapes_into_the_log(server, caplog):
+    caplog.set_level(logging.INFO, logger="specdec.serving")
+    httpx.get(server[0] + "/a%0aERROR%20forged%1b[31m%0d%e2%80%a8%c2%9b")
+    [line] = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
+    assert line.isprintable() and "\\n" in line and "\\x1b" in line
+
+
+def test_a_fault_of_the_server_is_a_500_with_its_id_in_the_log(server, caplog, monkeypatch):
+    """It was logged as 499, and had neither the id nor the headers for other origins."""
+    caplog.set_level(logging.INFO, logger="specdec.serving")
+
+    def broken(*_):
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(chat.Chat, "_params", broken)
+    answer = post(server, ASKED, headers={"X-Request-Id": "mine-500"})
+    assert answer.status_code == 500 and answer.headers["x-request-id"] == "mine-500"
+    assert answer.json()["error"]["type"] == "server_error" and "on purpose" not in answer.text
+    lines = [record.getMessage() for record in caplog.records if "mine-500" in record.getMessage()]
+    assert len(lines) == 1 and " 500 in " in lines[0]
+
+
+def test_head_and_allow(server):
+    for path in ("/health", "/version", "/v1/models", "/"):
+        head, get = httpx.head(server[0] + path), httpx.get(server[0] + path)
+        assert head.status_code == get.status_code == 200 and head.content == b""
+        assert head.headers["content-type"] == get.headers["content-type"]
+    wrong = httpx.put(server[0] + "/v1/chat/completions")
+    assert wrong.status_code == 405 and "POST" in wrong.headers["allow"]
+    assert httpx.head(server[0] + "/v1/chat/completions").status_code == 405
+
+
+def test_a_body_of_another_type_is_refused_with_415(server):
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        answer = post(server, ASKED, headers={"Content-Type": kind})
+        assert answer.status_code == 415 and "application/json" in answer.json()["error"]["message"]
+    assert post(server, ASKED, headers={"Content-Type": "application/json; charset=utf-8"}).status_code == 200
+
+
+def test_keys_that_no_header_can_hold_are_refused():
+    """`--api-key "abc "` never matched."""
+    for key in ("abc ", " abc", " "):
+        with pytest.raises(ConfigError, match="begins or ends with a space"):
+            ServeSettings(model_names=["m"], api_keys=[key])
+
+
+def test_bytes_of_tokens_join_to_the_text(byte_tokenizer):
+    """Those of parts of a character were the bytes of U+FFFD."""
+    text = "grün, 漢字 und 😀\n"
+    ids = byte_tokenizer.encode(text)
+    assert b"".join(token_bytes(byte_tokenizer, token) for token in ids) == text.encode()
+    assert token_bytes(byte_tokenizer, 256) == b"<eos>"

@@ -1,0 +1,46 @@
+"""Single fields of a request that mean harm: stop strings, grammars with no way on."""
+
+import asyncio
+
+import pytest
+
+from specdec import SamplingParams
+from specdec.errors import ConfigError
+from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.faults import as_api_error
+from specdec.text.grammar import Place
+from specdec.text.stop_bounds import MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS
+
+
+@pytest.fixture(scope="module")
+def engine(make_target, make_engine, byte_tokenizer):
+    return make_engine(make_target("gemma4-e2b", vocab_size=300), tokenizer=byte_tokenizer)
+
+
+def test_stop_strings_are_bounded_in_number_and_length(engine):
+    """465,000 of them in one request slowed everybody: each is looked for behind every token."""
+    for stop in ([f"s{i}" for i in range(465_000)], ["x" * (MAX_STOP_CHARS + 1)], ["a"] * (MAX_STOPS + 1)):
+        with pytest.raises(ConfigError, match=f"at most {MAX_STOPS} of {MAX_STOP_CHARS} characters"):
+            engine.generate([1, 2], SamplingParams(max_new_tokens=2, stop=stop))
+    with pytest.raises(ConfigError, match=f"at most {MAX_STOP_TOKENS}"):
+        engine.submit([1, 2], SamplingParams(max_new_tokens=2, stop_token_ids=[3] * (MAX_STOP_TOKENS + 1)))
+    most = SamplingParams(max_new_tokens=2, stop=["x" * MAX_STOP_CHARS] * MAX_STOPS, stop_token_ids=[3])
+    assert len(engine.generate([1, 2], most)) == 1
+
+
+def test_a_grammar_with_no_way_on_is_a_mistake_of_the_request_and_no_503(engine, monkeypatch):
+    after = Place.after
+    monkeypatch.setattr(Place, "after", lambda place, token: None if token == ord("c") - 33 else after(place, token))
+
+    async def run():
+        async with AsyncEngine(engine) as served:
+            with pytest.raises(ConfigError, match="regex cannot be followed any further: behind 2 tokens") as error:
+                await served.generate([1, 2, 3], SamplingParams(regex="abc", max_new_tokens=9))
+            with pytest.raises(ConfigError, match="regex cannot be followed any further"):
+                async for _ in served.stream([1, 2, 3], SamplingParams(regex="abc", max_new_tokens=9)):
+                    pass
+            [fine] = await served.generate([1, 2, 3], SamplingParams(regex="abd", max_new_tokens=9))
+        return as_api_error(error.value), fine
+
+    refusal, fine = asyncio.run(run())
+    assert refusal.status == 400 and refusal.body["error"]["param"] is None and fine.text == "abd"

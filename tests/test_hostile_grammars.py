@@ -1,0 +1,172 @@
+"""Grammars that mean harm: each costs its own request, and nothing else: no process, no minute, no gigabyte."""
+
+import gc
+import http.server
+import json
+import threading
+
+import pytest
+from hostile_grammars import HOSTILE, chained, far_patterns, nested
+
+from specdec import SamplingParams
+from specdec.errors import ConfigError
+from specdec.text import grammar, grammar_trial
+from specdec.text.grammar import Grammars
+from specdec.text.grammar_bounds import is_plain, require_bounded
+
+EOS = 256  # of byte_tokenizer
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def grammars(byte_tokenizer):
+    return Grammars(byte_tokenizer, 300)
+
+
+@pytest.fixture
+def quick_trial(monkeypatch):
+    """What hangs is ended sooner than it would be in service."""
+    monkeypatch.setattr(grammar_trial, "SECONDS", 0.5)
+
+
+def start(grammars, **params):
+    return grammars.start(SamplingParams(**params), {EOS}, {EOS})
+
+
+def walk(place):
+    """A few tokens of a text, with every mask."""
+    for _ in range(STEPS):
+        allowed = [token for token in range(EOS) if place.mask[token // 32] >> token % 32 & 1]
+        if not allowed:
+            return
+        place = place.after(allowed[len(allowed) // 2])
+        if place is None:  # the text cannot go on: an error of this request
+            return
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_is_refused_or_followed_and_the_process_lives(name, grammars, quick_trial):
+    """On the code before, a chain of 4,000 references ended the process with SIGSEGV."""
+    kind, text = HOSTILE[name]
+    try:
+        walk(start(grammars, **{kind: text}))
+    except ConfigError as error:
+        said = str(error)
+        assert said.startswith((kind, "a grammar")) and "\n" not in said and len(said) < 400
+
+
+def test_a_grammar_behind_hostile_ones_is_followed(grammars, quick_trial):
+    with pytest.raises(ConfigError, match="more than"):
+        start(grammars, json_schema=far_patterns(60))
+    assert start(grammars, regex="[ab]c").forced == ()
+    assert (
+        start(grammars, json_schema={"type": "string", "pattern": "^x{3}$"}).forced[:4]
+        == start(grammars, choice=['"xxx"']).forced[:4]
+    )
+
+
+def test_bounds_are_looked_at_before_the_library_sees_a_grammar(byte_tokenizer, monkeypatch):
+    def never(*_):
+        raise AssertionError("the library was asked")
+
+    grammars = Grammars(byte_tokenizer, 300)
+    start(grammars, choice=["a"])
+    monkeypatch.setattr(grammars._library, "compile", never)
+    for params, figure in (
+        ({"json_schema": chained(2001)}, "2000 references"),
+        ({"json_schema": nested("allOf", 60)}, "100 is allowed"),
+        ({"json_schema": json.dumps({"title": "x" * (1 << 20)})}, "1048576 are allowed"),
+        ({"regex": "(" * 101 + "a" + ")" * 101}, "100 is allowed"),
+        ({"regex": "a" * ((1 << 16) + 1)}, "65536 are allowed"),
+        ({"choice": ["a" * 200_000, "b" * 100_000]}, "262144 are allowed"),
+        ({"choice": [str(i) for i in range(20000)]}, "16384 are allowed"),
+        ({"choice": ["a", "\udfff"]}, "half a surrogate pair"),
+    ):
+        with pytest.raises(ConfigError, match=figure):
+            start(grammars, **params)
+
+
+def test_brackets_in_strings_and_classes_are_no_depth():
+    require_bounded("json_schema", json.dumps({"const": "[" * 1000 + '"' + "{" * 1000}))
+    require_bounded("regex", "[(]" * 200 + "\\(" * 200 + "[]((((]" * 100)
+
+
+def test_a_reference_to_another_place_is_refused_and_never_fetched(grammars):
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"type": "string"}')
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            here = f"http://127.0.0.1:{server.server_port}"
+            for schema in (
+                {"$ref": f"{here}/a.json"},
+                {"$ref": f"//127.0.0.1:{server.server_port}/b.json"},
+                {"properties": {"x": {"items": {"$ref": f"{here}/c.json#/d"}}}},
+                {"$id": f"{here}/", "$ref": "d.json"},
+                {"$dynamicRef": f"{here}/f.json"},
+                {"$ref": "file:///etc/hostname"},
+                {"$ref": "file:/etc/hostname"},
+            ):
+                with pytest.raises(ConfigError, match="json_schema cannot be followed"):
+                    start(grammars, json_schema=schema)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert asked == []
+
+
+def test_what_kills_the_worker_costs_one_request_and_the_worker_starts_again(byte_tokenizer):
+    grammars = Grammars(byte_tokenizer, 300)
+    start(grammars, regex="a+")
+    trial = grammars._library._trial
+    first, deep = trial._worker, trial.starts
+    assert deep == 1
+    first.kill()
+    first.wait()
+    assert start(grammars, regex="b+") is not None and trial.starts == 2
+    trial._worker.stdin.close()
+    with pytest.raises((ConfigError, ValueError)):
+        start(grammars, regex="c+")
+    assert start(grammars, regex="d+") is not None
+    worker = trial._worker
+    del grammars, trial
+    gc.collect()
+    assert worker.poll() is not None, "it ends with those that it served"
+
+
+def test_plain_grammars_need_no_worker(byte_tokenizer):
+    grammars = Grammars(byte_tokenizer, 300)
+    start(grammars, choice=["yes", "no"])
+    start(grammars, json_object=True)
+    start(grammars, json_schema={"type": "object", "properties": {"a": {"type": "array", "items": {"enum": [1]}}}})
+    assert grammars._library._trial.starts == 0
+    for schema in ({"pattern": "a"}, {"$ref": "#"}, {"allOf": []}, {"items": {"format": "date"}}):
+        assert not is_plain("json_schema", json.dumps(schema))
+
+
+def test_a_grammar_that_no_text_follows_is_refused_at_once(grammars):
+    """It was accepted, and its request ended as aborted, which the server answered with 503 "stopping"."""
+    with pytest.raises(ConfigError, match="json_schema cannot be followed"):
+        start(grammars, json_schema={"$ref": "#"})
+
+
+def test_what_is_kept_of_grammars_is_bounded_in_bytes(byte_tokenizer, monkeypatch):
+    """It was bounded in entries: 256 schemas of 4 MiB stayed."""
+    monkeypatch.setattr(grammar, "COMPILED_BYTES", 40 * grammar.BYTES_PER_CHAR)
+    grammars = Grammars(byte_tokenizer, 300)
+    first = start(grammars, choice=["abc"])
+    assert start(grammars, choice=["abc"]).matcher is first.matcher
+    for text in ("abd", "abe", "abf", "abg", "abh", "abi", "abj", "abk", "abl", "abm", "abn", "abo", "abp", "abq"):
+        start(grammars, choice=[text])
+        assert 0 < grammars.kept_bytes <= 40 * grammar.BYTES_PER_CHAR
+    assert start(grammars, choice=["abc"]).matcher is not first.matcher
+    start(grammars, choice=["a" * 100])  # larger than all the room: served, and not kept
+    assert grammars.kept_bytes == 0

@@ -1,0 +1,32 @@
+"""tools/interrupts.py in its short form: timer signals while an engine idles, generates, streams and is served."""
+
+import importlib.util
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).resolve().parent.parent / "tools" / "interrupts.py"
+
+pytestmark = pytest.mark.skipif(not TOOL.exists(), reason="needs the checkout")
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("interrupts", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("scene", ["idle", "generate", "stream", "serve"])
+def test_after_every_interrupt_the_next_answer_is_right(scene, tool, monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # put back afterwards
+    before, said = signal.getsignal(signal.SIGALRM), []
+    try:
+        tool.interrupt_scene(scene, 60, 1, lambda interrupts, wrong: said.append((interrupts, wrong)))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert said[-1] == (60, 0)

@@ -1,0 +1,314 @@
+"""What an operator needs: fair intake, limits, keys and options from files, probes, a log that never blocks."""
+
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from server_process import ROOT
+from starlette.testclient import TestClient
+from typer.testing import CliRunner
+
+from specdec.cli import app as shell
+from specdec.errors import CapacityError, ConfigError, QueueFullError
+from specdec.serving.fair_pool import CLIENT, FairPool
+from specdec.serving.key_file import read_key_file
+from specdec.serving.limits import ClientLimits, ClientRates
+from specdec.serving.logs import JsonFormatter, NonBlockingHandler
+from specdec.serving.middleware import Guard, RequestLog
+from specdec.serving.text_bound import TextBound
+
+# intake
+
+
+def blocked(pool: FairPool, count: int, client: str) -> tuple[threading.Event, list]:
+    """`count` jobs of a client, which end when the event is set."""
+    go, token = threading.Event(), CLIENT.set(client)
+    jobs = [pool.submit(lambda: go.wait(20)) for _ in range(count)]
+    CLIENT.reset(token)
+    return go, jobs
+
+
+def test_one_clients_slow_prompts_leave_a_thread_for_others():
+    pool = FairPool(4, "test")
+    go, jobs = blocked(pool, 20, "slow")
+    CLIENT.set("quick")
+    assert pool.submit(lambda: 7).future.result(20) == 7
+    go.set()
+    assert all(job.future.result(20) for job in jobs)
+    pool.shutdown()
+
+
+def test_slow_prompts_of_clients_that_have_left_hold_no_thread_and_none_begins():
+    pool = FairPool(2, "test")
+    go, jobs = blocked(pool, 6, "slow")
+    while not any(job.begun for job in jobs):
+        pass
+    assert sorted(pool.give_up(job) for job in jobs) == [False] + [True] * 5
+    CLIENT.set("slow")
+    assert pool.submit(lambda: 7).future.result(20) == 7  # another thread took the place of the one that hangs
+    go.set()
+    assert [job.begun for job in jobs].count(True) == 1
+    pool.shutdown()
+
+
+def test_what_takes_too_long_to_read_is_refused_and_so_is_what_waits_for_it():
+    async def scene(pool):
+        go, jobs = blocked(pool, 2, "")
+        try:
+            with pytest.raises(ConfigError, match=r"takes longer than the 0.2 s"):
+                await pool.wait_for(jobs[0], 0.2)
+            with pytest.raises(QueueFullError, match="try again later"):
+                await pool.wait_for(blocked(pool, 1, "")[1][0], 0.01)
+        finally:
+            go.set()
+
+    pool = FairPool(2, "test")
+    asyncio.run(scene(pool))
+    pool.shutdown()
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_it_is_tokenised():
+    class Tokenizer:
+        def get_vocab(self):
+            return {"a": 0, "abc": 1}
+
+    bound = TextBound(Tokenizer(), max_model_len=10)
+    bound.require("x" * 30)
+    bound.require([{"role": "user", "content": "x" * 30}])
+    for long in ("x" * 31, [{"role": "user", "content": "x" * 16}] * 2):
+        with pytest.raises(CapacityError, match="characters, more than the 30 that max_model_len=10"):
+            bound.require(long)
+
+
+# limits of a client
+
+
+async def answer(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def guarded(rates: ClientRates) -> TestClient:
+    app = Guard(ClientLimits(answer, rates), ["k-1"], 1000, {"web": "k-2"})
+    return TestClient(RequestLog(app))
+
+
+def ask(client: TestClient, key: str):
+    return client.post("/v1/completions", headers={"Authorization": f"Bearer {key}"})
+
+
+def test_a_key_that_asks_more_than_its_rate_gets_429_with_retry_after_and_others_do_not():
+    client = guarded(ClientRates(per_minute=3))
+    assert [ask(client, "k-1").status_code for _ in range(5)] == [200, 200, 200, 429, 429]
+    refused = ask(client, "k-1")
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded" and 1 <= int(refused.headers["retry-after"]) <= 20
+    assert ask(client, "k-2").status_code == 200
+
+
+def test_as_many_requests_of_a_key_are_open_as_may_be():
+    limits = ClientLimits(answer, ClientRates(at_a_time=1))
+    limits._open["a"] = 1
+    assert limits.refusal("a", 0.0).status == 429 and limits.refusal("b", 0.0) is None
+
+
+def test_the_api_key_is_asked_for_under_a_root_path_too():
+    scope_path = TestClient(RequestLog(Guard(answer, ["k"], 1000, {})), root_path="/llm")
+    assert scope_path.get("/llm/v1/models").status_code == scope_path.get("/v1/models").status_code == 401
+    assert scope_path.get("/llm/health").status_code == 200
+
+
+# keys
+
+
+def test_keys_come_from_a_file_with_names_and_comments(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# who  key\nresearch sk-1\n\nweb\tsk#2  # of the page\nsk-3\n")
+    assert read_key_file(path) == {"research": "sk-1", "web": "sk#2", "line-5": "sk-3"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a b c", "3 words"),
+        ("a k\na l", "the name 'a'"),
+        ("a k\nb k", "already, under"),
+        ("# no", "none"),
+        ("ä", "ASCII"),
+    ],
+)
+def test_a_file_of_keys_that_is_none_is_refused_without_showing_a_key(text, said, tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_key_file(path)
+
+
+def test_an_empty_key_in_the_environment_is_refused():
+    run = CliRunner().invoke(shell, ["serve", "--target", "/not/there"], env={"SPECDEC_API_KEY": ""})
+    assert run.exit_code == 2 and "SPECDEC_API_KEY is set, but empty" in run.stderr
+
+
+# options
+
+
+def parsed(arguments: list[str], env: dict[str, str] | None = None) -> dict:
+    """What the options of serve come out as."""
+    import typer
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (env or {}).items():
+            patch.setenv(name, value)
+        command = typer.main.get_command(shell).commands["serve"]
+        return command.make_context("serve", arguments, **command.context_settings).params
+
+
+@pytest.mark.parametrize("kind", ["yaml", "toml"])
+def test_options_come_from_the_shell_then_the_environment_then_the_file_then_the_default(kind, tmp_path):
+    path = tmp_path / f"serve.{kind}"
+    yaml = "max-waiting: 1\nport: 1\nbatch_size: 1\nserved-model-name: [a, b]\ndeterministic: true\nnum-steps: 2\n"
+    path.write_text(yaml if kind == "yaml" else yaml.replace(": ", " = ").replace("[a, b]", '["a", "b"]'))
+    env = {"SPECDEC_SERVE_PORT": "2", "SPECDEC_SERVE_BATCH_SIZE": "2", "SPECDEC_SERVE_STOP_SECONDS": "3"}
+    found = parsed(["--config", str(path), "--batch-size", "3"], env)
+    assert (found["max_waiting"], found["port"], found["batch_size"], found["stop_seconds"]) == (1, 2, 3, 3.0)
+    assert found["served_model_name"] == ["a", "b"] and found["deterministic"] is True and found["num_steps"] == 2
+    assert found["host"] == "127.0.0.1"
+    assert parsed([], env | {"SPECDEC_SERVE_CONFIG": str(path)})["max_waiting"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max-wating: 1", "'max-wating' is no option"),
+        ("port: true", "an integer is expected"),
+        ("port: '8000'", "an integer is expected"),
+        ("deterministic: 1", "true or false is expected"),
+        ("host: 1", "a text is expected"),
+        ("- a", "holds no table"),
+        ("a: [", "cannot be read"),
+        ("port: 1\nPORT: 2", "'PORT' is no option"),
+        ("max-waiting: 1\nmax_waiting: 2", "is there twice"),
+    ],
+)
+def test_a_file_of_options_with_a_mistake_is_one_sentence_with_its_name(text, said, tmp_path):
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    run = CliRunner().invoke(shell, ["serve", "--config", str(path)])
+    assert run.exit_code == 2 and said in run.stderr and run.stderr.count("\n") == 1
+
+
+def test_a_variable_that_is_no_option_is_refused_by_name_and_kubernetes_links_are_not():
+    run = CliRunner().invoke(shell, ["serve"], env={"SPECDEC_SERVE_PROT": "1"})
+    assert run.exit_code == 2 and "SPECDEC_SERVE_PROT is no option" in run.stderr
+    assert parsed([], {"SPECDEC_SERVE_SERVICE_HOST": "10.0.0.1", "SPECDEC_SERVE_PORT_80_TCP": "x"})["port"] == 8000
+
+
+# the log
+
+
+def test_a_log_drops_lines_rather_than_waiting_for_its_reader_and_says_how_many():
+    reader, writer = os.pipe()
+    handler = NonBlockingHandler(writer)
+    for _ in range(100):
+        handler.emit(logging.LogRecord("x", logging.INFO, "", 0, "y" * 100_000, (), None))
+    assert handler.dropped > 40
+    text = b""
+    while b"lines of this log were dropped" not in text:
+        text += os.read(reader, 1 << 20)
+    handler.close()
+    os.close(reader)
+    os.close(writer)
+
+
+def test_the_access_log_is_json_with_the_request_id_and_the_keys_name(caplog):
+    client = guarded(ClientRates())
+    with caplog.at_level(logging.INFO, "specdec.serving"):
+        client.post("/v1/x", headers={"Authorization": "Bearer k-2", "X-Request-Id": "id-7"})
+    line = json.loads(JsonFormatter().format(caplog.records[-1]))
+    assert (line["request_id"], line["client"], line["status"], line["method"]) == ("id-7", "web", 200, "POST")
+    assert line["path"] == "/v1/x" and "k-2" not in json.dumps(line)
+
+
+# probes, and an engine that has died
+
+DIES = """
+import asyncio, sys, threading, time
+import httpx
+from specdec import Engine, EngineConfig
+from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.server import listen, run_app, address
+from specdec.serving.settings import ServeSettings
+
+class Broken(BaseException): pass
+
+how = sys.argv[1]
+engine = Engine.from_pretrained("tiny-gemma4", None, config=EngineConfig(max_batch_size=1, max_model_len=64))
+hold = threading.Event()
+def step():
+    if how == "dies":
+        raise Broken("gone")
+    if how == "fails":
+        raise RuntimeError("CUDA error")
+    hold.wait(60)
+    return False
+served = AsyncEngine(engine)
+engine.step = step
+url = None
+def ask():
+    fields = {"prompt": "a", "max_tokens": 2}
+    try:
+        if how == "hangs":
+            assert httpx.get(url + "/live").status_code == 200
+            try:
+                httpx.post(url + "/v1/completions", json=fields, timeout=1)
+            except httpx.TimeoutException:
+                pass
+            statuses = [httpx.get(url + path).status_code for path in ("/live", "/ready", "/ping", "/health")]
+            print(statuses, flush=True)
+            import os, signal
+            hold.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            for _ in range(4):
+                httpx.post(url + "/v1/completions", json=fields, timeout=20)
+    except httpx.HTTPError:
+        pass
+with listen("127.0.0.1", 0) as bound:
+    url = address(bound)
+    settings = ServeSettings(model_names=["m"], liveness_seconds=0.5)
+    died = run_app(served, settings, bound, lambda: threading.Thread(target=ask, daemon=True).start())
+print(died, flush=True)
+sys.exit(1 if died else 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("dies", 1, "the engine's thread ended: Broken: gone"),
+        ("fails", 1, "the engine makes no token any more"),
+        ("hangs", 0, "[503, 503, 503, 503]"),
+    ],
+)
+def test_an_engine_that_dies_or_only_fails_ends_the_process_and_one_that_hangs_is_not_live(how, code, said):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    run = subprocess.run(
+        [sys.executable, "-c", DIES, how], capture_output=True, text=True, timeout=120, check=False, env=env
+    )
+    assert run.returncode == code and said in run.stdout, (run.stdout, run.stderr[-2000:])
+
+
+def test_an_open_address_without_a_key_is_a_warning(caplog):
+    from specdec.commands.serve import _warn_of_open_doors
+    from specdec.serving.server import listen
+    from specdec.serving.settings import ServeSettings
+
+    with listen("0.0.0.0", 0) as bound, caplog.at_level(logging.WARNING):
+        _warn_of_open_doors(ServeSettings(["m"], api_keys=["k"], cors_origins=["*"]), bound)
+        assert not caplog.records
+        _warn_of_open_doors(ServeSettings(["m"], cors_origins=["*"]), bound)
+    assert "no API key is set" in caplog.messages[0] and "--cors-origin '*'" in caplog.messages[1]

@@ -1,0 +1,354 @@
+"""`prompt_logprobs`: the log-probabilities of a prompt's own tokens, whatever the chunks, the batch and the cache.
+
+By transformers' own forward, by eye on a prompt of one token, and to the bit in deterministic mode; each prompt is
+scored in one forward over it.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tape import record
+
+import specdec.engine
+import specdec.rounds.launch
+import specdec.rounds.scoring
+from specdec import Engine, GenerationOutput, SamplingParams, SpecConfig
+from specdec.errors import CapacityError, ConfigError
+from specdec.models.target import TargetModel
+from specdec.prompt_scores import PromptScores, TokenScores
+from specdec.rounds.scoring import score_chunk
+
+from tiny_models import VOCAB, random_eagle3
+
+NEW = 6
+SCORE = SamplingParams(max_new_tokens=NEW, prompt_logprobs=4)
+TREE = SpecConfig(3, 2, 6)
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of all prompt chunks that are computed."""
+    lengths: list[int] = []
+    prefill = specdec.rounds.launch.Launcher.prefill
+
+    def counted(self: Any, rows: np.ndarray, params: Any, chunk_len: np.ndarray, *more: Any) -> Any:
+        lengths.extend(chunk_len.tolist())
+        return prefill(self, rows, params, chunk_len, *more)
+
+    monkeypatch.setattr(specdec.rounds.launch.Launcher, "prefill", counted)
+    return lengths
+
+
+def assert_right(model: Any, out: GenerationOutput, hf_forward: Callable[..., Any], asked: int = 4) -> None:
+    """By one forward of transformers' own."""
+    prompt, scores = out.prompt_token_ids, out.prompt_logprobs
+    assert scores is not None and len(scores) == len(prompt) and scores[0] is None
+    log_p = hf_forward(model, prompt).logits[0].float().log_softmax(-1)
+    for token, one, row in zip(prompt[1:], scores[1:], log_p, strict=False):
+        assert one is not None and one.token_id == token
+        assert one.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        best = row.topk(min(asked, VOCAB))
+        assert list(one.top) == best.indices.tolist()
+        assert list(one.top.values()) == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def bits(out: GenerationOutput) -> torch.Tensor:
+    """Every number of its scores."""
+    numbers = [[one.logprob, *one.top.values(), *map(float, one.top)] for one in (out.prompt_logprobs or ()) if one]
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("family", ["gemma4-e2b", "llama"])
+@pytest.mark.parametrize("config", [{}, {"prefill_chunk": 5, "page_size": 4}], ids=["whole", "chunks-of-5"])
+def test_prompt_logprobs_are_those_of_transformers(family, config, make_target, make_engine, random_prompt, hf_forward):
+    """Prompts of several lengths at once, beside one that asks for none; the output does not change."""
+    model = make_target(family)
+    engine = make_engine(model, "ngram", **config)
+    prompts = [random_prompt(length) for length in (23, 1, 2, 40, 9)]
+    plain = engine.generate(prompts, SamplingParams(max_new_tokens=NEW))
+    outs = engine.generate(prompts, [SCORE] * 4 + [SamplingParams(max_new_tokens=NEW)])
+    for out in outs[:4]:
+        assert_right(model, out, hf_forward)
+    assert outs[1].prompt_logprobs == [None] and outs[4].prompt_logprobs is None
+    assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+
+
+@pytest.mark.parametrize("asked", [0, 1, 200])
+def test_any_number_of_alternatives(asked, make_target, make_engine, random_prompt, hf_forward):
+    """Beside a neighbour that asks for another number."""
+    model = make_target("llama")
+    params = [SamplingParams(max_new_tokens=1, prompt_logprobs=asked), SCORE]
+    out, other = make_engine(model).generate([random_prompt(9), random_prompt(12)], params)
+    assert_right(model, out, hf_forward, asked)
+    assert_right(model, other, hf_forward)
+
+
+def test_a_prompt_is_scored_without_any_new_token(make_target, make_engine, random_prompt, hf_forward):
+    """As long as the model's length, too, where no token would fit."""
+    model = make_target("gemma4-e2b")
+    engine = make_engine(model, "ngram", max_model_len=48)
+    params = SamplingParams(max_new_tokens=0, prompt_logprobs=4)
+    for length in (48, 7, 1):
+        [out] = engine.generate(random_prompt(length), params)
+        assert (out.token_ids, out.text, out.finish_reason, out.logprobs) == ([], "", "length", None)
+        assert_right(model, out, hf_forward)
+    with pytest.raises(CapacityError, match="max_model_len=48"):
+        engine.generate(random_prompt(49), params)
+    [delta] = engine.stream(random_prompt(7), params)
+    assert delta.token_ids == [] and delta.output is not None and delta.output.prompt_logprobs is not None
+    assert engine.stats().output_tokens == 0
+    with pytest.raises(ConfigError, match="max_new_tokens=0: an integer from 1"):
+        SamplingParams(max_new_tokens=0)
+    engine.table.check()
+
+
+@pytest.mark.parametrize("wrong", [-1, True, "1", 2000, 0.5])
+def test_a_wrong_number_of_alternatives_is_refused(wrong):
+    with pytest.raises(ConfigError, match=r"prompt_logprobs=.*integer from 0 to 1024"):
+        SamplingParams(prompt_logprobs=wrong)
+
+
+# what is computed, and what is not
+
+
+def test_scores_never_come_with_a_cached_prefix(make_target, make_engine, random_prompt, hf_forward, chunks):
+    """K/V that others made say nothing of the tokens before; what is computed for scores is there for others."""
+    model, prompt = make_target("gemma4-e2b"), random_prompt(40)
+    engine = make_engine(model, prefill_chunk=16)
+    plain = SamplingParams(max_new_tokens=NEW)
+    first, scored, again = (engine.generate(prompt, params)[0] for params in (plain, SCORE, plain))
+    assert_right(model, scored, hf_forward)
+    assert [out.stats.cached_tokens for out in (first, scored, again)] == [0, 0, 39]
+    assert sum(chunks) == 40 + 40 + 1
+    assert first.token_ids == scored.token_ids == again.token_ids
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("prefix_cache", [True, False], ids=["cache", "no-cache"])
+def test_samples_of_one_prompt_are_scored_in_one_forward(
+    page_size, prefix_cache, make_target, make_engine, random_prompt, hf_forward, chunks
+):
+    model, prompt = make_target("gemma4-e2b"), random_prompt(41)
+    engine = make_engine(model, page_size=page_size, prefix_cache=prefix_cache, max_batch_size=4, prefill_chunk=16)
+    outs = engine.generate(prompt, SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=3, n=4, prompt_logprobs=4))
+    for out in outs:
+        assert_right(model, out, hf_forward)
+        assert out.prompt_logprobs == outs[0].prompt_logprobs
+    assert len({tuple(out.token_ids) for out in outs}) > 1
+    assert sum(chunks) == (41 + 3 * (41 - 40 // page_size * page_size) if prefix_cache else 4 * 41)
+
+
+def test_logits_of_a_long_prompt_are_never_there_as_a_whole(
+    make_target, make_engine, random_prompt, hf_forward, monkeypatch
+):
+    """The head sees few rows at a time."""
+    model, seen = make_target("llama"), []
+    logits = TargetModel.logits
+
+    def noting(self: TargetModel, hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden.numel() // hidden.shape[-1])
+        return logits(self, hidden)
+
+    monkeypatch.setattr(specdec.rounds.scoring, "MOST_LOGITS", 7 * VOCAB + 5)
+    engine = make_engine(model, prefill_chunk=64)
+    monkeypatch.setattr(TargetModel, "logits", noting)
+    [out] = engine.generate(random_prompt(60), SamplingParams(max_new_tokens=1, prompt_logprobs=4))
+    assert seen == [7] * 8 + [3, 1]
+    assert_right(model, out, hf_forward)
+
+
+def test_the_tile_of_a_vocabulary_of_262144_has_64_rows():
+    assert specdec.rounds.scoring.MOST_LOGITS // 262_144 == 64
+
+
+# whatever happens to the request
+
+
+DRAFTERS: dict[str, tuple[Any, SpecConfig]] = {
+    "ngram": ("ngram", SpecConfig(3)),
+    "mtp": ("mtp", TREE),
+    "eagle3": ("eagle3", TREE),
+}
+
+
+@pytest.mark.parametrize("case", DRAFTERS)
+def test_a_drafter_changes_no_score(case, make_target, make_assistant, make_engine, random_prompt, hf_forward):
+    drafter, spec = DRAFTERS[case]
+    model = make_target("gemma4-e2b")
+    module = {"mtp": make_assistant, "eagle3": random_eagle3}.get(drafter, lambda _: drafter)(model)
+    prompts = [random_prompt(length) for length in (30, 30, 5)]
+    engine = make_engine(model, module, spec=spec, prefill_chunk=8)
+    plain = make_engine(model).generate(prompts, SamplingParams(max_new_tokens=NEW))
+    for outs in (engine.generate(prompts, SCORE), engine.generate(prompts, SCORE)):
+        assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+        for out in outs:
+            assert_right(model, out, hf_forward)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["as-it-is", "captured"])
+@pytest.mark.parametrize("prefix_cache", [True, False], ids=["cache", "no-cache"])
+def test_preempted_requests_have_all_their_scores(
+    captured, prefix_cache, make_target, make_engine, random_prompt, hf_forward, monkeypatch
+):
+    """Within their prompts and behind them; with captured rounds, results come a step late."""
+    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
+    model = make_target("gemma4-e2b")
+    engine = make_engine(
+        model, "ngram", full_slots=88, swa_slots=88, max_batch_size=4, max_model_len=64, prefill_chunk=8,
+        prefix_cache=prefix_cache,
+    )  # fmt: skip
+    prompts = [random_prompt(length, seed=seed) for seed, length in enumerate((30, 27, 33, 5, 29, 31))]
+    params = SamplingParams(max_new_tokens=20, prompt_logprobs=4, n=2)
+    outs = engine.generate(prompts, params)
+    assert engine.stats().preemptions > 0
+    for out in outs:
+        assert_right(model, out, hf_forward)
+    expected = make_engine(model).generate(prompts, SamplingParams(max_new_tokens=20))
+    assert [out.token_ids for out in outs[::2]] == [out.token_ids for out in expected]
+    engine.table.check()
+    assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
+
+
+def test_captured_prompts_have_the_same_scores(make_target, make_engine, random_prompt, hf_forward, monkeypatch):
+    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    model = make_target("gemma4-e2b")
+    engine = make_engine(model, "ngram", max_batch_size=2, max_model_len=64)
+    for seed, length in itertools.product(range(2), (9, 30, 12)):
+        outs = engine.generate([random_prompt(length, seed), random_prompt(20, seed)], SCORE)
+        for out in outs:
+            assert_right(model, out, hf_forward)
+    assert any(engine.steps.launcher.chunks._captured.values())
+
+
+def test_nothing_waits_for_the_device_while_a_prompt_is_scored(
+    make_target, make_engine, random_prompt, hf_forward, monkeypatch
+):
+    """The tape refuses whatever reads a value back, or has a shape that depends on data."""
+    taped = itertools.count()
+
+    def on_tape(*scored: Any) -> torch.Tensor:
+        next(taped)
+        replay, out = record(lambda: score_chunk(*scored))
+        replay()
+        return out
+
+    monkeypatch.setattr(specdec.rounds.launch, "score_chunk", on_tape)
+    model = make_target("gemma4-e2b")
+    for out in make_engine(model, prefill_chunk=16).generate([random_prompt(40), random_prompt(9)], SCORE):
+        assert_right(model, out, hf_forward)
+    assert next(taped) >= 3
+
+
+def test_an_aborted_request_has_the_scores_that_it_came_to(make_target, make_engine, random_prompt, hf_forward):
+    model, prompt = make_target("llama"), random_prompt(40)
+    engine = make_engine(model, prefill_chunk=8, max_prefill_tokens=8, max_batch_size=2)
+    handles = engine.submit_many(prompt, SamplingParams(max_new_tokens=NEW, n=2, seed=1, prompt_logprobs=4))
+    engine.step()
+    engine.step()
+    handles[0].abort()
+    first = handles[0].output()
+    assert first.finish_reason == "abort"
+    known = [one is not None for one in first.prompt_logprobs]
+    assert 0 < sum(known) < 39 and known[1 : 1 + sum(known)] == [True] * sum(known)  # from the start on
+    assert_right(model, handles[1].output(), hf_forward)  # the other sample goes on where it stopped
+    engine.table.check()
+
+
+def test_a_fault_in_the_middle_of_a_prompt_loses_no_score(
+    make_target, make_engine, random_prompt, hf_forward, monkeypatch
+):
+    model = make_target("gemma4-e2b")
+    engine = make_engine(model, prefill_chunk=8, max_prefill_tokens=8)
+    handle = engine.submit(random_prompt(40), SCORE)
+    engine.step()
+    take, calls = PromptScores.take, itertools.count()
+
+    def failing(self: PromptScores, first: int, scores: TokenScores) -> None:
+        if next(calls) in (0, 2):
+            raise MemoryError("in the middle")
+        take(self, first, scores)
+
+    monkeypatch.setattr(PromptScores, "take", failing)
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            handle.output()
+    assert_right(model, handle.output(), hf_forward)
+    engine.table.check()
+
+
+def test_a_grammar_has_no_say_in_a_prompt() -> None:
+    """The bundled model, whose tokenizer can spell."""
+    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine:
+        prompt = engine.encode("Tom has 3 apples and")
+        [free, bound] = engine.generate(
+            [prompt, prompt],
+            [
+                SamplingParams(max_new_tokens=4, prompt_logprobs=2),
+                SamplingParams(max_new_tokens=8, prompt_logprobs=2, regex="[a-c]{3}", temperature=0.7, seed=1),
+            ],
+        )
+    assert len(bound.text) == 3
+    for one, other in zip(free.prompt_logprobs[1:], bound.prompt_logprobs[1:], strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert math.isfinite(one.logprob)
+
+
+# bits
+
+
+@pytest.mark.parametrize("family", ["gemma4-e2b", "llama"])
+def test_in_deterministic_mode_scores_have_the_same_bits_in_any_batch_and_any_chunks(
+    family, make_target, make_engine, random_prompt, monkeypatch
+):
+    """Alone and whole; in chunks of 7; in a crowd that is preempted, with drafts; in small tiles of the head."""
+    model = make_target(family)
+    prompts = [random_prompt(length, seed=length) for length in (40, 5, 21, 33)]
+    params = SamplingParams(max_new_tokens=NEW, prompt_logprobs=VOCAB)
+
+    def scores(**config: Any) -> list[torch.Tensor]:
+        engine = make_engine(model, config.pop("drafter", None), deterministic=True, dtype=model.dtype, **config)
+        return [bits(out) for out in engine.generate(prompts, params)]
+
+    expected = scores(max_batch_size=1, prefill_chunk=256, prefix_cache=False)
+    assert [len(each) for each in expected] == [39, 4, 20, 32]
+    crowd = {"drafter": "ngram", "max_batch_size": 3, "page_size": 4, "full_slots": 80, "swa_slots": 80}
+    for config in ({"max_batch_size": 2, "prefill_chunk": 7}, crowd):
+        assert all(itertools.starmap(torch.equal, zip(scores(**config), expected, strict=True)))
+    monkeypatch.setattr(specdec.rounds.scoring, "MOST_LOGITS", 3 * VOCAB)
+    assert all(itertools.starmap(torch.equal, zip(scores(), expected, strict=True)))
+
+
+def test_a_text_has_the_same_scores_as_output_and_as_prompt(make_target, make_engine, random_prompt):
+    """To the bit, in deterministic mode."""
+    model, prompt = make_target("gemma4-e2b"), random_prompt(17)
+    engine = make_engine(model, "ngram", deterministic=True, dtype=model.dtype)
+    [written] = engine.generate(prompt, SamplingParams(max_new_tokens=12, logprobs=5, temperature=1.0, seed=2))
+    [read] = engine.generate([[*prompt, *written.token_ids]], SamplingParams(max_new_tokens=0, prompt_logprobs=5))
+    assert read.prompt_logprobs is not None and read.prompt_logprobs[17:] == written.logprobs
+
+
+# the numbers on the host
+
+
+def test_scores_are_filled_in_from_the_front():
+    scores = PromptScores(5, 1)
+
+    def part(*chosen: float) -> TokenScores:
+        column = np.array(chosen, dtype=np.float32)
+        return TokenScores(column, np.stack([column, column - 1], 1), np.tile(np.int32([7, 8]), (len(chosen), 1)))
+
+    assert scores.entries() == [None] * 5 and not scores.complete
+    scores.take(1, part(-1, -2))
+    scores.take(1, part(-9, -9))  # another sample had computed the same
+    scores.take(2, part(-9, -3))
+    assert scores.known == 4
+    assert scores.entries() == [None, (-1.0, {7: -1.0}), (-2.0, {7: -2.0}), (-3.0, {7: -3.0}), None]
+    scores.take(4, part(-4))
+    assert scores.complete and scores.entries()[4] == (-4.0, {7: -4.0})
+    with pytest.raises(AssertionError):
+        PromptScores(9, 0).take(3, part(-1))  # a gap

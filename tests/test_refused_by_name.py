@@ -1,0 +1,274 @@
+"""What was ignored, or taken and then of no use, and is obeyed or refused by its name."""
+
+import errno
+import json
+import os
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from specdec import Engine, EngineConfig, SamplingParams
+from specdec.cli import app
+from specdec.draft_models import registry
+from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, naming_file
+from specdec.evaluation.files import write_file
+from specdec.evaluation.transcripts import open_transcripts
+from specdec.models import hub, loading
+from specdec.models.bundled import resolve_name
+
+SMALL = EngineConfig(max_batch_size=1, max_model_len=64)
+
+
+def load(target: Any = "tiny-gemma4", drafter: Any = None, config: EngineConfig = SMALL, **options: Any) -> Engine:
+    return Engine.from_pretrained(target, drafter, config=config, **options)
+
+
+@pytest.fixture
+def without_tokenizer(tmp_path) -> Path:
+    """The bundled target's config and weights alone."""
+    for file in Path(resolve_name("tiny-gemma4")).iterdir():
+        if "token" not in file.name and "template" not in file.name:
+            (tmp_path / file.name).symlink_to(file)
+    return tmp_path
+
+
+# dtypes
+
+
+@pytest.mark.parametrize("name", ["torch_dtype", "dtype"])
+@pytest.mark.parametrize("value", [torch.bfloat16, "bfloat16", "bf16"])
+def test_torch_dtype_is_obeyed(name, value):
+    """It was ignored: float32 on the CPU, where transformers takes it for `dtype`."""
+    assert load(**{name: value}).target.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [(None, {"dtype": "float32", "torch_dtype": "bfloat16"}), (torch.float32, {"torch_dtype": torch.bfloat16})],
+)
+def test_dtypes_that_disagree_are_refused(config, options):
+    with pytest.raises(ConfigError, match=r"bfloat16.*float32|float32.*bfloat16") as error:
+        load(config=EngineConfig(dtype=config), **options)
+    assert "leave one out" in str(error.value)
+
+
+def test_dtypes_that_agree_are_taken():
+    engine = load(config=EngineConfig(dtype="bf16", max_model_len=64), dtype="bfloat16", torch_dtype=torch.bfloat16)
+    assert engine.target.dtype is torch.bfloat16
+
+
+def test_torch_dtype_of_a_drafter_is_obeyed():
+    """And then it does not fit its target, which is said."""
+    with pytest.raises(UnsupportedModelError, match="bfloat16"):
+        load("tiny-gemma4", "tiny-gemma4-mtp", drafter_options={"torch_dtype": "bfloat16"})
+
+
+# no tokenizer, no prompt, no such role
+
+
+def test_a_folder_without_a_tokenizer_says_that_there_is_no_text(without_tokenizer, caplog):
+    """The text of its outputs was empty, without a word; token ids work."""
+    engine = load(without_tokenizer)
+    assert "has no tokenizer" in caplog.text and "outputs have no text" in caplog.text
+    [out] = engine.generate([2, 5, 9], SamplingParams(max_new_tokens=4))
+    assert len(out.token_ids) == 4
+    for ask in (lambda: engine.generate("Hi"), lambda: engine.chat("Hi")):
+        with pytest.raises(ConfigError, match="need a tokenizer"):
+            ask()
+
+
+def test_a_tokenizer_that_is_given_needs_no_warning(without_tokenizer, caplog):
+    assert load(without_tokenizer, tokenizer="tiny-gemma4").chat("1 + 1", SamplingParams(max_new_tokens=2))[0].text
+    assert "has no tokenizer" not in caplog.text
+
+
+@pytest.fixture(scope="module")
+def pair() -> Engine:
+    return load()
+
+
+@pytest.mark.parametrize("role", ["robot", "User", "", "assistent", "mod"])
+def test_a_role_that_no_template_knows_is_refused(role, pair):
+    """The template wrote it out, and the model answered to something that it never saw."""
+    with pytest.raises(ConfigError, match=r"message 1 of the chat has role=.*chat template does not know"):
+        pair.chat([{"role": "user", "content": "Hi"}, {"role": role, "content": "Hi"}])
+
+
+def test_roles_that_a_template_names_are_taken(pair):
+    named = "{% for m in messages %}{{ '<robot>' if m.role == \"robot\" else '<user>' }}{{ m.content }}{% endfor %}"
+    asked = [{"role": "robot", "content": "Hi"}]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_name("tiny-gemma4"))
+    tokenizer.chat_template = named
+    engine = Engine(pair.target, tokenizer=tokenizer, config=SMALL)
+    assert engine.decode(engine.chat_prompt(asked)) == "<robot>Hi"
+    assert pair.chat_prompt(asked, chat_template="{{ messages[0].role }}")  # the caller's own template decides
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n"])
+def test_an_empty_prompt_is_refused(prompt, pair):
+    for ask in (pair.chat, pair.chat_prompt):
+        with pytest.raises(ConfigError, match="give some text"):
+            ask(prompt)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--raw"]])
+def test_generate_refuses_an_empty_prompt(arguments):
+    done = CliRunner().invoke(app, ["generate", "", *arguments])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("specdec: the prompt is ''") and done.stderr.count("\n") == 1
+
+
+# names of checkpoints
+
+
+@pytest.mark.parametrize("name", ["None", "none", "null", " ", "nan"])
+def test_the_word_none_is_no_hub_id(name):
+    with pytest.raises(CheckpointError, match=f"{name!r} names no checkpoint"):
+        load(name)
+
+
+def test_a_drafter_called_none_in_capitals_is_no_hub_id():
+    with pytest.raises(CheckpointError, match=r"'None' names no checkpoint.*a drafter of None is no drafter"):
+        load(drafter="None")
+
+
+@pytest.fixture
+def no_network(monkeypatch) -> None:
+    """Nothing answers where the hub should be."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "_is_cached", lambda *_: False)
+
+
+def test_an_unknown_hub_id_without_network_is_one_sentence_at_once(no_network, monkeypatch):
+    """The hub's library tried six times, said so in eleven lines, and took 25 seconds."""
+    monkeypatch.setattr(loading, "cached_file", lambda *_, **__: pytest.fail("the hub's library tried"))
+    with pytest.raises(CheckpointError) as error:
+        load("nobody/nothing")
+    assert str(error.value).startswith("no checkpoint 'nobody/nothing' here, and 127.0.0.1 cannot be reached")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "all_proxy"])
+def test_a_proxy_that_is_away_is_named(variable, no_network, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.example")
+    monkeypatch.setenv(variable, "http://localhost:9")
+    with pytest.raises(CheckpointError, match="localhost cannot be reached"):
+        hub.require_hub("nobody/nothing", {})
+
+
+def test_nothing_is_tried_where_it_is_to_stay_offline(monkeypatch):
+    monkeypatch.setattr(hub.socket, "create_connection", lambda *_, **__: pytest.fail("tried"))
+    hub.require_hub("nobody/nothing", {"local_files_only": True})
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    hub.require_hub("nobody/nothing", {})
+
+
+def test_what_is_in_the_cache_needs_no_network(monkeypatch):
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "cached_file", lambda *_, **__: "config.json")
+    monkeypatch.setattr(hub.socket, "create_connection", lambda *_, **__: pytest.fail("tried"))
+    hub.require_hub("somebody/something", {})
+
+
+def test_gguf_files_are_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"gguf_file='model\.gguf': GGUF files are not read"):
+        load(tmp_path, gguf_file="model.gguf")
+    with pytest.raises(CheckpointError, match="is a GGUF file, which is not read"):
+        load(str(tmp_path / "model.gguf"))
+
+
+# models
+
+
+def test_dynamic_int8_is_refused_as_quantisation(make_target):
+    """The message spoke of logits that differ by 9 %."""
+    model = make_target("llama", fresh=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is about to give it up
+        model.model.layers[1].mlp.down_proj = torch.ao.nn.quantized.dynamic.Linear(48, 32)
+    with pytest.raises(UnsupportedModelError, match="quantised dynamically") as error:
+        load(model)
+    assert "down_proj" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_loading_a_target_leaves_the_config_classes_alone(monkeypatch):
+    """They were changed for the whole process while any checkpoint was loaded, in every thread."""
+    seen: list[object] = []
+    monkeypatch.setattr(registry.Gemma4TextConfig, "kv_sharing_modes", property(lambda config: ["own"]), raising=False)
+    stock = vars(registry.Gemma4TextConfig)["kv_sharing_modes"]
+    auto = transformers.AutoModelForCausalLM.from_pretrained
+
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        config = type("Shared", (), {"num_kv_shared_layers": 2, "num_hidden_layers": 2})()
+        modes = vars(registry.Gemma4TextConfig)["kv_sharing_modes"]
+
+        def elsewhere() -> None:
+            seen.append((modes is stock, modes.fget(config)))
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        return auto(*args, **kwargs)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", watching)
+    load("tiny-gemma4", "tiny-gemma4-mtp")
+    assert seen == [(True, ["own"]), (False, ["own"])]
+    assert vars(registry.Gemma4TextConfig)["kv_sharing_modes"] is stock
+
+
+# files and words
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full")
+    with pytest.raises(OSError, match=r"No space left.*'/dev/full'") as error:
+        write_file(full, "text")
+    assert error.value.errno == errno.ENOSPC
+
+
+def test_a_disk_that_is_full_later_names_the_file(tmp_path, monkeypatch):
+    """A file is written beside its place; the name is that which the user gave."""
+
+    def sync(number: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with pytest.raises(OSError, match=r"cannot be written: No space left on device: '.*out\.json'"):
+        write_file(tmp_path / "out.json", "{}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_transcripts_on_a_full_disk_name_their_file(tmp_path):
+    class Full:
+        def write(self, data: bytes) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with open_transcripts(tmp_path, {}, 0) as file:
+        kept, file._file = file._file, Full()
+        with pytest.raises(OSError, match=r"cannot be written: No space left on device: '.*transcripts-0\.jsonl'"):
+            file.write(json.dumps({"index": 0}))
+        file._file = kept
+
+
+def test_a_pipe_that_is_closed_is_no_full_disk(tmp_path):
+    with pytest.raises(BrokenPipeError) as error, naming_file(tmp_path):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+    assert error.value.filename is None
+
+
+def test_an_engine_shows_what_it_is(make_target, make_engine):
+    engine = make_engine(make_target("llama"), "ngram", max_batch_size=3)
+    assert repr(engine) == ("<Engine LlamaForCausalLM, drafter ngram, float32 on cpu, 3 requests of up to 256 tokens>")
+    engine.close()
+    assert repr(engine).endswith(", closed>") and "no drafter" in repr(make_engine(make_target("llama"), None))

@@ -1,0 +1,169 @@
+"""One request's fault ends one request: tokenizers and grammars that raise, wrong ids, engines that are closed."""
+
+import asyncio
+import threading
+
+import pytest
+from side_by_side import in_threads
+
+from specdec import SamplingParams
+from specdec.errors import ConfigError, RequestFailedError, SpecDecError
+from specdec.serving.async_engine import AsyncEngine
+from specdec.text import grammar
+
+NEW = 10
+PLAIN = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+STOPPING = SamplingParams(max_new_tokens=NEW, ignore_eos=True, stop=["nowhere"])
+GUIDED = SamplingParams(max_new_tokens=NEW, regex="[a-z]{40}")
+LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
+
+
+class Breaks:
+    """A tokenizer that raises where one token is decoded."""
+
+    def __init__(self, tokenizer, token):
+        self.tokenizer, self.token = tokenizer, token
+
+    def decode(self, ids, **options):
+        if self.token in ids:
+            raise ValueError("cannot decode that")
+        return self.tokenizer.decode(ids, **options)
+
+
+@pytest.fixture
+def scene(make_target, make_engine, greedy_oracle, random_prompt, pair_tokenizer):
+    """(engine, prompts, their outputs): its tokenizer raises in the first output."""
+    model, prompts = make_target("llama"), [random_prompt(n) for n in (5, 9, 13, 17, 21)]
+    truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    only = next(token for token in truths[0][1:] if all(token not in truth for truth in truths[1:]))
+    engine = make_engine(model, "ngram", tokenizer=pair_tokenizer, max_batch_size=8)
+    for request_part in (engine, engine.intake):
+        name = "tokenizer" if request_part is engine else "_tokenizer"
+        setattr(request_part, name, Breaks(pair_tokenizer, only))
+    return engine, prompts, truths
+
+
+def finish(engine, handles):
+    while not all(handle.finished for handle in handles):
+        engine.step()
+
+
+def test_a_tokenizer_that_raises_in_one_request_ends_that_one_alone(scene):
+    engine, prompts, truths = scene
+    handles = engine.submit_many(prompts, STOPPING)
+    finish(engine, handles)  # no step raises
+    assert [handle.finish_reason for handle in handles] == ["error", *["length"] * 4]
+    for ask in (handles[0].read, handles[0].output, lambda: list(handles[0])):
+        with pytest.raises(RequestFailedError, match=r"the tokenizer raised .*ValueError: cannot decode that"):
+            ask()
+    assert [handle.output().token_ids for handle in handles[1:]] == truths[1:]
+    engine.table.check()
+    assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
+
+
+def test_a_tokenizer_that_raises_while_a_handle_is_read_ends_that_request_alone(scene):
+    engine, prompts, truths = scene
+    handles = engine.submit_many(prompts, PLAIN)
+    with pytest.raises(RequestFailedError, match="the tokenizer raised"):
+        list(handles[0])
+    assert [[t for delta in handle for t in delta.token_ids] for handle in handles[1:]] == truths[1:]
+    with pytest.raises(RequestFailedError, match="the tokenizer raised"):
+        engine.generate(prompts[0], STOPPING)
+
+
+def test_a_request_that_fails_raises_in_its_own_task_alone(scene):
+    engine, prompts, truths = scene
+
+    async def run():
+        async with AsyncEngine(engine) as served:
+            calls = [served.generate(prompt, STOPPING) for prompt in prompts]
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            assert served.trouble is None and served.open_requests == 0
+            return results
+
+    failed, *others = asyncio.run(run())
+    assert isinstance(failed, RequestFailedError)
+    assert [output.token_ids for [output] in others] == truths[1:]
+
+
+@pytest.mark.parametrize("part", ["after", "masks", "start"])
+def test_a_grammar_that_raises_in_one_request_ends_that_one_alone(
+    part, make_target, make_engine, greedy_oracle, random_prompt, byte_tokenizer, monkeypatch
+):
+    pytest.importorskip("llguidance")
+    model = make_target("llama", vocab_size=257)
+    prompts = [random_prompt(n, vocab=256) for n in (5, 9, 13, 17, 21)]
+    engine = make_engine(model, "ngram", tokenizer=byte_tokenizer, max_batch_size=8)
+    engine.intake.end_tokens = engine.end_tokens = frozenset({256})
+    truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    plain = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+    streams = [engine.stream(prompt, plain) for prompt in prompts[1:]]
+    got = [list(next(stream).token_ids) for stream in streams]
+    guided = engine.submit(prompts[0], SamplingParams(max_new_tokens=40, regex="[a-z]{60}", stop_token_ids=[256]))
+    calls = [0]
+
+    def breaking(whole, first):
+        def broken(*arguments):
+            calls[0] += 1
+            if calls[0] >= first:
+                raise RuntimeError("the library broke")
+            return whole(*arguments)
+
+        return broken
+
+    if part == "after":
+        monkeypatch.setattr(grammar.Place, "after", breaking(grammar.Place.after, 4))
+    else:
+        first = 1 if part == "start" else 4
+        monkeypatch.setattr(grammar.Library, "masks", breaking(grammar.Library.masks, first))
+    for tokens, stream in zip(got, streams, strict=True):
+        tokens += [token for delta in stream for token in delta.token_ids]
+    assert got == truths[1:]
+    while not guided.finished:
+        engine.step()
+    assert guided.finish_reason == "error"
+    with pytest.raises(RequestFailedError, match=r"the grammar raised .*the library broke"):
+        guided.read()
+    assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
+
+
+@pytest.mark.parametrize("id", [[0], None, "0", 1.0, True], ids=repr)
+def test_an_abort_of_what_is_no_id_is_refused_and_nothing_is_queued(id, make_target, make_engine, random_prompt):
+    engine = make_engine(make_target("llama"))
+    with pytest.raises(ConfigError, match=r"^id=.*the id of one request is expected"):
+        engine.abort(id)
+    assert len(engine.generate(random_prompt(5), PLAIN)) == 1
+    engine.close()
+
+
+@pytest.mark.parametrize("how", ["generate", "stream"])
+def test_an_engine_that_is_closed_while_another_thread_generates_raises_there(
+    how, make_target, make_engine, random_prompt
+):
+    engine = make_engine(make_target("llama"), max_model_len=4096)
+    begun, errors = threading.Event(), []
+    run = engine.steps.run
+
+    def told():
+        begun.set()
+        return run()
+
+    engine.steps.run = told
+
+    def ask():
+        params = SamplingParams(max_new_tokens=4000, ignore_eos=True)
+        try:
+            if how == "generate":
+                engine.generate([random_prompt(5), random_prompt(9)], params)
+            else:
+                for _ in engine.stream(random_prompt(5), params):
+                    pass
+        except SpecDecError as error:
+            errors.append(str(error))
+
+    def close():
+        assert begun.wait(20)
+        engine.close()
+
+    in_threads([ask, close])
+    assert errors and "closed" in errors[0]

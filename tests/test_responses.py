@@ -1,0 +1,246 @@
+"""/v1/responses, /tokenize and /detokenize, asked by the official client: shapes, events, what is stored."""
+
+import json
+
+import httpx
+import openai
+import pytest
+
+from specdec import Engine
+from specdec.serving.response_store import ResponseStore, Stored
+
+from served_engine import served
+
+QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
+CHAT = [{"role": "user", "content": QUESTION}]
+TOOL = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def url():
+    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine, served(engine) as (url, _, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client, **options):
+    return client.responses.create(
+        **{"model": "tiny-gemma4", "input": QUESTION, "temperature": 0, "max_output_tokens": 12} | options
+    )
+
+
+def chat_text(client, messages, **options):
+    answer = client.chat.completions.create(
+        **{"model": "tiny-gemma4", "messages": messages, "temperature": 0, "max_tokens": 12} | options
+    )
+    return answer.choices[0].message.content
+
+
+def test_a_response_is_the_answer_of_a_chat(client):
+    response = ask(client, instructions="Be brief.", metadata={"a": "b"})
+    assert response.output_text == chat_text(client, [{"role": "system", "content": "Be brief."}, *CHAT])
+    assert response.object == "response" and response.status in ("completed", "incomplete")
+    assert response.metadata == {"a": "b"} and response.instructions == "Be brief."
+    [item] = response.output
+    assert (item.type, item.role, item.status) == ("message", "assistant", response.status)
+    assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+    short = ask(client, max_output_tokens=2)
+    assert short.status == "incomplete" and short.incomplete_details.reason == "max_output_tokens"
+
+
+def test_a_streamed_response_has_openais_events_in_order(client):
+    whole = ask(client)
+    events = list(ask(client, stream=True))
+    kinds = [event.type for event in events]
+    deltas = kinds.count("response.output_text.delta")
+    assert deltas > 2
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * deltas,
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        f"response.{whole.status}",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == whole.output_text == events[-1].response.output_text
+    assert events[0].response.status == "in_progress" and events[0].response.output == []
+    assert events[2].item.content == [] and events[-2].item.content[0].text == text
+    assert (
+        events[-1].response.usage == whole.usage or events[-1].response.usage.output_tokens == whole.usage.output_tokens
+    )
+
+
+def test_the_official_clients_stream_helper_follows_the_events(client):
+    with client.responses.stream(model="tiny-gemma4", input=QUESTION, temperature=0, max_output_tokens=200) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert stream.get_final_response().output_text == text
+
+
+def test_events_carry_their_names_on_the_wire(url):
+    body = {"input": QUESTION, "stream": True, "max_output_tokens": 4, "temperature": 0}
+    text = httpx.post(f"{url}/v1/responses", json=body, timeout=60).text
+    blocks = [block.split("\n") for block in text.strip().split("\n\n")]
+    assert all(block[0] == "event: " + json.loads(block[1].removeprefix("data: "))["type"] for block in blocks)
+    assert "[DONE]" not in text
+
+
+def test_a_call_and_its_output_go_through_items(client):
+    first = ask(client, tools=[TOOL], tool_choice="required", max_output_tokens=100)
+    [call] = first.output
+    assert call.type == "function_call" and call.name == "weather"
+    assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "8 degrees"}
+    by_id = ask(client, previous_response_id=first.id, input=[output], tools=[TOOL])
+    by_hand = ask(client, input=[{"role": "user", "content": QUESTION}, call.model_dump(), output], tools=[TOOL])
+    message = {"id": call.call_id, "type": "function", "function": {"name": "weather", "arguments": call.arguments}}
+    chat = [
+        *CHAT,
+        {"role": "assistant", "content": None, "tool_calls": [message]},
+        {"role": "tool", "tool_call_id": call.call_id, "content": "8 degrees"},
+    ]
+    tools = [{"type": "function", "function": {name: TOOL[name] for name in ("name", "parameters")}}]
+    assert by_id.output_text == by_hand.output_text == chat_text(client, chat, tools=tools)
+
+
+def test_a_streamed_call_has_its_events_in_order(client):
+    events = list(
+        ask(
+            client,
+            tools=[TOOL],
+            tool_choice={"type": "function", "name": "weather"},
+            stream=True,
+            max_output_tokens=100,
+        )
+    )
+    kinds = [event.type for event in events]
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        *["response.function_call_arguments.delta"] * len(deltas),
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert "".join(deltas) == events[-3].arguments == events[-1].response.output[0].arguments
+    assert events[2].item.arguments == "" and events[2].item.name == "weather"
+
+
+def test_a_schema_makes_json(client):
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    form = {"format": {"type": "json_schema", "name": "number", "schema": schema, "strict": True}}
+    assert json.loads(ask(client, text=form, max_output_tokens=60).output_text)["n"] in (1, 2)
+
+
+def test_a_conversation_goes_on_with_its_id_and_is_read_and_deleted(client):
+    first = ask(client)
+    second = ask(client, previous_response_id=first.id, input="And 2 more?")
+    chat = [*CHAT, {"role": "assistant", "content": first.output_text}, {"role": "user", "content": "And 2 more?"}]
+    assert second.output_text == chat_text(client, chat)
+    assert second.previous_response_id == first.id
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    assert client.responses.input_items.list(first.id).data[0].content == QUESTION
+    client.responses.delete(first.id)
+    for again in (lambda: client.responses.retrieve(first.id), lambda: ask(client, previous_response_id=first.id)):
+        with pytest.raises(openai.NotFoundError):
+            again()
+    unkept = ask(client, store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unkept.id)
+
+
+def test_nobody_reads_what_another_key_has_stored(client, url):
+    first = ask(client)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="another", max_retries=0) as other:
+        with pytest.raises(openai.NotFoundError):
+            other.responses.retrieve(first.id)
+        with pytest.raises(openai.NotFoundError):
+            ask(other, previous_response_id=first.id)
+
+
+def stored(name: str, size: int = 10) -> Stored:
+    return Stored({"id": name}, [], [{"role": "user", "content": "x" * size}])
+
+
+def test_what_is_stored_is_bounded_in_number_and_bytes_for_each_key_and_in_all():
+    store = ResponseStore(max_per_key=3, max_key_bytes=1000, max_responses=5, max_bytes=2000)
+    for i in range(9):
+        store.put("a", stored(f"a{i}"))
+    assert len(store) == 3 and store.get("a", "a8") and not store.get("a", "a5")
+    for key in "bcd":
+        store.put(key, stored("x"))
+    assert len(store) == 5 and store.get("d", "x") and not store.get("a", "a6")
+    store.put("e", stored("large", 990))
+    assert store.get("e", "large") is None and store.num_bytes < 1000  # alone more than a key may have
+    for i in range(3):
+        store.put("f", stored(f"f{i}", 500))
+    assert not store.get("f", "f0") and store.get("f", "f2") and store.num_bytes <= 2000
+    assert store.delete("f", "f2") and not store.delete("f", "f2") and not store.delete("z", "f1")
+    while len(store):
+        key, name = next(iter(store._kept))
+        store.delete(key, name)
+    assert store.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"input": [{"type": "function_call", "call_id": "x"}]}, "input[0].name"),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "fish"}}}}, "text.format"),
+        ({"temperature": -1}, "temperature"),
+        ({"nonsense": 1}, "nonsense"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_a_response_cannot_be_is_refused_in_openais_shape(change, param, url):
+    answer = httpx.post(f"{url}/v1/responses", json={"input": QUESTION} | change, timeout=60)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_tokens_of_texts_and_chats_and_back(url, client):
+    def post(path, **body):
+        return httpx.post(f"{url}{path}", json=body, timeout=60)
+
+    with Engine.from_pretrained("tiny-gemma4") as engine:
+        text, chat = engine.encode(QUESTION), engine.chat_prompt(QUESTION)
+        longest = engine.max_model_len
+    got = post("/tokenize", model="tiny-gemma4", prompt=QUESTION, return_token_strs=True).json()
+    assert got["tokens"] == text and got["count"] == len(text) == len(got["token_strs"])
+    assert got["max_model_len"] == longest
+    assert post("/tokenize", messages=CHAT).json()["tokens"] == chat
+    unanswered = post("/tokenize", messages=CHAT, add_generation_prompt=False).json()["tokens"]
+    assert unanswered == chat[: len(unanswered)] and len(unanswered) < len(chat)
+    bare = post("/tokenize", prompt=QUESTION, add_special_tokens=False).json()["tokens"]
+    assert post("/detokenize", tokens=bare).json() == {"prompt": QUESTION}
+    assert post("/detokenize", tokens=[1 << 40]).status_code == 400
+    assert post("/tokenize").status_code == 400 == post("/tokenize", prompt="a", messages=CHAT).status_code
+    assert post("/tokenize", prompt="a", model="other").status_code == 404

@@ -1,0 +1,239 @@
+"""min_tokens and allowed_token_ids: rules about tokens that hold on every draft path; stop strings that are kept.
+
+The oracle is a loop of full forwards with masks of its own. A target that ends early and often is made by a bias, so
+that the rules have something to forbid.
+"""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from specdec import Engine, SamplingParams, SpecConfig
+from specdec.errors import ConfigError
+from specdec.stop_strings import StopStrings, cut, find_first
+from specdec.text import token_rules
+from specdec.text.detokenize import Detokenizer
+from specdec.text.grammar import tree_masks
+from specdec.text.grammar_bounds import ONE_LINE, is_plain
+
+from marks import quick
+from tiny_models import random_eagle3
+
+EOS, VOCAB = 256, 300  # byte_tokenizer, under a head that is wider
+LETTERS = tuple(range(60, 90))
+EAGER = {EOS: 30.0, 7: 6.0}
+"""A bias with which every output would end at once."""
+ASKED = {
+    "least": {"min_tokens": 9, "logit_bias": EAGER},
+    "least, sampled": {"min_tokens": 11, "temperature": 1.1, "seed": 3, "logit_bias": {EOS: 8.0}},
+    "least, own stop": {"min_tokens": 6, "stop_token_ids": [7], "ignore_eos": True, "logit_bias": EAGER},
+    "allowed": {"allowed_token_ids": LETTERS},
+    "allowed, sampled": {"allowed_token_ids": [*LETTERS, EOS], "temperature": 1.4, "seed": 8, "top_k": 9},
+    "both": {"allowed_token_ids": [5, 6, 7, EOS], "min_tokens": 5, "logit_bias": {EOS: 4.0}, "frequency_penalty": 0.5},
+    "free": {},
+}
+KINDS = [None, "ngram", "mtp", "tree", "eagle3", "scripted"]
+
+
+@pytest.fixture(scope="module")
+def model(make_target):
+    return make_target("gemma4-e2b", vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def prompts(random_prompt):
+    return [random_prompt(n, vocab=VOCAB) for n in (5, 13, 9, 4, 21, 8, 6)]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return [SamplingParams(max_new_tokens=20, **asked) for asked in ASKED.values()]
+
+
+@pytest.fixture(scope="module")
+def alone(model, make_engine, byte_tokenizer, prompts, params):
+    """Each by itself, without speculation."""
+    engine = make_engine(model, tokenizer=byte_tokenizer, max_batch_size=1)
+    return [engine.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
+
+
+@pytest.fixture
+def engine_of(model, make_engine, make_assistant, byte_tokenizer, scripted, tree_script):
+    def make(kind=None, truths=(), **config):
+        drafter, spec = kind, SpecConfig(3)
+        if kind in ("mtp", "tree"):
+            drafter, spec = make_assistant(model), SpecConfig(3) if kind == "mtp" else SpecConfig(3, 3, 12)
+        elif kind == "eagle3":
+            drafter, spec = random_eagle3(model), SpecConfig(3, 2, 6)
+        elif kind == "scripted":
+            drafter, spec = scripted(tree_script(truths, VOCAB)), SpecConfig(5)
+        return make_engine(model, drafter, spec=spec, tokenizer=byte_tokenizer, **{"max_model_len": 320, **config})
+
+    return make
+
+
+def test_min_tokens_and_allowed_token_ids_are_kept(alone):
+    least, sampled, own, allowed, allowed_sampled, both, _ = alone
+    for out, number in ((least, 9), (sampled, 11), (both, 5)):
+        assert EOS not in out.token_ids[:number]
+    assert least.token_ids[9] == EOS and least.finish_reason == "stop"  # as soon as it may
+    assert own.token_ids[:6].count(7) == 0 and own.token_ids[6] in (7, EOS)
+    assert set(allowed.token_ids) <= set(LETTERS) and allowed.finish_reason == "length"
+    assert set(allowed_sampled.token_ids) <= {*LETTERS, EOS}
+    assert set(both.token_ids) <= {5, 6, 7, EOS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch"),
+    quick(
+        itertools.product(KINDS, (1, 4)),
+        lambda kind, batch: (kind, batch) in {(None, 4), ("tree", 4), ("scripted", 1), ("ngram", 4)},
+    ),
+    ids=str,
+)
+def test_the_same_tokens_under_rules_with_every_drafter(kind, batch, engine_of, prompts, params, alone):
+    """In batches in which some have rules, some have had them, and others never do."""
+    truths = [p + out.token_ids for p, out in zip(prompts, alone, strict=True)]
+    engine = engine_of(kind, truths, max_batch_size=batch, page_size=1 if batch == 1 else 4)
+    outs = engine.generate(prompts, params)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in alone]
+    assert [out.finish_reason for out in outs] == [out.finish_reason for out in alone]
+    engine.table.check()
+    if kind == "scripted":
+        assert sum(sum(out.stats.accepted_counts) for out in outs) > 10  # what is right is accepted under rules too
+
+
+@pytest.mark.parametrize("asked", [name for name in ASKED if "sampled" not in name and name != "both"])
+def test_greedy_rules_are_those_of_a_loop_of_forwards(asked, model, engine_of, prompts, hf_forward):
+    one = SamplingParams(max_new_tokens=12, **ASKED[asked])
+    ends = set(one.stop_token_ids) if one.ignore_eos else {EOS}
+    output: list[int] = []
+    while len(output) < 12 and not (output and output[-1] in ends):
+        logits = hf_forward(model, prompts[1] + output).logits[0, -1].float().clone()
+        for token, bias in (one.logit_bias or {}).items():
+            logits[token] += bias
+        if one.allowed_token_ids is not None:
+            outside = torch.ones(VOCAB, dtype=torch.bool)
+            outside[list(one.allowed_token_ids)] = False
+            logits[outside] = -torch.inf
+        if len(output) < one.min_tokens:
+            logits[list(ends)] = -torch.inf
+        output.append(int(logits.argmax()))
+    [out] = engine_of("tree").generate([prompts[1]], one)
+    assert out.token_ids == output
+
+
+def test_after_min_tokens_a_request_waits_for_no_masks(engine_of, prompts, monkeypatch):
+    """The rule is over, the request goes on: its rounds are those of any other."""
+    seen = []
+
+    def spied(trees):
+        seen.append(len(trees))
+        return tree_masks(trees)
+
+    monkeypatch.setattr("specdec.rounds.launch.tree_masks", spied)
+    engine = engine_of("mtp")
+    [out] = engine.generate([prompts[0]], SamplingParams(max_new_tokens=40, min_tokens=4, logit_bias={EOS: -100.0}))
+    assert len(out.token_ids) == 40
+    assert 1 <= len(seen) <= 4 < out.stats.rounds
+
+
+def test_masks_of_a_tree_by_hand():
+    """Two tokens to go; the root 1 has the children 2 and the end, 2 has the end: allowed only at the third token."""
+    params = SamplingParams(min_tokens=2, max_new_tokens=8)
+    root = token_rules.begin(None, params, frozenset({5}), 40)
+    masks = tree_masks([(root, [1, 2, 5, 5, 3], [-1, 0, 0, 1, 1])])[0]
+    closed, open = np.array([~(1 << 5), -1], dtype=np.int32), np.array([-1, -1], dtype=np.int32)
+    assert masks.tolist() == [each.tolist() for each in (closed, closed, open, open, open)]  # 2 and 3: never reached
+    place = root.after(2).after(3)
+    assert place.free and place.after(5).over
+    assert root.after(5) is None
+    assert token_rules.begin(None, SamplingParams(), frozenset({5}), 40) is None
+
+
+def test_min_tokens_beside_a_grammar(engine_of, prompts):
+    """No end before, where the grammar has another way on; where it can only end it ends."""
+    asked = {"max_new_tokens": 60, "logit_bias": {EOS: 60.0}}
+    for kind in (None, "tree"):
+        engine = engine_of(kind)
+        [short] = engine.generate([prompts[0]], SamplingParams(regex="[ab]{2,30}", **asked))
+        [long] = engine.generate([prompts[0]], SamplingParams(regex="[ab]{2,30}", min_tokens=12, **asked))
+        [only] = engine.generate([prompts[0]], SamplingParams(choice=["yes"], min_tokens=50, **asked))
+        assert len(short.text) == 2 and len(long.text) == 12 and only.text == "yes"
+        assert {out.finish_reason for out in (short, long, only)} == {"stop"}
+    [schema] = engine.generate([prompts[0]], SamplingParams(json_object=True, min_tokens=3, **asked))
+    json.loads(schema.text)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"min_tokens": -1}, r"^min_tokens=-1: an integer from 0"),
+        ({"min_tokens": 9, "max_new_tokens": 8}, r"^min_tokens=9: at most max_new_tokens=8"),
+        ({"allowed_token_ids": []}, r"^allowed_token_ids=\[\]: some token ids"),
+        ({"allowed_token_ids": [1.5]}, r"^allowed_token_ids=1.5: an integer"),
+        ({"allowed_token_ids": [VOCAB]}, r"^allowed_token_ids holds token id 300, outside the vocabulary of 300"),
+        ({"allowed_token_ids": [EOS], "min_tokens": 2}, r"all tokens that end the output, and min_tokens=2"),
+        ({"allowed_token_ids": [4], "regex": "a"}, r"^allowed_token_ids with regex"),
+        ({"include_stop_str_in_output": 1}, r"^include_stop_str_in_output=1: True or False"),
+    ],
+)
+def test_rules_that_cannot_be_are_refused(asked, said, engine_of):
+    engine: Engine = engine_of()
+    with pytest.raises(ConfigError, match=said):
+        engine.generate([[1, 2, 3]], SamplingParams(**asked))
+
+
+def test_stop_strings_by_hand():
+    assert cut("one END two END", ["END"]) == "one "
+    assert cut("one END two END", StopStrings(["END"], included=True)) == "one END"
+    assert find_first("abcabc", ["bc"], since=2).begin == 1  # it ends after character 2
+    assert find_first("abcabc", ["bc"], since=3).begin == 4
+
+
+@pytest.mark.parametrize("step", [1, 2, 5])
+@pytest.mark.parametrize("included", [False, True])
+def test_stop_strings_kept_and_counted_late_in_a_stream(step, included, byte_tokenizer):
+    """Output 'a#b#c#d' with the stop string '#': within 4 tokens it does not count."""
+    ids, stops = byte_tokenizer("a#b#c#d")["input_ids"], StopStrings(["#"], included=included, min_tokens=4)
+    reader, looking, said = Detokenizer(byte_tokenizer), Detokenizer(byte_tokenizer), []
+    end = next(n for n in range(1, len(ids) + 1) if looking.find_stop(ids[:n], stops))
+    assert byte_tokenizer.decode(ids[:end]) == "a#b#c#"
+    for at in range(step, end + step, step):
+        said.append(reader.stream(ids[: min(at, end)], stops, finished=at >= end))
+    assert "".join(said) == ("a#b#c#" if included else "a#b#c")
+    assert Detokenizer(byte_tokenizer).final_text(ids[:end], stops) == "".join(said)
+
+
+def test_a_stop_string_in_special_tokens_is_kept_too(byte_tokenizer):
+    special = byte_tokenizer.decode([EOS], skip_special_tokens=False)
+    ids = [*byte_tokenizer("ab")["input_ids"], EOS]
+    for included, text in ((False, "ab"), (True, "ab" + special)):
+        stops = StopStrings([special], included=included)
+        assert Detokenizer(byte_tokenizer).find_stop(ids, stops)
+        assert Detokenizer(byte_tokenizer).final_text(ids, stops) == text
+
+
+def test_stop_strings_under_rules_are_the_same_with_speculation(engine_of, prompts):
+    free = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    [out] = engine_of().generate([prompts[0]], free)
+    stop = next(c for c in out.text if c.isprintable() and c != "\ufffd")
+    for settings in ({"min_tokens": 3}, {"min_tokens": 12}, {"include_stop_str_in_output": True}):
+        asked = SamplingParams(max_new_tokens=30, ignore_eos=True, stop=[stop], **settings)
+        outs = [engine_of(kind).generate([prompts[0]], asked)[0] for kind in (None, "tree", "ngram")]
+        assert len({(tuple(out.token_ids), out.text, out.finish_reason) for out in outs}) == 1
+        assert len(outs[0].token_ids) > settings.get("min_tokens", 0)
+
+
+def test_a_schema_says_itself_how_white_space_is_written(engine_of, prompts, byte_tokenizer):
+    """ "x-guidance" had no effect: the engine's own pattern for white space went over it."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    eager = dict.fromkeys(byte_tokenizer(" \n")["input_ids"], 40.0)
+    asked = SamplingParams(max_new_tokens=60, json_schema=schema | {"x-guidance": ONE_LINE}, logit_bias=eager)
+    for kind in (None, "tree"):
+        [out] = engine_of(kind).generate([prompts[0]], asked)
+        assert out.text in ('{"a": 1}', '{"a": 2}')
+    assert is_plain("json_schema", asked.json_schema)

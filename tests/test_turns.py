@@ -1,0 +1,245 @@
+"""Turns cannot be left taken: interrupts, kept exceptions, finalizers, calls within calls; and who waits for whom."""
+
+import gc
+import signal
+import sys
+import threading
+import time
+
+import pytest
+from side_by_side import in_threads
+
+from specdec import SamplingParams
+from specdec.errors import SpecDecError
+from specdec.layers.merge import Watch
+from specdec.turns import Turns
+
+NEW = 6
+PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+
+
+class Interrupt(BaseException):
+    """As KeyboardInterrupt."""
+
+
+def within(seconds, job):
+    """Run a job that must not hang, on a thread of its own."""
+    faults = []
+
+    def run():
+        try:
+            job()
+        except BaseException as fault:
+            faults.append(fault)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it hangs"
+    if faults:
+        raise faults[0]
+
+
+class Timer:
+    """Raises Interrupt once, after so many seconds; 0 calls it off. fired: it has, even if a finalizer swallowed it."""
+
+    fired = False
+
+    def __call__(self, seconds):
+        self.fired = False
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def interrupt(self, number, frame):
+        self.fired = True
+        raise Interrupt
+
+
+@pytest.fixture
+def interrupts(monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)  # of an interrupt within a finalizer
+    timer = Timer()
+    before = signal.signal(signal.SIGALRM, timer.interrupt)
+    yield timer
+    timer(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_no_interrupt_leaves_a_turn_taken(interrupts):
+    """Short turns, so that most of 2,000 signals come between two instructions of one."""
+    turns, kept = Turns(), []
+    for n in range(2000):
+        try:
+            interrupts((1 + n % 89) * 1e-6)
+            while not interrupts.fired:
+                turns.run(lambda: None)
+                turns.attempt(lambda: None)
+        except Interrupt as error:
+            kept.append(error)  # its frames stay alive
+        interrupts(0)
+        assert turns.attempt(lambda: None), f"taken after {n + 1} interrupts"
+
+
+def test_no_interrupt_of_an_idle_engine_makes_the_next_call_hang(
+    interrupts, make_target, make_engine, greedy_oracle, random_prompt
+):
+    model, prompt, kept = make_target("llama"), random_prompt(5), []
+    engine = make_engine(model)
+    for n in range(400):
+        try:
+            interrupts((1 + n % 97) * 1e-6)
+            while not interrupts.fired:
+                engine.step()
+                engine.submit(prompt, PARAMS).abort()
+        except Interrupt as error:
+            kept.append(error)
+        interrupts(0)
+        within(20, engine.stats)
+    [out] = engine.generate(prompt, PARAMS)
+    assert out.token_ids == greedy_oracle(model, prompt, NEW)
+
+
+def test_interrupts_of_a_generation_leave_the_next_answer_right(
+    interrupts, make_target, make_engine, greedy_oracle, random_prompt
+):
+    model, prompts, kept = make_target("llama"), [random_prompt(5), random_prompt(9)], []
+    truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    engine = make_engine(model, "ngram", max_batch_size=2)
+    for n in range(100):
+        try:
+            interrupts(1e-4 + (n * 37 % 100) * 2e-4)
+            engine.generate(prompts, PARAMS)
+            list(engine.stream(prompts[0], PARAMS))
+        except Interrupt as error:
+            kept.append(error)
+        interrupts(0)
+        within(20, engine.stats)
+        if n % 5 == 0:
+            assert [out.token_ids for out in engine.generate(prompts, PARAMS)] == truths
+    assert kept
+
+
+def test_an_exception_that_is_kept_keeps_no_turn(make_target, make_engine, random_prompt, monkeypatch):
+    """As `sys.last_exc` does: wherever a step raises, its frames live on and the turn is over."""
+    engine, prompt, kept = make_engine(make_target("llama")), random_prompt(5), []
+    for at in ("_begin_again", "_let_in_and_out", "_run"):
+        with monkeypatch.context() as broken:
+            broken.setattr(engine, at, lambda: 1 / 0)
+            engine._interrupted = True
+            with pytest.raises(ZeroDivisionError) as caught:
+                engine.step()
+            kept.append(caught.value)
+        within(20, engine.stats)
+    assert len(engine.generate(prompt, PARAMS)) == 1
+
+
+def test_a_stream_that_is_collected_while_weights_are_looked_at_deadlocks_nobody(
+    make_target, make_engine, random_prompt, monkeypatch
+):
+    """Another engine over the same weights: releasing its request looks at them, under the lock that is held."""
+    model = make_target("llama")
+    engine, other = (make_engine(model) for _ in range(2))
+    other.round._weights = engine.round._weights  # as of two engines over one TargetModel
+    streams = [other.stream(random_prompt(5), PARAMS)]
+    next(streams[0])
+    moved = Watch.moved
+
+    def collected(self):
+        if streams:
+            streams.clear()  # what the garbage collector does here
+            gc.collect()
+        return moved(self)
+
+    monkeypatch.setattr(Watch, "moved", collected)
+    within(20, lambda: engine.generate(random_prompt(9), PARAMS))
+    assert not streams
+    other.step()
+    assert other.scheduler.idle and other.table.allocator.full.held_pages == 0
+
+
+def test_a_step_that_begins_while_a_request_is_handed_in_is_not_waited_for(
+    make_target, make_engine, random_prompt, monkeypatch
+):
+    """Check, then act: at each line of `submit` another thread begins a step that ends when `submit` has returned."""
+    engine = make_engine(make_target("llama"))
+    engine.submit(random_prompt(5), SamplingParams(max_new_tokens=200, ignore_eos=True))
+    begin, begun, ended, returned = (threading.Event() for _ in range(4))
+    prompt = random_prompt(9)
+    engine.step()
+    step = engine.steps.run
+
+    def slow():
+        begun.set()
+        returned.wait(5)
+        return step()
+
+    def stepping():
+        begin.wait(20)
+        engine.step()
+        ended.set()
+
+    for line in range(1, 40):
+        for event in (begin, begun, ended, returned):
+            event.clear()
+        engine.steps.run = slow
+        thread = threading.Thread(target=stepping, daemon=True)
+        thread.start()
+        lines = [0]
+
+        def at_a_line(frame, event, argument, lines=lines, line=line):
+            if event == "line" and "specdec/engine.py" in frame.f_code.co_filename:
+                lines[0] += 1
+                if lines[0] == line:
+                    begin.set()
+                    begun.wait(0.2)  # not while this thread has the turn itself
+            return at_a_line
+
+        sys.settrace(at_a_line)
+        try:
+            began = time.monotonic()
+            engine.submit(prompt, SamplingParams(max_new_tokens=1)).abort()
+            waited = time.monotonic() - began
+        finally:
+            sys.settrace(None)
+        begin.set()
+        returned.set()
+        thread.join(20)
+        engine.steps.run = step
+        assert waited < 4, f"it waited for the step that began at line {line}"
+        if lines[0] < line:
+            break
+
+
+def test_a_call_within_a_step_of_the_same_thread_is_refused(make_target, make_engine, random_prompt):
+    engine = make_engine(make_target("llama"))
+    with pytest.raises(SpecDecError, match="waits for the step that it is made in"):
+        engine._in_turn(lambda: engine.generate(random_prompt(5), PARAMS))
+    assert len(engine.generate(random_prompt(5), PARAMS)) == 1
+
+
+def test_turns_come_in_the_order_of_arrival_past_those_who_give_up(interrupts):
+    turns, order, inside, go = Turns(), [], threading.Event(), threading.Event()
+
+    def first():
+        turns.run(lambda: (inside.set(), go.wait(20)))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert inside.wait(20)
+    interrupts(0.05)
+    with pytest.raises(Interrupt):
+        turns.run(lambda: order.append("gave up"))
+    assert not turns.attempt(lambda: order.append("attempt"))
+
+    def later(name):
+        turns.run(lambda: order.append(name))
+
+    threads = []
+    for name in "abc":
+        newest = turns._newest
+        threads.append(threading.Thread(target=later, args=(name,)))
+        threads[-1].start()
+        while turns._newest is newest:
+            time.sleep(0.001)
+    go.set()
+    in_threads([thread.join for thread in (*threads, thread)])
+    assert order == ["a", "b", "c"]

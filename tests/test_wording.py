@@ -1,0 +1,45 @@
+"""Errors say what is wrong in this server's words, never in pydantic's."""
+
+import pytest
+from pydantic import ValidationError
+
+from specdec.serving.faults import invalid_body
+from specdec.serving.protocol import ChatRequest, CompletionRequest
+from specdec.serving.response_input import ResponsesRequest
+
+MESSAGES = [{"role": "user", "content": "x"}]
+CASES = {
+    "text": ({"temperature": "hot"}, "temperature='hot': a number is expected"),
+    "bool": ({"max_tokens": True}, "max_tokens=True: an integer is expected"),
+    "half": ({"seed": 1.5}, "seed=1.5: an integer is expected"),
+    "switch": ({"stream": "yes"}, "stream='yes': true or false is expected"),
+    "union": ({"stop": 3}, "stop=3: a string or a list is expected"),
+    "word": ({"tool_choice": "all"}, "tool_choice='all': 'none', 'auto' or 'required' or an object is expected"),
+    "one value": ({"use_beam_search": True}, "use_beam_search=True: false is expected"),
+    "own reason": ({"length_penalty": 2}, "length_penalty=2: 1 is expected: other values belong to beam search"),
+    "list": ({"messages": []}, "messages=[]: at least 1 item is expected"),
+    "object": ({"messages": [3]}, "messages[0]=3: an object is expected"),
+    "nothing": ({"logits_processors": []}, "logits_processors=[]: null is expected"),
+    "deep": ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage=1: true or false is expected"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_wrong_is_said_in_plain_words(case):
+    change, said = CASES[case]
+    with pytest.raises(ValidationError) as raised:
+        ChatRequest.model_validate({"messages": MESSAGES} | change)
+    errors = [error | {"loc": ("body", *error["loc"])} for error in raised.value.errors()]
+    assert str(invalid_body(errors)).startswith(said)
+
+
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest, ResponsesRequest])
+@pytest.mark.parametrize("value", [None, 3, 2.5, "x", True, [], [3], {}, {"x": 1}, float("nan")], ids=str)
+def test_no_value_of_any_field_is_refused_in_pydantics_words(model, value):
+    for name, field in model.model_fields.items():
+        try:
+            model.model_validate({field.alias or name: value})
+        except ValidationError as error:
+            places = [each | {"loc": ("body", *each["loc"])} for each in error.errors() if each["loc"][:1] == (name,)]
+            message = str(invalid_body(places)).lower() if places else ""
+        assert "input should" not in message and "valid " not in message and "value error" not in message, message
