@@ -53,6 +53,7 @@ from specdec.scheduling.scheduler import Scheduler
 from specdec.scheduling.steps import Steps
 from specdec.sizing import make_cache
 from specdec.text.prompts import Prompt, as_chat_list, as_token_ids, chat_or_text_ids
+from specdec.thread_modes import with_modes_restored
 from specdec.turns import Turns
 
 T = TypeVar("T")
@@ -318,7 +319,7 @@ class Engine:
 
     def _in_turn(self, work: Callable[[], T]) -> T:
         """Do this work in a turn of this thread; one that did not end is as if it had not begun."""
-        result = self._turns.run(lambda: self._whole(work))
+        result = self._turns.run(lambda: with_modes_restored(lambda: self._whole(work)))
         self._look_in()
         return result
 
@@ -339,7 +340,7 @@ class Engine:
         a lock over weights it leaves all to the next turn, since a release looks at the weights.
         """
         while (self._arrived or self._doomed) and not weights_lock_held():
-            if not self._turns.attempt(lambda: self._whole(lambda: None)):
+            if not self._turns.attempt(lambda: with_modes_restored(lambda: self._whole(lambda: None))):
                 break
 
     def _let_in_and_out(self) -> None:

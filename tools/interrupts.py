@@ -158,7 +158,8 @@ def interrupt_scene(name: str, count: int, seed: int, say: Callable[[int, int], 
         except Interrupt as error:
             kept = [*kept[-20:], error]
         interrupts += 1
-        wrong += scene.answer() != truth
+        modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        wrong += scene.answer() != truth or modes != (False, True)
         if interrupts % REPORT == 0 or interrupts == count:
             say(interrupts, wrong)
     if isinstance(scene, Serve):

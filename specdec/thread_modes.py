@@ -1,0 +1,38 @@
+"""What torch keeps for a thread, inference mode and grad mode, is the same after a turn as before it.
+
+An exception that a signal handler raises between the two instructions that enter or leave `torch.inference_mode()`
+leaves a guard that is neither open nor closed. It lives as long as the traceback does (`sys.last_exc` keeps one), and
+when it dies it puts back the modes of the day it was made, in the middle of whatever the thread does then: a program
+could find itself in inference mode for good. So guards that a turn has left half open are let go when it ends, and then
+its own guard puts back what was there before.
+"""
+
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def with_modes_restored(work: Callable[[], T]) -> T:
+    """Do this work, and leave the modes of this thread as they were."""
+    grad = torch.is_grad_enabled()
+    saved = torch.inference_mode(torch.is_inference_mode_enabled())
+    try:
+        saved.__enter__()
+        torch.set_grad_enabled(grad)  # which entering has changed
+        return work()
+    except BaseException as error:
+        _close_half_open(error)
+        raise
+    finally:
+        del saved  # no call, so nothing strikes here: its guard restores the modes when it dies
+
+
+def _close_half_open(error: BaseException) -> None:
+    """Let go of what the frames of `__enter__` and `__exit__` hold that this exception has ended."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name in ("__enter__", "__exit__"):
+            frame.clear()
