@@ -245,7 +245,7 @@ def test_the_sizes_that_rounds_are_captured_for() -> None:
     assert batch_sizes(6) == [1, 2, 4, 6]
     assert batch_sizes(20) == [1, 2, 4, 8, 16, 20]
     assert batch_sizes(100) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 100]
-    assert [length_bucket(n) for n in (0, 1024, 1025, 1536, 1537, 5000)] == [1024, 1024, 2048, 2048, 2048, 8192]
+    assert [length_bucket(n) for n in (0, 1024, 1025, 1536, 1537, 5000)] == [1024, 1024, 4096, 4096, 4096, 16384]
 
 
 @pytest.mark.parametrize(

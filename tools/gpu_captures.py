@@ -312,9 +312,7 @@ def steady_rows(bench: Bench) -> Iterator[Row]:
         first = milliseconds()
         store = engine.steps.launcher.graphs.store
         made = store.use().made
-        with engine._turn():
-            for key in list(store._kept):
-                store._evict(key)
+        engine._in_turn(lambda store=store: [store._evict(key) for key in list(store._kept)])
         steps(10)
         second = milliseconds()
         said = f"{first:.2f} ms a round, {second:.2f} behind eviction and recapture ({store.use().made - made} made)"

@@ -87,20 +87,33 @@ class CudaCapture:
         self.pool = ""
         self._pools: dict[str, Any] = {}
         self._alive: weakref.WeakSet[CudaReplay] = weakref.WeakSet()
+        self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, program: Program) -> tuple[Replay, torch.Tensor]:
         if self.pool not in self._pools:
             self._pools[self.pool] = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        stream = self._warm_stream()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # as `torch.cuda.graph` does, so that what is missing below is the capture's
         before = _taken_beside_torch()
+        pool = self._pools[self.pool]
         # another thread may use the device meanwhile
-        with torch.cuda.graph(graph, pool=self._pools[self.pool], capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             out = program()
         replay = CudaReplay(graph, max(_taken_beside_torch() - before, 0))
         self._alive.add(replay)
         return replay, out
+
+    def _warm_stream(self) -> torch.cuda.Stream:
+        """The stream that programs are recorded on. cuBLAS has its workspace for this thread and stream before one is,
+        or would take it from the pool, and torch would keep it there after all captures are gone."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        with torch.cuda.stream(self._stream):
+            square = torch.ones((16, 16), dtype=torch.bfloat16, device=self._stream.device)
+            torch.addmm(square[0], square, square)
+        return self._stream
 
     def held_bytes(self) -> int:
         return sum(map(pool_bytes, self._pools.values())) + sum(replay.num_bytes for replay in self._alive)

@@ -16,7 +16,7 @@ from specdec.kvcache.mirror import IntArray, upload
 from specdec.kvcache.table import Rows
 from specdec.models.target import TargetOutput
 from specdec.rounds.captures import CaptureStore
-from specdec.rounds.graphs import Captures, length_bucket, wide_bucket
+from specdec.rounds.graphs import Captures, wide_bucket
 from specdec.rounds.round import Chunk, Round
 
 MOST_POSITIONS = 2048
@@ -120,14 +120,15 @@ class ChunkGraphs(Captures):
         self._programs[shape] = program  # not before: where weights have moved, all programs are forgotten within
         chunk = program.chunk
         assert chunk is not None
-        self.capture_next(shape, [program])  # what comes with one prompt comes with others
+        if shape.batch == 1:  # what comes with one prompt comes with others; a size of a batch may not come again
+            self.capture_next(shape, [program])
         return chunk.first(len(rows))
 
     def bucket(self, rows: IntArray, chunk_len: IntArray) -> ChunkShape:
         """The shape under which they are read: padded to the next size there is."""
         table = self.round.cache.table
         longest = int(table.committed_len.host[rows].max())
-        if longest:  # a shape of its own has what begins a prompt, with nothing behind it
+        if longest or len(rows) > 1:  # the beginning of one prompt has a shape of its own, up to a tenth faster
             longest = min(wide_bucket(longest), table.slots.host.shape[1] - 1)
         return ChunkShape(rounded_up(len(rows)), width_bucket(int(chunk_len.max())), longest)
 
@@ -151,6 +152,6 @@ class ChunkGraphs(Captures):
 def width_bucket(length: int) -> int:
     """Positions a row of a forward over chunks of at most `length` tokens."""
     width = NARROWEST
-    while width < min(length, FINE_WIDTH):
-        width *= 4
-    return width if width >= length else length_bucket(length, width)
+    while width < length:
+        width *= 4 if width < FINE_WIDTH else 2
+    return width

@@ -32,6 +32,10 @@ Between = Callable[[int, torch.Tensor], None]
 SHORTEST = 1024
 """Tokens: tables are at least this wide, since narrow ones gain nothing."""
 
+LARGE_PATIENCE = 4
+"""Runs of a shape of a large round until it is captured: there are many such shapes, and a capture takes as long as a
+dozen rounds."""
+
 MOST_TRIES, LONGEST_WAIT, FOR_GOOD = 3, 1024, 1 << 62
 """Captures of a shape that are tried if what fails is not memory; most runs until the next try; no other try."""
 
@@ -69,6 +73,10 @@ class Captures:
         """The name of the pool that this shape takes its memory from."""
         return self.what
 
+    def patience(self, shape: Hashable) -> int:
+        """Runs of a new shape after the first until it is captured."""
+        return 0
+
     def run_captured(self, shape: Hashable, programs: Sequence[Program], between: Between = nothing) -> torch.Tensor:
         """These programs, or what was captured of those of this shape -> what the last returns."""
         if self._generation != (now := self.round.weights_generation()):
@@ -77,7 +85,8 @@ class Captures:
         self.capture_next(shape, programs)
         captured = self._captured.get(shape)
         if captured is None:
-            self._captured[shape] = None
+            if shape not in self._captured:
+                self._captured[shape], self._waits[shape] = None, self.patience(shape)
             if self._waits.get(shape, 0) > 0:
                 self._waits[shape] -= 1
             self.store.uncaptured[self.what] += 1
@@ -144,6 +153,8 @@ class RoundGraphs(Captures):
         large = is_large(shape)
         sizes = few_batch_sizes(table.max_requests) if large else batch_sizes(table.max_requests)
         batch = min(size for size in sizes if size >= shape.batch)
+        if shape.uses.masked and shape.num_nodes > MOST_FORCED:  # forced tokens need no nodes of their own
+            shape = shape._replace(forced=shape.num_nodes)
         # kernels stop where a row ends, so what a wide table costs is its making
         longest = wide_bucket(shape.longest) if large else length_bucket(shape.longest)
         return shape._replace(batch=batch, longest=min(longest, table.slots.host.shape[1] - 1))
@@ -156,6 +167,10 @@ class RoundGraphs(Captures):
     def pool(self, shape: Hashable) -> str:
         assert isinstance(shape, RoundShape)
         return "large rounds" if is_large(shape) else "rounds"
+
+    def patience(self, shape: Hashable) -> int:
+        assert isinstance(shape, RoundShape)
+        return LARGE_PATIENCE if is_large(shape) else 0
 
     def run(self, shape: RoundShape, between: Between = nothing) -> torch.Tensor:
         """One round of the seated rows -> its packed result, which the next round of this shape overwrites."""
@@ -192,11 +207,11 @@ def few_batch_sizes(most: int) -> list[int]:
     return [size for size in sizes if size < most] + [most]
 
 
-def length_bucket(length: int, shortest: int | None = None) -> int:
-    """The next of 1024, 2048, 4096, ... (from a power of two on; None: `SHORTEST`)."""
-    size = SHORTEST if shortest is None else shortest
+def length_bucket(length: int) -> int:
+    """The next of 1024, 4096, 16384, ...: kernels stop where a row ends, so a wide table costs little."""
+    size = SHORTEST
     while size < length:
-        size *= 2
+        size *= 4
     return size
 
 

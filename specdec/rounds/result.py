@@ -53,6 +53,10 @@ ALIGN = 64
 """Numbers: rows that begin at multiples of it are summed in one order, wherever they stand in a batch."""
 
 
+PIECE = 128
+"""Rows whose log-probabilities are taken at a time: each needs 24 bytes for every token of the vocabulary."""
+
+
 class LogProbs(NamedTuple):
     """Of D tokens: chosen [B, D] float32, the K highest at each place [B, D, K] and their ids [B, D, K], the lowest
     first among equals: so the first of them are the same for every K."""
@@ -64,15 +68,22 @@ class LogProbs(NamedTuple):
     @classmethod
     def of(cls, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> "LogProbs":
         """logits [B, D, V] that tokens [B, D] were drawn from, before any parameter."""
+        pieces = zip(logits.flatten(0, 1).split(PIECE), tokens.flatten().split(PIECE), strict=True)
+        parts = [cls._of_rows(rows, drawn, count) for rows, drawn in pieces]
+        return cls(*(torch.cat(part).unflatten(0, tokens.shape) for part in zip(*parts, strict=True)))
+
+    @classmethod
+    def _of_rows(cls, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> "LogProbs":
+        """logits [R, V], tokens [R] -> [R], [R, K], [R, K]."""
         vocab_size = logits.shape[-1]
         logits = logits.float()
         if vocab_size % ALIGN:
             logits = F.pad(logits, (0, -vocab_size % ALIGN), value=-torch.inf)
-        log_p = logits.log_softmax(dim=-1)[..., :vocab_size]
+        log_p = logits.log_softmax(dim=-1)[:, :vocab_size]
         # of numbers that are at most 0 the bits without a sign rise as they fall
         rank = (log_p.abs().contiguous().view(torch.int32).long() << 32) + torch.arange(vocab_size, device=log_p.device)
         ids = rank.topk(min(count, vocab_size), dim=-1, largest=False).indices
-        return cls(log_p.gather(2, tokens[:, :, None])[:, :, 0], log_p.gather(2, ids), ids)
+        return cls(log_p.gather(1, tokens[:, None])[:, 0], log_p.gather(1, ids), ids)
 
 
 class RoundResult(NamedTuple):

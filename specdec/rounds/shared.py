@@ -3,20 +3,20 @@
     class       what its rounds can do                                              and cost more than the one before
     plain       temperature, top-k, top-p, min-p and seed of each row               -
     penalised   the repetition penalty                                              three small launches
-    edited      presence and frequency penalty, logit bias (up to 16 entries)       logits as float32, about ten times
+    edited      presence and frequency penalty, logit bias (up to 512 entries)      logits as float32, about ten times
                                                                                     over the vocabulary of every node
     scored      log-probabilities, up to 20 alternatives                            about ten times more
     grammar     the mask of a grammar, with edited or scored                        three programs, the host between
 
 Without kernels plain is two classes, greedy and sampled, since torch sorts the vocabulary for top-k and top-p. A row
 that does not use what its class can do has the same token: penalties of 1 and 0, biases and masks of nothing change no
-bit of a logit. More entries of a bias, and more alternatives, come in powers of two and larger steps.
+bit of a logit. More entries of a bias come in steps of eight times as many, more alternatives in powers of two.
 """
 
 from specdec.rounds.result import RoundShape
 from specdec.rounds.sampling import Uses
 
-FEW_BIASES, MANY_BIASES, FEW_ALTERNATIVES = 16, 512, 20
+BIAS_ENTRIES, FEW_ALTERNATIVES = 512, 20
 
 PLAIN = Uses(sampled=True, top_k_top_p=True, min_p=True, penalty=False)
 
@@ -40,8 +40,8 @@ def is_large(shape: RoundShape) -> bool:
 
 
 def _room(bias: int) -> int:
-    """Of 16, 512, 4096, ... entries."""
-    room = FEW_BIASES if bias <= FEW_BIASES else MANY_BIASES
+    """Of 512, 4096, ... entries: a few hundred are nothing beside a vocabulary."""
+    room = BIAS_ENTRIES
     while room < bias:
         room *= 8
     return room
