@@ -200,6 +200,13 @@ def test_dynamic_int8_is_refused_as_quantisation(make_target):
     assert "down_proj" in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_quantisation_that_transformers_asserts_away_is_one_sentence():
+    """An AssertionError of transformers' torchao settings ended the shell's command in a traceback."""
+    with pytest.raises(UnsupportedModelError, match="cannot be loaded: Expected only one key 'default'") as error:
+        load("tiny-gemma4", quantization_config={"quant_method": "torchao", "quant_type": "int8_weight_only"})
+    assert "\n" not in str(error.value)
+
+
 def test_loading_a_target_leaves_the_config_classes_alone(monkeypatch):
     """They were changed for the whole process while any checkpoint was loaded, in every thread."""
     seen: list[object] = []
