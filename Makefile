@@ -16,7 +16,7 @@ PYTEST := $(TEST_ENV) $(BIN)/pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-latest gpu-test check lint format types size layout dist clean
+.PHONY: help demo test test-fast test-latest gpu-test check lint format types api size layout dist clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1/p' $(MAKEFILE_LIST) | awk '{ name = $$1; $$1 = ""; printf "%-12s%s\n", name, $$0 }'
@@ -56,6 +56,9 @@ types: $(VENV)/.test  ## mypy --strict on what is shipped, not on the checkout
 	rm -rf build
 	$(PIP) install -q --no-deps --no-build-isolation --target build/types .
 	cd build/types && ../../$(BIN)/mypy --strict --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache specdec
+
+api: $(VENV)/.run  ## write docs/api.md, the API reference, from the code
+	$(BIN)/python tools/api_reference.py
 
 size: $(VENV)/.run  ## lines per file and in all; fails on a long file without a reason
 	$(BIN)/python tools/size.py

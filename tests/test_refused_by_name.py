@@ -200,6 +200,18 @@ def test_dynamic_int8_is_refused_as_quantisation(make_target):
     assert "down_proj" in str(error.value) and "\n" not in str(error.value)
 
 
+def test_settings_that_transformers_asserts_away_are_one_sentence(monkeypatch):
+    """An AssertionError of transformers' torchao settings ended the shell's command in a traceback."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("Expected only one key 'default' in quant_type dictionary")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(UnsupportedModelError, match="cannot be loaded: Expected only one key 'default'") as error:
+        load("tiny-gemma4", quantization_config={"quant_method": "torchao", "quant_type": "int8_weight_only"})
+    assert "\n" not in str(error.value)
+
+
 def test_loading_a_target_leaves_the_config_classes_alone(monkeypatch):
     """They were changed for the whole process while any checkpoint was loaded, in every thread."""
     seen: list[object] = []

@@ -56,7 +56,7 @@ def _loading(words: list[str]) -> list[str]:
     for word in words:
         name, equals, _ = word.partition("=")
         if not (equals and name.isidentifier()):
-            raise typer.BadParameter(f"{word!r} is not NAME=VALUE, such as subfolder=text or gguf_file=model.gguf")
+            raise typer.BadParameter(f"{word!r} is not NAME=VALUE, such as subfolder=text")
     return words
 
 

@@ -142,7 +142,7 @@ class Checkpoint:
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     self.path, config=config, output_loading_info=True, **options
                 )
-        except (OSError, RuntimeError, ValueError, TypeError, ImportError, SafetensorError) as error:
+        except (OSError, RuntimeError, ValueError, TypeError, ImportError, AssertionError, SafetensorError) as error:
             kind = CheckpointError if isinstance(error, (OSError, RuntimeError, SafetensorError)) else None
             raise (kind or UnsupportedModelError)(
                 f"{self.name!r} ({config.model_type}) cannot be loaded: {first_line(error)}"

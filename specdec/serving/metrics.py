@@ -14,6 +14,7 @@ from prometheus_client import generate_latest as as_text
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from specdec.request import RequestStats
+from specdec.rounds.captures import CaptureUse
 from specdec.scheduling.health import EngineStats
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.engine_thread import Sample
@@ -136,6 +137,21 @@ class Metrics:
             requests.acceptance_length,
         )
         yield self._gauge("specdec:round_milliseconds", "A round on the device, on average.", engine.batch_milliseconds)
+        yield from self._captures(engine.captures)
+
+    def _captures(self, use: CaptureUse) -> Iterator[Metric]:
+        """What is captured, and what ran without. No budget where nothing is captured."""
+        yield self._gauge("specdec:captures", "Rounds and prompt forwards that can be replayed now.", use.captured)
+        yield self._gauge("specdec:capture_bytes", "Bytes of the device that captures hold.", use.bytes)
+        if use.budget_bytes is not None:
+            yield self._gauge("specdec:capture_budget_bytes", "The most that they may hold.", use.budget_bytes)
+        yield self._counter("specdec:captures_made", "Captures made.", use.made)
+        yield self._counter("specdec:captures_evicted", "Captures dropped to make room for others.", use.evicted)
+        yield self._counter("specdec:captures_refused", "Captures that failed.", use.refused)
+        yield self._counter("specdec:uncaptured_rounds", "Rounds launched kernel by kernel.", use.uncaptured_rounds)
+        yield self._counter(
+            "specdec:uncaptured_prompts", "Prompt forwards launched kernel by kernel.", use.uncaptured_prompts
+        )
 
     def _take(self) -> Snapshot:
         total, stats, samples = self._ended.copy(), self._engine.engine.stats(), self._engine.samples

@@ -1,0 +1,66 @@
+"""What /metrics says of captures: a tape in the place of graphs, asked between two steps of a running engine."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from test_captures import GREEDY, WeighedTape
+
+import specdec.engine
+from specdec import Engine
+from specdec.rounds.captures import CaptureUse
+from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.metrics import Metrics
+
+
+def figures_after(engine: Engine, prompts: list[list[int]]) -> tuple[dict[str, float], CaptureUse]:
+    """What /metrics shows after these prompts, and what the engine itself says then."""
+
+    async def ask() -> tuple[bytes, CaptureUse]:
+        async with AsyncEngine(engine) as running:
+            metrics = Metrics(running, "m")
+            await running.generate(prompts, GREEDY)
+            await running.generate(prompts, GREEDY)
+            return await metrics.text(), (await running.stats()).captures
+
+    text, use = asyncio.run(ask())
+    samples = [each for family in text_string_to_metric_families(text.decode()) for each in family.samples]
+    return {each.name: each.value for each in samples if each.name.startswith("specdec:")}, use
+
+
+def captured(figures: dict[str, float]) -> CaptureUse:
+    """The figures, in the form in which the engine has them."""
+    names = {
+        "captured": "captures",
+        "made": "captures_made_total",
+        "evicted": "captures_evicted_total",
+        "refused": "captures_refused_total",
+        "bytes": "capture_bytes",
+        "budget_bytes": "capture_budget_bytes",
+        "uncaptured_rounds": "uncaptured_rounds_total",
+        "uncaptured_prompts": "uncaptured_prompts_total",
+    }
+    return CaptureUse(**{field: figures.get(f"specdec:{name}") for field, name in names.items()})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("budget", "grows"), [(230, "evicted"), (50, "refused")])
+def test_metrics_say_what_is_captured_and_what_ran_without(
+    make_target: Any, make_engine: Any, random_prompt: Any, monkeypatch: pytest.MonkeyPatch, budget: int, grows: str
+) -> None:
+    """A budget of a few captures, and one in which none fits."""
+    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: WeighedTape())
+    sizes = {"max_batch_size": 4, "max_model_len": 64, "device": "cpu", "max_capture_bytes": budget}
+    engine = make_engine(make_target("gemma4-e2b"), None, prefix_cache=False, **sizes)
+    monkeypatch.setattr(type(engine.steps.launcher.chunks), "shared_bytes", property(lambda self: 0))
+    figures, use = figures_after(engine, [random_prompt(n) for n in (5, 9, 3)])
+    assert captured(figures) == use
+    assert use.budget_bytes == budget and getattr(use, grows) > 0
+
+
+def test_no_budget_is_shown_where_nothing_is_captured(make_target: Any, make_engine: Any, random_prompt: Any) -> None:
+    engine = make_engine(make_target("gemma4-e2b"), None, max_batch_size=4, max_model_len=64, device="cpu")
+    figures, use = figures_after(engine, [random_prompt(5)])
+    assert captured(figures) == use and "specdec:capture_budget_bytes" not in figures
+    assert figures["specdec:captures"] == figures["specdec:captures_made_total"] == 0
+    assert figures["specdec:uncaptured_rounds_total"] == use.uncaptured_rounds

@@ -1,0 +1,158 @@
+"""The API reference, docs/api.md, made from the code: the public names of `specdec`, and the options of every command.
+
+    python tools/api_reference.py    writes docs/api.md, as `make api` does
+
+Signatures, fields and docstrings are read from the source, so they are the same on every version of Python and torch.
+tests/test_api_reference.py fails while the page is stale.
+"""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import typer
+
+import specdec
+from specdec import errors
+from specdec.cli import app
+from specdec.commands.options import PairOptions
+from specdec.errors import SpecDecError
+from specdec.models.bundled import BUNDLED_DIR
+from specdec.request import StreamDelta, TokenLogprob
+from specdec.rounds.captures import CaptureUse
+from specdec.scheduling.health import EngineStats, PoolUse
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
+RETURNED = (StreamDelta, TokenLogprob, EngineStats, PoolUse, CaptureUse)
+"""Not exported, because users receive them from methods and never make one."""
+WIDTH = 100
+"""Longer signatures have one parameter a line."""
+HEAD = """# API reference
+
+<!-- Written by tools/api_reference.py from the code. Do not edit it: run `make api`. -->
+
+The public names of `specdec` with their signatures, fields and docstrings; the classes that their methods return; the
+exceptions; and the options of each command. [Quick start](quick_start.md) shows the names in use, and
+[Serving](serving.md) describes the HTTP API. A ``Prompt`` is a text or a sequence of token ids.
+"""
+
+
+def page() -> str:
+    parts = [HEAD, "## Python\n"]
+    for name in specdec.__all__:
+        if name not in ("__version__", "SpecDecError"):
+            parts += described(getattr(specdec, name))
+    parts.append("## Classes that methods return\n")
+    for kind in RETURNED:
+        parts += described(kind)
+    parts += ["## Exceptions\n", *exceptions(), "## Commands\n"]
+    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    pair = [each.name for each in fields(PairOptions)]
+    parts.append("### Options of a pair\n\nTaken by `generate`, `chat`, `bench`, `eval` and `serve`.\n")
+    own = [name for name in inspect.signature(commands["generate"].callback).parameters if name not in pair]
+    for name, command in ("", commands["generate"]), *commands.items():
+        signature = inspect.signature(command.callback)
+        if name:
+            parts += [f"### specdec {name}\n", " ".join(command.help.replace("\\[", "[").split()) + "\n"]
+        takes_pair = "drafter_revision" in signature.parameters
+        parts += options(command, signature, own if not name else pair if takes_pair else ())
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts))
+
+
+def described(value: Any) -> Iterator[str]:
+    """A function, or a class with its fields and public methods."""
+    [node] = ast.parse(textwrap.dedent(inspect.getsource(value))).body
+    assert isinstance(node, ast.ClassDef | ast.FunctionDef)
+    yield f"### {node.name}\n"
+    if isinstance(node, ast.FunctionDef):
+        yield code(signature(node.name, node)) + prose(node)
+        return
+    bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id not in ("Protocol", "NamedTuple")]
+    values = [ast.unparse(each) for each in node.body if isinstance(each, ast.AnnAssign)]
+    kind = f"{node.name}({', '.join(bases)})" if bases else node.name
+    if values:
+        yield code("\n".join([kind, *(f"    {each}" for each in values)]))
+    yield prose(node)
+    for each in node.body:
+        if isinstance(each, ast.FunctionDef) and not each.name.startswith("_"):
+            whole = f"{node.name}.{each.name}"
+            is_property = any(ast.unparse(mark) == "property" for mark in each.decorator_list)
+            head = f"{whole}: {unquoted(each.returns)}" if is_property and each.returns else signature(whole, each)
+            yield code(head) + prose(each)
+
+
+def signature(name: str, node: ast.FunctionDef) -> str:
+    """Without `self`; one parameter a line where it is long."""
+    given = node.args
+    named = [*given.posonlyargs, *given.args]
+    defaults = [None] * (len(named) - len(given.defaults)) + given.defaults
+    pieces = [parameter(*each) for each in zip(named, defaults, strict=True)]
+    if given.posonlyargs:
+        pieces.insert(len(given.posonlyargs), "/")
+    pieces = pieces[1:] if pieces[:1] in (["self"], ["cls"]) else pieces
+    pieces += ["*"] if given.kwonlyargs else []
+    pieces += [parameter(*each) for each in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    pieces += [f"**{parameter(given.kwarg, None)}"] if given.kwarg else []
+    result = f" -> {unquoted(node.returns)}" if node.returns else ""
+    line = f"{name}({', '.join(pieces)}){result}"
+    long = "\n    ".join([f"{name}(", *(f"{each}," for each in pieces)]) + f"\n){result}"
+    return line if len(line) <= WIDTH else long
+
+
+def parameter(given: ast.arg, default: ast.expr | None) -> str:
+    kind = f": {unquoted(given.annotation)}" if given.annotation else ""
+    return f"{given.arg}{kind}{' = ' + ast.unparse(default) if default else ''}"
+
+
+def unquoted(kind: ast.expr) -> str:
+    return re.sub(r"['\"](\w+)['\"]", r"\1", ast.unparse(kind))
+
+
+def exceptions() -> Iterator[str]:
+    """All of them, with the first paragraph of their docstrings."""
+    yield "All are in `specdec.errors`; `except SpecDecError` catches each of them.\n"
+    yield "| exception | kind of | |\n|---|---|---|"
+    for kind in (each for each in vars(errors).values() if inspect.isclass(each) and issubclass(each, SpecDecError)):
+        bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
+        yield f"| `{kind.__name__}` | {bases} | {cell((kind.__doc__ or '').partition(chr(10) * 2)[0])} |"
+    yield ""
+
+
+def options(command: Any, signature: inspect.Signature, without: Sequence[str]) -> Iterator[str]:
+    """What a command takes, as a table. Paths inside the package are shown without the folder it is installed in."""
+    yield "| argument or option | default | |\n|---|---|---|"
+    for each in command.params:
+        if each.name in ("help", *without):
+            continue
+        named = "/".join([*each.opts, *each.secondary_opts]) if each.param_type_name == "option" else each.name.upper()
+        declared = signature.parameters[each.name]
+        value = "" if declared.default in (inspect.Parameter.empty, None, "", []) else declared.default
+        default = "" if value is False or value == "" else f"``{str(value).replace(f'{BUNDLED_DIR}/', '')}``"
+        kind = (*get_args(declared.annotation), declared.annotation)[0]
+        choices = [one for each in (kind, *get_args(kind)) if get_origin(each) is Literal for one in get_args(each)]
+        said = cell(each.help or "") + (f" One of {', '.join(choices)}." if choices else "")
+        yield f"| ``{named}`` | {default} | {said} |"
+    yield ""
+
+
+def cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def code(text: str) -> str:
+    return f"```text\n{text}\n```\n\n"
+
+
+def prose(node: ast.ClassDef | ast.FunctionDef) -> str:
+    """A docstring as Markdown. A line that begins with the name of a parameter or field begins a paragraph."""
+    text = re.sub(r"`([^`]*)`", r"``\1``", (ast.get_docstring(node) or "").replace("<", "&lt;").replace("*", "\\*"))
+    return re.sub(r"(?<=[.)])\n(?=\w+(, \w+)*: )", "\n\n", text) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
