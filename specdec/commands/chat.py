@@ -52,8 +52,8 @@ def chat(
 
 
 class Interrupts:
-    """What Ctrl-C does: it is heard once in each block of `once`, so that none that comes behind it, at any moment, cuts
-    short what follows.
+    """What Ctrl-C does: it is heard once in each block of `once`, so that none that comes behind it, at any moment,
+    cuts short what follows.
 
     between: it is heard outside of these blocks too, and ends the program. At a terminal it is not: between the Enter
     of a question and its answer there is a moment that nobody can see.

@@ -2,7 +2,7 @@
 
 FastAPI knows bodies and paths. Here are statuses, content types, answers, headers, the API key, and bounds of values
 that the Python API checks: JSON Schema says them to clients, and bodies are not validated by it. Every operation has
-its line in OPERATIONS; one without is an error at the start.
+its line in OPERATIONS.
 """
 
 from collections.abc import Mapping
@@ -162,7 +162,8 @@ def _bound(schema: Mapping[str, Any], settings: ServeSettings) -> None:
 def _responses(operation: Operation, guarded: bool) -> dict[str, Any]:
     refusals = {*operation.refusals, *((401,) if guarded else ())}
     schema = {} if operation.answer is None else _ref(operation.answer)
-    content = {kind: {"schema": schema if kind == JSON else {"type": "string"}} for kind in operation.kinds}
+    schemas = {JSON: {"schema": schema}, METRICS: {"schema": {"type": "string"}}, EVENTS: {}}
+    content = {kind: schemas[kind] for kind in operation.kinds}
     found = {"200": {"description": "The answer.", "content": content, "headers": _headers()}}
     for status in sorted(refusals):
         kind = operation.answer if operation.answer is answers.Health else answers.Error

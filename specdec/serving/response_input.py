@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from specdec.serving.faults import ApiError, invalid_body
-from specdec.serving.protocol import Body, ChatRequest, Effort, Nothing, StreamOptions
+from specdec.serving.protocol import Body, ChatRequest, Effort, Nothing, OnlyFalse, StreamOptions
 
 SAME = (
     "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -89,7 +89,7 @@ class ResponsesRequest(Body):
     max_tool_calls: int | None = None
     # what would change the answer
     truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
+    background: OnlyFalse | None = None
     conversation: None = None
     prompt: None = None
     context_management: Nothing = None
