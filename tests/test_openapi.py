@@ -25,7 +25,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
 
 @pytest.fixture(scope="module")
 def client():
-    config = EngineConfig(max_batch_size=2, max_model_len=256)
+    config = EngineConfig(max_batch_size=2, max_model_len=512)
     settings = ServeSettings(model_names=["tiny"], api_keys=["k"], max_body_bytes=2 << 20)
     with (
         Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", config=config) as engine,
@@ -252,3 +252,14 @@ def test_no_page_loads_scripts_from_elsewhere(client):
     for path in ("/docs", "/redoc", "/docs/oauth2-redirect"):
         assert client.get(path).status_code == 404
     assert "https://" not in client.get("/").text.replace("https://www.w3.org", "")
+
+
+def test_under_a_root_path_both_paths_lead_to_the_routes_without_a_warning(client):
+    """FastAPI warns of its own parameter for it, and a warning is an error here."""
+    settings = ServeSettings(model_names=["a"], root_path="/llm", api_keys=["k"])
+    under = TestClient(create_app(client.app.state.serve.engine, settings))
+    for path in ("/llm/v1/models", "/v1/models"):
+        assert under.get(path).status_code == 401
+        assert under.get(path, headers=KEY).json()["data"][0]["id"] == "a"
+    assert under.get("/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
+    assert under.put("/llm/v1/models", headers=KEY).headers["allow"] == "GET, HEAD"
