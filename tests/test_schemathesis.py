@@ -1,4 +1,4 @@
-"""A few examples of every operation by schemathesis, where it is installed: CONTRIBUTING.md has the long run."""
+"""A few examples of every operation by schemathesis, where it is installed: tools/schemathesis.toml has the long run."""
 
 import os
 import subprocess
