@@ -1,4 +1,4 @@
-"""A few examples of every operation by schemathesis, where it is installed: tools/schemathesis.toml has the long run."""
+"""A few examples of each operation by schemathesis, where it is installed; tools/schemathesis.toml has more."""
 
 import os
 import subprocess

@@ -30,7 +30,7 @@ GUARDED = ("/v1/", "/tokenize", "/detokenize")
 
 
 class RootPath:
-    """Tells what is below of the prefix under which a proxy shows this server, whether the proxy takes it off or not."""
+    """Tells what is below the prefix under which a proxy shows this server, whether the proxy strips it or not."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self.app = app
