@@ -3,7 +3,8 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,17 +12,17 @@ import uvicorn
 
 from specdec import Engine
 from specdec.serving.app import create_app
-from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.async_engine import INTAKE_SECONDS, AsyncEngine
 from specdec.serving.server import address, listen
 from specdec.serving.settings import ServeSettings
 
 
 @contextmanager
 def served(
-    engine: Engine, max_body_bytes: int = 1 << 20, **more: Any
+    engine: Engine, max_body_bytes: int = 1 << 20, intake_seconds: float = INTAKE_SECONDS, **more: Any
 ) -> Iterator[tuple[str, AsyncEngine, asyncio.AbstractEventLoop]]:
     """(URL, AsyncEngine, event loop) of a server on a thread. more: other settings."""
-    running, ready = AsyncEngine(engine), threading.Event()
+    running, ready = AsyncEngine(engine, intake_seconds=intake_seconds), threading.Event()
     settings = ServeSettings(model_names=["tiny-gemma4"], max_body_bytes=max_body_bytes, **more)
     config = uvicorn.Config(create_app(running, settings), log_config=None, access_log=False, lifespan="off")
     server = uvicorn.Server(config)
@@ -39,9 +40,17 @@ def served(
         thread = threading.Thread(target=loop.run_until_complete, args=(serve(bound),))
         thread.start()
         try:
-            assert ready.wait(20)
+            assert ready.wait(120)
             yield address(bound), running, loop
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(120)
             loop.close()
+
+
+def until(condition: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> None:
+    """Wait for an event, such as a line of the log: it is written behind the answer, so a client may be earlier."""
+    end = time.monotonic() + seconds
+    while not condition(*arguments):
+        assert time.monotonic() < end, "it never came to be"
+        time.sleep(0.02)

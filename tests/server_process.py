@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-START_SECONDS = 120.0
-STOP_SECONDS = 60.0
+START_SECONDS = 300.0
+STOP_SECONDS = 240.0
 GREETING = "specdec serve: "
 
 

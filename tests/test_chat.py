@@ -26,6 +26,8 @@ TOM = "Tom has 3 apples and buys 5 more. How many apples does he have?"
 ANN = "Ann has 4 boxes of 6 eggs. She eats 3 eggs. How many eggs are left?"
 GREEN = "\x1b[1;32m"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+ANSWERED = rf"(?:{ESCAPES.pattern}|[^\w\x1b])*\w{{2}}"
+"""Text behind what is typed: the codes with which a terminal ends a line of input are none."""
 FIGURES = r"(\d+) tokens, [\d.]+ tokens/s, the first after [\d.]+ s; acceptance length ([\d.]+), from accepted drafts"
 
 
@@ -66,12 +68,19 @@ class Terminal:
     def type(self, text):
         os.write(self.end, text.encode())
 
-    def until(self, pattern, seconds=120):
+    def until(self, pattern, seconds=300):
         """What is shown up to the pattern, from where the last call ended."""
+        shown = self.shows(pattern, seconds)
+        assert shown is not None, f"no {pattern!r} in {self.unread!r}"
+        return shown
+
+    def shows(self, pattern, seconds):
+        """As `until`; None where it does not come in time."""
         deadline = time.monotonic() + seconds
         while (found := re.search(pattern, self.unread)) is None:
-            assert time.monotonic() < deadline, f"no {pattern!r} in {self.unread!r}"
-            if select.select([self.end], [], [], 1.0)[0]:
+            if time.monotonic() > deadline:
+                return None
+            if select.select([self.end], [], [], 0.2)[0]:
                 try:
                     read = os.read(self.end, 4096)
                 except OSError:  # the other end is closed
@@ -139,7 +148,7 @@ def test_a_conversation_in_a_terminal(engine):
             assert "".join(re.findall(rf"{re.escape(GREEN)}(.*?)\x1b\[0m", shown)) == drafted.replace("\n", "")
             terminal.until("> ")
         terminal.type("\x04")  # Ctrl-D
-        assert terminal.process.wait(60) == 0
+        assert terminal.process.wait(300) == 0
 
 
 @pytest.mark.slow
@@ -147,19 +156,18 @@ def test_ctrl_c_ends_the_answer_and_not_the_program():
     # noise that goes on for thousands of tokens
     with Terminal("--temperature", "5", "--seed", "1", "--max-new-tokens", "4000") as terminal:
         terminal.until("> ")
-        time.sleep(0.5)  # a signal between the prompt and the wait for a key is only seen with the next key
-        terminal.type("\x03")  # at the prompt it ends nothing
-        terminal.until("> ")
+        # at the prompt it ends nothing; between the prompt and the wait for a key it is only seen with the next key
+        while not terminal.shows("> ", 1.0):
+            terminal.type("\x03")
         for presses in (1, 3):
             terminal.type(TOM + "\n")
-            terminal.until(re.escape("have?"))
-            terminal.until(r"\w{2}")
+            terminal.until(re.escape("have?") + ANSWERED)
             for _ in range(presses):
                 terminal.type("\x03")
             assert "Traceback" not in terminal.until(r"accepted drafts.*; interrupted")
             terminal.until("> ")
         terminal.type("/exit\n")
-        assert terminal.process.wait(60) == 0
+        assert terminal.process.wait(300) == 0
 
 
 @pytest.mark.slow
@@ -187,6 +195,27 @@ def test_without_a_terminal_ctrl_c_ends_it_all(engine, monkeypatch):
         session.run("")
     assert engine.stats().aborted >= 1 and session.conversation.turns == []
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_between_a_question_and_its_answer_ends_neither_the_program_nor_the_answer(engine, monkeypatch, capsys):
+    """For a moment nobody heard it but Python: the program ended."""
+
+    class Typed(str):
+        def strip(self):  # the first thing that happens behind Enter
+            signal.raise_signal(signal.SIGINT)
+            return str(self)
+
+    class Keyboard(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stdin", Keyboard())
+    typed = iter([Typed(TOM), "/exit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    session = Session(engine, Conversation(engine), SamplingParams(max_new_tokens=8))
+    session.run("")
+    assert [turn.asked for turn in session.conversation.turns] == [TOM]
+    assert "interrupted" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("moment", ["abort", "figures"])

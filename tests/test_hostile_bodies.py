@@ -19,7 +19,7 @@ from specdec.serving.protocol import ChatRequest, CompletionRequest
 from specdec.serving.settings import ServeSettings
 from specdec.text.token_bytes import token_bytes
 
-from served_engine import served
+from served_engine import served, until
 
 LIMIT = 4 << 20
 VALUES = LIMIT // bodies.BYTES_PER_VALUE
@@ -230,10 +230,20 @@ def test_an_answer_with_half_a_surrogate_pair_is_sent_escaped():
     assert "é".encode() in events.json_bytes({"a": "é"})
 
 
+def lines_with(caplog, word):
+    """Lines of the log, once there is one: it is written when the answer has been sent."""
+
+    def found():
+        return [message for record in list(caplog.records) if word in (message := record.getMessage())]
+
+    until(found)
+    return found()
+
+
 def test_a_path_cannot_write_lines_or_escapes_into_the_log(server, caplog):
     caplog.set_level(logging.INFO, logger="specdec.serving")
     httpx.get(server[0] + "/a%0aERROR%20forged%1b[31m%0d%e2%80%a8%c2%9b")
-    [line] = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
+    [line] = lines_with(caplog, "forged")
     assert line.isprintable() and "\\n" in line and "\\x1b" in line
 
 
@@ -248,8 +258,8 @@ def test_a_fault_of_the_server_is_a_500_with_its_id_in_the_log(server, caplog, m
     answer = post(server, ASKED, headers={"X-Request-Id": "mine-500"})
     assert answer.status_code == 500 and answer.headers["x-request-id"] == "mine-500"
     assert answer.json()["error"]["type"] == "server_error" and "on purpose" not in answer.text
-    lines = [record.getMessage() for record in caplog.records if "mine-500" in record.getMessage()]
-    assert len(lines) == 1 and " 500 in " in lines[0]
+    [line] = lines_with(caplog, "mine-500")
+    assert " 500 in " in line
 
 
 def test_head_and_allow(server):

@@ -1,9 +1,10 @@
 """`specdec serve` as a process, asked by the official client: a test per feature."""
 
 import asyncio
+import http.client
 import json
 import re
-import time
+from urllib.parse import urlsplit
 
 import httpx
 import jsonschema
@@ -12,6 +13,8 @@ import pytest
 from server_process import ServerProcess, running_server
 
 from specdec import Engine, SamplingParams, SpecConfig, __version__
+
+from served_engine import until
 
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
 CHAT = [{"role": "user", "content": QUESTION}]
@@ -56,13 +59,6 @@ def figures(server: ServerProcess) -> dict[str, float]:
     lines = [re.match(r'([\w:]+)(?:\{(?:(\w+="[^"]*"),)?model_name="\w+"(?:,(\w+="[^"]*"))?\})? (\S+)$', line)
              for line in text.splitlines() if not line.startswith("#")]  # fmt: skip
     return {m[1] + (f"[{m[2] or m[3]}]" if m[2] or m[3] else ""): float(m[4]) for m in lines if m}
-
-
-def until(condition, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came to be"
-        time.sleep(0.02)
 
 
 def test_a_chat_is_answered_as_the_python_api_does(client, engine):
@@ -356,8 +352,13 @@ def test_a_client_that_goes_away_frees_its_slots_within_a_round(stream, server):
                 next(lines)
                 until(lambda: figures(server)["vllm:num_requests_running"] == 2)
         else:
-            with pytest.raises(httpx.ReadTimeout):
-                client.post(f"{server.url}/v1/chat/completions", json=body, timeout=0.5)
+            address = urlsplit(server.url)
+            asking = http.client.HTTPConnection(address.hostname, address.port)
+            asking.request(
+                "POST", "/v1/chat/completions", json.dumps(body), headers={"Content-Type": "application/json"}
+            )
+            until(lambda: figures(server)["vllm:num_requests_running"] == 2)
+            asking.close()
     until(lambda: figures(server)["vllm:num_requests_running"] == 0)
     after = figures(server)
     aborted = 'vllm:request_success_total[finished_reason="abort"]'

@@ -6,22 +6,24 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import httpx
 import jsonschema
 import openai
 import pytest
-from server_process import ServerProcess, running_server
+from server_process import STOP_SECONDS, ServerProcess, running_server
 from typer.testing import CliRunner
 
 from specdec.cli import app
+
+from served_engine import until
 
 KEY = "k-123"
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 4}
 WEATHER = {"city": {"type": "string", "maxLength": 5}, "days": {"enum": [1, 2]}}
 WEATHER = {"type": "object", "properties": WEATHER, "required": ["city", "days"], "additionalProperties": False}
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "ahead", "parameters": WEATHER}}]
+NONE_WAITS = 'num_requests_waiting{model_name="tiny-gemma4"} 0'
 ENDLESS = CHAT | {"max_tokens": 3000, "ignore_eos": True, "stream": True}
 TEMPLATE = """{{ bos_token }}{% if tools %}{{ tools | tojson }}
 {% endif %}{% for m in messages %}[{{ m.role }}] {{ m.content }}
@@ -117,9 +119,7 @@ def test_one_that_waits_and_goes_away_leaves_its_place(server):
             for _ in range(3):
                 with client.stream("POST", address, json=ENDLESS) as waits:
                     assert waits.status_code == 200
-                end = time.monotonic() + 20
-                while 'num_requests_waiting{model_name="tiny-gemma4"} 0' not in httpx.get(server.url + "/metrics").text:
-                    assert time.monotonic() < end
+                until(lambda: NONE_WAITS in httpx.get(server.url + "/metrics", timeout=60).text)
 
 
 def test_the_chat_template_of_the_option_is_used(server):
@@ -247,6 +247,16 @@ def test_pages_of_other_origins_may_ask_only_if_they_are_named(server):
     assert "access-control-allow-origin" not in asked("https://b.example").headers
 
 
+def takes_no_more(server: ServerProcess) -> bool:
+    try:
+        httpx.get(server.url + "/health", timeout=60)
+    except httpx.ConnectError:
+        return True
+    except httpx.TransportError:  # it was taken, and dropped
+        pass
+    return False
+
+
 def test_a_signal_lets_streams_end_in_time_and_takes_no_more():
     """Of two streams one ends by itself, and one is told that it was ended."""
     short = CHAT | {"max_tokens": 25, "ignore_eos": True, "stream": True}
@@ -254,26 +264,24 @@ def test_a_signal_lets_streams_end_in_time_and_takes_no_more():
         begin = functools.partial(client.stream, "POST", f"{server.url}/v1/chat/completions")
         with begin(json=short) as ends, begin(json=ENDLESS) as goes_on:
             server.process.send_signal(signal.SIGTERM)
-            time.sleep(0.5)
-            with pytest.raises(httpx.ConnectError):
-                httpx.get(server.url + "/health")
+            until(lambda: takes_no_more(server))
             whole, cut = ([line for line in answer.iter_lines() if line] for answer in (ends, goes_on))
         assert whole[-1] == "data: [DONE]" and '"finish_reason":"length"' in whole[-2]
         assert "the server is stopping" in cut[-1] and json.loads(cut[-1].removeprefix("data: "))["error"]
-        assert server.process.wait(30) == 0
+        assert server.process.wait(STOP_SECONDS) == 0
         assert "Traceback" not in server.log()
 
 
 @pytest.mark.slow
 def test_a_second_signal_ends_it_at_once():
-    with running_server() as server:
+    with running_server("--stop-seconds", "3600") as server:
         address = f"{server.url}/v1/chat/completions"
         stream = httpx.Client(timeout=60).send(httpx.Request("POST", address, json=ENDLESS), stream=True)
         server.process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
+        until(lambda: takes_no_more(server))  # two signals at once are one
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(15) == 0
+        assert server.process.wait(STOP_SECONDS) == 0  # an hour, if its stream were waited for
         stream.close()
 
 

@@ -11,6 +11,8 @@ from specdec.serving import tracing
 from specdec.serving.metrics import Snapshot
 from specdec.serving.report import said
 
+from served_engine import until
+
 
 def test_throughput_and_acceptance_are_those_between_two_looks_and_nothing_is_said_without_traffic():
     before = Snapshot(EngineStats(), RequestStats(prompt_tokens=100, output_tokens=50, accepted_counts=[5]))
@@ -28,10 +30,12 @@ def test_throughput_and_acceptance_are_those_between_two_looks_and_nothing_is_sa
 def test_the_start_says_what_is_served_and_traffic_is_reported():
     with running_server("--stats-seconds", "1", "--served-model-name", "a", "--served-model-name", "b") as server:
         fields = {"prompt": "a", "max_tokens": 8}
-        for _ in range(40):
+
+        def told() -> bool:
             assert httpx.post(server.url + "/v1/completions", json=fields, timeout=60).status_code == 200
-            if "acceptance length" in server.log():
-                break
+            return "acceptance length" in server.log()
+
+        until(told)
         log = server.log()
     assert "serving a, b: context " in log and "8 requests at a time" in log and "drafter " in log
     assert "KV slots" in log and "GB)" in log and "tool parser" in log

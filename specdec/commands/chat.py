@@ -51,22 +51,38 @@ def chat(
         Session(engine, Conversation(engine, system), params).run(f"{pair.target}: {COMMANDS}")
 
 
-@contextmanager
-def one_interrupt() -> Iterator[None]:
-    """Ctrl-C is heard once in the block: none that comes behind it, at any moment, cuts short what follows."""
-    heard = False
+class Interrupts:
+    """What Ctrl-C does: it is heard once in each block of `once`, so that none that comes behind it, at any moment,
+    cuts short what follows.
 
-    def hear(*_: object) -> None:
-        nonlocal heard
-        if not heard:
-            heard = True
+    between: it is heard outside of these blocks too, and ends the program. At a terminal it is not: between the Enter
+    of a question and its answer there is a moment that nobody can see.
+    """
+
+    def __init__(self, between: bool) -> None:
+        self._between = self._heard = between
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """Use it within the `try` that expects a KeyboardInterrupt: one can come as the block begins or ends."""
+        self._heard = True
+        try:
+            yield
+        finally:
+            self._heard = self._between
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        before = signal.signal(signal.SIGINT, self._hear)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _hear(self, *_: object) -> None:
+        if self._heard:
+            self._heard = False
             raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, hear)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class Turn(NamedTuple):
@@ -130,7 +146,12 @@ class Session:
     def run(self, greeting: str) -> None:
         if sys.stdin.isatty():
             self.notes.print(Text(greeting))
-        for line in self._lines():
+        interrupts = Interrupts(between=not sys.stdin.isatty())
+        with interrupts.installed():
+            self._run(interrupts)
+
+    def _run(self, interrupts: Interrupts) -> None:
+        for line in self._lines(interrupts):
             if line in ("/exit", "/quit"):
                 return
             if line == "/help":
@@ -142,7 +163,7 @@ class Session:
                 self.notes.print(Text(f"no command {line}; {COMMANDS}"))
             elif line:
                 try:
-                    with one_interrupt():
+                    with interrupts.once():
                         self._turn(line)
                 except SpecDecError as error:
                     self.notes.print(Text(f"not answered: {error}"))
@@ -151,14 +172,15 @@ class Session:
                         raise
                     print()
 
-    def _lines(self) -> Iterator[str]:
+    def _lines(self, interrupts: Interrupts) -> Iterator[str]:
         """What is typed, or read, without white space around it."""
         if not sys.stdin.isatty():
             yield from map(str.strip, sys.stdin)
             return
         while True:
             try:
-                line = input(PROMPT)
+                with interrupts.once():
+                    line = input(PROMPT)
             except EOFError:
                 print()
                 return

@@ -13,6 +13,7 @@ from specdec.serving import (
     metrics,
     middleware,
     models,
+    openapi,
     page,
     probes,
     responses,
@@ -29,7 +30,13 @@ from specdec.serving.unknown_fields import UnknownFields
 
 def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     """An OpenAI-compatible application."""
-    app = FastAPI(title="specdec", version=__version__, redirect_slashes=False, root_path=settings.root_path)
+    app = FastAPI(
+        title="specdec",
+        version=__version__,
+        redirect_slashes=False,
+        docs_url=None,  # pages that load scripts from elsewhere; the description itself is at /openapi.json
+        redoc_url=None,
+    )
     parser = tool_parser_for(engine.engine.tokenizer, name=settings.tool_parser)
     app.state.serve = ServeState(engine, settings, parser)
     app.state.metrics = metrics.Metrics(engine, settings.model_names[0])
@@ -40,4 +47,5 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     middleware.install(app, settings)
     for route in (chat, completions, metrics, models, page, probes, responses, token_routes):
         app.include_router(route.router)
+    openapi.install(app, settings)
     return app

@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from specdec.errors import (
     CapacityError,
@@ -98,6 +99,20 @@ def invalid_body(errors: Sequence[Any]) -> ApiError:
     return ApiError(400, message, param=param, code="invalid_type")
 
 
+METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
+
+
+def allowed_methods(request: Request) -> list[str]:
+    """What the routes of its path take together: the router names those of the first one only."""
+
+    def taken(method: str) -> bool:
+        scope = dict(request.scope) | {"method": method}
+        return any(route.matches(scope)[0] == Match.FULL for route in request.app.routes)
+
+    found = [method for method in METHODS if taken(method)]
+    return sorted({*found, "HEAD"} if "GET" in found else found)
+
+
 def install(app: FastAPI) -> None:
     """Every exception that leaves a route leaves the server in this shape."""
 
@@ -107,7 +122,10 @@ def install(app: FastAPI) -> None:
         if isinstance(error, HTTPException):
             said = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not allowed here"}
             message = said.get(error.status_code, str(error.detail))
-            return ApiError(error.status_code, message, headers=error.headers).response()
+            headers = dict(error.headers or {})
+            if error.status_code == 405:
+                headers["Allow"] = ", ".join(allowed_methods(request))
+            return ApiError(error.status_code, message, headers=headers).response()
         return as_api_error(error).response()
 
     for kind in (RequestValidationError, HTTPException, ApiError, SpecDecError):

@@ -29,6 +29,17 @@ GUARDED = ("/v1/", "/tokenize", "/detokenize")
 """Paths behind the API key; whether it is well, and its figures, anybody may ask who reaches it."""
 
 
+class RootPath:
+    """Tells what is below the prefix under which a proxy shows this server, whether the proxy strips it or not."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self.app = app
+        self.root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app({**scope, "root_path": self.root_path}, receive, send)
+
+
 class LastResort:
     """Innermost: an error that no handler knows is answered here, inside of what counts, names and logs answers."""
 
@@ -210,3 +221,5 @@ def install(app: FastAPI, settings: ServeSettings) -> None:
         )
     app.add_middleware(Tracing)
     app.add_middleware(RequestLog)
+    if settings.root_path:
+        app.add_middleware(RootPath, root_path=settings.root_path)

@@ -15,6 +15,7 @@ from pydantic import (
     PlainValidator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from specdec.serving import unknown_fields
 from specdec.text.prompts import Prompt, as_prompt_list
@@ -29,6 +30,21 @@ Nothing = Annotated[list[Any], Field(max_length=0)] | None
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
+def _only(allowed: bool) -> BeforeValidator:
+    """To pydantic 0 is one of `Literal[False]`, even where it is strict; to JSON Schema it is not."""
+
+    def check(value: Any) -> Any:
+        if value is not allowed:
+            raise PydanticCustomError("literal_error", "another value is expected", {"expected": str(allowed)})
+        return value
+
+    return BeforeValidator(check)
+
+
+OnlyFalse = Annotated[Literal[False], _only(False)]
+OnlyTrue = Annotated[Literal[True], _only(True)]
+
+
 def _one(value: float) -> float:
     if value != 1:
         raise ValueError("1 is expected: other values belong to beam search, which this server does not have")
@@ -41,7 +57,7 @@ MAX_STOPS = 1024
 MAX_BIASES = 4096
 
 
-def _at_most(count: int) -> BeforeValidator:
+def at_most(count: int) -> BeforeValidator:
     """Refuses a longer list or object before any member of it is looked at."""
 
     def check(value: Any) -> Any:
@@ -71,7 +87,7 @@ class Body(BaseModel):
 class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] = False
+    include_obfuscation: OnlyFalse = False
 
 
 class Speculation(Body):
@@ -116,9 +132,9 @@ class SamplingFields(Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, _at_most(MAX_BIASES)] = None
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_BIASES)] = None
     seed: int | None = None
-    stop: Annotated[str | Strings | None, _at_most(MAX_STOPS)] = None
+    stop: Annotated[str | Strings | None, at_most(MAX_STOPS)] = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
@@ -148,12 +164,12 @@ class SamplingFields(Body):
     store: bool | None = None
     request_id: str | None = None
     # vLLM's, of which one value changes nothing and others would need what this server does not have
-    use_beam_search: Literal[False] | None = None
+    use_beam_search: OnlyFalse | None = None
     length_penalty: Annotated[float, AfterValidator(_one)] | None = None
-    early_stopping: Literal[False] | None = None
-    skip_special_tokens: Literal[True] | None = None
-    spaces_between_special_tokens: Literal[True] | None = None
-    return_tokens_as_token_ids: Literal[False] | None = None
+    early_stopping: OnlyFalse | None = None
+    skip_special_tokens: OnlyTrue | None = None
+    spaces_between_special_tokens: OnlyTrue | None = None
+    return_tokens_as_token_ids: OnlyFalse | None = None
     bad_words: Nothing = None
     logits_processors: None = None
     mm_processor_kwargs: None = None
@@ -231,7 +247,7 @@ class Prediction(Body):
 
 
 class ChatRequest(SamplingFields):
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), _at_most(MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -244,11 +260,11 @@ class ChatRequest(SamplingFields):
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    add_special_tokens: Literal[False] | None = None
+    add_special_tokens: OnlyFalse | None = None
     functions: Nothing = None
     function_call: Literal["none", "auto"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True), _at_most(16)] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True), at_most(16)] | None = None
 
 
 class CompletionRequest(SamplingFields):
@@ -257,4 +273,4 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     best_of: int | None = None
     suffix: None = None
-    add_special_tokens: Literal[True] | None = None
+    add_special_tokens: OnlyTrue | None = None

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
-from specdec.serving.faults import ApiError
-from specdec.serving.protocol import Body, ChatRequest, Effort, Nothing, StreamOptions
+from specdec.serving.faults import ApiError, invalid_body
+from specdec.serving.protocol import Body, ChatRequest, Effort, Nothing, OnlyFalse, StreamOptions
 
 SAME = (
     "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -89,7 +89,7 @@ class ResponsesRequest(Body):
     max_tool_calls: int | None = None
     # what would change the answer
     truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
+    background: OnlyFalse | None = None
     conversation: None = None
     prompt: None = None
     context_management: Nothing = None
@@ -134,7 +134,10 @@ def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Chat
         asked["verbosity"] = body.text.verbosity
     if body.reasoning is not None and body.reasoning.effort is not None:
         asked["reasoning_effort"] = body.reasoning.effort
-    return ChatRequest.model_validate(asked)
+    try:
+        return ChatRequest.model_validate(asked)
+    except ValidationError as error:  # such as more messages than a chat may have
+        raise invalid_body([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from None
 
 
 def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -166,7 +169,8 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             output = _text(item.get("output"), f"{place}.output")
             messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": output})
         elif kind == "reasoning":
-            parts = [part for part in item.get("content") or () if isinstance(part, dict)]
+            content = item.get("content")
+            parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
             if thought := "".join(str(part.get("text", "")) for part in parts):
                 _answer(messages)["reasoning_content"] = thought
         else:

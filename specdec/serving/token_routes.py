@@ -9,7 +9,7 @@ from specdec.errors import ConfigError
 from specdec.serving.bodies import BodyRoute
 from specdec.serving.faults import ApiError
 from specdec.serving.messages import template_messages
-from specdec.serving.protocol import Body, ChatRequest, Message, Tool
+from specdec.serving.protocol import MAX_MESSAGES, Body, ChatRequest, Message, Tool, at_most
 from specdec.serving.state import ServeState, State
 from specdec.serving.template_options import template_options
 
@@ -21,7 +21,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
