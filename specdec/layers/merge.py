@@ -11,12 +11,14 @@ the merge, and makes stale whatever else holds an address: a `Watch` tells.
 import threading
 from collections.abc import Sequence
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+
+_VERSION = attrgetter("_version")
 
 MERGING = threading.Lock()
 """Held while weights are described and merged: models are shared by the engines of a process."""
@@ -87,15 +89,17 @@ class Watch:
         return True
 
     def versions(self) -> int:
-        """Grows with every update in place, but for those that go through `.data`, and of inference tensors."""
-        return sum(tensor._version for tensor in self._held() if not tensor.is_inference())
+        """Grows with every update in place, but for those that go through `.data`, and of inference tensors. Of the
+        tensors that the last call of `moved` found."""
+        return sum(map(_VERSION, self._counted))
 
     def counts_updates(self) -> bool:
-        """Have they all a version counter? Inference tensors have none."""
-        return not any(map(torch.Tensor.is_inference, self._held()))
+        """Has each of them a version counter? Inference tensors have none."""
+        return len(self._counted) == len(self._tensors)
 
     def _note(self) -> None:
         self._tensors = self._held()
+        self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._addresses = _addresses(self._tensors)
         self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors]
         self._weak = [storage.cdata for storage in self._storages]
