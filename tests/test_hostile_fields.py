@@ -66,7 +66,7 @@ def test_samples_of_one_client_count_each_so_none_takes_every_row_with_one_reque
                 with pytest.raises(QueueFullError, match="2 of your samples are open"):
                     served.require_places(2)
                 CLIENT.set("b")
-                assert len(await served.generate([[1, 2]], many)) == 1
+                assert len(await served.generate([[1, 2]], many)) == 2
             CLIENT.set("a")
             await served.close(None)
             assert not served._admission._of

@@ -116,6 +116,14 @@ def test_as_many_requests_of_a_key_are_open_as_may_be():
     assert limits.refusal("a", 0.0).status == 429 and limits.refusal("b", 0.0) is None
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/responses", "/llm/tokenize"])
+def test_limits_of_a_key_count_every_path_behind_it(path):
+    """Only /v1/ was counted: any number of long texts could be tokenised."""
+    client = guarded(ClientRates(per_minute=1))
+    asked = [client.post(path, headers={"Authorization": "Bearer k-1"}).status_code for _ in range(2)]
+    assert asked == [200, 429]
+
+
 def test_the_api_key_is_asked_for_under_a_root_path_too():
     scope_path = TestClient(RequestLog(Guard(answer, ["k"], 1000, {})), root_path="/llm")
     assert scope_path.get("/llm/v1/models").status_code == scope_path.get("/v1/models").status_code == 401
