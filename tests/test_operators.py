@@ -1,6 +1,7 @@
 """What an operator needs: fair intake, limits, keys and options from files, probes, a log that never blocks."""
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -83,6 +84,36 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_is_tokenised():
     for long in ("x" * 31, [{"role": "user", "content": "x" * 16}] * 2):
         with pytest.raises(CapacityError, match="characters, more than the 30 that max_model_len=10"):
             bound.require(long)
+
+
+def test_what_fails_after_its_client_has_left_is_no_traceback_in_the_log():
+    """Cancelled while a grammar was compiled that was then refused: "Future exception was never retrieved"."""
+
+    async def scene(pool):
+        go, said = threading.Event(), []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context))
+
+        def fails():
+            go.wait(20)
+            raise ConfigError("no")
+
+        job = pool.submit(fails)
+        waiting = asyncio.create_task(pool.wait_for(job))
+        while not job.begun:
+            await asyncio.sleep(0.001)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        go.set()
+        while not job.future.done():
+            await asyncio.sleep(0.001)
+        del waiting, job
+        await asyncio.sleep(0.01)
+        gc.collect()
+        return said
+
+    pool = FairPool(2, "test")
+    assert asyncio.run(scene(pool)) == []
+    pool.shutdown()
 
 
 # limits of a client
