@@ -7,14 +7,17 @@ import socket
 import subprocess
 import time
 from contextlib import ExitStack
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
+import h11
 import httpx
 import pytest
 from server_process import running_server
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.errors import ConfigError
-from specdec.serving.connections import ConnectionLimits
+from specdec.serving.connections import PIECE, Connection, ConnectionLimits
 
 from served_engine import until
 
@@ -96,6 +99,42 @@ def test_idle_connections_up_to_the_bound_keep_no_client_out_and_end_no_stream(s
                 assert httpx.get(server.url + "/health", timeout=60).status_code == 200
             assert list(lines)[-2] == "data: [DONE]"
     assert server.log().count("connections are open, as many as may be") <= 2
+
+
+def test_chunks_of_one_byte_are_parsed_a_piece_a_turn(monkeypatch):
+    """256 kB of them in one turn of the loop kept everybody waiting for seconds."""
+    fed, turns, reading = [], [], []
+    monkeypatch.setattr(H11Protocol, "data_received", lambda self, data: fed.append(data))
+    made = Connection.__new__(Connection)
+    made._since, made._accepted, made._unparsed = 0.0, None, b""
+    made.headers, made.conn = [(b"transfer-encoding", b"chunked")], SimpleNamespace(their_state=h11.SEND_BODY)
+    made.flow, made.loop = SimpleNamespace(read_paused=False), SimpleNamespace(call_soon=turns.append)
+    made.transport = SimpleNamespace(
+        is_closing=lambda: False,
+        pause_reading=lambda: reading.append(False),
+        resume_reading=lambda: reading.append(True),
+    )
+    sent = b"1\r\na\r\n" * 1000
+    made.data_received(sent)
+    assert fed == [sent[:PIECE]] and reading[-1] is False
+    made.data_received(b"more")
+    while turns:
+        turns.pop()()
+    assert b"".join(fed) == sent + b"more" and max(map(len, fed)) <= PIECE and reading[-1] is True
+    made.conn.their_state, made.headers = h11.SEND_BODY, [(b"content-length", b"4000000")]
+    made.data_received(b"x" * (PIECE * 2))
+    assert fed[-1] == b"x" * (PIECE * 2)
+
+
+def test_a_body_in_chunks_of_one_byte_is_read_whole(server):
+    body = json.dumps(ANSWER).encode() + b" " * 3000
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+    head += b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    whole = httpx.post(f"{server.url}/v1/chat/completions", json=ANSWER, timeout=60).json()
+    with connect(server) as made:
+        made.sendall(head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+        said = read_all(made)
+    assert json.loads(said.partition(b"\r\n\r\n")[2])["choices"] == whole["choices"]
 
 
 @pytest.mark.slow

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from specdec import SamplingParams
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, QueueFullError
 from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.fair_pool import CLIENT
 from specdec.serving.faults import as_api_error
 from specdec.text.grammar import Place
 from specdec.text.stop_bounds import MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS
@@ -44,3 +45,31 @@ def test_a_grammar_with_no_way_on_is_a_mistake_of_the_request_and_no_503(engine,
 
     refusal, fine = asyncio.run(run())
     assert refusal.status == 400 and refusal.body["error"]["param"] is None and fine.text == "abd"
+
+
+def test_samples_of_one_client_count_each_so_none_takes_every_row_with_one_request(engine):
+    """`n` and a list of prompts counted as one request: one key with --client-concurrency 8 held 64 places."""
+
+    async def run():
+        async with AsyncEngine(engine, max_waiting=20, per_client=3) as served:
+            many = SamplingParams(n=2, max_new_tokens=40, temperature=1.0, ignore_eos=True)
+            with pytest.raises(ConfigError, match="4 samples at once are more than the 3 that one client may have"):
+                await served.generate([[1, 2], [3, 4]], many)
+            CLIENT.set("a")
+            async with await served.submit([[1, 2]], many):
+                for refused in (
+                    lambda: served.submit([[1, 2]], many),
+                    lambda: served.submit([[1, 2]], many, wait=True),
+                ):
+                    with pytest.raises(QueueFullError, match="2 of your samples are open, and 2 more") as error:
+                        await refused()
+                with pytest.raises(QueueFullError, match="2 of your samples are open"):
+                    served.require_places(2)
+                CLIENT.set("b")
+                assert len(await served.generate([[1, 2]], many)) == 2
+            CLIENT.set("a")
+            await served.close(None)
+            assert not served._admission._of
+        return as_api_error(error.value).status
+
+    assert asyncio.run(run()) == 429

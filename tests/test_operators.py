@@ -1,6 +1,7 @@
 """What an operator needs: fair intake, limits, keys and options from files, probes, a log that never blocks."""
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -89,6 +90,36 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_is_tokenised():
             bound.require(long)
 
 
+def test_what_fails_after_its_client_has_left_is_no_traceback_in_the_log():
+    """Cancelled while a grammar was compiled that was then refused: "Future exception was never retrieved"."""
+
+    async def scene(pool):
+        go, said = threading.Event(), []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context))
+
+        def fails():
+            go.wait(20)
+            raise ConfigError("no")
+
+        job = pool.submit(fails)
+        waiting = asyncio.create_task(pool.wait_for(job))
+        while not job.begun:
+            await asyncio.sleep(0.001)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        go.set()
+        while not job.future.done():
+            await asyncio.sleep(0.001)
+        del waiting, job
+        await asyncio.sleep(0.01)
+        gc.collect()
+        return said
+
+    pool = FairPool(2, "test")
+    assert asyncio.run(scene(pool)) == []
+    pool.shutdown()
+
+
 # limits of a client
 
 
@@ -118,6 +149,14 @@ def test_as_many_requests_of_a_key_are_open_as_may_be():
     limits = ClientLimits(answer, ClientRates(at_a_time=1))
     limits._open["a"] = 1
     assert limits.refusal("a", 0.0).status == 429 and limits.refusal("b", 0.0) is None
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/responses", "/llm/tokenize"])
+def test_limits_of_a_key_count_every_path_behind_it(path):
+    """Only /v1/ was counted: any number of long texts could be tokenised."""
+    client = guarded(ClientRates(per_minute=1))
+    asked = [client.post(path, headers={"Authorization": "Bearer k-1"}).status_code for _ in range(2)]
+    assert asked == [200, 429]
 
 
 def test_the_api_key_is_asked_for_under_a_root_path_too():

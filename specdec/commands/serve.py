@@ -107,7 +107,12 @@ def serve(
         settings = replace(settings, defaults=sampling_defaults(engine.target.model.generation_config))
         url = address(bound, "http" if settings.ssl_certfile is None else "https")
         with engine:
-            served = AsyncEngine(engine, max_waiting=max_waiting, intake_seconds=server.timeout_intake)
+            served = AsyncEngine(
+                engine,
+                max_waiting=max_waiting,
+                intake_seconds=server.timeout_intake,
+                per_client=server.client_concurrency,
+            )
             died = run_app(served, settings, bound, lambda: print(f"specdec serve: {url}", flush=True))
     if died is not None:
         print(f"specdec: the server ended: {died}", file=sys.stderr)

@@ -136,7 +136,7 @@ class ServerOptions:
         typer.Option(min=0, help="Of one API key, or address where there are none; 0: any.", rich_help_panel=CLIENTS),
     ] = 0
     client_concurrency: Annotated[
-        int, typer.Option(min=0, help="Open requests of one key or address; 0: any.", rich_help_panel=CLIENTS)
+        int, typer.Option(min=0, help="Open samples of one key or address; 0: any.", rich_help_panel=CLIENTS)
     ] = 0
     max_connections: Annotated[
         int,

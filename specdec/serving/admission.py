@@ -1,14 +1,15 @@
 """How many requests a served engine takes in: a bounded queue, which refuses or lets its callers wait.
 
     open requests   | running, at most the engine's rows | waiting, at most `max_waiting` |  refused, or let wait
+    of one client   | at most `per_client`, where that is not 0                           |  refused
 
 It counts, and knows no engine. Callers wait in the order in which they came, each on its own event loop; any thread
-may give back. Invariant: never more than `most` are out.
+may give back. Invariant: never more than `most` are out, and of one client never more than `per_client`.
 """
 
 import asyncio
 import threading
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +26,14 @@ class Waiter:
 
 
 class Admission:
-    """Places for `rows` requests that run and `max_waiting` that wait."""
+    """Places for `rows` requests that run and `max_waiting` that wait. per_client: 0, no limit."""
 
-    def __init__(self, rows: int, max_waiting: int) -> None:
+    def __init__(self, rows: int, max_waiting: int, per_client: int = 0) -> None:
         self._rows = rows
         self._max_waiting = max_waiting
+        self._per_client = per_client
         self._out = 0
+        self._of: Counter[str] = Counter()  # places that each client has or waits for, where they are limited
         self._lock = threading.Lock()
         self._waiters: deque[Waiter] = deque()
 
@@ -43,15 +46,19 @@ class Admission:
         """Requests that are open."""
         return self._out
 
-    async def take(self, count: int, *, wait: bool = False) -> None:
-        """Take `count` places. Raises QueueFullError where there are not so many, or waits until there are."""
+    async def take(self, count: int, client: str = "", *, wait: bool = False) -> None:
+        """Take `count` places. Raises QueueFullError where there are not so many, or waits until there are; for a
+        client who has too many it always raises."""
         self._require_possible(count)
         with self._lock:
-            if not self._waiters and self._out + count <= self.most:
+            self._require_share(count, client)
+            free = not self._waiters and self._out + count <= self.most
+            if not (free or wait):
+                raise self._full()
+            self._note(client, count)
+            if free:
                 self._out += count
                 return
-            if not wait:
-                raise self._full()
             loop = asyncio.get_running_loop()
             waiter = Waiter(count, loop.create_future(), loop)
             self._waiters.append(waiter)
@@ -62,20 +69,24 @@ class Admission:
                 waiting = waiter in self._waiters
                 if waiting:
                     self._waiters.remove(waiter)
-            self.give_back(0 if waiting else count)
+                    self._note(client, -count)
+            if not waiting:
+                self.give_back(count, client)
             raise
 
-    def require(self, count: int) -> None:
+    def require(self, count: int, client: str = "") -> None:
         """Raises what `take` would now, and takes none."""
         self._require_possible(count)
         with self._lock:
+            self._require_share(count, client)
             if self._waiters or self._out + count > self.most:
                 raise self._full()
 
-    def give_back(self, count: int) -> None:
+    def give_back(self, count: int, client: str = "") -> None:
         """Places of requests that have ended; whoever waits longest gets them. From any thread."""
         with self._lock:
             self._out -= count
+            self._note(client, -count)
             while self._waiters and self._out + self._waiters[0].count <= self.most:
                 waiter = self._waiters.popleft()
                 self._out += waiter.count
@@ -84,7 +95,24 @@ class Admission:
                 except RuntimeError:  # its loop is closed, and it with it
                     self._out -= waiter.count
 
+    def _note(self, client: str, count: int) -> None:
+        if self._per_client:
+            self._of[client] += count
+            if not self._of[client]:
+                del self._of[client]
+
+    def _require_share(self, count: int, client: str) -> None:
+        if self._per_client and self._of[client] + count > self._per_client:
+            raise QueueFullError(
+                f"{self._of[client]} of your samples are open, and {count} more would make more than the "
+                f"{self._per_client} that one client may have; try again when some have ended"
+            )
+
     def _require_possible(self, count: int) -> None:
+        if self._per_client and count > self._per_client:
+            raise ConfigError(
+                f"{count} samples at once are more than the {self._per_client} that one client may have; ask for fewer"
+            )
         if count > self.most:
             raise ConfigError(
                 f"{count} samples at once are more than the {self.most} that this engine takes in: {self._rows} run "
@@ -108,7 +136,7 @@ class Places:
         """Keeps its place."""
 
     def ended(self, sample: Any, now: float) -> None:
-        self._admission.give_back(1)
+        self._admission.give_back(1, sample.client)
 
 
 def _admit(future: "asyncio.Future[None]") -> None:

@@ -31,7 +31,7 @@ from specdec.scheduling.health import EngineStats
 from specdec.scheduling.scheduler import slots_needed
 from specdec.serving.admission import Admission, Places
 from specdec.serving.engine_thread import BROKEN, EngineThread, Observer, Sample
-from specdec.serving.fair_pool import FairPool, Job
+from specdec.serving.fair_pool import CLIENT, FairPool, Job
 from specdec.serving.text_bound import TextBound
 from specdec.text.prompts import Prompt, as_prompt_list
 
@@ -137,7 +137,8 @@ class AsyncEngine:
 
     max_waiting: requests that may wait beyond those that the engine runs at a time (`max_batch_size`); more are
     refused at once with QueueFullError, or wait themselves with `wait=True`. intake_seconds: within which a prompt must
-    be read, and a grammar compiled. observers: told how requests fare.
+    be read, and a grammar compiled. per_client: samples that one client (`fair_pool.CLIENT`) may have open,
+    0: no limit. observers: told how requests fare.
 
     A round that raises is tried again; a request in whose rounds that happens twice, with no token gained in between,
     fails with RoundFailedError and its reason, lack of memory too, and the engine goes on with the others.
@@ -150,17 +151,19 @@ class AsyncEngine:
         *,
         max_waiting: int = 256,
         intake_seconds: float = INTAKE_SECONDS,
+        per_client: int = 0,
         observers: Sequence[Observer] = (),
     ) -> None:
         require_type("engine", engine, Engine)
         require_int("max_waiting", max_waiting, 0, 1 << 30)
+        require_int("per_client", per_client, 0, 1 << 30)
         if not 0 < intake_seconds < float("inf"):
             raise ConfigError(f"intake_seconds={shown(intake_seconds)}: a number of seconds above 0 is required")
         self.engine = engine
         self._owns_engine = False
         self._closing = False
         self._pid = os.getpid()
-        self._admission = Admission(engine.config.max_batch_size, max_waiting)
+        self._admission = Admission(engine.config.max_batch_size, max_waiting, per_client)
         places = Places(self._admission)
         self._thread = EngineThread(engine, _tell, [places, *observers])
         self._intake_seconds = intake_seconds
@@ -224,30 +227,31 @@ class AsyncEngine:
         many = as_prompt_list(prompts)
         each = params_for(params, len(many))
         count = sum(one.n for one in each)
-        await self._admission.take(count, wait=wait)
+        client = CLIENT.get()
+        await self._admission.take(count, client, wait=wait)
         streams = Streams(self._thread)
 
         def hand_in() -> None:
             # on a thread of its own: prompts are long, and the engine's lock may be held for a round
             try:
                 handles = self.engine.submit_many(many, each, priority=priority)
-                streams.begin([Sample(handle, streams) for handle in handles])
+                streams.begin([Sample(handle, streams, client) for handle in handles])
                 self._thread.watch(streams.samples)
             except BaseException:
-                self._admission.give_back(count)
+                self._admission.give_back(count, client)
                 raise
 
         pool = self._grammars if any(one.grammar is not None for one in each) else self._prompts
         try:
             handed_in = self._submit(pool, hand_in)
         except StoppingError:
-            self._admission.give_back(count)
+            self._admission.give_back(count, client)
             raise
         try:
             await pool.result(handed_in, self._intake_seconds)
         except BaseException:
             if pool.give_up(handed_in):
-                self._admission.give_back(count)
+                self._admission.give_back(count, client)
             else:
                 handed_in.future.add_done_callback(lambda _: streams.abort())
             raise
@@ -282,7 +286,7 @@ class AsyncEngine:
 
     def require_places(self, count: int) -> None:
         """Raises what `submit` would for so many samples now: for callers who have yet to read a long prompt."""
-        self._admission.require(count)
+        self._admission.require(count, CLIENT.get())
 
     def most_new_tokens(self, prompt_len: int) -> int:
         """How many tokens a prompt of that length leaves room for; at least 1, which may be too many too."""

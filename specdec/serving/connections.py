@@ -31,6 +31,9 @@ AT_ONCE = 16
 RESERVED_FILES = 32
 """File descriptors that are left for everything that is no connection."""
 MOST_BY_DEFAULT = 16_384
+PIECE, BODY_PIECE = 1 << 10, 1 << 16
+"""Bytes parsed in one turn of the event loop: of heads and of bodies in chunks, which may be of one byte each, and of
+bodies of a length that is known."""
 WRITE_SECONDS = 300.0
 """A client that reads nothing for this long is given up."""
 QUIET_SECONDS = 10.0
@@ -260,6 +263,7 @@ class Connection(H11Protocol):
         self._accepted: Accepted | None = None
         self._since: float | None = None  # the request that is awaited, since then
         self._write_since: float | None = None  # the client reads nothing, since then
+        self._unparsed = b""  # has come, and is parsed in later turns of the loop; nothing is read meanwhile
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -272,16 +276,36 @@ class Connection(H11Protocol):
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._unparsed = b""
         super().connection_lost(exc)
         if self._accepted is not None:
             self._connections.forget(self._accepted)
             self._accepted.protocol = None
 
     def data_received(self, data: bytes) -> None:
+        begun = bool(self._unparsed)
+        self._unparsed += data
+        if begun:
+            self.transport.pause_reading()
+        else:
+            self._parse()
+
+    def _parse(self) -> None:
+        """A piece of what has come; the rest when others had their turn."""
+        if not self._unparsed or self.transport.is_closing():
+            return
+        in_chunks = any(name == b"transfer-encoding" for name, _ in self.headers or ())
+        size = BODY_PIECE if self.conn.their_state is h11.SEND_BODY and not in_chunks else PIECE
+        piece, self._unparsed = self._unparsed[:size], self._unparsed[size:]
         if self._since is None:
             self._since = time.monotonic()
-        super().data_received(data)
+        super().data_received(piece)
         self._note_state()
+        if self._unparsed:
+            self.transport.pause_reading()
+            self.loop.call_soon(self._parse)
+        elif not self.flow.read_paused:
+            self.transport.resume_reading()
 
     def on_response_complete(self) -> None:
         if self.conn.their_state is not h11.SEND_BODY:  # else it was answered before its body had come
@@ -293,6 +317,8 @@ class Connection(H11Protocol):
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """-> True: keep the connection, to answer on it. TLS has no halves, and HTTP/1.0 no interim responses."""
+        while self._unparsed and not self.transport.is_closing():
+            self._parse()
         answering = self.cycle is not None and not self.cycle.response_complete  # type: ignore[redundant-expr]  # before the first
         if not answering or self._awaits() or self.scheme == "https" or self.scope["http_version"] == "1.0":
             return None

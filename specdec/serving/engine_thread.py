@@ -39,11 +39,13 @@ BROKEN = 3
 class Sample:
     """One request that this thread looks after. owner: whoever reads it, told when there is news.
 
-    seen: tokens that its owner was told of. failed_at: how many it had when a round failed that it was in.
+    client: whose it is. seen: tokens that its owner was told of. failed_at: how many it had when a round failed that
+    it was in.
     """
 
     handle: Handle
     owner: Any
+    client: str = ""
     submitted: float = field(default_factory=time.perf_counter)
     seen: int = 0
     last_news: float = 0.0

@@ -99,10 +99,10 @@ class FairPool:
         Raises QueueFullError where it has not begun after `seconds`, ConfigError where it has begun and not ended.
         """
         done = asyncio.wrap_future(job.future)
+        done.add_done_callback(lambda late: late.cancelled() or late.exception())  # perhaps nobody asks for it any more
         await asyncio.wait({done}, timeout=seconds)
         if done.done():
             return done.result()
-        done.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody asks for it any more
         if job.begun:
             raise ConfigError(
                 f"reading this prompt, or compiling its grammar, takes longer than the {seconds:g} s that are allowed; "

@@ -1,7 +1,7 @@
 """How much one client may ask: requests a minute and requests at a time, each off unless it is set.
 
 A client is an API key, or an address where the server has no keys. Requests are counted before their bodies are read;
-a refusal is 429 with Retry-After, and costs nothing. Only POST requests under /v1/ count.
+a refusal is 429 with Retry-After, and costs nothing. Only POST requests behind the API key count.
 """
 
 import math
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from specdec.config import require_int
 from specdec.serving.faults import ApiError
 
-COUNTED = "/v1/"
+COUNTED = ("/v1/", "/tokenize", "/detokenize")
 MOST_REMEMBERED = 10_000
 """Clients whose rate is known; beyond these, those that have used nothing lately are forgotten."""
 
@@ -61,7 +61,9 @@ class ClientLimits:
         self._buckets: dict[str, Bucket] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        counts = scope["type"] == "http" and scope["method"] == "POST" and COUNTED in scope["path"]
+        counts = (
+            scope["type"] == "http" and scope["method"] == "POST" and any(each in scope["path"] for each in COUNTED)
+        )
         if not counts:
             await self.app(scope, receive, send)
             return

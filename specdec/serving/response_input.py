@@ -169,9 +169,11 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             output = _text(item.get("output"), f"{place}.output")
             messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": output})
         elif kind == "reasoning":
-            content = item.get("content")
-            parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-            if thought := "".join(str(part.get("text", "")) for part in parts):
+            given: Any = item.get("content")
+            texts = (
+                [part.get("text", "") for part in given if isinstance(part, dict)] if isinstance(given, list) else []
+            )
+            if thought := "".join(map(str, texts)):
                 _answer(messages)["reasoning_content"] = thought
         else:
             raise ApiError(
