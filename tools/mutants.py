@@ -1,0 +1,523 @@
+"""Does the test suite still notice known defects? Applies each of a list to a copy of the code and runs its tests.
+
+    python tools/mutants.py                           every mutant; exit status 1 if one survives or does not apply
+    python tools/mutants.py --list                    what there is, and the file that each one changes
+    python tools/mutants.py --only swa-evicted-early --jobs 2
+    python tools/mutants.py --at REV --json old.json  the same mutants on an earlier commit
+    python tools/mutants.py --baseline old.json       and none that was caught there may be missed here
+
+The list is in tools/mutants/*.toml. A mutant replaces one fragment of product code, found by its content in any file,
+so moving and renaming files does not touch the list. A fragment must be found exactly once; one that is found nowhere
+is a failure of the list, not a pass. Its named tests run first, and the whole suite without its slow tests only where
+all of those pass or no longer exist.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LISTS = Path(__file__).resolve().parent / "mutants"
+FORKS = Path(__file__).resolve().parent / "pytest_forks.py"
+NO_PRODUCT = ("tests", "tools", "examples", "docs", "build", "dist")
+"""Top-level folders whose Python is not product code."""
+KINDS = {
+    "field": "a defect that other engines shipped",
+    "regression": "a defect that this project had, as CHANGELOG.md and docs/log.md tell",
+    "invariant": "an invariant of the index spaces, the allocator, the prefix cache, the table or the scheduler",
+    "round": "what a round decides, and how the host settles it",
+    "kernel": "a Triton kernel",
+    "sampling": "a sampler",
+    "drafter": "a drafter",
+    "loading": "checkpoints and their dialects",
+    "serving": "what the server bounds and refuses",
+}
+CAUGHT, SURVIVED, UNFIT, NEWER = "caught", "SURVIVED", "DOES NOT APPLY", "newer"
+UNIMPORTABLE, UNDECIDED = "CANNOT BE IMPORTED", "NO VERDICT"
+FAILURES = (SURVIVED, UNFIT, UNIMPORTABLE, UNDECIDED)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One fragment of code and what replaces it. within: a string that the file must contain besides."""
+
+    find: str
+    replace: str
+    within: str = ""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """edits: the same defect in each generation of the code; the first that is found is applied.
+
+    tests: names of tests expected to fail, `file.py::test_name`, `file.py::test_name[case]` or `file.py -k expression`.
+    since: the commit that brought the code; the mutant is left out before.
+    """
+
+    name: str
+    breaks: str
+    kind: str
+    edits: tuple[Edit, ...]
+    tests: tuple[str, ...]
+    since: str = ""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The file that a mutant changes, relative to the root, and its text before and after."""
+
+    path: str
+    before: str
+    after: str
+
+
+@dataclass
+class Result:
+    """by: the test that failed. named: whether it is one of the mutant's own. note: what else there is to say."""
+
+    name: str
+    verdict: str
+    by: str = ""
+    named: bool = False
+    seconds: float = 0.0
+    file: str = ""
+    note: str = ""
+
+
+class DoesNotApplyError(Exception):
+    """No edit of a mutant is found exactly once."""
+
+
+# the list
+
+
+def read_mutants(folder: Path = LISTS) -> list[Mutant]:
+    """All mutants of the lists in `folder`. Raises ValueError for one that is not whole."""
+    mutants = [_mutant(entry) for file in sorted(folder.glob("*.toml")) for entry in _entries(file)]
+    twice = [name for name, times in Counter(mutant.name for mutant in mutants).items() if times > 1]
+    if twice:
+        raise ValueError(f"mutants {', '.join(twice)} are in the lists twice")
+    return mutants
+
+
+def _entries(file: Path) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = tomllib.loads(file.read_text("utf-8"))["mutant"]
+    return entries
+
+
+def _mutant(entry: Mapping[str, Any]) -> Mutant:
+    name = entry.get("name", "a mutant without a name")
+    unknown = entry.keys() - {"name", "breaks", "kind", "tests", "since", "find", "replace", "within", "or"}
+    if unknown:
+        raise ValueError(f"{name}: unknown keys {', '.join(sorted(unknown))}")
+    if missing := [key for key in ("name", "breaks", "kind", "tests", "find", "replace") if key not in entry]:
+        raise ValueError(f"{name}: without {', '.join(missing)}")
+    if entry["kind"] not in KINDS:
+        raise ValueError(f"{name}: kind {entry['kind']!r} is none of {', '.join(KINDS)}")
+    forms = [entry, *entry.get("or", [])]
+    edits = tuple(Edit(form["find"], form["replace"], form.get("within", "")) for form in forms)
+    if any(not edit.find.strip() or edit.find == edit.replace for edit in edits):
+        raise ValueError(f"{name}: an edit that changes nothing")
+    return Mutant(name, entry["breaks"], entry["kind"], edits, tuple(entry["tests"]), entry.get("since", ""))
+
+
+# applying a mutant
+
+
+def tracked_files(root: Path) -> list[str]:
+    """Files of a checkout that git knows; of a folder without git all but hidden ones."""
+    if (root / ".git").exists():
+        listed = subprocess.run(["git", "-C", str(root), "ls-files", "-z"], check=True, capture_output=True).stdout
+        return [name for name in listed.decode().split("\0") if name and (root / name).exists()]
+    found = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
+    return sorted(
+        str(path) for path in found if not any(part.startswith((".git", "__pycache__")) for part in path.parts)
+    )
+
+
+def product_sources(root: Path) -> dict[str, str]:
+    """The Python of the product, by path relative to the root."""
+    names = [name for name in tracked_files(root) if name.endswith(".py") and name.split("/")[0] not in NO_PRODUCT]
+    return {name: (root / name).read_text("utf-8") for name in names}
+
+
+def apply(mutant: Mutant, sources: Mapping[str, str]) -> Applied:
+    """Raises DoesNotApplyError unless one of the edits is found exactly once, saying where each was found."""
+    found: list[str] = []
+    for number, edit in enumerate(mutant.edits, 1):
+        pattern, places = _pattern(edit.find), list[tuple[str, re.Match[str]]]()
+        for path, text in sources.items():
+            if edit.within in text:
+                places += [(path, match) for match in pattern.finditer(text)]
+        if len(places) == 1:
+            path, match = places[0]
+            text = sources[path]
+            after = text[: match.start()] + _replacement(edit.replace, match) + text[match.end() :]
+            return Applied(path, text, after)
+        where = f" ({', '.join(sorted({path for path, _ in places}))})" if places else ""
+        found.append(f"edit {number} is found {len(places)} times{where}")
+    raise DoesNotApplyError("; ".join(found))
+
+
+def _pattern(fragment: str) -> re.Pattern[str]:
+    """One line is found anywhere; of several, whole lines are, at any indentation."""
+    lines = textwrap.dedent(fragment.strip("\n")).split("\n")
+    if len(lines) == 1:
+        return re.compile(re.escape(lines[0].strip()))
+    rest = "".join(f"\n(?P=indent){re.escape(line)}" if line.strip() else "\n[ \t]*" for line in lines[1:])
+    return re.compile(rf"^(?P<indent>[ \t]*){re.escape(lines[0])}{rest}$", re.MULTILINE)
+
+
+def _replacement(text: str, match: re.Match[str]) -> str:
+    lines = textwrap.dedent(text.strip("\n")).split("\n")
+    indent = match.groupdict().get("indent")
+    if indent is None:
+        return "\n".join(line.strip() for line in lines) if len(lines) == 1 else _indented(lines, match)
+    return "\n".join(indent + line if line.strip() else "" for line in lines)
+
+
+def _indented(lines: Sequence[str], match: re.Match[str]) -> str:
+    """Several lines in the place of one: as deep as the line that they replace."""
+    line = match.string[match.string.rfind("\n", 0, match.start()) + 1 : match.start()]
+    return f"\n{line if not line.strip() else ''}".join(lines)
+
+
+# its tests
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The tests of one tree: names of files by name of a test function, and the paths of files by their own name."""
+
+    functions: Mapping[str, Sequence[str]]
+    files: Mapping[str, str]
+
+    @classmethod
+    def of(cls, root: Path) -> "Suite":
+        functions: dict[str, list[str]] = {}
+        files: dict[str, str] = {}
+        for path in sorted((root / "tests").rglob("test_*.py")):
+            name = str(path.relative_to(root))
+            files[path.name] = name
+            for function in re.findall(r"^\s*(?:async )?def (test_\w+)\(", path.read_text("utf-8"), re.MULTILINE):
+                functions.setdefault(function, []).append(name)
+        return cls(functions, files)
+
+    def resolve(self, test: str) -> list[str] | None:
+        """The arguments for pytest; None where there is no such test any more. A test that has moved is followed."""
+        where, _, expression = test.partition(" -k ")
+        if expression:
+            return [self.files[where], "-k", shlex.split(expression)[0]] if where in self.files else None
+        where, _, named = test.partition("::")
+        function, bracket, case = named.partition("[")
+        there = self.functions.get(function, [])
+        if not there:
+            return None
+        path = next((path for path in there if path.endswith(f"/{where}")), there[0])
+        return [f"{path}::{function}{bracket}{case}"]
+
+    def commands(self, tests: Iterable[str]) -> list[list[str]]:
+        """The arguments of the runs that take all these tests: one run, and another for each expression."""
+        resolved = [arguments for test in tests if (arguments := self.resolve(test))]
+        plain = [arguments[0] for arguments in resolved if len(arguments) == 1]
+        return ([plain] if plain else []) + [arguments for arguments in resolved if len(arguments) > 1]
+
+
+@dataclass
+class Run:
+    """What one run of pytest came to. failed: the first test that failed, and why in a line."""
+
+    status: int
+    failed: str = ""
+    reason: str = ""
+    output: str = ""
+
+
+PASSED, FAILED, USAGE, NOTHING = 0, 1, 4, 5
+TIMED_OUT = 1000
+OPTIONS = ("-x", "-q", "--no-header", "--tb=line", "-rfE", "-p", "no:cacheprovider")
+FAST_SUITE = ("-m", "not slow")
+
+
+class Copy:
+    """A tree of its own to change and run: a process that has imported all but the tree, forked for each run."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._stamp = int(time.time())
+        self._forks: subprocess.Popen[str] | None = None
+
+    def write(self, path: str, text: str) -> None:
+        """A newer time each time: Python keeps bytecode by the second of the last change, and by size."""
+        self._stamp += 2
+        (self.root / path).write_text(text, "utf-8")
+        os.utime(self.root / path, (self._stamp, self._stamp))
+        shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)  # examples that failed under another mutant
+
+    def pytest(self, arguments: Sequence[str], seconds: float) -> Run:
+        if self._forks is None or self._forks.poll() is not None:
+            command = [sys.executable, str(FORKS)]
+            self._forks = subprocess.Popen(
+                command,
+                cwd=self.root,
+                env=environment(self.root),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert self._forks.stdin is not None and self._forks.stdout is not None
+        self._forks.stdin.write(json.dumps({"arguments": [*OPTIONS, *arguments], "seconds": seconds}) + "\n")
+        self._forks.stdin.flush()
+        answer = json.loads(self._forks.stdout.readline())
+        if answer["status"] is None:
+            return Run(TIMED_OUT, reason=f"no end after {seconds:.0f} s", output=answer["output"])
+        return Run(answer["status"], *first_failure(answer["output"]), answer["output"])
+
+    def close(self) -> None:
+        if self._forks is not None:
+            assert self._forks.stdin is not None
+            self._forks.stdin.close()
+            self._forks.wait()
+
+
+def environment(root: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SPECDEC_", "PYTEST_"))}
+    return {**kept, "PYTHONPATH": str(root), "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1")}
+
+
+def first_failure(output: str) -> tuple[str, str]:
+    """The test that failed, and why, out of pytest's summary."""
+    for line in output.splitlines():
+        if match := re.match(r"(?:FAILED|ERROR) (\S+?::.*?)(?: - (.*))?$", line):
+            return match[1], (match[2] or "").strip()
+    return "", ""
+
+
+class Runner:
+    """Runs mutants of one tree, `jobs` at a time, each in a copy of its own. seconds: for the named tests of one."""
+
+    def __init__(self, tree: Path, names: Sequence[str], jobs: int, seconds: float, suite_seconds: float) -> None:
+        self.tree = tree
+        self.sources = product_sources(tree)
+        self.suite = Suite.of(tree)
+        self.jobs = jobs
+        self.seconds, self.suite_seconds = seconds, suite_seconds
+        self._folder = tempfile.TemporaryDirectory(prefix="mutants-")
+        self._all: list[Copy] = []
+        self._copies: SimpleQueue[Copy] = SimpleQueue()
+        self._said = threading.Lock()
+        for number in range(jobs):
+            copy = Copy(Path(self._folder.name, str(number)))
+            for name in names:
+                (copy.root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(tree / name, copy.root / name)
+            self._all.append(copy)
+            self._copies.put(copy)
+        self._require_own_code(copy)
+
+    def close(self) -> None:
+        for copy in self._all:
+            copy.close()
+        self._folder.cleanup()
+
+    def _require_own_code(self, copy: Copy) -> None:
+        """An installed package in the place of the copy would make every mutant survive."""
+        say = "import specdec, specdec.attention; print(specdec.__file__, *specdec.attention.__path__)"
+        run = subprocess.run(
+            [sys.executable, "-c", say], cwd=copy.root, env=environment(copy.root), capture_output=True, text=True
+        )
+        where = run.stdout.split()
+        if run.returncode or not where or not all(Path(each).is_relative_to(copy.root) for each in where):
+            raise SystemExit(f"the tests would not run the copy: it imports {where or run.stderr.strip()}")
+
+    def require_clean(self, mutants: Sequence[Mutant]) -> None:
+        """The named tests pass on the code as it is; otherwise they say nothing."""
+        tests = sorted({test for mutant in mutants for test in mutant.tests})
+        shares = [share for i in range(self.jobs) if (share := tests[i :: self.jobs])]
+        with ThreadPoolExecutor(self.jobs) as pool:
+            failed = [run for runs in pool.map(self._clean_runs, shares) for run in runs if run.status != PASSED]
+        for run in failed:
+            print(run.output or run.reason, file=sys.stderr)
+        if failed:
+            raise SystemExit(f"named tests fail on the code as it is: {', '.join(run.failed or '?' for run in failed)}")
+
+    def _clean_runs(self, tests: Sequence[str]) -> list[Run]:
+        copy = self._copies.get()
+        try:
+            return [copy.pytest(each, self.suite_seconds) for each in self.suite.commands(tests)]
+        finally:
+            self._copies.put(copy)
+
+    def run(self, mutants: Sequence[Mutant], *, fall_back: bool) -> Iterator[Result]:
+        with ThreadPoolExecutor(self.jobs) as pool:
+            yield from pool.map(lambda mutant: self._run(mutant, fall_back), mutants)
+
+    def _run(self, mutant: Mutant, fall_back: bool) -> Result:
+        began = time.monotonic()
+        try:
+            applied = apply(mutant, self.sources)
+        except DoesNotApplyError as error:
+            return Result(mutant.name, UNFIT, note=str(error))
+        copy = self._copies.get()
+        try:
+            copy.write(applied.path, applied.after)
+            result = self._decide(mutant, copy, fall_back)
+        finally:
+            copy.write(applied.path, applied.before)
+            self._copies.put(copy)
+        result.seconds, result.file = round(time.monotonic() - began, 1), applied.path
+        with self._said:
+            print(f"  {result.verdict:<14} {mutant.name}  {result.seconds:.0f} s", file=sys.stderr, flush=True)
+        return result
+
+    def _decide(self, mutant: Mutant, copy: Copy, fall_back: bool) -> Result:
+        gone = [test for test in mutant.tests if self.suite.resolve(test) is None]
+        note = f"no longer there: {', '.join(gone)}" if gone else ""
+        for arguments in self.suite.commands(mutant.tests):
+            run = copy.pytest(arguments, self.seconds)
+            if run.status in (USAGE, NOTHING) and any("[" in each for each in arguments):  # cases have other names
+                run = copy.pytest(list(dict.fromkeys(each.partition("[")[0] for each in arguments)), self.seconds)
+            if (result := _verdict(mutant, run, named=True)) is not None:
+                result.note = "; ".join(filter(None, [result.note, note]))
+                return result
+        if fall_back:
+            run = copy.pytest(FAST_SUITE, self.suite_seconds)
+            if (result := _verdict(mutant, run, named=False)) is not None:
+                result.note = "; ".join(filter(None, [result.note, note]))
+                return result
+        return Result(mutant.name, SURVIVED, note=note)
+
+
+def _verdict(mutant: Mutant, run: Run, *, named: bool) -> Result | None:
+    """None: these tests pass, or there are none."""
+    if run.status in (PASSED, USAGE, NOTHING):
+        return None
+    if run.status == FAILED:
+        return Result(mutant.name, CAUGHT, by=run.failed, named=named, note=run.reason[:200])
+    if run.status == TIMED_OUT:
+        return Result(mutant.name, UNDECIDED, note=run.reason)
+    if run.status < 0:
+        return Result(mutant.name, CAUGHT, by=f"killed by signal {-run.status}", named=named)
+    return Result(mutant.name, UNIMPORTABLE, note=run.output.strip().splitlines()[-1] if run.output else "")
+
+
+# what is said
+
+
+def print_table(results: Sequence[Result]) -> None:
+    width = max(len(result.name) for result in results)
+    print(f"{'mutant':<{width}}  {'verdict':<9}  seconds  by")
+    for result in results:
+        by = result.by + ("" if result.named or not result.by else "  (the suite; none of its own)") or result.note
+        print(f"{result.name:<{width}}  {result.verdict:<9}  {result.seconds:7.1f}  {by}")
+    counts = Counter(result.verdict for result in results)
+    print(", ".join(f"{number} {verdict}" for verdict, number in counts.items()), f"of {len(results)}")
+
+
+def print_list(mutants: Sequence[Mutant], sources: Mapping[str, str], newer: Sequence[Mutant]) -> bool:
+    """-> do all apply?"""
+    fits = True
+    for mutant in mutants:
+        try:
+            where = "newer" if mutant in newer else apply(mutant, sources).path
+        except DoesNotApplyError as error:
+            where, fits = f"{UNFIT}: {error}", False
+        print(f"{mutant.name} [{mutant.kind}] {where}\n    {mutant.breaks}")
+    counts = Counter(mutant.kind for mutant in mutants)
+    print(f"{len(mutants)} mutants: " + ", ".join(f"{number} {kind}" for kind, number in counts.items()))
+    return fits
+
+
+def missed_since(results: Sequence[Result], baseline: Mapping[str, Any]) -> list[str]:
+    """Names of mutants that were caught in the earlier run and were run now and missed."""
+    caught = {each["name"] for each in baseline["results"] if each["verdict"] == CAUGHT}
+    return [result.name for result in results if result.name in caught and result.verdict != CAUGHT]
+
+
+def is_newer(mutant: Mutant, rev: str | None) -> bool:
+    """Is the code that this mutant breaks from after `rev`?"""
+    if rev is None or not mutant.since:
+        return False
+    ancestry = ["git", "-C", str(ROOT), "merge-base", "--is-ancestor", mutant.since, rev]
+    return subprocess.run(ancestry, check=False).returncode == 1
+
+
+def tree_of(rev: str | None, folder: Path) -> Path:
+    """The checkout that this file is in, or an earlier commit of it in `folder`."""
+    if rev is None:
+        return ROOT
+    with subprocess.Popen(["git", "-C", str(ROOT), "archive", rev], stdout=subprocess.PIPE) as archive:
+        subprocess.run(["tar", "-x", "-C", str(folder)], stdin=archive.stdout, check=True)
+    if archive.returncode:
+        raise SystemExit(f"git archive {rev} failed")
+    return folder
+
+
+def parsed_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--list", action="store_true", help="say what there is and where it applies; run nothing")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutants, or all of these kinds")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, each in a copy of its own (default 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--at", metavar="REV", help="on this commit, in the place of the files of the checkout")
+    parser.add_argument("--baseline", type=Path, metavar="FILE", help="the JSON of an earlier run: none may be missed")
+    parser.add_argument("--named-only", action="store_true", help="do not run the suite where the named tests pass")
+    parser.add_argument("--no-clean-run", action="store_true", help="take it that named tests pass without a defect")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for the named tests of a mutant")
+    parser.add_argument("--suite-timeout", type=float, default=7200, help="seconds for the suite")
+    return parser.parse_args()
+
+
+def main() -> int:
+    asked = parsed_arguments()
+    mutants = read_mutants()
+    if asked.only:
+        unknown = set(asked.only) - {mutant.name for mutant in mutants} - KINDS.keys()
+        if unknown:
+            raise SystemExit(f"no mutants or kinds {', '.join(sorted(unknown))}; --list says which there are")
+        mutants = [mutant for mutant in mutants if mutant.name in asked.only or mutant.kind in asked.only]
+    with tempfile.TemporaryDirectory(prefix="mutants-at-") as folder:
+        tree = tree_of(asked.at, Path(folder))
+        newer = [mutant for mutant in mutants if is_newer(mutant, asked.at)]
+        if asked.list:
+            return 0 if print_list(mutants, product_sources(tree), newer) else 1
+        runner = Runner(tree, tracked_files(tree), asked.jobs, asked.timeout, asked.suite_timeout)
+        try:
+            older = [mutant for mutant in mutants if mutant not in newer]
+            if not asked.no_clean_run:
+                runner.require_clean(older)
+            results = list(runner.run(older, fall_back=not asked.named_only))
+        finally:
+            runner.close()
+    results += [Result(mutant.name, NEWER, note=f"since {mutant.since}") for mutant in newer]
+    print_table(results)
+    if asked.json:
+        asked.json.write_text(json.dumps({"at": asked.at, "results": [asdict(r) for r in results]}, indent=1) + "\n")
+    failed = [result.name for result in results if result.verdict in FAILURES]
+    if failed:
+        print(f"not caught: {', '.join(failed)}")
+    missed = missed_since(results, json.loads(asked.baseline.read_text())) if asked.baseline else []
+    if missed:
+        print(f"caught in {asked.baseline} and not any more: {', '.join(missed)}")
+    return 1 if failed or missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
