@@ -21,10 +21,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,59 +31,22 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from mutant_list import (
+    KINDS,
+    DoesNotApplyError,
+    Mutant,
+    apply,
+    places_of,
+    product_sources,
+    read_mutants,
+    tracked_files,
+)
+
 ROOT = Path(__file__).resolve().parent.parent
-LISTS = Path(__file__).resolve().parent / "mutants"
 FORKS = Path(__file__).resolve().parent / "pytest_forks.py"
-NO_PRODUCT = ("tests", "tools", "examples", "docs", "build", "dist")
-"""Top-level folders whose Python is not product code."""
-KINDS = {
-    "field": "a defect that other engines shipped",
-    "regression": "a defect that this project had, as CHANGELOG.md and docs/log.md tell",
-    "invariant": "an invariant of the index spaces, the allocator, the prefix cache, the table or the scheduler",
-    "round": "what a round decides, and how the host settles it",
-    "kernel": "a Triton kernel",
-    "sampling": "a sampler",
-    "drafter": "a drafter",
-    "loading": "checkpoints and their dialects",
-    "serving": "what the server bounds and refuses",
-}
-CAUGHT, SURVIVED, UNFIT, NEWER = "caught", "SURVIVED", "DOES NOT APPLY", "newer"
+CAUGHT, SURVIVED, UNFIT, LEFT_OUT = "caught", "SURVIVED", "DOES NOT APPLY", "left out"
 UNIMPORTABLE, UNDECIDED = "CANNOT BE IMPORTED", "NO VERDICT"
 FAILURES = (SURVIVED, UNFIT, UNIMPORTABLE, UNDECIDED)
-
-
-@dataclass(frozen=True)
-class Edit:
-    """One fragment of code and what replaces it. within: a string that the file must contain besides."""
-
-    find: str
-    replace: str
-    within: str = ""
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """edits: the same defect in each generation of the code; the first that is found is applied.
-
-    tests: names of tests expected to fail, `file.py::test_name`, `file.py::test_name[case]` or `file.py -k expression`.
-    since: the commit that brought the code; the mutant is left out before.
-    """
-
-    name: str
-    breaks: str
-    kind: str
-    edits: tuple[Edit, ...]
-    tests: tuple[str, ...]
-    since: str = ""
-
-
-@dataclass(frozen=True)
-class Applied:
-    """The file that a mutant changes, relative to the root, and its text before and after."""
-
-    path: str
-    before: str
-    after: str
 
 
 @dataclass
@@ -99,104 +60,6 @@ class Result:
     seconds: float = 0.0
     file: str = ""
     note: str = ""
-
-
-class DoesNotApplyError(Exception):
-    """No edit of a mutant is found exactly once."""
-
-
-# the list
-
-
-def read_mutants(folder: Path = LISTS) -> list[Mutant]:
-    """All mutants of the lists in `folder`. Raises ValueError for one that is not whole."""
-    mutants = [_mutant(entry) for file in sorted(folder.glob("*.toml")) for entry in _entries(file)]
-    twice = [name for name, times in Counter(mutant.name for mutant in mutants).items() if times > 1]
-    if twice:
-        raise ValueError(f"mutants {', '.join(twice)} are in the lists twice")
-    return mutants
-
-
-def _entries(file: Path) -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = tomllib.loads(file.read_text("utf-8"))["mutant"]
-    return entries
-
-
-def _mutant(entry: Mapping[str, Any]) -> Mutant:
-    name = entry.get("name", "a mutant without a name")
-    unknown = entry.keys() - {"name", "breaks", "kind", "tests", "since", "find", "replace", "within", "or"}
-    if unknown:
-        raise ValueError(f"{name}: unknown keys {', '.join(sorted(unknown))}")
-    if missing := [key for key in ("name", "breaks", "kind", "tests", "find", "replace") if key not in entry]:
-        raise ValueError(f"{name}: without {', '.join(missing)}")
-    if entry["kind"] not in KINDS:
-        raise ValueError(f"{name}: kind {entry['kind']!r} is none of {', '.join(KINDS)}")
-    forms = [entry, *entry.get("or", [])]
-    edits = tuple(Edit(form["find"], form["replace"], form.get("within", "")) for form in forms)
-    if any(not edit.find.strip() or edit.find == edit.replace for edit in edits):
-        raise ValueError(f"{name}: an edit that changes nothing")
-    return Mutant(name, entry["breaks"], entry["kind"], edits, tuple(entry["tests"]), entry.get("since", ""))
-
-
-# applying a mutant
-
-
-def tracked_files(root: Path) -> list[str]:
-    """Files of a checkout that git knows; of a folder without git all but hidden ones."""
-    if (root / ".git").exists():
-        listed = subprocess.run(["git", "-C", str(root), "ls-files", "-z"], check=True, capture_output=True).stdout
-        return [name for name in listed.decode().split("\0") if name and (root / name).exists()]
-    found = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
-    return sorted(
-        str(path) for path in found if not any(part.startswith((".git", "__pycache__")) for part in path.parts)
-    )
-
-
-def product_sources(root: Path) -> dict[str, str]:
-    """The Python of the product, by path relative to the root."""
-    names = [name for name in tracked_files(root) if name.endswith(".py") and name.split("/")[0] not in NO_PRODUCT]
-    return {name: (root / name).read_text("utf-8") for name in names}
-
-
-def apply(mutant: Mutant, sources: Mapping[str, str]) -> Applied:
-    """Raises DoesNotApplyError unless one of the edits is found exactly once, saying where each was found."""
-    found: list[str] = []
-    for number, edit in enumerate(mutant.edits, 1):
-        pattern, places = _pattern(edit.find), list[tuple[str, re.Match[str]]]()
-        for path, text in sources.items():
-            if edit.within in text:
-                places += [(path, match) for match in pattern.finditer(text)]
-        if len(places) == 1:
-            path, match = places[0]
-            text = sources[path]
-            after = text[: match.start()] + _replacement(edit.replace, match) + text[match.end() :]
-            return Applied(path, text, after)
-        where = f" ({', '.join(sorted({path for path, _ in places}))})" if places else ""
-        found.append(f"edit {number} is found {len(places)} times{where}")
-    raise DoesNotApplyError("; ".join(found))
-
-
-def _pattern(fragment: str) -> re.Pattern[str]:
-    """One line is found anywhere; of several, whole lines are, at any indentation."""
-    lines = textwrap.dedent(fragment.strip("\n")).split("\n")
-    if len(lines) == 1:
-        return re.compile(re.escape(lines[0].strip()))
-    rest = "".join(f"\n(?P=indent){re.escape(line)}" if line.strip() else "\n[ \t]*" for line in lines[1:])
-    return re.compile(rf"^(?P<indent>[ \t]*){re.escape(lines[0])}{rest}$", re.MULTILINE)
-
-
-def _replacement(text: str, match: re.Match[str]) -> str:
-    lines = textwrap.dedent(text.strip("\n")).split("\n")
-    indent = match.groupdict().get("indent")
-    if indent is None:
-        return "\n".join(line.strip() for line in lines) if len(lines) == 1 else _indented(lines, match)
-    return "\n".join(indent + line if line.strip() else "" for line in lines)
-
-
-def _indented(lines: Sequence[str], match: re.Match[str]) -> str:
-    """Several lines in the place of one: as deep as the line that they replace."""
-    line = match.string[match.string.rfind("\n", 0, match.start()) + 1 : match.start()]
-    return f"\n{line if not line.strip() else ''}".join(lines)
 
 
 # its tests
@@ -431,12 +294,12 @@ def print_table(results: Sequence[Result]) -> None:
     print(", ".join(f"{number} {verdict}" for verdict, number in counts.items()), f"of {len(results)}")
 
 
-def print_list(mutants: Sequence[Mutant], sources: Mapping[str, str], newer: Sequence[Mutant]) -> bool:
+def print_list(mutants: Sequence[Mutant], sources: Mapping[str, str], left_out: Mapping[str, str]) -> bool:
     """-> do all apply?"""
     fits = True
     for mutant in mutants:
         try:
-            where = "newer" if mutant in newer else apply(mutant, sources).path
+            where = left_out.get(mutant.name) or apply(mutant, sources).path
         except DoesNotApplyError as error:
             where, fits = f"{UNFIT}: {error}", False
         print(f"{mutant.name} [{mutant.kind}] {where}\n    {mutant.breaks}")
@@ -446,17 +309,20 @@ def print_list(mutants: Sequence[Mutant], sources: Mapping[str, str], newer: Seq
 
 
 def missed_since(results: Sequence[Result], baseline: Mapping[str, Any]) -> list[str]:
-    """Names of mutants that were caught in the earlier run and were run now and missed."""
+    """Mutants that were caught in the earlier run, were run now, and were not caught."""
     caught = {each["name"] for each in baseline["results"] if each["verdict"] == CAUGHT}
-    return [result.name for result in results if result.name in caught and result.verdict != CAUGHT]
+    return [result.name for result in results if result.name in caught and result.verdict in FAILURES]
 
 
-def is_newer(mutant: Mutant, rev: str | None) -> bool:
-    """Is the code that this mutant breaks from after `rev`?"""
-    if rev is None or not mutant.since:
-        return False
-    ancestry = ["git", "-C", str(ROOT), "merge-base", "--is-ancestor", mutant.since, rev]
-    return subprocess.run(ancestry, check=False).returncode == 1
+def why_left_out(mutant: Mutant, rev: str | None, sources: Mapping[str, str]) -> str:
+    """Why a mutant is not for this tree: its code came after `rev`, or is gone; empty: it is."""
+    if rev is not None and mutant.since:
+        ancestry = ["git", "-C", str(ROOT), "merge-base", "--is-ancestor", mutant.since, rev]
+        if subprocess.run(ancestry, check=False).returncode == 1:
+            return f"newer: since {mutant.since}"
+    if mutant.gone and not any(found for _, found in places_of(mutant, sources)):
+        return f"gone: {mutant.gone}"
+    return ""
 
 
 def tree_of(rev: str | None, folder: Path) -> Path:
@@ -495,18 +361,19 @@ def main() -> int:
         mutants = [mutant for mutant in mutants if mutant.name in asked.only or mutant.kind in asked.only]
     with tempfile.TemporaryDirectory(prefix="mutants-at-") as folder:
         tree = tree_of(asked.at, Path(folder))
-        newer = [mutant for mutant in mutants if is_newer(mutant, asked.at)]
+        sources = product_sources(tree)
+        left_out = {each.name: why for each in mutants if (why := why_left_out(each, asked.at, sources))}
         if asked.list:
-            return 0 if print_list(mutants, product_sources(tree), newer) else 1
+            return 0 if print_list(mutants, sources, left_out) else 1
         runner = Runner(tree, tracked_files(tree), asked.jobs, asked.timeout, asked.suite_timeout)
         try:
-            older = [mutant for mutant in mutants if mutant not in newer]
+            chosen = [mutant for mutant in mutants if mutant.name not in left_out]
             if not asked.no_clean_run:
-                runner.require_clean(older)
-            results = list(runner.run(older, fall_back=not asked.named_only))
+                runner.require_clean(chosen)
+            results = list(runner.run(chosen, fall_back=not asked.named_only))
         finally:
             runner.close()
-    results += [Result(mutant.name, NEWER, note=f"since {mutant.since}") for mutant in newer]
+    results += [Result(name, LEFT_OUT, note=why) for name, why in left_out.items()]
     print_table(results)
     if asked.json:
         asked.json.write_text(json.dumps({"at": asked.at, "results": [asdict(r) for r in results]}, indent=1) + "\n")
