@@ -240,27 +240,6 @@ def test_a_fault_after_a_request_finished_leaks_no_row(rows, make_target, make_e
     assert_empty(engine)
 
 
-def test_a_request_that_finished_before_a_fault_does_not_run_again(
-    make_target, make_engine, greedy_oracle, random_prompt
-):
-    """Of two handles nobody aborts the first: the turn behind the fault must know that it has ended."""
-    model, prompts = make_target("llama"), [random_prompt(n) for n in (5, 9)]
-    engine = make_engine(model, max_batch_size=1)
-    handles = engine.submit_many(prompts, SamplingParams(max_new_tokens=4))
-    forget = engine._forget
-    while handles[0].num_output < 3:  # one token to go
-        engine.step()
-    engine._forget = lambda number: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        engine.step()
-    engine._forget = forget
-    assert [handle.finish_reason for handle in handles] == ["length", ""]
-    for _ in range(20):
-        engine.step()
-    assert [handle.output().token_ids for handle in handles] == [greedy_oracle(model, prompt, 4) for prompt in prompts]
-    assert_empty(engine)
-
-
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, RuntimeError])
 def test_whatever_is_raised_in_a_forward_reaches_the_caller(error, scenes, monkeypatch) -> None:
     scene = scenes("mtp", TREE, 1)
