@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
@@ -178,6 +179,21 @@ def test_the_first_failure_of_a_run_is_named_with_its_reason() -> None:
 def test_only_a_test_that_fails_catches(status, verdict) -> None:
     result = mutants._verdict(mutant(), mutants.Run(status, "test_a.py::test_b"), named=True)
     assert (result and result.verdict) == verdict
+
+
+def test_a_test_that_fails_without_the_defect_has_caught_nothing() -> None:
+    class Clean:
+        def pytest(self, arguments: list[str], seconds: float) -> mutants.Run:
+            assert arguments[1:] == ["test_a.py::test_b", "test_a.py::test_c[x y]"]
+            return mutants.Run(mutants.FAILED, output="FAILED test_a.py::test_c[x y] - assert 0\n1 failed, 1 passed\n")
+
+    runner = object.__new__(mutants.Runner)
+    runner.jobs, runner.suite_seconds, runner._copies = 1, 1.0, SimpleQueue()
+    runner._copies.put(Clean())
+    tests = ("test_a.py::test_b", "test_a.py::test_c[x y]", "killed by signal 11")
+    results = [mutants.Result(f"m{number}", mutants.CAUGHT, by=test) for number, test in enumerate(tests)]
+    runner.confirm([*results, mutants.Result("m", mutants.SURVIVED)])
+    assert [result.verdict for result in results] == [mutants.CAUGHT, mutants.UNDECIDED, mutants.CAUGHT]
 
 
 def test_what_was_caught_earlier_may_not_be_missed() -> None:

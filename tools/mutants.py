@@ -165,12 +165,14 @@ def environment(root: Path) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(root), "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1")}
 
 
+def failures(output: str) -> list[tuple[str, str]]:
+    """The tests that failed, and why, out of pytest's summary."""
+    found = (re.match(r"(?:FAILED|ERROR) (\S+?::.*?)(?: - (.*))?$", line) for line in output.splitlines())
+    return [(match[1], (match[2] or "").strip()) for match in found if match]
+
+
 def first_failure(output: str) -> tuple[str, str]:
-    """The test that failed, and why, out of pytest's summary."""
-    for line in output.splitlines():
-        if match := re.match(r"(?:FAILED|ERROR) (\S+?::.*?)(?: - (.*))?$", line):
-            return match[1], (match[2] or "").strip()
-    return "", ""
+    return next(iter(failures(output)), ("", ""))
 
 
 class Runner:
@@ -210,23 +212,26 @@ class Runner:
         if run.returncode or not where or not all(Path(each).is_relative_to(copy.root) for each in where):
             raise SystemExit(f"the tests would not run the copy: it imports {where or run.stderr.strip()}")
 
-    def require_clean(self, mutants: Sequence[Mutant]) -> None:
-        """The named tests pass on the code as it is; otherwise they say nothing."""
-        tests = sorted({test for mutant in mutants for test in mutant.tests})
+    def confirm(self, results: Sequence[Result]) -> None:
+        """A test that fails without a defect, too, has caught nothing: see that those that caught pass on the code."""
+        caught = [result for result in results if result.verdict == CAUGHT and "::" in result.by]
+        tests = sorted({result.by for result in caught})
         shares = [share for i in range(self.jobs) if (share := tests[i :: self.jobs])]
         with ThreadPoolExecutor(self.jobs) as pool:
-            failed = [run for runs in pool.map(self._clean_runs, shares) for run in runs if run.status != PASSED]
-        for run in failed:
-            print(run.output or run.reason, file=sys.stderr)
-        if failed:
-            raise SystemExit(f"named tests fail on the code as it is: {', '.join(run.failed or '?' for run in failed)}")
+            failing = {name for names in pool.map(self._failing, shares) for name in names}
+        for result in caught:
+            if result.by in failing:
+                result.verdict, result.note = UNDECIDED, f"{result.by} fails without the defect, too"
 
-    def _clean_runs(self, tests: Sequence[str]) -> list[Run]:
+    def _failing(self, tests: Sequence[str]) -> list[str]:
         copy = self._copies.get()
         try:
-            return [copy.pytest(each, self.suite_seconds) for each in self.suite.commands(tests)]
+            run = copy.pytest(["--maxfail=1000", *tests], self.suite_seconds)
         finally:
             self._copies.put(copy)
+        if run.status not in (PASSED, FAILED):
+            raise SystemExit(f"tests that caught a mutant cannot be run without it:\n{run.output or run.reason}")
+        return [name for name, _ in failures(run.output)]
 
     def run(self, mutants: Sequence[Mutant], *, fall_back: bool) -> Iterator[Result]:
         with ThreadPoolExecutor(self.jobs) as pool:
@@ -345,7 +350,6 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--at", metavar="REV", help="on this commit, in the place of the files of the checkout")
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="the JSON of an earlier run: none may be missed")
     parser.add_argument("--named-only", action="store_true", help="do not run the suite where the named tests pass")
-    parser.add_argument("--no-clean-run", action="store_true", help="take it that named tests pass without a defect")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for the named tests of a mutant")
     parser.add_argument("--suite-timeout", type=float, default=7200, help="seconds for the suite")
     return parser.parse_args()
@@ -368,9 +372,8 @@ def main() -> int:
         runner = Runner(tree, tracked_files(tree), asked.jobs, asked.timeout, asked.suite_timeout)
         try:
             chosen = [mutant for mutant in mutants if mutant.name not in left_out]
-            if not asked.no_clean_run:
-                runner.require_clean(chosen)
             results = list(runner.run(chosen, fall_back=not asked.named_only))
+            runner.confirm(results)
         finally:
             runner.close()
     results += [Result(name, LEFT_OUT, note=why) for name, why in left_out.items()]
