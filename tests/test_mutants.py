@@ -145,6 +145,45 @@ def test_a_mutant_of_code_that_is_gone_is_left_out_and_not_where_it_is_there() -
     assert mutants.why_left_out(mutant(edit), None, {"g.py": "g"}) == ""
 
 
+# the whole of it
+
+
+@pytest.mark.slow
+def test_a_tree_of_its_own_is_run_with_each_defect(tmp_path) -> None:
+    """One is caught by the test that it names, one by another of the suite; one survives, one cannot be imported."""
+    files = {
+        "specdec/__init__.py": "",
+        "specdec/attention/__init__.py": "",
+        "specdec/sums.py": "def add(a, b):\n    return a + b\n\n\ndef twice(a):\n    return 2 * a\n\n\nUNUSED = 1\n",
+        "tests/conftest.py": "",
+        "tests/test_add.py": "from specdec.sums import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n",
+        "tests/test_twice.py": "from specdec.sums import twice\n\n\ndef test_twice():\n    assert twice(3) == 6\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, "utf-8")
+    defects = {"add": ("a + b", "a - b"), "twice": ("2 * a", "3 * a"), "unused": ("UNUSED = 1", "UNUSED = 2")}
+    defects |= {"broken": ("UNUSED = 1", "UNUSED = ")}
+    listed = [
+        Mutant(name, "Something.", "kernel", (Edit(*edit),), ("test_add.py::test_add", "test_old.py::test_gone"))
+        for name, edit in defects.items()
+    ]
+    runner = mutants.Runner(tmp_path, list(files), 1, 60, 60)
+    try:
+        results = list(runner.run(listed, fall_back=True))
+        runner.confirm(results)
+    finally:
+        runner.close()
+    assert [(result.verdict, result.by, result.named) for result in results] == [
+        (mutants.CAUGHT, "tests/test_add.py::test_add", True),
+        (mutants.CAUGHT, "tests/test_twice.py::test_twice", False),
+        (mutants.SURVIVED, "", False),
+        (mutants.UNIMPORTABLE, "", False),
+    ]
+    assert results[1].note.endswith("no longer there: test_old.py::test_gone")
+    assert {name: (tmp_path / name).read_text("utf-8") for name in files} == files
+
+
 # its tests, and what is said of them
 
 

@@ -155,9 +155,8 @@ class Copy:
 
     def close(self) -> None:
         if self._forks is not None:
-            assert self._forks.stdin is not None
-            self._forks.stdin.close()
-            self._forks.wait()
+            with self._forks:  # closes what it reads, at which it ends
+                pass
 
 
 def environment(root: Path) -> dict[str, str]:
@@ -277,7 +276,7 @@ def _verdict(mutant: Mutant, run: Run, *, named: bool) -> Result | None:
     """None: these tests pass, or there are none."""
     if run.status in (PASSED, USAGE, NOTHING):
         return None
-    if run.status == FAILED:
+    if run.status == FAILED and run.failed:  # no test is named where its file could not be imported
         return Result(mutant.name, CAUGHT, by=run.failed, named=named, note=run.reason[:200])
     if run.status == TIMED_OUT:
         return Result(mutant.name, UNDECIDED, note=run.reason)
