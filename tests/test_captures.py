@@ -7,7 +7,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from specdec.config import EngineConfig
 from specdec.errors import ConfigError
 from specdec.layers.merge import Watch
 from specdec.rounds import kernel_sampling
+from specdec.rounds.captures import CaptureStore
 from specdec.rounds.result import RoundShape
 from specdec.rounds.sampling import SamplingBatch, Uses
 
@@ -167,6 +168,23 @@ def test_captures_stay_within_their_bytes_and_the_least_recently_used_go(engine_
         assert before and tape.held_bytes() == 10 * sum(one is not None for one in before.values())
     finally:
         del type(shared).shared_bytes
+
+
+def test_a_capture_that_was_replayed_outlives_one_that_was_not():
+    class Owner:
+        shared_bytes = 0
+        forgotten: ClassVar[list[str]] = []
+
+        def forget(self, shape: str) -> None:
+            self.forgotten.append(shape)
+
+    store = CaptureStore(lambda program: (lambda: None, program()), None, None, most=2)
+    number = store.join(Owner())
+    for shape in "ab":
+        store.make(number, shape, "rounds", (), [lambda: torch.zeros(1)])
+    store.touch(number, "a")
+    store.make(number, "c", "rounds", (), [lambda: torch.zeros(1)])
+    assert Owner.forgotten == ["b"] and store.use()[:3] == (2, 3, 1)
 
 
 def test_a_capture_that_never_fits_is_refused_and_runs_as_it_is(engine_with, random_prompt, caplog):

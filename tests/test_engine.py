@@ -442,6 +442,17 @@ def test_the_longest_that_fits_is_served(make_target, make_engine, greedy_oracle
     assert engine.generate(prompt, SamplingParams(max_new_tokens=10))[0].token_ids == greedy_oracle(model, prompt, 10)
 
 
+def test_a_pool_of_just_the_slots_of_a_request_serves_it_and_a_smaller_one_refuses_it(
+    make_target, make_engine, greedy_oracle, random_prompt
+):
+    """5 + 6 tokens: the last round begins behind 9 committed ones and writes one more."""
+    model, prompt, params = make_target("llama"), random_prompt(5), SamplingParams(max_new_tokens=6)
+    [out] = make_engine(model, full_slots=10).generate(prompt, params)
+    assert out.token_ids == greedy_oracle(model, prompt, 6)
+    with pytest.raises(CapacityError, match=r"needs 10 full KV slots .* but the full pool has 9"):
+        make_engine(model, full_slots=9).generate(prompt, params)
+
+
 # what it leaves behind
 
 

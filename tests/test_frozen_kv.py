@@ -448,3 +448,15 @@ def test_padded_rows_write_to_the_null_slot_in_both_spaces(page_size: int):
     for kept in table.store.layers.values():
         kept.k[0] = kept.v[0] = 0.0  # only there
     assert kv_contents(table) == before
+
+
+@pytest.mark.parametrize("page_size", [1, 2])
+def test_padding_behind_a_shorter_chunk_writes_to_the_null_slot_in_both_spaces(page_size: int):
+    """A row owns slots for its lookahead, and the padding behind its chunk writes to none of them."""
+    table = make(page_size)
+    longer, shorter = opened(table, 2), opened(table, 2)
+    plan = table.chunk(ints(longer, shorter), ints(3, 1))
+    slots = table.slots.host
+    assert plan.write_full.tolist() == [*slots[longer, 2:5].tolist(), slots[shorter, 2], 0, 0]
+    assert slots[shorter, 3:5].all()
+    assert [slot != 0 for slot in plan.write_swa.tolist()] == [True, True, True, True, False, False]

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from specdec import SamplingParams, SpecDecError
+from specdec import SamplingParams, SpecConfig, SpecDecError
+from specdec.attention.tree_build import Growth
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, Gemma4MTPWorker, fit_layers
 from specdec.errors import FrozenKVError, UnsupportedModelError
 from specdec.models.target import TargetModel
@@ -149,6 +150,39 @@ def test_every_step_equals_transformers(
                 assert chosen.all()
             torch.testing.assert_close(got[chosen], expected[chosen], atol=1e-4, rtol=1e-4)
             assert got.argmax(-1).tolist() == expected.argmax(-1).tolist()
+
+
+def test_every_level_of_a_tree_goes_on_from_the_states_of_its_own_path(
+    make_target, make_assistant, make_engine, random_prompt, reference, monkeypatch
+):
+    """Three levels of two nodes: the logits at each node are those of transformers along the path to it."""
+    target, prompt = make_target("gemma4-e2b"), random_prompt(9)
+    assistant = make_assistant(target)
+    assistant.set_attn_implementation("eager")
+    levels, origins = [], []  # tokens fed and their logits, [M, V]; whose children the next level's are
+    step, add_level = Gemma4MTPDrafter.step, Growth.add_level
+
+    def spying_step(self, tokens, hidden, context):
+        states, after = step(self, tokens, hidden, context)
+        levels.append((tokens[0].tolist(), self._head(states)[0]))
+        return states, after
+
+    def spying_add_level(self, *scored):
+        beam = add_level(self, *scored)
+        origins.append(beam.origin[0].tolist())
+        return beam
+
+    monkeypatch.setattr(Gemma4MTPDrafter, "step", spying_step)
+    monkeypatch.setattr(Growth, "add_level", spying_add_level)
+    make_engine(target, assistant, spec=SpecConfig(3, 2, 7)).generate(prompt, SamplingParams(max_new_tokens=5))
+    [root] = levels[0][0]
+    paths = [[root]]
+    for level, (tokens, logits) in enumerate(levels[:3]):  # of the first draft
+        if level:
+            paths = [[*paths[above], token] for above, token in zip(origins[level - 1], tokens, strict=True)]
+        expected = [reference(target, assistant, [*prompt, root], path)[-1] for path in paths]
+        torch.testing.assert_close(logits, torch.stack(expected), atol=1e-4, rtol=1e-4)
+    assert {tuple(path[:2]) for path in paths} == {(root, paths[0][1]), (root, paths[1][1])}
 
 
 def test_frozen_inside_a_step_and_detached_outside(make_target, make_assistant, make_engine, random_prompt, spy):

@@ -34,6 +34,16 @@ def test_stats_say_who_waits_who_runs_and_what_is_held(make_target, make_engine,
     assert done.output_tokens == 2 * NEW  # of those that ended by themselves
 
 
+def test_a_long_output_holds_a_window_of_swa_slots_where_there_is_room_for_more(
+    make_target, make_engine, random_prompt
+) -> None:
+    engine = make_engine(make_target("gemma4-e2b"), full_slots=400, swa_slots=400)
+    assert engine.table.retain < 40
+    engine.generate(random_prompt(5), SamplingParams(max_new_tokens=80, ignore_eos=True))
+    held = engine.stats()
+    assert held.full_slots.peak >= 80 and held.swa_slots.peak <= engine.table.retain + engine.table.lookahead + 4
+
+
 def test_times_add_up(make_target, make_engine, random_prompt) -> None:
     """One row: the second waits until the first has ended."""
     engine = make_engine(make_target("llama"), max_batch_size=1)

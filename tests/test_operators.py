@@ -145,6 +145,16 @@ def test_a_key_that_asks_more_than_its_rate_gets_429_with_retry_after_and_others
     assert ask(client, "k-2").status_code == 200
 
 
+def test_requests_of_a_minute_come_back_one_by_one():
+    limits = ClientLimits(answer, ClientRates(per_minute=2))
+    asked = [(at, limits.refusal("a", at) is None) for at in (0.0, 0.0, 29.0, 30.0, 31.0, 600.0, 600.0, 600.0)]
+    assert asked == [
+        *((0.0, True), (0.0, True), (29.0, False)),
+        *((30.0, True), (31.0, False)),
+        *((600.0, True), (600.0, True), (600.0, False)),  # no more than a minute's are saved up
+    ]
+
+
 def test_as_many_requests_of_a_key_are_open_as_may_be():
     limits = ClientLimits(answer, ClientRates(at_a_time=1))
     limits._open["a"] = 1

@@ -297,6 +297,13 @@ def test_default_tiles_and_fixed_splits(split_len: int | None) -> None:
     Case([150, 7], 3, starts=[15, 0], page_size=3, heads=(4, 2)).check(split_len=split_len, tiles=tiles)
 
 
+def test_more_splits_than_are_merged_at_once() -> None:
+    """19 splits of 16 keys: a maximum in the last three scales what the first 16 have added up to."""
+    case = Case([300], 1, heads=(1, 1))
+    case.keys[0][290][1].copy_(4 * case.args["query"][0, 0, 0])  # in the pool, too: the largest score comes late
+    case.check(split_len=16, tiles=SMALL)
+
+
 def test_fixed_splits_do_not_see_the_batch_the_table_or_the_eviction() -> None:
     """The same request, bitwise: alone, beside a longer one, in a wider table, with its unseen keys evicted."""
     alone, beside = Case([50], 2, window=20), Case([50, 90], 2, window=20, spare_pages=5)

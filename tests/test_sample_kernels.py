@@ -190,6 +190,20 @@ def test_the_softcap_rounds_as_the_model_does(poison_empty):
         assert sample(logits, position, fast, 30.0, cut=cut).tolist() == capped.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_penalty_is_of_capped_logits_and_of_a_nodes_own_token_too(dtype, poison_empty):
+    """40 and 35 are 26.1 and 24.7 behind a cap of 30, and the first 23.7 behind a penalty; of 36.4 it would be 40's."""
+    logits = torch.zeros(1, 1, 64, dtype=dtype, device=DEVICE)
+    logits[..., 0], logits[..., 1] = 40, 35
+    position = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    fast, _ = batch_of([SamplingParams(repetition_penalty=1.1)])
+    had, nothing = (torch.tensor([[word, 0]], dtype=torch.int32, device=DEVICE) for word in (1, 0))  # token 0, or none
+    itself, blank = (torch.full((1, 1, 1), token, device=DEVICE) for token in (0, -1))
+    for cut in (DEFAULT_CUT, Cut(tile=8, group=4)):
+        for seen, want in ((Seen(had, blank), 1), (Seen(nothing, itself), 1), (Seen(nothing, blank), 0)):
+            assert sample(logits, position, fast, 30.0, seen, cut=cut).tolist() == [[want]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_softcap_of_16_bits_keeps_the_order_of_logits(dtype):
     """Of all that there are: the best of a group is capped, not the whole group."""

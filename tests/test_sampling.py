@@ -164,6 +164,13 @@ def test_noise_on_paper():
     torch.testing.assert_close(noise, torch.tensor(expected), atol=1e-6, rtol=1e-6)
 
 
+def test_noise_made_ahead_is_that_of_its_positions():
+    batch = batch_of(*[SamplingParams(temperature=1.0)] * 2)
+    logits, positions = torch.zeros(2, 3, 50), torch.tensor([[7, 9, 8], [0, 1, 3]])
+    ahead = batch.ahead(torch.tensor([7, 0]), 4, 50)
+    assert ahead.sample(logits, positions).tolist() == batch.sample(logits, positions).tolist()
+
+
 def test_noise_does_not_depend_on_the_batch():
     seeds, positions = torch.arange(5), torch.arange(30).view(5, 6)
     whole = gumbel_noise(seeds, positions, 11)

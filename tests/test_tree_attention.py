@@ -309,6 +309,14 @@ def test_prefill_chunks_with_padded_rows(num_rows: int, window: int | None) -> N
     check(requests, window=window)
 
 
+def test_windows_of_a_chunk_that_begin_in_different_splits() -> None:
+    """40 rows, windows of 20, splits of 16 keys: tiles of rows begin up to two splits behind their request."""
+    requests = [request(40, 40)]
+    args = lay_out(requests, window=20)
+    out = run(args, cut=Cut(16, 16))
+    torch.testing.assert_close(out.double(), dense(requests, args), atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("head_dim", [40, slow(80), slow(112), 512])
 def test_head_sizes(head_dim: int) -> None:
     check([request(18, 2, [-1, 0], head_dim=head_dim)])

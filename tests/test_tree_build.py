@@ -92,15 +92,16 @@ def test_equal_scores_fill_the_tree_level_by_level(score: float):
 
 def test_a_child_is_never_better_than_its_parent():
     """A child of 0.0 under a parent of -5 waits for it, and counts as -5 then."""
-    grown = select_tree(
-        long([0]),
-        long([[1, 2, 3, 4]]),
-        torch.tensor([[-5.0, -4.0, -INF, 0.0]], device=DEVICE),
-        long([[-1, -1, -1, 0]]),
-        num_nodes=3,
-    )
-    assert grown.tokens.tolist() == [[0, 1, 2]]
-    assert grown.parents.tolist() == [[-1, 0, 0]]
+    for select in (select_tree, reference_select_tree):
+        grown = select(
+            long([0]),
+            long([[1, 2, 3, 4]]),
+            torch.tensor([[-5.0, -4.0, -INF, 0.0]], device=DEVICE),
+            long([[-1, -1, -1, 0]]),
+            num_nodes=3,
+        )
+        assert grown.tokens.tolist() == [[0, 1, 2]]
+        assert grown.parents.tolist() == [[-1, 0, 0]]
 
 
 def test_smallest_and_largest_trees():

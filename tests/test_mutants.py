@@ -1,0 +1,256 @@
+"""The list of seeded defects is whole and fits the code, and the tool that applies it does what it says.
+
+Whether the tests catch them is shown by `python tools/mutants.py`, which takes half an hour.
+"""
+
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))  # its scripts import each other
+import mutant_list
+import mutants
+from mutant_list import KINDS, DoesNotApplyError, Edit, Mutant, apply, product_sources, read_mutants
+
+ROOT = Path(__file__).resolve().parent.parent
+JITTED = re.compile(r"@triton\.jit[^\n]*\n(?:[^\n]*\n)*?def (\w+)\(")
+FIELDS = """
+name = "n"
+breaks = "Something."
+kind = "kernel"
+tests = ["test_a.py::test_b"]
+find = "x"
+replace = "y"
+"""
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[str, str]:
+    return product_sources(ROOT)
+
+
+def mutant(*edits: Edit, tests: tuple[str, ...] = (), gone: str = "") -> Mutant:
+    return Mutant("n", "Something.", "kernel", edits, tests, gone=gone)
+
+
+# the list
+
+
+def test_every_mutant_applies_exactly_once_and_what_it_makes_is_python(sources) -> None:
+    left_out = {each.name for each in read_mutants() if mutants.why_left_out(each, None, sources)}
+    faults = []
+    for each in read_mutants():
+        try:
+            if each.name not in left_out:
+                applied = apply(each, sources)
+                compile(applied.after, applied.path, "exec")
+                assert applied.after != applied.before
+        except (DoesNotApplyError, SyntaxError) as error:
+            faults.append(f"{each.name}: {error}")
+    assert not faults
+
+
+def test_the_list_has_some_of_every_kind_and_at_least_sixty() -> None:
+    counts = Counter(each.kind for each in read_mutants())
+    assert counts.keys() == KINDS.keys() and counts.total() >= 60 and counts["field"] >= 5
+
+
+def test_every_mutant_says_what_it_breaks_in_a_sentence_and_names_tests_that_exist() -> None:
+    suite = mutants.Suite.of(ROOT)
+    for each in read_mutants():
+        assert re.fullmatch(r"[a-z0-9-]+", each.name) and re.fullmatch(r"[A-Z].*[.)]", each.breaks), each.name
+        assert any(suite.resolve(test) for test in each.tests), each.name
+
+
+def test_every_kernel_file_is_changed_by_a_mutant(sources) -> None:
+    changed = {apply(each, sources).path for each in read_mutants() if not each.gone}
+    # the clock's kernel reads a counter of the device, which the interpreter has not
+    kernels = {path for path, text in sources.items() if JITTED.search(text) and "globaltimer" not in text}
+    without_arithmetic = {path for path in kernels if path.endswith("launch.py")}
+    assert kernels and kernels - without_arithmetic <= changed
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (FIELDS.replace('kind = "kernel"', 'kind = "colonel"'), "kind 'colonel' is none of"),
+        (FIELDS.replace('tests = ["test_a.py::test_b"]', ""), "without tests"),
+        (FIELDS + 'when = "now"', "unknown keys when"),
+        (FIELDS.replace('"y"', '"x"'), "changes nothing"),
+        (FIELDS + "[[mutant]]" + FIELDS, "in the lists twice"),
+    ],
+)
+def test_a_list_that_is_not_whole_is_refused(text, said, tmp_path) -> None:
+    (tmp_path / "list.toml").write_text(f"[[mutant]]\n{text}", "utf-8")
+    with pytest.raises(ValueError, match=said):
+        read_mutants(tmp_path)
+
+
+# applying one
+
+
+CODE = """\
+def f(a):
+    if a:
+        b = a + 1
+
+        return b
+    return a + 1
+"""
+
+
+def applied(*edits: Edit) -> str:
+    return apply(mutant(*edits), {"f.py": CODE, "g.py": "# another\n"}).after
+
+
+def test_a_part_of_a_line_is_replaced() -> None:
+    assert applied(Edit("b = a + 1", "b = a + 2")) == CODE.replace("b = a + 1", "b = a + 2")
+
+
+def test_lines_are_found_at_any_indentation_and_replaced_there() -> None:
+    found = "b = a + 1\n\nreturn b"
+    assert "    if a:\n        c = 3\n        return c\n    return a" in applied(Edit(found, "c = 3\nreturn c"))
+
+
+def test_several_lines_in_the_place_of_one_are_as_deep_as_it() -> None:
+    assert "        b = 1\n        b += 1\n\n        return b" in applied(Edit("b = a + 1", "\nb = 1\nb += 1\n"))
+
+
+@pytest.mark.parametrize(
+    ("edits", "said"),
+    [
+        ([Edit("a + 3", "a")], "edit 1 is found 0 times"),
+        ([Edit("a + 1", "a")], r"edit 1 is found 2 times \(f.py\)"),
+        ([Edit("b = a + 1", "b = a", within="another")], "edit 1 is found 0 times"),
+        ([Edit("a + 3", "a"), Edit("a + 1", "a")], "edit 1 is found 0 times; edit 2 is found 2 times"),
+    ],
+)
+def test_a_fragment_that_is_not_found_once_is_a_failure(edits, said) -> None:
+    with pytest.raises(DoesNotApplyError, match=said):
+        applied(*edits)
+
+
+def test_the_edit_that_fits_this_generation_of_the_code_is_applied() -> None:
+    assert applied(Edit("a + 3", "a"), Edit("return b", "return a")) == CODE.replace("return b", "return a")
+
+
+def test_a_mutant_of_code_that_is_gone_is_left_out_and_not_where_it_is_there() -> None:
+    edit = Edit("b = a + 1", "b = a")
+    assert mutants.why_left_out(mutant(edit, gone="f was deleted"), None, {"g.py": "g"}) == "gone: f was deleted"
+    assert mutants.why_left_out(mutant(edit, gone="f was deleted"), None, {"f.py": CODE}) == ""
+    assert mutants.why_left_out(mutant(edit), None, {"g.py": "g"}) == ""
+
+
+# the whole of it
+
+
+@pytest.mark.slow
+def test_a_tree_of_its_own_is_run_with_each_defect(tmp_path) -> None:
+    """One is caught by the test that it names, one by another of the suite; one survives, one cannot be imported."""
+    files = {
+        "specdec/__init__.py": "",
+        "specdec/attention/__init__.py": "",
+        "specdec/sums.py": "def add(a, b):\n    return a + b\n\n\ndef twice(a):\n    return 2 * a\n\n\nUNUSED = 1\n",
+        "tests/conftest.py": "",
+        "tests/test_add.py": "from specdec.sums import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n",
+        "tests/test_twice.py": "from specdec.sums import twice\n\n\ndef test_twice():\n    assert twice(3) == 6\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, "utf-8")
+    defects = {"add": ("a + b", "a - b"), "twice": ("2 * a", "3 * a"), "unused": ("UNUSED = 1", "UNUSED = 2")}
+    defects |= {"broken": ("UNUSED = 1", "UNUSED = ")}
+    listed = [
+        Mutant(name, "Something.", "kernel", (Edit(*edit),), ("test_add.py::test_add", "test_old.py::test_gone"))
+        for name, edit in defects.items()
+    ]
+    runner = mutants.Runner(tmp_path, list(files), 1, 60, 60)
+    try:
+        results = list(runner.run(listed, fall_back=True))
+        runner.confirm(results)
+    finally:
+        runner.close()
+    assert [(result.verdict, result.by, result.named) for result in results] == [
+        (mutants.CAUGHT, "tests/test_add.py::test_add", True),
+        (mutants.CAUGHT, "tests/test_twice.py::test_twice", False),
+        (mutants.SURVIVED, "", False),
+        (mutants.UNIMPORTABLE, "", False),
+    ]
+    assert results[1].note.endswith("no longer there: test_old.py::test_gone")
+    assert {name: (tmp_path / name).read_text("utf-8") for name in files} == files
+
+
+# its tests, and what is said of them
+
+
+def test_a_test_is_found_where_it_has_moved_to() -> None:
+    suite = mutants.Suite({"test_b": ["tests/x/test_c.py"]}, {"test_c.py": "tests/x/test_c.py"})
+    assert suite.resolve("test_a.py::test_b[1-x]") == ["tests/x/test_c.py::test_b[1-x]"]
+    assert suite.resolve("test_c.py -k 'one and two'") == ["tests/x/test_c.py", "-k", "one and two"]
+    assert suite.resolve("test_a.py::test_z") is None and suite.resolve("test_a.py -k one") is None
+    assert suite.commands(["test_a.py::test_b", "test_a.py::test_z", "test_c.py -k d"]) == [
+        ["tests/x/test_c.py::test_b"],
+        ["tests/x/test_c.py", "-k", "d"],
+    ]
+
+
+def test_the_first_failure_of_a_run_is_named_with_its_reason() -> None:
+    output = "F\n=== short test summary info ===\nFAILED tests/test_a.py::test_b[x-1] - assert 1 == 2\n1 failed\n"
+    assert mutants.first_failure(output) == ("tests/test_a.py::test_b[x-1]", "assert 1 == 2")
+    assert mutants.first_failure("3 passed\n") == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("status", "verdict"),
+    [
+        (mutants.FAILED, mutants.CAUGHT),
+        (mutants.TIMED_OUT, mutants.UNDECIDED),
+        (2, mutants.UNIMPORTABLE),  # pytest could not collect its tests
+        (-11, mutants.CAUGHT),
+        (mutants.PASSED, None),
+        (mutants.NOTHING, None),
+    ],
+)
+def test_only_a_test_that_fails_catches(status, verdict) -> None:
+    result = mutants._verdict(mutant(), mutants.Run(status, "test_a.py::test_b"), named=True)
+    assert (result and result.verdict) == verdict
+
+
+def test_a_test_that_fails_without_the_defect_has_caught_nothing() -> None:
+    class Clean:
+        def pytest(self, arguments: list[str], seconds: float) -> mutants.Run:
+            assert arguments[1:] == ["test_a.py::test_b", "test_a.py::test_c[x y]"]
+            return mutants.Run(mutants.FAILED, output="FAILED test_a.py::test_c[x y] - assert 0\n1 failed, 1 passed\n")
+
+    runner = object.__new__(mutants.Runner)
+    runner.jobs, runner.suite_seconds, runner._copies = 1, 1.0, SimpleQueue()
+    runner._copies.put(Clean())
+    tests = ("test_a.py::test_b", "test_a.py::test_c[x y]", "killed by signal 11")
+    results = [mutants.Result(f"m{number}", mutants.CAUGHT, by=test) for number, test in enumerate(tests)]
+    runner.confirm([*results, mutants.Result("m", mutants.SURVIVED)])
+    assert [result.verdict for result in results] == [mutants.CAUGHT, mutants.UNDECIDED, mutants.CAUGHT]
+
+
+def test_what_was_caught_earlier_may_not_be_missed() -> None:
+    before = {"results": [{"name": name, "verdict": mutants.CAUGHT} for name in ("a", "b", "c", "d")]}
+    before["results"].append({"name": "e", "verdict": mutants.SURVIVED})
+    now = [
+        mutants.Result("a", mutants.CAUGHT),
+        mutants.Result("b", mutants.SURVIVED),
+        mutants.Result("c", mutants.UNFIT),
+        mutants.Result("d", mutants.LEFT_OUT),
+        mutants.Result("e", mutants.SURVIVED),
+    ]
+    assert mutants.missed_since(now, before) == ["b", "c"]
+
+
+def test_files_of_the_product_are_found_with_and_without_git(tmp_path, sources) -> None:
+    for name in ("package/a.py", "tests/b.py", "tools/c.py", "package/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("1\n", "utf-8")
+    assert mutant_list.product_sources(tmp_path) == {"package/a.py": "1\n"}
+    assert {name.split("/")[0] for name in sources}.isdisjoint(mutant_list.NO_PRODUCT)
