@@ -135,14 +135,12 @@ class Streams:
 class AsyncEngine:
     """Serves an existing engine, or one of its own (`from_pretrained`), to asyncio callers.
 
-    max_waiting: requests that may wait beyond those that the engine runs at a time (`max_batch_size`); more are
-    refused at once with QueueFullError, or wait themselves with `wait=True`. intake_seconds: within which a prompt must
-    be read, and a grammar compiled. per_client: samples that one client (`fair_pool.CLIENT`) may have open,
-    0: no limit. observers: told how requests fare.
+    max_waiting: requests that may wait beyond those that the engine runs at a time (`max_batch_size`); more are refused
+    with QueueFullError, or wait with `wait=True`. intake_seconds: within which a prompt must be read, and a grammar
+    compiled. per_client: samples that one client may have open, 0: no limit. observers: told how requests fare.
 
     A round that raises is tried again; a request in whose rounds that happens twice, with no token gained in between,
-    fails with RoundFailedError and its reason, lack of memory too, and the engine goes on with the others.
-    Belongs to the process that made it: a fork has no engine thread, and is refused.
+    fails with RoundFailedError and its reason, and the others go on. Used in a fork of its process it is refused.
     """
 
     def __init__(
@@ -227,9 +225,8 @@ class AsyncEngine:
         many = as_prompt_list(prompts)
         each = params_for(params, len(many))
         count = sum(one.n for one in each)
-        client = CLIENT.get()
+        client, streams = CLIENT.get(), Streams(self._thread)
         await self._admission.take(count, client, wait=wait)
-        streams = Streams(self._thread)
 
         def hand_in() -> None:
             # on a thread of its own: prompts are long, and the engine's lock may be held for a round
