@@ -48,6 +48,7 @@ def serve(
     batch_size: int,
     max_waiting: int,
     max_model_len: int | None,
+    max_prefill_tokens: int,
     page_size: int,
     deterministic: bool,
     chat_template: Path | None,
@@ -66,8 +67,8 @@ def serve(
     set_up(server.log_format, logging.WARNING)
     logging.getLogger("specdec").setLevel((pair.log_level or "info").upper())
     keys, named = _keys(api_key, server.api_key_file)
-    sizes = {"max_model_len": max_model_len, "page_size": page_size, "deterministic": deterministic}
-    config = engine_config(pair, batch_size, **sizes)
+    sizes = {"max_model_len": max_model_len, "max_prefill_tokens": max_prefill_tokens, "page_size": page_size}
+    config = engine_config(pair, batch_size, **sizes, deterministic=deterministic)
     template = None if chat_template is None else chat_template.read_text("utf-8")
     settings = ServeSettings(
         model_names=served_model_name or [pair.target],
