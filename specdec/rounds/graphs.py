@@ -124,7 +124,7 @@ class Captures:
         except Exception as error:  # of many kinds: whatever the model does that a graph cannot hold
             if self._strict:
                 raise ConfigError(
-                    f"{self.what} cannot be captured in a CUDA graph ({first_line(error)}); "
+                    f"{self.what} cannot be captured in a CUDA graph ({first_line(_root(error))}); "
                     "use cuda_graphs='auto' or False"
                 ) from error
             self._refuse(shape, error)
@@ -136,8 +136,15 @@ class Captures:
         tries = self.refusals[shape]
         again = is_out_of_memory(error) or tries < MOST_TRIES
         self._waits[shape] = min(1 << tries - 1, LONGEST_WAIT) if again else FOR_GOOD
-        logger.log(logging.DEBUG if self._warned else logging.WARNING, self.warning, first_line(error))
+        logger.log(logging.DEBUG if self._warned else logging.WARNING, self.warning, first_line(_root(error)))
         self._warned = True
+
+
+def _root(error: BaseException) -> BaseException:
+    """What went wrong first: ending a capture that failed raises an error of its own, which says nothing more."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 class RoundGraphs(Captures):
