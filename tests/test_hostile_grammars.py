@@ -142,6 +142,18 @@ def test_what_kills_the_worker_costs_one_request_and_the_worker_starts_again(byt
     assert worker.poll() is not None, "it ends with those that it served"
 
 
+def test_a_worker_gives_back_the_memory_of_a_large_grammar(byte_tokenizer, monkeypatch):
+    grammars = Grammars(byte_tokenizer, 300)
+    start(grammars, regex="a+")
+    trial = grammars._library._trial
+    worker = trial._worker
+    assert start(grammars, regex="b+") is not None and trial._worker is worker, "a small one keeps it"
+    monkeypatch.setattr(grammar_trial, "LARGE_BYTES", -1)
+    assert start(grammars, regex="c+") is not None
+    assert worker.poll() is not None and trial._worker is None, "it has ended"
+    assert start(grammars, regex="d+") is not None and trial.starts == 2
+
+
 def test_plain_grammars_need_no_worker(byte_tokenizer):
     grammars = Grammars(byte_tokenizer, 300)
     start(grammars, choice=["yes", "no"])

@@ -6,7 +6,7 @@
 The library bounds much of its work by itself, but not all: intersections of patterns search for minutes, and chains of
 references overflow the stack. A compiled grammar cannot cross processes, so what passes is compiled again, by
 `with_large_stack`, on a stack twice as large as that of the trial; it is then known to end. The worker starts with the
-first grammar that needs it, and again after one that ended it.
+first grammar that needs it, and again after one that ended it or took much memory.
 """
 
 import contextlib
@@ -33,6 +33,8 @@ PATIENCE = 20.0
 START_SECONDS = 120.0
 BYTES = 512 << 20
 """Memory that a grammar may take while it is compiled."""
+LARGE_BYTES = 32 << 20
+"""After a grammar that took more the worker ends, and gives the memory back with it."""
 FORCED_BYTES = 1 << 14
 """Text that a grammar may force at its start: every copy of a state holds it."""
 STACK_BYTES = 64 << 20
@@ -66,6 +68,8 @@ class GrammarTrial:
         with self._lock:
             try:
                 answer = self._answer(self._ready(), asked, PATIENCE)
+                if answer["bytes"] > LARGE_BYTES:
+                    self._end()
             except WorkerDied as error:
                 self._end()
                 raise ConfigError(error.reason) from None
