@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from urllib.parse import urlsplit
 
 import httpx
 import jsonschema
@@ -81,6 +82,22 @@ def test_large_bodies_are_refused_whether_they_say_how_large_or_not(server):
         answer = httpx.post(f"{server.url}/v1/chat/completions", content=content, headers=headers)
         assert refusal(answer)[:2] == (413, "body_too_large")
     assert post(server).status_code == 200
+
+
+@pytest.mark.parametrize(("key", "status"), [(KEY, 413), ("wrong", 401)])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_client_that_sends_all_before_it_reads_sees_why_it_was_refused(server, key, status, chunked):
+    """Six megabytes, more than the system holds for a server that does not read."""
+    piece, pieces = b"x" * (1 << 16), 96
+    length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(piece) * pieces}"
+    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: a", f"Authorization: Bearer {key}", length, "", ""]
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), timeout=60) as client:
+        client.sendall("\r\n".join(lines).encode())
+        for _ in range(pieces):
+            client.sendall(b"10000\r\n%s\r\n" % piece if chunked else piece)
+        client.sendall(b"0\r\n\r\n" if chunked else b"")
+        assert client.recv(100).startswith(b"HTTP/1.1 %d " % status)
 
 
 def test_a_longer_text_than_the_limit_is_refused_with_the_numbers(server):

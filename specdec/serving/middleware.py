@@ -3,6 +3,8 @@
 Plain ASGI: nothing is buffered, and a client that goes away is noticed at once.
 """
 
+import asyncio
+import contextlib
 import hmac
 import logging
 import re
@@ -27,6 +29,8 @@ QUIET = ("/health", "/live", "/ready", "/ping", "/metrics")
 """What machines ask for over and over."""
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
 """Paths behind the API key; whether it is well, and its figures, anybody may ask who reaches it."""
+DISCARDED_BYTES, DISCARD_SECONDS = 16 << 20, 1.0
+"""Of the body of a request that is refused, at most this much is read before the answer."""
 
 
 class RootPath:
@@ -156,6 +160,8 @@ class Guard:
         headers = Headers(scope=scope)
         refusal = self._refusal(scope, headers)
         if refusal is not None:
+            if "100-continue" not in headers.get("expect", "").lower():  # such a client waits to be told
+                await _discard_body(receive)
             await refusal.response()(scope, receive, send)
             return
         size, refused = 0, False
@@ -166,6 +172,7 @@ class Guard:
             size += len(message.get("body", b""))
             if size > self.max_body_bytes and not refused:
                 refused = True
+                await _discard_body(receive)
                 await self._too_large().response()(scope, receive, send)
             return {"type": "http.disconnect"} if refused else message
 
@@ -197,6 +204,18 @@ class Guard:
     def _too_large(self) -> ApiError:
         message = f"the body is larger than the {self.max_body_bytes} bytes that this server takes; send less"
         return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+
+
+async def _discard_body(receive: Receive) -> None:
+    """Read on for a while: closing a connection on a client that still sends resets it, and it never sees the answer."""
+    left = DISCARDED_BYTES
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_SECONDS):
+            more = True
+            while more and left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                more = message.get("more_body", False)
 
 
 def install(app: FastAPI, settings: ServeSettings) -> None:
