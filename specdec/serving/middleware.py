@@ -207,7 +207,7 @@ class Guard:
 
 
 async def _discard_body(receive: Receive) -> None:
-    """Read on for a while: closing a connection on a client that still sends resets it, and it never sees the answer."""
+    """Read on for a while: closing a connection resets a client that still sends, and it never sees the answer."""
     left = DISCARDED_BYTES
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_SECONDS):
