@@ -179,7 +179,8 @@ class Crowd:
         kind = draw.randrange(3)
         if kind == 0:
             long = Job("word " * self.too_long, job.chat, job.fields)
-            await self._refused(long.path, json.dumps(long.body()).encode(), {400})
+            body = json.dumps(long.body()).encode()
+            await self._refused(long.path, body, {413 if len(body) > self.body_limit else 400})
         elif kind == 1:
             await self._refused(job.path, b" " * (self.body_limit + 1), {413})
         else:
@@ -195,7 +196,7 @@ class Crowd:
             async with self._asked(path, body, header=header) as (status, blocks):
                 said = b"".join([block async for block in blocks])
         except (ConnectionError, asyncio.IncompleteReadError):
-            if len(body) > self.body_limit or header:  # it did not read all of it before it answered
+            if header:  # it did not read all of it before it answered
                 return
             raise
         if unless is not None and status == 200:
