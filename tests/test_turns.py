@@ -132,8 +132,9 @@ def test_an_exception_that_is_kept_keeps_no_turn(make_target, make_engine, rando
     assert len(engine.generate(prompt, PARAMS)) == 1
 
 
+@pytest.mark.parametrize("looks", ["generate", "clear_prefix_cache"])
 def test_a_stream_that_is_collected_while_weights_are_looked_at_deadlocks_nobody(
-    make_target, make_engine, random_prompt, monkeypatch
+    looks, make_target, make_engine, random_prompt, monkeypatch
 ):
     """Another engine over the same weights: releasing its request looks at them, under the lock that is held."""
     model = make_target("llama")
@@ -150,7 +151,11 @@ def test_a_stream_that_is_collected_while_weights_are_looked_at_deadlocks_nobody
         return moved(self)
 
     monkeypatch.setattr(Watch, "moved", collected)
-    within(20, lambda: engine.generate(random_prompt(9), PARAMS))
+    look = {
+        "generate": lambda: engine.generate(random_prompt(9), PARAMS),
+        "clear_prefix_cache": engine.clear_prefix_cache,
+    }
+    within(20, look[looks])
     assert not streams
     other.step()
     assert other.scheduler.idle and other.table.allocator.full.held_pages == 0

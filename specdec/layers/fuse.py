@@ -129,6 +129,7 @@ class Weights:
                 self._stale = True
             return self._bring_in_step()
 
+    @holds_weights_lock
     def look_closely(self) -> None:
         """Find what `generation` has no time to look for: see `ModuleWatch.differs`. Modules that could have changed
         without a trace are copied again. Raises as `generation` does."""
