@@ -1,7 +1,7 @@
 """The hook into transformers, per-step plans, page tables and attention over them."""
 
 from specdec.attention.plan import KVPlan, plan_chunk, plan_frozen, plan_verify
-from specdec.attention.tree import DraftTree
+from specdec.attention.trees.tree import DraftTree
 
 assert __name__ == "specdec.attention", "import specdec.attention, not attention"
 

@@ -11,18 +11,18 @@ from typing import Protocol
 
 import torch
 
-from specdec.attention.draft_block import Draft, DraftBlock
-from specdec.attention.paged_attention import device_limits
-from specdec.attention.paged_attention_kernels import attend_kernel
+from specdec.attention.kernels.draft_block import Draft, DraftBlock
+from specdec.attention.kernels.paged_attention import device_limits
+from specdec.attention.kernels.paged_attention_kernels import attend_kernel
 from specdec.attention.plan import PlanBackend
 from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.tree import DraftTree
-from specdec.attention.tree_build import TreeBackend
-from specdec.attention.tree_walk import Accepted
+from specdec.attention.trees.growth import TreeBackend
+from specdec.attention.trees.tree import DraftTree
+from specdec.attention.trees.walk import Accepted
 from specdec.attention.triton_backend import TritonBackend
 from specdec.errors import ConfigError
-from specdec.kvcache.stores import KVStore
-from specdec.kvcache.triton_shim import triton
+from specdec.gpu.triton_shim import triton
+from specdec.kvcache.store import KVStore
 
 MAX_HEAD_DIM = 512
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

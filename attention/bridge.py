@@ -15,11 +15,11 @@ from torch import nn
 from transformers import AttentionInterface
 
 from specdec.attention.plan import Attend, KVPlan
-from specdec.attention.private_copy import ATTENTION_NAME
 from specdec.errors import SpecDecError
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.spaces import Space
-from specdec.kvcache.store_kv import Destination
+from specdec.kvcache.index_spaces import Space
+from specdec.kvcache.write_kv import Destination
+from specdec.modules.private_copy import ATTENTION_NAME
 
 IGNORED_KWARGS = frozenset(
     {"position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states", "is_causal"}

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from specdec.attention.backend import Backend
-from specdec.attention.draft_block import Draft, DraftBlock
+from specdec.attention.kernels.draft_block import Draft, DraftBlock
 from specdec.attention.path_attention import part_of
 from specdec.attention.plan import Attend, KVPlan, Located
-from specdec.attention.tree import DraftTree
-from specdec.attention.tree_walk import Accepted
+from specdec.attention.trees.tree import DraftTree
+from specdec.attention.trees.walk import Accepted
 from specdec.kvcache.cache import KVCache
+from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space, SwaLoc
 from specdec.kvcache.sanitize import Capture, Fault, Sanitizer, sanitize_wanted
-from specdec.kvcache.spaces import NULL_SLOT, FullLoc, Space, SwaLoc
-from specdec.kvcache.stores import KVStore, LayerKV
+from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
 
 

@@ -12,7 +12,7 @@ itself. Computes in float32, or in float64 for float64. The host reads lengths: 
 import torch
 from torch.nn.functional import pad
 
-from specdec.attention.own_keys import ALIGN, OwnKeys
+from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
 
 BLOCK_K = ALIGN
 ROWS = 16

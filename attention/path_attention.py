@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
-from specdec.attention.own_keys import OwnKeys
+from specdec.attention.kernels.own_keys import OwnKeys
 from specdec.attention.plan import Attend, KVPlan
-from specdec.kvcache.spaces import Space
+from specdec.kvcache.index_spaces import Space
 
 
 class FindOwnKeys(Protocol):

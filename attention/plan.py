@@ -16,9 +16,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from specdec.attention.tree import DraftTree
+from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.cache import KVOperations
-from specdec.kvcache.spaces import NULL_SLOT, FullLoc, Space, SwaLoc
+from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space, SwaLoc
 from specdec.kvcache.table import RequestTable, Rows
 
 Attend = Callable[..., torch.Tensor]

@@ -6,7 +6,7 @@
     3 requests of 20 columns     |0: 0..15|  |1: 0..15|  |2: 0..15|  |0..2: 16..19|
 
 For modules that others wrote: of equal shapes a library makes equal sums. What is left is that a row's bits do not
-depend on its place in the tile nor on the rows beside it: `models/bits.py` asks the model itself.
+depend on its place in the tile nor on the rows beside it: `models/batch_invariance.py` asks the model itself.
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 
 from specdec.attention.bridge import AttentionCall, ForwardContext
 from specdec.attention.path_attention import part_of
-from specdec.kvcache.spaces import FullLoc, Space, SwaLoc
-from specdec.kvcache.store_kv import Destination
+from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
+from specdec.kvcache.write_kv import Destination
 
 ROWS = 16
 

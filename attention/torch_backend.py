@@ -4,20 +4,20 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.attention.dense import VisibleKeys
 from specdec.attention.deterministic_attention import deterministic_attention
-from specdec.attention.draft_block import CopiedDraft, Draft, DraftBlock
-from specdec.attention.own_keys import reference_own_keys
+from specdec.attention.kernels.draft_block import CopiedDraft, Draft, DraftBlock
+from specdec.attention.kernels.own_keys import reference_own_keys
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan, Located
-from specdec.attention.reference import VisibleKeys
-from specdec.attention.tree import DraftTree
-from specdec.attention.tree_build import reference_select_tree
-from specdec.attention.tree_walk import Accepted, reference_accept
+from specdec.attention.trees.growth import reference_select_tree
+from specdec.attention.trees.tree import DraftTree
+from specdec.attention.trees.walk import Accepted, reference_accept
+from specdec.kvcache.index_spaces import FullLoc, SlotTable, Space, SwaLoc
 from specdec.kvcache.move_kv import reference_move_kv
-from specdec.kvcache.spaces import FullLoc, SlotTable, Space, SwaLoc
-from specdec.kvcache.store_kv import reference_store_kv
-from specdec.kvcache.stores import KVStore, LayerKV
+from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
+from specdec.kvcache.write_kv import reference_store_kv
 
 
 @dataclass(frozen=True, slots=True)

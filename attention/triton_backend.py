@@ -5,21 +5,21 @@ from functools import partial
 
 import torch
 
-from specdec.attention.draft_block import Draft, DraftBlock, PagedDraft
-from specdec.attention.own_keys import own_keys
-from specdec.attention.page_table import PageTables, build_page_tables
-from specdec.attention.paged_attention import paged_attention
+from specdec.attention.kernels.draft_block import Draft, DraftBlock, PagedDraft
+from specdec.attention.kernels.own_keys import own_keys
+from specdec.attention.kernels.page_table import PageTables, build_page_tables
+from specdec.attention.kernels.paged_attention import paged_attention
+from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan, Located
-from specdec.attention.tree import DraftTree
-from specdec.attention.tree_attention import tree_attention
-from specdec.attention.tree_build import MAX_CANDIDATES, reference_select_tree, select_tree
-from specdec.attention.tree_walk import Accepted, accept
+from specdec.attention.trees.growth import MAX_CANDIDATES, reference_select_tree, select_tree
+from specdec.attention.trees.tree import DraftTree
+from specdec.attention.trees.walk import Accepted, accept
+from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
 from specdec.kvcache.move_kv import move_kv
-from specdec.kvcache.spaces import FullLoc, Space, SwaLoc
-from specdec.kvcache.store_kv import store_kv
-from specdec.kvcache.stores import KVStore, LayerKV
+from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
+from specdec.kvcache.write_kv import store_kv
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker, Observation, StatelessDrafter
 from specdec.draft_models.conformance import check_drafter
-from specdec.draft_models.eagle3 import Eagle3Drafter
+from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.ngram import NgramDrafter
 

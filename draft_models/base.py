@@ -18,16 +18,16 @@ from torch import nn
 
 from specdec.attention.backend import Backend
 from specdec.attention.plan import PrefixTables
-from specdec.attention.tree import DraftTree
-from specdec.draft_models.on_demand import OnDemand
+from specdec.attention.trees.tree import DraftTree
+from specdec.gpu.on_demand import OnDemand
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout
-from specdec.kvcache.stores import KVStore
+from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import Rows
 from specdec.layers.fuse import Weights
 from specdec.layers.operations import Operations
-from specdec.layers.sampling.sample import SampleParams
+from specdec.sampling.fused_sample import SampleParams
 
 Sample = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits [B, K, V], positions [B, K] of the tokens being drawn) -> tokens [B, K], with the requests' own parameters

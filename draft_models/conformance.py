@@ -8,10 +8,10 @@ The rules hold for any guess. Whether the guesses are good is not checked: an en
 
 import torch
 
-from specdec.attention.tree import DraftTree
+from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import DraftBatch, DraftWorker, Observation, TargetInfo
 from specdec.kvcache.cache import KVCache
-from specdec.kvcache.stores import KVStore
+from specdec.kvcache.store import KVStore
 
 
 def check_drafter(

@@ -21,10 +21,10 @@ from torch import nn
 
 from specdec.attention.bridge import AttentionCall, ForwardContext
 from specdec.attention.plan import plan_frozen
-from specdec.attention.private_copy import private_copy
-from specdec.attention.tree import DraftTree
-from specdec.attention.tree_build import Growth
+from specdec.attention.trees.growth import Growth
+from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, TargetInfo
+from specdec.draft_models.centroid_head import CentroidHead
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.frozen import KVView, frozen_kv
 from specdec.kvcache.layout import SLIDING_ATTENTION
@@ -33,8 +33,8 @@ from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights, fuse, fuse_embedding, fuse_linear
 from specdec.layers.merge import held_storages
 from specdec.layers.operations import REFERENCE, Operations
-from specdec.layers.sampling.centroid import CentroidHead
-from specdec.layers.sampling.sample import MAX_BEST
+from specdec.modules.private_copy import private_copy
+from specdec.sampling.fused_sample import MAX_BEST
 
 logger = logging.getLogger("specdec")
 

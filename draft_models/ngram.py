@@ -7,7 +7,7 @@ into the end of the text it repeats with the same period; with no match the newe
 
 import torch
 
-from specdec.attention.tree import DraftTree
+from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import DraftBatch, StatelessDrafter
 
 

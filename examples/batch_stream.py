@@ -24,9 +24,9 @@ from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, GenerationOutput, RequestStats, SamplingParams, SpecConfig, SpecDecError
-from specdec.evaluation.data import read_prompts
 from specdec.models.bundled import BUNDLED_NAMES, HELD_OUT_PROBLEMS
-from specdec.request import StreamDelta
+from specdec.runtime.request import StreamDelta
+from specdec.text.prompt_files import read_prompts
 
 
 @dataclass(slots=True)

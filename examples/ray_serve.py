@@ -19,10 +19,10 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec import EngineConfig, SpecConfig
-from specdec.commands.settings import drafter_name, quiet_libraries
+from specdec.cli.settings import drafter_name, quiet_libraries
 from specdec.serving.app import create_app
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.settings import ServeSettings, sampling_defaults
+from specdec.serving.server_settings import ServeSettings, sampling_defaults
 
 
 class SayWhich:

@@ -18,9 +18,9 @@ from transformers.utils import logging as transformers_logging
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.plan import KVPlan, plan_verify
-from specdec.attention.tree_build import Growth
+from specdec.attention.trees.growth import Growth
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation, StatelessDrafter
-from specdec.kvcache.spaces import Space
+from specdec.kvcache.index_spaces import Space
 
 PROMPT = "A snail climbs 5 feet up a wall each day and slips back 2 feet each night. How far is it after 4 days?"
 

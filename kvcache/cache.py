@@ -11,12 +11,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from specdec.kvcache.hybrid import HybridAllocator
+from specdec.gpu.mirrored_array import IntArray, MirroredArray, flush
+from specdec.kvcache.allocator import HybridAllocator
+from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
 from specdec.kvcache.layout import KVLayout
-from specdec.kvcache.mirror import IntArray, MirroredArray, flush
 from specdec.kvcache.sanitize import Sanitizer
-from specdec.kvcache.spaces import FullLoc, Space, SwaLoc
-from specdec.kvcache.stores import KVStore, LayerKV
+from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import Move, RequestTable, Rows
 
 

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from specdec.errors import FrozenKVError, KVStateError
-from specdec.kvcache.hybrid import HybridAllocator
+from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.layout import KVLayout
-from specdec.kvcache.stores import KVStore, LayerKV
+from specdec.kvcache.store import KVStore, LayerKV
 
 
 class KVView:

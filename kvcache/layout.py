@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.errors import UnsupportedModelError
-from specdec.kvcache.spaces import Space
+from specdec.kvcache.index_spaces import Space
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.kvcache.spaces import FullLoc, SwaLoc
-from specdec.kvcache.triton_shim import tl, triton
+from specdec.gpu.triton_shim import tl, triton
+from specdec.kvcache.index_spaces import FullLoc, SwaLoc
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 

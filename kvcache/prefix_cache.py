@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specdec.kvcache.mirror import IntArray
+from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.table import RequestTable
 
 BATCH = 64

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 
 from specdec.errors import LocationError
-from specdec.kvcache.mirror import IntArray, MirroredArray
-from specdec.kvcache.spaces import Space
-from specdec.kvcache.stores import KVStore
+from specdec.gpu.mirrored_array import IntArray, MirroredArray
+from specdec.kvcache.index_spaces import Space
+from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import RequestTable
 
 SETTING = "SPECDEC_SANITIZE"
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
-"""As in `specdec.rounds.graphs`."""
+"""As in `specdec.runtime.rounds.captured_rounds`."""
 SPACES = tuple(Space)
 BLAME = f"(found by {SETTING}=1; this is a defect of specdec or of a drafter, no user's mistake)"
 

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from specdec.errors import KVStateError, OutOfSlotsError
-from specdec.kvcache.hybrid import HybridAllocator
-from specdec.kvcache.mirror import IntArray, MirroredArray, upload
-from specdec.kvcache.spaces import NULL_SLOT, FullLoc
+from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
+from specdec.kvcache.allocator import HybridAllocator
+from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc
 
 FROZEN_EXTRA_KEYS = 2
 """What a frozen drafter reads beyond the target's need (window - 1 committed keys): it sees the window + 1 newest."""

@@ -12,14 +12,14 @@ if not (Path(__file__).parent / "attention").exists():  # source checkout: sub-p
 from specdec.lazy import load as _load
 
 if TYPE_CHECKING:
-    from specdec.attention.tree import DraftTree
+    from specdec.attention.trees.tree import DraftTree
     from specdec.config import EngineConfig, SamplingParams, SpecConfig
     from specdec.draft_models.base import Drafter
     from specdec.engine import Engine
     from specdec.errors import SpecDecError
-    from specdec.handle import Handle
     from specdec.hf_generate import generate
-    from specdec.request import GenerationOutput, RequestStats
+    from specdec.runtime.handle import Handle
+    from specdec.runtime.request import GenerationOutput, RequestStats
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,13 +37,13 @@ __all__ = [
     "generate",
 ]
 _HOMES = {
-    "DraftTree": "specdec.attention.tree",
+    "DraftTree": "specdec.attention.trees.tree",
     "Drafter": "specdec.draft_models.base",
     "Engine": "specdec.engine",
     "EngineConfig": "specdec.config",
-    "GenerationOutput": "specdec.request",
-    "Handle": "specdec.handle",
-    "RequestStats": "specdec.request",
+    "GenerationOutput": "specdec.runtime.request",
+    "Handle": "specdec.runtime.handle",
+    "RequestStats": "specdec.runtime.request",
     "SamplingParams": "specdec.config",
     "SpecConfig": "specdec.config",
     "SpecDecError": "specdec.errors",

@@ -14,7 +14,7 @@ import torch
 
 from specdec.errors import ConfigError, shown
 from specdec.plain_arguments import DTYPE_ALIASES, plain_arguments
-from specdec.stop_strings import StopStrings
+from specdec.text.stop_strings import StopStrings
 
 MAX_TREE_NODES = 512
 """Verify width including the root."""
@@ -44,7 +44,7 @@ MAX_STOPS = 256
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 4096
 MAX_GRAMMAR_CHARS = 1 << 20
-"""Of a schema or an expression, before anything reads it; `text.grammar_bounds` has the closer bounds."""
+"""Of a schema or an expression, before anything reads it; `sampling.grammars.grammar_bounds` has the closer bounds."""
 
 
 @plain_arguments

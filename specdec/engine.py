@@ -21,40 +21,40 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.arguments import (
+from specdec.attention.backend import choose_backend
+from specdec.attention.checked_backend import sanitized
+from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfig, require_int
+from specdec.draft_models.base import Drafter
+from specdec.errors import ConfigError, SpecDecError, shown
+from specdec.gpu.captures import CaptureStore, default_budget, most_captures
+from specdec.layers.operations import choose_operations
+from specdec.loading import SHARED_OPTIONS, load_any_drafter, load_target, pick_tokenizer
+from specdec.models.target import TargetModel
+from specdec.models.watched_weights import look_closely, updates_show
+from specdec.modules.weights_lock import weights_lock_held
+from specdec.progress import progress_bar
+from specdec.runtime.arguments import (
     require_fused,
     require_no_setting,
     require_one_sample,
     require_parts,
     require_type,
 )
-from specdec.attention.backend import choose_backend
-from specdec.attention.checked_backend import sanitized
-from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfig, require_int
-from specdec.draft_models.base import Drafter
-from specdec.errors import ConfigError, SpecDecError, shown
-from specdec.handle import Handle
-from specdec.intake import Intake
-from specdec.layers.operations import choose_operations
-from specdec.layers.weights_lock import weights_lock_held
-from specdec.models.loading import SHARED_OPTIONS, load_any_drafter, load_target, pick_tokenizer
-from specdec.models.target import TargetModel
-from specdec.models.watched import look_closely, updates_show
-from specdec.progress import progress_bar
-from specdec.request import GenerationOutput, Request, StreamDelta
-from specdec.rounds.captures import CaptureStore, default_budget, most_captures
-from specdec.rounds.chunks import ChunkGraphs
-from specdec.rounds.graphs import RoundGraphs, batch_sizes, capture_for
-from specdec.rounds.launch import Launcher
-from specdec.rounds.round import Round
-from specdec.scheduling.health import EngineStats
-from specdec.scheduling.prefixes import Prefixes
-from specdec.scheduling.scheduler import Scheduler
-from specdec.scheduling.steps import Steps
-from specdec.sizing import make_cache
+from specdec.runtime.engine_stats import EngineStats
+from specdec.runtime.handle import Handle
+from specdec.runtime.intake import Intake
+from specdec.runtime.prefixes import Prefixes
+from specdec.runtime.request import GenerationOutput, Request, StreamDelta
+from specdec.runtime.rounds.captured_prompts import ChunkGraphs
+from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_sizes, capture_for
+from specdec.runtime.rounds.launcher import Launcher
+from specdec.runtime.rounds.round import Round
+from specdec.runtime.scheduler import Scheduler
+from specdec.runtime.sizing import make_cache
+from specdec.runtime.steps import Steps
+from specdec.runtime.thread_modes import with_modes_restored
+from specdec.runtime.turns import Turns
 from specdec.text.prompts import Prompt, as_chat_list, as_token_ids, chat_or_text_ids
-from specdec.thread_modes import with_modes_restored
-from specdec.turns import Turns
 
 T = TypeVar("T")
 

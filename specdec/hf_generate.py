@@ -22,9 +22,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from specdec.config import MAX_TREE_NODES, EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import ConfigError, shown
+from specdec.loading import load_tokenizer
 from specdec.models.bundled import resolve_name
 from specdec.models.context_length import context_length
-from specdec.models.loading import load_tokenizer
 
 HONOURED = frozenset(
     {"max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}

@@ -1,6 +1,6 @@
 """The one place that imports by name, so that what is not used is not loaded: torch alone takes a second or more.
 
-`specdec/__init__.py` looks up its public names through it and `specdec/cli.py` the bodies of its commands; nothing else
+`specdec/__init__.py` looks up its public names through it and `specdec/cli/app.py` the bodies of its commands; nothing else
 may (tests/test_layout.py).
 """
 

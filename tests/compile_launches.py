@@ -16,7 +16,7 @@ import torch
 
 torch.version.cuda = torch.version.cuda or "13.0"  # the project asks when it is imported
 
-from specdec.kvcache.triton_shim import tl, triton  # noqa: E402
+from specdec.gpu.triton_shim import tl, triton  # noqa: E402
 
 import launches  # noqa: E402 - behind those settings
 from no_gpu import chain, pretended_gpu  # noqa: E402

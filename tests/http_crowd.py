@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from specdec.evaluation.serving.events import events
+from specdec.evaluation.load_test.sse import events
 
 PATIENCE = 120.0
 """Seconds after which a client takes a server for dead."""

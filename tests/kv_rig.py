@@ -10,13 +10,13 @@ import torch
 from specdec.attention.backend import Backend
 from specdec.attention.plan import KVPlan, plan_chunk, plan_frozen, plan_verify
 from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.tree import DraftTree
+from specdec.attention.trees.tree import DraftTree
+from specdec.gpu.mirrored_array import IntArray
+from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView, KVWorker, frozen_kv, own_view
-from specdec.kvcache.hybrid import HybridAllocator
+from specdec.kvcache.index_spaces import Space
 from specdec.kvcache.layout import KVLayout
-from specdec.kvcache.mirror import IntArray
-from specdec.kvcache.spaces import Space
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS, RequestTable
 
 

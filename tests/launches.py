@@ -10,39 +10,39 @@ from itertools import product
 
 import torch
 
-from specdec.attention.node_rows import build_node_rows
-from specdec.attention.own_keys import own_keys
-from specdec.attention.page_table import build_page_tables
-from specdec.attention.paged_attention import paged_attention
-from specdec.attention.tree import DraftTree
-from specdec.attention.tree_attention import tree_attention
-from specdec.attention.tree_build import select_tree
-from specdec.attention.tree_walk import accept, tree_fields
+from specdec.attention.kernels.node_rows import build_node_rows
+from specdec.attention.kernels.own_keys import own_keys
+from specdec.attention.kernels.page_table import build_page_tables
+from specdec.attention.kernels.paged_attention import paged_attention
+from specdec.attention.kernels.tree_attention import tree_attention
+from specdec.attention.trees.growth import select_tree
+from specdec.attention.trees.tree import DraftTree
+from specdec.attention.trees.walk import accept, tree_fields
 from specdec.attention.triton_backend import TritonBackend
+from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample
+from specdec.gpu.stage_clock import StageClock
+from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
-from specdec.kvcache.hybrid import HybridAllocator
+from specdec.kvcache.index_spaces import FullLoc
 from specdec.kvcache.move_kv import StoreAddresses, move_kv
-from specdec.kvcache.spaces import FullLoc
-from specdec.kvcache.store_kv import Destination, store_kv
 from specdec.kvcache.table import RequestTable, Rows
+from specdec.kvcache.write_kv import Destination, store_kv
 from specdec.layers.branches import Fork, fork_norm, join_norm
 from specdec.layers.embedding import embed
 from specdec.layers.linear import Mlp, Product, finish, gated_linear, linear, vendor_gated_linear
-from specdec.layers.moe.beside import mlp_and_experts
+from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.mixture import Experts, Router, Routing, apply_experts, route
 from specdec.layers.norm import Gain, norm
 from specdec.layers.pair_norm import pair_norm
 from specdec.layers.path_rows import keep_last, path_rows
-from specdec.layers.ple import gated_projection, layer_inputs
+from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
 from specdec.layers.rope_store import Heads, rope_store
 from specdec.layers.rotary import Rotary, rotary
-from specdec.layers.sampling.centroid import CentroidHead, centroid_best, centroid_sample
-from specdec.layers.sampling.sample import SampleParams, Seen, best_tokens, log_probs, sample
-from specdec.layers.sampling.seen import mark_seen
-from specdec.layers.softcap import softcap
-from specdec.rounds.clock import StageClock
-from specdec.rounds.closing import closing
-from specdec.rounds.opening import opening
+from specdec.runtime.rounds.closing import closing
+from specdec.runtime.rounds.opening import opening
+from specdec.sampling.fused_sample import SampleParams, Seen, best_tokens, log_probs, sample
+from specdec.sampling.seen_tokens import mark_seen
+from specdec.sampling.softcap import softcap
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)

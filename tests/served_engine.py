@@ -14,7 +14,7 @@ from specdec import Engine
 from specdec.serving.app import create_app
 from specdec.serving.async_engine import INTAKE_SECONDS, AsyncEngine
 from specdec.serving.server import address, listen
-from specdec.serving.settings import ServeSettings
+from specdec.serving.server_settings import ServeSettings
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec.kvcache.triton_shim import triton
+from specdec.gpu.triton_shim import triton
 
 READS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "unique", "equal", "lift_fresh")
 
@@ -92,7 +92,7 @@ def _rewrite(outs: list[torch.Tensor], again: Any, fresh: list[bool]) -> None:
 
 
 def record(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """`Capture` of `specdec.rounds.graphs`, for tests on the CPU."""
+    """`Capture` of `specdec.runtime.rounds.captured_rounds`, for tests on the CPU."""
     tape = Tape()
     try:
         with torch.inference_mode(), _kernels_on(tape), tape:

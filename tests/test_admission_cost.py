@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec import SamplingParams
-from specdec.kvcache.hybrid import HybridAllocator
-from specdec.kvcache.mirror import MirroredArray
+from specdec.gpu.mirrored_array import MirroredArray
+from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.table import RequestTable
-from specdec.request import Request, RequestState
-from specdec.scheduling import scheduler as scheduling
-from specdec.scheduling.prefixes import Prefixes
-from specdec.scheduling.scheduler import Scheduler, rank
-from specdec.scheduling.settle import commit_chunks
+from specdec.runtime import scheduler as scheduling
+from specdec.runtime.prefixes import Prefixes
+from specdec.runtime.request import Request, RequestState
+from specdec.runtime.scheduler import Scheduler, rank
+from specdec.runtime.settling import commit_chunks
 from specdec.text.detokenize import Detokenizer
 
 

@@ -39,7 +39,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig, SpecDecErr
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.errors import CapacityError, CheckpointError, ConfigError, UnsupportedModelError
 from specdec.models.target import TargetModel
-from specdec.rounds.sampling import SamplingBatch
+from specdec.sampling.sampling_table import SamplingBatch
 
 NAN, INF = float("nan"), float("inf")
 SMALL = EngineConfig(max_model_len=64)

@@ -6,7 +6,7 @@ import pytest
 
 from specdec import SpecDecError
 from specdec.evaluation.contest import Contestant, require_parity
-from specdec.evaluation.data import read_prompts
+from specdec.text.prompt_files import read_prompts
 
 
 def test_prompts_come_from_the_three_usual_keys(tmp_path):

@@ -19,11 +19,11 @@ import specdec.engine
 from specdec import Engine, SamplingParams, SpecConfig
 from specdec.config import EngineConfig
 from specdec.errors import ConfigError
+from specdec.gpu.captures import CaptureStore
 from specdec.layers.merge import Watch
-from specdec.rounds import kernel_sampling
-from specdec.rounds.captures import CaptureStore
-from specdec.rounds.result import RoundShape
-from specdec.rounds.sampling import SamplingBatch, Uses
+from specdec.runtime.rounds.result import RoundShape
+from specdec.sampling import kernel_sampling
+from specdec.sampling.sampling_table import SamplingBatch, Uses
 
 NEW = 10
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
@@ -238,12 +238,12 @@ def test_parameters_that_are_data_share_a_capture(engine_with, random_prompt):
 
 def test_a_class_changes_no_token():
     """Every kind by itself, and as the class that it shares: random logits, all positions."""
-    from specdec.rounds.shared import share
+    from specdec.runtime.rounds.capture_classes import share
 
     torch.manual_seed(0)
     logits, positions = torch.randn(1, 4, 50) * 3, torch.arange(4)[None]
     history, length = torch.randint(50, (1, 9)), torch.tensor([9])
-    from specdec.rounds.sampling import Past
+    from specdec.sampling.sampling_table import Past
 
     past = Past(history, length, None, torch.tensor([4]))
     for kind in KINDS:
@@ -253,7 +253,7 @@ def test_a_class_changes_no_token():
             uses, logprobs = share(exact.uses, params.logprobs, on_kernels=on_kernels)
             assert all(b >= a for a, b in zip(exact.uses, uses, strict=True)), (exact.uses, uses)
             assert (logprobs is None) == (params.logprobs is None) and (logprobs or 0) >= (params.logprobs or 0)
-            from specdec.rounds.sampling import SamplingTable
+            from specdec.sampling.sampling_table import SamplingTable
 
             table, rows = SamplingTable(1, logits.device), np.zeros(1, dtype=np.int64)
             table.take(rows, [(params, 5)])
@@ -348,7 +348,10 @@ def test_weights_are_looked_at_once_a_step(engine_with, random_prompt, monkeypat
 def test_repetition_bits_grow_with_the_text(make_target, random_prompt, monkeypatch):
     """A round marks what it commits, not the whole history; and the tokens are those of torch."""
     marked: list[int] = []
-    for module in {kernel_sampling, sys.modules.get("specdec.rounds.history", kernel_sampling)}:  # old and new places
+    for module in {
+        kernel_sampling,
+        sys.modules.get("specdec.sampling.seen_bits", kernel_sampling),
+    }:  # old and new places
         mark = module.mark_seen
 
         def noted(bits: Any, row: Any, tokens: Any, length: Any, mark: Any = mark) -> None:
@@ -357,7 +360,9 @@ def test_repetition_bits_grow_with_the_text(make_target, random_prompt, monkeypa
 
         monkeypatch.setattr(module, "mark_seen", noted)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("specdec.rounds.round.runs_on_kernels", lambda backend, device: backend.name == "triton")
+    monkeypatch.setattr(
+        "specdec.runtime.rounds.round.runs_on_kernels", lambda backend, device: backend.name == "triton"
+    )
     small = {"vocab_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
     model = make_target("llama", **small)
     penal = {"repetition_penalty": 1.6, "ignore_eos": True}

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from specdec import SamplingParams
-from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
-from specdec.kvcache.triton_shim import triton
-from specdec.layers.sampling.centroid import (
+from specdec.draft_models.centroid_head import (
     LOW_BITS,
     CentroidHead,
     centroid_best,
@@ -18,8 +16,10 @@ from specdec.layers.sampling.centroid import (
     reference_centroid_sample,
     select_kernel,
 )
-from specdec.layers.sampling.sample import SampleParams
-from specdec.rounds.sampling import SamplingBatch
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.gpu.triton_shim import triton
+from specdec.sampling.fused_sample import SampleParams
+from specdec.sampling.sampling_table import SamplingBatch
 
 from marks import slow
 

@@ -16,10 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig, SamplingParams
-from specdec.cli import app
-from specdec.commands.chat import Conversation, Session
+from specdec.cli.app import app
+from specdec.cli.chat import Conversation, Session
 from specdec.errors import CapacityError, ConfigError
-from specdec.request import GenerationOutput, RequestStats, StreamDelta
+from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.text.drafts import DraftColours
 
 TOM = "Tom has 3 apples and buys 5 more. How many apples does he have?"

@@ -15,17 +15,17 @@ import typer
 from typer.testing import CliRunner
 
 from specdec import Engine, SamplingParams, SpecDecError, __version__
-from specdec.cli import app
-from specdec.commands.bench import bench
-from specdec.commands.chat import chat
-from specdec.commands.evaluate import evaluate
-from specdec.commands.generate import coloured, generate
-from specdec.commands.models import models
-from specdec.commands.serve import serve
-from specdec.commands.train import train
+from specdec.cli.app import app
+from specdec.cli.bench import bench
+from specdec.cli.chat import chat
+from specdec.cli.evaluate import evaluate
+from specdec.cli.generate import coloured, generate
+from specdec.cli.models_command import models
+from specdec.cli.serve import serve
+from specdec.cli.train import train
 from specdec.models.bundled import BUNDLED_NAMES
 from specdec.models.published import EAGLE3_PAIRS, GEMMA4_PAIRS
-from specdec.request import StreamDelta
+from specdec.runtime.request import StreamDelta
 
 from marks import slow
 
@@ -174,7 +174,7 @@ def test_eval_says_no_before_it_works(tmp_path, monkeypatch):
     nowhere = run(*EVAL, "--json", str(tmp_path / "nowhere" / "report.json"))
     assert nowhere.exit_code == 2
     assert "nowhere" in re.sub(r"[\s│]", "", nowhere.stderr)  # the box may break a path
-    monkeypatch.setattr("specdec.evaluation.plot.find_spec", lambda name: None)
+    monkeypatch.setattr("specdec.evaluation.gsm8k_plot.find_spec", lambda name: None)
     no_plots = run(*EVAL, "--png", str(tmp_path / "report.png"))
     assert no_plots.exit_code == 2
     assert "specdec-runtime[plots]" in no_plots.stderr
@@ -211,7 +211,7 @@ def shell(*args):
 def test_help_and_shell_errors_import_nothing_heavy(args, code):
     """The modules that a run imported, as it lists them itself."""
     listing = "import atexit, sys; atexit.register(lambda: print(*sys.modules, sep='\\n', file=sys.stderr));"
-    start = f"{listing} sys.argv = {['specdec', *args]!r}; from specdec.cli import main; main()"
+    start = f"{listing} sys.argv = {['specdec', *args]!r}; from specdec.cli.app import main; main()"
     done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     loaded = set(done.stderr.splitlines())

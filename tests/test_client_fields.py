@@ -10,7 +10,7 @@ import pytest
 from specdec import Engine, SamplingParams
 from specdec.serving.app import create_app
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.settings import ServeSettings
+from specdec.serving.server_settings import ServeSettings
 
 from served_engine import served
 

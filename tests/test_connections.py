@@ -17,7 +17,7 @@ from server_process import running_server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.errors import ConfigError
-from specdec.serving.connections import PIECE, Connection, ConnectionLimits
+from specdec.serving.http.connections import PIECE, Connection, ConnectionLimits
 
 from served_engine import until
 

@@ -13,7 +13,7 @@ from tape import record
 
 import specdec.engine
 from specdec import Engine, SpecConfig
-from specdec.scheduling.scheduler import slots_needed
+from specdec.runtime.scheduler import slots_needed
 
 from tiny_models import random_eagle3
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specdec import SpecDecError
-from specdec.evaluation.data import json_lines, read_prompts
+from specdec.text.prompt_files import json_lines, read_prompts
 
 GOOD = b'{"question": "a"}\n'
 

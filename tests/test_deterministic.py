@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from tape import record
 
 import specdec.engine
-import specdec.rounds.graphs
+import specdec.runtime.rounds.captured_rounds
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.backend import choose_backend
 from specdec.attention.bridge import ForwardContext
@@ -25,8 +25,8 @@ from specdec.errors import ConfigError, SpecDecError, UnsupportedModelError
 from specdec.layers.operations import FAST, KERNELS, REFERENCE
 from specdec.layers.rowwise import ROWWISE, ByVectors, rows_alone
 from specdec.models.target import TargetModel
-from specdec.rounds.result import LogProbs
-from specdec.rounds.sampling import SamplingBatch
+from specdec.runtime.rounds.result import LogProbs
+from specdec.sampling.sampling_table import SamplingBatch
 
 from marks import slow
 from tiny_models import FAMILIES, VOCAB, random_eagle3
@@ -367,8 +367,8 @@ def test_attention_of_some_rows_is_that_of_all(
 def test_kernels(family, make_target, random_prompt, scripted, tree_script, seen, monkeypatch):
     """Alone, in a batch, in chunks of a few tokens, chains and trees, in captured rounds and not."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(specdec.rounds.graphs, "SHORTEST", 32)
-    monkeypatch.setattr("specdec.rounds.chunks.NARROWEST", 4)
+    monkeypatch.setattr(specdec.runtime.rounds.captured_rounds, "SHORTEST", 32)
+    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.NARROWEST", 4)
     model = make_target(family, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     prompts = [random_prompt(17), random_prompt(3)]
     params = [SamplingParams(max_new_tokens=4), SamplingParams(max_new_tokens=3, temperature=0.9, seed=1)]

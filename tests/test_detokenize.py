@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specdec import SamplingParams
-from specdec.request import Request
+from specdec.runtime.request import Request
 from specdec.text.detokenize import Detokenizer
 
 from marks import slow

@@ -27,9 +27,9 @@ import typer
 from typer.testing import CliRunner
 
 import specdec
-from specdec.cli import app
+from specdec.cli.app import app
+from specdec.loading import load_model
 from specdec.models.bundled import BUNDLED_DIR
-from specdec.models.loading import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 AT_THE_ROOT = ("CONTRIBUTING.md", "README.md")

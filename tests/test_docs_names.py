@@ -23,7 +23,7 @@ import torch
 import transformers
 import typer
 
-from specdec.cli import app
+from specdec.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ("docs/log.md", "docs/results/")  # of what was: they name what has gone since

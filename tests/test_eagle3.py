@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Binding, DraftBatch, Observation
 from specdec.draft_models.conformance import check_drafter
-from specdec.draft_models.eagle3 import Eagle3Drafter, eagle3_drafter
+from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter, eagle3_drafter
 from specdec.models.target import TargetModel
-from specdec.rounds.sampling import SamplingBatch
+from specdec.sampling.sampling_table import SamplingBatch
 
 V = 96
 H = 32

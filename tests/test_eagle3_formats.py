@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
-from specdec.draft_models.eagle3_config import Eagle3Spec, TargetShape, is_eagle3_config, resolve_aux_ids
-from specdec.draft_models.eagle3_format import Eagle3Checkpoint, read_head, write_head
-from specdec.draft_models.eagle3_keys import HARMLESS, HARMLESS_NAME, HONOURED, NEUTRAL
-from specdec.draft_models.eagle3_model import Eagle3Head, load_head
+from specdec.draft_models.eagle3.checkpoint import Eagle3Checkpoint, read_head, write_head
+from specdec.draft_models.eagle3.checkpoint_keys import HARMLESS, HARMLESS_NAME, HONOURED, NEUTRAL
+from specdec.draft_models.eagle3.head import Eagle3Head, load_head
+from specdec.draft_models.eagle3.head_config import Eagle3Spec, TargetShape, is_eagle3_config, resolve_aux_ids
 from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError
+from specdec.kvcache.index_spaces import Space
 from specdec.kvcache.layout import KVLayout
-from specdec.kvcache.spaces import Space
 
 TARGET = TargetShape(name="target", num_layers=8, hidden_size=16, vocab_size=60)
 SPEC = Eagle3Spec(

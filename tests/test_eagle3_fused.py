@@ -8,11 +8,11 @@ import torch
 from capturable import capturable
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.eagle3 import Eagle3Drafter
-from specdec.draft_models.eagle3_config import Eagle3Spec
-from specdec.draft_models.eagle3_forms import Echo, HeadOutput, PlainHead
-from specdec.draft_models.eagle3_fused import FusedHead, choose_form
-from specdec.draft_models.eagle3_model import Eagle3Head
+from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
+from specdec.draft_models.eagle3.fused_head import FusedHead, choose_form
+from specdec.draft_models.eagle3.head import Eagle3Head
+from specdec.draft_models.eagle3.head_config import Eagle3Spec
+from specdec.draft_models.eagle3.head_forms import Echo, HeadOutput, PlainHead
 from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights
 from specdec.layers.linear import Product

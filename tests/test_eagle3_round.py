@@ -18,10 +18,10 @@ from specdec.attention.backend import Backend
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.triton_backend import TritonBackend
 from specdec.draft_models.base import Binding, DraftBatch, Observation
-from specdec.draft_models.eagle3 import Eagle3Drafter
-from specdec.draft_models.eagle3_config import Eagle3Spec
-from specdec.draft_models.eagle3_forms import PlainHead
-from specdec.draft_models.eagle3_model import Eagle3Head
+from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
+from specdec.draft_models.eagle3.head import Eagle3Head
+from specdec.draft_models.eagle3.head_config import Eagle3Spec
+from specdec.draft_models.eagle3.head_forms import PlainHead
 from specdec.kvcache.table import Rows
 from specdec.layers.operations import KERNELS, REFERENCE, Operations
 from specdec.models.target import TargetModel

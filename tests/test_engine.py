@@ -9,7 +9,7 @@ import torch
 
 from specdec import SamplingParams, SpecDecError
 from specdec.errors import CapacityError, ConfigError
-from specdec.scheduling.scheduler import slots_needed
+from specdec.runtime.scheduler import slots_needed
 
 from marks import pairs, slow
 

@@ -17,17 +17,17 @@ import torch
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
 from specdec.evaluation import evaluate as evaluation
-from specdec.evaluation.data import Problem, read_prompts
 from specdec.evaluation.evaluate import evaluate, evaluate_gsm8k, find_parting, problem_seed
 from specdec.evaluation.gsm8k import EXEMPLARS, load_problems, question_text
-from specdec.evaluation.plot import save_plot, title
-from specdec.evaluation.report import make_report, markdown
+from specdec.evaluation.gsm8k_plot import save_plot, title
+from specdec.evaluation.gsm8k_report import make_report, markdown
 from specdec.evaluation.scoring import final_number
 from specdec.evaluation.tasks import choose, cut, dialogue_ids
 from specdec.evaluation.transcripts import open_transcripts, read_transcripts
+from specdec.loading import load_tokenizer
 from specdec.models.bundled import HELD_OUT_PROBLEMS, resolve_name
-from specdec.models.loading import load_tokenizer
 from specdec.progress import Interrupted
+from specdec.text.prompt_files import Problem, read_prompts
 
 PAIR = ("tiny-gemma4", "tiny-gemma4-mtp")
 SMALL = {"limit": 7, "compare": True, "params": SamplingParams(16), "config": EngineConfig(max_batch_size=2)}

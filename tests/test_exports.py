@@ -77,7 +77,7 @@ def test_every_way_of_importing_gives_the_same_object():
 
 @pytest.mark.slow
 def test_generate_is_a_function_whatever_is_imported():
-    out = run_python("import specdec.commands.generate, specdec.hf_generate, specdec; print(type(specdec.generate))")
+    out = run_python("import specdec.cli.generate, specdec.hf_generate, specdec; print(type(specdec.generate))")
     assert out == "<class 'function'>\n"
 
 

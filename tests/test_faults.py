@@ -19,7 +19,7 @@ import pytest
 from tape import record
 
 import specdec.engine
-import specdec.scheduling.health
+import specdec.runtime.engine_stats
 from specdec import Engine, RequestStats, SamplingParams, SpecConfig
 
 from tiny_models import random_eagle3
@@ -116,7 +116,7 @@ def scenes(make_target, make_assistant, make_engine, greedy_oracle, random_promp
     captured: with rounds that are replayed, the next launched before the one in front is settled.
     """
     # a warning would be a call that comes once
-    monkeypatch.setattr(specdec.scheduling.health, "ENOUGH_DRAFTS", 1 << 30)
+    monkeypatch.setattr(specdec.runtime.engine_stats, "ENOUGH_DRAFTS", 1 << 30)
     model = make_target("gemma4-e2b")
     prompts = [random_prompt(n) for n in (5, 19, 8)]
     truths = {tuple(prompt): greedy_oracle(model, prompt, NEW) for prompt in prompts}

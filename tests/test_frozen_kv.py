@@ -8,11 +8,11 @@ import pytest
 import torch
 from kv_rig import KVRig
 
-from specdec.attention.tree import DraftTree
+from specdec.attention.trees.tree import DraftTree
 from specdec.errors import FrozenKVError, KVStateError
 from specdec.kvcache.frozen import KVView
+from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
 from specdec.kvcache.layout import KVLayout, LayerSpec
-from specdec.kvcache.spaces import FullLoc, Space, SwaLoc
 from specdec.kvcache.table import Move
 
 from snapshots import kv_contents

@@ -363,7 +363,7 @@ def test_rounds_on_the_kernels_can_be_captured(
 ):
     """Nothing is read back, uploaded or shaped by data: layers, experts, an assistant and its centroid head."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("specdec.rounds.chunks.NARROWEST", 4)  # the interpreter is slow
+    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.NARROWEST", 4)  # the interpreter is slow
     small = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     model = make_target(family, **(small if family == "gpt_oss" else {}))
     drafter = make_assistant(model, ordered=True) if family == "gemma4-e2b" else None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specdec import DraftTree
-from specdec.attention.graft import BLANK, graft, without_blanks
+from specdec.attention.trees.forced_tokens import BLANK, graft, without_blanks
 
 T, F = True, False
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from specdec import SamplingParams
-from specdec.attention.graft import MOST_FORCED
+from specdec.attention.trees.forced_tokens import MOST_FORCED
 from specdec.errors import ConfigError
-from specdec.text import grammar
-from specdec.text.grammar import Grammars, make_masks, tree_masks
+from specdec.sampling.grammars import grammar
+from specdec.sampling.grammars.grammar import Grammars, make_masks, tree_masks
 
 EOS = 256  # of byte_tokenizer
 WIDE = 300  # a head wider than the tokenizer, and no multiple of 32

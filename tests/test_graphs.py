@@ -15,7 +15,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.torch_backend import TorchBackend
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import ConfigError, FrozenKVError
-from specdec.rounds.graphs import batch_sizes, length_bucket
+from specdec.runtime.rounds.captured_rounds import batch_sizes, length_bucket
 
 TREE = SpecConfig(3, 2, 6)
 SHORT_POOLS = {"page_size": 4, "full_slots": 88, "swa_slots": 88}
@@ -114,7 +114,7 @@ def test_graphs_give_the_same_tokens_on_a_small_model(small_engine) -> None:
 def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant, monkeypatch) -> None:
     """Tables, attention, tree selection and the accept walk as interpreted kernels on the tape."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("specdec.rounds.chunks.NARROWEST", 4)  # the interpreter is slow
+    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.NARROWEST", 4)  # the interpreter is slow
     assistant = make_assistant(make_target("gemma4-e2b"))
     outputs = []
     for on in (True, False):
@@ -143,7 +143,7 @@ def test_prompts_are_captured_too(drafter, small_engine, make_target, make_assis
 @pytest.mark.parametrize(("most", "shapes"), [(32, {(1, 16), (2, 16)}), (23, {(1, 16)}), (15, set())])
 def test_prompts_of_many_tokens_are_read_as_they_are(small_engine, monkeypatch, most, shapes) -> None:
     """16 positions a row, so two rows are apart where one alone can be captured."""
-    monkeypatch.setattr("specdec.rounds.chunks.MOST_POSITIONS", most)
+    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MOST_POSITIONS", most)
     asked = requests(6, seed=7)
     engine = small_engine()
     assert serve(engine, *asked) == serve(small_engine(on=False), *asked)

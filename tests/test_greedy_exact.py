@@ -9,7 +9,7 @@ import pytest
 
 from specdec import SamplingParams
 from specdec.errors import CapacityError
-from specdec.scheduling.scheduler import slots_needed
+from specdec.runtime.scheduler import slots_needed
 
 from marks import pairs, quick, slow
 from tiny_models import FAMILIES, FAST_FAMILIES, GEMMA4_FAMILIES

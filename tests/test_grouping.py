@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.rounds.chunks import NEW_SHAPE, UNCAPTURED, ChunkGraphs, ChunkShape
-from specdec.rounds.grouping import WORTH_A_FORWARD, group_chunks, padded_size
+from specdec.runtime.rounds.captured_prompts import NEW_SHAPE, UNCAPTURED, ChunkGraphs, ChunkShape
+from specdec.runtime.rounds.grouping import WORTH_A_FORWARD, group_chunks, padded_size
 
 
 def captured_size(*known):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from specdec import SamplingParams
-from specdec.kvcache.paged import PagedAllocator
-from specdec.scheduling.health import ENOUGH_DRAFTS, PoolUse
+from specdec.kvcache.page_pool import PagedAllocator
+from specdec.runtime.engine_stats import ENOUGH_DRAFTS, PoolUse
 
 NEW = 12
 

@@ -12,11 +12,12 @@ import pytest
 
 from specdec import Engine, EngineConfig
 from specdec.errors import ConfigError
-from specdec.serving import bodies, chat, events
-from specdec.serving.bodies import MAX_CONTAINERS, MAX_DEPTH, parse, require_shape, shape_of
-from specdec.serving.faults import ApiError
-from specdec.serving.protocol import ChatRequest, CompletionRequest
-from specdec.serving.settings import ServeSettings
+from specdec.serving.http import bodies, events
+from specdec.serving.http.bodies import MAX_CONTAINERS, MAX_DEPTH, parse, require_shape, shape_of
+from specdec.serving.http.faults import ApiError
+from specdec.serving.openai import chat_completions as chat
+from specdec.serving.openai.protocol import ChatRequest, CompletionRequest
+from specdec.serving.server_settings import ServeSettings
 from specdec.text.token_bytes import token_bytes
 
 from served_engine import served, until

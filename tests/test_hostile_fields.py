@@ -6,10 +6,10 @@ import pytest
 
 from specdec import SamplingParams
 from specdec.errors import ConfigError, QueueFullError
+from specdec.sampling.grammars.grammar import Place
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.fair_pool import CLIENT
-from specdec.serving.faults import as_api_error
-from specdec.text.grammar import Place
+from specdec.serving.http.faults import as_api_error
 from specdec.text.stop_bounds import MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS
 
 

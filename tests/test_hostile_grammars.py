@@ -10,9 +10,9 @@ from hostile_grammars import HOSTILE, chained, far_patterns, nested
 
 from specdec import SamplingParams
 from specdec.errors import ConfigError
-from specdec.text import grammar, grammar_trial
-from specdec.text.grammar import Grammars
-from specdec.text.grammar_bounds import is_plain, require_bounded
+from specdec.sampling.grammars import grammar, grammar_trial
+from specdec.sampling.grammars.grammar import Grammars
+from specdec.sampling.grammars.grammar_bounds import is_plain, require_bounded
 
 EOS = 256  # of byte_tokenizer
 STEPS = 6

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from specdec.errors import DoubleFreeError, OutOfSlotsError
-from specdec.kvcache.hybrid import HybridAllocator
+from specdec.kvcache.allocator import HybridAllocator
+from specdec.kvcache.index_spaces import FullLoc, Space
 from specdec.kvcache.layout import KVLayout, LayerSpec
-from specdec.kvcache.spaces import FullLoc, Space
 
 from snapshots import contents
 

@@ -11,14 +11,14 @@ import torch
 
 from specdec import SamplingParams
 from specdec.errors import DoubleFreeError
-from specdec.kvcache.hybrid import HybridAllocator
-from specdec.kvcache.mirror import MirroredArray, flush
+from specdec.gpu.mirrored_array import MirroredArray, flush
+from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.table import RequestTable
-from specdec.request import Request, RequestState
-from specdec.rounds.sampling import SamplingTable
-from specdec.scheduling.prefixes import Prefixes
-from specdec.scheduling.scheduler import Scheduler
+from specdec.runtime.prefixes import Prefixes
+from specdec.runtime.request import Request, RequestState
+from specdec.runtime.scheduler import Scheduler
+from specdec.sampling.sampling_table import SamplingTable
 from specdec.text.detokenize import Detokenizer
 
 from snapshots import contents

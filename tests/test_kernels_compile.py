@@ -22,8 +22,8 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 FOLDERS = {"attention": "specdec.attention", "kvcache": "specdec.kvcache", "draft_models": "specdec.draft_models"}
 NOT_ON_NVIDIA = {  # where there is no library of CUDA
-    "specdec.layers.softcap._tanh": None,
-    "specdec.layers.softcap.capped": "b_tanh = _tanh(b_y)",
+    "specdec.sampling.softcap._tanh": None,
+    "specdec.sampling.softcap.capped": "b_tanh = _tanh(b_y)",
 }
 SEEDED = {"__main__.defective_kernel", "__main__.greedy_kernel"}
 
@@ -71,7 +71,7 @@ def test_every_kernel_compiles_and_fits(report: Report):
 
 def test_every_jitted_function_is_compiled(report: Report):
     assert len(jitted()) > 60
-    assert sorted(set(jitted()) - set(report["statements"])) == ["specdec.layers.softcap._tanh"]
+    assert sorted(set(jitted()) - set(report["statements"])) == ["specdec.sampling.softcap._tanh"]
 
 
 def test_every_statement_of_a_kernel_is_compiled(report: Report):

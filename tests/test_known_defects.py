@@ -15,12 +15,12 @@ from tape import record
 
 import specdec.engine
 from specdec import DraftTree, Engine, SamplingParams, SpecConfig
+from specdec.attention.dense import VisibleKeys
 from specdec.attention.plan import KVPlan, Located
-from specdec.attention.reference import VisibleKeys
 from specdec.attention.torch_backend import SlotTables, TorchBackend
 from specdec.draft_models.base import DraftBatch
 from specdec.errors import LocationError
-from specdec.kvcache.spaces import FullLoc, SlotTable, Space, SwaLoc
+from specdec.kvcache.index_spaces import FullLoc, SlotTable, Space, SwaLoc
 
 NEW = 12
 LENGTHS = (1, 33, 7, 21, 2, 40, 13, 26, 18, 5)

@@ -6,8 +6,8 @@ import pytest
 import transformers
 
 from specdec.errors import UnsupportedModelError
+from specdec.kvcache.index_spaces import Space
 from specdec.kvcache.layout import KVLayout, layout_from_config
-from specdec.kvcache.spaces import Space
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 32, "num_attention_heads": 4, "bos_token_id": 0}

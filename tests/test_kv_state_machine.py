@@ -16,12 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kv_rig import KVRig
 
 from specdec.attention.plan import KVPlan
-from specdec.attention.tree import DraftTree
+from specdec.attention.trees.tree import DraftTree
 from specdec.errors import FrozenKVError, KVStateError, OutOfSlotsError
 from specdec.kvcache.frozen import KVView
+from specdec.kvcache.index_spaces import FullLoc, Space
 from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.prefix_cache import PrefixCache
-from specdec.kvcache.spaces import FullLoc, Space
 from specdec.kvcache.table import Move
 
 from snapshots import kv_contents

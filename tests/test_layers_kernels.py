@@ -8,7 +8,7 @@ import torch
 import triton
 from torch.nn import functional as F
 
-from specdec.kvcache.spaces import FullLoc
+from specdec.kvcache.index_spaces import FullLoc
 from specdec.layers import linear as linear_module
 from specdec.layers import tiling
 from specdec.layers.branches import fork_norm, join_norm, reference_fork_norm, reference_join_norm
@@ -25,7 +25,12 @@ from specdec.layers.linear import (
     vendor_linear,
 )
 from specdec.layers.norm import Gain, norm, reference_norm
-from specdec.layers.ple import gated_projection, layer_inputs, reference_gated_projection, reference_layer_inputs
+from specdec.layers.per_layer_embedding import (
+    gated_projection,
+    layer_inputs,
+    reference_gated_projection,
+    reference_layer_inputs,
+)
 from specdec.layers.rope_store import Destination, Heads, reference_rope_store, rope_store
 from specdec.layers.rotary import Rotary, reference_rotary, rotary
 from specdec.layers.tiling import Cut, Tiles, balanced_rows, choose_cut

@@ -7,12 +7,12 @@ import triton.language as tl
 from torch import nn
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextScaledWordEmbedding
 
-from specdec.layers import softcap as softcap_module
 from specdec.layers.decoder import FusedEmbedding
 from specdec.layers.embedding import embed, reference_embed
 from specdec.layers.fuse import fuse_embedding
 from specdec.layers.operations import KERNELS, REFERENCE
-from specdec.layers.softcap import _cheap_tanh, reference_softcap, softcap
+from specdec.sampling import softcap as softcap_module
+from specdec.sampling.softcap import _cheap_tanh, reference_softcap, softcap
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)  # the interpreter cuts off where a GPU rounds

@@ -13,12 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig, SamplingParams
-from specdec.cli import app
+from specdec.cli.app import app
 from specdec.errors import ConfigError, SpecDecError
-from specdec.evaluation.data import Problem, read_prompts
-from specdec.evaluation.serving.client import Answer, Asking, Chunk, Client, Fault, error_message
-from specdec.evaluation.serving.events import events
-from specdec.evaluation.serving.figures import (
+from specdec.evaluation.load_test.figures import (
     Counted,
     Gap,
     Spread,
@@ -29,12 +26,15 @@ from specdec.evaluation.serving.figures import (
     token_gaps,
     tokens_of_chunks,
 )
-from specdec.evaluation.serving.load import run_load
-from specdec.evaluation.serving.pace import Pace
-from specdec.evaluation.serving.report import make_report, markdown_tables
-from specdec.evaluation.serving.server import Acceptance, Server, read_acceptance
+from specdec.evaluation.load_test.load import run_load
+from specdec.evaluation.load_test.load_client import Answer, Asking, Chunk, Client, Fault, error_message
+from specdec.evaluation.load_test.load_report import make_report, markdown_tables
+from specdec.evaluation.load_test.pace import Pace
+from specdec.evaluation.load_test.sse import events
+from specdec.evaluation.load_test.started_server import Acceptance, Server, read_acceptance
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.progress import Interrupted
+from specdec.text.prompt_files import Problem, read_prompts
 
 from openai_stand_in import CUT, answer, chunk, event, head, stand_in, usage
 from served_engine import served
@@ -519,5 +519,5 @@ def test_mistakes_are_one_sentence(args, says):
 
 
 def test_without_httpx_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("specdec.evaluation.serving.server.find_spec", lambda name: None)
+    monkeypatch.setattr("specdec.evaluation.load_test.started_server.find_spec", lambda name: None)
     assert shell("--serve", "http://h").stderr == "specdec: --serve needs httpx: pip install 'specdec-runtime[serve]'\n"

@@ -9,10 +9,10 @@ import torch
 from capturable import capturable
 
 from specdec import DraftTree, SamplingParams
-from specdec.attention.graft import graft, without_blanks
-from specdec.rounds.first_level import FirstLevel
-from specdec.rounds.kernel_sampling import KernelSampling
-from specdec.rounds.sampling import (
+from specdec.attention.trees.forced_tokens import graft, without_blanks
+from specdec.sampling.first_level import FirstLevel
+from specdec.sampling.kernel_sampling import KernelSampling
+from specdec.sampling.sampling_table import (
     Past,
     SamplingBatch,
     SamplingTable,

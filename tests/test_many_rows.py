@@ -9,15 +9,15 @@ import torch
 
 from specdec import SamplingParams
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
-from specdec.kvcache.hybrid import HybridAllocator
-from specdec.kvcache.mirror import MirroredArray
-from specdec.kvcache.paged import PagedAllocator
+from specdec.gpu.mirrored_array import MirroredArray
+from specdec.kvcache.allocator import HybridAllocator
+from specdec.kvcache.page_pool import PagedAllocator
 from specdec.kvcache.table import RequestTable
-from specdec.request import Request, RequestState
-from specdec.rounds.result import RoundResult
-from specdec.rounds.sampling import SamplingTable, Uses
-from specdec.scheduling.scheduler import Scheduler
-from specdec.scheduling.settle import settle_round
+from specdec.runtime.request import Request, RequestState
+from specdec.runtime.rounds.result import RoundResult
+from specdec.runtime.scheduler import Scheduler
+from specdec.runtime.settling import settle_round
+from specdec.sampling.sampling_table import SamplingTable, Uses
 from specdec.text.detokenize import Detokenizer
 
 from snapshots import contents

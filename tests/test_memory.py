@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import specdec.memory
+import specdec.gpu.memory
 from specdec import Engine, EngineConfig
 from specdec.errors import CapacityError
-from specdec.memory import all_bytes, free_bytes
+from specdec.gpu.memory import all_bytes, free_bytes
 
 CPU = torch.device("cpu")
 GIB, MIB = 1 << 30, 1 << 20
@@ -30,7 +30,7 @@ def group(folder: Path, **files: object) -> None:
 
 @pytest.fixture
 def root(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(specdec.memory, "ROOT", tmp_path)
+    monkeypatch.setattr(specdec.gpu.memory, "ROOT", tmp_path)
     return tmp_path
 
 

@@ -7,7 +7,7 @@ from tape import record
 
 import specdec.engine
 from specdec import Engine, SamplingParams, SpecConfig
-from specdec.request import RequestState
+from specdec.runtime.request import RequestState
 
 from marks import slow
 from tiny_models import random_eagle3

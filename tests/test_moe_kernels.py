@@ -11,15 +11,16 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from specdec.kvcache.triton_shim import triton
+from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options
+from specdec.gpu.triton_shim import triton
 from specdec.layers.branches import Fork
-from specdec.layers.launch import TL_DTYPES, pdl_options
 from specdec.layers.linear import Mlp, finish, gated_linear, linear, reference_finish
-from specdec.layers.moe import beside, mixture
-from specdec.layers.moe.beside import mlp_and_experts, reference_mlp_and_experts
-from specdec.layers.moe.families import experts_of, router_of
-from specdec.layers.moe.kernels import list_kernel, pick_kernel
+from specdec.layers.moe import dense_and_moe as beside
+from specdec.layers.moe import mixture
+from specdec.layers.moe.dense_and_moe import mlp_and_experts, reference_mlp_and_experts
 from specdec.layers.moe.mixture import Experts, Router, Routing, reference_route, route
+from specdec.layers.moe.moe_families import experts_of, router_of
+from specdec.layers.moe.moe_kernels import list_kernel, pick_kernel
 from specdec.layers.norm import reference_rms_norm
 
 from marks import slow

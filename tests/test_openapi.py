@@ -10,9 +10,9 @@ from fastapi.testclient import TestClient
 from specdec import Engine, EngineConfig
 from specdec.serving.app import create_app
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.openapi import BOUNDS, OPERATIONS
-from specdec.serving.protocol import MAX_MESSAGES
-from specdec.serving.settings import ServeSettings
+from specdec.serving.http.openapi import BOUNDS, OPERATIONS
+from specdec.serving.openai.protocol import MAX_MESSAGES
+from specdec.serving.server_settings import ServeSettings
 
 KEY = {"Authorization": "Bearer k"}
 MESSAGES = [{"role": "user", "content": "Tom has 3 apples. How many?"}]

@@ -14,13 +14,13 @@ from server_process import ROOT
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
-from specdec.cli import app as shell
+from specdec.cli.app import app as shell
 from specdec.errors import CapacityError, ConfigError, QueueFullError
 from specdec.serving.fair_pool import CLIENT, FairPool
-from specdec.serving.key_file import read_key_file
-from specdec.serving.limits import ClientLimits, ClientRates
+from specdec.serving.http.key_file import read_key_file
+from specdec.serving.http.limits import ClientLimits, ClientRates
+from specdec.serving.http.middleware import Guard, RequestLog
 from specdec.serving.logs import JsonFormatter, NonBlockingHandler
-from specdec.serving.middleware import Guard, RequestLog
 from specdec.serving.text_bound import TextBound
 
 from served_engine import until
@@ -294,7 +294,7 @@ import httpx
 from specdec import Engine, EngineConfig
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.server import listen, run_app, address
-from specdec.serving.settings import ServeSettings
+from specdec.serving.server_settings import ServeSettings
 
 class Broken(BaseException): pass
 
@@ -356,9 +356,9 @@ def test_an_engine_that_dies_or_only_fails_ends_the_process_and_one_that_hangs_i
 
 
 def test_an_open_address_without_a_key_is_a_warning(caplog):
-    from specdec.commands.serve import _warn_of_open_doors
+    from specdec.cli.serve import _warn_of_open_doors
     from specdec.serving.server import listen
-    from specdec.serving.settings import ServeSettings
+    from specdec.serving.server_settings import ServeSettings
 
     with listen("0.0.0.0", 0) as bound, caplog.at_level(logging.WARNING):
         _warn_of_open_doors(ServeSettings(["m"], api_keys=["k"], cors_origins=["*"]), bound)

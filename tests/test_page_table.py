@@ -6,14 +6,14 @@ import torch
 import triton
 from kv_rig import KVRig
 
-from specdec.attention import page_table as page_table_module
-from specdec.attention.node_rows import NodeRows, build_node_rows, reference_build_node_rows
-from specdec.attention.page_table import PageTables, build_page_tables, reference_build_page_tables
-from specdec.attention.tree import DraftTree
+from specdec.attention.kernels import page_table as page_table_module
+from specdec.attention.kernels.node_rows import NodeRows, build_node_rows, reference_build_node_rows
+from specdec.attention.kernels.page_table import PageTables, build_page_tables, reference_build_page_tables
+from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.layout import KVLayout, LayerSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PARENTS = [-1, 0, 0, 1, 3]  # the tree in attention/tree.py: a fork at the root, then a chain
+PARENTS = [-1, 0, 0, 1, 3]  # the tree in attention/trees/tree.py: a fork at the root, then a chain
 DEPTH = [0, 1, 1, 2, 3]
 
 pytestmark = pytest.mark.usefixtures("poison_empty")
@@ -25,8 +25,8 @@ def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         kernel = page_table_module._page_tables_kernel
         assert not isinstance(kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
-    monkeypatch.setattr("specdec.attention.page_table.BLOCK", 8)  # several programs for small tables
-    monkeypatch.setattr("specdec.attention.node_rows.BLOCK", 8)
+    monkeypatch.setattr("specdec.attention.kernels.page_table.BLOCK", 8)  # several programs for small tables
+    monkeypatch.setattr("specdec.attention.kernels.node_rows.BLOCK", 8)
 
 
 def long(values: object) -> torch.Tensor:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from specdec.errors import DoubleFreeError, OutOfSlotsError
-from specdec.kvcache.paged import PagedAllocator
+from specdec.kvcache.page_pool import PagedAllocator
 
 from snapshots import contents
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 import triton
 
-from specdec.attention import paged_attention_kernels as kernels
-from specdec.attention.paged_attention import (
+from specdec.attention.kernels import paged_attention_kernels as kernels
+from specdec.attention.kernels.paged_attention import (
     Tiles,
     choose_tiles,
     fit_tiles,
     paged_attention,
     reference_paged_attention,
 )
-from specdec.attention.tree import DraftTree
+from specdec.attention.trees.tree import DraftTree
 
 from marks import quick
 

@@ -11,21 +11,21 @@ import torch
 from typer.testing import CliRunner
 
 from specdec import SamplingParams, SpecConfig
-from specdec.cli import app
-from specdec.commands import phases as command
+from specdec.cli import phases as command
+from specdec.cli.app import app
 from specdec.errors import CapacityError, ConfigError
 from specdec.evaluation.conditions import conditions
-from specdec.evaluation.phases import run as run_module
-from specdec.evaluation.phases.floor import StepBytes, read_bandwidth
+from specdec.evaluation.phases import phase_run as run_module
+from specdec.evaluation.phases.memory_floor import StepBytes, read_bandwidth
 from specdec.evaluation.phases.parity import Parity, check_parity, output_gaps
-from specdec.evaluation.phases.peers import Peer, peers_for
-from specdec.evaluation.phases.report import Cell, PhaseReport, Spread, table
-from specdec.evaluation.phases.rounds import drive, gaps_between_stamps, idle_within, most_new_tokens, round_time
-from specdec.evaluation.phases.run import Plan, Subject, run_phases
-from specdec.models.loading import load_any_drafter
+from specdec.evaluation.phases.phase_peers import Peer, peers_for
+from specdec.evaluation.phases.phase_report import Cell, PhaseReport, Spread, table
+from specdec.evaluation.phases.phase_run import Plan, Subject, run_phases
+from specdec.evaluation.phases.timed_rounds import drive, gaps_between_stamps, idle_within, most_new_tokens, round_time
+from specdec.loading import load_any_drafter
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted
-from specdec.rounds.result import RoundResult
+from specdec.runtime.rounds.result import RoundResult
 
 runner = CliRunner()
 SMALL = ("--layers", "2", "--shrink", "16", "--device", "cpu")
@@ -371,7 +371,7 @@ def test_mistakes_are_one_sentence(words, says, tmp_path, monkeypatch):
 
 
 def test_a_shape_that_does_not_fit_says_so_before_it_is_made(monkeypatch):
-    monkeypatch.setattr("specdec.evaluation.phases.weights.free_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr("specdec.evaluation.phases.random_weights.free_bytes", lambda device: 1 << 30)
     result = bench("--shape", "gemma4-31b", "--device", "cpu")
     assert result.exit_code == 2
     assert "gemma4-31b takes 124.7 GB of weights in float32 and 1.1 GB are free on cpu" in result.stderr

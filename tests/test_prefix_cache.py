@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specdec.errors import OutOfSlotsError
-from specdec.kvcache.hybrid import HybridAllocator
+from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.table import RequestTable
 

@@ -15,8 +15,8 @@ from tape import record
 import specdec.engine
 from specdec import Engine, SamplingParams, SpecConfig
 from specdec.errors import ConfigError
-from specdec.kvcache.spaces import Space
-from specdec.scheduling.scheduler import slots_needed
+from specdec.kvcache.index_spaces import Space
+from specdec.runtime.scheduler import slots_needed
 
 from marks import slow
 from tiny_models import random_eagle3

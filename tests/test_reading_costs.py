@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from specdec import SamplingParams
-from specdec.handle import Handle
-from specdec.request import Request
+from specdec.runtime.handle import Handle
+from specdec.runtime.request import Request
 from specdec.serving.async_engine import AsyncEngine
 from specdec.text.detokenize import Detokenizer
 

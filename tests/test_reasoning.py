@@ -6,9 +6,9 @@ import pytest
 from test_reply import deltas_of
 
 from specdec.errors import ConfigError
-from specdec.serving.reasoning import REASONING, ReasoningReader, opened_by, reasoning_format
-from specdec.serving.reply import Reply, Wanted
-from specdec.serving.tools import PARSERS
+from specdec.serving.openai.reply import Reply, Wanted
+from specdec.serving.tools.reasoning import REASONING, ReasoningReader, opened_by, reasoning_format
+from specdec.serving.tools.tool_parsers import PARSERS
 
 CASES = {
     # format, opened by the prompt, text -> thought, answer

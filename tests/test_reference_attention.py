@@ -11,11 +11,11 @@ import pytest
 import torch
 from kv_rig import KVRig
 
+from specdec.attention.dense import VisibleKeys, own_keys, reference_attention
 from specdec.attention.plan import KVPlan
-from specdec.attention.reference import VisibleKeys, own_keys, reference_attention
-from specdec.attention.tree import DraftTree
+from specdec.attention.trees.tree import DraftTree
+from specdec.kvcache.index_spaces import FullLoc, SlotTable, Space
 from specdec.kvcache.layout import KVLayout, LayerSpec
-from specdec.kvcache.spaces import FullLoc, SlotTable, Space
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS
 
 NODES = 6
@@ -239,7 +239,7 @@ def test_frozen_queries_do_not_see_each_other_or_the_lookahead():
 
 @PAGE_SIZES
 def test_visible_keys_of_the_worked_tree(page_size: int):
-    """Three committed keys, the tree of attention/tree.py, a window of 3: node 4 at depth 3 no longer sees the root."""
+    """Three committed keys, the tree of attention/trees/tree.py, a window of 3: node 4 no longer sees the root."""
     scene = Scene([3], page_size=page_size, window=3)
     plan = scene.table.verify(scene.rows, tree_of([[-1, 0, 0, 1, 3]]))
     assert plan.positions.tolist() == [[3, 4, 4, 5, 6]]

@@ -13,13 +13,13 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from specdec import Engine, EngineConfig, SamplingParams
-from specdec.cli import app
+from specdec import Engine, EngineConfig, SamplingParams, loading
+from specdec.cli.app import app
 from specdec.draft_models import registry
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, naming_file
-from specdec.evaluation.files import write_file
+from specdec.evaluation.output_files import write_file
 from specdec.evaluation.transcripts import open_transcripts
-from specdec.models import hub, loading
+from specdec.models import hub
 from specdec.models.bundled import resolve_name
 
 SMALL = EngineConfig(max_batch_size=1, max_model_len=64)

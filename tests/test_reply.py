@@ -6,9 +6,9 @@ import random
 import pytest
 
 from specdec.errors import StoppingError
-from specdec.request import GenerationOutput, RequestStats, StreamDelta
-from specdec.serving.reply import Reply, Wanted
-from specdec.serving.tools import PARSERS
+from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
+from specdec.serving.openai.reply import Reply, Wanted
+from specdec.serving.tools.tool_parsers import PARSERS
 from specdec.text.detokenize import Detokenizer
 
 TEXT = 'I look. <tool_call>{"name": "f", "arguments": {"a": "é"}}</tool_call><tool_call>{"name": "g"}</tool_call>'

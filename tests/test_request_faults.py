@@ -8,8 +8,8 @@ from side_by_side import in_threads
 
 from specdec import SamplingParams
 from specdec.errors import ConfigError, RequestFailedError, SpecDecError
+from specdec.sampling.grammars import grammar
 from specdec.serving.async_engine import AsyncEngine
-from specdec.text import grammar
 
 NEW = 10
 PLAIN = SamplingParams(max_new_tokens=NEW, ignore_eos=True)

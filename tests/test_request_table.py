@@ -6,8 +6,8 @@ import torch
 from kv_rig import KVRig
 
 from specdec.errors import KVStateError, OutOfSlotsError
+from specdec.kvcache.index_spaces import FullLoc, Space
 from specdec.kvcache.layout import KVLayout, LayerSpec
-from specdec.kvcache.spaces import FullLoc, Space
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Move
 
 from marks import slow

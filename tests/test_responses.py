@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from specdec import Engine
-from specdec.serving.response_store import ResponseStore, Stored
+from specdec.serving.openai.response_store import ResponseStore, Stored
 
 from served_engine import served
 

@@ -11,17 +11,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.attention.graft import graft
 from specdec.attention.torch_backend import TorchBackend
+from specdec.attention.trees.forced_tokens import graft
+from specdec.gpu.stage_clock import StageClock
+from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
-from specdec.kvcache.hybrid import HybridAllocator
 from specdec.kvcache.table import Move, RequestTable, Rows
 from specdec.models.target import TargetModel
-from specdec.rounds.clock import StageClock
-from specdec.rounds.closing import Closing, closing, reference_closing
-from specdec.rounds.opening import opening, reference_opening
-from specdec.rounds.result import Packed, RoundShape
-from specdec.rounds.sampling import SamplingTable, Uses
+from specdec.runtime.rounds.closing import Closing, closing, reference_closing
+from specdec.runtime.rounds.opening import opening, reference_opening
+from specdec.runtime.rounds.result import Packed, RoundShape
+from specdec.sampling.sampling_table import SamplingTable, Uses
 
 from marks import quick
 from tiny_models import random_eagle3
@@ -233,7 +233,7 @@ def test_the_stamps_of_a_round_lie_behind_its_rows() -> None:
 @pytest.fixture
 def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines made from now on open, draw and close by kernels, in the interpreter."""
-    monkeypatch.setattr("specdec.rounds.round.runs_on_kernels", lambda backend, device: True)
+    monkeypatch.setattr("specdec.runtime.rounds.round.runs_on_kernels", lambda backend, device: True)
 
 
 VOCAB = 12
@@ -269,7 +269,9 @@ def test_rounds_on_kernels_give_the_text_of_torch(
     make = {None: lambda model: None, "ngram": lambda model: "ngram", "mtp": make_assistant, "eagle3": random_eagle3}
     outputs = []
     for attention in ("triton", "torch"):
-        monkeypatch.setattr("specdec.rounds.round.runs_on_kernels", lambda backend, device: backend.name == "triton")
+        monkeypatch.setattr(
+            "specdec.runtime.rounds.round.runs_on_kernels", lambda backend, device: backend.name == "triton"
+        )
         config = EngineConfig(attention=attention, page_size=page_size, max_batch_size=2, max_model_len=64, fused=False)
         bound = make[drafter](model)
         if drafter == "eagle3":

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from specdec import DraftTree, SamplingParams
-from specdec.kvcache.triton_shim import tl, triton
-from specdec.layers.sampling.noise import NOISE_ERROR, exact_noise, noise_bound, noise_stream, reference_noise
-from specdec.layers.sampling.sample import (
+from specdec.gpu.triton_shim import tl, triton
+from specdec.sampling.fused_sample import (
     DEFAULT_CUT,
     Cut,
     SampleParams,
@@ -24,10 +23,11 @@ from specdec.layers.sampling.sample import (
     reference_sample,
     sample,
 )
-from specdec.layers.sampling.seen import mark_seen, path_tokens, reference_mark_seen
-from specdec.layers.softcap import softcap
-from specdec.rounds.kernel_sampling import KernelSampling
-from specdec.rounds.sampling import Past, SamplingBatch, SamplingTable, Uses, gumbel_noise, seen_tokens
+from specdec.sampling.kernel_sampling import KernelSampling
+from specdec.sampling.noise import NOISE_ERROR, exact_noise, noise_bound, noise_stream, reference_noise
+from specdec.sampling.sampling_table import Past, SamplingBatch, SamplingTable, Uses, gumbel_noise, seen_tokens
+from specdec.sampling.seen_tokens import mark_seen, path_tokens, reference_mark_seen
+from specdec.sampling.softcap import softcap
 
 from marks import slow
 
@@ -222,7 +222,7 @@ def test_a_program_may_list_several_tiles(monkeypatch, poison_empty):
     positions = torch.arange(2 * len(params), device=DEVICE).view(-1, 2)
     fast, _ = batch_of(params)
     want = sample(logits, positions, fast, cut=CUTS["many tiles"]), best_tokens(logits, positions, fast, 3)
-    monkeypatch.setattr("specdec.layers.sampling.sample.COLLECTORS", 1)
+    monkeypatch.setattr("specdec.sampling.fused_sample.COLLECTORS", 1)
     got = sample(logits, positions, fast, cut=CUTS["many tiles"]), best_tokens(logits, positions, fast, 3)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1].tokens, want[1].tokens)
 

@@ -20,7 +20,7 @@ from transformers import (
 
 from specdec import DraftTree, SamplingParams
 from specdec.draft_models.base import StatelessDrafter
-from specdec.rounds.sampling import SamplingBatch, gumbel_noise, seen_tokens
+from specdec.sampling.sampling_table import SamplingBatch, gumbel_noise, seen_tokens
 
 from marks import quick
 

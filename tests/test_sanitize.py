@@ -11,10 +11,10 @@ from kv_rig import KVRig
 from specdec import SamplingParams
 from specdec.attention.checked_backend import CheckedBackend, sanitized
 from specdec.attention.plan import KVPlan
-from specdec.attention.tree import DraftTree
+from specdec.attention.trees.tree import DraftTree
 from specdec.errors import LocationError
+from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
 from specdec.kvcache.layout import KVLayout, LayerSpec
-from specdec.kvcache.spaces import FullLoc, Space, SwaLoc
 
 WINDOW, NODES, PAGES = 4, 3, 24
 SLIDING_LAYER, FULL_LAYER = 0, 1

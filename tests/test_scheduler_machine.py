@@ -28,16 +28,16 @@ from kv_rig import KVRig
 
 from specdec import SamplingParams
 from specdec.attention.plan import KVPlan
-from specdec.attention.tree import DraftTree
+from specdec.attention.trees.tree import DraftTree
 from specdec.errors import CapacityError, KVStateError
+from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.layout import KVLayout, LayerSpec
-from specdec.kvcache.mirror import IntArray
 from specdec.kvcache.table import RequestTable
-from specdec.request import Request, RequestState
-from specdec.scheduling import scheduler
-from specdec.scheduling.prefixes import WORTH_WAITING, Prefixes
-from specdec.scheduling.scheduler import Scheduler, rank
-from specdec.scheduling.settle import commit_chunks
+from specdec.runtime import scheduler
+from specdec.runtime.prefixes import WORTH_WAITING, Prefixes
+from specdec.runtime.request import Request, RequestState
+from specdec.runtime.scheduler import Scheduler, rank
+from specdec.runtime.settling import commit_chunks
 from specdec.text.detokenize import Detokenizer
 
 from marks import slow

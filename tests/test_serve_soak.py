@@ -22,9 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_process import ServerProcess, running_server
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.evaluation.data import read_prompts
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.serving.async_engine import Streams
+from specdec.text.prompt_files import read_prompts
 
 from http_crowd import Crowd, Job, Probe
 from served_engine import served

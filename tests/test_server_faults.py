@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from specdec import Engine, EngineConfig, SamplingParams
-from specdec.text import grammar
+from specdec.sampling.grammars import grammar
 
 from served_engine import served, until
 

@@ -15,7 +15,7 @@ import pytest
 from server_process import STOP_SECONDS, ServerProcess, running_server
 from typer.testing import CliRunner
 
-from specdec.cli import app
+from specdec.cli.app import app
 
 from served_engine import until
 
@@ -320,7 +320,7 @@ def test_a_port_that_is_taken_is_one_sentence_before_anything_is_loaded():
 @pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client"])
 def test_without_the_extra_one_sentence_says_what_to_install(missing):
     argv = "sys.argv[1:] = ['serve']"
-    program = f"import sys; sys.modules[{missing!r}] = None; {argv}; from specdec.cli import main; main()"
+    program = f"import sys; sys.modules[{missing!r}] = None; {argv}; from specdec.cli.app import main; main()"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 2
     assert run.stderr == (

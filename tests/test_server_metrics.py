@@ -9,7 +9,7 @@ from test_captures import GREEDY, WeighedTape
 
 import specdec.engine
 from specdec import Engine
-from specdec.rounds.captures import CaptureUse
+from specdec.gpu.captures import CaptureUse
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.metrics import Metrics
 

@@ -5,11 +5,11 @@ import pytest
 from server_process import running_server
 from starlette.testclient import TestClient
 
-from specdec.request import RequestStats
-from specdec.scheduling.health import EngineStats, PoolUse
+from specdec.runtime.engine_stats import EngineStats, PoolUse
+from specdec.runtime.request import RequestStats
 from specdec.serving import tracing
 from specdec.serving.metrics import Snapshot
-from specdec.serving.report import said
+from specdec.serving.status_report import said
 
 from served_engine import until
 

@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from specdec import Engine, EngineConfig, SamplingParams
-from specdec.request import TokenLogprob
-from specdec.serving.prompt_logprobs import echoed_logprobs, text_offsets, vllm_prompt_logprobs
+from specdec.runtime.request import TokenLogprob
+from specdec.serving.openai.prompt_logprobs import echoed_logprobs, text_offsets, vllm_prompt_logprobs
 
 from served_engine import served
 

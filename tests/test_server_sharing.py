@@ -9,12 +9,12 @@ import pytest
 from fastapi.testclient import TestClient
 
 from specdec import Engine, EngineConfig, SamplingParams
-from specdec.cli import app as shell
+from specdec.cli.app import app as shell
 from specdec.config import MAX_PRIORITY
 from specdec.errors import ConfigError
 from specdec.serving.app import create_app
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.settings import ServeSettings
+from specdec.serving.server_settings import ServeSettings
 
 SECRET = "My account is 5521-8846-9017 and its PIN is "
 PIN = "4071"

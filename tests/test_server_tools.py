@@ -10,9 +10,9 @@ import openai
 import pytest
 from server_process import running_server
 
-from specdec.serving.faults import ApiError
-from specdec.serving.protocol import ChatRequest
-from specdec.serving.tool_choice import ToolChoice
+from specdec.serving.http.faults import ApiError
+from specdec.serving.openai.protocol import ChatRequest
+from specdec.serving.tools.tool_choice import ToolChoice
 
 ADD = {
     "type": "object",

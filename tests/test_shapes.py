@@ -5,10 +5,16 @@ import torch
 from transformers import Gemma4TextConfig, GptOssConfig, LlamaConfig
 
 from specdec.errors import CapacityError, ConfigError
-from specdec.evaluation.phases import weights
-from specdec.evaluation.phases.floor import expected_experts, read_bandwidth, step_bytes
-from specdec.evaluation.phases.weights import count_parameters, make_drafter, make_target, randomise, require_room
-from specdec.evaluation.shapes import SHAPES, Shrink, find_shape
+from specdec.evaluation.model_shapes import SHAPES, Shrink, find_shape
+from specdec.evaluation.phases import random_weights as weights
+from specdec.evaluation.phases.memory_floor import expected_experts, read_bandwidth, step_bytes
+from specdec.evaluation.phases.random_weights import (
+    count_parameters,
+    make_drafter,
+    make_target,
+    randomise,
+    require_room,
+)
 from specdec.models.target import TargetModel
 
 from marks import slow

@@ -5,9 +5,9 @@ import torch
 import triton
 
 from specdec.kvcache import move_kv as move_module
+from specdec.kvcache.index_spaces import FullLoc
 from specdec.kvcache.move_kv import StoreAddresses, move_kv, reference_move_kv
-from specdec.kvcache.spaces import FullLoc
-from specdec.kvcache.store_kv import reference_store_kv, store_kv
+from specdec.kvcache.write_kv import reference_store_kv, store_kv
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -13,11 +13,11 @@ import torch
 
 from specdec import Engine, SamplingParams, SpecConfig
 from specdec.errors import ConfigError
-from specdec.stop_strings import StopStrings, cut, find_first
-from specdec.text import token_rules
+from specdec.sampling.grammars import token_rules
+from specdec.sampling.grammars.grammar import tree_masks
+from specdec.sampling.grammars.grammar_bounds import ONE_LINE, is_plain
 from specdec.text.detokenize import Detokenizer
-from specdec.text.grammar import tree_masks
-from specdec.text.grammar_bounds import ONE_LINE, is_plain
+from specdec.text.stop_strings import StopStrings, cut, find_first
 
 from marks import quick
 from tiny_models import random_eagle3
@@ -134,7 +134,7 @@ def test_after_min_tokens_a_request_waits_for_no_masks(engine_of, prompts, monke
         seen.append(len(trees))
         return tree_masks(trees)
 
-    monkeypatch.setattr("specdec.rounds.launch.tree_masks", spied)
+    monkeypatch.setattr("specdec.runtime.rounds.launcher.tree_masks", spied)
     engine = engine_of("mtp")
     [out] = engine.generate([prompts[0]], SamplingParams(max_new_tokens=40, min_tokens=4, logit_bias={EOS: -100.0}))
     assert len(out.token_ids) == 40

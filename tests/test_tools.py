@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from specdec import SpecDecError
-from specdec.request import GenerationOutput, RequestStats, StreamDelta
-from specdec.serving.tools import PARSERS, ContentPiece, ToolCallPiece, ToolReader, tool_parser_for
+from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
+from specdec.serving.tools.tool_parsers import PARSERS, ContentPiece, ToolCallPiece, ToolReader, tool_parser_for
 from specdec.text.detokenize import Detokenizer
 
 

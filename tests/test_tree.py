@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.attention.tree import DraftTree
-from specdec.attention.tree_walk import reference_accept as accept
+from specdec.attention.trees.tree import DraftTree
+from specdec.attention.trees.walk import reference_accept as accept
 
 QUICK = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 
@@ -21,7 +21,7 @@ def long(rows: list[list[int]]) -> torch.Tensor:
 
 
 def worked() -> DraftTree:
-    """The tree in the docstring of attention/tree.py."""
+    """The tree in the docstring of attention/trees/tree.py."""
     return DraftTree.from_parents(long([[10, 11, 12, 13, 14]]), long([[-1, 0, 0, 1, 3]]))
 
 

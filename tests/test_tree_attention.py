@@ -13,10 +13,10 @@ import pytest
 import torch
 import triton
 
-from specdec.attention import tree_attention_kernels as kernels
 from specdec.attention.deterministic_attention import deterministic_attention
-from specdec.attention.own_keys import ALIGN, own_keys, reference_own_keys
-from specdec.attention.tree_attention import (
+from specdec.attention.kernels import tree_attention_kernels as kernels
+from specdec.attention.kernels.own_keys import ALIGN, own_keys, reference_own_keys
+from specdec.attention.kernels.tree_attention import (
     Cut,
     RowTiles,
     choose_cut,

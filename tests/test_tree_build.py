@@ -8,11 +8,11 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.attention import tree_walk as tree_walk_module
 from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.tree import DraftTree
-from specdec.attention.tree_build import Growth, reference_select_nodes, reference_select_tree, select_tree
-from specdec.attention.tree_walk import accept, reference_accept, reference_tree_fields, tree_fields
+from specdec.attention.trees import walk as tree_walk_module
+from specdec.attention.trees.growth import Growth, reference_select_nodes, reference_select_tree, select_tree
+from specdec.attention.trees.tree import DraftTree
+from specdec.attention.trees.walk import accept, reference_accept, reference_tree_fields, tree_fields
 from specdec.attention.triton_backend import TritonBackend
 
 from marks import slow
@@ -64,7 +64,7 @@ def naive_best_first(scores: list[float], parents: list[int], num_nodes: int) ->
 
 
 def test_select_by_eye():
-    """The example in the docstring of attention/tree_build.py."""
+    """The example in the docstring of attention/trees/growth.py."""
     grown = select_tree(
         long([9]),
         long([[10, 11, 12, 13, 14, 15]]),
@@ -241,7 +241,7 @@ def test_a_tree_of_more_nodes_than_an_integer_has_bits(poison_empty: None):
 
 
 def test_walk_by_eye(poison_empty: None):
-    """The tree of attention/tree_walk.py, walked to the end, part of the way, and not at all."""
+    """The tree of attention/trees/walk.py, walked to the end, part of the way, and not at all."""
     tree = DraftTree.from_parents(long([[0, 1, 2, 3]] * 3), long([[-1, 0, 0, 1]] * 3))
     walk = accept(tree, long([[1, 3, 8, 9], [2, 3, 8, 9], [7, 3, 8, 9]]))
     assert walk.path.tolist() == [[0, 1, 3, 0], [0, 2, 0, 0], [0, 0, 0, 0]]

@@ -15,12 +15,17 @@ import torch
 import triton
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.attention import backend, page_table, paged_attention, reference, tree_build, tree_walk
+from specdec.attention import backend
+from specdec.attention import dense as reference
 from specdec.attention.backend import choose_backend
+from specdec.attention.kernels import page_table, paged_attention
 from specdec.attention.plan import plan_chunk, plan_frozen, plan_verify
+from specdec.attention.trees import growth as tree_build
+from specdec.attention.trees import walk as tree_walk
 from specdec.errors import ConfigError
-from specdec.kvcache import move_kv, store_kv
-from specdec.kvcache.spaces import Space
+from specdec.kvcache import move_kv
+from specdec.kvcache import write_kv as store_kv
+from specdec.kvcache.index_spaces import Space
 from specdec.models.target import TargetModel
 
 from marks import quick

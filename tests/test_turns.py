@@ -12,7 +12,7 @@ from side_by_side import in_threads
 from specdec import SamplingParams
 from specdec.errors import SpecDecError
 from specdec.layers.merge import Watch
-from specdec.turns import Turns
+from specdec.runtime.turns import Turns
 
 NEW = 6
 PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)

@@ -3,9 +3,9 @@
 import pytest
 from pydantic import ValidationError
 
-from specdec.serving.faults import invalid_body
-from specdec.serving.protocol import ChatRequest, CompletionRequest
-from specdec.serving.response_input import ResponsesRequest
+from specdec.serving.http.faults import invalid_body
+from specdec.serving.openai.protocol import ChatRequest, CompletionRequest
+from specdec.serving.openai.response_input import ResponsesRequest
 
 MESSAGES = [{"role": "user", "content": "x"}]
 CASES = {

@@ -19,13 +19,13 @@ import typer
 
 import specdec
 from specdec import errors
-from specdec.cli import app
-from specdec.commands.options import PairOptions
+from specdec.cli.app import app
+from specdec.cli.options import PairOptions
 from specdec.errors import SpecDecError
+from specdec.gpu.captures import CaptureUse
 from specdec.models.bundled import BUNDLED_DIR
-from specdec.request import StreamDelta, TokenLogprob
-from specdec.rounds.captures import CaptureUse
-from specdec.scheduling.health import EngineStats, PoolUse
+from specdec.runtime.engine_stats import EngineStats, PoolUse
+from specdec.runtime.request import StreamDelta, TokenLogprob
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 RETURNED = (StreamDelta, TokenLogprob, EngineStats, PoolUse, CaptureUse)

@@ -25,18 +25,18 @@ from gpu_attention import bandwidth
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from specdec.attention.bridge import AttentionCall
-from specdec.attention.paged_attention import paged_attention
-from specdec.attention.private_copy import ATTENTION_NAME, text_configs
+from specdec.attention.kernels.paged_attention import paged_attention
+from specdec.kvcache.index_spaces import FullLoc
 from specdec.kvcache.layout import layout_from_config
-from specdec.kvcache.spaces import FullLoc
 from specdec.layers.fuse import fuse
 from specdec.layers.linear import VENDOR_ROWS, finish, gated_linear, linear, reference_gated_linear
 from specdec.layers.norm import Gain, norm, reference_norm
 from specdec.layers.operations import FAST, KERNELS
-from specdec.layers.ple import gated_projection, reference_gated_projection
+from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
 from specdec.layers.rope_store import Destination, Heads, reference_rope_store, rope_store
 from specdec.layers.rotary import reference_rotary, rotary
 from specdec.layers.tiling import choose_cut
+from specdec.modules.private_copy import ATTENTION_NAME, text_configs
 
 BF16 = torch.bfloat16
 CONTEXT = 1024

@@ -14,10 +14,10 @@ from transformers.utils import logging as transformers_logging
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.evaluation.conditions import VERSIONS, hardware
 from specdec.evaluation.contest import engine_contestant, require_parity, take_turns
-from specdec.evaluation.data import read_prompts
-from specdec.evaluation.peers import plain_peer
-from specdec.models.loading import load_any_drafter
+from specdec.evaluation.transformers_peer import plain_peer
+from specdec.loading import load_any_drafter
 from specdec.progress import progress_bar
+from specdec.text.prompt_files import read_prompts
 
 CHAIN, TREE = SpecConfig(4), SpecConfig(4, 4, 16)
 

@@ -22,14 +22,14 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts, Gemma4
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 
 from specdec import SamplingParams
+from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample, reference_centroid_logits
 from specdec.layers.linear import finish, reference_finish
 from specdec.layers.moe import mixture
-from specdec.layers.moe.families import experts_of, router_of
 from specdec.layers.moe.mixture import Experts, Router, Routing, reference_apply_experts, reference_route, route
+from specdec.layers.moe.moe_families import experts_of, router_of
 from specdec.layers.norm import reference_rms_norm
-from specdec.layers.sampling.centroid import CentroidHead, centroid_best, centroid_sample, reference_centroid_logits
-from specdec.layers.sampling.sample import SampleParams, best_tokens, log_probs, sample
-from specdec.rounds.sampling import SamplingBatch
+from specdec.sampling.fused_sample import SampleParams, best_tokens, log_probs, sample
+from specdec.sampling.sampling_table import SamplingBatch
 
 VOCAB = 1000 if ON_CPU else 262_144
 ROWS = (1, 3) if ON_CPU else (1, 5, 8, 16, 40, 160)

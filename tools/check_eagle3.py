@@ -28,9 +28,9 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from specdec.draft_models.eagle3_config import TargetShape
-from specdec.draft_models.eagle3_format import read_head
-from specdec.draft_models.eagle3_model import Eagle3Head, embed_raw, load_head
+from specdec.draft_models.eagle3.checkpoint import read_head
+from specdec.draft_models.eagle3.head import Eagle3Head, embed_raw, load_head
+from specdec.draft_models.eagle3.head_config import TargetShape
 from specdec.errors import SpecDecError
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 32, 4, 2, 16, 48

@@ -21,8 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.attention import paged_attention as pa
-from specdec.attention import paged_attention_kernels as kernels
+from specdec.attention.kernels import paged_attention as pa
+from specdec.attention.kernels import paged_attention_kernels as kernels
 
 DTYPES = {"bf16": (torch.bfloat16, 1e-2), "fp16": (torch.float16, 2e-3), "fp32": (torch.float32, 2e-6)}
 

@@ -23,21 +23,21 @@ from typing import Any
 from gpu_setup import DEVICE, ON_CPU, Row, device_option, machine, require_device  # isort: skip - before triton
 import torch
 
-from specdec.attention.own_keys import own_keys
-from specdec.attention.paged_attention import paged_attention
-from specdec.attention.tree import DraftTree
-from specdec.attention.tree_attention import RowTiles, tree_attention
+from specdec.attention.kernels.own_keys import own_keys
+from specdec.attention.kernels.paged_attention import paged_attention
+from specdec.attention.kernels.tree_attention import RowTiles, tree_attention
+from specdec.attention.trees.tree import DraftTree
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import DraftBatch, StatelessDrafter
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.engine import Engine
-from specdec.evaluation.phases.weights import make_drafter, make_target
-from specdec.evaluation.shapes import Shrink, find_shape
+from specdec.evaluation.model_shapes import Shrink, find_shape
+from specdec.evaluation.phases.random_weights import make_drafter, make_target
 from specdec.layers.linear import finish, gated_linear, linear
 from specdec.layers.operations import FAST
 from specdec.layers.tiling import Tiles
 from specdec.models.target import TargetModel
-from specdec.request import GenerationOutput
+from specdec.runtime.request import GenerationOutput
 
 DTYPE = torch.float32 if ON_CPU else torch.bfloat16
 DIVISOR = 16 if ON_CPU else 1

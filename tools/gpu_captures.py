@@ -20,8 +20,8 @@ import torch
 import specdec.engine
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
-from specdec.evaluation.phases.weights import make_drafter, make_target
-from specdec.evaluation.shapes import SHAPES, Shrink
+from specdec.evaluation.model_shapes import SHAPES, Shrink
+from specdec.evaluation.phases.random_weights import make_drafter, make_target
 from specdec.layers.operations import choose_operations
 from specdec.models.bundled import resolve_name
 from specdec.models.target import TargetModel

@@ -21,7 +21,7 @@ from specdec.engine import Engine
 from specdec.kvcache.sanitize import SETTING as SANITIZE
 from specdec.layers.operations import choose_operations
 from specdec.models.target import TargetModel
-from specdec.scheduling.scheduler import slots_needed
+from specdec.runtime.scheduler import slots_needed
 
 sys.path.insert(0, str(ROOT / "tests"))
 from crowd import each_alone, make_crowd, require_empty, require_no_leak, serve_crowd, wrong_requests

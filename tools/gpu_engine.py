@@ -25,17 +25,17 @@ from transformers import (
     PreTrainedModel,
 )
 
-from specdec.attention.private_copy import text_configs
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.eagle3 import Eagle3Drafter
-from specdec.draft_models.eagle3_config import Eagle3Spec
-from specdec.draft_models.eagle3_model import Eagle3Head
+from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
+from specdec.draft_models.eagle3.head import Eagle3Head
+from specdec.draft_models.eagle3.head_config import Eagle3Spec
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.draft_models.registry import constructible_assistants
 from specdec.engine import Engine
 from specdec.layers.operations import Operations, choose_operations
 from specdec.models.target import TargetModel
+from specdec.modules.private_copy import text_configs
 
 VOCAB, WINDOW, TIE = 24, 16, 1e-3
 SLIDING, FULL = "sliding_attention", "full_attention"

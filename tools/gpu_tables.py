@@ -14,20 +14,20 @@ from gpu_setup import DEVICE, ON_CPU, Row, device_option, machine, require_devic
 import torch
 import triton
 
-from specdec.attention.node_rows import build_node_rows, reference_build_node_rows
-from specdec.attention.page_table import build_page_tables, reference_build_page_tables
+from specdec.attention.kernels.node_rows import build_node_rows, reference_build_node_rows
+from specdec.attention.kernels.page_table import build_page_tables, reference_build_page_tables
 from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.tree import DraftTree
-from specdec.attention.tree_build import reference_select_nodes, select_tree
-from specdec.attention.tree_walk import accept, reference_accept, reference_tree_fields, tree_fields
+from specdec.attention.trees.growth import reference_select_nodes, select_tree
+from specdec.attention.trees.tree import DraftTree
+from specdec.attention.trees.walk import accept, reference_accept, reference_tree_fields, tree_fields
+from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
-from specdec.kvcache.hybrid import HybridAllocator
+from specdec.kvcache.index_spaces import FullLoc
 from specdec.kvcache.move_kv import StoreAddresses, move_kv, reference_move_kv
-from specdec.kvcache.spaces import FullLoc
-from specdec.kvcache.store_kv import reference_store_kv, store_kv
 from specdec.kvcache.table import Move, RequestTable, Rows
-from specdec.rounds.closing import closing, reference_closing
-from specdec.rounds.opening import opening, reference_opening
+from specdec.kvcache.write_kv import reference_store_kv, store_kv
+from specdec.runtime.rounds.closing import closing, reference_closing
+from specdec.runtime.rounds.opening import opening, reference_opening
 
 BATCH, NODES, WINDOW, RETAIN = 8, 16, 1024, 1025
 CONTEXTS, PAGE_SIZES = (1024, 8192, 32768, 131072), (1, 16)

@@ -25,9 +25,9 @@ from gpu_setup import DEVICE, ON_CPU, Row, device_option, machine, require_devic
 import gpu_attention
 import torch
 
-from specdec.attention.own_keys import OwnKeys, own_keys
-from specdec.attention.paged_attention import paged_attention
-from specdec.attention.tree_attention import (
+from specdec.attention.kernels.own_keys import OwnKeys, own_keys
+from specdec.attention.kernels.paged_attention import paged_attention
+from specdec.attention.kernels.tree_attention import (
     RowTiles,
     choose_cut,
     fit_rows,

@@ -36,9 +36,9 @@ from urllib.parse import urlsplit
 import psutil
 
 from specdec.evaluation.conditions import conditions
-from specdec.evaluation.data import read_prompts
+from specdec.loading import pick_device
 from specdec.models.bundled import HELD_OUT_PROBLEMS
-from specdec.models.loading import pick_device
+from specdec.text.prompt_files import read_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from hostile_kinds import CHAT, KINDS, Attacker

@@ -31,16 +31,16 @@ import httpx
 import psutil
 
 from specdec import Engine, EngineConfig, SamplingParams
-from specdec.commands.settings import drafter_name, quiet_libraries
+from specdec.cli.settings import drafter_name, quiet_libraries
 from specdec.evaluation.conditions import conditions
-from specdec.evaluation.data import Problem, read_prompts
-from specdec.evaluation.serving.client import Asking
-from specdec.evaluation.serving.load import run_load
-from specdec.evaluation.serving.pace import Pace
-from specdec.evaluation.serving.server import Server
+from specdec.evaluation.load_test.load import run_load
+from specdec.evaluation.load_test.load_client import Asking
+from specdec.evaluation.load_test.pace import Pace
+from specdec.evaluation.load_test.started_server import Server
+from specdec.loading import pick_device
 from specdec.models.bundled import HELD_OUT_PROBLEMS
-from specdec.models.loading import pick_device
 from specdec.serving.async_engine import AsyncEngine
+from specdec.text.prompt_files import Problem, read_prompts
 
 GREETING = "specdec serve: "
 GENERATE, ASYNC, HTTP = "generate", "AsyncEngine", "HTTP"

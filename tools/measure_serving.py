@@ -48,13 +48,13 @@ def make_engine(options: argparse.Namespace, *, batch: int, max_len: int, drafte
     settings = EngineConfig(max_batch_size=batch, max_model_len=max_len, device=options.device, **config)
     if options.device == "cpu":
         torch.set_num_threads(1)
-        from specdec.models.loading import load_target
+        from specdec.loading import load_target
 
         model = load_target("tiny-gemma4", dtype=None, device=options.device, options={})
         model.config.max_position_embeddings = max(max_len, 4096)  # what it says beyond does not matter here
         return Engine.from_pretrained(model, drafter, tokenizer="tiny-gemma4", spec=SpecConfig(4), config=settings)
-    from specdec.evaluation.phases.weights import make_drafter, make_target
-    from specdec.evaluation.shapes import Shrink, find_shape
+    from specdec.evaluation.model_shapes import Shrink, find_shape
+    from specdec.evaluation.phases.random_weights import make_drafter, make_target
     from specdec.layers.operations import choose_operations
     from specdec.models.target import TargetModel
 
@@ -175,8 +175,8 @@ def first_token(engine: Any, prompts: Sequence[list[int]]) -> list[float]:
 
 
 def measure_throughput(options: argparse.Namespace) -> dict[str, float]:
-    from specdec.evaluation.data import read_prompts
     from specdec.models.bundled import HELD_OUT_PROBLEMS
+    from specdec.text.prompt_files import read_prompts
 
     figures = {}
     for batch in (64,) if options.device == "cpu" else (64, 128):

@@ -7,9 +7,9 @@ examples are of our own making, in the style of the data: a line a step, then `#
 from pathlib import Path
 
 from specdec.errors import ConfigError
-from specdec.evaluation.data import Problem, read_prompts
 from specdec.evaluation.scoring import final_number
 from specdec.models.bundled import BUNDLED_DIR, HELD_OUT_PROBLEMS
+from specdec.text.prompt_files import Problem, read_prompts
 
 EXEMPLARS = read_prompts(BUNDLED_DIR / "gsm8k_exemplars.jsonl")
 NEXT_PROBLEM = "Question:"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import ConfigError
-from specdec.evaluation.data import Problem, read_prompts
 from specdec.evaluation.gsm8k import load_problems
+from specdec.text.prompt_files import Problem, read_prompts
 from specdec.text.prompts import chat_ids
 
 MT_BENCH_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from specdec.errors import ConfigError, naming_file
-from specdec.evaluation.files import write_file
+from specdec.evaluation.output_files import write_file
 
 Record = dict[str, Any]
 """One turn of one problem: index, turn, parting (position and logit_margin, or None), and by run its text, token_ids,

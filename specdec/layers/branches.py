@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.kvcache.triton_shim import KEEP, tl, triton
-from specdec.layers.launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.linear import Product
 from specdec.layers.linear_kernels import sum_parts
 from specdec.layers.norm import Gain, reference_norm, reference_rms_norm, rms_norm, row_block, scale_row

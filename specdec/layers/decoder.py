@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from specdec.kvcache.store_kv import Destination
+from specdec.kvcache.write_kv import Destination
 from specdec.layers.linear import Mlp, Product
 from specdec.layers.moe.mixture import Experts, Router
 from specdec.layers.norm import Gain

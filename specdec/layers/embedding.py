@@ -8,8 +8,8 @@ A product of E and s is rounded to the model's dtype, as transformers holds it. 
 import torch
 import torch.nn.functional as F
 
-from specdec.kvcache.triton_shim import KEEP, tl, triton
-from specdec.layers.launch import pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.triton_shim import KEEP, tl, triton
 
 BLOCK = 512
 

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.attention.hf_norms import fused_rms_norm
-from specdec.attention.module_watch import RECORDING_HOOKS
 from specdec.errors import UnsupportedModelError
 from specdec.layers.decoder import DecoderParts, EmbeddingParts, LayerParts, MoeParts, PleParts
 from specdec.layers.linear import Mlp, reference_activate
 from specdec.layers.merge import is_merged, merge_rows
-from specdec.layers.moe.families import experts_of, router_of
+from specdec.layers.moe.moe_families import experts_of, router_of
 from specdec.layers.norm import Gain
 from specdec.layers.rope_store import Heads
+from specdec.modules.hf_norms import fused_rms_norm
+from specdec.modules.module_watch import RECORDING_HOOKS
 
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 """Kinds of rotary embedding whose frequencies do not depend on the sequence."""

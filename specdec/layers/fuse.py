@@ -24,7 +24,6 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel
 
-from specdec.attention.module_watch import ModuleWatch
 from specdec.errors import UnsupportedModelError
 from specdec.layers.decoder import DecoderParts, FusedDecoder, FusedEmbedding
 from specdec.layers.families import (
@@ -37,7 +36,8 @@ from specdec.layers.families import (
 )
 from specdec.layers.merge import MERGING, Watch, unmerge_rows
 from specdec.layers.operations import Operations
-from specdec.layers.weights_lock import holds_weights_lock
+from specdec.modules.module_watch import ModuleWatch
+from specdec.modules.weights_lock import holds_weights_lock
 
 FUSED: dict[type[nn.Module], Callable[[nn.Module], DecoderParts]] = {
     Gemma4TextModel: describe_gemma4,

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from specdec.kvcache.triton_shim import triton
-from specdec.layers.launch import pdl_options
+from specdec.gpu.dependent_launch import pdl_options
+from specdec.gpu.triton_shim import triton
 from specdec.layers.linear_kernels import finish_kernel, gate_kernel, linear_kernel
 from specdec.layers.tiling import FEW_ROWS, Cut, Tiles, can_hold, choose_cut, choose_tiles
 

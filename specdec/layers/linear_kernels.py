@@ -7,8 +7,8 @@
 `linear_tile` is one program of a product, for kernels that have other programs beside it.
 """
 
-from specdec.kvcache.triton_shim import KEEP, tl, triton
-from specdec.layers.launch import trigger_next, wait_for_previous
+from specdec.gpu.dependent_launch import trigger_next, wait_for_previous
+from specdec.gpu.triton_shim import KEEP, tl, triton
 
 
 @triton.jit

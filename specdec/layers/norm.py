@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.kvcache.triton_shim import KEEP, tl, triton
-from specdec.layers.launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.linear import Product, reference_finish
 from specdec.layers.linear_kernels import sum_parts
 

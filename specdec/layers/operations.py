@@ -13,6 +13,12 @@ from typing import NamedTuple
 import torch
 
 from specdec.attention.backend import choose_backend
+from specdec.draft_models.centroid_head import (
+    centroid_best,
+    centroid_sample,
+    reference_centroid_best,
+    reference_centroid_sample,
+)
 from specdec.layers.branches import Fork, fork_norm, join_norm, reference_fork_norm, reference_join_norm
 from specdec.layers.embedding import embed, reference_embed
 from specdec.layers.linear import (
@@ -26,22 +32,21 @@ from specdec.layers.linear import (
     vendor_gated_linear,
     vendor_linear,
 )
-from specdec.layers.moe.beside import mlp_and_experts, reference_mlp_and_experts, vendor_mlp_and_experts
+from specdec.layers.moe.dense_and_moe import mlp_and_experts, reference_mlp_and_experts, vendor_mlp_and_experts
 from specdec.layers.moe.mixture import Routing, apply_experts, reference_apply_experts, reference_route, route
 from specdec.layers.norm import norm, reference_norm
 from specdec.layers.pair_norm import pair_norm, reference_pair_norm
 from specdec.layers.path_rows import keep_last, path_rows, reference_keep_last, reference_path_rows
-from specdec.layers.ple import gated_projection, layer_inputs, reference_gated_projection, reference_layer_inputs
+from specdec.layers.per_layer_embedding import (
+    gated_projection,
+    layer_inputs,
+    reference_gated_projection,
+    reference_layer_inputs,
+)
 from specdec.layers.rope_store import Attended, reference_rope_store, rope_store
 from specdec.layers.rotary import Rotary, reference_rotary, rotary
-from specdec.layers.sampling.centroid import (
-    centroid_best,
-    centroid_sample,
-    reference_centroid_best,
-    reference_centroid_sample,
-)
-from specdec.layers.sampling.sample import Best
-from specdec.layers.softcap import reference_softcap, softcap
+from specdec.sampling.fused_sample import Best
+from specdec.sampling.softcap import reference_softcap, softcap
 
 
 class Operations(NamedTuple):

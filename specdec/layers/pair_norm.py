@@ -9,8 +9,8 @@ One program a row and half: no result depends on the number of rows.
 import torch
 import torch.nn.functional as F
 
-from specdec.kvcache.triton_shim import KEEP, tl, triton
-from specdec.layers.launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.linear import Product, reference_finish
 from specdec.layers.linear_kernels import sum_parts
 from specdec.layers.norm import Gain, reference_rms_norm, rms_norm, row_block

@@ -11,8 +11,8 @@ One launch each. Of a path [B, D] the first `length` entries count, a length of 
 
 import torch
 
-from specdec.kvcache.triton_shim import tl, triton
-from specdec.layers.launch import pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.triton_shim import tl, triton
 
 BLOCK = 2048
 

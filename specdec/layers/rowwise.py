@@ -7,7 +7,7 @@
     experts     see the rows that chose them, so their shapes depend on other rows: `ByRow` runs each row by itself
 
 Everything else that models do between attentions (products of a fixed shape, sums over a row, sums and products of
-elements) was found to give a row the same bits at any place. `models/bits.py` asks every model.
+elements) was found to give a row the same bits at any place. `models/batch_invariance.py` asks every model.
 """
 
 from collections.abc import Callable

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.attention.paged_attention import device_limits
-from specdec.kvcache.triton_shim import triton
+from specdec.attention.kernels.paged_attention import device_limits
+from specdec.gpu.triton_shim import triton
 
 RANGE = 128
 """Ranges of K begin at multiples of this."""

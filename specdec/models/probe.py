@@ -16,7 +16,7 @@ import torch
 from specdec.attention.bridge import IGNORED_KWARGS, AttentionCall
 from specdec.errors import SpecDecError, UnsupportedModelError
 from specdec.kvcache.layout import KVLayout
-from specdec.layers.softcap import reference_softcap
+from specdec.sampling.softcap import reference_softcap
 
 TEXT_LEN = 6
 """Tokens of each of the two texts: enough that a permutation moves every row, few enough for the largest model."""

@@ -15,9 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.attention.bridge import ForwardContext, record_states
-from specdec.attention.module_watch import ModuleWatch
 from specdec.attention.plan import KVPlan
-from specdec.attention.private_copy import private_copy
 from specdec.attention.row_tiles import ROWS
 from specdec.errors import SpecDecError, UnsupportedModelError
 from specdec.kvcache.frozen import KVView
@@ -27,10 +25,12 @@ from specdec.layers.fuse import Weights, fuse, fuse_linear
 from specdec.layers.merge import held_storages
 from specdec.layers.operations import KERNELS, Operations
 from specdec.layers.rowwise import rowwise, run_experts_by_row
-from specdec.models.bits import depends_on_others
+from specdec.models.batch_invariance import depends_on_others
 from specdec.models.context_length import ContextLength, context_length
 from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing
-from specdec.models.tiles import forward_in_tiles, rows_in_tiles, run_in_tiles
+from specdec.models.row_tiled import forward_in_tiles, rows_in_tiles, run_in_tiles
+from specdec.modules.module_watch import ModuleWatch
+from specdec.modules.private_copy import private_copy
 
 logger = logging.getLogger("specdec")
 

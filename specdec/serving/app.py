@@ -6,26 +6,18 @@ Each route has a file of its own. The application does not own the engine; who m
 from fastapi import FastAPI, Response
 
 from specdec import __version__
-from specdec.serving import (
-    chat,
-    completions,
-    faults,
-    metrics,
-    middleware,
-    models,
-    openapi,
-    page,
-    probes,
-    responses,
-    token_routes,
-)
+from specdec.serving import metrics
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.events import CLIENT_GONE, ClientGoneError
-from specdec.serving.response_store import ResponseStore
-from specdec.serving.settings import ServeSettings
+from specdec.serving.http import faults, middleware, openapi, page, probes
+from specdec.serving.http.events import CLIENT_GONE, ClientGoneError
+from specdec.serving.http.unknown_fields import UnknownFields
+from specdec.serving.openai import chat_completions as chat
+from specdec.serving.openai import completions, responses, token_routes
+from specdec.serving.openai import models_route as models
+from specdec.serving.openai.response_store import ResponseStore
+from specdec.serving.server_settings import ServeSettings
 from specdec.serving.state import ServeState
-from specdec.serving.tools import tool_parser_for
-from specdec.serving.unknown_fields import UnknownFields
+from specdec.serving.tools.tool_parsers import tool_parser_for
 
 
 def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:

@@ -21,14 +21,14 @@ from typing import Any, NoReturn, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.arguments import params_for, require_one_sample, require_type
 from specdec.config import SamplingParams, require_int
 from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError, SpecDecError, StoppingError, shown
-from specdec.request import GenerationOutput, RequestStats, StreamDelta
-from specdec.scheduling.health import EngineStats
-from specdec.scheduling.scheduler import slots_needed
+from specdec.runtime.arguments import params_for, require_one_sample, require_type
+from specdec.runtime.engine_stats import EngineStats
+from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
+from specdec.runtime.scheduler import slots_needed
 from specdec.serving.admission import Admission, Places
 from specdec.serving.engine_thread import BROKEN, EngineThread, Observer, Sample
 from specdec.serving.fair_pool import CLIENT, FairPool, Job

@@ -8,7 +8,7 @@ A round that raises happened to no request (see `Engine`), so it is tried again,
 round a second time, with no token gained in between, fails with the reason, and the engine goes on with the others.
 Lack of memory is such a reason. A request that failed by itself (`Handle.error`) has that error, and no other has.
 What a step costs here grows with the requests that it brought something, not with those that are open. Its locks are
-those that a signal in the middle of a call cannot leave taken (see `specdec.turns`): no `threading.Condition`.
+those that a signal in the middle of a call cannot leave taken (see `specdec.runtime.turns`): no `threading.Condition`.
 It knows threads and handles, and nothing of event loops.
 """
 
@@ -26,7 +26,7 @@ import torch
 
 from specdec.engine import Engine
 from specdec.errors import ConfigError, RoundFailedError, SpecDecError, StoppingError
-from specdec.handle import Handle
+from specdec.runtime.handle import Handle
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

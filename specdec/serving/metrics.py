@@ -13,12 +13,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client import generate_latest as as_text
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from specdec.request import RequestStats
-from specdec.rounds.captures import CaptureUse
-from specdec.scheduling.health import EngineStats
+from specdec.gpu.captures import CaptureUse
+from specdec.runtime.engine_stats import EngineStats
+from specdec.runtime.request import RequestStats
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.engine_thread import Sample
-from specdec.serving.sharing import in_blocks
+from specdec.serving.http.sharing import in_blocks
 
 router = APIRouter()
 

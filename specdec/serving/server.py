@@ -23,10 +23,10 @@ import uvicorn
 from specdec.errors import ConfigError
 from specdec.serving.app import create_app
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.connections import Connection, Connections, Listener
-from specdec.serving.probes import Watch
-from specdec.serving.report import Reporter, describe
-from specdec.serving.settings import ServeSettings
+from specdec.serving.http.connections import Connection, Connections, Listener
+from specdec.serving.http.probes import Watch
+from specdec.serving.server_settings import ServeSettings
+from specdec.serving.status_report import Reporter, describe
 
 logger = logging.getLogger("specdec.serving")
 

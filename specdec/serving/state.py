@@ -9,10 +9,10 @@ from fastapi import Depends, Request
 
 from specdec import __version__
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.faults import ApiError
-from specdec.serving.settings import ServeSettings
-from specdec.serving.sharing import bearer_token
-from specdec.serving.tools import ToolParser
+from specdec.serving.http.faults import ApiError
+from specdec.serving.http.sharing import bearer_token
+from specdec.serving.server_settings import ServeSettings
+from specdec.serving.tools.tool_parsers import ToolParser
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from specdec.stop_strings import StopStrings, cut, find_first, min_tokens_of
+from specdec.text.stop_strings import StopStrings, cut, find_first, min_tokens_of
 
 REPLACEMENT = "\ufffd"
 

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.draft_models.eagle3_config import Eagle3Spec, TargetShape
-from specdec.draft_models.eagle3_format import write_head
-from specdec.draft_models.eagle3_model import Eagle3Head, embed_raw
+from specdec.draft_models.eagle3.checkpoint import write_head
+from specdec.draft_models.eagle3.head import Eagle3Head, embed_raw
+from specdec.draft_models.eagle3.head_config import Eagle3Spec, TargetShape
 from specdec.models.target import TargetModel
 from specdec.training.drafter_lessons import Lesson, run_target
 from specdec.training.training_data import Document, PackedRows, same_document

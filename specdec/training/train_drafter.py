@@ -26,10 +26,10 @@ import torch
 import transformers
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.eagle3_config import Eagle3Spec
+from specdec.draft_models.eagle3.head_config import Eagle3Spec
 from specdec.engine import Engine
 from specdec.errors import ConfigError
-from specdec.models.loading import load_any_drafter, load_model, load_tokenizer
+from specdec.loading import load_any_drafter, load_model, load_tokenizer
 from specdec.models.target import TargetModel
 from specdec.training.drafter_lessons import Lesson, Recipe, draft_loss
 from specdec.training.eagle3_training import Eagle3Recipe

@@ -23,7 +23,7 @@ import torch
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.errors import ConfigError
-from specdec.evaluation.data import json_lines
+from specdec.text.prompt_files import json_lines
 from specdec.training.training_progress import Stage
 
 QUESTION, ANSWER = 1, 2  # kind of each token; 0 is padding

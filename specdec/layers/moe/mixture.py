@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from specdec.kvcache.triton_shim import triton
-from specdec.layers.launch import TL_DTYPES, pdl_options
+from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options
+from specdec.gpu.triton_shim import triton
 from specdec.layers.linear import Product, linear
-from specdec.layers.moe.kernels import list_kernel, pick_kernel, product_kernel
+from specdec.layers.moe.moe_kernels import list_kernel, pick_kernel, product_kernel
 from specdec.layers.norm import Gain
 
 ACTIVATIONS = ("gelu_tanh", "silu", "swiglu_clamped")

@@ -1,0 +1,197 @@
+"""K/V of one draft in progress, and the attention of its newest level: to the committed prefix and its own ancestors.
+
+    level 0     level 1     level 2          K nodes a level, all of level l at position S + l, children of level l - 1
+    |0 .. K-1|  |K .. 2K-1| |2K .. 3K-1|     node numbers of a request: a scratch key each, gone when the draft is done
+
+A drafter with K/V of its own enters a level, writes the keys of its nodes at `destination`, then attends. `prefix` is
+its store, read by the target's slots over [0, S), all in full space; it is never written. Invariant: what a level sees
+is the prefix and its ancestors among the keys written so far, each layer through its own window.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from specdec.attention.dense import newest
+from specdec.attention.kernels.page_table import build_page_tables
+from specdec.attention.kernels.paged_attention import WORD, paged_attention
+from specdec.attention.visibility import bias_of, visible
+from specdec.kvcache.index_spaces import FullLoc, Space
+from specdec.kvcache.store import KVStore, LayerKV
+from specdec.kvcache.table import RequestTable, Rows
+
+
+class Draft(NamedTuple):
+    """What is drafted: K = `topk` nodes a level and request, on `num_levels` levels at `positions` [levels, B].
+
+    windows: of each layer of the drafter, None: full attention.
+    """
+
+    table: RequestTable
+    rows: Rows
+    positions: torch.Tensor
+    topk: int
+    windows: Sequence[int | None]
+
+    @property
+    def num_levels(self) -> int:
+        return len(self.positions)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_levels * self.topk
+
+    @property
+    def committed_len(self) -> torch.Tensor:
+        """[B] int64: the first node stands behind the prefix."""
+        return self.positions[0]
+
+    def key_positions(self) -> torch.Tensor:
+        """[B, M] of all nodes."""
+        return self.positions.t()[:, :, None].expand(-1, -1, self.topk).reshape(-1, self.num_nodes)
+
+
+class DraftBlock(Protocol):
+    """One draft in progress."""
+
+    def enter_level(self, origin: torch.Tensor | None) -> None:
+        """The next K nodes, children of the nodes `origin` [B, K] of the level above; None: on level 0, or K is 1."""
+
+    def destination(self, layer: int) -> tuple[LayerKV, FullLoc]:
+        """Tensors [slots, Hkv, D] and slots [B * K] in them: where the K/V of the newest level are to be written."""
+
+    def attend(self, layer: int, query: torch.Tensor, *, scaling: float) -> torch.Tensor:
+        """The newest level's queries [B, Hq, K, D] -> [B, K, Hq, D], once its keys are written."""
+
+
+class CopiedDraft:
+    """In plain torch: for each layer a copy of the committed keys in sight, with room for the draft's behind them."""
+
+    def __init__(self, store: KVStore, draft: Draft) -> None:
+        self.draft, self.level = draft, -1
+        length, topk, num_nodes = draft.committed_len, draft.topk, draft.num_nodes
+        batch, device = len(length), length.device
+        self.key_pos = draft.key_positions()
+        self.ancestors = torch.zeros((batch, topk, num_nodes), dtype=torch.bool, device=device)
+        all_slots = draft.table.slots.tensor[draft.rows.index, : max(draft.rows.longest, 1)]
+        unseen = all_slots[:, :1]  # a key of its own request: a broken one of another cannot leak through a zero weight
+        self.prefix: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}  # position, is it committed: [B, L]
+        self.kept: list[LayerKV] = []  # K and V [B * (L + M), Hkv, D] of each layer
+        self._cells: dict[int | None, torch.Tensor] = {}  # of the draft's nodes in those, [B, M]
+        for layer, window in enumerate(draft.windows):
+            slots, start = all_slots, torch.zeros_like(length)
+            if window is not None:
+                slots, start = newest(all_slots, length, window)
+            key_pos = start[:, None] + torch.arange(slots.shape[1], device=device)
+            committed = key_pos < length[:, None]
+            self.prefix[window] = (key_pos, committed)
+            own = torch.cat([torch.where(committed, slots, unseen), unseen.expand(-1, num_nodes)], dim=1)  # [B, L + M]
+            cells = torch.arange(own.numel(), device=device).view(batch, -1)
+            self._cells[window] = cells[:, own.shape[1] - num_nodes :]
+            kept, own = store.layers[layer], own.flatten()
+            self.kept.append(LayerKV(kept.k.index_select(0, own), kept.v.index_select(0, own), Space.FULL))
+        self._bias: dict[int | None, torch.Tensor] = {}
+
+    def enter_level(self, origin: torch.Tensor | None) -> None:
+        self.level += 1
+        if origin is not None:
+            self.ancestors = self.ancestors.gather(1, origin[:, :, None].expand_as(self.ancestors))
+        columns = torch.arange(self.draft.num_nodes, device=self.key_pos.device)
+        self.ancestors = self.ancestors | (columns[self._newest(), None] == columns)
+        self._bias = {window: bias_of(self._seen(window)) for window in self.prefix}
+
+    def destination(self, layer: int) -> tuple[LayerKV, FullLoc]:
+        cells = self._cells[self.draft.windows[layer]][:, self._newest()]
+        return self.kept[layer], FullLoc(cells.flatten())
+
+    def attend(self, layer: int, query: torch.Tensor, *, scaling: float) -> torch.Tensor:
+        bias = self._bias[self.draft.windows[layer]].to(query.dtype)
+        k, v = (x.unflatten(0, (len(query), -1))[:, : bias.shape[3]].transpose(1, 2) for x in self.kept[layer][:2])
+        out = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    def _newest(self) -> slice:
+        """The nodes of the newest level."""
+        return slice(self.level * self.draft.topk, (self.level + 1) * self.draft.topk)
+
+    def _seen(self, window: int | None) -> torch.Tensor:
+        """[B, K, L + nodes]: what the newest level sees of the prefix and of the nodes drafted so far."""
+        key_pos, committed = self.prefix[window]
+        filled = (self.level + 1) * self.draft.topk
+        known = [committed[:, None].expand(-1, self.draft.topk, -1), self.ancestors[:, :, :filled]]
+        key_pos = torch.cat([key_pos, self.key_pos[:, :filled]], dim=1)
+        positions = self.draft.positions[self.level][:, None].expand(-1, self.draft.topk)
+        return visible(positions, key_pos, torch.cat(known, dim=2), window)
+
+
+class PagedDraft:
+    """By the paged kernels, over the store itself: nothing of the prefix is copied, and a level costs what it reads.
+
+    The scratch keys lie beside it, [B * M, Hkv, D] a layer, and are the block of `paged_attention`.
+    """
+
+    def __init__(self, store: KVStore, draft: Draft) -> None:
+        self.draft, self.level, self.store = draft, -1, store
+        table, num_nodes = draft.table, draft.num_nodes
+        batch, device = len(draft.committed_len), draft.positions.device
+        self.page_size = table.allocator.page_size
+        self.pages = build_page_tables(
+            table.slots.tensor,
+            None,
+            draft.rows.index,
+            draft.committed_len,
+            num_nodes=0,
+            retain=None,
+            page_size=self.page_size,
+            full_width=-(-draft.rows.longest // self.page_size),
+            swa_width=0,
+        ).full_pages
+        self.start = torch.zeros_like(draft.committed_len)
+        self.key_pos = draft.key_positions()
+        nodes = torch.arange(num_nodes, device=device)
+        words = torch.arange(-(-num_nodes // WORD), device=device)
+        bits = (nodes[:, None] // WORD == words).long() << (nodes % WORD)[:, None]  # [M, words]
+        self.bits_of = bits if draft.topk > 1 else bits.cumsum(0)  # of a node itself; on a chain with its ancestors
+        self.bits = bits[None, : draft.topk].expand(batch, -1, -1)  # [B, K, words] of the newest level
+        by_level = nodes.view(-1, 1, draft.topk) + num_nodes * torch.arange(batch, device=device)[:, None]
+        self.slots = by_level.flatten(1)  # [levels, B * K]
+        self.scratch: dict[int, LayerKV] = {}
+        for layer, kept in store.layers.items():
+            k, v = kept.k.new_empty((2, batch * num_nodes, *kept.k.shape[1:]))
+            self.scratch[layer] = LayerKV(k, v, Space.FULL)
+
+    def enter_level(self, origin: torch.Tensor | None) -> None:
+        self.level += 1
+        own = self.bits_of[self.level * self.draft.topk : (self.level + 1) * self.draft.topk]
+        if origin is None:
+            self.bits = own.expand_as(self.bits)
+        else:
+            self.bits = self.bits.gather(1, origin[:, :, None].expand_as(self.bits)) | own
+
+    def destination(self, layer: int) -> tuple[LayerKV, FullLoc]:
+        return self.scratch[layer], FullLoc(self.slots[self.level])
+
+    def attend(self, layer: int, query: torch.Tensor, *, scaling: float) -> torch.Tensor:
+        kept, draft = self.store.layers[layer], self.draft
+        filled = (self.level + 1) * draft.topk
+        block_k, block_v = (
+            x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in self.scratch[layer][:2]
+        )
+        return paged_attention(
+            query,
+            block_k,
+            block_v,
+            kept.k,
+            kept.v,
+            self.pages,
+            self.start,
+            draft.committed_len,
+            draft.positions[self.level][:, None].expand(-1, draft.topk),
+            page_size=self.page_size,
+            scaling=scaling,
+            ancestors=self.bits[:, :, : -(-filled // WORD)],
+            block_positions=self.key_pos[:, :filled],
+            window=draft.windows[layer],
+        )

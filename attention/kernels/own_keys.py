@@ -1,0 +1,189 @@
+"""Where the keys that belong to a node and not to its whole request lie: slots by position, once a step and space.
+
+Request b has S committed keys; from base_b = S - S % ALIGN on, keys are a node's own (see `tree_attention.py`):
+
+    slots[b, r, j]   slot of the key at position p = base_b + j on the path of node r
+                     p < S: committed, through the page table;   p >= S: the ancestor of r at depth p - S, r included
+    run_end[b, n]    the last node of the chain n, n + 1, ... in which each is the parent of the next
+
+All nodes of a run lie on the path of its last one, so one row serves them all; a block that is a chain throughout
+(decode, prefill, `parents` None) has one row. The path is found by walking `parents`: no mask, so no limit of nodes.
+Nothing is read at columns past a node's own position, and they hold the sink.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.kvcache.index_spaces import NULL_SLOT
+
+ALIGN = 64
+"""The largest BLOCK_K: tiles of every layer's size begin at or behind base_b."""
+
+BLOCK = 512
+
+
+class OwnKeys(NamedTuple):
+    """slots [B, R, ALIGN + path_len] int32, R = N, or 1 where the block is a chain; run_end [B, N] int32, or None then.
+
+    path_len: nodes on the longest path, 0 for queries that bring no keys of their own.
+    """
+
+    slots: torch.Tensor
+    run_end: torch.Tensor | None
+
+    @property
+    def path_len(self) -> int:
+        return self.slots.shape[2] - ALIGN
+
+
+def reference_own_keys(
+    pages: torch.Tensor,
+    start: torch.Tensor | None,
+    committed_len: torch.Tensor,
+    write: torch.Tensor | None,
+    parents: torch.Tensor | None = None,
+    *,
+    page_size: int,
+    max_depth: int | None = None,
+) -> OwnKeys:
+    """See `own_keys`."""
+    batch, num_pages = pages.shape
+    device, length = pages.device, committed_len[:, None]
+    num_nodes = 0 if write is None else write.shape[1]
+    path_len = num_nodes if max_depth is None else min(num_nodes, max_depth + 1)
+    columns = torch.arange(ALIGN + path_len, device=device)
+    positions = length // ALIGN * ALIGN + columns  # [B, W]
+    column = positions - (0 if start is None else start[:, None])
+    held = (positions < length) & (column >= 0) & (column < num_pages * page_size)
+    column = column.clamp(0, max(num_pages * page_size - 1, 0))
+    page = pages.long().gather(1, column // page_size) if num_pages else torch.zeros_like(column)
+    slots = torch.where(held, page * page_size + column % page_size, NULL_SLOT)[:, None]  # [B, 1, W]
+    if write is None:
+        return OwnKeys(slots.int(), None)
+    depth = positions - length  # [B, W] of the ancestor in a column
+    if parents is None:
+        at_depth = write.long().gather(1, depth.clamp(0, num_nodes - 1))
+        slots = torch.where(((depth >= 0) & (depth < num_nodes))[:, None], at_depth[:, None], slots)
+        return OwnKeys(slots.int(), None)
+    nodes = torch.arange(num_nodes, device=device)
+    above = nodes.expand(batch, num_nodes)
+    path = [above]  # path[h]: the ancestor h levels above each node, -1 past the root
+    for _ in range(path_len - 1):
+        above = torch.where(above >= 0, parents.long().gather(1, above.clamp(min=0)), -1)
+        path.append(above)
+    hops = torch.stack(path, 2)  # [B, N, path_len]
+    node_depth = (hops >= 0).sum(2, keepdim=True) - 1  # [B, N, 1]
+    hop = node_depth - depth[:, None]  # [B, N, W]
+    owned = (depth[:, None] >= 0) & (hop >= 0)
+    ancestor = hops.gather(2, torch.where(owned, hop, 0))
+    at_depth = write.long().gather(1, ancestor.flatten(1)).view_as(ancestor)
+    slots = torch.where(owned, at_depth, slots.expand(-1, num_nodes, -1))
+    breaks = parents[:, 1:] != nodes[:-1]  # [B, N - 1]: node n + 1 does not follow n
+    ends = torch.where(breaks, nodes[:-1], num_nodes - 1).flip(1).cummin(1).values.flip(1)
+    last = nodes[-1:].expand(batch, 1)
+    return OwnKeys(slots.int(), torch.cat([ends, last], 1).int())
+
+
+@triton.jit(do_not_specialize=["num_pages", "num_nodes", "path_len", "width"])
+def _own_keys_kernel(
+    p_pages: tl.tensor,  # [B, P]
+    p_start: tl.tensor,  # [B] or None
+    p_committed_len: tl.tensor,  # [B]
+    p_write: tl.tensor,  # [B, N] or None
+    p_parents: tl.tensor,  # [B, N] or None
+    p_slots: tl.tensor,  # [B, R, W]
+    p_run_end: tl.tensor,  # [B, N] or None
+    s_page_b: tl.tensor,
+    s_page: tl.tensor,
+    s_parent_b: tl.tensor,
+    num_pages: tl.tensor,
+    num_nodes: tl.tensor,
+    path_len: tl.tensor,
+    width: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    i_row, i_block = tl.program_id(0), tl.program_id(1)
+    i_b = tl.program_id(2).to(tl.int64)
+    length = tl.load(p_committed_len + i_b).to(tl.int32)
+    o_column = i_block * BLOCK + tl.arange(0, BLOCK)
+    o_pos = length // ALIGN * ALIGN + o_column
+    o_key = o_pos
+    if p_start is not None:
+        o_key -= tl.load(p_start + i_b).to(tl.int32)
+    m_held = (o_pos < length) & (o_key >= 0) & (o_key < num_pages * PAGE_SIZE)
+    b_page = tl.load(p_pages + i_b * s_page_b + (o_key // PAGE_SIZE).to(tl.int64) * s_page, mask=m_held, other=0)
+    b_slot = tl.where(m_held, b_page.to(tl.int32) * PAGE_SIZE + o_key % PAGE_SIZE, 0)
+    if p_write is not None:
+        p_write += i_b * num_nodes
+        if p_parents is None:
+            o_node = o_pos - length
+            m_own = (o_node >= 0) & (o_node < num_nodes)
+            b_slot = tl.where(m_own, tl.load(p_write + o_node, mask=m_own, other=0).to(tl.int32), b_slot)
+        else:
+            p_parents += i_b * s_parent_b
+            o_node = tl.arange(0, BLOCK_N)
+            if i_block == 0:
+                m_break = (o_node > i_row) & (o_node < num_nodes)
+                m_break &= tl.load(p_parents + o_node, mask=m_break, other=-1).to(tl.int32) != o_node - 1
+                tl.store(
+                    p_run_end + i_b * num_nodes + i_row,
+                    tl.min(tl.where(m_break, o_node, num_nodes), 0) - 1,
+                    eviction_policy=KEEP,
+                )
+            depth = -1
+            node = i_row
+            while node >= 0:  # ends: parents come before their children
+                depth += 1
+                node = tl.load(p_parents + node).to(tl.int32)
+            node = i_row
+            while node >= 0:
+                b_slot = tl.where(o_pos == length + depth, tl.load(p_write + node).to(tl.int32), b_slot)
+                depth -= 1
+                node = tl.load(p_parents + node).to(tl.int32)
+    o_slot = (i_b * tl.num_programs(0) + i_row) * width + o_column
+    tl.store(p_slots + o_slot, b_slot, mask=o_column < width, eviction_policy=KEEP)
+
+
+def own_keys(
+    pages: torch.Tensor,
+    start: torch.Tensor | None,
+    committed_len: torch.Tensor,
+    write: torch.Tensor | None,
+    parents: torch.Tensor | None = None,
+    *,
+    page_size: int,
+    max_depth: int | None = None,
+) -> OwnKeys:
+    """The own keys of N nodes a request, in the space of `pages` and `write`.
+
+    pages [B, P], start [B] (None: position 0), committed_len [B]: the page table of the committed prefix.
+    write [B, N]: the slot of each node, None: the queries bring no keys.
+    parents [B, N]: -1 at the root, parents[n] < n elsewhere; None: the block is a chain.   max_depth: of any node.
+    """
+    batch, num_pages = pages.shape
+    assert committed_len.shape == (batch,) and committed_len.is_contiguous(), f"{committed_len.shape=} {pages.shape=}"
+    assert start is None or (start.shape == (batch,) and start.is_contiguous()), "start is [B]"
+    num_nodes = 0 if write is None else write.shape[1]
+    assert write is None or (write.shape == (batch, num_nodes) and write.is_contiguous()), "write is [B, N]"
+    if parents is not None:
+        assert write is not None and parents.shape == write.shape, f"{parents.shape=}"
+        assert num_nodes == 1 or parents.stride(1) == 1, f"{parents.stride()=}"
+    path_len = num_nodes if max_depth is None else min(num_nodes, max_depth + 1)
+    rows, width = 1 if parents is None else num_nodes, ALIGN + path_len
+    slots = pages.new_empty((batch, rows, width), dtype=torch.int32)
+    run_end = None if parents is None else pages.new_empty((batch, num_nodes), dtype=torch.int32)
+    _own_keys_kernel[(rows, triton.cdiv(width, BLOCK), batch)](
+        *(pages, start, committed_len, write, parents, slots, run_end),
+        *(*pages.stride(), 0 if parents is None else parents.stride(0), num_pages, num_nodes, path_len, width),
+        PAGE_SIZE=page_size,
+        ALIGN=ALIGN,
+        BLOCK=min(BLOCK, triton.next_power_of_2(width)),
+        BLOCK_N=triton.next_power_of_2(max(num_nodes, 1)),
+        num_warps=4,
+    )
+    return OwnKeys(slots, run_end)

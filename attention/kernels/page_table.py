@@ -1,0 +1,197 @@
+"""Page tables and write locations of one verify step in both index spaces, translated in registers, one launch each.
+
+For request b with S = committed_len[b] committed keys, `slot(p) = req_to_slot[rows[b], p]`, page size P:
+
+    full_pages[b, j] = slot(j P) / P                              j P < S, else 0
+    swa_start[b]     = floor_page(max(0, S - retain))
+    swa_pages[b, j]  = full_to_swa[slot(swa_start[b] + j P)] / P  swa_start[b] + j P < S, else 0
+    write_full[b, n] = slot(S + n),   write_swa[b, n] = full_to_swa[write_full[b, n]]
+
+`retain` is how many committed keys some query of the step may see on a sliding layer, so the SWA part costs O(window)
+whatever the context. The padding row (the last of req_to_slot) counts as S = 0 and gives the null slot everywhere.
+Widths and lengths are run-time values: no shape of a batch compiles anything. `node_rows.py` has the row-per-node form.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, SwaLoc
+
+BLOCK = 1024
+
+
+class PageTables(NamedTuple):
+    """full_pages [B, full_width], swa_pages [B, swa_width]: page ids; swa_start [B]: position of swa_pages[:, 0].
+
+    write_full, write_swa [B, N]: slots of the draft nodes. The SWA parts are None on a model that has no SWA layer.
+    """
+
+    full_pages: torch.Tensor
+    swa_pages: torch.Tensor | None
+    swa_start: torch.Tensor | None
+    write_full: FullLoc
+    write_swa: SwaLoc | None
+
+
+def reference_build_page_tables(
+    req_to_slot: torch.Tensor,
+    full_to_swa: torch.Tensor | None,
+    rows: torch.Tensor,
+    committed_len: torch.Tensor,
+    *,
+    num_nodes: int,
+    retain: int | None,
+    page_size: int,
+    full_width: int,
+    swa_width: int,
+) -> PageTables:
+    """See `build_page_tables`."""
+    num_rows, row_width = req_to_slot.shape
+    device = req_to_slot.device
+    length = torch.where(rows == num_rows - 1, 0, committed_len)
+
+    def slots_at(positions: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+        """[B, L] slots of positions [B, L]; the null slot at and past `end` [B], and on the padding row."""
+        held = (positions < end[:, None]) & (positions < row_width) & (rows != num_rows - 1)[:, None]
+        return torch.where(held, req_to_slot[rows[:, None], positions.clamp(max=row_width - 1)], NULL_SLOT)
+
+    pages = torch.arange(full_width, device=device) * page_size
+    full_pages = slots_at(pages.expand(len(rows), -1), length) // page_size
+    nodes = length[:, None] + torch.arange(num_nodes, device=device)
+    write_full = FullLoc(slots_at(nodes, length + num_nodes))
+    if full_to_swa is None or retain is None:
+        return PageTables(full_pages, None, None, write_full, None)
+    start = (length - retain).clamp(min=0) // page_size * page_size
+    swa_slots = slots_at(start[:, None] + torch.arange(swa_width, device=device) * page_size, length)
+    return PageTables(
+        full_pages, full_to_swa[swa_slots] // page_size, start, write_full, SwaLoc(full_to_swa[write_full])
+    )
+
+
+@triton.jit(do_not_specialize=["num_nodes", "retain", "full_width", "swa_width", "full_blocks", "swa_blocks"])
+def _page_tables_kernel(
+    p_req_to_slot: tl.tensor,
+    p_full_to_swa: tl.tensor,
+    p_rows: tl.tensor,
+    p_committed_len: tl.tensor,
+    p_full_pages: tl.tensor,
+    p_swa_pages: tl.tensor,
+    p_swa_start: tl.tensor,
+    p_write_full: tl.tensor,
+    p_write_swa: tl.tensor,
+    padding_row: tl.tensor,
+    row_width: tl.tensor,
+    num_nodes: tl.tensor,
+    retain: tl.tensor,
+    full_width: tl.tensor,
+    swa_width: tl.tensor,
+    full_blocks: tl.tensor,
+    swa_blocks: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+    HAS_SWA: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    i_request = tl.program_id(0).to(tl.int64)
+    i_block = tl.program_id(1)
+    row = tl.load(p_rows + i_request).to(tl.int64)
+    real = row != padding_row
+    length = tl.where(real, tl.load(p_committed_len + i_request), 0).to(tl.int64)
+    row_end = tl.where(real, row_width, 0).to(tl.int64)
+    p_req_to_slot += row * row_width
+    start = (tl.maximum(length - retain, 0) // PAGE_SIZE) * PAGE_SIZE
+    if i_block < full_blocks:  # the prefix in full space
+        o_page = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        o_pos = o_page * PAGE_SIZE
+        slot = tl.load(p_req_to_slot + o_pos, mask=o_pos < tl.minimum(length, row_end), other=0)
+        tl.store(
+            p_full_pages + i_request * full_width + o_page,
+            slot // PAGE_SIZE,
+            mask=o_page < full_width,
+            eviction_policy=KEEP,
+        )
+    if HAS_SWA:  # noqa: SIM102 - a constexpr: without SWA the body does not compile
+        if (i_block >= full_blocks) & (i_block < full_blocks + swa_blocks):  # the newest of it in SWA space
+            o_page = (i_block - full_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            o_pos = start + o_page * PAGE_SIZE
+            m_page = (o_page < swa_width) & (o_pos < tl.minimum(length, row_end))
+            slot = tl.load(p_req_to_slot + o_pos, mask=m_page, other=0)
+            swa_slot = tl.load(p_full_to_swa + slot, mask=m_page, other=0)
+            tl.store(
+                p_swa_pages + i_request * swa_width + o_page,
+                swa_slot // PAGE_SIZE,
+                mask=o_page < swa_width,
+                eviction_policy=KEEP,
+            )
+    if i_block >= full_blocks + swa_blocks:  # the draft nodes, in both
+        o_node = (i_block - full_blocks - swa_blocks) * BLOCK + tl.arange(0, BLOCK)
+        m_node = o_node < num_nodes
+        m_held = m_node & (length + o_node < row_end)
+        slot = tl.load(p_req_to_slot + length + o_node, mask=m_held, other=0)
+        tl.store(p_write_full + i_request * num_nodes + o_node, slot, mask=m_node, eviction_policy=KEEP)
+        if HAS_SWA:
+            swa_slot = tl.load(p_full_to_swa + slot, mask=m_held, other=0)
+            tl.store(p_write_swa + i_request * num_nodes + o_node, swa_slot, mask=m_node, eviction_policy=KEEP)
+            tl.store(p_swa_start + i_request, start, eviction_policy=KEEP)
+
+
+def build_page_tables(
+    req_to_slot: torch.Tensor,
+    full_to_swa: torch.Tensor | None,
+    rows: torch.Tensor,
+    committed_len: torch.Tensor,
+    *,
+    num_nodes: int,
+    retain: int | None,
+    page_size: int,
+    full_width: int,
+    swa_width: int,
+) -> PageTables:
+    """Page tables of the committed prefixes and write locations of N draft nodes behind them.
+
+    req_to_slot [R, W] int64: full slots by position, the last row is for padding; full_to_swa [slots] int64, None
+    without SWA layers (and then retain is None); rows, committed_len [B] int64; widths in pages. A width too small for
+    a prefix cuts its newest pages off: `swa_width` >= 1 + ceil(retain / page_size) is always enough.
+    """
+    batch = len(rows)
+    num_rows, row_width = req_to_slot.shape
+    assert committed_len.shape == rows.shape == (batch,), f"{rows.shape=} {committed_len.shape=}"
+    assert req_to_slot.is_contiguous() and rows.is_contiguous() and committed_len.is_contiguous(), "not contiguous"
+    assert (full_to_swa is None) == (retain is None), f"{full_to_swa is None=} {retain=}"
+    full_pages = req_to_slot.new_empty((batch, full_width))
+    write_full = req_to_slot.new_empty((batch, num_nodes))
+    swa_pages = swa_start = write_swa = None
+    if full_to_swa is not None:
+        swa_pages = req_to_slot.new_empty((batch, swa_width))
+        swa_start = req_to_slot.new_empty((batch,))
+        write_swa = req_to_slot.new_empty((batch, num_nodes))
+    full_blocks = triton.cdiv(full_width, BLOCK)
+    swa_blocks = 0 if swa_pages is None else triton.cdiv(swa_width, BLOCK)
+    node_blocks = max(triton.cdiv(num_nodes, BLOCK), 1)  # one in any case: it says where the SWA part starts
+    _page_tables_kernel[(batch, full_blocks + swa_blocks + node_blocks)](
+        req_to_slot,
+        full_to_swa,
+        rows,
+        committed_len,
+        full_pages,
+        swa_pages,
+        swa_start,
+        write_full,
+        write_swa,
+        num_rows - 1,
+        row_width,
+        num_nodes,
+        retain or 0,
+        full_width,
+        swa_width,
+        full_blocks,
+        swa_blocks,
+        PAGE_SIZE=page_size,
+        HAS_SWA=full_to_swa is not None,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+    return PageTables(
+        full_pages, swa_pages, swa_start, FullLoc(write_full), None if write_swa is None else SwaLoc(write_swa)
+    )

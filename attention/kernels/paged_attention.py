@@ -1,0 +1,280 @@
+r"""Attention over a paged prefix and a block of new keys, as one call: decode, trees, drafting, prefill.
+
+For request b, query row i at position q_i, keys at position p in page `pages[b, (p - start_b) // page_size]`, window w:
+
+    visible(i, p) = start_b <= p < S_b      and q_i - p < w     a committed key; S_b = committed_len[b]
+    visible(i, j) = bit j of ancestors[b,i] and q_i - r_j < w   key j of the block, at position r_j
+                  = j <= i < block_len      and q_i - q_j < w   the same without ancestors
+
+The block's keys are the rows' own, N for N queries, or those of a draft in progress: M for the N queries of its newest
+level, which see their ancestors among all levels so far. M beyond 64 takes more words of ancestor bits.
+
+    out_i = sum_j e^{x_ij} v_j / (e^{sink} + sum_j e^{x_ij}),   x_ij = cap(scaling * q_i . k_j),  cap(x) = c tanh(x / c)
+
+The keys are cut into splits s that run side by side, each a softmax of its own, with lse_s = log sum_{j in s} e^{x_ij}:
+
+    out = sum_s e^{lse_s} out_s / sum_s e^{lse_s}
+
+The sink and the block belong to split 0. Rows that see nothing are 0. The launcher synchronises with
+nothing and reads nothing back: shapes alone decide the launch, so it can be captured in a CUDA graph.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from specdec.attention.kernels.paged_attention_kernels import attend_kernel, merge_kernel
+from specdec.gpu.triton_shim import triton
+
+WORD = 64
+"""Ancestor bits in an int64: bit j % 64 of word j // 64 is key j of the block."""
+
+
+class Tiles(NamedTuple):
+    """How the work is cut; chosen by `choose_tiles`, given by hand only in tests and when tuning."""
+
+    block_m: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    waves: float = 2.0  # programs to aim at, per multiprocessor
+
+
+def reference_paged_attention(
+    query: torch.Tensor,
+    block_k: torch.Tensor | None,
+    block_v: torch.Tensor | None,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    pages: torch.Tensor,
+    start: torch.Tensor,
+    committed_len: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    page_size: int,
+    scaling: float,
+    ancestors: torch.Tensor | None = None,
+    block_positions: torch.Tensor | None = None,
+    block_len: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`paged_attention` by the definition, in float32, or in float64 if the query is."""
+    batch, num_heads, num_rows, _ = query.shape
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    rows, columns = (torch.arange(n, device=query.device) for n in (num_rows, pages.shape[1] * page_size))
+    valid = torch.ones_like(positions, dtype=torch.bool) if block_len is None else rows < block_len[:, None]  # [B, N]
+    key_pos = start[:, None] + columns  # [B, L]
+    slots = pages.long()[:, columns // page_size] * page_size + columns % page_size
+    visible = (key_pos < committed_len[:, None])[:, None].expand(-1, num_rows, -1)  # [B, N, L]
+    k, v = pool_k[slots].transpose(1, 2), pool_v[slots].transpose(1, 2)  # [B, Hkv, L, D]
+    if block_k is not None and block_v is not None:
+        key_pos = torch.cat([key_pos, positions if block_positions is None else block_positions], 1)
+        keys = torch.arange(block_k.shape[2], device=query.device)
+        seen = (rows[:, None] >= keys).expand(batch, -1, -1)
+        if ancestors is not None:
+            words = ancestors.view(batch, num_rows, -1)
+            seen = (words[:, :, keys // WORD] >> keys % WORD) & 1 == 1
+        if block_len is not None:
+            seen = seen & (keys < block_len[:, None])[:, None]
+        visible = torch.cat([visible, seen], 2)
+        k, v = torch.cat([k, block_k], 2), torch.cat([v, block_v], 2)
+    visible = visible & valid[:, :, None]
+    if window is not None:
+        visible = visible & (positions[:, :, None] - key_pos[:, None] < window)
+    unseen = ~visible.any(1)[:, None, :, None]  # such a row may hold anything, NaN too
+    group = num_heads // k.shape[1]
+    k, v = (x.to(dtype).masked_fill(unseen, 0.0).repeat_interleave(group, 1) for x in (k, v))  # [B, Hq, L, D]
+    scores = query.to(dtype) @ k.transpose(2, 3) * scaling  # [B, Hq, N, L]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(dtype).view(1, -1, 1, 1).expand(batch, -1, num_rows, 1)], 3)
+    weights = scores.softmax(3)[..., : k.shape[2]].masked_fill(~visible[:, None], 0.0)
+    return (weights @ v).transpose(1, 2).contiguous().to(query.dtype)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    block_k: torch.Tensor | None,
+    block_v: torch.Tensor | None,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    pages: torch.Tensor,
+    start: torch.Tensor,
+    committed_len: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    page_size: int,
+    scaling: float,
+    ancestors: torch.Tensor | None = None,
+    block_positions: torch.Tensor | None = None,
+    block_len: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    split_len: int | None = None,
+    tiles: Tiles | None = None,
+) -> torch.Tensor:
+    """Attend -> [B, N, Hq, D] in the query's dtype.
+
+    query: [B, Hq, N, D], any strides.             block_k, block_v: [B, Hkv, M, D], any strides, or None.
+    pool_k, pool_v: [slots, Hkv, D], any strides.  pages: [B, P] page ids of the space of these pools.
+    start: [B], the position of the first key of the table; page-aligned, behind every window.
+    committed_len: [B], keys of the prefix.        positions: [B, N] of the queries.
+    ancestors: int64 bits of the block's keys, [B, N, words] or [B, N]; None: the block is causal, M
+    is N, and positions rise by one a row.
+    block_positions: [B, M] of the block's keys; None: they are the queries' own.
+    block_len: [B], rows of the block that exist (None: all N); the others see nothing and nobody sees them.
+    window: keys fewer than this many positions behind are visible.  softcap: c above.  sinks: [Hq] logits.
+    split_len: a fixed number of keys a split, so that no result depends on the batch; None: fill the device.
+    """
+    batch, num_heads, num_rows, head_dim = query.shape
+    kv_heads, num_pages = pool_k.shape[1], pages.shape[1]
+    assert num_heads % kv_heads == 0, f"{num_heads} query heads do not group over {kv_heads}"
+    assert pool_k.shape == pool_v.shape and pool_k.shape[2] == head_dim, f"{pool_k.shape=} {pool_v.shape=}"
+    assert pages.shape[0] == batch and start.shape == committed_len.shape == (batch,), f"{pages.shape=} {start.shape=}"
+    assert positions.shape == (batch, num_rows), f"{positions.shape=}, queries {tuple(query.shape)}"
+    assert query.dtype == pool_k.dtype == pool_v.dtype, f"{query.dtype=} {pool_k.dtype=} {pool_v.dtype=}"
+    assert start.is_contiguous() and committed_len.is_contiguous()
+    assert block_len is None or (block_len.shape == (batch,) and block_len.is_contiguous())
+    assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
+    num_keys = 0
+    if block_k is not None:
+        num_keys = block_k.shape[2]
+        assert block_v is not None and block_k.shape == block_v.shape == (batch, kv_heads, num_keys, head_dim)
+        assert block_k.dtype == block_v.dtype == query.dtype, f"{block_k.dtype=} {block_v.dtype=}"
+        assert block_positions is not None or num_keys == num_rows, f"{num_keys} keys have no positions"
+    if ancestors is not None:
+        ancestors = ancestors if ancestors.dim() == 3 else ancestors[:, :, None]
+        assert ancestors.shape == (batch, num_rows, -(-num_keys // WORD)), f"{ancestors.shape=} {num_keys=}"
+        assert ancestors.dtype == torch.int64, f"{ancestors.dtype=}"
+    else:
+        assert block_positions is None, "keys at positions of their own are seen by ancestors"
+    key_pos = positions if block_positions is None else block_positions
+    assert num_keys == 0 or key_pos.shape == (batch, num_keys), f"{key_pos.shape=} {num_keys=}"
+
+    group = num_heads // kv_heads
+    block_d = _power_of_two(head_dim)
+    if tiles is None:
+        tiles = choose_tiles(num_rows * group, block_d, query.element_size())
+        tiles = fit_tiles(tiles, block_d, query.element_size(), device_limits(query.device)[1])
+    row_tiles = -(-num_rows * group // tiles.block_m)
+    prefix_keys = num_pages * page_size
+    if split_len is not None:
+        assert split_len % tiles.block_k == 0, f"{split_len=} must be a multiple of {tiles.block_k}"
+        num_splits = -(-prefix_keys // split_len) + 1  # a start may lie within one
+    else:
+        num_splits = choose_splits(row_tiles * batch * kv_heads, prefix_keys, tiles.waves, query.device)
+
+    out = torch.empty((batch, num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
+    part, lse = out, None
+    if num_splits > 1:
+        part = torch.empty((num_splits, *out.shape), dtype=torch.float32, device=query.device)
+        lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=query.device)
+    # a load behind a page lookup takes two stages for each tile on its way; the block's loads take one
+    block_stages = (tiles.num_stages + 1) // 2 if ancestors is None else 1
+    attend_kernel[(row_tiles, batch * kv_heads, num_splits)](
+        query,
+        block_k,
+        block_v,
+        pool_k,
+        pool_v,
+        pages,
+        start,
+        committed_len,
+        positions,
+        key_pos,
+        ancestors,
+        block_len,
+        sinks,
+        part,
+        lse,
+        scaling,
+        softcap,
+        window,
+        split_len or 0,
+        num_rows,
+        num_keys,
+        num_splits,
+        num_pages,
+        *query.stride(),
+        *_strides(block_k, 4),
+        *_strides(block_v, 4),
+        *pool_k.stride(),
+        *pool_v.stride(),
+        *pages.stride(),
+        *positions.stride(),
+        *key_pos.stride(),
+        *_strides(ancestors, 3),
+        PAGE_SIZE=page_size,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_M=tiles.block_m,
+        BLOCK_K=tiles.block_k,
+        BLOCK_D=block_d,
+        BLOCK_STAGES=block_stages,
+        WORDS=1 if ancestors is None else ancestors.shape[2],
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if num_splits > 1:
+        merge_kernel[(batch * num_rows * num_heads,)](
+            part, lse, out, num_splits, HEAD_DIM=head_dim, BLOCK_D=block_d, num_warps=max(1, block_d // 128)
+        )
+    return out
+
+
+def choose_tiles(num_rows: int, block_d: int, item_size: int) -> Tiles:
+    """Tiles for `num_rows` packed rows of `block_d` channels: the fastest of those timed on an H200.
+
+    Decoding waits for memory: tiles of K and V are on their way while one is used. 64 rows keep the tensor cores busier
+    than 32, also when half of them are padding. Prefill computes, in the largest tiles that fit.
+    """
+    if item_size > 2:  # float32 multiplies without tensor cores
+        return Tiles(16, 16, 4 if block_d <= 256 else 8, 2)
+    if num_rows <= 16:
+        return Tiles(16, min(64, 16384 // block_d), 4, 5, 2.0 if block_d <= 128 else 1.0)
+    if block_d > 256:
+        return Tiles(64, 32, 8, 3, 1.0)
+    if num_rows <= 64:
+        return Tiles(64, 64, 4, 5, 2.0) if block_d <= 128 else Tiles(64, 32, 4, 7, 1.0)
+    return Tiles(128, 64, 8, 5 if block_d <= 128 else 3, 1.0) if num_rows > 256 else Tiles(128, 32, 8, 5, 1.0)
+
+
+def fit_tiles(tiles: Tiles, block_d: int, item_size: int, shared: int) -> Tiles:
+    """The tiles, with fewer stages, then fewer keys, until they fit `shared` bytes of a multiprocessor's memory."""
+    while tiles.block_k > 16:
+        buffers = 2 * tiles.block_k * ((tiles.num_stages + 1) // 2)  # rows of K and of V
+        if (tiles.block_m + buffers) * block_d * item_size + 2048 <= shared:
+            break
+        fewer = {"num_stages": tiles.num_stages - 2} if tiles.num_stages > 3 else {"block_k": tiles.block_k // 2}
+        tiles = tiles._replace(**fewer)
+    return tiles
+
+
+def choose_splits(programs: int, num_keys: int, waves: float, device: torch.device) -> int:
+    """Splits of the prefix that fill the device, from numbers the host knows without asking it."""
+    return max(1, min(int(waves * device_limits(device)[0]) // programs, -(-num_keys // 128), 64))
+
+
+@cache
+def device_limits(device: torch.device) -> tuple[int, int]:
+    """(multiprocessors, bytes of shared memory that one program may use)."""
+    if device.type != "cuda":
+        return 8, 227 << 10  # in the interpreter any numbers do
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    return properties["multiprocessor_count"], properties["max_shared_mem"]
+
+
+def _strides(tensor: torch.Tensor | None, rank: int) -> tuple[int, ...]:
+    """Of a tensor of that rank; zeros where there is none."""
+    return (0,) * rank if tensor is None else tensor.stride()
+
+
+def _power_of_two(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length())

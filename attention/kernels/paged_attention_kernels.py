@@ -1,0 +1,253 @@
+"""The Triton kernels behind `paged_attention`, which holds the math, the reference and the launch.
+
+    grid of attend_kernel (row tiles, B * Hkv, splits)
+
+    rows     0 ............................ N * G       the G query heads of a kv head, packed node-major, so that each
+             |tile 0     |tile 1     |tile 2            K/V tile is read once for all of them
+    keys     block | lo ........................... hi  positions; lo is the oldest key that a row of the tile can see
+             |split 0    |split 1   |split 2   |split 3|
+
+Key tiles begin at multiples of BLOCK_K in absolute positions, wherever the table starts. Columns of a tile outside
+[lo, hi) read the nearest key inside, so that the loop's loads need no mask, and weigh nothing. The running maximum and
+denominator of split 0 start from the sink, so it enters once. A row that saw nothing has lse = -inf: its partial is
+not written. Lengths are run-time values, so no length compiles anything.
+"""
+
+from specdec.gpu.triton_shim import tl, triton
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NOWHERE = tl.constexpr(1 << 30)  # behind all keys, and so far from overflow that what a loop loads ahead is behind too
+
+
+@triton.jit
+def _absorb(
+    b_q: tl.tensor,
+    b_k: tl.tensor,
+    b_v: tl.tensor,
+    m_seen: tl.tensor,
+    b_max: tl.tensor,
+    b_sum: tl.tensor,
+    b_acc: tl.tensor,
+    scaling: tl.tensor,
+    softcap: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One step of the online softmax, base 2: b_q [BM, BD], b_k and b_v [BK, BD], m_seen [BM, BK] or [1, BK]."""
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    if softcap is None:
+        b_s = b_s * (scaling * LOG2E)
+    else:
+        b_s = (softcap * LOG2E) * (2.0 * tl.sigmoid(2.0 / softcap * scaling * b_s) - 1.0)  # c tanh(s / c)
+    b_s = tl.where(m_seen, b_s, float("-inf"))
+    b_new = tl.maximum(b_max, tl.max(b_s, 1))
+    b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_p = tl.exp2(b_s - b_shift[:, None])
+    b_decay = tl.exp2(b_max - b_shift)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="ieee")
+    return b_new, b_sum * b_decay + tl.sum(b_p, 1), b_acc
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("window", "split_len", "num_rows", "num_keys", "num_splits", "num_pages"),
+        *("s_page_b", "s_pos_b", "s_pos", "s_key_b", "s_key", "s_anc_b", "s_anc", "s_anc_w"),
+    ]
+)
+def attend_kernel(
+    p_q: tl.tensor,  # [B, Hq, N, D]
+    p_block_k: tl.tensor,  # [B, Hkv, M, D] or None
+    p_block_v: tl.tensor,
+    p_pool_k: tl.tensor,  # [slots, Hkv, D]
+    p_pool_v: tl.tensor,
+    p_pages: tl.tensor,  # [B, P]
+    p_start: tl.tensor,  # [B]
+    p_committed_len: tl.tensor,  # [B]
+    p_positions: tl.tensor,  # [B, N]
+    p_key_pos: tl.tensor,  # [B, M], the positions of the block's keys
+    p_ancestors: tl.tensor,  # [B, N, WORDS] or None
+    p_block_len: tl.tensor,  # [B] or None
+    p_sinks: tl.tensor,  # [Hq] or None
+    p_out: tl.tensor,  # [splits, B, N, Hq, D]
+    p_lse: tl.tensor,  # [splits, B, N, Hq] or None when there is one split
+    scaling: tl.tensor,
+    softcap: tl.tensor,  # or None
+    window: tl.tensor,  # or None
+    split_len: tl.tensor,  # keys of a split, 0: divide what each request has
+    num_rows: tl.tensor,
+    num_keys: tl.tensor,  # M of the block
+    num_splits: tl.tensor,
+    num_pages: tl.tensor,
+    s_q_b: tl.tensor,
+    s_q_h: tl.tensor,
+    s_q_n: tl.tensor,
+    s_q_d: tl.tensor,
+    s_bk_b: tl.tensor,
+    s_bk_h: tl.tensor,
+    s_bk_n: tl.tensor,
+    s_bk_d: tl.tensor,
+    s_bv_b: tl.tensor,
+    s_bv_h: tl.tensor,
+    s_bv_n: tl.tensor,
+    s_bv_d: tl.tensor,
+    s_pk_t: tl.constexpr,
+    s_pk_h: tl.tensor,
+    s_pk_d: tl.tensor,
+    s_pv_t: tl.constexpr,
+    s_pv_h: tl.tensor,
+    s_pv_d: tl.tensor,
+    s_page_b: tl.tensor,
+    s_page: tl.tensor,
+    s_pos_b: tl.tensor,
+    s_pos: tl.tensor,
+    s_key_b: tl.tensor,
+    s_key: tl.tensor,
+    s_anc_b: tl.tensor,
+    s_anc: tl.tensor,
+    s_anc_w: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_STAGES: tl.constexpr,
+    WORDS: tl.constexpr,
+) -> None:
+    i_tile, i_split = tl.program_id(0), tl.program_id(2)
+    i_b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
+    i_h = (tl.program_id(1) % KV_HEADS).to(tl.int64)
+
+    start = tl.load(p_start + i_b).to(tl.int32)
+    committed_len = tl.load(p_committed_len + i_b).to(tl.int32)
+    o_row = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_node, o_head = o_row // GROUP, i_h * GROUP + o_row % GROUP
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = tl.full([BLOCK_D], True, tl.int1) if HEAD_DIM == BLOCK_D else o_d < HEAD_DIM
+    valid_rows = num_rows
+    if p_block_len is not None:
+        valid_rows = tl.minimum(num_rows, tl.load(p_block_len + i_b).to(tl.int32))
+    m_row = o_node < valid_rows
+    b_pos = tl.load(p_positions + i_b * s_pos_b + o_node * s_pos, mask=m_row, other=0).to(tl.int32)  # [BM]
+    p_q += i_b * s_q_b + o_head[:, None] * s_q_h + o_node[:, None].to(tl.int64) * s_q_n + o_d[None, :] * s_q_d
+    b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
+
+    if p_ancestors is not None:  # here and not where it is used: between the loops, ptxas would serialise every wgmma
+        p_ancestors += i_b * s_anc_b + o_node * s_anc
+        b_bits = tl.load(p_ancestors, mask=m_row, other=0)  # [BM]
+    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if p_sinks is not None:
+        b_sink = tl.load(p_sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32) * LOG2E
+        b_max = tl.where(i_split == 0, b_sink, b_max)
+    b_sum = tl.full([BLOCK_M], 1.0, tl.float32)  # of the sink; scaled away by the first key where there is none
+    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    # the prefix: keys [lo, hi) by position, of which this split takes [begin, end)
+    lo = start
+    if window is not None:
+        lo = tl.maximum(lo, tl.min(tl.where(m_row, b_pos, NOWHERE), 0) - window + 1)
+    hi = tl.minimum(committed_len, start + num_pages * PAGE_SIZE)
+    hi = tl.where((i_tile * BLOCK_M < valid_rows * GROUP) & (lo < hi), hi, 0)
+    align = tl.maximum(split_len, BLOCK_K)
+    begin = lo // align * align
+    spare = 0 if p_block_k is None else 4 * BLOCK_K  # so many keys fewer for split 0, which has the block
+    chunk = tl.cdiv(tl.cdiv(tl.maximum(hi - begin, 0) + spare, num_splits), BLOCK_K) * BLOCK_K
+    if split_len > 0:
+        spare, chunk = 0, split_len
+    begin += i_split * chunk - spare
+    end = tl.minimum(begin + chunk, hi)
+    begin = tl.maximum(begin, lo // BLOCK_K * BLOCK_K)
+    p_page = p_pages + i_b * s_page_b
+    p_pool_k += i_h * s_pk_h
+    p_pool_v += i_h * s_pv_h
+    for i_key in range(begin, end, BLOCK_K):
+        o_key = i_key + tl.arange(0, BLOCK_K)
+        m_key = (o_key >= lo) & (o_key < hi)
+        o_col = tl.minimum(tl.maximum(o_key, lo), hi - 1) - start
+        b_page = tl.load(p_page + (o_col // PAGE_SIZE).to(tl.int64) * s_page)
+        b_slot = (b_page.to(tl.int64) * PAGE_SIZE + o_col % PAGE_SIZE)[:, None]
+        b_k = tl.load(p_pool_k + b_slot * s_pk_t + o_d[None, :] * s_pk_d, mask=m_d[None, :], other=0.0)
+        b_v = tl.load(p_pool_v + b_slot * s_pv_t + o_d[None, :] * s_pv_d, mask=m_d[None, :], other=0.0)
+        m_seen = m_key[None, :]
+        if window is not None:
+            m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)
+        b_max, b_sum, b_acc = _absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
+
+    # the block: keys [first, last) of the forward's own, in split 0
+    if p_block_k is not None:
+        BLOCK_N: tl.constexpr = BLOCK_K if p_ancestors is None else 16
+        valid_keys = num_keys
+        if p_block_len is not None:
+            valid_keys = tl.minimum(num_keys, valid_rows)
+        first = 0
+        last = tl.where(i_split == 0, valid_keys, 0)
+        if p_ancestors is None:
+            last = tl.minimum(last, (i_tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+            if window is not None:  # positions of a causal block rise by one a row
+                first = tl.maximum(i_tile * BLOCK_M // GROUP - window + 1, 0) // BLOCK_N * BLOCK_N
+        for i_key in tl.range(first, last, BLOCK_N, num_stages=BLOCK_STAGES):
+            o_key = i_key + tl.arange(0, BLOCK_N)
+            m_key = o_key < valid_keys
+            if p_ancestors is None:
+                m_seen = o_node[:, None] >= o_key[None, :]
+            else:
+                if WORDS > 1:
+                    b_bits = tl.load(p_ancestors + i_key // 64 * s_anc_w, mask=m_row, other=0)
+                m_seen = ((b_bits[:, None] >> (o_key % 64)[None, :]) & 1) != 0
+            m_seen = m_seen & m_row[:, None] & m_key[None, :]
+            if window is not None:
+                b_key_pos = tl.load(p_key_pos + i_b * s_key_b + o_key * s_key, mask=m_key, other=0).to(tl.int32)
+                m_seen = m_seen & (b_pos[:, None] - b_key_pos[None, :] < window)
+            if p_ancestors is not None:  # a row that nobody sees may hold anything
+                m_key = tl.max(m_seen.to(tl.int32), 0) > 0
+            o_kv = o_key[:, None].to(tl.int64)
+            m_kv = m_key[:, None] & m_d[None, :]
+            o_bk = i_b * s_bk_b + i_h * s_bk_h + o_kv * s_bk_n + o_d[None, :] * s_bk_d
+            o_bv = i_b * s_bv_b + i_h * s_bv_h + o_kv * s_bv_n + o_d[None, :] * s_bv_d
+            b_k = tl.load(p_block_k + o_bk, mask=m_kv, other=0.0)
+            b_v = tl.load(p_block_v + o_bv, mask=m_kv, other=0.0)
+            b_max, b_sum, b_acc = _absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
+
+    b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)  # a row that saw nothing
+    b_scale = tl.where(m_row, 1.0 / b_sum, 0.0)
+    o_out = (i_b * num_rows + o_node) * (KV_HEADS * GROUP) + o_head
+    m_out = o_node < num_rows
+    if p_lse is not None:
+        o_out += i_split * (tl.num_programs(1) * GROUP).to(tl.int64) * num_rows
+        b_lse = tl.where(m_row, b_max + tl.log2(b_sum), float("-inf"))
+        tl.store(p_lse + o_out, b_lse, mask=m_out)
+        m_out = m_out & (b_lse > float("-inf"))
+    b_out = (b_acc * b_scale[:, None]).to(p_out.dtype.element_ty)
+    tl.store(p_out + o_out[:, None] * HEAD_DIM + o_d[None, :], b_out, mask=m_out[:, None] & m_d[None, :])
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def merge_kernel(
+    p_part: tl.tensor,  # [splits, rows, D]
+    p_lse: tl.tensor,  # [splits, rows]
+    p_out: tl.tensor,  # [rows, D]
+    num_splits: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program a row: out = sum_s 2^lse_s part_s / sum_s 2^lse_s, 16 splits at a time."""
+    i_row = tl.program_id(0).to(tl.int64)
+    num_rows = tl.num_programs(0).to(tl.int64)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < HEAD_DIM
+    b_max, b_sum = float("-inf"), 0.0
+    b_acc = tl.zeros([BLOCK_D], tl.float32)
+    for i_split in range(0, num_splits, 16):
+        o_split = i_split + tl.arange(0, 16)
+        o_part = o_split * num_rows + i_row
+        b_lse = tl.load(p_lse + o_part, mask=o_split < num_splits, other=float("-inf"))
+        m_part = (o_split < num_splits)[:, None] & m_d[None, :]
+        b_part = tl.load(p_part + o_part[:, None] * HEAD_DIM + o_d[None, :], mask=m_part, other=0.0)
+        b_part = tl.where((b_lse > float("-inf"))[:, None], b_part, 0.0)  # loaded beside its lse, not after it
+        b_new = tl.maximum(b_max, tl.max(b_lse, 0))
+        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_decay, b_weight = tl.exp2(b_max - b_shift), tl.exp2(b_lse - b_shift)
+        b_acc = b_acc * b_decay + tl.sum(b_part * b_weight[:, None], 0)
+        b_sum = b_sum * b_decay + tl.sum(b_weight, 0)
+        b_max = b_new
+    b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)
+    tl.store(p_out + i_row * HEAD_DIM + o_d, b_out.to(p_out.dtype.element_ty), mask=m_d)

@@ -1,0 +1,274 @@
+r"""Attention whose every row is a function of its own path, to the bit: decode, chains, trees, prefill, drafting.
+
+Query n of request b sits at position q = S + depth, S = committed_len[b], and sees the keys of its own path:
+
+    visible(n, p) = start_b <= p <= q   and q - p < window     p < S: committed; p >= S: the ancestor at depth p - S
+                  = start_b <= p < S    and q - p < window     where the queries bring no keys (a frozen drafter)
+    out_n = sum_p e^{x_np} v_p / (e^{sink} + sum_p e^{x_np}),   x_np = cap(scaling * q_n . k_p),  cap(x) = c tanh(x / c)
+
+The cut is by absolute position, so it is the same whoever computes the row:
+
+    tiles    |t|t|t|t|t|t|t|t|t|t|t|t|      BLOCK_K keys, at multiples of BLOCK_K; a split is a chain of tiles
+    splits   |split 0|split 1|split 2|      folded in ascending order: decay the total, add the split
+             |shared         |.S.|own|      complete committed tiles: by page, read once for all rows of a request
+                                            from the tile of S on: by node, `own_keys` says where its path lies
+
+What is not visible weighs nothing, exactly, so neither siblings nor the rest of a batch, the table's width, a prompt's
+chunks or the row tile show in the result. The block's K and V are read from the pool, where the forward has stored
+them: then a key is loaded by the same code whether it is committed or not, layers that share the K/V of another need
+nothing else, and a fused rotation can store and forget them. The launcher reads nothing back.
+
+Rows that do not exist and slots that nobody wrote may hold anything. A NaN or infinity in the K or V of a row that does
+exist may reach all rows of its row tile.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
+from specdec.attention.kernels.paged_attention import device_limits
+from specdec.attention.kernels.tree_attention_kernels import MIDDLE_SPLITS, SHORT_SPLITS, attend_kernel, merge_kernel
+from specdec.attention.trees.tree import DraftTree
+from specdec.gpu.triton_shim import triton
+
+PART_BYTES = 1 << 30
+"""Partial results above this are folded by the programs that make them."""
+
+
+MANY_HEADS = 8
+"""Of so many heads for K and V of 256 numbers, splits are twice as long as of fewer."""
+
+
+class Cut(NamedTuple):
+    """How the keys are cut. The bits of a row depend on this and on nothing else that a launch decides."""
+
+    block_k: int
+    split_len: int
+
+
+class RowTiles(NamedTuple):
+    """How the rows are cut, and what a program runs with; of no effect on bits."""
+
+    block_m: int
+    num_warps: int
+    num_stages: int
+    rows: int | None = None  # packed rows a tile, None: block_m; fewer make more programs
+    fold: bool | None = None  # fold splits where they are made; None: when there are rows enough to fill the device
+    max_registers: int | None = None  # a thread; what the compiler takes can keep a third program off a multiprocessor
+
+
+def reference_tree_attention(
+    query: torch.Tensor,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    pages: torch.Tensor,
+    start: torch.Tensor | None,
+    committed_len: torch.Tensor,
+    positions: torch.Tensor,
+    write: torch.Tensor | None,
+    parents: torch.Tensor | None = None,
+    *,
+    page_size: int,
+    scaling: float,
+    block_len: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`tree_attention` by the definition, in float32, or in float64 if the query is; `write`, `parents`: `own_keys`."""
+    _, num_heads, num_rows, _ = query.shape
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    rows, columns = (torch.arange(n, device=query.device) for n in (num_rows, pages.shape[1] * page_size))
+    valid = torch.ones_like(positions, dtype=torch.bool) if block_len is None else rows < block_len[:, None]  # [B, N]
+    key_pos = columns + (torch.zeros_like(committed_len) if start is None else start)[:, None]  # [B, L]
+    slots = pages.long()[:, columns // page_size] * page_size + columns % page_size
+    visible = (key_pos < committed_len[:, None])[:, None].expand(-1, num_rows, -1)  # [B, N, L]
+    if write is not None:
+        seen = rows[:, None] >= rows
+        if parents is not None:
+            seen = DraftTree.from_parents(parents, parents).ancestors
+        key_pos, slots = torch.cat([key_pos, positions], 1), torch.cat([slots, write.long()], 1)
+        visible = torch.cat([visible, seen & valid[:, None, :]], 2)
+    visible = visible & valid[:, :, None]
+    if window is not None:
+        visible = visible & (positions[:, :, None] - key_pos[:, None] < window)
+    unseen = ~visible.any(1)[:, None, :, None]  # such a row may hold anything, NaN too
+    group = num_heads // pool_k.shape[1]
+    k, v = (pool[slots].transpose(1, 2).to(dtype).masked_fill(unseen, 0.0) for pool in (pool_k, pool_v))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # [B, Hq, L, D]
+    scores = query.to(dtype) @ k.transpose(2, 3) * scaling  # [B, Hq, N, L]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    sink = torch.full_like(scores[..., :1], -torch.inf)
+    if sinks is not None:
+        sink = sinks.to(dtype).view(1, -1, 1, 1).expand_as(sink)
+    weights = torch.cat([scores, sink], 3).softmax(3)[..., :-1].masked_fill(~visible[:, None], 0.0)
+    return (weights @ v).transpose(1, 2).contiguous().to(query.dtype)
+
+
+def tree_attention(
+    query: torch.Tensor,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    own: OwnKeys,
+    pages: torch.Tensor,
+    start: torch.Tensor | None,
+    committed_len: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    page_size: int,
+    scaling: float,
+    block_len: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    cut: Cut | None = None,
+    tiles: RowTiles | None = None,
+) -> torch.Tensor:
+    """Attend -> [B, N, Hq, D] in the query's dtype.
+
+    query: [B, Hq, N, D], any strides.      pool_k, pool_v: [slots, Hkv, D], any strides; the block is stored in them.
+    own: of this step, in the space of these pools.           pages: [B, P] page ids; wide enough for every prefix.
+    start: [B], the position of the first key of the table, page-aligned, behind every window; None: 0.
+    committed_len: [B], keys of the prefix.                   positions: [B, N] of the queries, the root's the smallest.
+    block_len: [B], rows of the block that exist (None: all N); the others are 0 and nobody sees them.
+    window: keys fewer than this many positions behind are visible.  softcap: c above.  sinks: [Hq] logits.
+    cut, tiles: chosen by `choose_cut` and `choose_rows`, given by hand only in tests and when tuning.
+    """
+    batch, num_heads, num_rows, head_dim = query.shape
+    kv_heads, num_pages = pool_k.shape[1], pages.shape[1]
+    assert num_heads % kv_heads == 0, f"{num_heads} query heads do not group over {kv_heads}"
+    assert pool_k.shape == pool_v.shape and pool_k.shape[2] == head_dim, f"{pool_k.shape=} {pool_v.shape=}"
+    assert query.dtype == pool_k.dtype == pool_v.dtype, f"{query.dtype=} {pool_k.dtype=} {pool_v.dtype=}"
+    assert pages.shape[0] == batch and committed_len.shape == (batch,), f"{pages.shape=} {committed_len.shape=}"
+    assert positions.shape == (batch, num_rows), f"{positions.shape=}, queries {tuple(query.shape)}"
+    for lengths in (start, committed_len, block_len):
+        assert lengths is None or (lengths.shape == (batch,) and lengths.is_contiguous()), f"{lengths.shape=}"
+    assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
+    assert own.slots.is_contiguous() and own.slots.shape[0] == batch, f"{own.slots.shape=}"
+    assert own.run_end is None or own.run_end.shape == (batch, num_rows) == own.slots.shape[:2], f"{own.slots.shape=}"
+
+    group, block_d = num_heads // kv_heads, max(16, triton.next_power_of_2(head_dim))
+    cut = cut or choose_cut(block_d, query.element_size(), kv_heads)
+    assert ALIGN % cut.block_k == 0 == cut.split_len % cut.block_k, f"{cut=} does not divide {ALIGN}"
+    grows = window is None and start is None
+    num_splits = count_splits(num_pages * page_size + own.path_len, window, own.path_len, cut, grows=grows)
+    if tiles is None:
+        tiles = choose_rows(
+            num_rows * group, batch * kv_heads, block_d, query.element_size(), is_tree=own.run_end is not None
+        )
+        tiles = fit_rows(tiles, cut, block_d, query.element_size(), device_limits(query.device)[1])
+    tile_rows = tiles.rows or tiles.block_m
+    row_tiles = -(-num_rows * group // tile_rows)
+    programs = row_tiles * batch * kv_heads
+    fold = tiles.fold
+    if fold is None:
+        part_bytes = num_splits * batch * num_rows * num_heads * head_dim * 4
+        fold = part_bytes > PART_BYTES or (num_rows * group > 256 and programs >= device_limits(query.device)[0])
+    parts = 1 if fold else num_splits
+    part_shape = (parts, batch, kv_heads, num_rows * group)
+    part = torch.empty((*part_shape, head_dim), dtype=torch.float32, device=query.device)
+    part_max, part_sum = (torch.empty(part_shape, dtype=torch.float32, device=query.device) for _ in "ms")
+    out = torch.empty((batch, num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
+    # programs of empty splits exit at once, yet each takes a multiprocessor's time: some take several splits
+    split_programs = 1 if fold else min(num_splits, max(16, -(-1024 // programs)))
+    pdl = _dependent_launch(query.device)
+    shared_options = {
+        "HAS_OWN": own.path_len > 0,
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": block_d,
+        "SPLIT_LEN": cut.split_len,
+        "GROWS": grows,
+        "FOLD": fold,
+        "PDL": pdl,
+        **({"launch_pdl": True} if pdl else {}),
+    }
+    attend_kernel[(row_tiles, batch * kv_heads, split_programs)](
+        *(query, pool_k, pool_v, pages, start, committed_len, positions, own.slots, own.run_end, block_len),
+        *(part, part_max, part_sum, scaling, softcap, window, tile_rows, num_rows, num_pages, *own.slots.shape[1:]),
+        *(*query.stride(), *pool_k.stride(), *pool_v.stride(), *pages.stride(), *positions.stride()),
+        PAGE_SIZE=page_size,
+        BLOCK_M=tiles.block_m,
+        BLOCK_K=cut.block_k,
+        ALIGN=ALIGN,
+        OWN_STAGES=tiles.num_stages if own.run_end is None else min(tiles.num_stages, 3),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **({"maxnreg": tiles.max_registers} if tiles.max_registers and query.device.type == "cuda" else {}),
+        **shared_options,
+    )
+    merge_kernel[(batch * num_rows * num_heads,)](
+        *(part, part_max, part_sum, start, committed_len, positions, block_len, sinks, out),
+        *(window, num_rows, *positions.stride()),
+        UNROLL=min(parts, 8),
+        num_warps=max(1, block_d // 128),
+        **shared_options,
+    )
+    return out
+
+
+def choose_cut(block_d: int, item_size: int, kv_heads: int) -> Cut:
+    """One cut per layer: what keeps a lone request's splits short, and many requests' parts few.
+
+    Many heads are programs enough for a lone request, whose splits may be longer.
+    """
+    if item_size > 2:
+        return Cut(16, 128)
+    if block_d == 256 and kv_heads < MANY_HEADS:
+        return Cut(32, 128)
+    return Cut(32 if block_d > 128 else 64, 256)
+
+
+def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_tree: bool) -> RowTiles:
+    """Row tiles for `num_rows` packed rows of each of `heads` kv heads, over all requests, as timed on an H200.
+
+    Few programs wait for latency: they take small tiles, more stages and, a multiprocessor each, more warps. Many share
+    the reading of K and V, and the more of them fit a multiprocessor the better, unless they fold, which takes the
+    registers of a second accumulator.
+    """
+    if item_size > 2:  # float32 multiplies without tensor cores
+        return RowTiles(16, 4 if block_d <= 256 else 8, 2)
+    if num_rows > 256:
+        return RowTiles(32 if block_d <= 256 else 16, 4, 3)
+    lone, rows = heads <= 8, 8 if is_tree and num_rows * heads <= 128 else None
+    if num_rows > 16 and num_rows * heads > (384 if block_d == 256 else 256):
+        return RowTiles(32, 4, 3)
+    if block_d > 256:
+        return RowTiles(16, 4, 5 if lone else 3, rows)
+    if block_d > 128 and (lone or num_rows > 16):
+        return RowTiles(16, 8 if lone else 4, 5, rows)
+    stages = 5 if block_d <= 128 or heads <= 16 else 3
+    return RowTiles(16, 4, stages, rows, max_registers=None if is_tree else 168)
+
+
+def fit_rows(tiles: RowTiles, cut: Cut, block_d: int, item_size: int, shared: int) -> RowTiles:
+    """The tiles, with fewer stages, then fewer rows, until they fit `shared` bytes of a multiprocessor's memory."""
+    while tiles.block_m > 16 or tiles.num_stages > 3:
+        buffers = 2 * cut.block_k * ((tiles.num_stages + 1) // 2)  # rows of K and of V: a page lookup takes a stage too
+        if (tiles.block_m + buffers) * block_d * item_size + 2048 <= shared:
+            break
+        fewer = {"num_stages": tiles.num_stages - 2} if tiles.num_stages > 3 else {"block_m": 16, "rows": None}
+        tiles = tiles._replace(**fewer)
+    return tiles
+
+
+def count_splits(num_keys: int, window: int | None, path_len: int, cut: Cut, *, grows: bool) -> int:
+    """The most splits that one request can have."""
+    if grows:
+        units = -(-num_keys // cut.split_len)
+        short: int = SHORT_SPLITS.value
+        middle: int = MIDDLE_SPLITS.value
+        far = max(0, units - short - 2 * middle)
+        return max(1, min(units, short) + min(-(-max(0, units - short) // 2), middle) + -(-far // 4))
+    if window is not None:
+        num_keys = min(num_keys, window + max(path_len, 1) - 1)
+    return max(1, (num_keys - 2) // cut.split_len + 2)  # they need not begin where a split does
+
+
+def _dependent_launch(device: torch.device) -> bool:
+    """Whether kernels may start before the one in front of them has ended (Hopper and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,0 +1,212 @@
+r"""Best-first growth of draft trees from scored candidates, shared by all drafters.
+
+Candidates of a request come level by level; `topk` = K. Level 1 holds the K children of the root, every later level
+the K * K children of the K best candidates (the beam) of the level before:
+
+    candidate    0 .. K-1 | K .. K+K*K-1 | ...       level 1 | level 2 | ...
+    parent       -1 (root)| a candidate of level 1   always a smaller number than its child's
+    score        sum of log-probabilities on the path; NaN counts as -inf, and -inf as the smallest number
+
+Growth: take the best candidate whose parent is taken, lowest number first among equals, until the tree has N nodes. A
+child's score is capped by its parent's. So (score descending, number ascending) puts every parent before its children:
+growth takes the first N - 1 in that order, and the tree holds its ancestors by construction, on ties too. Nodes are
+numbered in candidate order, so parents come before children; siblings are distinct if a parent's K tokens are.
+
+    K = 2   candidates  0 [-.1] 1 [-2.]   2, 3 under 0 [-.1 -3.]   4, 5 under 1 [-2. -9.]
+    N = 4   taken       0, 2 (equal to its parent), 1              parents of nodes -1 0 0 1, depth 0 1 1 2
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from specdec.attention.trees.tree import DraftTree
+from specdec.attention.trees.walk import tree_fields
+from specdec.gpu.triton_shim import tl, triton
+
+MAX_CANDIDATES = 4096
+LOWEST = torch.finfo(torch.float32).min
+
+
+class Beam(NamedTuple):
+    """What to expand next: tokens [B, K], and for each the entry [B, K] of the beam before that it is a child of."""
+
+    tokens: torch.Tensor
+    origin: torch.Tensor
+
+
+class TreeBackend(Protocol):
+    """Selects trees: plain torch or one launch."""
+
+    def select_tree(
+        self,
+        root: torch.Tensor,
+        tokens: torch.Tensor,
+        scores: torch.Tensor,
+        parents: torch.Tensor,
+        *,
+        num_nodes: int,
+        num_levels: int,
+    ) -> DraftTree:
+        """The best tree of `num_nodes` nodes among the candidates."""
+
+
+class Growth:
+    """Collects the candidates of B trees, level by level, and selects the trees. `root`: [B] int64 tokens."""
+
+    def __init__(self, root: torch.Tensor) -> None:
+        self.root = root
+        self._levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # tokens, scores, parents [B, M * K]
+        self._beam_score = torch.zeros((len(root), 1), dtype=torch.float32, device=root.device)
+        self._beam_candidate = torch.full((len(root), 1), -1, dtype=torch.int64, device=root.device)
+        self._num_candidates = 0
+
+    def add_level(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> Beam:
+        """Children of the beam: tokens [B, M, K] distinct in K, log_probs [B, M, K]; M = 1 on level 1, then K."""
+        batch, width, topk = tokens.shape
+        scores = self._beam_score[:, :, None] + log_probs.float().nan_to_num(nan=LOWEST).clamp(max=0)  # [B, M, K]
+        scores = scores.clamp(min=LOWEST).view(batch, width * topk)
+        parents = self._beam_candidate[:, :, None].expand(-1, -1, topk).reshape(batch, width * topk)
+        flat = tokens.reshape(batch, width * topk)
+        self._levels.append((flat, scores, parents))
+        best = scores.sort(dim=1, descending=True, stable=True)
+        chosen = best.indices[:, :topk]
+        self._beam_score = best.values[:, :topk]
+        self._beam_candidate = chosen + self._num_candidates
+        self._num_candidates += width * topk
+        return Beam(flat.gather(1, chosen), chosen // topk)
+
+    def select(self, backend: TreeBackend, num_nodes: int) -> DraftTree:
+        """The best tree of `num_nodes` nodes, root included."""
+        tokens, scores, parents = (torch.cat(part, dim=1) for part in zip(*self._levels, strict=True))
+        return backend.select_tree(
+            self.root, tokens, scores, parents, num_nodes=num_nodes, num_levels=len(self._levels)
+        )
+
+
+def reference_select_nodes(
+    root: torch.Tensor,
+    tokens: torch.Tensor,
+    scores: torch.Tensor,
+    parents: torch.Tensor,
+    *,
+    num_nodes: int,
+    num_levels: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """tokens and parents [B, N] of the selected tree; see `select_tree`."""
+    batch, num_candidates = tokens.shape
+    capped = scores.float().nan_to_num(nan=LOWEST, posinf=torch.inf, neginf=LOWEST)
+    above = parents
+    for _ in range((num_levels or num_candidates).bit_length()):  # by twice as many ancestors each time
+        ancestor_score = capped.gather(1, above.clamp(min=0))
+        capped = torch.where(above >= 0, torch.minimum(capped, ancestor_score), capped)
+        above = torch.where(above >= 0, above.gather(1, above.clamp(min=0)), -1)
+    order = (capped + 0.0).sort(dim=1, descending=True, stable=True).indices  # + 0.0: no negative zero
+    taken = order[:, : num_nodes - 1].sort(dim=1).values  # [B, N - 1] candidates
+    nodes = torch.arange(1, num_nodes, device=tokens.device).expand(batch, -1)
+    node_of = torch.zeros_like(parents).scatter_(1, taken, nodes)
+    parent = parents.gather(1, taken)
+    parent = torch.where(parent < 0, 0, node_of.gather(1, parent.clamp(min=0)))
+    return (
+        torch.cat([root[:, None], tokens.gather(1, taken)], dim=1),
+        torch.cat([torch.full_like(root, -1)[:, None], parent], dim=1),
+    )
+
+
+@triton.jit(do_not_specialize=["num_candidates", "num_nodes"])
+def _select_nodes_kernel(
+    p_root: tl.tensor,
+    p_tokens: tl.tensor,
+    p_scores: tl.tensor,
+    p_parents: tl.tensor,
+    p_node_tokens: tl.tensor,
+    p_node_parents: tl.tensor,
+    num_candidates: tl.tensor,
+    num_nodes: tl.tensor,
+    LOWEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    i_request = tl.program_id(0).to(tl.int64)
+    o_candidate = tl.arange(0, BLOCK)
+    m_candidate = o_candidate < num_candidates
+    o_in = i_request * num_candidates + o_candidate
+    score = tl.load(p_scores + o_in, mask=m_candidate, other=0.0).to(tl.float32)
+    score = tl.where(score > LOWEST, score, LOWEST)  # NaN and -inf too
+    parent = tl.load(p_parents + o_in, mask=m_candidate, other=-2).to(tl.int32)
+    ready = tl.where(parent == -1, score, float("-inf"))  # its parent is taken and it is not
+    taken = o_candidate < 0
+    node = tl.zeros([BLOCK], tl.int32)  # candidates taken up to and including this one
+    parent_node = tl.zeros([BLOCK], tl.int32)  # the same at its parent: the parent's node number
+    for _ in range(1, num_nodes):
+        best, i_best = tl.max(ready, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        taken = taken | (o_candidate == i_best)
+        node += tl.where(o_candidate >= i_best, 1, 0)
+        parent_node += tl.where(parent >= i_best, 1, 0)
+        ready = tl.where(o_candidate == i_best, float("-inf"), ready)
+        ready = tl.where(parent == i_best, tl.minimum(score, best), ready)
+    o_out = i_request * num_nodes
+    tl.store(p_node_tokens + o_out, tl.load(p_root + i_request))
+    tl.store(p_node_parents + o_out, -1)
+    token = tl.load(p_tokens + o_in, mask=taken, other=0)
+    tl.store(p_node_tokens + o_out + node, token, mask=taken)
+    tl.store(p_node_parents + o_out + node, parent_node.to(tl.int64), mask=taken)
+
+
+def reference_select_tree(
+    root: torch.Tensor,
+    tokens: torch.Tensor,
+    scores: torch.Tensor,
+    parents: torch.Tensor,
+    *,
+    num_nodes: int,
+    num_levels: int | None = None,
+) -> DraftTree:
+    """See `select_tree`; takes any number of candidates."""
+    _check_candidates(root, tokens, scores, parents, num_nodes)
+    nodes = reference_select_nodes(root, tokens, scores, parents, num_nodes=num_nodes, num_levels=num_levels)
+    return DraftTree.from_parents(*nodes)
+
+
+def select_tree(
+    root: torch.Tensor,
+    tokens: torch.Tensor,
+    scores: torch.Tensor,
+    parents: torch.Tensor,
+    *,
+    num_nodes: int,
+    num_levels: int | None = None,
+) -> DraftTree:
+    """The best tree of N = `num_nodes` nodes among C >= N - 1 candidates, C <= MAX_CANDIDATES.
+
+    root [B] int64; tokens, parents [B, C] int64, scores [B, C]; parents[c] < c is a candidate, or -1 for the root.
+    `num_levels`: no candidate is deeper (default: not known).
+    """
+    _check_candidates(root, tokens, scores, parents, num_nodes)
+    batch, num_candidates = tokens.shape
+    assert num_candidates <= MAX_CANDIDATES, f"{num_candidates} candidates, at most {MAX_CANDIDATES}"
+    assert all(x.is_contiguous() for x in (root, tokens, scores, parents)), "not contiguous"
+    node_tokens = tokens.new_empty((batch, num_nodes))
+    node_parents = tokens.new_empty((batch, num_nodes))
+    block = triton.next_power_of_2(num_candidates)
+    _select_nodes_kernel[(batch,)](
+        root,
+        tokens,
+        scores,
+        parents,
+        node_tokens,
+        node_parents,
+        num_candidates,
+        num_nodes,
+        LOWEST=LOWEST,
+        BLOCK=block,
+        num_warps=max(1, min(block // 256, 8)),
+    )
+    return DraftTree(node_tokens, node_parents, *tree_fields(node_parents, max_depth=num_levels), max_depth=num_levels)
+
+
+def _check_candidates(
+    root: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, num_nodes: int
+) -> None:
+    batch, num_candidates = tokens.shape
+    assert 1 <= num_nodes <= num_candidates + 1, f"{num_candidates} candidates cannot fill {num_nodes} nodes"
+    assert tokens.shape == scores.shape == parents.shape and root.shape == (batch,), f"{scores.shape=} {parents.shape=}"

@@ -1,0 +1,192 @@
+"""Walks over draft trees, one program per request where plain torch needs a launch per hop.
+
+    tree_fields   parents -> depth and ancestors
+    accept        sample and match: node 0 is accepted; from an accepted node go to the child that carries the token
+                  the target drew there, else stop. What was drawn at the end of the path is the bonus.
+
+Siblings differ, so accepted nodes form one path. There is no acceptance ratio and no residual: the output is what plain
+decoding draws, token for token.
+
+    tree   0 [the] - 1 [cat] - 3 [sat]     target draws after 0: cat, after 1: ran
+                   \\ 2 [dog]               path [0, 1], length 2, emitted [cat, ran]
+
+Every program walks `parents` from its nodes to the root: there is no mask in it, and no limit of nodes.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from specdec.attention.trees.tree import DraftTree
+from specdec.gpu.triton_shim import tl, triton
+
+CELLS = 4096
+"""Of the ancestor matrix, in one program."""
+
+
+class TreeFields(NamedTuple):
+    """depth [B, N] int64; ancestors [B, N, N] bool, self included."""
+
+    depth: torch.Tensor
+    ancestors: torch.Tensor
+
+
+class Accepted(NamedTuple):
+    """path [B, N]: accepted nodes in order, root first, then 0s; length [B]: how many.
+
+    tokens [B, N]: tokens[:, i] is what the target drew after path[:, i]; the first `length` are emitted, the last of
+    them is the bonus.
+    """
+
+    path: torch.Tensor
+    length: torch.Tensor
+    tokens: torch.Tensor
+
+
+def reference_tree_fields(parents: torch.Tensor) -> TreeFields:
+    """parents [B, N], -1 at node 0 and parents[n] < n elsewhere."""
+    tree = DraftTree.from_parents(parents, parents)  # any tokens will do
+    return TreeFields(tree.depth, tree.ancestors)
+
+
+def reference_accept(tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
+    """Walk B trees at once: target_tokens [B, N], the token the target draws after each node."""
+    batch, num_nodes = tree.tokens.shape
+    drawn_at_parent = target_tokens.gather(1, tree.parents.clamp(min=0))
+    matches = (tree.tokens == drawn_at_parent) | (tree.parents < 0)  # the root is given
+    accepted = (matches[:, None, :] | ~tree.ancestors).all(dim=-1)  # [B, N]: itself and all its ancestors
+    nodes = torch.arange(num_nodes, device=target_tokens.device).expand(batch, num_nodes)
+    by_depth = torch.where(accepted, tree.depth, num_nodes)  # column num_nodes takes the rejected
+    path = nodes.new_zeros((batch, num_nodes + 1)).scatter_(1, by_depth, nodes)[:, :num_nodes]
+    return Accepted(path, accepted.sum(dim=-1), target_tokens.gather(1, path))
+
+
+@triton.jit(do_not_specialize=["num_nodes", "max_depth"])
+def _tree_fields_kernel(
+    p_parents: tl.tensor,
+    p_depth: tl.tensor,
+    p_ancestors: tl.tensor,
+    stride_parents: tl.tensor,
+    num_nodes: tl.tensor,
+    max_depth: tl.tensor,
+    NODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    i_request = tl.program_id(0).to(tl.int64)
+    o_node = (tl.program_id(1) * NODES + tl.arange(0, NODES)).to(tl.int64)
+    o_column = tl.arange(0, BLOCK).to(tl.int64)
+    m_node = o_node < num_nodes
+    p_parents += i_request * stride_parents
+    ancestors = o_column[None, :] == o_node[:, None]  # [NODES, BLOCK]
+    depth = tl.zeros([NODES], tl.int64)
+    above = tl.load(p_parents + o_node, mask=m_node, other=-1).to(tl.int64)  # [NODES], -1 past the root
+    for _ in range(max_depth):  # one hop towards the root for every node at once
+        ancestors = ancestors | (o_column[None, :] == above[:, None])
+        depth += tl.where(above >= 0, 1, 0)
+        above = tl.load(p_parents + above, mask=above >= 0, other=-1).to(tl.int64)
+    o_out = i_request * num_nodes + o_node
+    tl.store(p_depth + o_out, depth, mask=m_node)
+    m_out = m_node[:, None] & (o_column < num_nodes)[None, :]
+    tl.store(p_ancestors + o_out[:, None] * num_nodes + o_column[None, :], ancestors, mask=m_out)
+
+
+@triton.jit
+def walk(
+    p_tokens: tl.tensor,  # [N]
+    p_parents: tl.tensor,
+    p_target: tl.tensor,
+    num_nodes: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Of one tree: path [BLOCK], 0s behind it; the place of each node on it [BLOCK], BLOCK where it is not; length."""
+    o_node = tl.arange(0, BLOCK).to(tl.int64)
+    m_node = o_node < num_nodes
+    b_tokens = tl.load(p_tokens + o_node, mask=m_node, other=0)
+    b_parents = tl.load(p_parents + o_node, mask=m_node, other=-1)
+    path = tl.zeros([BLOCK], tl.int64)
+    place = tl.full([BLOCK], BLOCK, tl.int64)
+    length = tl.program_id(0).to(tl.int64) * 0
+    node = length
+    while node >= 0:  # ends: a child comes after its parent
+        path = tl.where(o_node == length, node, path)
+        place = tl.where(o_node == node, length, place)
+        length += 1
+        drawn = tl.load(p_target + node)
+        m_child = m_node & (o_node > node) & (b_parents == node) & (b_tokens == drawn)
+        node = tl.max(tl.where(m_child, o_node, -1), axis=0)
+    return path, place, length
+
+
+@triton.jit(do_not_specialize=["num_nodes"])
+def _accept_walk_kernel(
+    p_tokens: tl.tensor,
+    p_parents: tl.tensor,
+    p_target: tl.tensor,
+    p_path: tl.tensor,
+    p_length: tl.tensor,
+    p_out: tl.tensor,
+    stride_tokens: tl.tensor,
+    stride_parents: tl.tensor,
+    stride_target: tl.tensor,
+    num_nodes: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    i_request = tl.program_id(0).to(tl.int64)
+    o_node = tl.arange(0, BLOCK).to(tl.int64)
+    m_node = o_node < num_nodes
+    p_target += i_request * stride_target
+    path, _, length = walk(
+        p_tokens + i_request * stride_tokens, p_parents + i_request * stride_parents, p_target, num_nodes, BLOCK
+    )
+    o_out = i_request * num_nodes + o_node
+    tl.store(p_path + o_out, path, mask=m_node)
+    tl.store(p_out + o_out, tl.load(p_target + path, mask=m_node, other=0), mask=m_node)
+    tl.store(p_length + i_request, length)
+
+
+def tree_fields(parents: torch.Tensor, *, max_depth: int | None = None) -> TreeFields:
+    """parents [B, N] int64, -1 at node 0 and parents[n] < n elsewhere; no node is deeper than `max_depth`."""
+    batch, num_nodes = parents.shape
+    assert num_nodes == 1 or parents.stride(1) == 1, f"{parents.stride()=}"
+    depth = parents.new_empty((batch, num_nodes))
+    ancestors = parents.new_empty((batch, num_nodes, num_nodes), dtype=torch.bool)
+    block = triton.next_power_of_2(num_nodes)
+    nodes = min(block, max(1, CELLS // block))
+    _tree_fields_kernel[(batch, triton.cdiv(num_nodes, nodes))](
+        parents,
+        depth,
+        ancestors,
+        parents.stride(0),
+        num_nodes,
+        num_nodes - 1 if max_depth is None else min(max_depth, num_nodes - 1),
+        NODES=nodes,
+        BLOCK=block,
+        num_warps=2,
+    )
+    return TreeFields(depth, ancestors)
+
+
+def accept(tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
+    """The accepted path of each tree: target_tokens [B, N] int64, the token the target draws after each node."""
+    batch, num_nodes = tree.tokens.shape
+    assert target_tokens.shape == tree.tokens.shape, f"{target_tokens.shape=} {tree.tokens.shape=}"
+    rows = (tree.tokens, tree.parents, target_tokens)
+    assert num_nodes == 1 or all(row.stride(1) == 1 for row in rows), f"{[row.stride() for row in rows]}"
+    path = target_tokens.new_empty((batch, num_nodes))
+    length = target_tokens.new_empty((batch,))
+    tokens = target_tokens.new_empty((batch, num_nodes))
+    _accept_walk_kernel[(batch,)](
+        tree.tokens,
+        tree.parents,
+        target_tokens,
+        path,
+        length,
+        tokens,
+        tree.tokens.stride(0),
+        tree.parents.stride(0),
+        target_tokens.stride(0),
+        num_nodes,
+        BLOCK=triton.next_power_of_2(num_nodes),
+        num_warps=1,
+    )
+    return Accepted(path, length, tokens)

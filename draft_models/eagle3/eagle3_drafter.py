@@ -1,0 +1,152 @@
+"""The EAGLE-3 drafter: a small transformer over the target's own hidden states, with K/V of its own.
+
+Its K/V are indexed by the target's full slots (shared slots, private storage), so paging, eviction and commit of the
+request table are the whole bookkeeping. Who writes what:
+
+    positions      [0, S)  committed                             S, S+1, ...  the draft in progress
+    K/V in         its own store, slot table.slots[row, p]       a scratch block that lives for one `propose`
+    written by     `observe`, from true target features          `propose`, from the head's own feedback
+    visible to     every query behind it, within the window      descendants in the draft tree
+
+A verify's accepted nodes go through `observe` as a prefill chunk does, so a draft leaves nothing behind: no page is
+copied, nothing is rolled back. Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the tokens.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from specdec.attention.bridge import ForwardContext
+from specdec.attention.kernels.draft_block import Draft
+from specdec.attention.plan import plan_chunk
+from specdec.attention.trees.growth import Growth
+from specdec.attention.trees.tree import DraftTree
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, TargetInfo
+from specdec.draft_models.eagle3.checkpoint import Eagle3Checkpoint, read_head
+from specdec.draft_models.eagle3.fused_head import choose_form
+from specdec.draft_models.eagle3.head import Eagle3Head, load_head
+from specdec.draft_models.eagle3.head_config import TargetShape
+from specdec.draft_models.eagle3.head_forms import DraftContext, HeadForm, HeadOutput, PlainHead
+from specdec.errors import UnsupportedModelError
+from specdec.kvcache.frozen import KVView, own_view
+from specdec.kvcache.layout import KVLayout
+from specdec.layers.fuse import Weights
+from specdec.layers.operations import REFERENCE
+
+
+class Eagle3Drafter(Drafter):
+    """A head fitted to a target. Make one with `eagle3_drafter`. Its layers are fused where the target's are to be."""
+
+    name = "eagle3"
+    weights: Weights
+
+    def __init__(self, head: Eagle3Head, target_ids: torch.Tensor | None, target: TargetInfo) -> None:
+        self.head = head
+        self.spec = head.spec
+        self.aux_layers: tuple[int, ...] = self.spec.aux_layers
+        self.kv_layout: KVLayout | None = KVLayout.uniform(
+            self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim
+        )
+        self.fit = Fit.of(target)
+        self.vocab_size = target.vocab_size
+        self.dtype = target.dtype
+        self.target_ids = None if target_ids is None else target_ids.to(target.device)
+        self.weights = Weights(self.name, head)
+        table = target.embed if head.embed_tokens is None else head.embed_tokens
+        plain = PlainHead(head, table, target.head)
+        self.form: HeadForm = plain
+        self.ops = REFERENCE
+        if target.ops is not None:
+            self.form, self.unfused = choose_form(plain, self.weights, target.ops)
+            self.ops = target.ops
+
+    def bind(self, binding: Binding) -> "Eagle3Worker":
+        return Eagle3Worker(self, binding)
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """norm(a) [B, M, H] -> [B, M, V] over the target's vocabulary, -inf for tokens outside the draft's."""
+        logits = self.form.logits(normed)
+        if self.target_ids is None:
+            return logits
+        full = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
+        return full.index_copy_(2, self.target_ids, logits)
+
+
+class Eagle3Worker:
+    """A head at work: its K/V, and per row the state of the last committed position, from which a draft starts."""
+
+    def __init__(self, drafter: Eagle3Drafter, binding: Binding) -> None:
+        self.view: KVView | None = None
+        self.drafter = drafter
+        self.binding = binding
+        assert drafter.kv_layout is not None
+        cache = binding.cache
+        self.store = cache.add_store(drafter.kv_layout, drafter.dtype)
+        self.own_view = own_view(cache.allocator, self.store)
+        shape = (cache.table.max_requests + 1, drafter.spec.hidden_size)
+        self._hidden = torch.zeros(shape, dtype=drafter.dtype, device=cache.allocator.device)  # [rows, H]
+
+    @torch.inference_mode()
+    def observe(self, seen: Observation) -> None:
+        drafter, source = self.drafter, seen.hidden if seen.aux_states is None else seen.aux_states
+        states, behind = drafter.ops.path_rows(source, seen.tokens, seen.path, seen.length, seen.next_token)
+        # a run of new tokens behind [0, start), whatever has been committed since
+        table, width = self.binding.cache.table, seen.path.shape[1]
+        plan = plan_chunk(self.binding.backend, table, seen.rows, seen.length, width, start=seen.start)
+        context = ForwardContext.of(plan, self.own_view, drafter.spec.windows)
+        state = drafter.form.extend(behind, states, plan.positions, context).state  # [B, D, H]
+        drafter.ops.keep_last(self._hidden, seen.rows.index, state, seen.length)
+
+    @torch.inference_mode()
+    def propose(self, batch: DraftBatch) -> DraftTree:
+        """Level l needs the states of level l - 1, so there are num_steps - 1 forwards, of topk nodes a request."""
+        drafter, backend, topk, levels = self.drafter, self.binding.backend, batch.topk, batch.num_steps
+        pos = batch.positions()  # [levels + 1, B], S first
+        node_pos = pos[:, :, None].expand(-1, -1, topk).contiguous()  # [levels + 1, B, K]
+        draft = Draft(self.binding.cache.table, batch.rows, pos[: levels - 1], topk, drafter.spec.windows)
+        block = backend.draft_block(self.store, draft) if levels > 1 else None
+        state = self._hidden[batch.rows.index][:, None]  # [B, 1, H], of position S - 1
+        out = HeadOutput(state, drafter.form.norm(state))
+        growth = Growth(batch.root)
+        chain = [batch.root[:, None]]
+        for level in range(levels):
+            logits = drafter.logits(out.normed)
+            drawn_pos = node_pos[level + 1, :, : logits.shape[1]]
+            origin = None
+            if topk == 1:
+                beam = batch.sample(logits, drawn_pos)  # [B, 1]
+                chain.append(beam)
+            else:
+                beam, origin = growth.add_level(*batch.best(logits, drawn_pos, topk))  # [B, K]
+            if block is None or level + 1 == levels:
+                break
+            hidden = out.normed if drafter.spec.norm_output else out.state
+            if origin is not None:
+                hidden = hidden.gather(1, origin[:, :, None].expand(-1, -1, hidden.shape[-1]))
+            block.enter_level(origin if level else None)
+            out = drafter.form.step(beam, hidden, node_pos[level], DraftContext(block, backend, topk))
+        if topk == 1:
+            return DraftTree.chain(torch.cat(chain, dim=1))
+        return growth.select(backend, batch.num_nodes)
+
+
+def eagle3_drafter(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:
+    """Read the head in `folder` and bind it to `target`. `aux_layers`: see `Eagle3Spec`; None: what the files say."""
+    shape = TargetShape(
+        name=target.name,
+        num_layers=len(target.layout.layers),
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+    )
+    return bind_head(read_head(folder, shape, aux_layers), target)
+
+
+def bind_head(checkpoint: Eagle3Checkpoint, target: TargetInfo) -> Eagle3Drafter:
+    """A drafter from a checkpoint that was read for this target."""
+    if checkpoint.spec.target_hidden_size != target.hidden_size or checkpoint.spec.vocab_size != target.vocab_size:
+        raise UnsupportedModelError(
+            f"this head was read for a target of hidden size {checkpoint.spec.target_hidden_size} and "
+            f"{checkpoint.spec.vocab_size} tokens; {target.name} has {target.hidden_size} and {target.vocab_size}"
+        )
+    return Eagle3Drafter(load_head(checkpoint, target.device, target.dtype), checkpoint.target_ids, target)

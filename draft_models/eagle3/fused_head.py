@@ -1,0 +1,180 @@
+"""A head of fused layers: the same weights in few launches.
+
+    x = cat[norm(embed), norm(g)]    pair_norm, which looks the token up and ends the sum of fc
+    layers                           `FusedLayer`: merged QKV, rotary and store in one launch, gated MLP, residual norms
+    a, norm(a)                       from the last layer's one launch
+
+What these cannot say (biases in the MLP, other activations) raises `Unfusable`, and the head runs by its own modules.
+"""
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from specdec.draft_models.eagle3.head import Eagle3Head
+from specdec.draft_models.eagle3.head_config import Eagle3Spec
+from specdec.draft_models.eagle3.head_forms import Echo, HeadContext, HeadForm, HeadOutput, PlainHead
+from specdec.layers.decoder import FusedLayer, LayerParts, Shared
+from specdec.layers.families import ACTIVATIONS, Unfusable
+from specdec.layers.fuse import Weights, fuse_linear
+from specdec.layers.linear import Mlp, Product
+from specdec.layers.merge import MERGING, held_storages, merge_rows
+from specdec.layers.norm import Gain
+from specdec.layers.operations import Operations
+from specdec.layers.rope_store import Heads
+from specdec.modules.weights_lock import holds_weights_lock
+
+logger = logging.getLogger("specdec")
+
+FUSED_BOUND = 0.03
+"""Largest relative difference of fused layers' median row, a layer: rounding in 16 bits. What is wrong is off by 1."""
+
+
+class FusedHead:
+    """See above. Raises Unfusable, with the reason as a clause."""
+
+    def __init__(
+        self, head: Eagle3Head, table: nn.Module, lm_head: nn.Module, weights: Weights, ops: Operations
+    ) -> None:
+        self.head, self.table, self.ops, self.weights = head, table, ops, weights
+        self.lm_head = fuse_linear(lm_head, ops)
+        first: Any = head.layers[0]
+        self.token_gain, self.state_gain = _gain(first.input_layernorm), _gain(first.hidden_norm)
+        self.final_gain = _gain(head.norm) if head.spec.final_norm else None
+        self._describe()
+
+    def extend(
+        self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, context: HeadContext
+    ) -> HeadOutput:
+        return self._run(tokens, self._features(states.flatten(0, 1)), positions, context)
+
+    def step(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: HeadContext
+    ) -> HeadOutput:
+        return self._run(tokens, Product.of(hidden.flatten(0, 1)), positions, context)
+
+    def norm(self, state: torch.Tensor) -> torch.Tensor:
+        return self.ops.norm(Product.of(state.flatten(0, -2)), pre=self.final_gain)[1].view_as(state)
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.lm_head(normed)
+        return logits
+
+    def _features(self, states: torch.Tensor) -> Product:
+        """g [T, H] of states [T, A * Ht], before its last sum."""
+        head, ops = self.head, self.ops
+        if self.fc_norm is not None:
+            rows = states.view(-1, head.spec.target_hidden_size)  # each state is normed for itself
+            _, normed = ops.norm(Product.of(rows), pre=Gain(None, head.spec.rms_norm_eps))
+            states = self.fc_norm * normed.view_as(states)
+        if head.input_norm is not None:
+            _, states = ops.norm(Product.of(states), pre=_gain(head.input_norm))
+        return Product.of(states) if head.fc is None else ops.linear(states, head.fc.weight, head.fc.bias)
+
+    def _run(self, tokens: torch.Tensor, hidden: Product, positions: torch.Tensor, context: HeadContext) -> HeadOutput:
+        if self.weights.generation() != self.generation:
+            self._describe()
+        ops, spec, rope = self.ops, self.head.spec, self.head.rotary_emb
+        table: torch.Tensor = self.table.weight  # type: ignore[assignment]
+        frequencies: torch.Tensor = rope.inv_freq
+        rotary = ops.rotary(positions.reshape(-1), frequencies, float(rope.attention_scaling), hidden.dtype)
+        state, x = ops.pair_norm(tokens.reshape(-1), table, hidden, self.token_gain, self.state_gain)  # [T, H], [T, 2H]
+        if spec.norm_before_residual:
+            state = x[:, spec.hidden_size :]
+        for layer in self.layers:
+            state, x = layer(state, x, Shared({"": rotary}, None), specdec_ctx=context)
+        return HeadOutput(state.view(*tokens.shape, -1), x.view(*tokens.shape, -1))
+
+    @holds_weights_lock
+    def _describe(self) -> None:
+        """Merge the weights, and take their addresses: they may be others than before."""
+        head: Any = self.head
+        # outside inference mode, where a parameter cannot be given other data
+        with MERGING, torch.inference_mode(False), torch.no_grad():
+            parts = [_parts(head.spec, layer) for layer in head.layers]
+            self.fc_norm = None if head.fc_norm is None else merge_rows([norm.weight for norm in head.fc_norm])
+        following = [*(part.input_norm for part in parts[1:]), self.final_gain]
+        layers = enumerate(zip(parts, following, strict=True))
+        self.layers = [FusedLayer(i, part, next_norm, self.ops) for i, (part, next_norm) in layers]
+        self.generation = self.weights.generation()  # of where the merge has put them
+
+
+def choose_form(plain: PlainHead, weights: Weights, ops: Operations) -> tuple[HeadForm, str | None]:
+    """The fused form, where it computes what the plain one does; else that one, and why."""
+    held = held_storages(plain.head)
+    level = logging.WARNING
+    try:
+        wanted = _probed(plain)  # before the merge
+        fused = FusedHead(plain.head, plain.table, plain.lm_head, weights, ops)
+        error = (_probed(fused) - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        bound = FUSED_BOUND * math.sqrt(1 + len(plain.head.layers))
+        reason = None if error.median() <= bound else "its fused layers compute something else than its own"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as refusal:  # of many kinds: kernels are compiled here
+        reason = str(refusal) or type(refusal).__name__
+        level = logging.INFO if isinstance(refusal, Unfusable) else level
+    del held
+    if reason is None:
+        return fused, None
+    logger.log(level, "drafter eagle3 runs unfused: %s", reason)
+    return plain, reason
+
+
+@torch.inference_mode()
+def _probed(form: PlainHead | FusedHead) -> torch.Tensor:
+    """What it makes of six rows of states and then of its own feedback: [12, H + draft V] float32."""
+    spec, weight = form.head.spec, next(form.head.parameters())
+    random = torch.Generator().manual_seed(0)
+    states = torch.randn((2, 3, spec.feature_size), generator=random).to(weight.device, weight.dtype)
+    tokens = torch.arange(6, device=weight.device).view(2, 3) % spec.vocab_size
+    with torch.autocast(weight.device.type, enabled=False):
+        first = form.extend(tokens, states, tokens * 100, Echo())
+        second = form.step(tokens, first.state, tokens * 100, Echo())
+        rows = [torch.cat([out.state, form.logits(out.normed)], dim=-1) for out in (first, second)]
+    return torch.cat(rows).flatten(0, 1).float()
+
+
+def _gain(norm: Any) -> Gain:
+    """Of a Llama norm."""
+    return Gain(norm.weight, norm.variance_epsilon, round_first=True)
+
+
+def _parts(spec: Eagle3Spec, module: Any) -> LayerParts:
+    attention, mlp = module.self_attn, module.mlp
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    biases = [p.bias for p in projections if p.bias is not None]
+    if len(biases) not in (0, len(projections)):
+        raise Unfusable("some of its attention projections have biases and others none")
+    if any(linear.bias is not None for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
+        raise Unfusable("its MLP has biases")
+    if spec.hidden_act not in ACTIVATIONS:
+        raise Unfusable(f"its MLP is gated by {spec.hidden_act!r}; known: {sorted(ACTIVATIONS)}")
+    heads = Heads(
+        num_q=spec.num_heads,
+        num_kv=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        q_norm=_gain(attention.q_norm) if spec.qk_norm else None,
+        k_norm=_gain(attention.k_norm) if spec.qk_norm else None,
+    )
+    return LayerParts(
+        kind="",
+        heads=heads,
+        scaling=spec.head_dim**-0.5,
+        qkv=merge_rows([p.weight for p in projections]),
+        qkv_bias=merge_rows(biases) if biases else None,
+        out=attention.o_proj.weight,
+        out_bias=attention.o_proj.bias,
+        input_norm=_gain(module.input_layernorm),
+        attention_norm=None,
+        mlp_input_norm=_gain(module.post_attention_layernorm),
+        mlp=Mlp(
+            gate_up=merge_rows([mlp.gate_proj.weight, mlp.up_proj.weight]),
+            activation=ACTIVATIONS[spec.hidden_act],
+            down=mlp.down_proj.weight,
+        ),
+        mlp_norm=None,
+    )

@@ -1,0 +1,183 @@
+"""The EAGLE-3 head as a module; where its keys and values live is the caller's business (`Attend`).
+
+    g_i = fc( cat(states_i) )            states: what enters the target layers `aux_layers`, at position i
+                                         norm_before_fc: cat is normed first, fc_norm: each state is; never the feedback
+    e_i = input_layernorm(embed(x_{i+1}))
+    u_i = hidden_norm(h_i)               h_i = g_i after a target forward, the feedback of row i - 1 while drafting
+    r_i = h_i                            norm_before_residual: u_i
+    y_i = r_i + attention(cat[e_i, u_i]) RoPE at i, causal, own K/V; Qwen3-type heads norm q and k of each head
+    a_i = y_i + mlp(post_attention_layernorm(y_i))                      layers behind the first are ordinary, H wide
+    logits of x_{i+2} = lm_head(norm(a_i));   feedback_i = a_i          norm_output: norm(a_i)
+
+Row i holds the feature of position i and the token behind it, so K/V of position i exist once token i + 1 is known.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from specdec.draft_models.eagle3.checkpoint import Eagle3Checkpoint
+from specdec.draft_models.eagle3.head_config import Eagle3Spec
+from specdec.errors import CheckpointError
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(draft layer, q [B, Hq, N, D], k and v [B, Hkv, N, D], all after RoPE) -> [B, N, Hq, D]; scale by D ** -0.5."""
+
+
+class Eagle3Attention(nn.Module):
+    """Projections of one layer; the first takes 2H."""
+
+    def __init__(self, spec: Eagle3Spec, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, spec.head_dim
+        width = spec.hidden_size * (2 if layer == 0 else 1)
+        name = f"layers.{layer}.self_attn"
+        kv_size = spec.num_kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(width, spec.num_heads * spec.head_dim, bias=f"{name}.q_proj" in spec.biases)
+        self.k_proj = nn.Linear(width, kv_size, bias=f"{name}.k_proj" in spec.biases)
+        self.v_proj = nn.Linear(width, kv_size, bias=f"{name}.v_proj" in spec.biases)
+        self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=f"{name}.o_proj" in spec.biases)
+        self.q_norm: nn.Module = LlamaRMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
+        self.k_norm: nn.Module = LlamaRMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
+
+    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+        shape = (*x.shape[:2], -1, self.head_dim)  # [B, N, heads, D]
+        q = self.q_norm(self.q_proj(x).view(shape)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
+        v = self.v_proj(x).view(shape).transpose(1, 2)
+        q, k = apply_rotary_pos_emb(q, k, *rotary)
+        out: torch.Tensor = self.o_proj(attend(self.layer, q, k, v).flatten(2))
+        return out
+
+
+class Eagle3Layer(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, spec: Eagle3Spec, layer: int, config: LlamaConfig) -> None:
+        super().__init__()
+        self.norm_before_residual = spec.norm_before_residual
+        self.self_attn = Eagle3Attention(spec, layer)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(spec.hidden_size, spec.rms_norm_eps) if layer == 0 else None
+
+    def forward(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+    ) -> torch.Tensor:
+        if self.hidden_norm is None:
+            residual, x = hidden, self.input_layernorm(hidden)
+        else:
+            normed = self.hidden_norm(hidden)
+            residual = normed if self.norm_before_residual else hidden
+            x = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        y = residual + self.self_attn(x, rotary, attend)
+        out: torch.Tensor = y + self.mlp(self.post_attention_layernorm(y))
+        return out
+
+
+class Eagle3Head(nn.Module):
+    """The head of a spec, randomly initialised; `load_head` fills one from a checkpoint.
+
+    embed_tokens and lm_head are None when the head shares the target's.
+    """
+
+    def __init__(self, spec: Eagle3Spec) -> None:
+        super().__init__()
+        self.spec = spec
+        config = LlamaConfig(
+            hidden_size=spec.hidden_size,
+            intermediate_size=spec.intermediate_size,
+            num_attention_heads=spec.num_heads,
+            head_dim=spec.head_dim,
+            hidden_act=spec.hidden_act,
+            mlp_bias="layers.0.mlp.gate_proj" in spec.biases,
+            max_position_embeddings=spec.max_position_embeddings,
+            rope_parameters=dict(spec.rope),
+        )
+        hidden, eps, states = spec.hidden_size, spec.rms_norm_eps, max(1, len(spec.aux_layers))
+        self.embed_tokens = nn.Embedding(spec.vocab_size, hidden) if spec.owns_embed else None
+        self.input_norm = LlamaRMSNorm(spec.feature_size, eps) if spec.norm_before_fc else None
+        norms = [LlamaRMSNorm(spec.target_hidden_size, eps) for _ in range(states)]
+        self.fc_norm = nn.ModuleList(norms) if spec.fc_norm else None
+        self.fc = nn.Linear(spec.feature_size, hidden, bias="fc" in spec.biases) if spec.has_fc else None
+        self.layers = nn.ModuleList([Eagle3Layer(spec, i, config) for i in range(spec.num_layers)])
+        self.norm: nn.Module = LlamaRMSNorm(hidden, eps) if spec.final_norm else nn.Identity()
+        size = spec.draft_vocab_size
+        self.lm_head = None if size is None else nn.Linear(hidden, size, bias="lm_head" in spec.biases)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+
+    def features(self, states: torch.Tensor) -> torch.Tensor:
+        """Target states side by side [..., T * Ht] -> g [..., H]."""
+        if self.fc_norm is not None:
+            chunks = states.chunk(len(self.fc_norm), dim=-1)
+            states = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        if self.input_norm is not None:
+            states = self.input_norm(states)
+        return states if self.fc is None else self.fc(states)
+
+    def forward(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """embeds and hidden [B, N, H], positions [B, N] -> a [B, N, H]."""
+        rotary = self.rotary_emb(hidden, positions)
+        for layer in self.layers:
+            hidden = layer(embeds, hidden, rotary, attend)
+        return hidden
+
+    def logits(self, a: torch.Tensor, target_head: nn.Module | None = None) -> torch.Tensor:
+        """a [..., H] -> logits [..., draft V], by the target's head where there is none of its own."""
+        head = self.lm_head if self.lm_head is not None else target_head
+        assert head is not None, "a head without lm_head needs the target's"
+        logits: torch.Tensor = head(self.norm(a))
+        return logits
+
+    def feedback(self, a: torch.Tensor) -> torch.Tensor:
+        """What the next draft step takes as its hidden state."""
+        return self.norm(a) if self.spec.norm_output else a
+
+    def place(self, device: torch.device, dtype: torch.dtype) -> "Eagle3Head":
+        """Move it; the frequencies of RoPE stay float32, which `.to(dtype)` would round."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(device, dtype)
+        self.to(device)
+        return self
+
+
+def embed_raw(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Rows of an embedding table as stored: Gemma's module would scale them by sqrt(H), heads are trained without."""
+    return F.embedding(tokens, table)
+
+
+def load_head(checkpoint: Eagle3Checkpoint, device: torch.device, dtype: torch.dtype) -> Eagle3Head:
+    """A head with every tensor from the checkpoint. Raises CheckpointError for missing, unknown or misshapen ones."""
+    head = Eagle3Head(checkpoint.spec)
+    state = dict(checkpoint.state)
+    wanted = head.state_dict()
+    if checkpoint.spec.owns_embed:  # tables may be padded beyond the target's vocabulary
+        state["embed_tokens.weight"] = state["embed_tokens.weight"][: checkpoint.spec.vocab_size]
+    faults: list[str] = [f"{key} is missing" for key in wanted.keys() - state.keys()]
+    faults += [f"{key} is not known" for key in state.keys() - wanted.keys()]
+    for key in wanted.keys() & state.keys():
+        if wanted[key].shape != state[key].shape:
+            faults.append(f"{key} is {list(state[key].shape)}, the config says {list(wanted[key].shape)}")
+        elif not state[key].dtype.is_floating_point or state[key].element_size() < 2:
+            faults.append(f"{key} is {state[key].dtype}, a floating type of 16 bits or more is wanted")
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise CheckpointError(f"EAGLE-3 head: tensor {sorted(faults)[0]}{more}")
+    head.load_state_dict(state)
+    return head.place(device, dtype).eval()

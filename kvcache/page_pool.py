@@ -1,0 +1,171 @@
+"""Pages of one pool: a stack of the free ones, and who claims the others. It knows nothing of slots or the other pool.
+
+    free     nobody claims it                     alloc: held by one row
+    held     by one row or more, whoever else     share, free: one row more, one less      keep: by the cache as well
+    cached   by the prefix cache alone            forget: the cache gives it up
+
+Page 0 takes the writes of padding: nobody ever claims it. Invariant: free + held + cached = capacity.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from specdec.errors import DoubleFreeError, OutOfSlotsError
+from specdec.gpu.mirrored_array import IntArray
+
+BoolArray = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+class PagedAllocator:
+    """Pages 1..capacity of one pool."""
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self.name = name
+        self.capacity = capacity
+        self.peak_pages = 0  # most that rows ever held at a time
+        self.on_free: Callable[[IntArray], None] | None = None  # told of every page that nobody claims any more
+        self.reset()
+
+    def reset(self) -> None:
+        """All pages are free."""
+        self._stack: IntArray = np.arange(self.capacity, 0, -1, dtype=np.int64)  # the top: last of the first `_free`
+        self._free = self.capacity
+        self._held: IntArray = np.zeros(self.capacity + 1, dtype=np.int64)  # how many rows hold each page
+        self._kept = np.zeros(self.capacity + 1, dtype=np.bool_)  # does the cache
+        self._cached = 0
+        if self.on_free is not None:
+            self.on_free(self._stack)
+
+    @property
+    def free_pages(self) -> int:
+        return self._free
+
+    @property
+    def cached_pages(self) -> int:
+        return self._cached
+
+    @property
+    def held_pages(self) -> int:
+        return self.capacity - self._free - self._cached
+
+    @property
+    def kept_pages(self) -> int:
+        """Pages that the cache claims, whoever else does."""
+        return int(np.count_nonzero(self._kept))
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that no row holds: free, or to be had from the cache."""
+        return self._free + self._cached
+
+    def is_held(self, pages: IntArray) -> BoolArray:
+        return self._held[pages] > 0
+
+    def is_kept(self, pages: IntArray) -> BoolArray:
+        return self._kept[pages]
+
+    def num_holders(self, pages: IntArray) -> IntArray:
+        """How many rows hold each of these pages."""
+        return self._held[pages]
+
+    def owners(self, pages: IntArray) -> IntArray:
+        """How many claim each of these pages, rows and the cache: with two, nobody may write there."""
+        return self._held[pages] + self._kept[pages]
+
+    def alloc(self, count: int) -> IntArray:
+        """Take `count` pages, [count] int64. Raises OutOfSlotsError and takes none when fewer are free."""
+        assert count >= 0, f"{count=}"
+        if count > self._free:
+            raise OutOfSlotsError(f"{self.name} pool: {count} pages wanted, {self._free} of {self.capacity} free")
+        pages = self._stack[self._free - count : self._free][::-1].copy()
+        self._free -= count
+        self._held[pages] = 1
+        self.peak_pages = max(self.peak_pages, self.held_pages)
+        return pages
+
+    def share(self, pages: IntArray) -> None:
+        """One more row holds `pages`, which somebody claims already."""
+        self._require(self.is_held(pages) | self._kept[pages], pages, "free")
+        self._cached -= int(np.count_nonzero(self._held[pages] == 0))
+        self._held[pages] += 1
+        self.peak_pages = max(self.peak_pages, self.held_pages)
+
+    def free(self, pages: IntArray) -> BoolArray:
+        """Rows give `pages` back, a page as often as it is named; which of them are free now.
+
+        Raises DoubleFreeError, and frees none, when one is named more often than rows hold it.
+        """
+        distinct, times = self.require_claims(pages)
+        self._held[distinct] -= times
+        left, kept = self._held[distinct] == 0, self._kept[distinct]
+        self._cached += int(np.count_nonzero(left & kept))
+        self._push(distinct[left & ~kept])
+        freed: BoolArray = (self._held[pages] == 0) & ~self._kept[pages]
+        return freed
+
+    def keep(self, pages: IntArray) -> None:
+        """The cache claims `pages`, which rows hold."""
+        self.require_claims(pages, once=pages)
+        self._require(~self._kept[pages], pages, "kept already")
+        self._kept[pages] = True
+
+    def forget(self, pages: IntArray) -> BoolArray:
+        """The cache gives `pages` up; which of them are free now."""
+        self._require(self._kept[pages], pages, "not kept")
+        self._kept[pages] = False
+        left: BoolArray = self._held[pages] == 0
+        self._cached -= int(np.count_nonzero(left))
+        self._push(pages[left])
+        return left
+
+    def require_claims(self, pages: IntArray, once: IntArray | None = None) -> tuple[IntArray, IntArray]:
+        """Raise DoubleFreeError unless each of `pages` is held by as many rows as it is named times.
+
+        once: numbers of claims, in which none may come twice. -> the pages that are named, in the order in which they
+        come first, and how often each is.
+        """
+        distinct, times = pages, np.ones_like(pages)
+        if _named_twice(pages):
+            ordered, first, counts = np.unique(pages, return_index=True, return_counts=True)
+            order = np.argsort(first)
+            distinct, times = ordered[order], counts[order]
+        in_range = (distinct >= 1) & (distinct <= self.capacity)
+        holders = self._held[np.where(in_range, distinct, 0)]  # nobody holds page 0
+        if (holders < times).any() or (once is not None and _named_twice(once)):
+            bad = distinct[holders == 0].tolist() or pages.tolist()
+            raise DoubleFreeError(f"{self.name} pool: pages {bad} are not held, or named twice")
+        return distinct, times
+
+    def check(self) -> None:
+        """free + held + cached = capacity, and no page is two of them or twice one."""
+        free = self._stack[: self._free]
+        assert len(np.unique(free)) == len(free), f"{self.name}: a page is free twice"
+        assert not self._held[free].any(), f"{self.name}: a free page is held"
+        assert not self._kept[free].any(), f"{self.name}: a free page is kept by the cache"
+        assert not self._held[0] and not self._kept[0], f"{self.name}: page 0 is held"
+        assert (self._held >= 0).all(), f"{self.name}: a page is held by fewer than no rows"
+        held = int(np.count_nonzero(self._held))
+        cached = int(np.count_nonzero(self._kept & (self._held == 0)))
+        assert cached == self._cached, f"{self.name}: {cached} pages are the cache's alone, {self._cached} were counted"
+        assert held + cached + self._free == self.capacity, (
+            f"{self.name}: held {held} + cached {cached} + free {self._free} != {self.capacity}"
+        )
+
+    def _push(self, freed: IntArray) -> None:
+        """These become free."""
+        self._stack[self._free : self._free + len(freed)] = freed[::-1]
+        self._free += len(freed)
+        if self.on_free is not None and len(freed):
+            self.on_free(freed)
+
+    def _require(self, fine: BoolArray, pages: IntArray, what: str) -> None:
+        assert bool(fine.all()) and not _named_twice(pages), (
+            f"{self.name} pool: of pages {pages.tolist()} some are {what}, or named twice"
+        )
+
+
+def _named_twice(pages: IntArray) -> bool:
+    """Is any of them?"""
+    ordered = np.sort(pages)
+    return bool((ordered[1:] == ordered[:-1]).any())

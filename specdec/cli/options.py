@@ -1,0 +1,223 @@
+"""Options that several commands take, and how their values are read. Nothing heavy is imported for them.
+
+Options that always come together are the fields of a dataclass: a command declares one parameter of that type, the
+shell sees an option for each field (`spread`), and the command's body receives the dataclass.
+"""
+
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import typer
+
+from specdec.errors import ConfigError, SpecDecError, shown
+from specdec.evaluation.output_files import require_writable
+
+DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+DTYPES |= {name: name for name in ("float32", "bfloat16", "float16")}
+
+
+@contextmanager
+def shell_errors() -> Iterator[None]:
+    """One sentence for whoever sits at the shell, instead of a traceback."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise  # whoever read has gone: typer ends quietly
+    except (SpecDecError, OSError) as error:  # OSError: a folder that cannot be made, a full disk
+        print(f"specdec: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt as stop:
+        print(f"specdec: interrupted{f'; {stop}' if str(stop) else ''}", file=sys.stderr)
+        raise typer.Exit(130) from stop
+
+
+def _dtype(name: str | None) -> str | None:
+    if name is not None and name not in DTYPES:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[name] if name else None
+
+
+def output_file(path: Path | None) -> Path | None:
+    if path is not None:
+        with shell_errors():
+            require_writable(path)
+    return path
+
+
+def _loading(words: list[str]) -> list[str]:
+    """NAME=VALUE each; read by `PairOptions.loading`, and refused here where it is not of that form."""
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if not (equals and name.isidentifier()):
+            raise typer.BadParameter(f"{word!r} is not NAME=VALUE, such as subfolder=text")
+    return words
+
+
+Limit = Annotated[int, typer.Option(min=0, help="Only the first N prompts; 0: all.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Prompts at a time.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+KeepK = Annotated[int, typer.Option("--top-k", help="Keep the k most likely tokens; 0: all.")]
+KeepP = Annotated[float, typer.Option("--top-p", help="Keep the smallest set of this mass; 1: all.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the most likely; 0: none.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
+LogLevel = Literal["debug", "info", "warning", "error"]
+Raw = Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", callback=output_file, help="Also as JSON in a file; '-' prints that alone."),
+]
+LOADING = "Loading"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairOptions:
+    """Which target and drafter, how they are loaded, and how they speculate: the same for every command."""
+
+    target: Annotated[str, typer.Option(help="Hub id, folder or bundled name.")] = "tiny-gemma4"
+    drafter: Annotated[
+        str,
+        typer.Option(
+            help="Hub id, folder, bundled name, 'ngram' or 'none'; 'auto' is the bundled target's own drafter."
+        ),
+    ] = "auto"
+    num_steps: Annotated[int, typer.Option(min=1, help="Levels of the draft; of a chain, its tokens.")] = 4
+    draft_topk: Annotated[int, typer.Option(min=1, help="Branches a node of the draft tree; 1: a chain.")] = 1
+    num_draft_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Verified nodes, the root included; default: 1 + draft-topk * num-steps, of a tree at most 64."
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(callback=_dtype, help="float32, bfloat16 (bf16) or float16; default: float32 on the CPU."),
+    ] = None
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: the first GPU, else the CPU.")
+    ] = None
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of the target on the hub.", rich_help_panel=LOADING)
+    ] = None
+    drafter_revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of the drafter on the hub.", rich_help_panel=LOADING)
+    ] = None
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Run model code from the checkpoint.", rich_help_panel=LOADING),
+    ] = False
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="The quantization_config of transformers for the target, such as "
+            '\'{"quant_method": "bitsandbytes", "load_in_8bit": true}\'.',
+            rich_help_panel=LOADING,
+        ),
+    ] = None
+    load_option: Annotated[
+        list[str],
+        typer.Option(
+            callback=_loading,
+            metavar="NAME=VALUE",
+            help="Another argument of transformers' from_pretrained for the target; again for each.",
+            rich_help_panel=LOADING,
+        ),
+    ] = field(default_factory=list)
+    memory_share: Annotated[
+        float | None,
+        typer.Option(
+            help="KV pools take at most this share of the memory that is free once the weights are loaded; "
+            "default: 0.8 of a GPU, 0.25 on the CPU.",
+            rich_help_panel=LOADING,
+        ),
+    ] = None
+    prefix_cache: Annotated[
+        bool,
+        typer.Option("--prefix-cache/--no-prefix-cache", help="Share K/V of common prompts.", rich_help_panel=LOADING),
+    ] = True
+    log_level: Annotated[
+        LogLevel | None,
+        typer.Option(
+            help="Least serious message on standard error; default: warning, serve: info.", rich_help_panel=LOADING
+        ),
+    ] = None
+
+    def loading(self) -> dict[str, Any]:
+        """Arguments of transformers' `from_pretrained` for the target. A value that is JSON is read as such."""
+        options: dict[str, Any] = {}
+        for word in self.load_option:
+            name, _, value = word.partition("=")
+            try:
+                options[name] = json.loads(value)
+            except (ValueError, RecursionError):
+                options[name] = value
+        if self.revision is not None:
+            options["revision"] = self.revision
+        if self.trust_remote_code:
+            options["trust_remote_code"] = True
+        if self.quantization is not None:
+            options["quantization_config"] = _object("--quantization", self.quantization)
+        return options
+
+    def drafter_options(self) -> dict[str, Any]:
+        """Those of the drafter alone; it also takes over the target's token and trust_remote_code."""
+        return {} if self.drafter_revision is None else {"revision": self.drafter_revision}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingOptions:
+    """How `generate` and `chat` sample."""
+
+    max_new_tokens: MaxNewTokens = 256
+    temperature: Temperature = 0.0
+    top_k: KeepK = 0
+    top_p: KeepP = 1.0
+    min_p: MinP = 0.0
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0
+    seed: Annotated[int | None, typer.Option(help="Makes a sampled output repeatable.")] = None
+
+
+def spread(declared: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, type]]:
+    """The signature of a command with an option for each field of its dataclasses, and those dataclasses by name."""
+    groups: dict[str, type] = {}
+    parameters: list[inspect.Parameter] = []
+    hints = get_type_hints(declared, include_extras=True)
+    for name, parameter in inspect.signature(declared).parameters.items():
+        kind = hints[name]
+        if not is_dataclass(kind):
+            parameters.append(parameter.replace(annotation=kind, kind=parameter.KEYWORD_ONLY))
+            continue
+        assert isinstance(kind, type)
+        groups[name] = kind
+        of_fields = get_type_hints(kind, include_extras=True)
+        for each in fields(kind):
+            default: Any = each.default if each.default_factory is MISSING else each.default_factory()
+            default = inspect.Parameter.empty if default is MISSING else default
+            parameters.append(
+                inspect.Parameter(each.name, parameter.KEYWORD_ONLY, default=default, annotation=of_fields[each.name])
+            )
+    return inspect.Signature(parameters), groups
+
+
+def gathered(groups: dict[str, type], given: dict[str, Any]) -> dict[str, Any]:
+    """The shell's values with each dataclass in the place of its fields."""
+    made = {name: kind(**{each.name: given.pop(each.name) for each in fields(kind)}) for name, kind in groups.items()}
+    return {**given, **made}
+
+
+def _object(option: str, words: str) -> dict[str, Any]:
+    """A JSON object given on the command line."""
+    try:
+        value = json.loads(words)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{option} is {shown(words)}; a JSON object is expected")
+    return value

@@ -1,0 +1,208 @@
+"""`specdec bench --shape` and `--phases`: milliseconds of a round by phase, as a table, as JSON and as a picture."""
+
+import json
+import random
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from time import perf_counter
+
+from rich.console import Console
+
+from specdec.cli.options import PairOptions
+from specdec.cli.settings import drafter_name, engine_config, load_engine
+from specdec.config import SpecConfig
+from specdec.errors import ConfigError
+from specdec.evaluation.gsm8k_plot import require_matplotlib
+from specdec.evaluation.model_shapes import ON_REQUEST, Shrink, find_shape
+from specdec.evaluation.output_files import STDOUT, require_distinct, write_file
+from specdec.evaluation.phases.phase_plot import save_phase_plot
+from specdec.evaluation.phases.phase_report import PhaseReport, table
+from specdec.evaluation.phases.phase_run import PLAIN, MakePrompts, Plan, Subject, run_phases
+from specdec.evaluation.phases.random_weights import make_drafter, make_target, require_room
+from specdec.layers.operations import choose_operations
+from specdec.loading import pick_device, pick_dtype
+from specdec.models.target import TargetModel
+from specdec.progress import Interrupted, working
+from specdec.text.prompt_files import read_prompts
+
+WIDE = 220
+"""Columns of a table that no terminal shows."""
+
+
+def phases(
+    *,
+    shape: str | None,
+    pair: PairOptions,
+    data: Path,
+    limit: int,
+    batches: str,
+    contexts: str,
+    rounds: int,
+    drafts: str | None,
+    acceptance: str,
+    layers: int | None,
+    shrink: int,
+    peer: bool,
+    profile: bool,
+    seed: int,
+    json_file: Path | None,
+    plot_file: Path | None,
+) -> None:
+    require_distinct((json_file, plot_file))
+    if plot_file is not None:
+        require_matplotlib()
+    plan = Plan(
+        batches=whole_numbers("batches", batches),
+        contexts=whole_numbers("contexts", contexts),
+        rounds=rounds,
+        peer=peer,
+        profiled=profile,
+        command=shlex.join(["specdec", *sys.argv[1:]]),
+    )
+    try:
+        if shape is not None:
+            if (pair.target, pair.drafter) != ("tiny-gemma4", "auto"):
+                raise ConfigError("--shape makes its own target and drafter; leave out --target and --drafter")
+            lengths = numbers("acceptance", acceptance)
+            subject = shape_subject(shape, Shrink(layers, shrink), drafts, lengths, seed, pair)
+        else:
+            if layers is not None or shrink != 1:
+                raise ConfigError("--layers and --shrink are for --shape; a target is measured as it is")
+            subject = pair_subject(pair, data, limit, drafts)
+        report = run_phases(subject, plan)
+    except Interrupted as stop:
+        if stop.report is not None:
+            show(stop.report)
+        raise
+    if json_file is not None:
+        write_file(json_file, json.dumps(report.as_json(), indent=2))
+    if STDOUT not in (json_file, plot_file):
+        show(report)
+    if plot_file is not None:
+        picture = BytesIO()
+        save_phase_plot(report, picture)
+        write_file(plot_file, picture.getvalue())
+
+
+def show(report: PhaseReport) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDE)
+    console.print(table(report))
+
+
+def shape_subject(
+    name: str,
+    shrink: Shrink,
+    drafts: str | None,
+    acceptance: Sequence[float],
+    seed: int,
+    pair: PairOptions,
+) -> Subject:
+    """Random weights on the device; prompts of random tokens."""
+    shape = find_shape(name)
+    chosen = choose_drafts({PLAIN: None, **shape.drafts}, drafts, ON_REQUEST)
+    config = engine_config(pair, batch_size=1)
+    where = pick_device(config.device)
+    kind = pick_dtype(config.dtype, where, shape.target(shrink))
+    require_room(shape, shrink, where, kind)
+    with working(f"making {name}"):
+        operations = choose_operations(config.fused, config.attention, where, kind)  # as Engine.from_pretrained does
+        model = make_target(shape, shrink, where, kind, seed)
+        begin = perf_counter()
+        target = TargetModel(model, operations)
+        made = make_drafter(shape, shrink, target, seed + 1) if any(chosen.values()) else None
+        prepared = perf_counter() - begin
+
+    def prompts(batch: int, context: int) -> list[list[int]]:
+        draw = random.Random(f"{seed} {batch} {context}")
+        return [[draw.randrange(target.vocab_size) for _ in range(context)] for _ in range(batch)]
+
+    return Subject(
+        name=f"random weights at the shape of {shape.published}",
+        shrunk=shrink.words,
+        target=target,
+        drafter=made,
+        drafts=chosen,
+        prompts=prompts,
+        assumed=acceptance,
+        dtype=kind,
+        prepared=prepared,
+    )
+
+
+def pair_subject(pair: PairOptions, data: Path, limit: int, drafts: str | None) -> Subject:
+    """A real pair; a prompt is as much text of the data as its context wants, and a question at its end."""
+    problems = read_prompts(data, limit)
+    engine = load_engine(pair, engine_config(pair, batch_size=1))
+    drafter, spec = drafter_name(pair), engine.spec
+    ids = [engine.chat_prompt(problem.text) for problem in problems]
+    engine.close()
+    shapes: dict[str, SpecConfig | None] = {PLAIN: None}
+    if drafter is not None:
+        shapes["chain" if spec.topk == 1 else "tree"] = spec
+    return Subject(
+        name=pair.target if drafter is None else f"{pair.target} with {drafter}",
+        target=engine.target,
+        drafter=engine.drafter,
+        drafts=choose_drafts(shapes, drafts),
+        prompts=joined_prompts(ids),
+        dtype=engine.target.dtype,
+    )
+
+
+def joined_prompts(ids: Sequence[list[int]]) -> MakePrompts:
+    """Request i ends with prompt i; those before it fill up the context, so a prompt longer than that loses its
+    beginning."""
+
+    def prompts(batch: int, context: int) -> list[list[int]]:
+        made = []
+        for last in range(batch):
+            tokens: list[int] = []
+            number = last
+            while len(tokens) < context:
+                tokens = [*ids[number % len(ids)], *tokens]
+                number -= 1
+            made.append(tokens[-context:])
+        return made
+
+    return prompts
+
+
+def choose_drafts(
+    there: Mapping[str, SpecConfig | None], wanted: str | None, on_request: Mapping[str, SpecConfig] = {}
+) -> dict[str, SpecConfig | None]:
+    """Those named, in the order of all; None: all but `on_request`. Raises ConfigError for one that there is not."""
+    if wanted is None:
+        return dict(there)
+    there = {**there, **on_request}
+    names = [word.strip() for word in wanted.split(",")]
+    unknown = [name for name in names if name not in there]
+    if unknown:
+        raise ConfigError(f"drafts={wanted!r}: {unknown[0]!r} is not one of {', '.join(there)}")
+    return {name: spec for name, spec in there.items() if name in names}
+
+
+def whole_numbers(name: str, words: str) -> list[int]:
+    """Of "1,8,32" or "1k,16k", ascending and each once."""
+    found = []
+    for word in (word.strip().lower() for word in words.split(",")):
+        digits, factor = (word[:-1], 1024) if word.endswith("k") else (word, 1)
+        if not digits.isdecimal() or not int(digits):
+            raise ConfigError(f"{name}={words!r}: positive whole numbers are wanted, such as 1,8,32 or 1k,16k")
+        found.append(int(digits) * factor)
+    return sorted(set(found))
+
+
+def numbers(name: str, words: str) -> list[float]:
+    """Of "2,3.5": numbers from 1 on."""
+    try:
+        found = [float(word) for word in words.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(1 <= number < 1000 for number in found):
+        raise ConfigError(f"{name}={words!r}: numbers from 1 on are wanted, such as 2,3.5")
+    return sorted(set(found))

@@ -1,0 +1,68 @@
+"""From the shell's words to the runtime's settings; what the commands share."""
+
+import logging
+import sys
+from typing import Any
+
+import torch
+from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
+from transformers.utils import logging as transformers_logging
+
+from specdec.cli.options import PairOptions
+from specdec.config import EngineConfig, SpecConfig
+from specdec.engine import Engine
+from specdec.models.devices import require_device
+from specdec.progress import working
+
+
+def quiet_libraries() -> None:
+    """No warnings and no bars of transformers; a download shows its own on a terminal, as it may take long."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if sys.stderr.isatty():
+        enable_progress_bars()
+    else:
+        disable_progress_bars()
+
+
+def log_to_stderr(pair: PairOptions, default: str = "warning") -> None:
+    """Log specdec's own messages from --log-level on; other libraries keep their warnings."""
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("specdec").setLevel((pair.log_level or default).upper())
+
+
+def spec_config(pair: PairOptions) -> SpecConfig:
+    return SpecConfig(pair.num_steps, pair.draft_topk, pair.num_draft_tokens)
+
+
+def engine_config(pair: PairOptions, batch_size: int, **sizes: Any) -> EngineConfig:
+    """sizes: other settings. Raises ConfigError where the device is not there."""
+    config = EngineConfig(
+        max_batch_size=batch_size,
+        dtype=getattr(torch, pair.dtype) if pair.dtype else None,
+        device=pair.device,
+        memory_share=pair.memory_share,
+        prefix_cache=pair.prefix_cache,
+        **sizes,
+    )
+    require_device(config.device)
+    return config
+
+
+def load_engine(pair: PairOptions, config: EngineConfig) -> Engine:
+    with working(f"loading {pair.target}"):
+        return Engine.from_pretrained(
+            pair.target,
+            drafter_name(pair),
+            spec=spec_config(pair),
+            config=config,
+            drafter_options=pair.drafter_options(),
+            **pair.loading(),
+        )
+
+
+def drafter_name(pair: PairOptions) -> str | None:
+    """'auto' is the bundled target's own drafter, and none for any other target."""
+    if pair.drafter == "auto":
+        return "tiny-gemma4-mtp" if pair.target == "tiny-gemma4" else None
+    return None if pair.drafter == "none" else pair.drafter

@@ -1,0 +1,136 @@
+"""Tokens per second of a pair with and without its drafter, in one run, only if the outputs are equal.
+
+Compare the ratios, not the absolute figures: those are the machine's and the moment's. Who runs and how they take turns
+is contest.py's: another kind of benchmark makes other contestants, in a file of its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specdec.config import EngineConfig, SamplingParams, SpecConfig
+from specdec.engine import Engine
+from specdec.errors import ConfigError
+from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
+from specdec.evaluation.contest import Contestant, engine_contestant, require_parity, take_turns
+from specdec.evaluation.scoring import final_number, is_correct
+from specdec.evaluation.transformers_peer import assisted_peer, plain_peer
+from specdec.models.devices import require_device
+from specdec.progress import Interrupted, progress_bar, working
+from specdec.text.prompt_files import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """What `run_bench` measured; `tokens_per_second` by contestant, in the order they ran."""
+
+    target: str
+    drafter: str | None
+    prompts: int
+    spec: SpecConfig
+    temperature: float
+    batch_size: int
+    tokens_per_second: dict[str, float]
+    acceptance_length: float
+    accepted_per_position: list[float]
+    accuracy: float | None
+    identical_to_plain: bool
+    hardware: str
+    versions: str
+
+
+def run_bench(
+    *,
+    target: str | Path,
+    drafter: str | Path | None,
+    prompts: Sequence[Problem],
+    spec: SpecConfig,
+    config: EngineConfig,
+    params: SamplingParams,
+    raw: bool = False,
+    peer: bool = False,
+    **loading: Any,
+) -> BenchReport:
+    """Run every contestant on every prompt. Raises SpecDecError when an output is not plain decoding's.
+
+    params: with a temperature above 0 they need a seed, without which no two outputs would be alike.
+    loading: other arguments of `Engine.from_pretrained`. Ctrl-C raises
+    Interrupted with the report of the prompts that all contestants have done.
+    """
+    if params.temperature > 0 and params.seed is None:
+        raise ConfigError(f"temperature={params.temperature} without a seed: outputs could not be compared; give one")
+    if not prompts:
+        raise ConfigError("prompts is empty; give at least one")
+    target, drafter = pair_names(target, drafter)
+    require_device(config.device)
+    config = replace(config, prefix_cache=False)  # every contestant computes every prompt
+    with working(f"loading {target}"):
+        engine = Engine.from_pretrained(target, drafter, spec=spec, config=config, **loading)
+    plain = engine if drafter is None else Engine(engine.target, None, tokenizer=engine.tokenizer, config=config)
+    contestants = [engine_contestant("specdec, no drafter", plain, params)]
+    if drafter is not None:
+        contestants.append(engine_contestant(f"specdec, {drafter}", engine, params))
+    if peer:
+        assisted = assisted_peer(engine, params, spec.num_steps)
+        contestants += [plain_peer(engine, params), *([assisted] if assisted else [])]
+    ids = [engine.encode(problem.text) if raw else engine.chat_prompt(problem.text) for problem in prompts]
+    with working("warming up"):  # allocations, thread pools, kernels
+        for contestant in contestants:
+            contestant.run(ids[:1])
+    warm_up = engine.stats()
+
+    def report() -> BenchReport:
+        require_parity(contestants)
+        stats = engine.stats()
+        stats.add(warm_up, sign=-1)
+        return BenchReport(
+            target=target,
+            drafter=drafter,
+            prompts=len(contestants[0].outputs),
+            spec=spec,
+            temperature=params.temperature,
+            batch_size=config.max_batch_size,
+            tokens_per_second={contestant.name: contestant.tokens_per_second for contestant in contestants},
+            acceptance_length=stats.acceptance_length,
+            accepted_per_position=stats.accepted_per_position,
+            accuracy=_accuracy(engine, contestants[0], prompts),
+            identical_to_plain=True,
+            hardware=hardware(engine.target.device),
+            versions=VERSIONS,
+        )
+
+    groups = [ids[i : i + config.max_batch_size] for i in range(0, len(ids), config.max_batch_size)]
+    try:
+        with progress_bar("measuring", len(groups)) as update:
+            take_turns(contestants, groups, update)
+    except KeyboardInterrupt as stop:
+        done = len(contestants[0].outputs)
+        raise Interrupted(f"{done} of {len(ids)} prompts were measured", report() if done else None) from stop
+    return report()
+
+
+def markdown_table(report: BenchReport) -> str:
+    """The report as a Markdown table with one line of context."""
+    base = next(iter(report.tokens_per_second.values()))
+    lines = ["| run | tokens/s | vs no drafter |", "| --- | ---: | ---: |"]
+    lines += [f"| {name} | {speed:.1f} | {speed / base:.2f}x |" for name, speed in report.tokens_per_second.items()]
+    positions = ", ".join(f"{share:.2f}" for share in report.accepted_per_position)
+    accuracy = "" if report.accuracy is None else f"; accuracy {100 * report.accuracy:.1f} %"
+    lines += [
+        "",
+        f"{report.target}, {report.prompts} prompts, batch {report.batch_size}, temperature {report.temperature:g}, "
+        f"{report.spec.num_steps} steps of topk {report.spec.topk}, {report.spec.num_nodes} nodes: "
+        f"acceptance length {report.acceptance_length:.2f} (by position {positions}){accuracy}; "
+        f"identical to plain decoding: yes. {report.hardware}, {report.versions}.",
+    ]
+    return "\n".join(lines)
+
+
+def _accuracy(engine: Engine, plain: Contestant, prompts: Sequence[Problem]) -> float | None:
+    """The share of right answers among the prompts that have a reference answer; None where none has."""
+    graded: list[bool] = []
+    for tokens, problem in zip(plain.outputs, prompts, strict=False):  # interrupted: fewer outputs than prompts
+        if final_number(problem.answer or "") is not None:
+            graded.append(is_correct(engine.decode(tokens), problem.answer or ""))
+    return sum(graded) / len(graded) if graded else None

@@ -1,0 +1,136 @@
+"""What a phase benchmark found, as plain values, and as a table of them.
+
+A cell is one way of decoding at one batch and context. Its times are there only when its parity check passed; where
+they are missing, `note` says why. `tokens_per_second` is by acceptance length: that of a trained pair is measured,
+those of random weights are what the reader supposes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median, quantiles
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from specdec.config import SpecConfig
+from specdec.evaluation.phases.memory_floor import StepBytes
+from specdec.evaluation.phases.parity import Parity
+
+STAGES = ("draft", "verify", "other", "host")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Of some times, in milliseconds."""
+
+    median: float
+    p10: float
+    p90: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Spread":
+        if len(seconds) == 1:
+            return cls(*[1e3 * seconds[0]] * 3)
+        tenths = quantiles(seconds, n=10, method="inclusive")
+        return cls(1e3 * median(seconds), 1e3 * tenths[0], 1e3 * tenths[-1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """ms: of the round ("round"), of its stages, and of the host's part; those of a peer are of its step or round.
+
+    floor_ms: of one verify step. idle_ms: of a round, without a kernel. break_even: acceptance length from which a
+    round is ahead of plain decoding. acceptance_length: of the timed rounds. ready_s: from weights in memory to an
+    engine whose rounds are captured, whatever it compiled on the way.
+    """
+
+    run: str
+    batch: int
+    context: int
+    spec: SpecConfig | None = None
+    rounds: int = 0
+    parity: Parity | None = None
+    ms: dict[str, Spread] = field(default_factory=dict)
+    floor_bytes: StepBytes | None = None
+    floor_ms: float = 0.0
+    idle_ms: float | None = None
+    acceptance_length: float | None = None
+    ready_s: float | None = None
+    break_even: float | None = None
+    tokens_per_second: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def shown(self) -> bool:
+        return "round" in self.ms
+
+    @property
+    def x_floor(self) -> float:
+        return self.ms["round"].median / self.floor_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseReport:
+    """subject: the pair, or the shape and what was changed of it. assumed: the acceptance lengths are suppositions."""
+
+    subject: str
+    shrunk: str
+    assumed: bool
+    parameters: dict[str, int]
+    weight_bytes: int
+    read_bandwidth: float
+    conditions: dict[str, Any]
+    cells: list[Cell]
+
+    def as_json(self) -> dict[str, Any]:
+        record = asdict(self)
+        for cell, plain in zip(self.cells, record["cells"], strict=True):
+            plain["x_floor"] = cell.x_floor if cell.shown else None
+        return record
+
+
+def table(report: PhaseReport) -> Table:
+    """A row a cell."""
+    lengths = list(dict.fromkeys(length for cell in report.cells for length in cell.tokens_per_second))
+    idle = any(cell.idle_ms is not None for cell in report.cells)
+    made = Table(box=box.MARKDOWN, title=title(report), title_justify="left", title_style="")
+    for head in ("run", "batch", "context"):
+        made.add_column(head, justify="left" if head == "run" else "right", no_wrap=True)
+    for head in ("ms (p10 to p90)", "x floor", "floor", *STAGES, *(["no kernel"] if idle else [])):
+        made.add_column(head, justify="right", no_wrap=True)
+    made.add_column("even at", justify="right", no_wrap=True)
+    for length in lengths:
+        made.add_column(f"tokens/s {length}", justify="right", no_wrap=True)
+    made.add_column("ready s", justify="right", no_wrap=True)
+    made.add_column("parity: best of checked, worst gap", overflow="fold")
+    for cell in report.cells:
+        made.add_row(*_row(cell, lengths, idle))
+    return made
+
+
+def title(report: PhaseReport) -> str:
+    """What was measured, and on what."""
+    shrunk = f", SHRUNK to {report.shrunk}: no figures of the published model" if report.shrunk else ""
+    weights = f"{report.weight_bytes / 1e9:.2f} GB of weights"
+    read = f"{report.read_bandwidth / 1e9:,.0f} GB/s read"
+    known = ", ".join(f"{key} {value}" for key, value in report.conditions.items() if key != "command" and value)
+    supposed = "; acceptance lengths (AL, tokens a round) are supposed, not measured" if report.assumed else ""
+    return f"{report.subject}{shrunk}; {weights}, {read}; {known}{supposed}"
+
+
+def _row(cell: Cell, lengths: Sequence[str], idle: bool) -> list[str]:
+    cells = [cell.run, str(cell.batch), str(cell.context)]
+    floor = f"{cell.floor_ms:.2f}" if cell.floor_ms else ""
+    if not cell.shown:
+        blank = [""] * (len(STAGES) + idle + 2 + len(lengths))
+        return [*cells, "", "", floor, *blank, cell.note]
+    times = cell.ms["round"]
+    cells += [f"{times.median:.2f} ({times.p10:.2f} to {times.p90:.2f})", f"{cell.x_floor:.2f}", floor]
+    cells += [f"{cell.ms[stage].median:.2f}" if stage in cell.ms else "" for stage in STAGES]
+    if idle:
+        cells.append("" if cell.idle_ms is None else f"{cell.idle_ms:.2f}")
+    cells.append("" if cell.break_even is None else f"{cell.break_even:.2f}")
+    cells += [f"{cell.tokens_per_second[length]:.1f}" if length in cell.tokens_per_second else "" for length in lengths]
+    cells.append("" if cell.ready_s is None else f"{cell.ready_s:.1f}")
+    return [*cells, "not judged" if cell.parity is None else cell.parity.words]

@@ -1,0 +1,197 @@
+"""Rounds of an engine, one after the other through its own streams, with the times of each.
+
+`WatchedLauncher` stands in front of the engine's own and writes down what passes: when a round was launched, how long
+the host waited for it, and the stages that the device stamped. What is launched, and how, it does not change.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from specdec.config import SamplingParams
+from specdec.engine import Engine
+from specdec.gpu.stage_clock import STAMP
+from specdec.runtime.request import StreamDelta
+from specdec.runtime.rounds.launcher import Launcher, UnderWay
+from specdec.runtime.rounds.result import RoundResult
+from specdec.runtime.rounds.round import DECODE_STAGES
+
+WARM_UP = 6
+"""Rounds before the first that counts: kernels compile, a round is captured."""
+PROFILED = 8
+UNSETTLED = 4
+"""More rounds than are ever under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTime:
+    """Seconds of one round. wall: from the end of the round before to its own end.
+
+    host: of the wall, what the host did not spend waiting for the device; on a CPU, what was not spent in a stage.
+    """
+
+    wall: float
+    draft: float
+    verify: float
+    other: float
+    host: float
+    emitted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Driven:
+    """What some rounds took and gave. outputs: tokens of each request, those of warm-up included.
+
+    idle: seconds a round in which no kernel of its own runs; None where that was not measured.
+    """
+
+    rounds: list[RoundTime]
+    outputs: list[list[int]]
+    idle: float | None
+
+
+@dataclass(slots=True)
+class _Passed:
+    """One round that was settled."""
+
+    at: float
+    launching: float
+    waiting: float
+    result: RoundResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WatchedRound(UnderWay):
+    launching: float
+    passed: list[_Passed]
+
+    def result(self) -> RoundResult:
+        start = perf_counter()
+        result = UnderWay.result(self)
+        end = perf_counter()
+        self.passed.append(_Passed(end, self.launching, end - start, result))
+        return result
+
+
+class WatchedLauncher(Launcher):
+    """The launcher it is made from, and a note of every round that it launches. `passed`: those settled."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.__dict__.update(vars(launcher))
+        self.passed: list[_Passed] = []
+
+    def decode(self, *args: Any, **kwargs: Any) -> UnderWay:
+        start = perf_counter()
+        step = super().decode(*args, **kwargs)
+        launching = perf_counter() - start
+        inherited = {name.name: getattr(step, name.name) for name in fields(step)}
+        return _WatchedRound(**inherited, launching=launching, passed=self.passed)
+
+
+def most_new_tokens(rounds: int, depth: int) -> int:
+    """Of a request that is driven through `drive`, if every draft of `depth` levels is accepted."""
+    return 1 + (WARM_UP + rounds + PROFILED + UNSETTLED) * (depth + 1)
+
+
+def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: int, *, profiled: bool) -> Driven:
+    """Prefill the prompts, then time `rounds` rounds of all of them together, greedy, end tokens ignored."""
+    watched = WatchedLauncher(engine.steps.launcher)
+    engine.steps.launcher = watched
+    params = SamplingParams(max_new_tokens=most_new_tokens(rounds, depth), ignore_eos=True)
+    streams = [engine.stream(list(prompt), params) for prompt in prompts]
+    outputs: list[list[int]] = [[] for _ in prompts]
+    idle = None
+    try:
+        with _prompts_only(engine):
+            for stream, output in zip(streams, outputs, strict=True):
+                output += next(stream).token_ids
+        leader = streams[0]  # the others' requests are in the same rounds; what they gained is taken at the end
+        while len(watched.passed) < WARM_UP + 1 + rounds:
+            outputs[0] += _next(leader).token_ids
+        if profiled and engine.target.device.type == "cuda":
+            idle = _gaps_within_rounds(watched, leader, outputs[0])
+        for stream, output in zip(streams[1:], outputs[1:], strict=True):
+            output += next(stream).token_ids
+    finally:
+        for stream in streams:
+            with suppress(RuntimeError):  # of a generator that is running: an interruption within it
+                stream.close()  # type: ignore[attr-defined]
+    on_cpu = engine.target.device.type == "cpu"
+    passed = watched.passed[WARM_UP : WARM_UP + 1 + rounds]
+    times = [round_time(before.at, one, on_cpu) for before, one in pairwise(passed)]
+    if idle is not None:
+        idle += median(time.wall - time.draft - time.verify - time.other for time in times)
+    return Driven(times, outputs, idle)
+
+
+@contextmanager
+def _prompts_only(engine: Engine) -> Iterator[None]:
+    """No rounds meanwhile, so that each of those behind is one of everybody, with as many tokens behind them."""
+    chosen = engine.scheduler.next_decode
+    engine.scheduler.next_decode = list  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        engine.scheduler.next_decode = chosen  # type: ignore[method-assign]
+
+
+def round_time(before: float, one: _Passed, on_cpu: bool) -> RoundTime:
+    """Of a round, when the one before it ended at `before`."""
+    seconds, wall = one.result.seconds, one.at - before
+    busy = sum(seconds.values()) if on_cpu else one.waiting
+    return RoundTime(
+        wall=wall,
+        draft=seconds["draft"],
+        verify=seconds["verify"],
+        other=seconds["other"],
+        host=max(0.0, wall - busy),
+        emitted=int(one.result.length.sum()),
+    )
+
+
+def _next(stream: Any) -> StreamDelta:
+    delta: StreamDelta = next(stream)
+    assert delta.output is None, "a request ended while it was timed"
+    return delta
+
+
+def _gaps_within_rounds(watched: WatchedLauncher, leader: Any, output: list[int]) -> float:
+    """Seconds a round without a kernel, between its first and its last stamp, over some rounds under the profiler.
+
+    Not between rounds, where the profiler itself keeps the host from launching: what lies there is the wall time of
+    rounds without it, less their stages.
+    """
+    torch.cuda.synchronize()
+    before = len(watched.passed)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        while len(watched.passed) < before + PROFILED:
+            output += _next(leader).token_ids
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() or [] if event.device_type.name == "CUDA"]
+    spans = [(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6) for event in events]
+    return gaps_between_stamps(spans, len(DECODE_STAGES) + 1)
+
+
+def gaps_between_stamps(spans: Sequence[tuple[str, float, float]], stamps: int) -> float:
+    """Mean time that no span covers from the first to the last of each `stamps` spans that are the clock's."""
+    taken = sorted((begin, end) for name, begin, end in spans if STAMP in name)
+    rounds = [(taken[i][0], taken[i + stamps - 1][1]) for i in range(0, len(taken) - stamps + 1, stamps)]
+    within = [[(b, e) for _, b, e in spans if first <= b and e <= last] for first, last in rounds]
+    return sum(idle_within(inside) for inside in within) / max(1, len(rounds))
+
+
+def idle_within(spans: Sequence[tuple[float, float]]) -> float:
+    """From the first beginning to the last end, the time that no span covers."""
+    idle = 0.0
+    reached = min((begin for begin, _ in spans), default=0.0)
+    for begin, end in sorted(spans):
+        idle += max(0.0, begin - reached)
+        reached = max(reached, end)
+    return idle

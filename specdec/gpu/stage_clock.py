@@ -1,0 +1,83 @@
+"""Where a round's time goes, by stage, without slowing it: the device writes down when each stage began.
+
+    clock.start("draft"); ...; clock.mark("verify"); ...; stamps = clock.stop()        [3] int64, nanoseconds
+    seconds_by_stage(("draft", "verify"), stamps on the host)                          {"draft": s, "verify": s}
+
+The stamps are data of the round and leave it with its result; in a captured round they are taken at every replay.
+"""
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.mirrored_array import IntArray
+from specdec.gpu.triton_shim import tl, triton
+
+MOST_MARKS = 8
+STAMP = "_stamp_kernel"
+"""The name by which a profiler shows a mark."""
+
+
+@triton.jit(do_not_specialize=["number"])
+def _stamp_kernel(
+    p_stamps: tl.tensor,  # [MOST]
+    p_out: tl.tensor,  # [number + 1], or None
+    number: tl.tensor,
+    MOST: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    wait_for_previous(PDL)
+    now = tl.extra.cuda.globaltimer()
+    tl.store(p_stamps + number, now)
+    if p_out is not None:
+        o_mark = tl.arange(0, MOST)
+        b_stamp = tl.load(p_stamps + o_mark, mask=o_mark < number, other=0)
+        tl.store(p_out + o_mark, tl.where(o_mark == number, now, b_stamp), mask=o_mark <= number)
+
+
+class StageClock:
+    """Times consecutive stages."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stamps = torch.zeros(MOST_MARKS, dtype=torch.int64, device=device)
+        self._on_device = device.type == "cuda" and torch.version.cuda is not None and bool(triton)
+        self._options = pdl_options(device)
+        self._marked = 0
+
+    def start(self, stage: str) -> None:
+        """Begin with this stage, whatever an interrupted round left behind."""
+        self._marked = 0
+        self.mark(stage)
+
+    def mark(self, stage: str) -> None:
+        """A new stage begins, and the one before it ends."""
+        self._stamp(None)
+
+    def stop(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The last stage ends. -> [M + 1] when each of the M stages began, and the end; on the device, in `out` if that
+        is given."""
+        if out is not None:
+            assert out.shape == (self._marked + 1,) and out.is_contiguous(), f"{out.shape=} {self._marked=}"
+        self._stamp(out)
+        return self._stamps[: self._marked] if out is None else out
+
+    def _stamp(self, out: torch.Tensor | None) -> None:
+        number = self._marked
+        self._marked += 1
+        if self._on_device:
+            _stamp_kernel[(1,)](self._stamps, out, number, MOST=MOST_MARKS, num_warps=1, **self._options)
+            return
+        self._stamps[number].fill_(time.perf_counter_ns())
+        if out is not None:
+            out.copy_(self._stamps[: self._marked])
+
+
+def seconds_by_stage(stages: Sequence[str], stamps: IntArray) -> dict[str, float]:
+    """Seconds of each of M stages from M + 1 stamps; stages of one name add up."""
+    seconds = dict.fromkeys(stages, 0.0)
+    for stage, spent in zip(stages, (stamps[1:] - stamps[:-1]).tolist(), strict=True):
+        seconds[stage] += spent / 1e9
+    return seconds

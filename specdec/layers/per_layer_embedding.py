@@ -1,0 +1,214 @@
+r"""Gemma 4's per-layer embeddings: a small vector per token and layer, gated into the residual stream.
+
+Once a forward, for every layer l (width P, hidden size H):
+
+    e_l = (norm(c_l) + T[token]_l t) / sqrt(2),     c = x W_model / sqrt(H)        x: the token's embedding
+
+T is the second embedding table and t its scale. In layer l, before its last norm, residual and scale (`norm.py`):
+
+    y = W_proj (act(W_gate h) e_l)
+
+Both products are narrow: they wait for each other, not for memory. At few rows the activation and e_l go into the loads
+of the second, where K is only P, and its weight is in registers before the wait; at many, where each of its programs
+would activate the same rows again, they are a launch of their own. Rounded where transformers rounds.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.layers.linear import Product, linear, reference_activate, reference_finish
+from specdec.layers.linear_kernels import activate, sum_parts
+from specdec.layers.norm import Gain, reference_rms_norm, rms_norm
+from specdec.layers.tiling import MANY_ROWS, Tiles, choose_cut
+
+FEW_ROWS = 64
+SOME_ROWS_TILES = Tiles(64, 32, 64, 4, 4, 64)
+"""Above FEW_ROWS: more programs than `choose_tiles` makes, which takes weights to be long."""
+
+
+def reference_layer_inputs(
+    context: Product, tokens: torch.Tensor, table: torch.Tensor, gain: Gain, *, context_scale: float, table_scale: float
+) -> torch.Tensor:
+    """e [T, L, P]. context: x W_model [T, L P]; tokens [T]; table: T [V, L P]; the gain is over P."""
+    width = _width(gain)
+    normed = reference_rms_norm((reference_finish(context) * context_scale).unflatten(-1, (-1, width)), gain)
+    return (normed + F.embedding(tokens, table).view_as(normed) * table_scale) * math.sqrt(0.5)
+
+
+def reference_gated_projection(gate: Product, inputs: torch.Tensor, weight: torch.Tensor, activation: str) -> Product:
+    """W_proj (act(gate) e_l). gate: W_gate h [T, P]; inputs: e_l [T, P]; weight: W_proj [H, P]."""
+    gated = reference_activate(reference_finish(gate).float(), activation).to(inputs.dtype)
+    return Product.of(F.linear(gated * inputs, weight))
+
+
+@triton.jit(do_not_specialize=["part_len", "eps", "context_scale", "table_scale"])
+def _layer_inputs_kernel(
+    p_parts: tl.tensor,  # [S, T, L P]
+    p_tokens: tl.tensor,  # [T]
+    p_table: tl.tensor,  # [V, L P]
+    p_gain: tl.tensor,  # [P]
+    p_out: tl.tensor,  # [T, L, P]
+    part_len: tl.tensor,
+    P: tl.tensor,
+    s_tokens: tl.tensor,
+    eps: tl.tensor,
+    context_scale: tl.tensor,
+    table_scale: tl.tensor,
+    ROUND_FIRST: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    i_t, i_layer = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_p = tl.arange(0, BLOCK)
+    m_p = o_p < P
+    width = tl.num_programs(1).to(tl.int64) * P
+    DTYPE: tl.constexpr = p_out.dtype.element_ty
+    b_gain = tl.load(p_gain + o_p, mask=m_p, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    token = tl.load(p_tokens + i_t * s_tokens).to(tl.int64)
+    b_token = tl.load(p_table + token * width + i_layer * P + o_p, mask=m_p, other=0.0).to(tl.float32)
+    o_part = i_t * width + i_layer * P + o_p
+    b_x = sum_parts(p_parts, None, o_part, o_p, m_p, part_len, SPLITS, DTYPE)
+    b_x = (b_x * context_scale).to(DTYPE).to(tl.float32)
+    b_x = rms_norm(b_x, b_gain, P, eps, ROUND_FIRST, DTYPE)
+    b_x = (b_x + (b_token * table_scale).to(DTYPE).to(tl.float32)).to(DTYPE).to(tl.float32)
+    tl.store(p_out + o_part, (b_x * 0.7071067811865476).to(DTYPE), mask=m_p, eviction_policy=KEEP)
+
+
+@triton.jit
+def _gated(b_gate: tl.tensor, b_in: tl.tensor, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
+    """act(gate) e_l, rounded twice: the same bits whichever kernel makes it."""
+    return (activate(b_gate, ACTIVATION).to(DTYPE).to(tl.float32) * b_in).to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gated_projection_kernel(
+    p_parts: tl.tensor,  # [S, T, P]
+    p_inputs: tl.tensor,  # [T, P]
+    p_w: tl.tensor,  # [H, P]
+    p_out: tl.tensor,  # [T, H]
+    num_rows: tl.tensor,
+    H: tl.tensor,
+    P: tl.tensor,
+    s_inputs: tl.tensor,
+    ACTIVATION: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    i_m, i_n = tl.program_id(0), tl.program_id(1)
+    o_k = tl.arange(0, BLOCK_K)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_k = o_k < P
+    b_w = tl.load(p_w + o_n.to(tl.int64)[:, None] * P + o_k[None, :], mask=(o_n < H)[:, None] & m_k[None, :], other=0.0)
+    wait_for_previous(PDL)
+    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_row = o_m.to(tl.int64)[None, :]
+    mask = (o_m < num_rows)[None, :] & m_k[:, None]
+    DTYPE: tl.constexpr = p_out.dtype.element_ty
+    b_in = tl.load(p_inputs + o_row * s_inputs + o_k[:, None], mask=mask, other=0.0).to(tl.float32)  # [BK, BM]
+    part_len = num_rows.to(tl.int64) * P
+    b_gate = sum_parts(p_parts, None, o_row * P + o_k[:, None], o_k, mask, part_len, SPLITS, DTYPE)
+    b_x = _gated(b_gate, b_in, ACTIVATION, DTYPE)
+    b_y = tl.dot(b_w, b_x, input_precision="ieee")  # [BN, BM]
+    m_out = (o_m < num_rows)[None, :] & (o_n < H)[:, None]
+    tl.store(p_out + o_row * H + o_n[:, None], b_y.to(DTYPE), mask=m_out, eviction_policy=KEEP)
+
+
+@triton.jit(do_not_specialize=["part_len"])
+def _gate_inputs_kernel(
+    p_parts: tl.tensor,  # [S, T, P]
+    p_inputs: tl.tensor,  # [T, P]
+    p_out: tl.tensor,  # [T, P]
+    part_len: tl.tensor,
+    P: tl.tensor,
+    s_inputs: tl.tensor,
+    ACTIVATION: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    i_t = tl.program_id(0).to(tl.int64)
+    o_p = tl.arange(0, BLOCK)
+    m_p = o_p < P
+    wait_for_previous(PDL)
+    b_in = tl.load(p_inputs + i_t * s_inputs + o_p, mask=m_p, other=0.0).to(tl.float32)
+    DTYPE: tl.constexpr = p_out.dtype.element_ty
+    b_gate = sum_parts(p_parts, None, i_t * P + o_p, o_p, m_p, part_len, SPLITS, DTYPE)
+    tl.store(p_out + i_t * P + o_p, _gated(b_gate, b_in, ACTIVATION, DTYPE), mask=m_p, eviction_policy=KEEP)
+
+
+def layer_inputs(
+    context: Product, tokens: torch.Tensor, table: torch.Tensor, gain: Gain, *, context_scale: float, table_scale: float
+) -> torch.Tensor:
+    """e [T, L, P]. context: x W_model [T, L P]; tokens [T]; table: T [V, L P]; the gain is over P."""
+    splits, num_rows, total = context.parts.shape
+    width = _width(gain)
+    assert context.bias is None and context.parts.is_contiguous(), f"{context.parts.stride()=}"
+    assert table.shape[1] == total and total % width == 0 and table.is_contiguous(), f"{table.shape=} {total=}"
+    assert tokens.shape == (num_rows,), f"{tokens.shape=} {num_rows=}"
+    out = torch.empty((num_rows, total // width, width), dtype=context.dtype, device=tokens.device)
+    if num_rows == 0:
+        return out
+    block = triton.next_power_of_2(width)
+    _layer_inputs_kernel[(num_rows, total // width)](
+        *(context.parts, tokens, table, gain.weight, out),
+        *(num_rows * total, width, tokens.stride(0), gain.eps, context_scale, table_scale),
+        ROUND_FIRST=gain.round_first,
+        SPLITS=splits,
+        BLOCK=block,
+        num_warps=1,
+        **pdl_options(out.device),
+    )
+    return out
+
+
+def gated_projection(gate: Product, inputs: torch.Tensor, weight: torch.Tensor, activation: str) -> Product:
+    """W_proj (act(gate) e_l). gate: W_gate h [T, P]; inputs: e_l [T, P], rows of any stride; weight: W_proj [H, P]."""
+    splits, num_rows, width = gate.parts.shape
+    height = len(weight)
+    assert gate.bias is None and gate.parts.is_contiguous(), f"{gate.parts.stride()=}"
+    assert inputs.shape == (num_rows, width) and inputs.stride(1) == 1, f"{inputs.shape=} {gate.parts.shape=}"
+    assert weight.shape == (height, width) and weight.is_contiguous(), f"{weight.shape=} {width=}"
+    assert weight.dtype == inputs.dtype == gate.dtype, f"{weight.dtype=} {inputs.dtype=}"
+    if num_rows > FEW_ROWS and choose_cut(height, width).splits == 1:  # the sum is in one piece below too
+        gated = torch.empty((num_rows, width), dtype=inputs.dtype, device=inputs.device)
+        _gate_inputs_kernel[(num_rows,)](
+            *(gate.parts, inputs, gated, gated.numel(), width, inputs.stride(0)),
+            ACTIVATION=activation,
+            SPLITS=splits,
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=1,
+            **pdl_options(gated.device),
+        )
+        few = num_rows <= MANY_ROWS and weight.dtype != torch.float32
+        return linear(gated, weight, tiles=SOME_ROWS_TILES if few else None)
+    out = torch.empty((num_rows, height), dtype=inputs.dtype, device=inputs.device)
+    if num_rows:
+        block_m, block_n = 16, 64  # every program activates its rows anew: few of them each
+        _gated_projection_kernel[(triton.cdiv(num_rows, block_m), triton.cdiv(height, block_n))](
+            *(gate.parts, inputs, weight, out, num_rows, height, width, inputs.stride(0)),
+            ACTIVATION=activation,
+            SPLITS=splits,
+            BLOCK_N=block_n,
+            BLOCK_M=block_m,
+            BLOCK_K=max(16, triton.next_power_of_2(width)),
+            num_warps=8,
+            **pdl_options(out.device),
+        )
+    return Product.of(out)
+
+
+def _width(gain: Gain) -> int:
+    assert gain.weight is not None
+    return len(gain.weight)

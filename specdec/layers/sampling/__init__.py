@@ -1,1 +1,0 @@
-"""Sampling over the vocabulary without sorting it: draws, log-probabilities, best tokens, and the centroid head."""

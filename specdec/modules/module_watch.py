@@ -1,0 +1,154 @@
+"""Does the user's module tree still do what it did when the engine copied it (`private_copy.py`)?
+
+    changed()   cheap, before each forward      sub-modules replaced, hooks or attributes added and removed; of adapters
+                                                and others from outside torch and transformers, every attribute
+    differs()   thorough, when the user asks    every attribute of every module, configs included
+
+Parameters and buffers are not looked at: `layers/merge.py` watches those. What changes inside a closure that a hook
+calls, or in a global variable, leaves no trace (`untraceable`).
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from specdec.modules.private_copy import OFFLOADING
+
+RECORDING_HOOKS = "transformers.utils.output_capturing"
+"""Where the hooks come from that a model keeps after it was asked for hidden states: they record only."""
+
+PLAIN_PACKAGES = ("torch", "transformers")
+"""Their modules do not change attributes by themselves, so only `differs` compares those."""
+
+NOT_COMPARED = frozenset(vars(nn.Module())) | {
+    "_compiled_call_impl",
+    "_attn_implementation_internal",
+    "_output_capturing_hooks_installed",
+}
+"""What every module has and is compared otherwise, what a private copy replaces, and a note of transformers."""
+
+PLAIN_VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+class ModuleWatch:
+    """Watches the modules under `parts` of a model, and those of the model that they lie in, from when it is made."""
+
+    def __init__(self, model: nn.Module, *parts: nn.Module) -> None:
+        watched = [*_modules_above(model, parts), *chain.from_iterable(part.modules() for part in parts)]
+        modules = list({id(module): module for module in watched}.values())
+        self._states = [vars(module) for module in modules]
+        self._children = [module._modules for module in modules]
+        self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        foreign = [vars(m) for m in modules if type(m).__module__.partition(".")[0] not in PLAIN_PACKAGES]
+        self._foreign = [(itemgetter(*names), state) for state in foreign if (names := _compared_names(state))]
+        self._noted = self._children_now(), self._own_hooks()
+        self._noted_names, self._noted_count = self._names(), self._count()
+        self._noted_attributes = [_with_copied_containers(values) for values in self._foreign_attributes()]
+        self._noted_details = self._details()
+
+    def changed(self) -> bool:
+        """Costs the host about 0.1 us a module, and 1 us for each from outside torch and transformers."""
+        if (self._children_now(), self._own_hooks()) != self._noted:
+            return True
+        if (count := self._count()) != self._noted_count:
+            if self._names() != self._noted_names:
+                return True
+            self._noted_count = count
+        try:
+            return bool(self._foreign_attributes() != self._noted_attributes)
+        except (KeyError, RuntimeError, ValueError):  # one has gone; two tensors or arrays have no single truth
+            return True
+
+    def differs(self) -> bool:
+        """Costs the host about 20 us a module."""
+        return self.changed() or self._details() != self._noted_details
+
+    @property
+    def untraceable(self) -> bool:
+        """Are there hooks or foreign modules, which can do something else without a change that shows?"""
+        return bool(self._foreign or self._own_hooks())
+
+    def _children_now(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(dict.values, self._children)))
+
+    def _count(self) -> int:
+        """Attributes of all modules."""
+        return sum(map(len, self._states))
+
+    def _names(self) -> list[set[str]]:
+        return [set(_compared_names(state)) for state in self._states]
+
+    def _own_hooks(self) -> list[Any]:
+        present = chain.from_iterable(hooks.items() for hooks in self._hooks if hooks)
+        return [item for item in present if getattr(item[1], "__module__", None) != RECORDING_HOOKS]
+
+    def _foreign_attributes(self) -> list[Any]:
+        return [read(state) for read, state in self._foreign]
+
+    def _details(self) -> list[Any]:
+        known: dict[int, Any] = {}
+        return [{name: _described(state[name], known) for name in _compared_names(state)} for state in self._states]
+
+
+def _modules_above(model: nn.Module, parts: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules of `model` that one of `parts` lies in, itself included."""
+    names = [name for name, module in model.named_modules() if any(module is part for part in parts)]
+    above = {".".join(name.split(".")[:depth]) for name in names for depth in range(name.count(".") + 1)}
+    return [model.get_submodule(name) for name in sorted(above)]
+
+
+def _compared_names(state: Mapping[str, Any]) -> list[str]:
+    skipped = NOT_COMPARED | set(OFFLOADING) if "_hf_hook" in state else NOT_COMPARED
+    return [name for name in state if name not in skipped]
+
+
+def _with_copied_containers(values: Any) -> Any:
+    """A container that is changed in place then differs from what is returned here."""
+    if type(values) is tuple:
+        return tuple(map(_with_copied_containers, values))
+    return copy.copy(values) if type(values) in (list, dict, set) else values
+
+
+class _Identity:
+    """Equal to that of the same object only, which it keeps alive."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _described(value: Any, known: dict[int, Any]) -> Any:
+    """What compares equal as long as `value` holds the same. known: descriptions of containers, by id."""
+    if isinstance(value, PLAIN_VALUES):
+        return type(value), value
+    if isinstance(value, torch.Tensor):
+        return _Identity(value), value.data_ptr(), None if value.is_inference() else value._version
+    if not isinstance(value, Mapping | list | tuple | set | frozenset | PreTrainedConfig):
+        return _Identity(value)
+    if id(value) not in known:
+        known[id(value)] = "a circle"  # until it is described
+        known[id(value)] = _described_container(value, known)
+    return known[id(value)]
+
+
+def _described_container(value: Any, known: dict[int, Any]) -> Any:
+    if isinstance(value, PreTrainedConfig):
+        value = {name: part for name, part in vars(value).items() if name not in NOT_COMPARED}
+    if isinstance(value, Mapping):
+        return [(_described(name, known), _described(part, known)) for name, part in value.items()]
+    if isinstance(value, set | frozenset):
+        return frozenset(map(repr, value))
+    return [_described(part, known) for part in value]

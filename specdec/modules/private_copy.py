@@ -1,0 +1,78 @@
+"""An engine's own copy of a module tree: the same parameters and buffers, its own modules and configs.
+
+    user's model     modules ---- configs (sdpa, eager, ...)          never touched
+                        | parameters and buffers: the same dicts, so an in-place update of the user's weights is seen
+    private copy     modules ---- configs ("specdec")                 attention, norms and fused layers put in place
+    once
+
+Nothing of the user's, and nothing process-wide, is ever swapped: any number of engines and threads can share a model.
+"""
+
+import copy
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from specdec.modules.hf_norms import DECOMPOSED_NORMS, fused_rms_norm
+
+ATTENTION_NAME = "specdec"
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+OFFLOADING = ("_hf_hook", "_old_forward", "forward")
+"""What accelerate hangs on a module that it moves about: bound to the original, and nothing moves here."""
+
+GROWING_ROPE = ("dynamic", "longrope")
+"""RoPE that writes new frequencies to its buffer when a forward is long. Within the lengths that are served
+(`models/context_length.py`) they are those it began with; the user's own long forward must not change them here."""
+
+
+def private_copy(module: nn.Module, attention: str = ATTENTION_NAME) -> nn.Module:
+    """The tree of `module` again, in evaluation mode, its attention ours: parameters and buffers are shared.
+
+    Shared sub-modules stay shared, and modules that held one config hold one copy of it.
+    """
+    modules: dict[int, nn.Module] = {}
+    configs: dict[int, Any] = {}
+
+    def visit(original: nn.Module) -> nn.Module:
+        if id(original) in modules:
+            return modules[id(original)]
+        twin: nn.Module = object.__new__(type(original))
+        modules[id(original)] = twin
+        state = dict(original.__dict__)
+        if "_hf_hook" in state:
+            state = {name: value for name, value in state.items() if name not in OFFLOADING}
+        for name, value in state.items():
+            if isinstance(value, PreTrainedConfig):
+                state[name] = copy.deepcopy(value, configs)
+            elif isinstance(value, MethodType) and value.__self__ is original:
+                state[name] = MethodType(value.__func__, twin)
+        state |= {name: copy.copy(state[name]) for name in HOOKS}
+        state["training"] = False
+        state["_compiled_call_impl"] = None  # compiled code calls the original
+        if state.get("rope_type") in GROWING_ROPE:
+            state["_buffers"] = {**state["_buffers"], "inv_freq": original.original_inv_freq}
+            state["rope_type"] = "default"
+        if isinstance(original, DECOMPOSED_NORMS):
+            state["forward"] = MethodType(fused_rms_norm, twin)
+        state["_modules"] = {name: None if child is None else visit(child) for name, child in original._modules.items()}
+        twin.__dict__ = state
+        return twin
+
+    twin = visit(module)
+    for config in text_configs(twin):
+        config._attn_implementation_internal = attention
+    return twin
+
+
+def text_configs(module: nn.Module) -> list[Any]:
+    """The distinct config objects held inside `module` that name an attention implementation."""
+    found = {id(config): config for m in module.modules() if (config := getattr(m, "config", None)) is not None}
+    return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]

@@ -1,0 +1,142 @@
+"""How an engine is doing: sums over the requests that ended, its rounds, its pools, and one warning.
+
+It is told of settled rounds and of requests that ended, and asks the scheduler and the pools when somebody wants to
+know; nobody asks it anything to decide by. Invariant: what `stats` returns is a copy.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from specdec.gpu.captures import CaptureUse
+from specdec.kvcache.page_pool import PagedAllocator
+from specdec.runtime.request import Request, RequestStats
+from specdec.runtime.rounds.result import RoundResult
+from specdec.runtime.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+ENOUGH_DRAFTS, FEW_ACCEPTED = 1000, 0.02
+"""Of so many drafts (one a request and round) fewer than this share had a first token that was right: a broken pair,
+or prompt lookup where nothing is said twice. By chance it is one in the size of the vocabulary."""
+
+
+class PoolUse(NamedTuple):
+    """KV slots of one space: held by requests now and at most so far, kept by the prefix cache alone, and in all."""
+
+    held: int
+    peak: int
+    cached: int
+    capacity: int
+
+    @classmethod
+    def of(cls, pool: PagedAllocator | None, page_size: int) -> "PoolUse":
+        if pool is None:
+            return NOTHING
+        return cls(*(n * page_size for n in (pool.held_pages, pool.peak_pages, pool.cached_pages, pool.capacity)))
+
+
+NOTHING = PoolUse(0, 0, 0, 0)
+NO_CAPTURES = CaptureUse()
+
+
+@dataclass(slots=True)
+class EngineStats(RequestStats):
+    """`RequestStats` summed over all requests that ended by themselves, and the engine as it is now.
+
+    finished, aborted: requests that ended; those that failed are among the aborted. waiting, running: those that have
+    not. batches: rounds of the engine, of all that decode together (`rounds` counts one for each of them), and the
+    seconds that they took. Nothing is held in a space that the target does not have. captures:
+    rounds and prompts that are captured, and what ran without.
+    """
+
+    finished: int = 0
+    aborted: int = 0
+    waiting: int = 0
+    running: int = 0
+    batches: int = 0
+    batch_seconds: float = 0.0
+    full_slots: PoolUse = NOTHING
+    swa_slots: PoolUse = NOTHING
+    captures: CaptureUse = NO_CAPTURES
+
+    @property
+    def batch_milliseconds(self) -> float:
+        """A round's time on the device, on average."""
+        return 1e3 * self.batch_seconds / self.batches if self.batches else 0.0
+
+    @property
+    def requests_per_batch(self) -> float:
+        """How many requests a round served, on average; of those that have ended."""
+        return self.rounds / self.batches if self.batches else 0.0
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Share of the prompts' tokens whose K/V came out of the prefix cache."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def mean_queue_seconds(self) -> float:
+        """From when a request was handed in until it had a row, on average."""
+        return self.queue_seconds / self.finished if self.finished else 0.0
+
+    @property
+    def mean_first_token_seconds(self) -> float:
+        """From when a request was handed in until its first token, on average."""
+        return self.first_token_seconds / self.finished if self.finished else 0.0
+
+
+class Health:
+    """What one engine notes."""
+
+    def __init__(self, scheduler: Scheduler, capture_use: Callable[[], CaptureUse] = CaptureUse) -> None:
+        self._scheduler = scheduler
+        self._capture_use = capture_use
+        self._totals = EngineStats()
+        self._drafts = 0
+        self._begun = 0  # drafts whose first token was right
+        self._warned = False
+
+    def round_settled(self, requests: list[Request], result: RoundResult) -> None:
+        """These requests had part in a round."""
+        self._totals.batches += 1
+        self._totals.batch_seconds += sum(result.seconds.values())
+        if result.num_steps == 0 or self._warned:
+            return
+        rounds = zip(requests, result.length, result.forced, strict=True)
+        drafted = [length > 1 for request, length, forced in rounds if request.max_drafts and not forced]
+        self._drafts += len(drafted)
+        self._begun += sum(drafted)
+        if self._drafts >= ENOUGH_DRAFTS:
+            if self._begun < FEW_ACCEPTED * self._drafts:
+                self._warn()
+            self._drafts = self._begun = 0  # the next thousand by themselves: a good start hides nothing
+
+    def ended(self, request: Request) -> None:
+        """By itself, or because somebody wanted it to."""
+        if request.finish_reason in ("abort", "error"):
+            self._totals.aborted += 1
+        else:
+            self._totals.finished += 1
+            self._totals.add(request.stats)
+
+    def stats(self) -> EngineStats:
+        """A copy, with the state of this moment."""
+        stats = replace(self._totals, accepted_counts=list(self._totals.accepted_counts))
+        allocator = self._scheduler.table.allocator
+        stats.waiting, stats.running = len(self._scheduler.waiting), len(self._scheduler.running)
+        stats.full_slots = PoolUse.of(allocator.full, allocator.page_size)
+        stats.swa_slots = PoolUse.of(allocator.swa, allocator.page_size)
+        stats.captures = self._capture_use()
+        return stats
+
+    def _warn(self) -> None:
+        self._warned = True
+        logger.warning(
+            "of the last %d drafts %d began with a token that was accepted: the output is right, but the drafter costs "
+            "time and saves none; see that it was made for this target and this chat template, in this dtype "
+            "(docs/troubleshooting.md, 'Acceptance near zero'), or use drafter=None",
+            self._drafts,
+            self._begun,
+        )

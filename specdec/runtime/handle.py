@@ -1,0 +1,120 @@
+"""What a caller holds of a submitted request: what is new, the whole output, and the way out.
+
+    read()              what is new since the last read, or None; never steps the engine
+    for delta in handle     the same, stepping the engine while nothing is new
+    output()            all of it, stepping the engine until the request has ended
+
+It knows a request's tokens and nothing of slots. Invariant: every token is in one delta, whichever thread reads it, and
+the last delta carries the output. Reading costs what is new, not what there is: a long output is read in linear time.
+"""
+
+import copy
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from specdec.errors import SpecDecError
+from specdec.runtime.request import GenerationOutput, Request, RequestStats, StreamDelta, TokenLogprob
+
+
+class Handle:
+    """One submitted request; `Engine.submit` makes it. Letting go of it does not abort the request.
+
+    An error in a step is raised to whoever stepped; the request goes on with the next step, as if that one had not
+    begun. A request whose own tokenizer or grammar raised has ended with the reason "error": `read`, iterating and
+    `output` raise RequestFailedError, here and nowhere else. An engine that is closed ends it with "abort".
+    """
+
+    def __init__(self, request: Request, advance: Callable[[Request], None], abort: Callable[[int], None]) -> None:
+        self._request = request
+        self._advance = advance
+        self._abort = abort
+        self._lock = threading.Lock()
+        self._sent = 0  # tokens handed out
+        self._read_all = False  # the last delta too
+
+    @property
+    def id(self) -> int:
+        """What `Engine.abort` takes; ids of an engine go up in order of arrival."""
+        return self._request.number
+
+    @property
+    def finished(self) -> bool:
+        """The request has ended. There may still be something to read."""
+        return self._request.finished
+
+    @property
+    def finish_reason(self) -> str:
+        """One of "stop", "length", "abort" and "error"; empty while it goes on."""
+        return self._request.finish_reason
+
+    @property
+    def error(self) -> SpecDecError | None:
+        """Why it ended, where it failed or its engine was closed; None otherwise, and while it goes on."""
+        return self._request.error
+
+    @property
+    def dead_grammar(self) -> str | None:
+        """Which grammar ended it, since no token may come next; None: none did."""
+        return self._request.params.grammar if self._request.grammar_ended_it else None
+
+    @property
+    def num_output(self) -> int:
+        """Tokens so far, read or not."""
+        return self._request.num_output
+
+    @property
+    def stats(self) -> RequestStats:
+        """What speculation has done for it so far."""
+        return self._request.stats
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """Of each prompt token, None where they are not known yet; None: the request does not ask for them. All are
+        known with the first token of the output."""
+        return self._request.prompt_logprobs
+
+    def read(self) -> StreamDelta | None:
+        """What is new since the last read, the output with the last of it; None: nothing."""
+        with self._lock:
+            request = self._request
+            if request.finish_reason == "error":
+                request.require_whole()
+            if self._read_all or not (request.finished or request.num_output > self._sent):
+                return None
+            reader = copy.copy(request.detokenizer)  # a read that is interrupted has read nothing
+            try:
+                delta = request.read(self._sent, reader)
+            except SpecDecError:
+                self._abort(self.id)  # its text cannot be read any further
+                raise
+            request.detokenizer = reader
+            self._sent, self._read_all = self._sent + len(delta.token_ids), delta.output is not None
+            return delta
+
+    def tell(self, news: "deque[int]") -> None:
+        """Append its id to `news` whenever it gains tokens or ends; and now, for what it has already."""
+        self._request.news = news
+        news.append(self.id)
+
+    def __iter__(self) -> Iterator[StreamDelta]:
+        return self
+
+    def __next__(self) -> StreamDelta:
+        while (delta := self.read()) is None:
+            if self._read_all:
+                raise StopIteration
+            self._advance(self._request)
+        return delta
+
+    def output(self) -> GenerationOutput:
+        """The whole output, once it has ended; takes nothing from what `read` hands out."""
+        while not self._request.finished:
+            self._advance(self._request)
+        if self._request.finish_reason == "error":
+            self._request.require_whole()
+        return self._request.output()
+
+    def abort(self) -> None:
+        """End it as it is: see `Engine.abort`."""
+        self._abort(self.id)

@@ -1,0 +1,176 @@
+"""What requests have in common is computed once: the prefix cache, as the scheduler uses it.
+
+    admission     a request begins with what is cached of its prompt, or waits while a running one is making more of it
+    every chunk   of a prompt is kept once it is committed, so that whoever waits for it can go on
+    the end       and a preemption keep all that is committed
+
+A request's `cache_salt` is a part of its name: requests with different salts share no page and wait for none of each
+other's, as if their first tokens were different.
+
+Only tokens that the host is certain of name K/V. These are of the weights that made them: a step looks at those before
+it uses the cache, and once they are others, the cache is emptied, and rows that began before are not kept. It knows no
+pool and no tensor.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from specdec.gpu.mirrored_array import IntArray
+from specdec.kvcache.cache import KVCache
+from specdec.kvcache.prefix_cache import PrefixCache
+from specdec.runtime.prompts_in_progress import InProgress, Maker, Rank
+from specdec.runtime.request import Request, RequestState
+
+WORTH_WAITING = 16
+"""Tokens. For fewer nobody begins to wait: a step that computes them again costs about what it costs without them."""
+
+NO_PAGES: IntArray = np.zeros(0, dtype=np.int64)
+
+
+class Prefixes:
+    """cache: with the stores of all models; None: nothing is shared. weights_version: another value whenever K/V would
+    come out otherwise."""
+
+    def __init__(self, cache: KVCache | None, weights_version: Callable[[], object]) -> None:
+        self._cache: PrefixCache | None = None
+        self._weights_version = weights_version
+        self._looked = False  # at the weights, in this step: within one they do not change
+        self._era = 0  # counts how often what was made before became worthless
+        if cache is not None:
+            self._cache = PrefixCache(cache.table, pairs=len(cache.stores) > 1)  # a drafter's may follow from the next
+            self._made_by = weights_version()
+            self._began: IntArray = np.zeros(cache.table.max_requests, dtype=np.int64)  # era by row
+            self._in_progress = InProgress(self._cache)
+
+    def comes(self, request: Request, rank: Rank) -> bool:
+        """Is a running request ahead of this rank computing a part of this request's prompt, that it could soon adopt?
+
+        Such a request is served first in any case, so none waits for one that waits. While no prompt begins or ends
+        the answer is kept, and costs no comparison.
+        """
+        if self._cache is None:
+            return False
+        self._look()
+        maker = self._in_progress.get(request.awaited)
+        if maker is None or maker.rank >= rank or request.awaited_version != self._in_progress.version:
+            maker = None
+        if maker is not None and self._is_computing(maker.request, request.awaited_len):
+            return True
+        key = self._key(request)[: request.prefill_target - 1]
+        if len(key) < WORTH_WAITING:
+            return False
+        cached: int | None = None
+        scored = request.most_cached < request.prefill_target - 1  # it lacks scores that only its own samples compute
+        for common, makers in self._in_progress.sharing(key, salt_of(request)):  # the longest part first
+            if cached is None:
+                cached = len(self._cache.match(key, salt_of(request))) * self._cache.page_size
+                cached = min(cached, request.most_cached)
+            if common <= cached:
+                return False
+            for maker in makers:
+                if maker.rank >= rank:
+                    break
+                if scored and maker.request.scores is not request.scores:
+                    continue
+                worth = common >= cached + WORTH_WAITING or maker.request.number == request.awaited
+                if worth and self._is_computing(maker.request, common):
+                    request.awaited = maker.request.number  # up to the last token of it
+                    request.awaited_len, request.awaited_version = common, self._in_progress.version
+                    return True
+        return False
+
+    def found(self, request: Request) -> IntArray:
+        """The pages that a waiting request would begin with, if it got a row now. Changes nothing."""
+        if self._cache is None:
+            return NO_PAGES
+        self._look()
+        return self._cache.match(self._adoptable(request), salt_of(request))
+
+    def begin(self, request: Request, rank: Rank) -> None:
+        """The request has been given a row: fill it with what is cached, all but what is left to compute."""
+        if self._cache is None:
+            return
+        self._look()
+        key, salt = self._key(request)[: request.prefill_target], salt_of(request)
+        self._began[request.row] = self._era
+        adopted = self._cache.adopt(request.row, self._adoptable(request), salt)
+        if request.num_output == 0 and request.stats.preemptions == 0:
+            request.stats.cached_tokens = adopted
+        if len(key) >= WORTH_WAITING:
+            self._in_progress.add(Maker(rank, request, key, salt))
+
+    def keep(self, requests: Sequence[Request]) -> None:
+        """What is committed of running requests is there for others."""
+        if self._cache is None:
+            return
+        self._look()
+        kept = [request for request in requests if self._began[request.row] == self._era]
+        self._cache.insert(
+            [request.row for request in kept], [self._key(request) for request in kept], [*map(salt_of, kept)]
+        )
+        for request in requests:
+            if not self._is_computing(request, request.prefill_target):
+                self._in_progress.discard(request)
+
+    def leave(self, requests: Sequence[Request]) -> None:
+        """These requests are about to lose their rows: keep what is committed; they compute nothing any more."""
+        self.keep(requests)
+        if self._cache is not None:
+            for request in requests:
+                self._in_progress.discard(request)
+
+    def restart(self) -> None:
+        """Begin again: no request has a row. What was cached is forgotten by the pools."""
+        if self._cache is not None:
+            self._in_progress.clear()
+
+    def clear(self) -> None:
+        """What has been made so far is not to be shared any more."""
+        if self._cache is not None:
+            self._cache.clear()
+            self._era += 1
+            self._in_progress.clear()  # what these compute will not be kept
+
+    def next_step(self) -> None:
+        """The weights may be others from here on."""
+        self._looked = False
+
+    def _look(self) -> None:
+        """Are the weights those that made what is cached? Their versions are many: once a step that uses the cache."""
+        if not self._looked and self._made_by != (now := self._weights_version()):
+            self._made_by = now
+            self.clear()
+        self._looked = True
+
+    def check(self, running: Sequence[Request]) -> None:
+        """Assert that prompts in progress are those of running requests."""
+        if self._cache is not None:
+            self._in_progress.check()
+            numbers = {request.number for request in running}
+            assert numbers >= self._in_progress.numbers, "a request without a row counts as computing its prompt"
+
+    def _is_computing(self, request: Request, length: int) -> bool:
+        """Are the first `length` tokens of a running request's prompt not all committed?"""
+        assert self._cache is not None
+        reading = request.state is RequestState.PREFILL
+        return reading and int(self._cache.table.committed_len.host[request.row]) < length
+
+    def _adoptable(self, request: Request) -> IntArray:
+        """What it may begin with: see `Request.most_cached`."""
+        return self._key(request)[: request.most_cached]
+
+    def _key(self, request: Request) -> IntArray:
+        """Of all its tokens, made longer when there are more."""
+        assert self._cache is not None
+        num_slots = request.settled.num_tokens - self._cache.pairs
+        known = 0 if request.key is None else len(request.key)
+        if request.key is None or known != num_slots:
+            more = self._cache.key(request.tokens[known:])
+            request.key = more if request.key is None else np.concatenate([request.key, more])
+        return request.key
+
+
+def salt_of(request: Request) -> bytes:
+    """What separates its K/V from those of requests with another `cache_salt`; empty without one."""
+    return b"" if request.params.cache_salt is None else request.params.cache_salt.encode("utf-8", "surrogatepass")

@@ -1,0 +1,142 @@
+"""Prompts whose K/V running requests are computing right now, found by what they have in common with another prompt.
+
+A radix tree over the keys of the prefix cache: a node is a run of whole pages, and lists the requests whose prompts
+pass through it. A lookup costs the length of one prompt, however many requests are running; comparing with each of them
+made admission quadratic. It knows neither slots nor the scheduler. Invariant: a request is in every node along its key
+and in no other, and a node without requests does not exist.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from specdec.gpu.mirrored_array import IntArray
+from specdec.kvcache.prefix_cache import PrefixCache
+from specdec.runtime.request import Request
+
+Rank = tuple[int, int]
+"""Of a request: lower ones are served first."""
+
+_by_rank = itemgetter(0)
+
+
+class Maker(NamedTuple):
+    """A running request, and the name of its prompt: key [n] (of whole pages, in the tree) and the salt before it."""
+
+    rank: Rank
+    request: Request
+    key: IntArray
+    salt: bytes
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class _Node:
+    """key: [n * page_size]. makers: those whose prompts have it, by rank."""
+
+    key: IntArray
+    makers: list[Maker]
+    children: "dict[bytes, _Node]" = field(default_factory=dict)
+
+
+class InProgress:
+    """The prompts in progress of one engine. cache: how keys are compared.
+
+    version: another number after every change, so that an answer can be kept while it holds.
+    """
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self.version = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self.version += 1
+        self._makers: dict[int, Maker] = {}  # by number of the request
+        self._root: dict[bytes, _Node] = {}
+
+    def get(self, number: int) -> Maker | None:
+        """The request of that number, if its prompt is in progress."""
+        return self._makers.get(number)
+
+    @property
+    def numbers(self) -> set[int]:
+        """Of the requests."""
+        return set(self._makers)
+
+    def add(self, maker: Maker) -> None:
+        """Its row has begun to compute its prompt."""
+        self.discard(maker.request)
+        self.version += 1
+        maker = maker._replace(key=maker.key[: len(maker.key) // self._cache.page_size * self._cache.page_size])
+        self._makers[maker.request.number] = maker
+        key, name, children = maker.key, maker.salt + self._cache.first_page(maker.key), self._root
+        while len(key) >= self._cache.page_size:
+            node = children.get(name)
+            if node is None:
+                node = children[name] = _Node(key, [])
+            common = self._cache.common_len(node.key, key)
+            if common < len(node.key):
+                children[name] = node = self._split(node, common)
+            insort(node.makers, maker, key=_by_rank)
+            key, children = key[len(node.key) :], node.children
+            name = self._cache.first_page(key)
+
+    def discard(self, request: Request) -> None:
+        """Its prompt is complete, or it lost its row. Unknown requests are no error."""
+        maker = self._makers.pop(request.number, None)
+        if maker is None:
+            return
+        self.version += 1
+        key, name, children = maker.key, maker.salt + self._cache.first_page(maker.key), self._root
+        while len(key) >= self._cache.page_size:
+            node = children[name]
+            place = bisect_left(node.makers, maker.rank, key=_by_rank)
+            while node.makers[place] is not maker:
+                place += 1
+            del node.makers[place]
+            if not node.makers:  # nor does any node below it have one
+                del children[name]
+                return
+            key, children = key[len(node.key) :], node.children
+            name = self._cache.first_page(key)
+
+    def sharing(self, key: IntArray, salt: bytes) -> Iterator[tuple[int, list[Maker]]]:
+        """Slots in common with this key, in whole pages, and the requests that share so many; the longest first."""
+        path: list[tuple[int, list[Maker]]] = []
+        name, children, common = salt + self._cache.first_page(key), self._root, 0
+        while (node := children.get(name)) is not None and len(key) - common >= self._cache.page_size:
+            shared = self._cache.common_len(node.key, key[common:])
+            common += shared
+            path.append((common, node.makers))
+            if shared < len(node.key):
+                break
+            name, children = self._cache.first_page(key[common:]), node.children
+        return reversed(path)
+
+    def check(self) -> None:
+        """Assert the invariant."""
+        found: dict[int, list[IntArray]] = {number: [] for number in self._makers}
+        stack = list(self._root.items())
+        while stack:
+            name, node = stack.pop()
+            assert node.makers, "a node that no request needs"
+            assert name.endswith(self._cache.first_page(node.key)), "a node is not where its key says"
+            assert node.makers == sorted(node.makers, key=_by_rank), "requests are not in the order of their ranks"
+            for maker in node.makers:
+                found[maker.request.number].append(node.key)
+            stack += node.children.items()
+        for number, parts in found.items():
+            parted = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+            assert parted.tolist() == self._makers[number].key.tolist(), f"request {number} is not along its key"
+
+    def _split(self, node: _Node, length: int) -> _Node:
+        """A node of the first `length` slots, with what remains as its child."""
+        upper = _Node(node.key[:length], list(node.makers))
+        node.key = node.key[length:]
+        upper.children[self._cache.first_page(node.key)] = node
+        return upper

@@ -1,0 +1,416 @@
+"""A request on its way through the engine, and what the user gets back."""
+
+import copy
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field, fields
+from enum import Enum
+from operator import attrgetter
+from typing import NamedTuple
+
+from specdec.config import SamplingParams, SpecConfig
+from specdec.errors import RequestFailedError, SpecDecError, first_line, is_fault
+from specdec.gpu.mirrored_array import IntArray
+from specdec.runtime.prompt_scores import PromptScores
+from specdec.sampling.grammars.grammar import Place
+from specdec.sampling.grammars.token_view import TokenView
+from specdec.text.detokenize import Detokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class TokenLogprob(NamedTuple):
+    """Log-probability of an emitted token under the unmodified logits, and of the most likely alternatives."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """What speculation did for one request, or (summed) for many.
+
+    `accepted_counts[i]`: rounds in which draft i + 1 was emitted. `drafted_rounds`: those that had drafts, and
+    `draft_tokens`: how deep these were, summed. `forced_tokens`: those that a grammar left no choice for, and that
+    stood in the place of drafts in `forced_rounds`. `cached_tokens`: prompt tokens whose K/V came out of the prefix
+    cache. Seconds are a request's share of its batch's time; but queue and first_token are from when it was
+    handed in until it had a row, and its first token.
+    """
+
+    rounds: int = 0
+    round_tokens: int = 0
+    drafted_rounds: int = 0
+    draft_tokens: int = 0
+    accepted_counts: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    forced_tokens: int = 0
+    forced_rounds: int = 0
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    other_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens emitted per target forward after prefill, the bonus included (0 before the first round)."""
+        return self.round_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def accepted_per_position(self) -> list[float]:
+        """Share of the rounds with drafts in which each draft position was accepted."""
+        drafted = self.rounds - self.forced_rounds
+        return [count / drafted for count in self.accepted_counts] if drafted else []
+
+    def copy(self) -> "RequestStats":
+        """These figures alone. Every round makes one for every request, so not by `replace`, which takes long."""
+        twin = RequestStats(*_FIGURES(self))
+        twin.accepted_counts = list(twin.accepted_counts)
+        return twin
+
+    def record_round(self, emitted: int, accepted: int, num_drafts: int) -> None:
+        """A verify emitted that many tokens, the first `accepted` of them out of drafts `num_drafts` deep."""
+        self.rounds += 1
+        self.round_tokens += emitted
+        self.drafted_rounds += num_drafts > 0
+        self.draft_tokens += num_drafts
+        self.accepted_counts += [0] * (max(num_drafts, accepted) - len(self.accepted_counts))
+        for i in range(accepted):
+            self.accepted_counts[i] += 1
+
+    def add(self, other: "RequestStats", sign: int = 1) -> None:
+        """Sum another request's figures into this one (`sign=-1` takes them out again)."""
+        longest = max(len(self.accepted_counts), len(other.accepted_counts))
+        mine, theirs = (
+            counts + [0] * (longest - len(counts)) for counts in (self.accepted_counts, other.accepted_counts)
+        )
+        self.accepted_counts = [a + sign * b for a, b in zip(mine, theirs, strict=True)]
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + sign * getattr(other, name))
+
+
+_NAMES = tuple(each.name for each in fields(RequestStats))
+_FIGURES = attrgetter(*_NAMES)
+_SUMS = tuple(name for name in _NAMES if name != "accepted_counts")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOutput:
+    """One finished request.
+
+    token_ids end with the stop token if there was one, or with the token that completes a stop string; `text` has
+    special tokens removed and ends before a stop string.
+    finish_reason: "stop" (an end token or string), "length" (max_new_tokens), "abort" (the consumer went away, or the
+    engine was closed).
+    drafted: per token, whether it came out of an accepted draft.
+    prompt_logprobs: of each prompt token, if the request asks for them; None for the first, and for those that an
+    aborted request has not come to.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    stats: RequestStats
+    drafted: list[bool]
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamDelta:
+    """What rounds added to a streamed request since the last delta; `output` comes with the last one.
+
+    logprobs: of its tokens, if the request asks for them.
+    """
+
+    text: str
+    token_ids: list[int]
+    drafted: list[bool]
+    output: GenerationOutput | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.output.finish_reason if self.output else None
+
+
+class RequestState(Enum):
+    """Where the scheduler has a request; whether it is finished is `Request.finished`."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Settled(NamedTuple):
+    """How far a request has come, replaced as a whole: a step either happened to it or did not.
+
+    num_tokens: prompt and output. reader: the output's text so far, where stop strings are looked for. place: in its
+    grammar, None: it has none.
+    """
+
+    num_tokens: int
+    finish_reason: str
+    stats: RequestStats
+    reader: Detokenizer
+    place: Place | None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request. Prompt and output are its tokens; all but the last have K/V while it decodes.
+
+    Lists may run ahead of `settled` when a step was interrupted; only what is settled counts.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    detokenizer: Detokenizer
+    end_tokens: frozenset[int]
+    draft: SpecConfig | None = None  # how it speculates; None: not at all
+    begins: InitVar[Place | None] = None  # in its grammar
+    scores: PromptScores | None = None  # of its prompt, shared by its samples; None: nobody asked
+    number: int = -1  # in order of arrival, from the engine
+    priority: int = 0  # lower ones first
+    passed: int = 0  # how often one that came later was admitted while it waited
+    state: RequestState = RequestState.WAITING
+    row: int = -1
+    tenure: int = 0  # rows it has had and lost: what was launched under another is not its any more
+    handed_in: float = field(default_factory=time.perf_counter)
+    key: IntArray | None = field(default=None, init=False)  # of its tokens in the prefix cache
+    awaited: int = field(default=-1, init=False)  # number of the request that makes a part of its prompt,
+    awaited_len: int = field(default=0, init=False)  # so many tokens of it,
+    awaited_version: int = field(default=-1, init=False)  # as of this `InProgress.version`
+    error: SpecDecError | None = field(default=None, init=False)  # why it ended, if not by itself or an abort
+    news: deque[int] | None = field(default=None, init=False)  # is given its number when it gains tokens or ends
+    settled: Settled = field(init=False)
+    _tokens: list[int] = field(init=False)
+    _drafted: list[bool] = field(default_factory=list, init=False)
+    _logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
+
+    def __post_init__(self, begins: Place | None) -> None:
+        self._tokens = list(self.prompt)
+        stats = RequestStats(prompt_tokens=len(self.prompt))
+        self.settled = Settled(len(self.prompt), "", stats, copy.copy(self.detokenizer), begins)
+
+    @property
+    def finish_reason(self) -> str:
+        """One of "stop", "length", "abort" and "error"; empty while it goes on."""
+        return self.settled.finish_reason
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.settled.finish_reason)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self._tokens[: self.settled.num_tokens]
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self._tokens[len(self.prompt) : self.settled.num_tokens]
+
+    @property
+    def num_output(self) -> int:
+        return self.settled.num_tokens - len(self.prompt)
+
+    @property
+    def drafted(self) -> list[bool]:
+        """Of each output token, whether it came out of an accepted draft."""
+        return self._drafted[: self.num_output]
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        """Of each output token; None: nobody asked."""
+        return None if self.params.logprobs is None else self._logprobs[: self.num_output]
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """Of each prompt token, as far as they are known; None: nobody asked."""
+        if self.scores is None:
+            return None
+        scored = zip(self.prompt, self.scores.entries(), strict=True)
+        return [None if entry is None else TokenLogprob(token, *entry) for token, entry in scored]
+
+    @property
+    def stats(self) -> RequestStats:
+        return self.settled.stats
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts that it accepts in a round."""
+        return 0 if self.draft is None else self.draft.depth
+
+    @property
+    def place(self) -> Place | None:
+        """In its grammar and rules, behind the newest token; None: anything may come."""
+        place = self.settled.place
+        return None if place is None or place.free else place
+
+    @property
+    def grammar_ended_it(self) -> bool:
+        """It was ended because its grammar allows no token; one that is aborted keeps its place in the grammar."""
+        return self.finish_reason == "abort" and self.params.grammar is not None and self.settled.place is None
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """Tokens that must come next, as many as a round can bring beside one more."""
+        place, to_go = self.place, self.params.max_new_tokens - self.num_output
+        return () if place is None or to_go < 2 else place.forced[: to_go - 1]
+
+    @property
+    def prefill_target(self) -> int:
+        """Tokens whose K/V prefill must make: the prompt, or after a preemption all but the newest token."""
+        return len(self.prompt) if self.num_output == 0 else self.settled.num_tokens - 1
+
+    @property
+    def most_cached(self) -> int:
+        """Most tokens whose K/V it may take out of the prefix cache: the state of the last one is computed, and so are
+        those that the scores of its prompt follow from."""
+        if self.scores is None or self.scores.complete:
+            return self.prefill_target - 1
+        return self.scores.known - 1
+
+    def seat(self, row: int) -> None:
+        """It has this row now, and its prompt is to be read."""
+        self.row, self.state = row, RequestState.PREFILL
+        if self.stats.queue_seconds == 0.0:  # the first time, not behind a preemption
+            self.stats.queue_seconds = time.perf_counter() - self.handed_in
+
+    def settle(
+        self,
+        emitted: Sequence[int],
+        logprobs: Sequence[TokenLogprob],
+        stats: RequestStats,
+        *,
+        num_drafts: int | None = None,
+        num_forced: int = 0,
+    ) -> None:
+        """Take emitted tokens until a stop condition; the last one given is no draft.
+
+        stats: its figures so far (a copy, changed here); num_drafts: how deep the drafts of this round were, None for
+        the token behind a prompt; num_forced: so many of the first were no drafts, but the grammar's.
+        """
+        start, _, _, reader, place = self.settled
+        prompt_len, tokens, stops = len(self.prompt), self._tokens, self.params.stop_strings
+        kept, longest = start - prompt_len, prompt_len + self.params.max_new_tokens
+        del tokens[start:], self._drafted[kept:], self._logprobs[kept:]  # of a step that was interrupted
+        if stops:
+            reader = copy.copy(reader)  # that of what is settled does not move
+        finish_reason, taken, called = "", 0, "grammar"
+        if start >= longest:  # its prompt was to be scored, and no more
+            finish_reason, emitted = "length", ()
+        try:
+            if place is not None and place.fault is not None:  # in the masks that these tokens were drawn with
+                raise place.fault
+            for token in emitted:
+                called = "grammar"
+                if place is not None and (place := place.after(token)) is None:
+                    logger.warning("request %d ends here: its grammar cannot go on with any token", self.number)
+                    finish_reason = "abort"
+                    break
+                taken += 1
+                tokens.append(token)
+                self._drafted.append(num_forced < taken < len(emitted))
+                called = "tokenizer"
+                if token in self.end_tokens or (stops and reader.find_stop(tokens, stops, prompt_len)):
+                    finish_reason = "stop"
+                    break
+                if len(tokens) >= longest:
+                    finish_reason = "length"
+                    break
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            self.fail(called, error)
+            return
+        self._logprobs += logprobs[:taken]
+        if kept == 0:
+            stats.first_token_seconds = time.perf_counter() - self.handed_in
+        stats.output_tokens += taken
+        if num_drafts is not None:
+            drafts = (0, 0) if num_forced else (min(taken, len(emitted) - 1), num_drafts)
+            stats.record_round(taken, *drafts)
+            stats.forced_tokens += min(taken, num_forced)
+            stats.forced_rounds += num_forced > 0
+        self.settled = Settled(start + taken, finish_reason, stats, reader, place)
+        self._tell()
+
+    def abort(self) -> None:
+        """End it as it is, if it has not ended."""
+        self.end("abort")
+
+    def fail(self, called: str, error: BaseException) -> None:
+        """End it, since what it called raised: its "grammar" or "tokenizer"."""
+        logger.warning("request %d ends here: its %s raised an error", self.number, called, exc_info=error)
+        self.end("error", _failed(called, error))
+
+    def end(self, finish_reason: str, error: SpecDecError | None = None) -> None:
+        """End it as it is, if it has not ended."""
+        if not self.finished:
+            self.error = error
+            self.settled = self.settled._replace(finish_reason=finish_reason)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.news is not None:
+            self.news.append(self.number)
+
+    def require_whole(self) -> None:
+        """Raise the error that ended it, if one did."""
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+
+    def read(self, start: int, reader: Detokenizer) -> StreamDelta:
+        """What is settled of its output from token `start` on, with the text that `reader` has not handed out yet."""
+        settled, first = self.settled, len(self.prompt)
+        end, finished = settled.num_tokens, bool(settled.finish_reason)
+        new = slice(first + start, end)
+        try:
+            text = reader.stream(TokenView(self._tokens, first, end), self.params.stop_strings, finished=finished)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            raise _failed("tokenizer", error) from error
+        return StreamDelta(
+            text,
+            self._tokens[new],
+            self._drafted[start : end - first],
+            self.output(reader) if finished else None,
+            None if self.params.logprobs is None else self._logprobs[start : end - first],
+        )
+
+    def output(self, reader: Detokenizer | None = None) -> GenerationOutput:
+        """All of it. Raises RequestFailedError when the tokenizer raises."""
+        try:
+            text = (reader or self.detokenizer).final_text(self.output_ids, self.params.stop_strings)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            raise _failed("tokenizer", error) from error
+        return GenerationOutput(
+            prompt_token_ids=list(self.prompt),
+            token_ids=self.output_ids,
+            text=text,
+            finish_reason=self.finish_reason,
+            stats=self.stats,
+            drafted=self.drafted,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+def _failed(called: str, error: BaseException) -> RequestFailedError:
+    """Without the error itself, whose frames hold tensors."""
+    return RequestFailedError(
+        f"the {called} raised an error in this request: {type(error).__name__}: {first_line(error)}"
+    )

@@ -1,0 +1,52 @@
+"""Which parameters share a captured round: a few classes, since what kernels read by row is data.
+
+    class       what its rounds can do                                              and cost more than the one before
+    plain       temperature, top-k, top-p, min-p and seed of each row               -
+    penalised   the repetition penalty                                              three small launches
+    edited      presence and frequency penalty, logit bias (up to 512 entries)      logits as float32, about ten times
+                                                                                    over the vocabulary of every node
+    scored      log-probabilities, up to 20 alternatives                            about ten times more
+    grammar     the mask of a grammar, with edited or scored                        three programs, the host between
+
+Without kernels plain is two classes, greedy and sampled, since torch sorts the vocabulary for top-k and top-p. A row
+that does not use what its class can do has the same token: penalties of 1 and 0, biases and masks of nothing change no
+bit of a logit. More entries of a bias come in steps of eight times as many, more alternatives in powers of two.
+"""
+
+from specdec.runtime.rounds.result import RoundShape
+from specdec.sampling.sampling_table import Uses
+
+BIAS_ENTRIES, FEW_ALTERNATIVES = 512, 20
+
+PLAIN = Uses(sampled=True, top_k_top_p=True, min_p=True, penalty=False)
+
+
+def share(uses: Uses, logprobs: int | None, *, on_kernels: bool) -> tuple[Uses, int | None]:
+    """The class of a round in which rows use this, and the alternatives that it reports.
+
+    Never less than is asked for. on_kernels: rows are drawn by kernels, which sort nothing.
+    """
+    if not (uses.edits or logprobs is not None):
+        if uses.penalty:
+            return PLAIN._replace(penalty=True), None
+        return (PLAIN if on_kernels or uses.sampled else Uses.of([])), None
+    edited = PLAIN._replace(penalty=True, counts=True, bias=_room(uses.bias), masked=uses.masked)
+    return edited, None if logprobs is None else _alternatives(logprobs)
+
+
+def is_large(shape: RoundShape) -> bool:
+    """Does a round change or report logits, or graft tokens of a grammar? Such rounds have fewer sizes."""
+    return shape.uses.edits or shape.uses.penalty or shape.logprobs is not None or shape.forced > 0
+
+
+def _room(bias: int) -> int:
+    """Of 512, 4096, ... entries: a few hundred are nothing beside a vocabulary."""
+    room = BIAS_ENTRIES
+    while room < bias:
+        room *= 8
+    return room
+
+
+def _alternatives(count: int) -> int:
+    """Of 20, 32, 64, ..., 1024."""
+    return FEW_ALTERNATIVES if count <= FEW_ALTERNATIVES else 1 << (count - 1).bit_length()

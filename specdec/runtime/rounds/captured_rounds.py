@@ -1,0 +1,230 @@
+"""Captured rounds: the device's part of a round recorded once for each shape, then replayed without Python.
+
+    1st round of a shape   runs as it is: compiles kernels, warms what libraries set up lazily
+    2nd                    is captured, then replayed
+    later                  replayed
+
+Everything that differs from round to round is data in tensors that are never replaced: seats, slots, lengths, tokens,
+sampling parameters, the drafter's state. Page tables, translations, write locations and views are made inside, from
+those, at every replay: nothing made in one round outlives it. A captured round belongs to the view that it was captured
+under, and to a live cache; a replay under anything else is an error. When weights have moved, all are captured again.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import ClassVar
+
+import torch
+
+from specdec.attention.trees.forced_tokens import MOST_FORCED, rounded_up
+from specdec.errors import ConfigError, FrozenKVError, first_line
+from specdec.gpu.captures import Capture, Captured, CaptureStore, CudaCapture, Program, is_out_of_memory
+from specdec.runtime.rounds.capture_classes import is_large, share
+from specdec.runtime.rounds.result import RoundShape
+from specdec.runtime.rounds.round import Round
+
+logger = logging.getLogger(__name__)
+
+Between = Callable[[int, torch.Tensor], None]
+"""What the host does behind each program of a round but the last: (its number, what it returned)."""
+
+SHORTEST = 1024
+"""Tokens: tables are at least this wide, since narrow ones gain nothing."""
+
+LARGE_PATIENCE = 4
+"""Runs of a shape of a large round until it is captured: there are many such shapes, and a capture takes as long as a
+dozen rounds."""
+
+MOST_TRIES, LONGEST_WAIT, FOR_GOOD = 3, 1024, 1 << 62
+"""Captures of a shape that are tried if what fails is not memory; most runs until the next try; no other try."""
+
+
+def nothing(_number: int, _out: torch.Tensor) -> None:
+    """The host has nothing to do within the round."""
+
+
+class Captures:
+    """What one engine has captured of programs of one sort, by shape. strict: what cannot be captured is an error, else
+    it runs as it is, is counted (`CaptureStore.use`), and is tried again later."""
+
+    what: ClassVar[str]
+    warning: ClassVar[str]
+
+    def __init__(self, round: Round, store: CaptureStore, *, strict: bool) -> None:
+        self.round = round
+        self.store = store
+        self.refusals: Counter[Hashable] = Counter()
+        """Of each shape, how many of its captures failed since the weights moved."""
+        self._number = store.join(self)
+        self._strict = strict
+        self._captured: dict[Hashable, Captured | None] = {}  # None: it ran once, or was let go
+        self._evictions: Counter[Hashable] = Counter()
+        self._waits: dict[Hashable, int] = {}  # runs until a capture is tried
+        self._generation = round.weights_generation()
+        self._warned = False
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of what captured programs leave their results in."""
+        return 0
+
+    def pool(self, shape: Hashable) -> str:
+        """The name of the pool that this shape takes its memory from."""
+        return self.what
+
+    def patience(self, shape: Hashable) -> int:
+        """Runs of a new shape after the first until it is captured."""
+        return 0
+
+    def run_captured(self, shape: Hashable, programs: Sequence[Program], between: Between = nothing) -> torch.Tensor:
+        """These programs, or what was captured of those of this shape -> what the last returns."""
+        if self._generation != (now := self.round.weights_generation()):
+            self._generation = now
+            self.clear()
+        self.capture_next(shape, programs)
+        captured = self._captured.get(shape)
+        if captured is None:
+            if shape not in self._captured:
+                self._captured[shape], self._waits[shape] = None, self.patience(shape)
+            if self._waits.get(shape, 0) > 0:
+                self._waits[shape] -= 1
+            self.store.uncaptured[self.what] += 1
+            return run_programs(programs, between)
+        if captured.view_key != self.round.view.key:
+            raise FrozenKVError("a captured round is replayed under another view than its own")
+        self.round.cache.allocator.require_unfrozen("a captured round")
+        self.store.touch(self._number, shape)
+        for number, (replay, out) in enumerate(captured.replays):
+            replay()
+            if number + 1 < len(captured.replays):
+                between(number, out)
+        return out
+
+    def capture_next(self, shape: Hashable, programs: Sequence[Program]) -> None:
+        """Capture at once what has run, so that the next time it is replayed."""
+        if shape in self._captured and self._captured[shape] is None and self._waits.get(shape, 0) <= 0:
+            self._captured[shape] = self._try(shape, programs)
+
+    def clear(self) -> None:
+        """Let go of all that was captured, and of its memory."""
+        self.store.discard(self._number)
+        for memory in (self._captured, self._waits, self.refusals, self._evictions):
+            memory.clear()
+
+    def forget(self, shape: Hashable) -> None:
+        """What was captured of this shape is let go; it is captured again when it comes again, or later."""
+        self._captured[shape] = None
+        self._evictions[shape] += 1
+        self._waits[shape] = min((1 << self._evictions[shape] - 1) - 1, LONGEST_WAIT)
+
+    def _try(self, shape: Hashable, programs: Sequence[Program]) -> Captured | None:
+        try:
+            return self.store.make(self._number, shape, self.pool(shape), self.round.view.key, programs)
+        except Exception as error:  # of many kinds: whatever the model does that a graph cannot hold
+            if self._strict:
+                raise ConfigError(
+                    f"{self.what} cannot be captured in a CUDA graph ({first_line(_root(error))}); "
+                    "use cuda_graphs='auto' or False"
+                ) from error
+            self._refuse(shape, error)
+            return None
+
+    def _refuse(self, shape: Hashable, error: Exception) -> None:
+        self.store.refused += 1
+        self.refusals[shape] += 1
+        tries = self.refusals[shape]
+        again = is_out_of_memory(error) or tries < MOST_TRIES
+        self._waits[shape] = min(1 << tries - 1, LONGEST_WAIT) if again else FOR_GOOD
+        logger.log(logging.DEBUG if self._warned else logging.WARNING, self.warning, first_line(_root(error)))
+        self._warned = True
+
+
+def _root(error: BaseException) -> BaseException:
+    """What went wrong first: ending a capture that failed raises an error of its own, which says nothing more."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+class RoundGraphs(Captures):
+    """The captured rounds of one engine."""
+
+    what, warning = "rounds", "rounds run without CUDA graphs: %s"
+
+    def bucket(self, shape: RoundShape) -> RoundShape:
+        """The shape under which a round runs: padded to the next size there is, with parameters as few rounds have."""
+        table = self.round.cache.table
+        uses, logprobs = share(shape.uses, shape.logprobs, on_kernels=self.round.on_kernels)
+        shape = shape._replace(uses=uses, logprobs=logprobs)
+        large = is_large(shape)
+        sizes = few_batch_sizes(table.max_requests) if large else batch_sizes(table.max_requests)
+        batch = min(size for size in sizes if size >= shape.batch)
+        if shape.uses.masked and shape.num_nodes > MOST_FORCED:  # forced tokens need no nodes of their own
+            shape = shape._replace(forced=shape.num_nodes)
+        # kernels stop where a row ends, so what a wide table costs is its making
+        longest = wide_bucket(shape.longest) if large else length_bucket(shape.longest)
+        return shape._replace(batch=batch, longest=min(longest, table.slots.host.shape[1] - 1))
+
+    def forced_width(self, width: int, room: int, num_nodes: int) -> int:
+        """Nodes of rounds with forced tokens: one size, but where rows have no room for it. room: slots of all rows."""
+        most = max(num_nodes, 1 + MOST_FORCED)
+        return most if most <= room else min(rounded_up(width), 1 << room.bit_length() - 1)
+
+    def pool(self, shape: Hashable) -> str:
+        assert isinstance(shape, RoundShape)
+        return "large rounds" if is_large(shape) else "rounds"
+
+    def patience(self, shape: Hashable) -> int:
+        assert isinstance(shape, RoundShape)
+        return LARGE_PATIENCE if is_large(shape) else 0
+
+    def run(self, shape: RoundShape, between: Between = nothing) -> torch.Tensor:
+        """One round of the seated rows -> its packed result, which the next round of this shape overwrites."""
+        return self.run_captured(shape, self.round.programs(shape), between)
+
+
+def run_programs(programs: Sequence[Program], between: Between) -> torch.Tensor:
+    """A round as it is -> its packed result."""
+    for number, program in enumerate(programs[:-1]):
+        between(number, program())
+    return programs[-1]()
+
+
+def capture_for(device: torch.device, setting: str | bool) -> Capture | None:
+    """What `EngineConfig.cuda_graphs` means on a device. Raises ConfigError when it is True, and there is no GPU."""
+    if device.type != "cuda":
+        if setting is True:
+            raise ConfigError(
+                f"cuda_graphs=True needs a CUDA device, and this model is on {device}; use 'auto' or False"
+            )
+        return None
+    return None if setting is False else CudaCapture()
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Numbers of seats that rounds are captured for: 1, 2, 4, 8, then every 8th up to 64, every 32nd behind, `most`."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, most + 32, 32)]
+    return [size for size in sizes if size < most] + [most]
+
+
+def few_batch_sizes(most: int) -> list[int]:
+    """Those of rounds that change or report logits: 1, 4, 8, 16, 32, ..., `most`."""
+    sizes = [1, *(1 << i for i in range(2, most.bit_length()))]
+    return [size for size in sizes if size < most] + [most]
+
+
+def length_bucket(length: int) -> int:
+    """The next of 1024, 4096, 16384, ...: kernels stop where a row ends, so a wide table costs little."""
+    size = SHORTEST
+    while size < length:
+        size *= 4
+    return size
+
+
+def wide_bucket(length: int) -> int:
+    """The next of 4096, 32768, 262144, ...: few, for rounds that have many sizes besides."""
+    size = 4 * SHORTEST
+    while size < length:
+        size *= 8
+    return size

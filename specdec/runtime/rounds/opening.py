@@ -1,0 +1,142 @@
+"""What a round begins with: numbers of its seated rows, read in one launch before the round changes any of them.
+
+    row = seats[b]        S = committed_len[row]        root[b] = tokens[row, S], the bonus token of the round before
+    most[b]         = 1 + max_drafts[row]      longest path that the request may accept
+    level_pos[l, b] = S + l                    position of the tokens on level l of a draft, 0 <= l <= D
+    chain_pos[b, n] = S + n                    of the nodes of a chain, 0 <= n < D;   drawn_pos: of what is drawn behind
+    whole, real                                the row's sampling parameters, a vector each (`split_cells`)
+
+A lane reads a row. Padding seats read the padding row, which has nothing committed.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from specdec.attention.trees.tree import DraftTree
+from specdec.gpu.triton_shim import tl, triton
+from specdec.sampling.sampling_table import WHOLE_CELLS, split_cells
+
+LANES = 32
+
+
+class Opening(NamedTuple):
+    """level_pos [D + 1, B], chain_pos and drawn_pos [B, D], root and most [B], whole [2, B]: int64.
+    real [6, B] float32."""
+
+    level_pos: torch.Tensor
+    chain_pos: torch.Tensor
+    drawn_pos: torch.Tensor
+    root: torch.Tensor
+    most: torch.Tensor
+    whole: torch.Tensor
+    real: torch.Tensor
+
+    @property
+    def committed_len(self) -> torch.Tensor:
+        """[B]: S, before the round commits anything."""
+        return self.level_pos[0]
+
+    @property
+    def history_len(self) -> torch.Tensor:
+        """[B]: S + 1, with the root."""
+        return self.level_pos[1]
+
+    def fits(self, tree: DraftTree) -> bool:
+        """Are chain_pos and drawn_pos those of this tree?"""
+        return tree.is_chain and self.chain_pos.shape == tree.tokens.shape
+
+
+def reference_opening(
+    seats: torch.Tensor,
+    committed_len: torch.Tensor,
+    tokens: torch.Tensor,
+    max_drafts: torch.Tensor,
+    cells: torch.Tensor,
+    depth: int,
+) -> Opening:
+    """See `opening`."""
+    start = committed_len[seats]
+    level_pos = start + torch.arange(depth + 1, device=seats.device)[:, None]
+    by_request = level_pos.t().contiguous()  # [B, D + 1]
+    return Opening(
+        level_pos,
+        by_request[:, :-1].contiguous(),
+        by_request[:, 1:].contiguous(),
+        tokens[seats, start],
+        1 + max_drafts[seats],
+        *split_cells(cells[seats]),
+    )
+
+
+@triton.jit(do_not_specialize=["batch", "row_width", "depth"])
+def _opening_kernel(
+    p_seats: tl.tensor,  # [B]
+    p_committed_len: tl.tensor,  # [R]
+    p_tokens: tl.tensor,  # [R, W]
+    p_max_drafts: tl.tensor,  # [R]
+    p_cells: tl.tensor,  # [R, CELLS]
+    p_level_pos: tl.tensor,  # [D + 1, B]
+    p_chain_pos: tl.tensor,  # [B, D]
+    p_drawn_pos: tl.tensor,  # [B, D]
+    p_root: tl.tensor,  # [B]
+    p_most: tl.tensor,  # [B]
+    p_whole: tl.tensor,  # [WHOLE, B]
+    p_real: tl.tensor,  # [CELLS - WHOLE, B]
+    batch: tl.tensor,
+    row_width: tl.tensor,
+    depth: tl.tensor,
+    WHOLE: tl.constexpr,
+    CELLS: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    o_b = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
+    m_b = o_b < batch
+    row = tl.load(p_seats + o_b, mask=m_b, other=0).to(tl.int64)
+    start = tl.load(p_committed_len + row, mask=m_b, other=0).to(tl.int64)
+    tl.store(p_root + o_b, tl.load(p_tokens + row * row_width + start, mask=m_b, other=0), mask=m_b)
+    tl.store(p_most + o_b, 1 + tl.load(p_max_drafts + row, mask=m_b, other=0), mask=m_b)
+    for i in tl.static_range(WHOLE):
+        tl.store(p_whole + i * batch + o_b, tl.load(p_cells + row * CELLS + i, mask=m_b, other=0), mask=m_b)
+    for i in tl.static_range(CELLS - WHOLE):
+        bits = tl.load(p_cells + row * CELLS + WHOLE + i, mask=m_b, other=0)
+        tl.store(p_real + i * batch + o_b, bits.to(tl.float64, bitcast=True).to(tl.float32), mask=m_b)
+    for level in range(depth):
+        tl.store(p_level_pos + level * batch + o_b, start + level, mask=m_b)
+        tl.store(p_chain_pos + o_b * depth + level, start + level, mask=m_b)
+        tl.store(p_drawn_pos + o_b * depth + level, start + level + 1, mask=m_b)
+    tl.store(p_level_pos + depth * batch + o_b, start + depth, mask=m_b)
+
+
+def opening(
+    seats: torch.Tensor,
+    committed_len: torch.Tensor,
+    tokens: torch.Tensor,
+    max_drafts: torch.Tensor,
+    cells: torch.Tensor,
+    depth: int,
+) -> Opening:
+    """seats [B] of a table of R rows; by row: committed_len and max_drafts [R], tokens [R, W], cells [R, 8] of a
+    `SamplingTable`; depth: D >= 1, of a chain with its root. All int64."""
+    (batch,), (num_rows, row_width) = seats.shape, tokens.shape
+    assert committed_len.shape == max_drafts.shape == cells.shape[:1] == (num_rows,), f"{tokens.shape=} {cells.shape=}"
+    given = (seats, committed_len, tokens, max_drafts, cells)
+    assert all(x.is_contiguous() and x.dtype == torch.int64 for x in given), [x.stride() for x in given]
+    num_cells = cells.shape[1]
+    opened = Opening(
+        seats.new_empty((depth + 1, batch)),
+        seats.new_empty((batch, depth)),
+        seats.new_empty((batch, depth)),
+        seats.new_empty((batch,)),
+        seats.new_empty((batch,)),
+        seats.new_empty((WHOLE_CELLS, batch)),
+        seats.new_empty((num_cells - WHOLE_CELLS, batch), dtype=torch.float32),
+    )
+    _opening_kernel[(triton.cdiv(batch, LANES),)](
+        *(*given, *opened, batch, row_width, depth),
+        WHOLE=WHOLE_CELLS,
+        CELLS=num_cells,
+        LANES=LANES,
+        num_warps=1,
+    )
+    return opened

@@ -1,0 +1,169 @@
+"""What is fixed of a round before it runs, and what comes out of it: one packed array for the host.
+
+    a row    length   path [N]   tokens [D]   and if anybody asks, of each of the D tokens: its log-probability, the K
+                                              highest ones of its place, their token ids
+    B rows, one behind the other, then the stamps of the round's clock
+
+All int64, so that one copy brings it; floats travel as the bits of a float64.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from specdec.gpu.mirrored_array import IntArray
+from specdec.gpu.stage_clock import seconds_by_stage
+from specdec.runtime.request import TokenLogprob
+from specdec.sampling.sampling_table import Uses
+
+
+class RoundShape(NamedTuple):
+    """All that decides what a round computes, but for the data on the device: captured rounds are found by it.
+
+    batch: seats, those of padding included. longest: no committed prefix is longer. num_steps, topk, num_nodes: of the
+    draft; the root is a node. uses: of sampling. logprobs: most alternatives that anybody asks for, None: nobody asks.
+    forced: nodes where somebody has tokens of a grammar in the place of drafts, no fewer than `num_nodes`; 0: nobody.
+    """
+
+    batch: int
+    longest: int
+    num_steps: int
+    topk: int
+    num_nodes: int
+    uses: Uses
+    logprobs: int | None
+    forced: int = 0
+
+    @property
+    def width(self) -> int:
+        """Nodes that are verified."""
+        return self.forced or self.num_nodes
+
+    @property
+    def depth(self) -> int:
+        """Most tokens that a request can gain: no path is longer."""
+        return self.forced or min(self.num_nodes, self.num_steps + 1)
+
+
+ALIGN = 64
+"""Numbers: rows that begin at multiples of it are summed in one order, wherever they stand in a batch."""
+
+
+PIECE = 128
+"""Rows whose log-probabilities are taken at a time: each needs 24 bytes for every token of the vocabulary."""
+
+
+class LogProbs(NamedTuple):
+    """Of D tokens: chosen [B, D] float32, the K highest at each place [B, D, K] and their ids [B, D, K], the lowest
+    first among equals: so the first of them are the same for every K."""
+
+    chosen: torch.Tensor
+    values: torch.Tensor
+    ids: torch.Tensor
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> "LogProbs":
+        """logits [B, D, V] that tokens [B, D] were drawn from, before any parameter."""
+        pieces = zip(logits.flatten(0, 1).split(PIECE), tokens.flatten().split(PIECE), strict=True)
+        parts = [cls._of_rows(rows, drawn, count) for rows, drawn in pieces]
+        return cls(*(torch.cat(part).unflatten(0, tokens.shape) for part in zip(*parts, strict=True)))
+
+    @classmethod
+    def _of_rows(cls, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> "LogProbs":
+        """logits [R, V], tokens [R] -> [R], [R, K], [R, K]."""
+        vocab_size = logits.shape[-1]
+        logits = logits.float()
+        if vocab_size % ALIGN:
+            logits = F.pad(logits, (0, -vocab_size % ALIGN), value=-torch.inf)
+        log_p = logits.log_softmax(dim=-1)[:, :vocab_size]
+        # of numbers that are at most 0 the bits without a sign rise as they fall
+        rank = (log_p.abs().contiguous().view(torch.int32).long() << 32) + torch.arange(vocab_size, device=log_p.device)
+        ids = rank.topk(min(count, vocab_size), dim=-1, largest=False).indices
+        return cls(log_p.gather(1, tokens[:, None])[:, 0], log_p.gather(1, ids), ids)
+
+
+class RoundResult(NamedTuple):
+    """length [B] of the accepted path [B, N] of nodes; tokens [B, D], the first `length` are emitted.
+
+    logprobs: per request, of its D tokens; empty for those who did not ask. num_steps: levels of the draft. seconds: by
+    stage. forced [B]: how many of the first tokens the grammar gave.
+    """
+
+    length: IntArray
+    path: IntArray
+    tokens: IntArray
+    logprobs: list[list[TokenLogprob]]
+    num_steps: int
+    seconds: dict[str, float]
+    forced: IntArray
+
+    def take(self, chosen: Sequence[int]) -> "RoundResult":
+        """Of these requests only."""
+        logprobs = [self.logprobs[i] for i in chosen]
+        arrays = {name: getattr(self, name)[chosen] for name in ("length", "path", "tokens", "forced")}
+        return self._replace(**arrays, logprobs=logprobs)
+
+
+class Packed(NamedTuple):
+    """A result while it is written, of a round of which nobody asks log-probabilities: numbers int64 are rows
+    [B, 1 + N + D], then stamps [M]."""
+
+    numbers: torch.Tensor
+    rows: torch.Tensor
+    stamps: torch.Tensor
+
+    @classmethod
+    def empty(cls, shape: RoundShape, num_stamps: int, device: torch.device) -> "Packed":
+        columns = 1 + shape.width + shape.depth
+        numbers = torch.empty(shape.batch * columns + num_stamps, dtype=torch.int64, device=device)
+        return cls(numbers, numbers[:-num_stamps].view(shape.batch, columns), numbers[-num_stamps:])
+
+
+def pack(rows: torch.Tensor, scores: LogProbs | None, stamps: torch.Tensor) -> torch.Tensor:
+    """rows [B, 1 + N + D] of length, path and tokens, stamps [M] -> int64 [B * W + M]."""
+    if scores is not None:
+        columns = [rows, _bits(scores.chosen), _bits(scores.values.flatten(1)), scores.ids.flatten(1)]
+        rows = torch.cat(columns, dim=1)
+    return torch.cat([rows.flatten(), stamps])
+
+
+def unpack(
+    packed: IntArray, shape: RoundShape, stages: Sequence[str], asked: Sequence[int | None], forced: IntArray
+) -> RoundResult:
+    """The result of the first of `shape.batch` rows, as many as `asked` has.
+
+    asked: of each request, how many alternatives a token it wants; None: no log-probabilities. forced: see RoundResult.
+    """
+    stamps = packed[len(packed) - len(stages) - 1 :]
+    depth, numbers = shape.depth, len(packed) - len(stamps)
+    width = numbers // shape.batch if shape.batch else 1 + shape.width + depth
+    rows = packed[:numbers].reshape(shape.batch, width)[: len(asked)]
+    length, path, tokens, rest = np.split(rows, np.cumsum([1, shape.width, depth]), axis=1)
+    logprobs: list[list[TokenLogprob]] = [[] for _ in asked]
+    if rest.shape[1]:
+        count = (rest.shape[1] // depth - 1) // 2
+        of_chosen, of_best, ids = np.split(rest, np.cumsum([depth, depth * count]), axis=1)
+        chosen, values = _floats(of_chosen), _floats(of_best).reshape(len(asked), depth, count)
+        ids = ids.reshape(len(asked), depth, count)
+        for i, wanted in enumerate(asked):
+            if wanted is not None:
+                best = [
+                    dict(zip(ids[i, s, :wanted].tolist(), values[i, s, :wanted].tolist(), strict=True))
+                    for s in range(depth)
+                ]
+                of_tokens = zip(tokens[i].tolist(), chosen[i].tolist(), best, strict=True)
+                logprobs[i] = [TokenLogprob(*one) for one in of_tokens]
+    seconds = seconds_by_stage(stages, stamps)
+    return RoundResult(length[:, 0], path, tokens, logprobs, shape.num_steps, seconds, forced)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.double().view(torch.int64)
+
+
+def _floats(bits: IntArray) -> npt.NDArray[np.float64]:
+    return np.ascontiguousarray(bits).view(np.float64)

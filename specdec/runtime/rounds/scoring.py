@@ -1,0 +1,75 @@
+"""Log-probabilities of prompt tokens, from the states that a forward over prompt chunks leaves.
+
+    chunk      s ................ e          tokens whose K/V the forward makes, and whose states it has
+    scored       s + 1 ............ e + 1    each state says what comes behind its token
+
+The logits of a whole chunk would be V numbers a token, so they are made and reduced a few rows at a time. A row's
+numbers do not depend on the rows beside it where the target is deterministic: head and softmax go row by row, as in a
+round (`LogProbs`), so the same tokens have the same scores as output and as prompt. It waits for nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from specdec.gpu.mirrored_array import IntArray
+from specdec.runtime.prompt_scores import TokenScores
+from specdec.runtime.rounds.result import LogProbs
+from specdec.runtime.rounds.round import Chunk, Round
+
+MOST_LOGITS = 1 << 24
+"""Numbers of one tile: 64 rows of a vocabulary of 262,144. What is made of them takes about 24 bytes a number."""
+
+
+class Span(NamedTuple):
+    """Tokens of one chunk to be scored: `length` of them, the first at position `first` of the prompt. number: of the
+    chunk in its batch; column: of the state in the chunk that says what comes at `first`."""
+
+    number: int
+    column: int
+    first: int
+    length: int
+
+
+class Scoring(NamedTuple):
+    """What is to be scored of a batch of chunks, T tokens in all. alternatives: K, the most that anybody asks for."""
+
+    spans: Sequence[Span]
+    alternatives: int
+
+    def cells(self) -> IntArray:
+        """[2, T]: chunk and column of each state, span by span."""
+        numbers = [np.full(span.length, span.number) for span in self.spans]
+        columns = [np.arange(span.column, span.column + span.length) for span in self.spans]
+        return np.stack([np.concatenate(numbers), np.concatenate(columns)]).astype(np.int64)
+
+    def split(self, packed: "np.ndarray[Any, Any]") -> list[tuple[Span, TokenScores]]:
+        """packed [T, 1 + 2K] int32 of `score_chunk`, on the host -> each span with its scores."""
+        alternatives = (packed.shape[1] - 1) // 2
+        chosen, values, ids = np.split(np.ascontiguousarray(packed), [1, 1 + alternatives], axis=1)
+        ends = np.cumsum([span.length for span in self.spans])[:-1]
+        floats = [np.ascontiguousarray(bits).view(np.float32) for bits in (chosen[:, 0], values)]
+        parts = zip(*(np.split(numbers, ends) for numbers in (*floats, ids)), strict=True)
+        return [(span, TokenScores(*part)) for span, part in zip(self.spans, parts, strict=True)]
+
+
+@torch.inference_mode()
+def score_chunk(round: Round, chunk: Chunk, cells: torch.Tensor, alternatives: int) -> torch.Tensor:
+    """Log-probabilities of T prompt tokens behind those that the target has read, and of the K likeliest in the place
+    of each, under the unmodified logits.
+
+    cells [2, T]: of `Scoring`. -> [T, 1 + 2K] int32: the bits of the float32 numbers, then the ids.
+    """
+    number, column = cells
+    following = round.tokens.tensor[chunk.rows.index[number], chunk.committed_len[number] + column + 1]  # [T]
+    tile = max(1, MOST_LOGITS // round.target.vocab_size)
+    parts = []
+    for first in range(0, len(following), tile):
+        some = slice(first, first + tile)
+        logits = round.target.logits(chunk.out.hidden[number[some], column[some]][None])  # [1, tile, V]
+        found = LogProbs.of(logits, following[None, some], alternatives)
+        floats = torch.cat([found.chosen[0, :, None], found.values[0]], dim=1)
+        parts.append(torch.cat([floats.contiguous().view(torch.int32), found.ids[0].int()], dim=1))
+    return torch.cat(parts)

@@ -1,0 +1,300 @@
+"""Who runs: admission, prompt chunks, slots for the next round, preemption. It touches no tensor of the model.
+
+    submit -> WAITING -- a row and pages are free --> PREFILL -- all K/V made --> DECODE -- stop --> released
+                 ^                                       |                          |
+                 '-- preempted, or a step was interrupted: all slots freed, tokens kept'
+
+Requests have a rank, priority and then arrival, and everything goes by it: who is admitted, whose prompt comes first,
+and that the last of those running is preempted when a page is wanted and none is free. So the first always advances. A
+request that would not fit the empty pools is refused at `submit`, so preemption always ends. None waits for ever behind
+others of higher priority: past one that waits, PATIENCE requests that came later are admitted, and then it counts as
+one level higher, for good.
+"""
+
+from bisect import bisect, insort
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdec.attention.trees.forced_tokens import rounded_up
+from specdec.errors import CapacityError
+from specdec.gpu.mirrored_array import IntArray
+from specdec.kvcache.table import RequestTable, swa_slots_held
+from specdec.runtime.prefixes import Prefixes
+from specdec.runtime.request import Request, RequestState
+
+PATIENCE = 64
+"""Admissions past a waiting request for which it rises by a level of priority."""
+
+IDLE_STEPS = 4
+"""Prompts that would take so many steps at most are read in one, where nobody decodes who would wait for it."""
+
+
+class Scheduler:
+    """Decides. Every decoding request must own slots for a verify: the table's lookahead behind its committed ones."""
+
+    def __init__(
+        self,
+        table: RequestTable,
+        *,
+        max_model_len: int,
+        prefill_chunk: int,
+        max_prefill_tokens: int,
+        prefixes: Prefixes | None = None,
+    ) -> None:
+        self.table = table
+        self.prefixes = Prefixes(None, object) if prefixes is None else prefixes
+        self.max_model_len = max_model_len
+        self.prefill_chunk = prefill_chunk
+        self.max_prefill_tokens = max_prefill_tokens
+        self.waiting: list[Request] = []  # both by rank
+        self.running: list[Request] = []
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises CapacityError, with the numbers, when it can never run."""
+        self.require_fits(len(request.prompt), request.params.max_new_tokens)
+        insort(self.waiting, request, key=rank)
+
+    def restart(self, requests: Sequence[Request]) -> None:
+        """Begin again with these requests, whatever state everything is in: all wait, nothing is held.
+
+        Tokens are kept and their K/V made again, as after a preemption.
+        """
+        self.table.reset()
+        self.prefixes.restart()
+        self.running = []
+        for request in requests:
+            request.state, request.row = RequestState.WAITING, -1
+        self.waiting = sorted(requests, key=rank)
+
+    def require_fits(self, prompt_len: int, max_new_tokens: int) -> None:
+        """Raise CapacityError unless a request of this size fits the empty pools and the model length."""
+        asked = f"a prompt of {prompt_len} tokens with max_new_tokens={max_new_tokens}"
+        over = prompt_len + max_new_tokens - self.max_model_len
+        if over > 0:
+            advice = [f"shorten the prompt by {over}"] * (over < prompt_len)
+            advice += [f"ask for at most {max_new_tokens - over} new tokens"] * (over < max_new_tokens)
+            raise CapacityError(
+                f"{asked} makes {prompt_len + max_new_tokens} tokens, more than max_model_len={self.max_model_len}; "
+                f"{', '.join(advice) or 'shorten both'}, or raise it"
+            )
+        allocator = self.table.allocator
+        full, swa = slots_needed(self.table, prompt_len, max_new_tokens)
+        for name, need, pool in (("full", full, allocator.full), ("swa", swa, allocator.swa)):
+            if pool is not None and need > pool.capacity * allocator.page_size:
+                raise CapacityError(
+                    f"{asked} needs {need} {name} KV slots (with {self.table.lookahead} nodes a verify step and page "
+                    f"size {allocator.page_size}), but the {name} pool has {pool.capacity * allocator.page_size}; "
+                    f"raise {name}_slots or ask for less"
+                )
+
+    def admit(self) -> list[Request]:
+        """Give rows to waiting requests while their prompt has pages, beside what the running ones take next.
+
+        Returns those admitted.
+        """
+        admitted: list[Request] = []
+        if not self.waiting or len(self.running) == self.table.max_requests:
+            return admitted
+        full_due, swa_due = self._pages_to_come(self.running)
+        full_there, swa_there = self._pages_there()
+        passes = _Passes()
+        put_off = 0
+        for request in self.waiting:
+            if len(self.running) + put_off >= self.table.max_requests:
+                break
+            if self.running and (full_due > full_there or swa_due > swa_there):
+                break
+            passes.count(request)
+            if self.prefixes.comes(request, rank(request)):
+                put_off += 1  # a row is left for it
+                continue
+            full, swa = self._pages_to_begin(request)
+            full_due, swa_due = full_due + full, swa_due + swa
+            if self.running and (full_due > full_there or swa_due > swa_there):
+                break  # before anything is adopted: it would be given up again, every step
+            request.row = self.table.open()
+            self.prefixes.begin(request, rank(request))
+            request.seat(request.row)
+            insort(self.running, request, key=rank)
+            admitted.append(request)
+            passes.admitted(request)
+        if admitted:
+            self.waiting = [request for request in self.waiting if request.state is RequestState.WAITING]
+            for request in self.waiting:
+                passes.count(request)
+            self.waiting.sort(key=rank)  # one that was passed may have risen
+        return admitted
+
+    def next_prefill(self) -> tuple[list[Request], IntArray]:
+        """Requests with K/V still to make and the length of each one's next chunk; slots are allocated.
+
+        Together they are at most `max_prefill_tokens` long, but for `IDLE_STEPS`. Who comes first by rank gets its
+        whole chunk, so nobody waits for ever.
+        """
+        table, page_size = self.table, self.table.allocator.page_size
+        chosen: list[tuple[Request, int]] = []
+        left, pages = self._prefill_room(), table.allocator.available_pages  # that are promised to nobody
+        for request in list(self.running):
+            if request.state is not RequestState.PREFILL:
+                continue
+            if left == 0:
+                break
+            done = int(table.committed_len.host[request.row])
+            wanted = min(self.prefill_chunk, request.prefill_target - done, left)
+            while request.state is RequestState.PREFILL:
+                owned = int(table.capacity[request.row]) - done
+                chunk = min(wanted, owned + pages * page_size)
+                if chunk > 0:
+                    chosen.append((request, chunk))
+                    left, pages = left - chunk, pages - max(0, -(-(chunk - owned) // page_size))
+                    break
+                chosen = self._take_chunks(chosen)  # before anybody gives up anything
+                self._make_room()
+                pages = table.allocator.available_pages
+        chosen = self._take_chunks(chosen)
+        return [request for request, _ in chosen], np.array([chunk for _, chunk in chosen], dtype=np.int64)
+
+    def next_decode(self) -> list[Request]:
+        """Requests to verify next, each owning the lookahead behind its committed slots.
+
+        Or more, if there is room, for tokens that somebody's grammar forces: rounds are as wide as all of them allow.
+        """
+        while True:
+            decoding = [request for request in self.running if request.state is RequestState.DECODE]
+            rows, wanted = self._lookahead(decoding)
+            if self.table.pages_needed(rows, wanted).sum() <= self.table.allocator.available_pages:
+                break
+            self._make_room()
+        self.table.ensure_all(rows, wanted)
+        forced = max((len(request.forced) for request in decoding if request.place), default=0)
+        if forced:
+            last = self.table.slots.host.shape[1] - 1
+            more = np.minimum(self.table.committed_len.host[rows] + rounded_up(1 + forced), last)
+            for row, wanted in zip(rows[:, None], more[:, None], strict=True):  # for each by itself
+                if self.table.pages_needed(row, wanted).sum() <= self.table.allocator.available_pages:
+                    self.table.ensure_all(row, wanted)
+        return decoding
+
+    def release(self, *requests: Request) -> None:
+        """Forget requests, running or waiting, and free what they own."""
+        gone = set(requests)
+        leaving = [request for request in self.running if request in gone]
+        if len(leaving) < len(gone):
+            self.waiting = [request for request in self.waiting if request not in gone]
+        if leaving:
+            self.running = [request for request in self.running if request not in gone]
+            self.prefixes.leave(leaving)
+            self.table.close_all(np.array([request.row for request in leaving], dtype=np.int64))
+        for request in leaving:
+            request.row, request.state = -1, RequestState.WAITING
+            request.tenure += 1
+
+    def _take_chunks(self, chosen: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Those of prompt chunks whose requests still run, which own their slots now."""
+        chosen = [(request, chunk) for request, chunk in chosen if request.state is RequestState.PREFILL]
+        if chosen:
+            rows, chunk_len = np.array([(request.row, chunk) for request, chunk in chosen], dtype=np.int64).T
+            self.table.ensure_all(rows, self.table.committed_len.host[rows] + chunk_len)
+        return chosen
+
+    def _lookahead(self, decoding: Sequence[Request]) -> tuple[IntArray, IntArray]:
+        """The rows [B] of those who decode, and the slots [B] that each must own for a round."""
+        rows = np.array([request.row for request in decoding], dtype=np.int64)
+        return rows, self.table.committed_len.host[rows] + self.table.lookahead
+
+    def _pages_to_come(self, requests: Sequence[Request]) -> tuple[int, int]:
+        """Pages (full, swa) that requests with a row take until their next round, the first if they have had none."""
+        table = self.table
+        decoding = [request for request in requests if request.state is RequestState.DECODE]
+        full_due = int(table.pages_needed(*self._lookahead(decoding)).sum())
+        swa_due = full_due if table.allocator.swa else 0
+        for request in requests:
+            if request.state is not RequestState.DECODE:
+                full, swa = self._prompt_to_come(request)
+                full_due, swa_due = full_due + full, swa_due + swa
+        return full_due, swa_due
+
+    def _pages_there(self) -> tuple[int, int]:
+        """Pages (full, swa) that no row holds."""
+        full, swa = self.table.allocator.full, self.table.allocator.swa
+        return full.available_pages, 0 if swa is None else swa.available_pages
+
+    def _prompt_to_come(self, request: Request) -> tuple[int, int]:
+        """Pages (full, swa) that a request with a row takes until its first round."""
+        row = request.row
+        return self._pages_missing(request, int(self.table.capacity[row]), int(self.table.evicted_len[row]))
+
+    def _pages_to_begin(self, request: Request) -> tuple[int, int]:
+        """Pages (full, swa) that a waiting request takes until its first round, cached ones that no row holds too."""
+        allocator = self.table.allocator
+        pages = self.prefixes.found(request)
+        num_evicted = self.table.num_evicted(len(pages))
+        full, swa = self._pages_missing(request, len(pages) * allocator.page_size, num_evicted * allocator.page_size)
+        full += int(np.count_nonzero(~allocator.full.is_held(pages)))
+        return full, swa + int(np.count_nonzero(allocator.is_idle_in_swa(pages[num_evicted:])))
+
+    def _pages_missing(self, request: Request, owned: int, evicted: int) -> tuple[int, int]:
+        """Pages (full, swa) that it takes until its first round, in which it has two tokens to go or more, beyond
+        `owned` slots, of which the first `evicted` have no SWA peer."""
+        page_size = self.table.allocator.page_size
+        full, swa = slots_needed(self.table, request.prefill_target, 2)
+        return max(0, full - owned) // page_size, max(0, swa - owned + evicted) // page_size
+
+    def _prefill_room(self) -> int:
+        """Most prompt tokens of this step."""
+        if RequestState.DECODE in [request.state for request in self.running]:
+            return self.max_prefill_tokens
+        to_come = sum([r.prefill_target - int(self.table.committed_len.host[r.row]) for r in self.running])
+        return to_come if to_come <= IDLE_STEPS * self.max_prefill_tokens else self.max_prefill_tokens
+
+    def _make_room(self) -> None:
+        """Give up the slack behind the windows, and when that frees nothing, the last request by rank."""
+        if self.table.evict(self.table.active_rows, slack_pages=0):
+            return
+        victim = self.running[-1]
+        self.release(victim)
+        victim.stats.preemptions += 1
+        insort(self.waiting, victim, key=rank)
+
+
+class _Passes:
+    """How often a request that waits was passed in one admission: by requests that came later and were admitted."""
+
+    def __init__(self) -> None:
+        self._admitted: list[int] = []  # numbers, in order
+        self._counted: dict[int, int] = {}  # by number of a request that waits: passes it knows of
+
+    def admitted(self, request: Request) -> None:
+        insort(self._admitted, request.number)
+
+    def count(self, request: Request) -> None:
+        """Tell it of those that it does not know of yet."""
+        passes = len(self._admitted) - bisect(self._admitted, request.number)
+        known = self._counted.get(request.number, 0)
+        if passes != known:
+            request.passed += passes - known
+            self._counted[request.number] = passes
+
+
+def rank(request: Request) -> tuple[int, int]:
+    """Lower comes first. That of a running request does not change."""
+    return request.priority - request.passed // PATIENCE, request.number
+
+
+def slots_needed(table: RequestTable, prompt_len: int, max_new_tokens: int) -> tuple[int, int]:
+    """Most slots that one request owns at a time, in whole pages: (full, swa).
+
+    The last verify starts with one token to go or more: committed <= prompt + new - 2, with the lookahead behind it.
+    """
+    page_size, num_nodes = table.allocator.page_size, table.lookahead
+    longest = prompt_len if max_new_tokens < 2 else prompt_len + max_new_tokens - 2 + num_nodes
+    full = -(-longest // page_size) * page_size
+    if table.retain is None:
+        return full, 0
+    held = swa_slots_held(table.retain, num_nodes, page_size)
+    return full, min(full, -(-held // page_size) * page_size)

@@ -1,0 +1,57 @@
+"""The host's part behind a step: take over what the device did, append tokens, look for stops.
+
+The device has committed a round already; here the host's table and tokens follow, with the same numbers, and then each
+request takes its tokens in one assignment. What prompt chunks commit is known when they are launched, and the table
+follows then. A fault before or within leaves every request either as it was or settled: what is half done is the table,
+and the engine begins that again from the requests (`Scheduler.restart`).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdec.gpu.mirrored_array import IntArray, MirroredArray
+from specdec.kvcache.table import RequestTable
+from specdec.runtime.prefixes import Prefixes
+from specdec.runtime.request import Request, RequestState
+from specdec.runtime.rounds.result import RoundResult
+
+
+def commit_chunks(table: RequestTable, prefixes: Prefixes, requests: Sequence[Request], chunk_len: IntArray) -> None:
+    """Prompt chunks were launched: the next `chunk_len` [B] tokens are final, whatever comes out of them.
+
+    Whoever has all its K/V then may be in a round behind them.
+    """
+    rows = np.array([request.row for request in requests], dtype=np.int64)
+    table.commit_chunk(rows, chunk_len)
+    prefixes.keep(requests)  # with all of it in SWA: another prompt may part from it anywhere
+    table.evict(rows)
+    for request in requests:
+        if table.committed_len.host[request.row] == request.prefill_target:
+            request.state = RequestState.DECODE
+
+
+def settle_first(tokens: MirroredArray, request: Request, result: RoundResult, place: int) -> None:
+    """The first token of an output, from the last chunk of its prompt: `place` in the result."""
+    first = int(result.tokens[place, 0])
+    tokens.adopt((request.row, len(request.prompt)), first)
+    request.settle([first], result.logprobs[place], request.stats.copy())
+
+
+def settle_round(table: RequestTable, tokens: MirroredArray, requests: Sequence[Request], result: RoundResult) -> None:
+    """Every request gains what was accepted, up to the end of its output."""
+    rows = np.array([request.row for request in requests], dtype=np.int64)
+    start = table.committed_len.host[rows]
+    table.adopt_commit(rows, result.length, result.path)
+    of_row, step = np.nonzero(np.arange(result.tokens.shape[1]) < result.length[:, None])  # [M] tokens, row by row
+    tokens.adopt((rows[of_row], start[of_row] + 1 + step), result.tokens[of_row, step])
+    draft, verify, other = (result.seconds[stage] / len(requests) for stage in ("draft", "verify", "other"))
+    columns = result.tokens.tolist(), result.length.tolist(), result.logprobs, result.forced.tolist()
+    for request, emitted, length, logprobs, num_forced in zip(requests, *columns, strict=True):
+        stats = request.stats.copy()
+        stats.draft_seconds += draft
+        stats.verify_seconds += verify
+        stats.other_seconds += other
+        num_drafts = min(result.num_steps, request.max_drafts)
+        request.settle(emitted[:length], logprobs, stats, num_drafts=num_drafts, num_forced=num_forced)
+    table.evict(rows)

@@ -1,0 +1,1 @@
+"""Grammars of an output (JSON schema, regular expression, choice), and token rules: masks of allowed tokens."""

@@ -1,0 +1,363 @@
+"""What a text may go on with: a grammar, and where in it a text is.
+
+    Grammars    of one engine: the tokenizer as the library wants it, and what has been compiled
+    Place       in a grammar, behind some text: never changed, `after(token)` is another one
+
+A place belongs to the tokens that led to it, so whatever happens to a step, the place of what is settled is right.
+Bits of a mask are tokens, bit v % 32 of word v // 32. Tokens that end the text are allowed exactly where the grammar
+may end, other special tokens never. The library (llguidance) is an extra, imported when the first grammar is asked for.
+"""
+
+import copy
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.attention.trees.forced_tokens import MOST_FORCED
+from specdec.config import SamplingParams
+from specdec.errors import ConfigError, is_fault
+from specdec.sampling.grammars.grammar_bounds import is_plain, require_bounded
+from specdec.sampling.grammars.grammar_trial import GrammarTrial, with_large_stack
+
+Words = npt.NDArray[np.int32]
+
+JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"\x20|\x0A(\x20{0,32}|\x09{0,8})"}
+"""Between the parts of JSON: nothing, a space, or a new line with its indent. A model that is lost would write more for
+ever."""
+
+COMPILED_BYTES = 64 << 20
+"""Memory of the compiled grammars that are kept for later requests."""
+BYTES_PER_CHAR = 256
+"""What a compiled grammar takes at least, by the length of what it was compiled from; measured: 30 to 250."""
+
+
+class Compiled(NamedTuple):
+    """A grammar at its beginning. bytes: what it takes in memory, estimated."""
+
+    matcher: Any
+    bytes: int
+
+
+class Grammars:
+    """vocab_size: of the model; a tokenizer may have fewer tokens, or more."""
+
+    def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._library: Library | None = None
+        self._kept: OrderedDict[tuple[str, Any], Compiled] = OrderedDict()  # least recently used first
+        self._lock = threading.Lock()  # of what is kept
+
+    def start(self, params: SamplingParams, ends: Collection[int], own_ends: Collection[int]) -> "Place | None":
+        """Where a text that follows `params` begins, None: it is free.
+
+        ends: tokens that end the text; own_ends: those of them that the model ends it with, whatever they look like.
+        Raises ConfigError for a grammar that cannot be followed, with the library's reason.
+        """
+        name = params.grammar
+        if name is None:
+            return None
+        if self._tokenizer is None:
+            raise ConfigError(f"{name} needs a tokenizer; pass tokenizer=...")
+        if self._library is None:
+            self._library = Library(self._tokenizer, self._vocab_size)
+        there = [token for token in ends if 0 <= token < self._vocab_size]
+        special = frozenset(token for token in there if token in own_ends or self._library.is_special(token))
+        if not special:
+            raise ConfigError(f"{name} needs a token that ends the text, and the model names none; give stop_token_ids")
+        value = tuple(params.choice) if name == "choice" and params.choice else getattr(params, name)
+        place = Place(self._compile(name, value), self._library, special)
+        if place.is_dead:
+            raise ConfigError(f"{name} cannot be followed (no text does); change it, or leave it out")
+        return place
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the compiled grammars that are kept, estimated."""
+        with self._lock:
+            return sum(one.bytes for one in self._kept.values())
+
+    def _compile(self, name: str, value: Any) -> Any:
+        """At the beginning of a grammar; kept as long as there is room."""
+        assert self._library is not None
+        with self._lock:
+            if (name, value) in self._kept:
+                self._kept.move_to_end((name, value))
+                return self._kept[name, value].matcher
+        require_bounded(name, value)
+        found, reason = self._library.compile(name, value)
+        if found is None:
+            raise ConfigError(f"{name} cannot be followed ({reason}); change it, or leave it out")
+        with self._lock:
+            self._kept[name, value] = found
+            room = COMPILED_BYTES - sum(one.bytes for one in self._kept.values())
+            while room < 0:
+                room += self._kept.popitem(last=False)[1].bytes
+        return found.matcher
+
+
+class Library:
+    """llguidance with one tokenizer."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        if find_spec("llguidance") is None:
+            raise ConfigError('grammars need llguidance: pip install "specdec-runtime[grammar]", or leave them out')
+        # slow to import, and wanted by few
+        import llguidance.hf
+        import llguidance.numpy
+
+        self._llguidance: Any = llguidance
+        self.vocab_size = vocab_size
+        self.num_words = -(-vocab_size // 32)
+        try:
+            known = max(max(tokenizer.get_vocab().values()) + 1, vocab_size)
+            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=known)
+        except Exception as error:  # of many kinds, a panic of its own among them
+            raise ConfigError(f"grammars cannot be followed with this tokenizer ({reason_of(str(error))})") from None
+        self._trial = GrammarTrial(*_portable(tokenizer), n_vocab=known)
+        self._executor = self._llguidance.LLExecutor()
+        self._width = -(-self._tokenizer.vocab_size // 32)
+
+    def is_special(self, token: int) -> bool:
+        return bool(self._tokenizer.is_special_token(token))
+
+    def compile(self, name: str, value: Any) -> tuple[Compiled | None, str]:
+        """A grammar within `require_bounded`, or None and why it cannot be followed.
+
+        One that is not plain is compiled in another process first: see `grammar_trial`.
+        """
+        make = self._llguidance.LLMatcher
+        try:
+            if name == "regex":
+                text, grammar = value, make.grammar_from_regex(value)
+            elif name == "choice":
+                text = "|".join(map(_literal, value))
+                grammar = make.grammar_from_regex(text)
+            else:
+                schema = json.loads(value) if name == "json_schema" else {"type": "object"}
+                schema = {} if schema is True else schema
+                text = json.dumps(schema)
+                grammar = make.grammar_from_json_schema(text, _options(schema))
+            size = BYTES_PER_CHAR * len(text)
+            if not is_plain(name, value):
+                size = max(size, self._trial.run(grammar))
+            matcher = with_large_stack(lambda: make(self._tokenizer, grammar, log_level=0))
+        except ValueError as error:  # ConfigError among them
+            return None, reason_of(str(error))
+        if matcher.is_error():
+            return None, reason_of(matcher.get_error())
+        return Compiled(matcher, size), ""
+
+    def goes_on(self, matcher: Any) -> bool:
+        """May any token of the model's come next?"""
+        twin = matcher.deep_copy()
+        bits = np.frombuffer(twin.compute_bitmask(), dtype=np.int32).copy()
+        for token in (*self._tokenizer.eos_tokens, *range(self.vocab_size, 32 * len(bits))):
+            bits[token // 32] &= ~token_bit(token)
+        return bool(bits.any()) and not twin.is_error()
+
+    def masks(self, places: "Sequence[Place]") -> Words:
+        """[M, words] of all places, on several threads."""
+        bits = np.zeros((len(places), self._width), dtype=np.int32)
+        going_on = [(place.matcher, i) for i, place in enumerate(places)]
+        self._llguidance.numpy.fill_next_token_bitmask_par(self._executor, going_on, bits)
+        for end in (*self._tokenizer.eos_tokens, *range(self.vocab_size, min(32 * self._width, 32 * self.num_words))):
+            bits[:, end // 32] &= ~token_bit(end)  # those of the library, and what is behind the model's own tokens
+        for mask, place in zip(bits, places, strict=True):
+            may_end = place.may_end
+            for end in place.ends:
+                mask[end // 32] = mask[end // 32] | token_bit(end) if may_end else mask[end // 32] & ~token_bit(end)
+            if not mask[: self.num_words].any():
+                mask[:] = -1  # something has to be drawn there; whatever it is, `after` refuses it
+        return np.ascontiguousarray(bits[:, : self.num_words])
+
+
+class Place:
+    """Behind some text that the grammar allows. ends: tokens that end the text, where it may end; over: one did.
+
+    fault: what the library raised for the tokens of a round behind it: what is drawn there is not to be believed.
+    """
+
+    __slots__ = ("_forced", "_mask", "ends", "fault", "library", "matcher", "over")
+
+    def __init__(self, matcher: Any, library: Any, ends: frozenset[int], *, over: bool = False) -> None:
+        self.over = over
+        self.fault: BaseException | None = None
+        self.matcher = matcher
+        self.library = library
+        self.ends = ends
+        self._mask: Words | None = None
+        self._forced: tuple[int, ...] | None = None
+
+    @property
+    def free(self) -> bool:
+        """Nothing is restricted here, or after it."""
+        return False
+
+    @property
+    def is_dead(self) -> bool:
+        """Neither may the text end here, nor may any token come next."""
+        if self.over or self.may_end:
+            return False
+        dead = self.matcher.is_error() or not self.library.goes_on(self.matcher)
+        return bool(dead)
+
+    @property
+    def grammar(self) -> "Place | None":
+        """The place whose mask the library makes; None: it takes no part."""
+        return self
+
+    @property
+    def num_words(self) -> int:
+        """Words of a mask."""
+        num_words: int = self.library.num_words
+        return num_words
+
+    @property
+    def may_end(self) -> bool:
+        return not self.over and bool(self.matcher.is_accepting()) and not self.matcher.is_error()
+
+    def after(self, token: int) -> "Place | None":
+        """Behind one token more; None: the grammar does not allow it."""
+        if token in self.ends:
+            return Place(self.matcher, self.library, self.ends, over=True) if self.may_end else None
+        if self.over:
+            return None
+        matcher = self.matcher.deep_copy()
+        return Place(matcher, self.library, self.ends) if matcher.consume_token(token) else None
+
+    @property
+    def mask(self) -> Words:
+        """[words] tokens that may come next."""
+        if self._mask is None:
+            [self._mask] = self.library.masks([self])
+        return self._mask
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """Tokens that must come next, as long as each is the only one that may."""
+        if self._forced is None:
+            tokens: list[int] = []
+            place: Place | None = self
+            while place is not None and not place.over and len(tokens) < MOST_FORCED:
+                only = _only(place.mask)
+                if only is None:
+                    break
+                tokens.append(only)
+                place = place.after(only)
+            self._forced = tuple(tokens)
+        return self._forced
+
+
+def make_masks(places: Sequence[Place | None]) -> None:
+    """The masks of these places, all at once where they would be made one by one."""
+    grammars = [place.grammar for place in places if place is not None]
+    missing = {id(place.matcher): place for place in grammars if place is not None and place._mask is None}
+    if missing:
+        chosen = list(missing.values())
+        for place, mask in zip(chosen, chosen[0].library.masks(chosen), strict=True):
+            place._mask = mask
+
+
+def tree_masks(trees: Sequence[tuple[Place, Sequence[int], Sequence[int]]]) -> Words:
+    """[T, N, words], the masks of every node of T trees: of each the place behind its root, tokens [N] and parents [N].
+
+    A node that cannot be reached, since the grammar forbids it or one above it, has all bits set. What the library
+    raises for one tree is noted as the `fault` of its root, and all bits are set there: the other trees go on.
+    """
+    num_nodes = max(len(tokens) for _, tokens, _ in trees)
+    masks = np.full((len(trees), num_nodes, trees[0][0].num_words), -1, dtype=np.int32)
+    reached: list[tuple[int, int, Place]] = []
+    for number, (root, tokens, parents) in enumerate(trees):
+        try:
+            masks[number, 0] = root.mask
+            places: list[Place | None] = [root]
+            for node in range(1, len(tokens)):
+                above = places[parents[node]]
+                place = None if above is None or tokens[node] < 0 else above.after(tokens[node])
+                places.append(place)
+                if place is not None and not place.over:
+                    reached.append((number, node, place))
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            root.fault = error
+            reached = [each for each in reached if each[0] != number]
+    for number, node, mask in _masks_apart(reached):
+        if isinstance(mask, BaseException):
+            trees[number][0].fault = mask
+        else:
+            masks[number, node] = mask
+    return masks
+
+
+def _masks_apart(
+    reached: "Sequence[tuple[int, int, Place]]",
+) -> "list[tuple[int, int, Words | BaseException]]":
+    """The masks of these places, all at once; one by one, where that raises, with what is raised for one."""
+    try:
+        make_masks([place for _, _, place in reached])
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+    return [(number, node, _mask_or_fault(place)) for number, node, place in reached]
+
+
+def _mask_or_fault(place: Place) -> "Words | BaseException":
+    try:
+        return place.mask
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        return error
+
+
+def reason_of(message: str) -> str:
+    """The library's reason, without the text that it shows around it."""
+    lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
+    named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    reason = (named or lines or ["it gives no reason"])[0]
+    return reason if len(reason) <= 200 else reason[:200] + "..."
+
+
+def _portable(tokenizer: Any) -> tuple[str, Any]:
+    """The tokenizer for another process, as the library reads it: JSON, and the ids that end a text."""
+    backend = copy.copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    return backend.to_str(), tokenizer.eos_token_id
+
+
+def _options(schema: Any) -> dict[str, Any] | None:
+    """How white space is written, unless the schema says so itself: these options would override it."""
+    if not isinstance(schema, dict):
+        return None
+    own = schema.get("x-guidance")
+    return (
+        None if isinstance(own, dict) and own.keys() & {"whitespace_flexible", "whitespace_pattern"} else JSON_OPTIONS
+    )
+
+
+def _literal(text: str) -> str:
+    """A regular expression for a text and nothing else."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+def token_bit(token: int) -> np.int32:
+    """Its bit in its word of a mask."""
+    return np.int32(np.uint32(1 << token % 32).astype(np.int32))
+
+
+def _only(mask: Words) -> int | None:
+    """The only bit that is set; None: there are more, or none."""
+    [words] = np.nonzero(mask)
+    if len(words) != 1:
+        return None
+    word = int(mask[words[0]]) & 0xFFFFFFFF
+    return None if word & (word - 1) else 32 * int(words[0]) + word.bit_length() - 1

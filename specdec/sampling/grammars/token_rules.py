@@ -1,0 +1,101 @@
+"""Which tokens an output may hold whatever its text is: only some token ids, and no end before so many tokens.
+
+    output token        0 ... min_tokens - 1        min_tokens ...
+    may be drawn        allowed, but no end         allowed
+
+A request with such rules has a place in them, as one has in a grammar, with or without a grammar within: the masks of
+grammars do the rest, on every draft path, at every node of a tree. Where a grammar can only end it ends, however few
+tokens there are. A place that restricts nothing any more is `free`, and its request costs what others cost.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from specdec.config import SamplingParams
+from specdec.errors import ConfigError
+from specdec.sampling.grammars.grammar import Place, Words, token_bit
+
+
+class Rules(NamedTuple):
+    """Of one request. open, closed: [words] tokens that may come where the output may end, and where it may not."""
+
+    open: Words
+    closed: Words
+    ends: frozenset[int]
+    anything: bool  # where the output may end
+
+
+class RuledPlace(Place):
+    """Behind some output. to_go: tokens before one may end it. inner: the place in the grammar, None: no grammar."""
+
+    __slots__ = ("inner", "rules", "to_go")
+
+    def __init__(self, rules: Rules, to_go: int, inner: Place | None, *, over: bool = False) -> None:
+        super().__init__(None if inner is None else inner.matcher, None, rules.ends, over=over)
+        self.rules = rules
+        self.to_go = to_go
+        self.inner = inner
+
+    @property
+    def free(self) -> bool:
+        return self.inner is None and self.rules.anything and self.to_go == 0
+
+    @property
+    def grammar(self) -> Place | None:
+        return self.inner
+
+    @property
+    def num_words(self) -> int:
+        return len(self.rules.open)
+
+    @property
+    def mask(self) -> Words:
+        own = self.rules.closed if self.to_go else self.rules.open
+        if self.inner is None:
+            return own
+        both: Words = self.inner.mask & own
+        return both if both.any() else self.inner.mask
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        return () if self.inner is None else self.inner.forced
+
+    def after(self, token: int) -> Place | None:
+        if self.over:
+            return None
+        if (self.inner is None or token in self.ends) and not self.mask[token // 32] & token_bit(token):
+            return None
+        inner = None if self.inner is None else self.inner.after(token)
+        if self.inner is not None and (inner is None or (self.rules.anything and self.to_go <= 1)):
+            return inner  # forbidden by the grammar, or from here on nothing but the grammar
+        return RuledPlace(self.rules, max(0, self.to_go - 1), inner, over=token in self.ends)
+
+
+def begin(place: Place | None, params: SamplingParams, ends: frozenset[int], vocab_size: int) -> Place | None:
+    """Where an output that follows `params` begins; place: the same in its grammar. None: it is free.
+
+    Raises ConfigError where nothing could be drawn.
+    """
+    allowed = params.allowed_token_ids
+    to_go = params.min_tokens if ends else 0
+    if allowed is None and not to_go:
+        return place
+    num_words = -(-vocab_size // 32)
+    open = np.full(num_words, -1, dtype=np.int32) if allowed is None else _bits(allowed, num_words)
+    closed = open & ~_bits(sorted(ends), num_words)
+    if to_go and allowed is not None and not closed.any():
+        raise ConfigError(
+            f"allowed_token_ids={list(allowed)[:8]} are all tokens that end the output, and min_tokens={to_go} forbids "
+            "those; allow another token, or lower min_tokens"
+        )
+    return RuledPlace(Rules(open, closed, ends, allowed is None), to_go, place)
+
+
+def _bits(tokens: Sequence[int], num_words: int) -> Words:
+    """[words] with the bits of these tokens."""
+    ids = np.array([token for token in tokens if 0 <= token < 32 * num_words], dtype=np.int64)
+    bits = np.zeros(num_words, dtype=np.uint32)
+    np.bitwise_or.at(bits, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
+    return bits.view(np.int32)

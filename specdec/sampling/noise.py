@@ -1,0 +1,90 @@
+r"""Counter-based Gumbel noise: a fixed function of (seed, position, token), in torch and inside kernels.
+
+    stream(seed, p) = mix(mix(seed + G) + p G)        mix, G: SplitMix64 (Steele, Lea, Flood 2014)
+    u(seed, p, v)   = (top 52 bits of mix(stream + (v + 1) G) + 1/2) / 2^52        in (0, 1)
+    g               = -log(-log u), in float64, rounded to float32
+
+Float64 is what makes a draw the same on every machine: a logarithm that is half a unit off in float64 rounds to the
+same float32 but for one draw in 10^8. A kernel needs it only for the few tokens that can win. `noise_bound` is g in
+float32 from the same bits, off by less than NOISE_ERROR, by the form of -log u that does not cancel at either end.
+"""
+
+import torch
+
+from specdec.gpu.triton_shim import tl, triton
+
+_GAMMA: int = 0x9E3779B97F4A7C15
+_MIX1: int = 0xBF58476D1CE4E5B9
+_MIX2: int = 0x94D049BB133111EB
+
+GAMMA, MIX1, MIX2 = tl.constexpr(_GAMMA), tl.constexpr(_MIX1), tl.constexpr(_MIX2)
+HALF = tl.constexpr(1 << 51)
+WHOLE = tl.constexpr(1 << 52)
+ULP = tl.constexpr(2.0**-52)
+MINUS_LN2 = tl.constexpr(-0.6931471805599453)
+
+NOISE_ERROR = tl.constexpr(2.0**-13)
+"""More than `noise_bound` is off, and than rounding adds where a sum of it and a score can be the largest."""
+
+
+def _int64(value: int) -> int:
+    """The two's complement of an unsigned 64-bit constant: torch has no uint64 arithmetic."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift: torch shifts int64 arithmetically."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shift_right(x, 30)) * _int64(_MIX1)
+    x = (x ^ _shift_right(x, 27)) * _int64(_MIX2)
+    return x ^ _shift_right(x, 31)
+
+
+def reference_noise(seed: torch.Tensor, position: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """float32 noise; seed, position and tokens (int64) broadcast."""
+    gamma = _int64(_GAMMA)
+    stream = _mix(_mix(seed + gamma) + position * gamma)
+    bits = _shift_right(_mix(stream + (tokens + 1) * gamma), 12)  # 52 bits: x + 0.5 is exact in float64
+    return -torch.log(-torch.log((bits.double() + 0.5) * 2.0**-52)).float()
+
+
+@triton.jit
+def _mix64(x: tl.tensor) -> tl.tensor:
+    x = (x ^ (x >> 30)) * MIX1
+    x = (x ^ (x >> 27)) * MIX2
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def noise_stream(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
+    """uint64 from int64."""
+    return _mix64(_mix64(seed.to(tl.uint64) + GAMMA) + position.to(tl.uint64) * GAMMA)
+
+
+@triton.jit
+def _uniform_bits(stream: tl.tensor, token: tl.tensor) -> tl.tensor:
+    return (_mix64(stream + (token + 1).to(tl.uint64) * GAMMA) >> 12).to(tl.int64)
+
+
+@triton.jit
+def exact_noise(stream: tl.tensor, token: tl.tensor) -> tl.tensor:
+    """float32, as `reference_noise`."""
+    u = (_uniform_bits(stream, token).to(tl.float64) + 0.5) * ULP
+    return -tl.log(-tl.log(u)).to(tl.float32)
+
+
+@triton.jit
+def noise_bound(stream: tl.tensor, token: tl.tensor) -> tl.tensor:
+    """float32, within NOISE_ERROR of `exact_noise`. Made of what is cheap: 32-bit conversions and log2."""
+    bits = _uniform_bits(stream, token)
+    low = bits < HALF
+    least = tl.where(low, bits, WHOLE - 1 - bits)
+    high, rest = (least >> 20).to(tl.int32).to(tl.float32), (least & 0xFFFFF).to(tl.int32).to(tl.float32)
+    t = high * (1048576 * ULP) + (rest + 0.5) * ULP
+    # t is u, or 1 - u: at most 1/2
+    series = t * (1.0 + t * (0.5 + t * (0.33333334 + t * 0.25)))  # -log(1 - t)
+    exponential = tl.where(low | (t >= 0.03125), tl.log2(tl.where(low, t, 1.0 - t)) * MINUS_LN2, series)
+    return tl.log2(exponential) * MINUS_LN2

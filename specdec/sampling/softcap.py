@@ -1,0 +1,89 @@
+r"""The softcap behind a model's head: y = c tanh(x / c), each of the three results rounded to x's dtype.
+
+Three operators of torch would read and write V numbers a row each. Their bits are kept: on a GPU torch divides by a
+number by multiplying with its reciprocal. The tangent of a bfloat16 comes no nearer than 8e-6 (of itself) to where its
+rounding changes, so that a cheap one that is off by 2e-6 rounds alike; float16 and float32 take CUDA's own, as torch
+does. No row depends on others.
+"""
+
+import numpy as np
+import torch
+
+from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.triton_shim import INTERPRETED, tl, triton
+
+BLOCK = 2048
+
+LIBRARY = tl.constexpr(torch.version.cuda is not None and not INTERPRETED)
+
+
+def inverse_of(cap: float) -> float:
+    return float(np.float32(1) / np.float32(cap))
+
+
+def reference_softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """See `softcap`; a new tensor."""
+    return torch.tanh(logits / cap) * cap
+
+
+@triton.jit
+def _tanh(b_x: tl.tensor) -> tl.tensor:
+    """Within a few units of float32: the quotient cancels where the series does not."""
+    b_a = tl.abs(b_x)
+    b_e = tl.exp(-2.0 * b_a)
+    b_sq = b_a * b_a
+    b_series = b_a * (1.0 + b_sq * (-0.33333334 + b_sq * (0.13333334 - b_sq * 0.053968254)))
+    b_tanh = tl.where(b_a < 0.2, b_series, tl.div_rn(1.0 - b_e, 1.0 + b_e))
+    return tl.where(b_x < 0, -b_tanh, b_tanh)
+
+
+@triton.jit
+def _cheap_tanh(b_x: tl.tensor) -> tl.tensor:
+    """Within 2e-6 of itself, without branches; what is not a number stays none."""
+    b_x = tl.clamp(b_x, -40.0, 40.0, propagate_nan=tl.PropagateNan.ALL)  # e^80 is a float32
+    b_sq = b_x * b_x
+    b_series = b_x * (1.0 + b_sq * (b_sq * 0.13333334 - 0.33333334))
+    return tl.where(tl.abs(b_x) < 0.09375, b_series, 2.0 * tl.sigmoid(2.0 * b_x) - 1.0)
+
+
+@triton.jit
+def capped(b_x: tl.tensor, cap: tl.tensor, inverse: tl.tensor) -> tl.tensor:
+    """In the dtype of b_x; inverse: 1 / cap."""
+    DTYPE: tl.constexpr = b_x.dtype
+    b_y = (b_x.to(tl.float32) * inverse).to(DTYPE).to(tl.float32)
+    if b_x.dtype == tl.bfloat16:
+        b_tanh = _cheap_tanh(b_y)
+    elif LIBRARY:  # it flushes what is subnormal, where the tangent is its argument
+        b_tanh = tl.where(tl.abs(b_y) < 0.0001, b_y, tl.extra.cuda.libdevice.tanh(b_y))
+    else:
+        b_tanh = _tanh(b_y)
+    return (b_tanh.to(DTYPE).to(tl.float32) * cap).to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["cap", "inverse"])
+def _softcap_kernel(
+    p_x: tl.tensor,
+    numel: tl.tensor,
+    cap: tl.tensor,
+    inverse: tl.tensor,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    o_x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    b_x = tl.load(p_x + o_x, mask=o_x < numel, other=0.0)
+    tl.store(p_x + o_x, capped(b_x, cap, inverse), mask=o_x < numel)
+
+
+def softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """logits, contiguous, of any shape -> themselves, capped in place."""
+    assert logits.is_contiguous(), f"{logits.stride()=}"
+    if logits.numel():
+        _softcap_kernel[(triton.cdiv(logits.numel(), BLOCK),)](
+            *(logits, logits.numel(), cap, inverse_of(cap)),
+            BLOCK=BLOCK,
+            num_warps=4,
+            **pdl_options(logits.device),
+        )
+    return logits

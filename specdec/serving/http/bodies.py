@@ -1,0 +1,161 @@
+"""Bodies of requests: bounded before they are parsed, parsed off the event loop, refused at their first mistake.
+
+    raw bytes -> shape (depth, containers, values), counted without building anything -> JSON -> model
+
+A value of one byte in JSON can take a hundred in Python, and a mistake a kilobyte: so what a body may hold is counted
+first. Small bodies are read where they are; larger ones on one thread of their own, one at a time, since a parser
+keeps Python's lock for as long as it runs.
+
+A route whose router has `route_class=BodyRoute` declares its body as usual: `async def route(body: Model, ...)`.
+"""
+
+import asyncio
+import contextvars
+import json
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+
+from specdec.serving.http.faults import ApiError, invalid_body
+
+Model = TypeVar("Model", bound=BaseModel)
+
+MAX_DEPTH = 200
+MAX_CONTAINERS = 1 << 15
+"""Objects and arrays of a body: each takes up to 232 bytes."""
+MAX_MEMBERS = 1 << 16
+"""Of all objects of a body together: each has a key of its own."""
+BYTES_PER_VALUE = 8
+"""A body has at most one value in so many of the bytes that a body may have at most."""
+MIN_VALUES = 1 << 16
+SMALL = 1 << 15
+"""Bytes that are parsed on the loop: in less time than a thread takes to begin."""
+WINDOW = 1 << 16
+"""Bytes looked at between two moments at which other threads may run."""
+
+_parser = ThreadPoolExecutor(1, thread_name_prefix="specdec-bodies")
+
+
+@dataclass(slots=True)
+class Shape:
+    """What JSON text holds outside its strings."""
+
+    containers: int = 0
+    members: int = 0
+    values: int = 0
+    depth: int = 0
+
+
+def shape_of(raw: bytes) -> Iterator[Shape]:
+    """The shape of UTF-8 JSON so far, after each window. Of text that is no JSON, anything."""
+    shape, inside, escaped, depth = Shape(), False, False, 0
+    for at in range(0, len(raw), WINDOW):
+        window = raw[at : at + WINDOW]
+        if escaped:
+            window = b"__" + window[1:]
+        # an escaped quote or backslash ends nothing; a lone one at the end goes on in the next window
+        window = window.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+        escaped = window.endswith(b"\\")
+        parts = window.split(b'"')
+        outside = b" ".join(parts[1::2] if inside else parts[::2])
+        inside ^= not len(parts) % 2
+        opened = outside.count(b"{") + outside.count(b"[")
+        shape.containers += opened
+        shape.members += outside.count(b":")
+        shape.values += outside.count(b",") + opened
+        if shape.containers <= MAX_CONTAINERS:
+            for char in outside.translate(None, delete=_NO_BRACKETS):
+                depth += 1 if char in b"{[" else -1
+                shape.depth = max(shape.depth, depth)
+        yield shape
+
+
+_NO_BRACKETS = bytes(char for char in range(256) if char not in b"{}[]")
+
+
+def require_shape(raw: bytes, max_values: int) -> None:
+    """Raise ApiError for a body whose parsing would take more than in proportion to its length."""
+    for shape in shape_of(raw):
+        for count, most, what in (
+            (shape.depth, MAX_DEPTH, "levels"),
+            (shape.containers, MAX_CONTAINERS, "objects and arrays"),
+            (shape.members, MAX_MEMBERS, "members of objects"),
+            (shape.values, max_values, "values"),
+        ):
+            if count > most:
+                message = f"there was an error parsing the body: it has {count} {what} or more, and {most} are allowed"
+                raise ApiError(400, message, code="invalid_json")
+
+
+def parse(raw: bytes, model: type[Model], max_values: int) -> Model:
+    """The body as a model says. Raises ApiError with the first thing that is wrong with it."""
+    require_shape(raw, max_values)
+    try:
+        value = json.loads(raw.decode())
+    except RecursionError:
+        raise ApiError(400, "there was an error parsing the body: it is nested too deep", code="invalid_json") from None
+    except ValueError as error:  # bytes that are no UTF-8 among them, and numbers of thousands of digits
+        reason = getattr(error, "msg", None) or str(error).partition(";")[0]
+        raise ApiError(400, f"the body is not JSON: {reason}", code="invalid_json") from None
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        raise invalid_body([{**each, "loc": ("body", *each["loc"])} for each in errors]) from None
+
+
+async def read_body(request: Request, model: type[Model], max_body_bytes: int) -> Model:
+    """The body of a request. Raises ApiError."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    try:
+        raw = await request.body()
+    except ClientDisconnect:
+        raise ApiError(400, "the body ended before its end", code="invalid_json") from None
+    if not raw:
+        message = "the body is missing; a JSON object is wanted"
+        raise ApiError(400, message, code="missing_required_parameter")
+    if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
+        said = f"Content-Type is {kind[:80]!r}" if kind else "there is no Content-Type"
+        raise ApiError(415, f"{said}; application/json is read", code="unsupported_media_type")
+    max_values = max(MIN_VALUES, max_body_bytes // BYTES_PER_VALUE)
+    if len(raw) <= SMALL:
+        return parse(raw, model, max_values)
+    context = contextvars.copy_context()  # of who asks, and how unknown fields are handled
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_parser, lambda: context.run(parse, raw, model, max_values))
+
+
+class ParsedRequest(Request):
+    """A request whose body has been read: FastAPI finds the model in the place of JSON, and takes it as it is."""
+
+    parsed: BaseModel
+
+    async def body(self) -> bytes:
+        return b"{}"
+
+    async def json(self) -> Any:
+        return self.parsed
+
+
+class BodyRoute(APIRoute):
+    """Reads and checks bodies as this module does, not on the loop as FastAPI does."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        answer = super().get_route_handler()
+        if self.body_field is None:
+            return answer
+        model: Any = self.body_field.field_info.annotation
+
+        async def handler(request: Request) -> Response:
+            parsed = await read_body(request, model, request.app.state.serve.settings.max_body_bytes)
+            again = ParsedRequest(request.scope, request.receive)
+            again.parsed = parsed
+            return await answer(again)
+
+        return handler

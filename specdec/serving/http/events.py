@@ -1,0 +1,107 @@
+"""Answers on their way out: server-sent events, and work that ends when its client goes away.
+
+    data: {"choices": [...]}
+
+    data: [DONE]
+
+A client that goes away, streaming or not, cancels what is done for it, and that aborts its requests. A failure behind
+the first event is an event of its own, in the shape of an error, for the status has been sent.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from specdec.errors import SpecDecError
+from specdec.serving.async_engine import Streams
+from specdec.serving.http.faults import as_api_error
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+CLIENT_GONE = 499
+"""What the log shows of a request whose client went away; nobody receives it."""
+
+
+class ClientGoneError(Exception):
+    """Nobody is there to answer."""
+
+
+MANY_TOKENS = 64
+"""Of one delta, which a slow reader gets: to put them into words takes longer than a thread takes to begin."""
+
+
+def json_bytes(data: Any) -> bytes:
+    """JSON as it is sent. Half a surrogate pair, which a model may write, is escaped: UTF-8 has none."""
+    try:
+        return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        return json.dumps(data, separators=(",", ":")).encode()
+
+
+def json_response(data: Any) -> Response:
+    return Response(json_bytes(data), media_type="application/json")
+
+
+async def off_loop(tokens: int, work: Callable[[], T]) -> T:
+    """What `work` returns; on another thread where it is about many tokens."""
+    return work() if tokens < MANY_TOKENS else await asyncio.to_thread(work)
+
+
+def event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json_bytes(data) + b"\n\n"
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns; when the client goes away first it is cancelled, and ClientGoneError raised."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        working.cancel()
+        gone.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+class EventStream(Response):
+    """The events of one submission; sent as fast as the client reads, with nothing piled up."""
+
+    last = DONE
+    encode = staticmethod(event)
+
+    def __init__(self, streams: Streams, events: AsyncIterator[dict[str, Any]]) -> None:
+        super().__init__(media_type="text/event-stream; charset=utf-8")
+        del self.headers["content-length"]
+        self.headers["Cache-Control"] = "no-cache"
+        self.headers["X-Accel-Buffering"] = "no"  # nginx would hold events back
+        self._streams = streams
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["events"] = True  # a comment may stand between any two writes
+        async with self._streams:
+            try:
+                await while_connected(receive, self._send(send))
+            except ClientGoneError:
+                scope.setdefault("state", {})["client_gone"] = True
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": self.encode(data), "more_body": True})
+            last = self.last
+        except SpecDecError as error:
+            last = self.encode(as_api_error(error).body)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,152 @@
+"""Errors as OpenAI's clients read them: {"error": {"message", "type", "param", "code"}} and an HTTP status.
+
+Every way in which a request can go wrong ends here, so that no other shape ever leaves the server.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+
+from specdec.errors import (
+    CapacityError,
+    ConfigError,
+    QueueFullError,
+    SpecDecError,
+    StoppingError,
+    UnsupportedModelError,
+    shown,
+)
+from specdec.serving.http.wording import sentence
+
+logger = logging.getLogger(__name__)
+
+TYPES = ("str", "int", "float", "bool", "none", "dict", "list")
+"""Parts of a place in a body that name a member of a union, and no field."""
+
+
+class ApiError(Exception):
+    """A refusal with its status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = error_body(status, message, param, code)
+        self.headers = dict(headers or {})
+
+    def response(self) -> Response:
+        # ascii: a message may show half a surrogate pair
+        return Response(json.dumps(self.body), self.status, self.headers, media_type="application/json")
+
+
+def error_body(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Any error of the product, as an answer."""
+    if isinstance(error, ApiError):
+        return error
+    message = str(error).replace("max_new_tokens", "max_tokens")
+    if isinstance(error, QueueFullError):
+        return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+    if isinstance(error, CapacityError):
+        return ApiError(400, message, param=_param(message), code="context_length_exceeded")
+    if isinstance(error, (ConfigError, UnsupportedModelError)):
+        return ApiError(400, message, param=_param(message), code="invalid_value")
+    if isinstance(error, StoppingError):
+        return ApiError(503, message, code="stopping", headers={"Retry-After": "1"})
+    if isinstance(error, SpecDecError):  # such as a round that failed
+        return ApiError(500, message)
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, "the server failed to answer this request; its log says why")
+
+
+def invalid_body(errors: Sequence[Any]) -> ApiError:
+    """Of what pydantic found in a body, the first; an unknown field before all others."""
+    unknown = [error for error in errors if error["type"] == "extra_forbidden"]
+    error = (unknown or list(errors))[0]
+    param = _place(error["loc"])
+    if error["type"] == "json_invalid":
+        reason = error.get("ctx", {}).get("error", "")
+        return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
+    if unknown:
+        return ApiError(
+            400, f"{param} is no field that this server supports; leave it out", param=param, code="unknown_parameter"
+        )
+    if error["type"] == "missing":
+        missing = f"{param} is missing; it is required" if param else "the body is missing; a JSON object is wanted"
+        return ApiError(400, missing, param=param, code="missing_required_parameter")
+    here = [each for each in errors if _place(each["loc"]) == param]
+    message = f"{param or 'the body'}={shown(error.get('input'))}: {sentence(here)}"
+    return ApiError(400, message, param=param, code="invalid_type")
+
+
+METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
+
+
+def allowed_methods(request: Request) -> list[str]:
+    """What the routes of its path take together: the router names those of the first one only."""
+
+    def taken(method: str) -> bool:
+        scope = dict(request.scope) | {"method": method}
+        return any(route.matches(scope)[0] == Match.FULL for route in request.app.routes)
+
+    found = [method for method in METHODS if taken(method)]
+    return sorted({*found, "HEAD"} if "GET" in found else found)
+
+
+def install(app: FastAPI) -> None:
+    """Every exception that leaves a route leaves the server in this shape."""
+
+    async def refused(request: Request, error: Exception) -> Response:
+        if isinstance(error, RequestValidationError):
+            return invalid_body(error.errors()).response()
+        if isinstance(error, HTTPException):
+            said = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not allowed here"}
+            message = said.get(error.status_code, str(error.detail))
+            headers = dict(error.headers or {})
+            if error.status_code == 405:
+                headers["Allow"] = ", ".join(allowed_methods(request))
+            return ApiError(error.status_code, message, headers=headers).response()
+        return as_api_error(error).response()
+
+    for kind in (RequestValidationError, HTTPException, ApiError, SpecDecError):
+        app.add_exception_handler(kind, refused)
+
+
+def _param(message: str) -> str | None:
+    """The setting that a message of the Python API begins with: 'top_p=2: ...'."""
+    found = re.match(r"(\w+)=", message)
+    return found[1] if found else None
+
+
+def _place(loc: Sequence[Any]) -> str | None:
+    """("body", "messages", 0, "content", "str") -> messages[0].content"""
+    place = ""
+    for part in loc[1:]:
+        if isinstance(part, int):
+            place += f"[{part}]"
+        elif part in TYPES or "[" in part or part[:1].isupper():
+            continue
+        else:
+            name = part if len(part) <= 80 else part[:80] + "..."
+            place += f".{name}" if place else name
+    return place or None

@@ -1,0 +1,100 @@
+"""How much one client may ask: requests a minute and requests at a time, each off unless it is set.
+
+A client is an API key, or an address where the server has no keys. Requests are counted before their bodies are read;
+a refusal is 429 with Retry-After, and costs nothing. Only POST requests behind the API key count.
+"""
+
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from specdec.config import require_int
+from specdec.serving.http.faults import ApiError
+
+COUNTED = ("/v1/", "/tokenize", "/detokenize")
+MOST_REMEMBERED = 10_000
+"""Clients whose rate is known; beyond these, those that have used nothing lately are forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRates:
+    """Of one client, 0: no limit. per_minute: requests, of which all may come at once. at_a_time: open requests."""
+
+    per_minute: int = 0
+    at_a_time: int = 0
+
+    def __post_init__(self) -> None:
+        require_int("client_requests_per_minute", self.per_minute, 0, 1 << 30)
+        require_int("client_concurrency", self.at_a_time, 0, 1 << 30)
+
+    @property
+    def any(self) -> bool:
+        return bool(self.per_minute or self.at_a_time)
+
+
+class Bucket:
+    """What a client may still ask: `left` requests at the time `then`, and `per_minute` more each minute."""
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute, self.left, self.then = per_minute, float(per_minute), now
+
+    def take(self, now: float) -> float:
+        """One request, if there is one left. -> seconds until there is; 0: it was taken"""
+        self.left = min(self.per_minute, self.left + (now - self.then) * self.per_minute / 60)
+        self.then = now
+        if self.left < 1:
+            return (1 - self.left) * 60 / self.per_minute
+        self.left -= 1
+        return 0.0
+
+
+class ClientLimits:
+    """Around the routes, inside the check of the API key, which says whose request it is."""
+
+    def __init__(self, app: ASGIApp, rates: ClientRates) -> None:
+        self.app = app
+        self.rates = rates
+        self._open: Counter[str] = Counter()
+        self._buckets: dict[str, Bucket] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        counts = (
+            scope["type"] == "http" and scope["method"] == "POST" and any(each in scope["path"] for each in COUNTED)
+        )
+        if not counts:
+            await self.app(scope, receive, send)
+            return
+        client = scope["state"]["client"]
+        refusal = self.refusal(client, time.monotonic())
+        if refusal is not None:
+            await refusal.response()(scope, receive, send)
+            return
+        self._open[client] += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._open[client] -= 1
+            if not self._open[client]:
+                del self._open[client]
+
+    def refusal(self, client: str, now: float) -> ApiError | None:
+        """Why this client may not ask now; None: it may, and one request is taken from its minute."""
+        most = self.rates.at_a_time
+        if most and self._open[client] >= most:
+            return _refused(f"{most} of your requests are open, as many as may be; wait for one to end", 1.0)
+        if not self.rates.per_minute:
+            return None
+        if len(self._buckets) >= MOST_REMEMBERED:
+            self._buckets = {name: each for name, each in self._buckets.items() if now - each.then < 60}
+        bucket = self._buckets.setdefault(client, Bucket(self.rates.per_minute, now))
+        wait = bucket.take(now)
+        if wait:
+            return _refused(f"{self.rates.per_minute} requests a minute are allowed, and you have sent them", wait)
+        return None
+
+
+def _refused(message: str, seconds: float) -> ApiError:
+    return ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(max(1, math.ceil(seconds)))})

@@ -1,0 +1,244 @@
+"""Around every route: a request id, a line in the log, the API key, and the size of bodies.
+
+Plain ASGI: nothing is buffered, and a client that goes away is noticed at once.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specdec.serving.fair_pool import CLIENT
+from specdec.serving.http.events import CLIENT_GONE
+from specdec.serving.http.faults import ApiError, as_api_error
+from specdec.serving.http.limits import ClientLimits
+from specdec.serving.server_settings import ServeSettings
+from specdec.serving.tracing import Tracing
+
+logger = logging.getLogger("specdec.serving")
+QUIET = ("/health", "/live", "/ready", "/ping", "/metrics")
+"""What machines ask for over and over."""
+GUARDED = ("/v1/", "/tokenize", "/detokenize")
+"""Paths behind the API key; whether it is well, and its figures, anybody may ask who reaches it."""
+DISCARDED_BYTES, DISCARD_SECONDS = 16 << 20, 1.0
+"""Of the body of a request that is refused, at most this much is read before the answer."""
+
+
+class RootPath:
+    """Tells what is below the prefix under which a proxy shows this server, whether the proxy strips it or not."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self.app = app
+        self.root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app({**scope, "root_path": self.root_path}, receive, send)
+
+
+class LastResort:
+    """Innermost: an error that no handler knows is answered here, inside of what counts, names and logs answers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        except Exception as error:
+            if begun:
+                raise
+            await as_api_error(error).response()(scope, receive, send)
+
+
+class Heads:
+    """HEAD is GET without the body, wherever there is a GET."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self.app(scope, receive, send)
+            return
+
+        async def without_body(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        await self.app({**scope, "method": "GET"}, receive, without_body)
+
+
+def printable(path: str) -> str:
+    """A path as a log line can show it: a line end, or a terminal's escape, is no part of a line."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in path[:2048])
+
+
+class RequestLog:
+    """Outermost: takes or makes the id, returns it as X-Request-Id, and writes one line behind each answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        began, status = time.perf_counter(), CLIENT_GONE
+
+        async def with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            await self.app(scope, receive, with_id)
+        finally:
+            gone = " (client gone)" if scope["state"].get("client_gone") else ""
+            seconds = time.perf_counter() - began
+            line = "%s %s %d%s in %.3f s, id %s"
+            level = logging.DEBUG if route_path(scope) in QUIET else logging.INFO
+            fields = {
+                "method": scope["method"],
+                "path": printable(scope["path"]),
+                "status": status,
+                "seconds": round(seconds, 6),
+            }
+            fields |= {"request_id": request_id, "client": scope["state"].get("client"), "client_gone": bool(gone)}
+            values = printable(scope["method"]), printable(scope["path"]), status, gone, seconds, request_id
+            logger.log(level, line, *values, extra={"fields": fields})
+
+
+def route_path(scope: Scope) -> str:
+    """The path as routes have it, without the prefix under which a proxy shows this server."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+
+
+class Guard:
+    """The API key first, then the size of the body, by its header and as it comes.
+
+    It also says whose request this is, in the scope's state ("client") and in CLIENT: the name of the key, or the
+    client's address where there are no keys.
+    """
+
+    def __init__(
+        self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int, named_keys: Mapping[str, str]
+    ) -> None:
+        self.app = app
+        self.api_keys = {f"key-{number}": key.encode() for number, key in enumerate(api_keys, 1)}
+        self.api_keys |= {name: key.encode() for name, key in named_keys.items()}
+        self.max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        refusal = self._refusal(scope, headers)
+        if refusal is not None:
+            if "100-continue" not in headers.get("expect", "").lower():  # such a client waits to be told
+                await _discard_body(receive)
+            await refusal.response()(scope, receive, send)
+            return
+        size, refused = 0, False
+
+        async def counted() -> Message:
+            nonlocal size, refused
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self.max_body_bytes and not refused:
+                refused = True
+                await _discard_body(receive)
+                await self._too_large().response()(scope, receive, send)
+            return {"type": "http.disconnect"} if refused else message
+
+        async def unless_refused(message: Message) -> None:
+            if not refused:
+                await send(message)
+
+        await self.app(scope, counted, unless_refused)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+        client = (scope.get("client") or ("",))[0]
+        if self.api_keys and route_path(scope).startswith(GUARDED):
+            kind, _, key = headers.get("authorization", "").partition(" ")
+            given = key.strip().encode() if kind.lower() == "bearer" else b""
+            # all are compared, in constant time, so that time tells nothing of any
+            matches = [name for name, known in self.api_keys.items() if hmac.compare_digest(given, known)]
+            client = matches[0] if matches else client
+            if not matches:
+                said = "the API key is wrong" if given else "no API key was given"
+                message = f"{said}; send 'Authorization: Bearer KEY'"
+                return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        scope.setdefault("state", {})["client"] = client
+        CLIENT.set(client)
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > self.max_body_bytes:
+            return self._too_large()
+        return None
+
+    def _too_large(self) -> ApiError:
+        message = f"the body is larger than the {self.max_body_bytes} bytes that this server takes; send less"
+        return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+
+
+async def _discard_body(receive: Receive) -> None:
+    """Read on for a while: closing a connection resets a client that still sends, and it never sees the answer."""
+    left = DISCARDED_BYTES
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_SECONDS):
+            more = True
+            while more and left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                more = message.get("more_body", False)
+
+
+def install(app: FastAPI, settings: ServeSettings) -> None:
+    """The last added is the outermost."""
+    app.add_middleware(LastResort)
+    app.add_middleware(Heads)
+    if settings.rates.any:
+        app.add_middleware(ClientLimits, rates=settings.rates)
+    app.add_middleware(
+        Guard,
+        api_keys=settings.api_keys,
+        max_body_bytes=settings.max_body_bytes,
+        named_keys=settings.named_keys,
+    )
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],  # those asked for: OpenAI's client sends a dozen of its own
+            expose_headers=["X-Request-Id"],
+        )
+    app.add_middleware(Tracing)
+    app.add_middleware(RequestLog)
+    if settings.root_path:
+        app.add_middleware(RootPath, root_path=settings.root_path)

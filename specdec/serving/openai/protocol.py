@@ -1,0 +1,276 @@
+"""What requests may say: the bodies of OpenAI's API, vLLM's additions to them, and `speculation`.
+
+Strict: an unknown field, or a value of another type, is refused with its place. A field is here because it has an
+effect, or because nothing it can say has one (`user`). Ranges are checked where the Python API checks them.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from specdec.serving.http import unknown_fields
+from specdec.text.prompts import Prompt, as_prompt_list
+
+Prompts = Annotated[list[Prompt], PlainValidator(as_prompt_list)]
+"""A string, token ids, or a list of these."""
+Strings = Annotated[list[str], Field(fail_fast=True)]
+Nothing = Annotated[list[Any], Field(max_length=0)] | None
+"""A field of answers that clients send back."""
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+def _only(allowed: bool) -> BeforeValidator:
+    """To pydantic 0 is one of `Literal[False]`, even where it is strict; to JSON Schema it is not."""
+
+    def check(value: Any) -> Any:
+        if value is not allowed:
+            raise PydanticCustomError("literal_error", "another value is expected", {"expected": str(allowed)})
+        return value
+
+    return BeforeValidator(check)
+
+
+OnlyFalse = Annotated[Literal[False], _only(False)]
+OnlyTrue = Annotated[Literal[True], _only(True)]
+
+
+def _one(value: float) -> float:
+    if value != 1:
+        raise ValueError("1 is expected: other values belong to beam search, which this server does not have")
+    return value
+
+
+MAX_MESSAGES = 16384
+MAX_STOPS = 1024
+"""Checked before the members are: what the Python API allows is less."""
+MAX_BIASES = 4096
+
+
+def at_most(count: int) -> BeforeValidator:
+    """Refuses a longer list or object before any member of it is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, (list, dict)) and len(value) > count:
+            raise ValueError(f"it has {len(value)} members, and {count} are allowed")
+        return value
+
+    return BeforeValidator(check)
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        """Where unknown fields are not refused, they are left out here; of those that are refused, all but the first:
+        a million of them would be an error each."""
+        data = unknown_fields.dropped(data, cls)
+        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((name for name in data if name not in known), None)
+        return {name: value for name, value in data.items() if name in known or name == unknown}
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: OnlyFalse = False
+
+
+class Speculation(Body):
+    """How one request speculates, within what the engine was made for; it changes no token."""
+
+    num_steps: int | None = None
+    topk: int | None = None
+    num_draft_tokens: int | None = None
+    show_drafts: bool = False
+
+
+class JsonSchema(Body):
+    name: str = ""
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """As vLLM calls them; at most one."""
+
+    json_schema: str | dict[str, Any] | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Strings | None = None
+    json_object: bool | None = None
+
+
+class SamplingFields(Body):
+    """What chats and completions have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_BIASES)] = None
+    seed: int | None = None
+    stop: Annotated[str | Strings | None, at_most(MAX_STOPS)] = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    n: int | None = None
+    prompt_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Strings | None = None
+    speculation: bool | Speculation | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    # whatever they say, nothing changes
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    store: bool | None = None
+    request_id: str | None = None
+    # vLLM's, of which one value changes nothing and others would need what this server does not have
+    use_beam_search: OnlyFalse | None = None
+    length_penalty: Annotated[float, AfterValidator(_one)] | None = None
+    early_stopping: OnlyFalse | None = None
+    skip_special_tokens: OnlyTrue | None = None
+    spaces_between_special_tokens: OnlyTrue | None = None
+    return_tokens_as_token_ids: OnlyFalse | None = None
+    bad_words: Nothing = None
+    logits_processors: None = None
+    mm_processor_kwargs: None = None
+    kv_transfer_params: None = None
+    vllm_xargs: None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def show_drafts(self) -> bool:
+        return isinstance(self.speculation, Speculation) and self.speculation.show_drafts
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class Message(Body):
+    """content: a string or text parts; what is no text is refused with the message's number."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    type: Literal["text"] | None = None  # of the content, which some clients say beside it
+    # answers that a client sends back have these, with nothing in them
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Nothing = None
+
+
+class Function(Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Prediction(Body):
+    """A guess at the answer, for speed: this server drafts by other means."""
+
+    type: Literal["content"]
+    content: str | list[dict[str, Any]]
+
+
+class ChatRequest(SamplingFields):
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    prediction: Prediction | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: OnlyFalse | None = None
+    functions: Nothing = None
+    function_call: Literal["none", "auto"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True), at_most(16)] | None = None
+
+
+class CompletionRequest(SamplingFields):
+    prompt: Prompts
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: None = None
+    add_special_tokens: OnlyTrue | None = None

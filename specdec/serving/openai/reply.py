@@ -1,0 +1,129 @@
+"""What one choice says, delta by delta: its content, the tools that it calls, and which of its text was drafted.
+
+    reply.read(delta)  ->  Said(content, tool_calls, drafted, reasoning)
+
+All of `content` joined, or of `drafted`, is the choice's text, apart from what it thought and called. It knows deltas
+of any number of tokens, and no HTTP.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from specdec.errors import StoppingError
+from specdec.runtime.request import GenerationOutput, StreamDelta
+from specdec.serving.tools.reasoning import ReasoningFormat, ReasoningReader
+from specdec.serving.tools.tool_parsers import ContentPiece, MarkedText, Piece, ToolCallPiece, ToolParser
+from specdec.text.drafts import DraftColours
+
+
+class Said(NamedTuple):
+    """tool_calls: as OpenAI's deltas have them. drafted: [[text, whether out of accepted drafts], ...]; None: not asked
+    for."""
+
+    content: str
+    tool_calls: list[dict[str, Any]]
+    drafted: list[tuple[str, bool]] | None
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How the replies of a request are read. parser: of tool calls; None: all text is content. max_calls: those beyond,
+    and what follows them, are left out. reasoning: how the model writes what it thinks; None: that is content.
+    opened: the prompt ends within a thought."""
+
+    tokenizer: Any
+    stops: Sequence[str] = ()
+    show_drafts: bool = False
+    parser: type[ToolParser] | None = None
+    parameter_types: dict[str, dict[str, Any]] | None = None
+    max_calls: int | None = None
+    reasoning: ReasoningFormat | None = None
+    opened: bool = False
+
+
+class Reply:
+    """One choice."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.num_calls = 0
+        self._colours = DraftColours(wanted.tokenizer, wanted.stops) if wanted.show_drafts else None
+        self._max_calls = wanted.max_calls
+        self._parser = None if wanted.parser is None else wanted.parser(wanted.parameter_types)
+        self._reasoning: ReasoningReader | None = None
+        special: tuple[str, ...] = () if self._parser is None else self._parser.special
+        if wanted.reasoning is not None:
+            self._reasoning = ReasoningReader(wanted.reasoning, opened=wanted.opened)
+            special += wanted.reasoning.special
+        self._text: MarkedText | None = None
+        if self._parser is not None or self._reasoning is not None:
+            self._text = MarkedText(wanted.tokenizer, special, wanted.stops)
+
+    def read(self, delta: StreamDelta) -> Said:
+        """What this delta adds."""
+        drafted = None if self._colours is None else self._colours.read(delta)
+        if self._text is None:
+            content = delta.text if drafted is None else "".join(text for text, _ in drafted)
+            return Said(content, [], drafted)
+        content, reasoning, finished = self._text.read(delta), "", delta.output is not None
+        if self._reasoning is not None:
+            reasoning, content = self._reasoning.feed(content, finished=finished)
+        if self._parser is None:
+            return Said(content, [], drafted, reasoning)
+        pieces = self._kept(self._parser.feed(content) + (self._parser.finish() if finished else []))
+        content = "".join(piece.text for piece in pieces if isinstance(piece, ContentPiece))
+        calls = [self._call(piece) for piece in pieces if isinstance(piece, ToolCallPiece)]
+        return Said(content, _one_each(calls), drafted, reasoning)
+
+    def _kept(self, pieces: list[Piece]) -> list[Piece]:
+        """Those before the first call that is one too many."""
+        kept: list[Piece] = []
+        for piece in pieces:
+            if self._max_calls is not None and isinstance(piece, ToolCallPiece) and piece.index >= self._max_calls:
+                self._max_calls = -1
+            if self._max_calls == -1:
+                break
+            kept.append(piece)
+        return kept
+
+    def read_output(self, output: GenerationOutput) -> Said:
+        """All that an output says, as one delta."""
+        return self.read(StreamDelta(output.text, output.token_ids, output.drafted, output))
+
+    def read_whole(self, output: GenerationOutput) -> Said:
+        """All that an output says; calls as a message has them."""
+        said = self.read_output(output)
+        for call in said.tool_calls:
+            del call["index"]
+        return said
+
+    def finish_reason(self, output: GenerationOutput) -> str:
+        """ "stop", "length" or "tool_calls". Raises StoppingError for a request that somebody else ended."""
+        reason = finish_reason(output)
+        return "tool_calls" if reason == "stop" and self.num_calls else reason
+
+    def _call(self, piece: ToolCallPiece) -> dict[str, Any]:
+        if piece.name is None:
+            return {"index": piece.index, "function": {"arguments": piece.arguments}}
+        self.num_calls += 1
+        function = {"name": piece.name, "arguments": piece.arguments}
+        return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+
+
+def finish_reason(output: GenerationOutput) -> str:
+    """ "stop" or "length". Raises StoppingError for a request that somebody else ended."""
+    if output.finish_reason == "abort":
+        raise StoppingError("this answer was ended before its end; the server is stopping")
+    return output.finish_reason
+
+
+def _one_each(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The parts of each call in one, in their order."""
+    whole: dict[int, dict[str, Any]] = {}
+    for call in calls:
+        if call["index"] in whole:
+            whole[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+        else:
+            whole[call["index"]] = call
+    return list(whole.values())

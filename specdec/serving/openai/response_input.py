@@ -1,0 +1,217 @@
+"""What POST /v1/responses may say, and the chat that it stands for: one path leads to the engine, that of chats."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from specdec.serving.http.faults import ApiError, invalid_body
+from specdec.serving.openai.protocol import Body, ChatRequest, Effort, Nothing, OnlyFalse, StreamOptions
+
+SAME = (
+    "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed", "stop", "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+    "chat_template_kwargs", "stream", "top_logprobs", "max_tokens",
+    "cache_salt",
+)  # fmt: skip
+"""Fields that chats have too."""
+LOGPROBS = "message.output_text.logprobs"
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class Text(Body):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(Body):
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Body):
+    type: Literal["function"]
+    name: str
+
+
+class ResponsesRequest(Body):
+    """OpenAI's, and sampling parameters of chats."""
+
+    model: str | None = None
+    input: Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    text: Text | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    # whatever they say, nothing changes
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    max_tool_calls: int | None = None
+    # what would change the answer
+    truncation: Literal["disabled"] | None = None
+    background: OnlyFalse | None = None
+    conversation: None = None
+    prompt: None = None
+    context_management: Nothing = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The input as items."""
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+
+
+def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
+    """The chat that it stands for; messages: the whole of it."""
+    asked = {name: value for name in SAME if (value := getattr(body, name, None)) is not None}
+    instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    asked |= {"messages": instructions + messages, "priority": body.priority}
+    if body.max_output_tokens is not None:
+        asked["max_tokens"] = body.max_output_tokens
+    if body.wants_logprobs:
+        asked["logprobs"] = True
+    else:
+        asked.pop("top_logprobs", None)
+    if body.tools:
+        asked["tools"] = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for tool in body.tools
+        ]
+    if isinstance(body.tool_choice, NamedFunction):
+        asked["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
+    elif body.tool_choice is not None and (body.tools or body.tool_choice == "required"):
+        asked["tool_choice"] = body.tool_choice
+    if body.text is not None and body.text.format is not None:
+        form = body.text.format
+        if form.type == "json_schema" and form.json_schema is None:
+            raise ApiError(400, "text.format.schema is missing; it is required", param="text.format.schema")
+        schema = {"name": form.name or "", "schema": form.json_schema, "strict": form.strict}
+        asked["response_format"] = {"type": form.type} | ({"json_schema": schema} if form.json_schema else {})
+    if body.text is not None and body.text.verbosity is not None:
+        asked["verbosity"] = body.text.verbosity
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        asked["reasoning_effort"] = body.reasoning.effort
+    try:
+        return ChatRequest.model_validate(asked)
+    except ValidationError as error:  # such as more messages than a chat may have
+        raise invalid_body([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from None
+
+
+def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of a chat. An answer's thoughts, text and calls, which are items of their own, are one message."""
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(items):
+        place = f"input[{index}]"
+        kind = item.get("type", "message" if "role" in item else None)
+        if kind == "message":
+            role = item.get("role")
+            if role not in ("user", "assistant", "system", "developer"):
+                raise ApiError(
+                    400,
+                    f"{place}.role={role!r:.80}: user, assistant, system or developer is expected",
+                    param=f"{place}.role",
+                )
+            content = _text(item.get("content"), f"{place}.content")
+            if role == "assistant":
+                message = _answer(messages)
+                message["content"] = (message["content"] or "") + content
+            else:
+                messages.append({"role": role, "content": content})
+        elif kind == "function_call":
+            call = {name: _string(item, name, place) for name in ("call_id", "name", "arguments")}
+            function = {"name": call["name"], "arguments": call["arguments"]}
+            calls = _answer(messages).setdefault("tool_calls", [])
+            calls.append({"id": call["call_id"], "type": "function", "function": function})
+        elif kind == "function_call_output":
+            output = _text(item.get("output"), f"{place}.output")
+            messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": output})
+        elif kind == "reasoning":
+            given: Any = item.get("content")
+            texts = (
+                [part.get("text", "") for part in given if isinstance(part, dict)] if isinstance(given, list) else []
+            )
+            if thought := "".join(map(str, texts)):
+                _answer(messages)["reasoning_content"] = thought
+        else:
+            raise ApiError(
+                400,
+                f"{place} is of type {kind!r:.80}; message, function_call, function_call_output and reasoning are read",
+                param=place,
+            )
+    for message in messages:
+        if message["content"] is None and not message.get("tool_calls"):
+            message["content"] = ""  # a thought by itself
+    return messages
+
+
+def _answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The model's message that goes on, or a new one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _text(content: Any, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(400, f"{place} is {content!r:.80}; a string or text parts are expected", param=place)
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
+            raise ApiError(
+                400,
+                f"{place} holds {f'a part of type {kind!r:.80}' if kind else 'no text part'}; only text is read",
+                param=place,
+            )
+    return "\n".join(part["text"] for part in content)
+
+
+def _string(item: dict[str, Any], name: str, place: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise ApiError(400, f"{place}.{name} is {value!r:.80}; a string is expected", param=f"{place}.{name}")
+    return value

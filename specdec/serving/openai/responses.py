@@ -1,0 +1,218 @@
+"""POST /v1/responses: OpenAI's newer shape of a chat, on the path of chats; what is stored can be continued."""
+
+import hashlib
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from specdec.errors import ConfigError, SpecDecError
+from specdec.runtime.request import GenerationOutput, RequestStats
+from specdec.serving.async_engine import Streams
+from specdec.serving.http.bodies import BodyRoute
+from specdec.serving.http.events import EventStream, event, json_response, while_connected
+from specdec.serving.http.faults import ApiError, as_api_error
+from specdec.serving.http.sharing import bearer_token
+from specdec.serving.openai.chat_completions import Chat
+from specdec.serving.openai.reply import Reply, Wanted
+from specdec.serving.openai.response_events import ResponseBuilder
+from specdec.serving.openai.response_input import ResponsesRequest, chat_request, messages_of
+from specdec.serving.openai.response_store import ResponseStore, Stored
+from specdec.serving.openai.sampling_fields import blaming
+from specdec.serving.openai.usage import chat_logprobs, usage_of
+from specdec.serving.state import ServeState, State
+
+router = APIRouter(route_class=BodyRoute)
+
+
+@router.post("/v1/responses", response_model=None)
+async def create_response(body: ResponsesRequest, request: Request, state: State) -> Response:
+    answer = ResponseAnswer(body, state, _store(request), _key(request))
+    try:
+        return await while_connected(request.receive, answer.answer())
+    except ConfigError as error:
+        blamed = blaming(error, answer.chat.body)
+        if isinstance(blamed, ApiError) and blamed.body["error"]["param"] == "response_format":
+            blamed.body["error"]["param"] = "text.format"
+        raise blamed from error
+
+
+@router.get("/v1/responses/{response_id}")
+async def read_response(response_id: str, request: Request) -> dict[str, Any]:
+    return _stored(request, response_id).response
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def read_input_items(response_id: str, request: Request) -> dict[str, Any]:
+    items = [
+        {"id": f"item_{i}", "type": "message"} | item for i, item in enumerate(_stored(request, response_id).inputs)
+    ]
+    ids = [item["id"] for item in items]
+    return {"object": "list", "data": items[::-1], "first_id": ids[-1], "last_id": ids[0], "has_more": False}
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
+    if not _store(request).delete(_key(request), response_id):
+        raise _unknown(response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+class ResponseAnswer:
+    """One request. Raises ApiError where it cannot be served."""
+
+    def __init__(self, body: ResponsesRequest, state: ServeState, store: ResponseStore, key: str) -> None:
+        self.body = body
+        self._store = store
+        self._key = key
+        self._state = state
+        self._messages: list[dict[str, Any]] = []
+        if body.previous_response_id is not None:
+            before = store.get(key, body.previous_response_id)
+            if before is None:
+                raise _unknown(body.previous_response_id, "previous_response_id")
+            self._messages += before.messages
+        self._messages += messages_of(body.items)
+        self.chat = Chat(chat_request(body, self._messages), state)
+        self._tokenizer = state.tokenizer
+        self._builder = ResponseBuilder(self._head(state))
+
+    async def answer(self) -> Response:
+        """The response, whole or begun."""
+        streams, wanted = await self.chat.submit()
+        if self.body.stream:
+            return NamedEvents(streams, self._events(streams, wanted))
+        async with streams:
+            [output] = await streams.outputs()
+            reply = Reply(wanted)
+            self._builder.add(reply.read_output(output), self._logprobs(output))
+            self._end(reply, output, output.stats)
+            return json_response(self._builder.response)
+
+    async def _events(self, streams: Streams, wanted: Wanted) -> AsyncIterator[dict[str, Any]]:
+        reply, builder = Reply(wanted), self._builder
+        for each in builder.begin():
+            yield each
+        try:
+            async for _, delta in streams:
+                for each in builder.add(reply.read(delta), self._logprobs(delta)):
+                    yield each
+                if delta.output is not None:
+                    for each in self._end(reply, delta.output, streams.stats(0)):
+                        yield each
+        except SpecDecError as error:  # the status is sent
+            said = as_api_error(error).body["error"]["message"]
+            for each in builder.end("failed", None, error={"code": "server_error", "message": said}):
+                yield each
+
+    def _end(self, reply: Reply, output: GenerationOutput, stats: RequestStats) -> list[dict[str, Any]]:
+        """It is whole: keep it if that is asked for."""
+        cut = reply.finish_reason(output) == "length"
+        details = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
+        events = self._builder.end("incomplete" if cut else "completed", self._usage(stats), **details)
+        if self.body.store is not False:
+            messages = self._messages + messages_of(self._builder.output)
+            self._store.put(self._key, Stored(self._builder.response, self.body.items, messages))
+        return events
+
+    def _logprobs(self, of: Any) -> list[dict[str, Any]]:
+        if not self.body.wants_logprobs or not of.logprobs:
+            return []
+        content: list[dict[str, Any]] = chat_logprobs(self._tokenizer, of.logprobs)["content"]
+        return content
+
+    def _usage(self, stats: RequestStats) -> dict[str, Any]:
+        usage = usage_of([self.chat.prompt], [stats], self._state)
+        thought = "".join(
+            part["text"] for item in self._builder.output if item["type"] == "reasoning" for part in item["content"]
+        )
+        thinking = len(self._tokenizer(thought, add_special_tokens=False)["input_ids"]) if thought else 0
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"] or {"cached_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": thinking},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _head(self, state: ServeState) -> dict[str, Any]:
+        body = self.body
+        text, reasoning = body.text, body.reasoning
+        form = (
+            {"type": "text"}
+            if text is None or text.format is None
+            else text.format.model_dump(by_alias=True, exclude_none=True)
+        )
+        choice = body.tool_choice if isinstance(body.tool_choice, str | None) else body.tool_choice.model_dump()
+        defaults = state.settings.defaults
+        return {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "model": state.model_name(body.model),
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "store": body.store is not False,
+            "temperature": defaults.get("temperature", 1.0) if body.temperature is None else body.temperature,
+            "text": {"format": form, "verbosity": None if text is None else text.verbosity},
+            "tool_choice": choice or "auto",
+            "tools": [
+                {"parameters": None, "strict": None} | tool.model_dump(exclude_none=True) for tool in body.tools or ()
+            ],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+            "metadata": body.metadata or {},
+        }
+
+
+class NamedEvents(EventStream):
+    """Each event with its name, and no end mark: the last one says that it is the last."""
+
+    last = b""
+
+    @staticmethod
+    def encode(data: dict[str, Any]) -> bytes:
+        kind = data.get("type")
+        return (f"event: {kind}\n".encode() if isinstance(kind, str) else b"") + event(data)
+
+
+def _store(request: Request) -> ResponseStore:
+    store: ResponseStore = request.app.state.responses
+    return store
+
+
+def _key(request: Request) -> str:
+    """Whose request it is: of its API key, which is not kept."""
+    return hashlib.sha256(bearer_token(request.headers).encode()).hexdigest()
+
+
+def _stored(request: Request, response_id: str) -> Stored:
+    found = _store(request).get(_key(request), response_id)
+    if found is None:
+        raise _unknown(response_id)
+    return found
+
+
+def _unknown(response_id: str, param: str = "response_id") -> ApiError:
+    return ApiError(
+        404,
+        f"no response {response_id!r:.80} is stored; it was not asked to be, was deleted, or made room for newer ones",
+        param=param,
+        code="previous_response_not_found" if param == "previous_response_id" else "response_not_found",
+    )

@@ -1,0 +1,1 @@
+"""Tool calls and reasoning: parsed from text, and chosen by grammar."""

@@ -1,0 +1,197 @@
+"""Tool calls in JSON: {"name": ..., "arguments": {...}}, or a list of them, whatever marks them.
+
+Values are checked as they come and handed on as they are written, so that arguments stream. What models get wrong in
+JSON without harm is mended: line ends in strings, lone backslashes, a missing last brace.
+"""
+
+import json
+import re
+from collections.abc import Callable
+
+from specdec.serving.tools.tool_text import NAME, NotACall, Reading, ToolParser
+
+NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+NUMBER_CHARACTERS = frozenset("+-.0123456789eE")
+JSON_SPACE = frozenset(" \t\n\r")
+ESCAPED = frozenset('"\\/bfnrtu')
+MAX_DEPTH = 64
+NAME_KEYS = ("name", "tool_name")
+ARGUMENT_KEYS = ("arguments", "parameters")
+OTHER_KEYS = ("id", "type", "tool_call_id")
+
+
+class JsonToolParser(ToolParser):
+    """What formats read JSON with."""
+
+    def _json_calls(self, *, bare: bool = False) -> Reading[None]:
+        """A call {"name": ..., "arguments": {...}}, or a list of them. bare: without arguments it is none."""
+        if (yield from self._solid()) == "{":
+            yield from self._json_call(bare)
+            return
+        if self._held[-1] != "[":
+            raise NotACall
+        while True:
+            if (yield from self._solid()) != "{":
+                raise NotACall
+            yield from self._json_call(bare)
+            char = yield from self._solid()
+            if char == "]":
+                break
+            if char != ",":
+                raise NotACall
+            self._phase = ""
+        self._held.clear()
+
+    def _json_call(self, bare: bool) -> Reading[None]:
+        """The members of a call, in any order, behind its brace."""
+        name = arguments = None
+        begun, char = False, (yield from self._solid())
+        while char != "}":
+            if char != '"':
+                raise NotACall
+            key = yield from self._json_text()
+            if (yield from self._solid()) != ":":
+                raise NotACall
+            if key in NAME_KEYS and name is None:
+                name = yield from self._json_name()
+            elif key in ARGUMENT_KEYS and arguments is None:
+                begun = name is not None and (yield from self._solid_peek()) == "{"
+                if begun:
+                    self._begin_call(name or "")
+                arguments = yield from self._json_arguments(self._arguments if begun else None)
+                self._phase = "closing" if begun else ""
+            elif key in OTHER_KEYS:
+                yield from self._json_value(lambda text: None)
+            else:
+                raise NotACall
+            char = yield from self._solid()
+            if char == ",":
+                char = yield from self._solid()
+            elif char != "}":
+                if not begun:
+                    raise NotACall
+                self._back()  # a brace was forgotten
+                break
+        if not begun:
+            if name is None or (bare and arguments is None):
+                raise NotACall
+            self._whole_call(name, arguments or "{}")
+        self._held.clear()
+
+    def _solid_peek(self) -> Reading[str]:
+        char = yield from self._solid()
+        self._back()
+        return char
+
+    def _json_name(self) -> Reading[str]:
+        if (yield from self._solid()) != '"':
+            raise NotACall
+        name = yield from self._json_text(most=128)
+        if not NAME.fullmatch(name):
+            raise NotACall
+        return name
+
+    def _json_arguments(self, sink: Callable[[str], None] | None) -> Reading[str]:
+        """An object; also as text in a string, or null for none."""
+        read: list[str] = []
+        yield from self._json_value(sink or read.append)
+        if sink is not None:
+            return ""
+        text = "".join(read).strip()
+        if text.startswith('"'):
+            text = json.loads(text)
+        try:
+            value = json.loads(text)
+        except ValueError:
+            raise NotACall from None
+        if value is None:
+            return "{}"
+        if not isinstance(value, dict):
+            raise NotACall
+        return text
+
+    def _json_text(self, most: int = 1 << 30) -> Reading[str]:
+        """The text of a string behind its first quote."""
+        read = ['"']
+
+        def sink(text: str) -> None:
+            read.append(text)
+            if len(read) > most + 2:
+                raise NotACall
+
+        yield from self._json_string(sink)
+        try:
+            text: str = json.loads("".join(read))
+        except ValueError:
+            raise NotACall from None
+        return text
+
+    def _json_value(self, sink: Callable[[str], None], depth: int = 0) -> Reading[None]:
+        """Any value, handed on as it comes."""
+        char = yield from self._json_solid(sink)
+        if char == '"':
+            sink(char)
+            yield from self._json_string(sink)
+        elif char in "{[" and depth < MAX_DEPTH:
+            sink(char)
+            yield from self._json_items(char, sink, depth + 1)
+        elif char in NUMBER_CHARACTERS:
+            while (yield from self._next()) in NUMBER_CHARACTERS:
+                char += self._held[-1]
+            self._back()
+            if not NUMBER.fullmatch(char):
+                raise NotACall
+            sink(char)
+        else:
+            word = {"t": "true", "f": "false", "n": "null"}.get(char)
+            if word is None:
+                raise NotACall
+            yield from self._expect(word[1:])
+            sink(word)
+
+    def _json_items(self, opened: str, sink: Callable[[str], None], depth: int) -> Reading[None]:
+        """What stands behind a brace or bracket, and the one that closes it."""
+        closing = "}" if opened == "{" else "]"
+        char = yield from self._json_solid(sink)
+        while char != closing:
+            if opened == "[":
+                self._back()
+            elif char == '"':
+                sink(char)
+                yield from self._json_string(sink)
+                if (yield from self._json_solid(sink)) != ":":
+                    raise NotACall
+                sink(":")
+            else:
+                raise NotACall
+            yield from self._json_value(sink, depth)
+            char = yield from self._json_solid(sink)
+            if char == ",":
+                sink(char)
+                char = yield from self._json_solid(sink)
+                if char == closing:
+                    raise NotACall
+            elif char != closing:
+                raise NotACall
+        sink(closing)
+
+    def _json_string(self, sink: Callable[[str], None]) -> Reading[None]:
+        """The rest of a string, its last quote too; what JSON wants escaped is."""
+        while (char := (yield from self._next())) != '"':
+            if char == "\\":
+                char += yield from self._next()
+                if char[1] not in ESCAPED:  # a backslash that was meant as one, as in a regular expression
+                    self._back()
+                    char = "\\\\"
+                elif char[1] == "u":
+                    for _ in range(4):
+                        char += yield from self._next()
+                        if char[-1] not in "0123456789abcdefABCDEF":
+                            raise NotACall
+            sink(json.dumps(char)[1:-1] if char < " " else char)
+        sink(char)
+
+    def _json_solid(self, sink: Callable[[str], None]) -> Reading[str]:
+        while (char := (yield from self._next())) in JSON_SPACE:
+            sink(char)
+        return char

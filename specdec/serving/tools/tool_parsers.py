@@ -1,0 +1,367 @@
+"""How models write tool calls, and which way a tokenizer's chat template teaches its own.
+
+    parser = tool_parser_for(tokenizer)          # a class, or None where the template knows no tools
+    reader = ToolReader(tokenizer, parser())     # of one answer
+    for delta in engine.stream(...): pieces = reader.read(delta)
+
+A format is one method that reads one call; `tool_text` has what they share. Nothing here knows HTTP or an engine.
+"""
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specdec.errors import ConfigError, shown
+from specdec.runtime.request import StreamDelta
+from specdec.serving.tools.tool_json import MAX_DEPTH, JsonToolParser
+from specdec.serving.tools.tool_text import NAME, ContentPiece, NotACall, Piece, Reading, ToolCallPiece, ToolParser
+from specdec.text.detokenize import Detokenizer
+
+__all__ = ["PARSERS", "ContentPiece", "Piece", "ToolCallPiece", "ToolParser", "ToolReader", "tool_parser_for"]
+
+
+class HermesParser(JsonToolParser):
+    """Hermes, Qwen, SmolLM3, Granite 4: <tool_call>{"name": ..., "arguments": {...}}</tool_call>; of Qwen3-Coder
+    <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>."""
+
+    special = ("<tool_call>", "</tool_call>")
+
+    def _call(self) -> Reading[None]:
+        yield from self._expect("<tool_call>")
+        if (yield from self._solid()) == "<":
+            yield from self._tagged_call()
+        else:
+            self._back()
+            yield from self._json_calls()
+        yield from self._close("</tool_call>")
+
+    def _tagged_call(self) -> Reading[None]:
+        """Values stand there without quotes: the tool's schema says of what type they are."""
+        yield from self._expect("function=")
+        name = yield from self._name()
+        yield from self._expect(">")
+        self._begin_call(name)
+        types, separator = self._types.get(name, {}), "{"
+        while True:
+            if (yield from self._solid()) != "<":
+                raise NotACall
+            if (yield from self._next()) == "/":
+                break
+            self._back()
+            yield from self._expect("parameter=")
+            key: list[str] = []
+            yield from self._until(">", key.append)
+            value: list[str] = []
+            yield from self._until("</parameter>", value.append)
+            text = "".join(value).removeprefix("\n").removesuffix("\n")
+            self._arguments(f"{separator}{_quoted(''.join(key))}: {_typed(text, types.get(''.join(key)))}")
+            separator = ", "
+        yield from self._expect("function>")
+        self._arguments("{}" if separator == "{" else "}")
+
+
+class LlamaParser(JsonToolParser):
+    """Llama 3: {"name": ..., "parameters": {...}}, several behind semicolons, behind <|python_tag|> or where the answer
+    begins."""
+
+    special = ("<|python_tag|>",)
+
+    def _call(self) -> Reading[None]:
+        begins = self._gap is not None
+        if (yield from self._next()) == "<":
+            yield from self._expect("|python_tag|>")
+        elif not begins:
+            raise NotACall
+        else:
+            self._back()
+        if (yield from self._solid()) != ";" or not self.num_calls:
+            self._back()
+        yield from self._json_calls(bare=True)
+
+
+class MistralParser(JsonToolParser):
+    """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]; later [TOOL_CALLS]NAME[ARGS]{...} for each."""
+
+    special = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    begins = "["
+
+    def _call(self) -> Reading[None]:
+        yield from self._expect("[TOOL_CALLS]")
+        char = yield from self._solid()
+        self._back()
+        if char in "[{":
+            yield from self._json_calls()
+            return
+        name = yield from self._name()
+        if (yield from self._solid()) == "[" and (yield from self._next()) == "C":
+            yield from self._expect("ALL_ID]")
+            yield from self._until("[", lambda text: None)  # its own id, for which another is made
+            yield from self._next()
+        if self._held[-1] == "A":
+            yield from self._expect("RGS]")
+            yield from self._solid()
+        if self._held[-1] != "{":
+            raise NotACall
+        self._back()
+        self._begin_call(name)
+        yield from self._json_value(self._arguments)
+
+    def _new_id(self) -> str:
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))  # templates insist on it
+
+
+class GemmaParser(JsonToolParser):
+    """Gemma 4: <|tool_call>call:NAME{key:<|"|>text<|"|>,count:2}<tool_call|>."""
+
+    opens, closes, quote = "<|tool_call>", "<tool_call|>", '<|"|>'
+    special = (opens, closes, quote)
+
+    def _call(self) -> Reading[None]:
+        yield from self._expect(f"{self.opens}call:")
+        name = yield from self._name()
+        yield from self._expect("{")
+        self._back()
+        self._begin_call(name)
+        yield from self._value()
+        yield from self._close(self.closes)
+
+    def _value(self, depth: int = 0) -> Reading[None]:
+        """A value as JSON: keys and texts are quoted as this format quotes them, the rest is written alike."""
+        char = yield from self._solid()
+        if char in self.quote[0] + '"':
+            self._back()
+            yield from self._text()
+        elif char == "{" and depth < MAX_DEPTH:
+            yield from self._members("}", depth + 1)
+        elif char == "[" and depth < MAX_DEPTH:
+            yield from self._members("]", depth + 1)
+        elif char in "{}[],:":
+            raise NotACall
+        else:
+            while (yield from self._next()) not in ",}]\n":
+                char += self._held[-1]
+            self._back()
+            self._arguments(_typed(char.strip(), None))
+
+    def _members(self, closing: str, depth: int) -> Reading[None]:
+        self._arguments("{" if closing == "}" else "[")
+        char = yield from self._solid()
+        while char != closing:
+            self._back()
+            if closing == "}":
+                yield from self._key()
+            yield from self._value(depth)
+            char = yield from self._solid()
+            if char == ",":
+                self._arguments(", ")
+                char = yield from self._solid()
+            elif char != closing:
+                raise NotACall
+        self._arguments(closing)
+
+    def _key(self) -> Reading[None]:
+        if (yield from self._next()) in self.quote[0] + '"':
+            self._back()
+            yield from self._text()
+            yield from self._solid()
+        else:
+            self._back()
+            key = ""
+            while (char := (yield from self._next())) not in ':{}[],"':
+                key += char
+            if not key.strip():
+                raise NotACall
+            if char == ":":
+                self._arguments(_quoted(key.strip()))
+                self._arguments(": ")
+                return
+        if self._held[-1:] != [":"]:
+            raise NotACall
+        self._arguments(": ")
+
+    def _text(self) -> Reading[None]:
+        if (yield from self._next()) == '"':
+            self._arguments('"')
+            yield from self._json_string(self._arguments)
+            return
+        self._back()
+        yield from self._expect(self.quote)
+        self._arguments('"')
+        yield from self._until(self.quote, lambda text: self._arguments(_quoted(text)[1:-1]))
+        self._arguments('"')
+
+
+class FunctionGemmaParser(GemmaParser):
+    """FunctionGemma: <start_function_call>call:NAME{key:<escape>text<escape>}<end_function_call>."""
+
+    opens, closes, quote = "<start_function_call>", "<end_function_call>", "<escape>"
+    special = (opens, closes, quote)
+
+
+class HarmonyParser(JsonToolParser):
+    """GPT-OSS: messages <|channel|>HEADER<|message|>TEXT<|end|>. A header to=functions.NAME makes the text a call's
+    arguments; the texts of all other messages are content."""
+
+    special = tuple(f"<|{word}|>" for word in ("channel", "message", "start", "end", "call", "return", "constrain"))
+    RECIPIENT = re.compile(rf"to=functions\.({NAME.pattern})")
+
+    def _call(self) -> Reading[None]:
+        yield from self._expect("<|")
+        word: list[str] = []
+        yield from self._until("|>", lambda char: word.append(self._of_word(char)))
+        if "".join(word) in ("end", "return", "call"):
+            return
+        if "".join(word) not in ("channel", "start"):
+            raise NotACall
+        header: list[str] = []
+        yield from self._until("<|message|>", lambda char: header.append(self._of_header(char, len(header))))
+        called = self.RECIPIENT.search("".join(header))
+        if called is None:
+            return
+        if (yield from self._solid()) != "{":
+            raise NotACall
+        self._back()
+        self._begin_call(called[1])
+        yield from self._json_value(self._arguments)
+        yield from self._close("<|call|>", "<|end|>")
+
+    @staticmethod
+    def _of_word(char: str) -> str:
+        if not char.isalpha():
+            raise NotACall
+        return char
+
+    @staticmethod
+    def _of_header(char: str, before: int) -> str:
+        if before > 256:
+            raise NotACall
+        return char
+
+
+class GraniteParser(JsonToolParser):
+    """Granite 3, Phi-4-mini: <|tool_call|>[{"name": ..., "arguments": {...}}, ...]."""
+
+    special = ("<|tool_call|>", "<|/tool_call|>")
+
+    def _call(self) -> Reading[None]:
+        yield from self._expect("<|tool_call|>")
+        yield from self._json_calls()
+        yield from self._close("<|/tool_call|>")
+
+
+class CohereParser(JsonToolParser):
+    """Cohere: <|START_ACTION|>[{"tool_name": ..., "parameters": {...}}, ...]<|END_ACTION|>."""
+
+    special = ("<|START_ACTION|>", "<|END_ACTION|>")
+
+    def _call(self) -> Reading[None]:
+        yield from self._expect("<|START_ACTION|>")
+        yield from self._json_calls()
+        yield from self._close("<|END_ACTION|>")
+
+
+PARSERS: dict[str, type[ToolParser]] = {
+    "gemma4": GemmaParser,
+    "functiongemma": FunctionGemmaParser,
+    "mistral": MistralParser,
+    "harmony": HarmonyParser,
+    "cohere": CohereParser,
+    "granite": GraniteParser,
+    "hermes": HermesParser,
+    "llama": LlamaParser,
+}
+"""What `--tool-parser` takes, in the order in which templates are asked."""
+
+SIGNS = {
+    "gemma4": ("<|tool_call>",),
+    "functiongemma": ("<start_function_call>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "harmony": ("<|channel|>", "functions."),
+    "cohere": ("<|START_ACTION|>",),
+    "granite": ("<|tool_call|>",),
+    "hermes": ("<tool_call>",),
+    "llama": ("<|start_header_id|>", "parameters"),
+}
+"""What a template holds that teaches the format: all of these."""
+
+
+def require_parser(name: str) -> None:
+    """Raise ConfigError for what names no parser."""
+    known = ("auto", "none", *PARSERS)
+    if name not in known:
+        raise ConfigError(f"tool parser {shown(name)} is unknown; choose one of {', '.join(known)}")
+
+
+def tool_parser_for(tokenizer: Any, template: str | None = None, name: str = "auto") -> type[ToolParser] | None:
+    """The parser of what this chat template teaches, None where it knows no tools. Make one for each answer.
+
+    template: default: the tokenizer's own. name: of `PARSERS`, to choose it oneself, or "none".
+    """
+    require_parser(name)
+    if name != "auto":
+        return PARSERS.get(name)
+    template = template or getattr(tokenizer, "chat_template", None)
+    texts: list[str] = list(template.values()) if isinstance(template, Mapping) else [template or ""]
+    for text in texts:
+        for known, signs in SIGNS.items():
+            if "tool" in text and all(sign in text for sign in signs):
+                return PARSERS[known]
+    return None
+
+
+class MarkedText:
+    """One answer's deltas as text, in which special tokens that a format is written with stand as they are."""
+
+    def __init__(self, tokenizer: Any, special: Sequence[str], stops: Sequence[str] = ()) -> None:
+        vocab = tokenizer.get_vocab() if special else {}
+        written = frozenset(vocab[token] for token in special if token in vocab)
+        self._detokenizer, self._stops = Detokenizer(tokenizer, written), stops
+        self._ids: list[int] = []
+
+    def read(self, delta: StreamDelta) -> str:
+        """What one delta adds; the last one, with its output, ends it."""
+        self._ids += delta.token_ids
+        return self._detokenizer.stream(self._ids, self._stops, finished=delta.output is not None)
+
+
+class ToolReader:
+    """One answer's deltas in, content and calls out, special tokens of the format read as the text that they are."""
+
+    def __init__(self, tokenizer: Any, parser: ToolParser, stops: Sequence[str] = ()) -> None:
+        self.parser = parser
+        self._text = MarkedText(tokenizer, parser.special, stops)
+
+    def read(self, delta: StreamDelta) -> list[Piece]:
+        """What one delta adds; the last one, with its output, ends it."""
+        pieces = self.parser.feed(self._text.read(delta))
+        return pieces + (self.parser.finish() if delta.output is not None else [])
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _typed(text: str, schema: Mapping[str, Any] | None) -> str:
+    """A value that was written without quotes, as JSON: what the schema says, else what it looks like."""
+    kinds = _kinds(schema)
+    if kinds == {"string"}:
+        return _quoted(text)
+    try:
+        json.loads(text, parse_constant=_no_constant)
+    except ValueError:
+        word = {"True": "true", "False": "false", "None": "null"}.get(text)
+        return word if word is not None else _quoted(text)
+    return text
+
+
+def _kinds(schema: Mapping[str, Any] | None) -> set[str]:
+    """The JSON types that a schema allows, as far as it says so."""
+    kinds = (schema or {}).get("type", [])
+    return {kinds} if isinstance(kinds, str) else set(kinds)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
