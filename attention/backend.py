@@ -12,8 +12,6 @@ from typing import Protocol
 import torch
 
 from specdec.attention.kernels.draft_block import Draft, DraftBlock
-from specdec.attention.kernels.paged_attention import device_limits
-from specdec.attention.kernels.paged_attention_kernels import attend_kernel
 from specdec.attention.plan import PlanBackend
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.growth import TreeBackend
@@ -21,11 +19,10 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import Accepted
 from specdec.attention.triton_backend import TritonBackend
 from specdec.errors import ConfigError
-from specdec.gpu.triton_shim import triton
+from specdec.gpu.triton_device import triton_obstacle
 from specdec.kvcache.store import KVStore
 
 MAX_HEAD_DIM = 512
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Backend(PlanBackend, TreeBackend, Protocol):
@@ -50,7 +47,9 @@ def choose_backend(
     """
     obstacle = ""
     if attention == "triton" or (attention == "auto" and device.type == "cuda"):
-        obstacle = _obstacle(device, dtype, head_dim)
+        obstacle = triton_obstacle(device, dtype)
+        if not obstacle and head_dim > MAX_HEAD_DIM:
+            obstacle = f" takes heads of at most {MAX_HEAD_DIM}, this model has {head_dim}; use attention='torch'"
         if not obstacle:
             return TritonBackend(deterministic)
         if attention == "triton":
@@ -58,28 +57,3 @@ def choose_backend(
     if deterministic and device.type != "cpu":
         raise ConfigError(f"deterministic=True on {device} needs attention='triton'{obstacle}")
     return TorchBackend(deterministic)
-
-
-def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Why the kernels cannot run, and what to do, as the rest of a sentence; empty: they can."""
-    if not triton:
-        return ": Triton is not installed; install it, or use attention='torch'"
-    interpreted = not isinstance(attend_kernel, triton.JITFunction)  # decided when the kernels were imported
-    if interpreted != triton.knobs.runtime.interpret or not (interpreted or device.type == "cuda"):
-        return (
-            f" needs a CUDA device, and this model is on {device}; use attention='torch', or set "
-            "TRITON_INTERPRET=1 before Python starts to run the kernels, slowly, in Triton's interpreter"
-        )
-    if not interpreted:
-        try:
-            device_limits(device)
-        except Exception as error:  # of many kinds: Triton builds its launcher when it starts
-            return f": Triton does not start ({error}); it needs a C compiler and Python.h, or use attention='torch'"
-    if device.type == "cuda" and (torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0)):
-        return " needs an NVIDIA GPU of compute capability 8.0 (Ampere) or later; use attention='torch'"
-    dtypes = KERNEL_DTYPES[:2] if interpreted else KERNEL_DTYPES  # the interpreter multiplies bfloat16 as integers
-    if dtype not in dtypes:
-        return f" works in {', '.join(map(str, dtypes))}, not {dtype}; use attention='torch'"
-    if head_dim > MAX_HEAD_DIM:
-        return f" takes heads of at most {MAX_HEAD_DIM}, this model has {head_dim}; use attention='torch'"
-    return ""

@@ -20,13 +20,13 @@ from specdec.attention.backend import Backend
 from specdec.attention.plan import PrefixTables
 from specdec.attention.trees.tree import DraftTree
 from specdec.gpu.on_demand import OnDemand
+from specdec.gpu.operations import Operations
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import Rows
 from specdec.layers.fuse import Weights
-from specdec.layers.operations import Operations
 from specdec.sampling.fused_sample import SampleParams
 
 Sample = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import tl, triton
 from specdec.layers.linear import finish, linear
 from specdec.sampling.choose_kernel import choose_kernel
@@ -135,6 +136,7 @@ def gather_kernel(
     tl.store(p_list_x + o_list, b_logit.to(p_weight.dtype.element_ty).to(tl.float32), mask=m_v)
 
 
+@op(reference=reference_centroid_sample)
 def centroid_sample(
     hidden: torch.Tensor, positions: torch.Tensor, params: SampleParams, head: CentroidHead
 ) -> torch.Tensor:
@@ -142,6 +144,7 @@ def centroid_sample(
     return _choose(hidden, positions, params, head, 1, scores=False).tokens[..., 0]
 
 
+@op(reference=reference_centroid_best)
 def centroid_best(
     hidden: torch.Tensor, positions: torch.Tensor, params: SampleParams, head: CentroidHead, k: int
 ) -> Best:

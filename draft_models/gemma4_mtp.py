@@ -24,15 +24,15 @@ from specdec.attention.plan import plan_frozen
 from specdec.attention.trees.growth import Growth
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, TargetInfo
-from specdec.draft_models.centroid_head import CentroidHead
+from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample
 from specdec.errors import UnsupportedModelError
+from specdec.gpu.operations import REFERENCE, Operations
 from specdec.kvcache.frozen import KVView, frozen_kv
 from specdec.kvcache.layout import SLIDING_ATTENTION
 from specdec.layers.decoder import FusedEmbedding
 from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights, fuse, fuse_embedding, fuse_linear
 from specdec.layers.merge import held_storages
-from specdec.layers.operations import REFERENCE, Operations
 from specdec.modules.private_copy import private_copy
 from specdec.sampling.fused_sample import MAX_BEST
 
@@ -110,14 +110,14 @@ class Gemma4MTPDrafter(Drafter):
         """The token [B, M] behind each state [B, M, H], to stand at positions [B, M]."""
         if self._centroids is None or self.ops is None or batch.params is None:
             return batch.sample(self._head(out), positions)
-        return self.ops.centroid_sample(out, positions, batch.params, self._centroids)
+        return self.ops(centroid_sample)(out, positions, batch.params, self._centroids)
 
     def best(self, out: torch.Tensor, positions: torch.Tensor, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """The `topk` likeliest of them, the noise given, and their log-probabilities: [B, M, K]."""
         head = self._centroids
         if head is None or self.ops is None or batch.params is None or batch.topk > min(MAX_BEST, head.num_listed):
             return batch.best(self._head(out), positions, batch.topk)
-        return self.ops.centroid_best(out, positions, batch.params, head, batch.topk)
+        return self.ops(centroid_best)(out, positions, batch.params, head, batch.topk)
 
     @property
     def _centroids(self) -> CentroidHead | None:

@@ -39,6 +39,9 @@ MAX_SALT = 1024
 GRAMMARS = ("json_schema", "json_object", "regex", "choice")
 """What a text may be asked to be, one of them a request."""
 
+MAX_FORCED_TOKENS = 15
+"""Tokens of one request in one round that follow from its grammar, and are verified in the place of drafts."""
+
 MAX_STOPS = 256
 """Stop strings of a request: each is looked for behind every token."""
 MAX_STOP_CHARS = 1024

@@ -27,7 +27,7 @@ from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfi
 from specdec.draft_models.base import Drafter
 from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.gpu.captures import CaptureStore, default_budget, most_captures
-from specdec.layers.operations import choose_operations
+from specdec.gpu.operations import choose_operations
 from specdec.loading import SHARED_OPTIONS, load_any_drafter, load_target, pick_tokenizer
 from specdec.models.target import TargetModel
 from specdec.models.watched_weights import look_closely, updates_show

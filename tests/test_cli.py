@@ -20,7 +20,7 @@ from specdec.cli.bench import bench
 from specdec.cli.chat import chat
 from specdec.cli.evaluate import evaluate
 from specdec.cli.generate import coloured, generate
-from specdec.cli.models_command import models
+from specdec.cli.list_models import models
 from specdec.cli.serve import serve
 from specdec.cli.train import train
 from specdec.models.bundled import BUNDLED_NAMES

@@ -22,7 +22,7 @@ from specdec.attention.path_attention import PathAttention
 from specdec.attention.row_tiles import ROWS, pad_rows, row_tiles
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import ConfigError, SpecDecError, UnsupportedModelError
-from specdec.layers.operations import FAST, KERNELS, REFERENCE
+from specdec.gpu.operations import FAST, KERNELS, REFERENCE
 from specdec.layers.rowwise import ROWWISE, ByVectors, rows_alone
 from specdec.models.target import TargetModel
 from specdec.runtime.rounds.result import LogProbs

@@ -13,12 +13,12 @@ from specdec.draft_models.eagle3.fused_head import FusedHead, choose_form
 from specdec.draft_models.eagle3.head import Eagle3Head
 from specdec.draft_models.eagle3.head_config import Eagle3Spec
 from specdec.draft_models.eagle3.head_forms import Echo, HeadOutput, PlainHead
+from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights
 from specdec.layers.linear import Product
 from specdec.layers.merge import is_merged
 from specdec.layers.norm import Gain
-from specdec.layers.operations import KERNELS, REFERENCE, Operations
 from specdec.layers.pair_norm import pair_norm, reference_pair_norm
 
 from marks import pairs, quick

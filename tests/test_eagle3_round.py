@@ -22,8 +22,8 @@ from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head
 from specdec.draft_models.eagle3.head_config import Eagle3Spec
 from specdec.draft_models.eagle3.head_forms import PlainHead
+from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.kvcache.table import Rows
-from specdec.layers.operations import KERNELS, REFERENCE, Operations
 from specdec.models.target import TargetModel
 
 from marks import slow

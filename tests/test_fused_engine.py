@@ -16,11 +16,11 @@ import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.gpu.operations import FAST, KERNELS, REFERENCE, choose_operations
 from specdec.layers import families
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.fuse import FusedLinear
 from specdec.layers.merge import is_merged, merge_rows
-from specdec.layers.operations import FAST, KERNELS, REFERENCE, choose_operations
 from specdec.models.target import TargetModel
 
 from marks import pairs, quick, slow

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specdec import SamplingParams
-from specdec.attention.trees.forced_tokens import MOST_FORCED
+from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError
 from specdec.sampling.grammars import grammar
 from specdec.sampling.grammars.grammar import Grammars, make_masks, tree_masks
@@ -79,7 +79,7 @@ def test_forced_tokens_end_where_there_is_a_choice(start, byte_tokenizer):
     assert forced("y", choice=["yes", "no"]) == "es$"
     assert forced("row", choice=["row", "rowboat"]) == ""
     assert forced("", regex="abc(d|e)") == "abc"
-    assert forced("", regex="a{40}") == "a" * MOST_FORCED
+    assert forced("", regex="a{40}") == "a" * MAX_FORCED_TOKENS
     assert forced("yes", choice=["yes", "no"], ends=(EOS, 7)) == "$"  # 7 is text, and the grammar has none here
     assert forced("yes", choice=["yes", "no"], ends=(EOS, 299)) == ""  # 299 is none: it ends the text as well
 

@@ -12,13 +12,13 @@ from torch.nn import functional as F
 from transformers import Gemma4UnifiedTextConfig, Gemma4UnifiedTextModel
 
 from specdec.attention.bridge import AttentionCall
+from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.kvcache.index_spaces import FullLoc
 from specdec.kvcache.layout import KVLayout, layout_from_config
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.families import Unfusable
 from specdec.layers.fuse import FUSED, fuse, unfuse
 from specdec.layers.merge import is_merged
-from specdec.layers.operations import KERNELS, REFERENCE, Operations
 from specdec.layers.rope_store import Destination
 from specdec.modules.private_copy import private_copy
 

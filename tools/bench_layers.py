@@ -26,12 +26,12 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.kernels.paged_attention import paged_attention
+from specdec.gpu.operations import FAST, KERNELS
 from specdec.kvcache.index_spaces import FullLoc
 from specdec.kvcache.layout import layout_from_config
 from specdec.layers.fuse import fuse
 from specdec.layers.linear import VENDOR_ROWS, finish, gated_linear, linear, reference_gated_linear
 from specdec.layers.norm import Gain, norm, reference_norm
-from specdec.layers.operations import FAST, KERNELS
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
 from specdec.layers.rope_store import Destination, Heads, reference_rope_store, rope_store
 from specdec.layers.rotary import reference_rotary, rotary

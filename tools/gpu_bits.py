@@ -33,8 +33,8 @@ from specdec.draft_models.ngram import NgramDrafter
 from specdec.engine import Engine
 from specdec.evaluation.model_shapes import Shrink, find_shape
 from specdec.evaluation.phases.random_weights import make_drafter, make_target
+from specdec.gpu.operations import FAST
 from specdec.layers.linear import finish, gated_linear, linear
-from specdec.layers.operations import FAST
 from specdec.layers.tiling import Tiles
 from specdec.models.target import TargetModel
 from specdec.runtime.request import GenerationOutput

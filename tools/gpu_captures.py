@@ -22,7 +22,7 @@ from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.evaluation.model_shapes import SHAPES, Shrink
 from specdec.evaluation.phases.random_weights import make_drafter, make_target
-from specdec.layers.operations import choose_operations
+from specdec.gpu.operations import choose_operations
 from specdec.models.bundled import resolve_name
 from specdec.models.target import TargetModel
 

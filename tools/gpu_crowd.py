@@ -18,8 +18,8 @@ from gpu_engine import CHAIN, TREE, VOCAB, Setting
 from gpu_graphs import engine_of
 
 from specdec.engine import Engine
+from specdec.gpu.operations import choose_operations
 from specdec.kvcache.sanitize import SETTING as SANITIZE
-from specdec.layers.operations import choose_operations
 from specdec.models.target import TargetModel
 from specdec.runtime.scheduler import slots_needed
 

@@ -33,7 +33,7 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.draft_models.registry import constructible_assistants
 from specdec.engine import Engine
-from specdec.layers.operations import Operations, choose_operations
+from specdec.gpu.operations import Operations, choose_operations
 from specdec.models.target import TargetModel
 from specdec.modules.private_copy import text_configs
 

@@ -17,7 +17,7 @@ from gpu_engine import CHAIN, TREE, VOCAB, Setting
 import specdec.engine
 from specdec.config import EngineConfig, SamplingParams
 from specdec.engine import Engine
-from specdec.layers.operations import choose_operations
+from specdec.gpu.operations import choose_operations
 from specdec.models.target import TargetModel
 
 FAMILIES = ("gemma4-e2b", "gpt_oss", "llama")

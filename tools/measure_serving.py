@@ -55,7 +55,7 @@ def make_engine(options: argparse.Namespace, *, batch: int, max_len: int, drafte
         return Engine.from_pretrained(model, drafter, tokenizer="tiny-gemma4", spec=SpecConfig(4), config=settings)
     from specdec.evaluation.model_shapes import Shrink, find_shape
     from specdec.evaluation.phases.random_weights import make_drafter, make_target
-    from specdec.layers.operations import choose_operations
+    from specdec.gpu.operations import choose_operations
     from specdec.models.target import TargetModel
 
     shape, shrink = find_shape(options.shape), Shrink(options.layers, options.shrink)

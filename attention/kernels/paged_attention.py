@@ -19,13 +19,12 @@ The sink and the block belong to split 0. Rows that see nothing are 0. The launc
 nothing and reads nothing back: shapes alone decide the launch, so it can be captured in a CUDA graph.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from specdec.attention.kernels.paged_attention_kernels import attend_kernel, merge_kernel
-from specdec.gpu.triton_shim import triton
+from specdec.gpu.triton_device import device_limits
 
 WORD = 64
 """Ancestor bits in an int64: bit j % 64 of word j // 64 is key j of the block."""
@@ -260,15 +259,6 @@ def fit_tiles(tiles: Tiles, block_d: int, item_size: int, shared: int) -> Tiles:
 def choose_splits(programs: int, num_keys: int, waves: float, device: torch.device) -> int:
     """Splits of the prefix that fill the device, from numbers the host knows without asking it."""
     return max(1, min(int(waves * device_limits(device)[0]) // programs, -(-num_keys // 128), 64))
-
-
-@cache
-def device_limits(device: torch.device) -> tuple[int, int]:
-    """(multiprocessors, bytes of shared memory that one program may use)."""
-    if device.type != "cuda":
-        return 8, 227 << 10  # in the interpreter any numbers do
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
-    return properties["multiprocessor_count"], properties["max_shared_mem"]
 
 
 def _strides(tensor: torch.Tensor | None, rank: int) -> tuple[int, ...]:

@@ -27,9 +27,9 @@ from typing import NamedTuple
 import torch
 
 from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
-from specdec.attention.kernels.paged_attention import device_limits
 from specdec.attention.kernels.tree_attention_kernels import MIDDLE_SPLITS, SHORT_SPLITS, attend_kernel, merge_kernel
 from specdec.attention.trees.tree import DraftTree
+from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import triton
 
 PART_BYTES = 1 << 30

@@ -15,13 +15,6 @@ import torch.nn.functional as F
 from specdec.attention.trees.tree import DraftTree
 
 BLANK = -1
-MOST_FORCED = 15
-"""Tokens of one request in one round."""
-
-
-def rounded_up(num_nodes: int) -> int:
-    """The next power of two: rounds with forced tokens have few sizes."""
-    return 1 << (num_nodes - 1).bit_length()
 
 
 def graft(tree: DraftTree, forced: torch.Tensor, length: torch.Tensor, num_nodes: int) -> DraftTree:

@@ -29,10 +29,11 @@ from specdec.draft_models.eagle3.head import Eagle3Head, load_head
 from specdec.draft_models.eagle3.head_config import TargetShape
 from specdec.draft_models.eagle3.head_forms import DraftContext, HeadForm, HeadOutput, PlainHead
 from specdec.errors import UnsupportedModelError
+from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.frozen import KVView, own_view
 from specdec.kvcache.layout import KVLayout
 from specdec.layers.fuse import Weights
-from specdec.layers.operations import REFERENCE
+from specdec.layers.path_rows import keep_last, path_rows
 
 
 class Eagle3Drafter(Drafter):
@@ -90,13 +91,13 @@ class Eagle3Worker:
     @torch.inference_mode()
     def observe(self, seen: Observation) -> None:
         drafter, source = self.drafter, seen.hidden if seen.aux_states is None else seen.aux_states
-        states, behind = drafter.ops.path_rows(source, seen.tokens, seen.path, seen.length, seen.next_token)
+        states, behind = drafter.ops(path_rows)(source, seen.tokens, seen.path, seen.length, seen.next_token)
         # a run of new tokens behind [0, start), whatever has been committed since
         table, width = self.binding.cache.table, seen.path.shape[1]
         plan = plan_chunk(self.binding.backend, table, seen.rows, seen.length, width, start=seen.start)
         context = ForwardContext.of(plan, self.own_view, drafter.spec.windows)
         state = drafter.form.extend(behind, states, plan.positions, context).state  # [B, D, H]
-        drafter.ops.keep_last(self._hidden, seen.rows.index, state, seen.length)
+        drafter.ops(keep_last)(self._hidden, seen.rows.index, state, seen.length)
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:

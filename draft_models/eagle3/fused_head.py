@@ -17,14 +17,16 @@ from torch import nn
 from specdec.draft_models.eagle3.head import Eagle3Head
 from specdec.draft_models.eagle3.head_config import Eagle3Spec
 from specdec.draft_models.eagle3.head_forms import Echo, HeadContext, HeadForm, HeadOutput, PlainHead
+from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedLayer, LayerParts, Shared
 from specdec.layers.families import ACTIVATIONS, Unfusable
 from specdec.layers.fuse import Weights, fuse_linear
-from specdec.layers.linear import Mlp, Product
+from specdec.layers.linear import Mlp, Product, linear
 from specdec.layers.merge import MERGING, held_storages, merge_rows
-from specdec.layers.norm import Gain
-from specdec.layers.operations import Operations
+from specdec.layers.norm import Gain, norm
+from specdec.layers.pair_norm import pair_norm
 from specdec.layers.rope_store import Heads
+from specdec.layers.rotary import rotary
 from specdec.modules.weights_lock import holds_weights_lock
 
 logger = logging.getLogger("specdec")
@@ -57,7 +59,7 @@ class FusedHead:
         return self._run(tokens, Product.of(hidden.flatten(0, 1)), positions, context)
 
     def norm(self, state: torch.Tensor) -> torch.Tensor:
-        return self.ops.norm(Product.of(state.flatten(0, -2)), pre=self.final_gain)[1].view_as(state)
+        return self.ops(norm)(Product.of(state.flatten(0, -2)), pre=self.final_gain)[1].view_as(state)
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.lm_head(normed)
@@ -68,11 +70,11 @@ class FusedHead:
         head, ops = self.head, self.ops
         if self.fc_norm is not None:
             rows = states.view(-1, head.spec.target_hidden_size)  # each state is normed for itself
-            _, normed = ops.norm(Product.of(rows), pre=Gain(None, head.spec.rms_norm_eps))
+            _, normed = ops(norm)(Product.of(rows), pre=Gain(None, head.spec.rms_norm_eps))
             states = self.fc_norm * normed.view_as(states)
         if head.input_norm is not None:
-            _, states = ops.norm(Product.of(states), pre=_gain(head.input_norm))
-        return Product.of(states) if head.fc is None else ops.linear(states, head.fc.weight, head.fc.bias)
+            _, states = ops(norm)(Product.of(states), pre=_gain(head.input_norm))
+        return Product.of(states) if head.fc is None else ops(linear)(states, head.fc.weight, head.fc.bias)
 
     def _run(self, tokens: torch.Tensor, hidden: Product, positions: torch.Tensor, context: HeadContext) -> HeadOutput:
         if self.weights.generation() != self.generation:
@@ -80,12 +82,13 @@ class FusedHead:
         ops, spec, rope = self.ops, self.head.spec, self.head.rotary_emb
         table: torch.Tensor = self.table.weight  # type: ignore[assignment]
         frequencies: torch.Tensor = rope.inv_freq
-        rotary = ops.rotary(positions.reshape(-1), frequencies, float(rope.attention_scaling), hidden.dtype)
-        state, x = ops.pair_norm(tokens.reshape(-1), table, hidden, self.token_gain, self.state_gain)  # [T, H], [T, 2H]
+        angles = ops(rotary)(positions.reshape(-1), frequencies, float(rope.attention_scaling), hidden.dtype)
+        inputs = tokens.reshape(-1), table, hidden, self.token_gain, self.state_gain
+        state, x = ops(pair_norm)(*inputs)  # [T, H], [T, 2H]
         if spec.norm_before_residual:
             state = x[:, spec.hidden_size :]
         for layer in self.layers:
-            state, x = layer(state, x, Shared({"": rotary}, None), specdec_ctx=context)
+            state, x = layer(state, x, Shared({"": angles}, None), specdec_ctx=context)
         return HeadOutput(state.view(*tokens.shape, -1), x.view(*tokens.shape, -1))
 
     @holds_weights_lock

@@ -349,7 +349,7 @@ def train(settings: TrainSettings) -> None:
 
 
 @app.command(cls=Command)
-@runs("models", "models")
+@runs("list_models", "models")
 def models(json_file: JsonFile = None) -> None:
     """List the bundled models and the pairs of target and drafter that are known by name."""
 

@@ -22,7 +22,7 @@ from specdec.evaluation.phases.phase_plot import save_phase_plot
 from specdec.evaluation.phases.phase_report import PhaseReport, table
 from specdec.evaluation.phases.phase_run import PLAIN, MakePrompts, Plan, Subject, run_phases
 from specdec.evaluation.phases.random_weights import make_drafter, make_target, require_room
-from specdec.layers.operations import choose_operations
+from specdec.gpu.operations import choose_operations
 from specdec.loading import pick_device, pick_dtype
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted, working

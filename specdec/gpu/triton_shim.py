@@ -4,13 +4,9 @@ Without Triton every launcher takes its plain-torch reference: no kernel is ever
 attribute with itself, is false, and as a decorator returns the function unchanged.
 """
 
-import os
 from typing import Any
 
 __all__ = ["INTERPRETED", "KEEP", "tl", "triton"]
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-"""Kernels run in Python, on a CPU."""
 
 try:
     import triton
@@ -30,6 +26,9 @@ except ImportError:
             return False
 
     triton = tl = _Absent()
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Kernels run in Python, on a CPU: decided by TRITON_INTERPRET when they are imported."""
 
 KEEP = tl.constexpr("evict_last")
 """How activations are stored: to stay in the L2 cache, through which weights and K/V stream that are read once."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.linear import Product
 from specdec.layers.linear_kernels import sum_parts
@@ -154,6 +155,7 @@ def _join_norm_kernel(
         )
 
 
+@op(reference=reference_fork_norm)
 def fork_norm(
     product: Product, *, post: Gain, residual: torch.Tensor, mlp: Gain, experts: Gain, router: Gain, factor: float
 ) -> Fork:
@@ -175,6 +177,7 @@ def fork_norm(
     return Fork(*out)
 
 
+@op(reference=reference_join_norm)
 def join_norm(
     dense: Product,
     chosen: Product,

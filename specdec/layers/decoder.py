@@ -22,13 +22,17 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from specdec.gpu.operations import Operations
 from specdec.kvcache.write_kv import Destination
-from specdec.layers.linear import Mlp, Product
-from specdec.layers.moe.mixture import Experts, Router
-from specdec.layers.norm import Gain
-from specdec.layers.operations import Operations
-from specdec.layers.rope_store import Heads
-from specdec.layers.rotary import Rotary
+from specdec.layers.branches import fork_norm, join_norm
+from specdec.layers.embedding import embed
+from specdec.layers.linear import Mlp, Product, gated_linear, linear
+from specdec.layers.moe.dense_and_moe import mlp_and_experts
+from specdec.layers.moe.mixture import Experts, Router, apply_experts, route
+from specdec.layers.norm import Gain, norm
+from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
+from specdec.layers.rope_store import Heads, rope_store
+from specdec.layers.rotary import Rotary, rotary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +143,7 @@ class FusedEmbedding(nn.Module):
         """tokens [...] -> [..., H]; with beside [..., Z]: [..., H + Z], the embeddings first."""
         scale: torch.Tensor | None = getattr(self.source, "embed_scale", None)
         rows = None if beside is None else beside.reshape(tokens.numel(), -1)
-        return self.ops.embed(tokens.reshape(-1), self.weight, scale, rows).view(*tokens.shape, -1)
+        return self.ops(embed)(tokens.reshape(-1), self.weight, scale, rows).view(*tokens.shape, -1)
 
 
 class FusedNorm(nn.Module):
@@ -150,7 +154,7 @@ class FusedNorm(nn.Module):
         self.gain, self.ops = gain, ops
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.ops.norm(Product.of(hidden), pre=self.gain)[1]
+        return self.ops(norm)(Product.of(hidden), pre=self.gain)[1]
 
 
 class FusedLayer(nn.Module):
@@ -165,30 +169,30 @@ class FusedLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden, normed [T, H] -> the next layer's."""
         parts, ops = self.parts, self.ops
-        qkv = ops.linear(normed, parts.qkv, parts.qkv_bias)
-        rows = ops.rope_store(qkv, parts.heads, shared.rotary[parts.kind], specdec_ctx.destination(self.index))
+        qkv = ops(linear)(normed, parts.qkv, parts.qkv_bias)
+        rows = ops(rope_store)(qkv, parts.heads, shared.rotary[parts.kind], specdec_ctx.destination(self.index))
         attended = specdec_ctx.attend_rows(self.index, *rows, scaling=parts.scaling, sinks=parts.sinks)
-        out = ops.linear(attended.flatten(1), parts.out, parts.out_bias)
+        out = ops(linear)(attended.flatten(1), parts.out, parts.out_bias)
         end = {"scale": parts.scale, "pre": self.next_norm}
         if parts.ple is None or shared.layer_inputs is None:
             return self._feed_forward(out, hidden, **end)
         hidden, _ = self._feed_forward(out, hidden)
-        gate = ops.linear(hidden, parts.ple.gate)
+        gate = ops(linear)(hidden, parts.ple.gate)
         layer_input = shared.layer_inputs[:, self.index]
-        added = ops.gated_projection(gate, layer_input, parts.ple.projection, parts.ple.activation)
-        return ops.norm(added, post=parts.ple.norm, residual=hidden, **end)
+        added = ops(gated_projection)(gate, layer_input, parts.ple.projection, parts.ple.activation)
+        return ops(norm)(added, post=parts.ple.norm, residual=hidden, **end)
 
     def _feed_forward(self, out: Product, hidden: torch.Tensor, **end: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Add what attention gave, then what MLP or experts make of it; `end`: what else the norm behind them does."""
         parts, moe, ops = self.parts, self.parts.moe, self.ops
         if moe is not None and parts.mlp is not None:
             return self._branches(moe, out, hidden, **end)
-        hidden, normed = ops.norm(out, post=parts.attention_norm, residual=hidden, pre=parts.mlp_input_norm)
+        hidden, normed = ops(norm)(out, post=parts.attention_norm, residual=hidden, pre=parts.mlp_input_norm)
         if moe is None:
             added = self._mlp(normed)
         else:
-            added = ops.apply_experts(normed, ops.route(normed, moe.router), moe.experts)
-        return ops.norm(added, post=parts.mlp_norm, residual=hidden, **end)
+            added = ops(apply_experts)(normed, ops(route)(normed, moe.router), moe.experts)
+        return ops(norm)(added, post=parts.mlp_norm, residual=hidden, **end)
 
     def _branches(
         self, moe: MoeParts, out: Product, hidden: torch.Tensor, **end: Any
@@ -196,15 +200,15 @@ class FusedLayer(nn.Module):
         """The same with MLP and experts."""
         parts, ops = self.parts, self.ops
         readers = {"mlp": parts.mlp_input_norm, "experts": moe.input_norm, "router": moe.router.gain}
-        fork = ops.fork_norm(out, post=parts.attention_norm, residual=hidden, **readers, factor=moe.router.factor)
-        dense, chosen = ops.mlp_and_experts(fork, parts.mlp, moe.router, moe.experts)
+        fork = ops(fork_norm)(out, post=parts.attention_norm, residual=hidden, **readers, factor=moe.router.factor)
+        dense, chosen = ops(mlp_and_experts)(fork, parts.mlp, moe.router, moe.experts)
         gains = {"dense_gain": moe.mlp_norm, "chosen_gain": moe.norm, "post": parts.mlp_norm}
-        return ops.join_norm(dense, chosen, **gains, residual=fork.hidden, **end)
+        return ops(join_norm)(dense, chosen, **gains, residual=fork.hidden, **end)
 
     def _mlp(self, normed: torch.Tensor) -> Product:
         assert self.parts.mlp is not None
         mlp = self.parts.mlp
-        return self.ops.linear(self.ops.gated_linear(normed, mlp.gate_up, mlp.activation), mlp.down)
+        return self.ops(linear)(self.ops(gated_linear)(normed, mlp.gate_up, mlp.activation), mlp.down)
 
 
 class FusedDecoder(nn.Module):
@@ -250,11 +254,11 @@ class FusedDecoder(nn.Module):
         hidden = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])
         positions = position_ids.reshape(-1)
         tables = {
-            kind: self.ops.rotary(positions, frequencies, factor, hidden.dtype)
+            kind: self.ops(rotary)(positions, frequencies, factor, hidden.dtype)
             for kind, (frequencies, factor) in self.parts.rotary.items()
         }
         shared = Shared(tables, self._layer_inputs(hidden, input_ids))
-        _, normed = self.ops.norm(Product.of(hidden), pre=self.parts.layers[0].input_norm)
+        _, normed = self.ops(norm)(Product.of(hidden), pre=self.parts.layers[0].input_norm)
         for layer in self.layers:
             hidden, normed = layer(hidden, normed, shared, specdec_ctx=specdec_ctx)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden).view(inputs_embeds.shape))
@@ -265,5 +269,5 @@ class FusedDecoder(nn.Module):
             return None
         assert input_ids is not None, "per-layer embeddings are looked up by token"
         scales = {"context_scale": parts.context_scale, "table_scale": parts.table_scale}
-        context = self.ops.linear(hidden, parts.context)
-        return self.ops.layer_inputs(context, input_ids.reshape(-1), parts.table, parts.norm, **scales)
+        context = self.ops(linear)(hidden, parts.context)
+        return self.ops(layer_inputs)(context, input_ids.reshape(-1), parts.table, parts.norm, **scales)

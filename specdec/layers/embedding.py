@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 
 BLOCK = 512
@@ -63,6 +64,7 @@ def _embed_kernel(
             )
 
 
+@op(reference=reference_embed)
 def embed(
     tokens: torch.Tensor, table: torch.Tensor, scale: torch.Tensor | None = None, beside: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -25,6 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel
 
 from specdec.errors import UnsupportedModelError
+from specdec.gpu.operations import Operations
 from specdec.layers.decoder import DecoderParts, FusedDecoder, FusedEmbedding
 from specdec.layers.families import (
     Unfusable,
@@ -34,8 +35,8 @@ from specdec.layers.families import (
     is_plain,
     is_untouched,
 )
+from specdec.layers.linear import finish, linear
 from specdec.layers.merge import MERGING, Watch, unmerge_rows
-from specdec.layers.operations import Operations
 from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.weights_lock import holds_weights_lock
 
@@ -73,8 +74,8 @@ class FusedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> [..., N]."""
-        rows = self.ops.linear(x.reshape(-1, x.shape[-1]), self.source.weight, self.source.bias)
-        return self.ops.finish(rows).view(*x.shape[:-1], -1)
+        rows = self.ops(linear)(x.reshape(-1, x.shape[-1]), self.source.weight, self.source.bias)
+        return self.ops(finish)(rows).view(*x.shape[:-1], -1)
 
 
 def fuse_linear(module: nn.Module, ops: Operations) -> nn.Module:

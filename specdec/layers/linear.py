@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.gpu.dependent_launch import pdl_options
+from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import triton
 from specdec.layers.linear_kernels import finish_kernel, gate_kernel, linear_kernel
 from specdec.layers.tiling import FEW_ROWS, Cut, Tiles, can_hold, choose_cut, choose_tiles
@@ -79,6 +80,30 @@ def reference_finish(product: Product) -> torch.Tensor:
     return (value if product.bias is None else value + product.bias).to(product.dtype)
 
 
+def vendor_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+    """`linear`, by the vendor's library where x has many rows: faster there, with bits that depend on their number."""
+    if len(x) <= VENDOR_ROWS or can_hold(len(weight), choose_cut(*weight.shape), len(x), x.dtype):
+        return linear(x, weight, bias)
+    return Product.of(F.linear(x, weight, bias))
+
+
+def vendor_gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
+    """`gated_linear`, likewise."""
+    if len(x) <= VENDOR_ROWS:
+        return gated_linear(x, weight, activation)
+    merged = F.linear(x, weight)
+    out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
+    gate_kernel[(len(x), triton.cdiv(out.shape[1], 1024))](
+        *(merged, out, out.shape[1]),
+        ACTIVATION=activation,
+        BLOCK=1024,
+        num_warps=4,
+        **pdl_options(x.device, behind_library=True),
+    )
+    return out
+
+
+@op(reference=reference_linear, vendor=vendor_linear)
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -103,6 +128,7 @@ def linear(
     return Product(parts, bias if split else None, x.dtype)
 
 
+@op(reference=reference_gated_linear, vendor=vendor_gated_linear)
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str, *, tiles: Tiles | None = None) -> torch.Tensor:
     """x [M, K], weight [2 I, K] with the gate's rows first -> act(gate) * up [M, I]. One range of K."""
     assert activation in ACTIVATIONS and len(weight) % 2 == 0, f"{activation=} {weight.shape=}"
@@ -113,29 +139,7 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str, *, tile
     return out
 
 
-def vendor_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
-    """`linear`, by the vendor's library where x has many rows: faster there, with bits that depend on their number."""
-    if len(x) <= VENDOR_ROWS or can_hold(len(weight), choose_cut(*weight.shape), len(x), x.dtype):
-        return linear(x, weight, bias)
-    return Product.of(F.linear(x, weight, bias))
-
-
-def vendor_gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
-    """`gated_linear`, likewise."""
-    if len(x) <= VENDOR_ROWS:
-        return gated_linear(x, weight, activation)
-    merged = F.linear(x, weight)
-    out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
-    gate_kernel[(len(x), triton.cdiv(out.shape[1], 1024))](
-        *(merged, out, out.shape[1]),
-        ACTIVATION=activation,
-        BLOCK=1024,
-        num_warps=4,
-        **pdl_options(x.device, behind_library=True),
-    )
-    return out
-
-
+@op(reference=reference_finish)
 def finish(product: Product) -> torch.Tensor:
     """The product's value [M, N], for a consumer that is no kernel of this folder."""
     parts, bias, dtype = product

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.linear import Product, reference_finish
 from specdec.layers.linear_kernels import sum_parts
@@ -144,6 +145,7 @@ def row_block(width: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": min(16, max(1, block // NUMBERS_A_WARP))}
 
 
+@op(reference=reference_norm)
 def norm(
     product: Product,
     *,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.linear import Product, reference_finish
 from specdec.layers.linear_kernels import sum_parts
@@ -78,6 +79,7 @@ def _pair_norm_kernel(
         )
 
 
+@op(reference=reference_pair_norm)
 def pair_norm(
     tokens: torch.Tensor, table: torch.Tensor, product: Product, token_gain: Gain, state_gain: Gain
 ) -> tuple[torch.Tensor, torch.Tensor]:

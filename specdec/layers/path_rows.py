@@ -12,6 +12,7 @@ One launch each. Of a path [B, D] the first `length` entries count, a length of 
 import torch
 
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import tl, triton
 
 BLOCK = 2048
@@ -96,6 +97,7 @@ def _keep_last_kernel(
     tl.store(p_kept + tl.load(p_row + i_b).to(tl.int64) * width + o, b_x, mask=o < width)
 
 
+@op(reference=reference_path_rows)
 def path_rows(
     x: torch.Tensor, tokens: torch.Tensor, path: torch.Tensor, length: torch.Tensor, next_token: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,6 +121,7 @@ def path_rows(
     return rows, behind
 
 
+@op(reference=reference_keep_last)
 def keep_last(
     kept: torch.Tensor, row: torch.Tensor, rows: torch.Tensor, length: torch.Tensor, path: torch.Tensor | None = None
 ) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.linear import Product, linear, reference_activate, reference_finish
 from specdec.layers.linear_kernels import activate, sum_parts
@@ -148,6 +149,7 @@ def _gate_inputs_kernel(
     tl.store(p_out + i_t * P + o_p, _gated(b_gate, b_in, ACTIVATION, DTYPE), mask=m_p, eviction_policy=KEEP)
 
 
+@op(reference=reference_layer_inputs)
 def layer_inputs(
     context: Product, tokens: torch.Tensor, table: torch.Tensor, gain: Gain, *, context_scale: float, table_scale: float
 ) -> torch.Tensor:
@@ -173,6 +175,7 @@ def layer_inputs(
     return out
 
 
+@op(reference=reference_gated_projection)
 def gated_projection(gate: Product, inputs: torch.Tensor, weight: torch.Tensor, activation: str) -> Product:
     """W_proj (act(gate) e_l). gate: W_gate h [T, P]; inputs: e_l [T, P], rows of any stride; weight: W_proj [H, P]."""
     splits, num_rows, width = gate.parts.shape

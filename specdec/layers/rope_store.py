@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.kvcache.write_kv import Destination, reference_store_kv
 from specdec.layers.linear import Product, reference_finish
@@ -186,6 +187,7 @@ def _rope_store_kernel(
                 _store_head(p_pool_k + o_pool, o_a, o_b, b_ra, b_rb, m)
 
 
+@op(reference=reference_rope_store)
 def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Destination | None = None) -> Attended:
     """Norm, rotate, and store where there is a destination, whose pools are contiguous."""
     parts, bias, dtype = product

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 
 
@@ -50,6 +51,7 @@ def _rotary_kernel(
     tl.store(p_sin + i_t * half + o, (tl.sin(b_angle) * factor).to(DTYPE), mask=o < half, eviction_policy=KEEP)
 
 
+@op(reference=reference_rotary)
 def rotary(positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype) -> Rotary:
     """positions [T], frequencies [R / 2]."""
     num_rows, half = len(positions), len(frequencies)

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from specdec.gpu.operations import FAST, KERNELS, REFERENCE, Operations
 from specdec.layers.linear import Product
-from specdec.layers.moe.mixture import Experts, Routing, reference_apply_experts
-from specdec.layers.operations import FAST, KERNELS, REFERENCE, Operations
+from specdec.layers.moe.mixture import Experts, Routing, apply_experts, reference_apply_experts
 
 VECTOR = 64
 """A multiple of what torch takes at once, of any dtype."""
@@ -115,7 +115,7 @@ def rowwise_apply_experts(x: torch.Tensor, routing: Routing, experts: Experts) -
     return Product(rows_alone(parts, x, *routing).transpose(0, 1), None, x.dtype)
 
 
-ROWWISE = REFERENCE._replace(apply_experts=rowwise_apply_experts)
+ROWWISE = REFERENCE.replacing({apply_experts: rowwise_apply_experts})
 """`REFERENCE`, where rows that come in tiles, and under `ByVectors`, keep their bits."""
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.attention.kernels.paged_attention import device_limits
+from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import triton
 
 RANGE = 128

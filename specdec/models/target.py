@@ -18,12 +18,12 @@ from specdec.attention.bridge import ForwardContext, record_states
 from specdec.attention.plan import KVPlan
 from specdec.attention.row_tiles import ROWS
 from specdec.errors import SpecDecError, UnsupportedModelError
+from specdec.gpu.operations import KERNELS, Operations
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout, layout_from_config
 from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights, fuse, fuse_linear
 from specdec.layers.merge import held_storages
-from specdec.layers.operations import KERNELS, Operations
 from specdec.layers.rowwise import rowwise, run_experts_by_row
 from specdec.models.batch_invariance import depends_on_others
 from specdec.models.context_length import ContextLength, context_length
@@ -31,6 +31,7 @@ from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, pro
 from specdec.models.row_tiled import forward_in_tiles, rows_in_tiles, run_in_tiles
 from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.private_copy import private_copy
+from specdec.sampling.softcap import softcap
 
 logger = logging.getLogger("specdec")
 
@@ -170,7 +171,7 @@ class TargetModel:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.head(hidden)
-        return self.logit_rule(logits) if self.ops is None else self.logit_rule(logits, self.ops.softcap)
+        return self.logit_rule(logits) if self.ops is None else self.logit_rule(logits, self.ops(softcap))
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
         batch, num_rows = tokens.shape

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specdec.attention.trees.forced_tokens import rounded_up
 from specdec.errors import CapacityError
+from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.table import RequestTable, swa_slots_held
 from specdec.runtime.prefixes import Prefixes
@@ -174,7 +174,7 @@ class Scheduler:
         forced = max((len(request.forced) for request in decoding if request.place), default=0)
         if forced:
             last = self.table.slots.host.shape[1] - 1
-            more = np.minimum(self.table.committed_len.host[rows] + rounded_up(1 + forced), last)
+            more = np.minimum(self.table.committed_len.host[rows] + next_power_of_two(1 + forced), last)
             for row, wanted in zip(rows[:, None], more[:, None], strict=True):  # for each by itself
                 if self.table.pages_needed(row, wanted).sum() <= self.table.allocator.available_pages:
                     self.table.ensure_all(row, wanted)

@@ -11,12 +11,11 @@ presence penalty, the mask of a grammar, temperature, top-k, top-p and min-p, in
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from specdec.attention.trees.tree import DraftTree
 from specdec.config import SamplingParams
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
 from specdec.gpu.on_demand import OnDemand
@@ -92,6 +91,19 @@ class Best(NamedTuple):
     scores: torch.Tensor
 
 
+class NodePaths(Protocol):
+    """A tree of drafts as penalties read it: tokens [B, N], ancestors [B, N, N] bool (ancestor or self)."""
+
+    @property
+    def tokens(self) -> torch.Tensor: ...
+
+    @property
+    def ancestors(self) -> torch.Tensor: ...
+
+    @property
+    def num_nodes(self) -> int: ...
+
+
 class Past:
     """What penalties read: the tokens so far, the root included, history [B, L], of which length [B] count, and the
     tree behind them; no tree: one place behind each history. prompt_len [B]: the output begins there. allowed
@@ -104,7 +116,7 @@ class Past:
         self,
         history: torch.Tensor | Callable[[], torch.Tensor],
         length: torch.Tensor,
-        tree: DraftTree | None,
+        tree: NodePaths | None,
         prompt_len: torch.Tensor | None = None,
         allowed: torch.Tensor | None = None,
         seen: torch.Tensor | None = None,
@@ -370,7 +382,7 @@ def past_tokens(past: Past, vocab_size: int) -> torch.Tensor:
 
 
 def seen_tokens(
-    history: torch.Tensor, history_len: torch.Tensor, vocab_size: int, tree: DraftTree | None
+    history: torch.Tensor, history_len: torch.Tensor, vocab_size: int, tree: NodePaths | None
 ) -> torch.Tensor:
     """Which tokens each node's continuation repeats: [B, N, V] bool, along its own ancestor path.
 
@@ -382,7 +394,7 @@ def seen_tokens(
     return _along_paths(seen, tree)
 
 
-def _along_paths(seen: torch.Tensor, tree: DraftTree | None) -> torch.Tensor:
+def _along_paths(seen: torch.Tensor, tree: NodePaths | None) -> torch.Tensor:
     """seen [B, V], and each node's own ancestors: [B, N, V]; no tree: [B, 1, V]."""
     if tree is None:
         return seen[:, None]

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import INTERPRETED, tl, triton
 
 BLOCK = 2048
@@ -76,6 +77,7 @@ def _softcap_kernel(
     tl.store(p_x + o_x, capped(b_x, cap, inverse), mask=o_x < numel)
 
 
+@op(reference=reference_softcap)
 def softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
     """logits, contiguous, of any shape -> themselves, capped in place."""
     assert logits.is_contiguous(), f"{logits.stride()=}"

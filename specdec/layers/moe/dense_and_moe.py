@@ -11,11 +11,11 @@ assignments are many it is these that run, since a tile that holds all rows woul
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
+from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import triton
 from specdec.layers.branches import Fork
 from specdec.layers.linear import (
@@ -49,6 +49,12 @@ def reference_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Exp
     return dense, reference_apply_experts(fork.experts, reference_route(fork.router, router), experts)
 
 
+def vendor_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Experts) -> tuple[Product, Product]:
+    """`mlp_and_experts`, by the vendor's library where x has many rows."""
+    return mlp_and_experts(fork, mlp, router, experts, linear=vendor_linear, gated_linear=vendor_gated_linear)
+
+
+@op(reference=reference_mlp_and_experts, vendor=vendor_mlp_and_experts)
 def mlp_and_experts(
     fork: Fork,
     mlp: Mlp,
@@ -74,10 +80,6 @@ def mlp_and_experts(
     parts = torch.empty((cut.splits, num_rows, hidden), dtype=torch.float32, device=fork.mlp.device)
     _launch(gated, mlp.down, parts, None, cut, products.down, start="usual")
     return Product(parts, None, fork.mlp.dtype), products.result
-
-
-vendor_mlp_and_experts = partial(mlp_and_experts, linear=vendor_linear, gated_linear=vendor_gated_linear)
-"""The same, by the vendor's library where x has many rows."""
 
 
 def _launch(

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options
+from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import triton
 from specdec.layers.linear import Product, linear
 from specdec.layers.moe.moe_kernels import list_kernel, pick_kernel, product_kernel
@@ -105,6 +106,7 @@ def reference_gate(gate: torch.Tensor, up: torch.Tensor, experts: Experts) -> to
     return (F.silu(gate) if experts.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
+@op(reference=reference_route)
 def route(x: torch.Tensor, router: Router, *, holds: bool = False) -> Routing:
     """x [T, H], normed -> its experts. holds: no kernel behind these starts before x is there."""
     num_rows, num_experts = len(x), len(router.weight)
@@ -128,6 +130,7 @@ def route(x: torch.Tensor, router: Router, *, holds: bool = False) -> Routing:
     return Routing(experts, weights)
 
 
+@op(reference=reference_apply_experts)
 def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: bool | None = None) -> Product:
     """x [T, H] -> [T, H]. `few`: without a list; None: as `are_few` says."""
     products = list_products(x, routing, experts, are_few(*routing.experts.shape) if few is None else few)

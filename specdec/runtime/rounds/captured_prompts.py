@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specdec.attention.trees.forced_tokens import rounded_up
+from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.captures import CaptureStore
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.kvcache.table import Rows
@@ -130,7 +130,7 @@ class ChunkGraphs(Captures):
         longest = int(table.committed_len.host[rows].max())
         if longest or len(rows) > 1:  # the beginning of one prompt has a shape of its own, up to a tenth faster
             longest = min(wide_bucket(longest), table.slots.host.shape[1] - 1)
-        return ChunkShape(rounded_up(len(rows)), width_bucket(int(chunk_len.max())), longest)
+        return ChunkShape(next_power_of_two(len(rows)), width_bucket(int(chunk_len.max())), longest)
 
     def size(self, counts: IntArray, longest: int) -> IntArray:
         """Positions that forwards over `counts` chunks of at most `longest` tokens take (`grouping.Size`)."""

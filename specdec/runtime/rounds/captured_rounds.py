@@ -17,8 +17,9 @@ from typing import ClassVar
 
 import torch
 
-from specdec.attention.trees.forced_tokens import MOST_FORCED, rounded_up
+from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, FrozenKVError, first_line
+from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.captures import Capture, Captured, CaptureStore, CudaCapture, Program, is_out_of_memory
 from specdec.runtime.rounds.capture_classes import is_large, share
 from specdec.runtime.rounds.result import RoundShape
@@ -160,7 +161,7 @@ class RoundGraphs(Captures):
         large = is_large(shape)
         sizes = few_batch_sizes(table.max_requests) if large else batch_sizes(table.max_requests)
         batch = min(size for size in sizes if size >= shape.batch)
-        if shape.uses.masked and shape.num_nodes > MOST_FORCED:  # forced tokens need no nodes of their own
+        if shape.uses.masked and shape.num_nodes > MAX_FORCED_TOKENS:  # forced tokens need no nodes of their own
             shape = shape._replace(forced=shape.num_nodes)
         # kernels stop where a row ends, so what a wide table costs is its making
         longest = wide_bucket(shape.longest) if large else length_bucket(shape.longest)
@@ -168,8 +169,8 @@ class RoundGraphs(Captures):
 
     def forced_width(self, width: int, room: int, num_nodes: int) -> int:
         """Nodes of rounds with forced tokens: one size, but where rows have no room for it. room: slots of all rows."""
-        most = max(num_nodes, 1 + MOST_FORCED)
-        return most if most <= room else min(rounded_up(width), 1 << room.bit_length() - 1)
+        most = max(num_nodes, 1 + MAX_FORCED_TOKENS)
+        return most if most <= room else min(next_power_of_two(width), 1 << room.bit_length() - 1)
 
     def pool(self, shape: Hashable) -> str:
         assert isinstance(shape, RoundShape)

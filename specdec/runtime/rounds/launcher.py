@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specdec.attention.trees.forced_tokens import MOST_FORCED
-from specdec.config import SamplingParams, SpecConfig
+from specdec.config import MAX_FORCED_TOKENS, SamplingParams, SpecConfig
 from specdec.gpu.captures import CaptureUse
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.runtime.prompt_scores import TokenScores
@@ -94,7 +93,7 @@ class Launcher:
         self.spec = spec
         self.graphs = graphs
         self.chunks = chunks
-        round.masks.most_nodes = max(spec.num_nodes, 1 + MOST_FORCED)
+        round.masks.most_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
     @property
     def lag(self) -> int:

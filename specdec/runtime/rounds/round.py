@@ -19,8 +19,9 @@ import torch
 
 from specdec.attention.backend import Backend
 from specdec.attention.plan import KVPlan, Located, plan_chunk, plan_verify
-from specdec.attention.trees.forced_tokens import MOST_FORCED, graft, without_blanks
+from specdec.attention.trees.forced_tokens import graft, without_blanks
 from specdec.attention.trees.tree import DraftTree
+from specdec.config import MAX_FORCED_TOKENS
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation
 from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
 from specdec.gpu.stage_clock import StageClock
@@ -107,7 +108,7 @@ class Round:
         )
         self.max_drafts = MirroredArray((len(self.tokens.host),), self.device)  # that a row accepts in a round
         self.prompt_len = MirroredArray((len(self.tokens.host),), self.device)
-        self.forced = MirroredArray((len(self.tokens.host), 1 + MOST_FORCED), self.device)  # how many, and which
+        self.forced = MirroredArray((len(self.tokens.host), 1 + MAX_FORCED_TOKENS), self.device)  # how many, and which
         self.masks = MaskBuffer(target.vocab_size, cache.table.max_requests, self.device)
         self._seen = SeenBits(len(self.tokens.host), target.vocab_size, self.device) if self.on_kernels else None
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows that take part, padding behind

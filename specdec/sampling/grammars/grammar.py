@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specdec.attention.trees.forced_tokens import MOST_FORCED
-from specdec.config import SamplingParams
+from specdec.config import MAX_FORCED_TOKENS, SamplingParams
 from specdec.errors import ConfigError, is_fault
 from specdec.sampling.grammars.grammar_bounds import is_plain, require_bounded
 from specdec.sampling.grammars.grammar_trial import GrammarTrial, with_large_stack
@@ -245,7 +244,7 @@ class Place:
         if self._forced is None:
             tokens: list[int] = []
             place: Place | None = self
-            while place is not None and not place.over and len(tokens) < MOST_FORCED:
+            while place is not None and not place.over and len(tokens) < MAX_FORCED_TOKENS:
                 only = _only(place.mask)
                 if only is None:
                     break

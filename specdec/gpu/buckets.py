@@ -1,0 +1,6 @@
+"""Sizes that captured programs are padded to: few, so that few are captured."""
+
+
+def next_power_of_two(size: int) -> int:
+    """The least power of two that is not below `size`."""
+    return 1 << (size - 1).bit_length()

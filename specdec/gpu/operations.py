@@ -1,0 +1,80 @@
+"""Fused operations: a kernel's launcher says, where it is written, which plain torch function it equals.
+
+    @op(reference=reference_softcap)
+    def softcap(logits, cap): ...
+
+    ops(softcap)(logits, 30.0)      ops: one of the three below, chosen once, when a model is fused
+
+    REFERENCE   plain torch                                      runs anywhere, and is every kernel's oracle
+    KERNELS     the kernels                                      a row's bits do not depend on the number of rows
+    FAST        the kernels, and the vendor's products at        faster prefill and large batches, without that
+                many rows (`vendor=`)                            property
+
+The signature is the reference's own. References may wait for the device; kernels never do.
+"""
+
+from collections import ChainMap
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, TypeVar
+
+import torch
+
+from specdec.errors import ConfigError
+from specdec.gpu.triton_device import triton_obstacle
+
+Operation = TypeVar("Operation", bound=Callable[..., Any])
+StandIns = MutableMapping[Callable[..., Any], Callable[..., Any]]
+
+_references: StandIns = {}
+_vendors: StandIns = {}
+
+
+def op(*, reference: Callable[..., Any], vendor: Callable[..., Any] | None = None) -> Callable[[Operation], Operation]:
+    """Declare an operation. vendor: what replaces it in `FAST`; None: nothing does."""
+
+    def declare(kernel: Operation) -> Operation:
+        _references[kernel] = reference
+        if vendor is not None:
+            _vendors[kernel] = vendor
+        return kernel
+
+    return declare
+
+
+class Operations:
+    """One way of running every operation: stand_ins of some, of all of them where complete."""
+
+    def __init__(self, stand_ins: StandIns, *, complete: bool = False) -> None:
+        self._stand_ins = stand_ins
+        self._complete = complete
+
+    def __call__(self, operation: Operation) -> Operation:
+        """What runs in the place of this operation."""
+        assert operation in _references, f"{operation} is no operation: it has no @op"
+        found: Any = self._stand_ins[operation] if self._complete else self._stand_ins.get(operation, operation)
+        return found
+
+    def replacing(self, changes: Mapping[Callable[..., Any], Callable[..., Any]]) -> "Operations":
+        """The same, but for these."""
+        return Operations(ChainMap(dict(changes), self._stand_ins), complete=self._complete)
+
+
+REFERENCE = Operations(_references, complete=True)
+KERNELS = Operations({})
+FAST = Operations(_vendors)
+
+
+def choose_operations(fused: str | bool, attention: str, device: torch.device, dtype: torch.dtype) -> Operations | None:
+    """The operations that `EngineConfig.fused` and `EngineConfig.attention` mean; None: Hugging Face's own modules.
+
+    Raises ConfigError when attention is "triton" and the kernels cannot run here.
+    """
+    if not fused or (fused == "auto" and device.type != "cuda"):
+        return None
+    if attention == "triton" or (attention == "auto" and device.type == "cuda"):
+        obstacle = triton_obstacle(device, dtype)
+        if not obstacle:
+            return FAST
+        if attention == "triton":
+            raise ConfigError(f"attention='triton'{obstacle}")
+    return None if fused == "auto" else REFERENCE
