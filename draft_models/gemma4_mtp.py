@@ -33,6 +33,7 @@ from specdec.layers.decoder import FusedEmbedding
 from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights, fuse, fuse_embedding, fuse_linear
 from specdec.layers.merge import held_storages
+from specdec.layers.path_rows import keep_last
 from specdec.modules.private_copy import private_copy
 from specdec.sampling.fused_sample import MAX_BEST
 
@@ -206,8 +207,8 @@ class Gemma4MTPWorker:
 
     @torch.inference_mode()
     def observe(self, seen: Observation) -> None:
-        keep_last = (self.drafter.ops or REFERENCE).keep_last
-        keep_last(self._seed_hidden, seen.rows.index, seen.hidden, seen.length, seen.path)
+        keep = (self.drafter.ops or REFERENCE)(keep_last)
+        keep(self._seed_hidden, seen.rows.index, seen.hidden, seen.length, seen.path)
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:

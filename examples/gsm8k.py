@@ -14,7 +14,7 @@ from accelerate import PartialState
 from transformers.utils import logging as transformers_logging
 
 from specdec import EngineConfig, SamplingParams, SpecConfig, SpecDecError
-from specdec.evaluation.evaluate import evaluate_gsm8k
+from specdec.evaluation.accuracy import evaluate_gsm8k
 from specdec.evaluation.gsm8k_report import markdown
 
 

@@ -43,11 +43,11 @@ from specdec.runtime.arguments import (
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.handle import Handle
 from specdec.runtime.intake import Intake
+from specdec.runtime.launcher import Launcher
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.request import GenerationOutput, Request, StreamDelta
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_sizes, capture_for
-from specdec.runtime.rounds.launcher import Launcher
 from specdec.runtime.rounds.round import Round
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.sizing import make_cache

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 
 from specdec import Engine
-from specdec.serving.app import create_app
+from specdec.serving.application import create_app
 from specdec.serving.async_engine import INTAKE_SECONDS, AsyncEngine
 from specdec.serving.server import address, listen
 from specdec.serving.server_settings import ServeSettings

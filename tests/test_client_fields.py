@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from specdec import Engine, SamplingParams
-from specdec.serving.app import create_app
+from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.server_settings import ServeSettings
 

@@ -25,7 +25,7 @@ from specdec.errors import ConfigError, SpecDecError, UnsupportedModelError
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE
 from specdec.layers.rowwise import ROWWISE, ByVectors, rows_alone
 from specdec.models.target import TargetModel
-from specdec.runtime.rounds.result import LogProbs
+from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.sampling_table import SamplingBatch
 
 from marks import slow

@@ -16,10 +16,11 @@ from specdec.draft_models.eagle3.head_forms import Echo, HeadOutput, PlainHead
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights
-from specdec.layers.linear import Product
+from specdec.layers.linear import Product, gated_linear
 from specdec.layers.merge import is_merged
 from specdec.layers.norm import Gain
 from specdec.layers.pair_norm import pair_norm, reference_pair_norm
+from specdec.layers.path_rows import keep_last, path_rows
 
 from marks import pairs, quick
 
@@ -145,7 +146,7 @@ def test_a_form_that_computes_something_else_is_not_chosen() -> None:
     plain = plain_form(make_head())
     form, reason = choose_form(plain, Weights("head", plain.head), REFERENCE)
     assert isinstance(form, FusedHead) and reason is None
-    wrong = REFERENCE._replace(gated_linear=lambda x, weight, activation: x[:, : len(weight) // 2] * 0)
+    wrong = REFERENCE.replacing({gated_linear: lambda x, weight, activation: x[:, : len(weight) // 2] * 0})
     form, reason = choose_form(plain, Weights("head", plain.head), wrong)
     assert form is plain and reason == "its fused layers compute something else than its own"
 
@@ -197,24 +198,24 @@ def test_rows_of_a_path_and_the_last_of_them(case: str, form: str) -> None:
     tokens = torch.arange(10, 15, device=DEVICE) + torch.tensor([[0], [10]], device=DEVICE)
     wide = torch.tensor(path, device=DEVICE).repeat(1, 2)  # rows of a path at a distance
     lengths, next_token = torch.tensor(length, device=DEVICE), torch.tensor([7, 8], device=DEVICE)
-    rows, got = ops.path_rows(x, tokens, wide[:, : len(path[0])], lengths, next_token)
+    rows, got = ops(path_rows)(x, tokens, wide[:, : len(path[0])], lengths, next_token)
     for b in range(2):
         for step, token in enumerate(behind[b]):
             torch.testing.assert_close(rows[b, step], x[b, path[b][step]], rtol=0, atol=0)
             assert token is None or int(got[b, step]) == token
     kept = torch.zeros(4, 66, device=DEVICE)
-    ops.keep_last(kept, torch.tensor([3, 1], device=DEVICE), rows, lengths)
+    ops(keep_last)(kept, torch.tensor([3, 1], device=DEVICE), rows, lengths)
     torch.testing.assert_close(kept[[3, 1]], torch.stack([rows[b, max(n, 1) - 1] for b, n in enumerate(length)]))
     assert not kept[[0, 2]].any()
     gathered = kept.clone()
-    ops.keep_last(kept.zero_(), torch.tensor([3, 1], device=DEVICE), x, lengths, wide[:, : len(path[0])])
+    ops(keep_last)(kept.zero_(), torch.tensor([3, 1], device=DEVICE), x, lengths, wide[:, : len(path[0])])
     torch.testing.assert_close(kept, gathered, rtol=0, atol=0)
 
 
 def test_padding_rows_may_keep_their_last_row_several_times() -> None:
     rows, length = torch.randn(3, 2, 8, device=DEVICE), torch.tensor([2, 1, 2], device=DEVICE)
     kept = torch.zeros(3, 8, device=DEVICE)
-    KERNELS.keep_last(kept, torch.tensor([2, 0, 2], device=DEVICE), rows, length)
+    KERNELS(keep_last)(kept, torch.tensor([2, 0, 2], device=DEVICE), rows, length)
     torch.testing.assert_close(kept[0], rows[1, 0])
     assert kept[2].tolist() in (rows[0, 1].tolist(), rows[2, 1].tolist())
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
-from specdec.evaluation import evaluate as evaluation
-from specdec.evaluation.evaluate import evaluate, evaluate_gsm8k, find_parting, problem_seed
+from specdec.evaluation import accuracy as evaluation
+from specdec.evaluation.accuracy import evaluate, evaluate_gsm8k, find_parting, problem_seed
 from specdec.evaluation.gsm8k import EXEMPLARS, load_problems, question_text
 from specdec.evaluation.gsm8k_plot import save_plot, title
 from specdec.evaluation.gsm8k_report import make_report, markdown

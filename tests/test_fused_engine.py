@@ -14,13 +14,20 @@ from torch import nn
 
 import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.draft_models.centroid_head import centroid_best, centroid_sample
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.gpu import operations
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE, choose_operations
 from specdec.layers import families
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.fuse import FusedLinear
+from specdec.layers.linear import gated_linear, linear
 from specdec.layers.merge import is_merged, merge_rows
+from specdec.layers.moe import dense_and_moe
+from specdec.layers.moe.dense_and_moe import mlp_and_experts
+from specdec.layers.norm import norm
+from specdec.layers.rotary import rotary
 from specdec.models.target import TargetModel
 
 from marks import pairs, quick, slow
@@ -190,17 +197,17 @@ def test_what_an_engine_is_given_must_be_what_its_config_says(make_target):
 
 
 def wrong_norm(*args: Any, **kwargs: Any) -> Any:
-    hidden, normed = REFERENCE.norm(*args, **kwargs)
+    hidden, normed = REFERENCE(norm)(*args, **kwargs)
     return hidden, normed * 1.05
 
 
 def wrong_rotary(positions: torch.Tensor, *args: Any) -> Any:
-    return REFERENCE.rotary(positions + 1 * (positions > 2), *args)
+    return REFERENCE(rotary)(positions + 1 * (positions > 2), *args)
 
 
 def shifted_rotary(positions: torch.Tensor, *args: Any) -> Any:
     """Right for each query and key together: attention scores depend on differences. Stored keys would be wrong."""
-    return REFERENCE.rotary(positions + 1, *args)
+    return REFERENCE(rotary)(positions + 1, *args)
 
 
 def failing(*args: Any, **kwargs: Any) -> Any:
@@ -210,11 +217,11 @@ def failing(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"norm": wrong_norm}, "the queries of layer 0"),
-        ({"rotary": wrong_rotary}, "the queries of layer 0"),
-        ({"rotary": shifted_rotary}, "the queries of layer 0"),
-        ({"gated_linear": lambda x, w, act: REFERENCE.gated_linear(x, w, "gelu_tanh")}, "the queries of layer 1"),
-        ({"linear": failing}, "its fused layers do not run (RuntimeError: out of shared memory)"),
+        ({norm: wrong_norm}, "the queries of layer 0"),
+        ({rotary: wrong_rotary}, "the queries of layer 0"),
+        ({rotary: shifted_rotary}, "the queries of layer 0"),
+        ({gated_linear: lambda x, w, act: REFERENCE(gated_linear)(x, w, "gelu_tanh")}, "the queries of layer 1"),
+        ({linear: failing}, "its fused layers do not run (RuntimeError: out of shared memory)"),
     ],
     ids=["norm", "rotary", "shifted", "activation", "failing"],
 )
@@ -224,7 +231,7 @@ def test_layers_that_do_not_prove_equal_do_not_run(
     """Said once, in a warning; the text is the model's own."""
     model = make_target("llama")
     with caplog.at_level(logging.INFO, "specdec"):
-        target = TargetModel(model, REFERENCE._replace(**change))
+        target = TargetModel(model, REFERENCE.replacing(change))
     [record] = caplog.records
     assert record.levelno == logging.WARNING and "runs unfused" in record.message and reason in record.message
     assert reason in target.unfused and not isinstance(target.decoder, FusedDecoder)
@@ -236,14 +243,14 @@ def test_layers_that_do_not_prove_equal_do_not_run(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"norm": lambda *a, **k: tuple(x * 3 for x in REFERENCE.norm(*a, **k))}, "something else than its own"),
-        ({"linear": failing}, "out of shared memory"),
+        ({norm: lambda *a, **k: tuple(x * 3 for x in REFERENCE(norm)(*a, **k))}, "something else than its own"),
+        ({linear: failing}, "out of shared memory"),
     ],
     ids=["norm", "failing"],
 )
 def test_a_drafter_that_does_not_prove_equal_runs_unfused(change, reason, make_target, make_assistant, caplog):
     target = TargetModel(make_target("gemma4-31b"), REFERENCE)
-    target.ops = REFERENCE._replace(**change)
+    target.ops = REFERENCE.replacing(change)
     with caplog.at_level(logging.INFO, "specdec"):
         drafter = Gemma4MTPDrafter(make_assistant(target.model), target)
     [record] = caplog.records
@@ -461,16 +468,16 @@ def test_a_centroid_head_draws_from_its_list(shape, make_target, make_assistant,
     """Fused, no row of the vocabulary is made for a draft; a list shorter than `topk` falls back to one."""
     model, calls = make_target("gemma4-e2b"), []
 
-    def counted(name: str) -> Callable[..., Any]:
-        return lambda *args: calls.append(name) or getattr(REFERENCE, name)(*args)
+    def counted(head: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: calls.append(head) or REFERENCE(head)(*args)
 
     target = TargetModel(model, REFERENCE)
-    target.ops = REFERENCE._replace(**{name: counted(name) for name in ("centroid_sample", "centroid_best")})
+    target.ops = REFERENCE.replacing({head: counted(head) for head in (centroid_sample, centroid_best)})
     drafter = Gemma4MTPDrafter(make_assistant(model, ordered=True), target)
     engine = Engine(target, drafter, spec=DRAFTS[shape], config=EngineConfig(max_model_len=64))
     drafter._head = lambda hidden: pytest.fail("the head made a row of the vocabulary")
     engine.generate(random_prompt(5), GREEDY)
-    assert set(calls) == {"centroid_sample" if shape == "chain" else "centroid_best"}
+    assert set(calls) == {centroid_sample if shape == "chain" else centroid_best}
     del drafter._head
     wide = Engine(target, drafter, spec=SpecConfig(1, 25), config=EngineConfig(max_model_len=64))
     calls.clear()
@@ -544,9 +551,22 @@ def test_engines_are_built_over_a_model_that_others_run(
     assert faults == []
 
 
-def test_kernels_are_the_operations_of_a_fused_engine():
+def test_kernels_are_the_operations_of_a_fused_engine(monkeypatch):
     """FAST differs from KERNELS in its products only."""
-    products = {"linear": KERNELS.linear, "gated_linear": KERNELS.gated_linear}
-    assert FAST._replace(**products, mlp_and_experts=KERNELS.mlp_and_experts) == KERNELS
-    assert FAST.mlp_and_experts.func is KERNELS.mlp_and_experts
-    assert FAST.mlp_and_experts.keywords == {"linear": FAST.linear, "gated_linear": FAST.gated_linear}
+    assert {op for op in operations._references if FAST(op) is not KERNELS(op)} == {
+        linear,
+        gated_linear,
+        mlp_and_experts,
+    }
+    assert all(KERNELS(op) is op for op in operations._references)
+    calls = []
+    monkeypatch.setattr(dense_and_moe, "mlp_and_experts", lambda *parts, **products: calls.append((parts, products)))
+    FAST(mlp_and_experts)("fork", "mlp", "router", "experts")
+    products = {"linear": FAST(linear), "gated_linear": FAST(gated_linear)}
+    assert calls == [(("fork", "mlp", "router", "experts"), products)]
+
+
+def test_an_operation_that_is_not_declared_is_not_run():
+    for ops in (KERNELS, FAST, REFERENCE):
+        with pytest.raises(AssertionError, match="is no operation"):
+            ops(wrong_norm)

@@ -12,31 +12,31 @@ import pytest
 
 parsed = functools.cache(ast.parse)  # of a text: a dozen tests read the same files
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = (  # a module imports down this list; the longest name that fits counts, so "specdec" is what is beside these
-    "specdec.errors",
-    "specdec.kvcache",
-    "specdec.attention",
-    "specdec.layers",
-    "specdec.draft_models",
-    "specdec.text.stop_strings",
-    "specdec.plain_arguments",
-    "specdec.config",
-    "specdec.text",
-    "specdec.models",
-    "specdec.runtime.prompt_scores",
-    "specdec.runtime.request",
-    "specdec.progress",
-    "specdec.runtime.rounds",
-    "specdec.runtime",
-    "specdec",
-    "specdec.serving",
-    "specdec.evaluation",
-    "specdec.training",
-    "specdec.cli",
-    "specdec.cli",
+FLOORS = (  # a module imports from lower floors and from its own room; the longest name that fits counts
+    (
+        *("specdec.errors", "specdec.lazy", "specdec.plain_arguments", "specdec.progress", "specdec.text"),
+        *("specdec.config", "specdec.gpu"),
+    ),
+    ("specdec.kvcache", "specdec.modules"),
+    ("specdec.attention", "specdec.sampling", "specdec.layers"),
+    ("specdec.models", "specdec.draft_models"),
+    ("specdec.runtime",),
+    ("specdec.loading", "specdec.engine", "specdec.hf_generate", "specdec"),
+    ("specdec.serving", "specdec.evaluation", "specdec.training"),
+    ("specdec.cli",),
+)
+OPEN_FLOORS = (0, 5)
+"""Their rooms are single files, and import each other in the order in which they stand."""
+
+NEVER = (  # what a room does not know, beyond its floor
+    ("specdec.runtime.rounds", "specdec.runtime", "the device's part knows no request and no scheduler"),
+    ("specdec.runtime.rounds", "specdec.sampling.grammars", "a round is handed masks, and knows no grammar"),
+    ("specdec.runtime.scheduler", "specdec.runtime.rounds", "who runs is decided without a look at the device"),
+    ("specdec.serving.http", "specdec.serving.openai", "connections, bodies and keys are those of any route"),
+    ("specdec.sampling.grammars", "torch", "grammars are of the host"),
 )
 ROOT_MODULE = "specdec"  # its names are looked up when they are used: to a type checker it imports them all the same
-LAZY, LAZY_USERS = "specdec.lazy", ("specdec", "specdec.cli")  # help and `import specdec` must not import torch
+LAZY, LAZY_USERS = "specdec.lazy", ("specdec", "specdec.cli.app")  # help and `import specdec` must not import torch
 MAPPED = ("specdec.kvcache", "specdec.attention", "specdec.draft_models")
 FOLDERS = {name.rpartition(".")[2]: name for name in (*MAPPED, "specdec")}  # root folder -> package
 SCRIPTS = ("tests", "examples", "tools")
@@ -56,9 +56,34 @@ def product_sources() -> dict[str, str]:
     return sources
 
 
-def layer(module: str) -> int:
-    fitting = [package for package in LAYERS if f"{module}.".startswith(f"{package}.")]
-    return LAYERS.index(max(fitting, key=len))
+def room_of(module: str) -> str:
+    rooms = [room for floor in FLOORS for room in floor if f"{module}.".startswith(f"{room}.")]
+    return max(rooms, key=len)
+
+
+def may_import(module: str, other: str) -> bool:
+    """Do the floors allow it?"""
+    here, there = room_of(module), room_of(other)
+    [floor], [below] = ([i for i, rooms in enumerate(FLOORS) if room in rooms] for room in (here, there))
+    if floor == below and floor in OPEN_FLOORS:
+        return FLOORS[floor].index(there) <= FLOORS[floor].index(here)
+    return below < floor or here == there
+
+
+def is_within(module: str, room: str) -> bool:
+    return f"{module}.".startswith(f"{room}.")
+
+
+def broken_walls(graph: dict[str, set[str]]) -> list[str]:
+    """Imports of NEVER; what is within the room itself is its own."""
+    return [
+        f"{module} imports {name}: {why}"
+        for module, names in graph.items()
+        for room, never, why in NEVER
+        if is_within(module, room)
+        for name in sorted(names)
+        if is_within(name, never) and not is_within(name, room)
+    ]
 
 
 def imported(node: ast.AST, modules: set[str]) -> Iterator[str]:
@@ -77,9 +102,14 @@ def is_own(module: str) -> bool:
 
 def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
     """Module -> own modules it imports, wherever in the file the import stands."""
+    return {module: set(filter(is_own, names)) for module, names in every_import(sources).items()}
+
+
+def every_import(sources: dict[str, str]) -> dict[str, set[str]]:
+    """The same, with those of other packages."""
     modules = set(sources)
     return {
-        module: {name for node in ast.walk(parsed(text)) for name in imported(node, modules) if is_own(name)}
+        module: {name for node in ast.walk(parsed(text)) for name in imported(node, modules)}
         for module, text in sources.items()
     }
 
@@ -103,8 +133,8 @@ def import_errors(sources: dict[str, str]) -> list[str]:
                     errors.append(f"{where} bare import of {name}")
                 if not is_own(name):
                     continue
-                if layer(name) > layer(module):
-                    errors.append(f"{where} imports {name} of a higher layer")
+                if not may_import(module, name):
+                    errors.append(f"{where} imports {name} of a higher floor, or of another room of its own")
                 if name == LAZY and module not in LAZY_USERS:
                     errors.append(f"{where} imports {name}")
                 if node not in top_level(module, tree):
@@ -132,6 +162,17 @@ def dropped_comparisons(text: str) -> list[int]:
 
 def test_imports_point_down_and_stand_at_the_top():
     assert import_errors(product_sources()) == []
+
+
+def test_no_wall_is_broken():
+    assert broken_walls(every_import(product_sources())) == []
+
+
+def test_no_file_name_stands_twice():
+    names = [name.rpartition(".")[2] for name in product_sources() if "." in name]
+    sources = set(product_sources())
+    packages = {name for name in sources if any(is_within(other, name) for other in sources - {name})}
+    assert {name for name in names if names.count(name) > 1} - {p.rpartition(".")[2] for p in packages} == set()
 
 
 def test_no_import_circle():
@@ -190,9 +231,9 @@ def test_no_comparison_is_dropped():
     [
         ("from specdec.kvcache.store import KVStore", None),
         ("import torch", None),
-        ("from specdec.draft_models import ngram", "higher layer"),
-        ("import specdec.engine", "higher layer"),
-        ("from specdec import attention as a, kvcache", "higher layer"),
+        ("from specdec.draft_models import ngram", "higher floor"),
+        ("import specdec.engine", "higher floor"),
+        ("from specdec import attention as a, kvcache", "higher floor"),
         ("from .pages import f", "relative import"),
         ("import kvcache.stores", "bare import"),
         ("def f():\n    from specdec.kvcache import stores", "below the top level"),
@@ -213,6 +254,20 @@ def test_only_the_root_names_modules_for_type_checkers_and_only_the_hook_imports
     assert "specdec.engine:1 imports specdec.lazy" in error
     [error] = import_errors({"specdec": "if sys.argv:\n    import specdec.engine", "specdec.engine": ""})
     assert "below the top level" in error
+
+
+def test_broken_walls_finds():
+    graph = {"specdec.runtime.rounds.x": {"specdec.runtime.rounds.y", "specdec.runtime.request", "torch"}}
+    [error] = broken_walls(graph)
+    assert "specdec.runtime.rounds.x imports specdec.runtime.request" in error
+    [error] = broken_walls({"specdec.sampling.grammars.x": {"torch.nn", "specdec.sampling"}})
+    assert "imports torch.nn" in error
+
+
+def test_rooms_of_one_floor_do_not_import_each_other():
+    assert may_import("specdec.layers.norm", "specdec.kvcache.store")
+    assert not may_import("specdec.layers.norm", "specdec.attention.plan")
+    assert may_import("specdec.engine", "specdec.loading") and not may_import("specdec.loading", "specdec.engine")
 
 
 def test_find_cycle_finds_a_lazy_one():

@@ -8,9 +8,9 @@ import pytest
 from fastapi.testclient import TestClient
 
 from specdec import Engine, EngineConfig
-from specdec.serving.app import create_app
+from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.http.openapi import BOUNDS, OPERATIONS
+from specdec.serving.openai.openapi import BOUNDS, OPERATIONS
 from specdec.serving.openai.protocol import MAX_MESSAGES
 from specdec.serving.server_settings import ServeSettings
 

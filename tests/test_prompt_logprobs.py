@@ -15,13 +15,14 @@ import torch
 from tape import record
 
 import specdec.engine
-import specdec.runtime.rounds.launcher
-import specdec.runtime.rounds.scoring
+import specdec.runtime.launcher
+import specdec.runtime.rounds.prompt_scoring
 from specdec import Engine, GenerationOutput, SamplingParams, SpecConfig
 from specdec.errors import CapacityError, ConfigError
 from specdec.models.target import TargetModel
-from specdec.runtime.prompt_scores import PromptScores, TokenScores
-from specdec.runtime.rounds.scoring import score_chunk
+from specdec.runtime.prompt_scores import PromptScores
+from specdec.runtime.rounds.prompt_scoring import score_chunk
+from specdec.sampling.log_probs import TokenScores
 
 from tiny_models import VOCAB, random_eagle3
 
@@ -34,13 +35,13 @@ TREE = SpecConfig(3, 2, 6)
 def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of all prompt chunks that are computed."""
     lengths: list[int] = []
-    prefill = specdec.runtime.rounds.launcher.Launcher.prefill
+    prefill = specdec.runtime.launcher.Launcher.prefill
 
     def counted(self: Any, rows: np.ndarray, params: Any, chunk_len: np.ndarray, *more: Any) -> Any:
         lengths.extend(chunk_len.tolist())
         return prefill(self, rows, params, chunk_len, *more)
 
-    monkeypatch.setattr(specdec.runtime.rounds.launcher.Launcher, "prefill", counted)
+    monkeypatch.setattr(specdec.runtime.launcher.Launcher, "prefill", counted)
     return lengths
 
 
@@ -154,7 +155,7 @@ def test_logits_of_a_long_prompt_are_never_there_as_a_whole(
         seen.append(hidden.numel() // hidden.shape[-1])
         return logits(self, hidden)
 
-    monkeypatch.setattr(specdec.runtime.rounds.scoring, "MOST_LOGITS", 7 * VOCAB + 5)
+    monkeypatch.setattr(specdec.runtime.rounds.prompt_scoring, "MOST_LOGITS", 7 * VOCAB + 5)
     engine = make_engine(model, prefill_chunk=64)
     monkeypatch.setattr(TargetModel, "logits", noting)
     [out] = engine.generate(random_prompt(60), SamplingParams(max_new_tokens=1, prompt_logprobs=4))
@@ -163,7 +164,7 @@ def test_logits_of_a_long_prompt_are_never_there_as_a_whole(
 
 
 def test_the_tile_of_a_vocabulary_of_262144_has_64_rows():
-    assert specdec.runtime.rounds.scoring.MOST_LOGITS // 262_144 == 64
+    assert specdec.runtime.rounds.prompt_scoring.MOST_LOGITS // 262_144 == 64
 
 
 # whatever happens to the request
@@ -237,7 +238,7 @@ def test_nothing_waits_for_the_device_while_a_prompt_is_scored(
         replay()
         return out
 
-    monkeypatch.setattr(specdec.runtime.rounds.launcher, "score_chunk", on_tape)
+    monkeypatch.setattr(specdec.runtime.launcher, "score_chunk", on_tape)
     model = make_target("gemma4-e2b")
     for out in make_engine(model, prefill_chunk=16).generate([random_prompt(40), random_prompt(9)], SCORE):
         assert_right(model, out, hf_forward)
@@ -319,7 +320,7 @@ def test_in_deterministic_mode_scores_have_the_same_bits_in_any_batch_and_any_ch
     crowd = {"drafter": "ngram", "max_batch_size": 3, "page_size": 4, "full_slots": 80, "swa_slots": 80}
     for config in ({"max_batch_size": 2, "prefill_chunk": 7}, crowd):
         assert all(itertools.starmap(torch.equal, zip(scores(**config), expected, strict=True)))
-    monkeypatch.setattr(specdec.runtime.rounds.scoring, "MOST_LOGITS", 3 * VOCAB)
+    monkeypatch.setattr(specdec.runtime.rounds.prompt_scoring, "MOST_LOGITS", 3 * VOCAB)
     assert all(itertools.starmap(torch.equal, zip(scores(), expected, strict=True)))
 
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from specdec import Engine, EngineConfig, SamplingParams
-from specdec.runtime.request import TokenLogprob
+from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.openai.prompt_logprobs import echoed_logprobs, text_offsets, vllm_prompt_logprobs
 
 from served_engine import served

@@ -12,7 +12,7 @@ from specdec import Engine, EngineConfig, SamplingParams
 from specdec.cli.app import app as shell
 from specdec.config import MAX_PRIORITY
 from specdec.errors import ConfigError
-from specdec.serving.app import create_app
+from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.server_settings import ServeSettings
 

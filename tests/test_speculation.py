@@ -12,7 +12,7 @@ from specdec import Engine, SamplingParams, SpecConfig
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Worker
 from specdec.draft_models.gemma4_mtp import Gemma4MTPWorker
 from specdec.errors import ConfigError
-from specdec.runtime.rounds.launcher import Wanted
+from specdec.runtime.launcher import Wanted
 
 from marks import slow
 from tiny_models import random_eagle3

@@ -180,7 +180,7 @@ def test_the_drafter_knows_what_may_follow_the_root(kind, engine_of, prompts, pa
         return whole(trees)
 
     seen, whole = [], grammar.tree_masks
-    monkeypatch.setattr("specdec.runtime.rounds.launcher.tree_masks", noting)
+    monkeypatch.setattr("specdec.runtime.launcher.tree_masks", noting)
     knowing = engine_of(kind, max_batch_size=4).generate(prompts, params)
     assert len(seen) > 30 and all(seen)
     seen.clear()
@@ -424,7 +424,7 @@ def test_the_mask_of_the_parent_is_noticed(engine_of, prompts, params, alone, mo
         return masks
 
     whole = grammar.tree_masks
-    monkeypatch.setattr("specdec.runtime.rounds.launcher.tree_masks", of_the_parents)
+    monkeypatch.setattr("specdec.runtime.launcher.tree_masks", of_the_parents)
     truths = [p + out.token_ids for p, out in zip(prompts, alone, strict=True)]
     outs = engine_of("scripted", truths).generate(prompts, params)
     assert [out.token_ids for out in outs] != [out.token_ids for out in alone]
@@ -447,7 +447,7 @@ def test_a_forbidden_draft_that_is_accepted_is_noticed(engine_of, prompts, alone
         return with_drafts.generate([prompts[3], prompts[3]], [one, free])[0]
 
     assert outputs().token_ids == alone[3].token_ids
-    monkeypatch.setattr("specdec.runtime.rounds.launcher.tree_masks", at_the_root)
+    monkeypatch.setattr("specdec.runtime.launcher.tree_masks", at_the_root)
     assert outputs().token_ids != alone[3].token_ids
 
 

@@ -23,6 +23,7 @@ from specdec.attention.plan import plan_chunk, plan_frozen, plan_verify
 from specdec.attention.trees import growth as tree_build
 from specdec.attention.trees import walk as tree_walk
 from specdec.errors import ConfigError
+from specdec.gpu import triton_device
 from specdec.kvcache import move_kv
 from specdec.kvcache import write_kv as store_kv
 from specdec.kvcache.index_spaces import Space
@@ -228,7 +229,7 @@ CPU = torch.device("cpu")
 
 def test_triton_is_refused_when_the_interpreter_came_too_late(monkeypatch):
     """TRITON_INTERPRET=1 set after the kernels were imported, which are then for a GPU."""
-    monkeypatch.setattr(backend, "attend_kernel", triton.JITFunction.__new__(triton.JITFunction))
+    monkeypatch.setattr(triton_device, "INTERPRETED", False)
     with pytest.raises(ConfigError, match="before Python starts"):
         chosen("triton", CPU, torch.float32, 64)
 
@@ -242,7 +243,7 @@ def test_auto_is_torch_where_triton_cannot_build_its_launcher(monkeypatch):
             raise RuntimeError("Failed to find C compiler.")
 
     monkeypatch.delenv("TRITON_INTERPRET")
-    monkeypatch.setattr(backend, "attend_kernel", triton.JITFunction.__new__(triton.JITFunction))
+    monkeypatch.setattr(triton_device, "INTERPRETED", False)
     monkeypatch.setattr(triton.runtime, "driver", Driver())
     gpu = torch.device("cuda")
     assert not chosen("auto", gpu, torch.float32, 64)

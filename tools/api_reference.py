@@ -25,7 +25,8 @@ from specdec.errors import SpecDecError
 from specdec.gpu.captures import CaptureUse
 from specdec.models.bundled import BUNDLED_DIR
 from specdec.runtime.engine_stats import EngineStats, PoolUse
-from specdec.runtime.request import StreamDelta, TokenLogprob
+from specdec.runtime.request import StreamDelta
+from specdec.sampling.log_probs import TokenLogprob
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 RETURNED = (StreamDelta, TokenLogprob, EngineStats, PoolUse, CaptureUse)

@@ -1,4 +1,4 @@
-"""`python -m specdec.cli`."""
+"""`python -m specdec.cli`, and what `accelerate launch -m specdec.cli` runs."""
 
 from specdec.cli.app import main
 

@@ -1,4 +1,4 @@
-"""The command line: what its commands are called and take. Their bodies are in specdec/commands.
+"""The command line: what its commands are called and take. Their bodies are the other modules of this folder.
 
 A body is imported when its command is run (`runs`), so that help, versions and misspelt options import nothing heavy.
 Exit codes: 2 for a mistake, in one sentence on standard error; 130 for Ctrl-C; 1 where the reader of a pipe has gone.
@@ -364,7 +364,3 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-
-
-if __name__ == "__main__":  # what `accelerate launch -m specdec.cli` runs
-    main()

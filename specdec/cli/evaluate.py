@@ -9,7 +9,7 @@ from accelerate import PartialState
 from specdec.cli.options import PairOptions
 from specdec.cli.settings import drafter_name, engine_config, log_to_stderr, quiet_libraries, spec_config
 from specdec.config import SamplingParams
-from specdec.evaluation.evaluate import evaluate as run_task
+from specdec.evaluation.accuracy import evaluate as run_task
 from specdec.evaluation.gsm8k_plot import require_matplotlib, save_plot
 from specdec.evaluation.gsm8k_report import Report, markdown
 from specdec.evaluation.output_files import STDOUT, require_distinct, write_file

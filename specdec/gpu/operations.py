@@ -15,7 +15,7 @@ The signature is the reference's own. References may wait for the device; kernel
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -51,8 +51,8 @@ class Operations:
     def __call__(self, operation: Operation) -> Operation:
         """What runs in the place of this operation."""
         assert operation in _references, f"{operation} is no operation: it has no @op"
-        found: Any = self._stand_ins[operation] if self._complete else self._stand_ins.get(operation, operation)
-        return found
+        found = self._stand_ins[operation] if self._complete else self._stand_ins.get(operation, operation)
+        return cast(Operation, found)
 
     def replacing(self, changes: Mapping[Callable[..., Any], Callable[..., Any]]) -> "Operations":
         """The same, but for these."""

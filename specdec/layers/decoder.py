@@ -173,7 +173,7 @@ class FusedLayer(nn.Module):
         rows = ops(rope_store)(qkv, parts.heads, shared.rotary[parts.kind], specdec_ctx.destination(self.index))
         attended = specdec_ctx.attend_rows(self.index, *rows, scaling=parts.scaling, sinks=parts.sinks)
         out = ops(linear)(attended.flatten(1), parts.out, parts.out_bias)
-        end = {"scale": parts.scale, "pre": self.next_norm}
+        end: dict[str, Any] = {"scale": parts.scale, "pre": self.next_norm}
         if parts.ple is None or shared.layer_inputs is None:
             return self._feed_forward(out, hidden, **end)
         hidden, _ = self._feed_forward(out, hidden)
@@ -199,10 +199,11 @@ class FusedLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same with MLP and experts."""
         parts, ops = self.parts, self.ops
-        readers = {"mlp": parts.mlp_input_norm, "experts": moe.input_norm, "router": moe.router.gain}
+        assert parts.mlp is not None and parts.attention_norm is not None
+        readers: dict[str, Any] = {"mlp": parts.mlp_input_norm, "experts": moe.input_norm, "router": moe.router.gain}
         fork = ops(fork_norm)(out, post=parts.attention_norm, residual=hidden, **readers, factor=moe.router.factor)
         dense, chosen = ops(mlp_and_experts)(fork, parts.mlp, moe.router, moe.experts)
-        gains = {"dense_gain": moe.mlp_norm, "chosen_gain": moe.norm, "post": parts.mlp_norm}
+        gains: dict[str, Any] = {"dense_gain": moe.mlp_norm, "chosen_gain": moe.norm, "post": parts.mlp_norm}
         return ops(join_norm)(dense, chosen, **gains, residual=fork.hidden, **end)
 
     def _mlp(self, normed: torch.Tensor) -> Product:

@@ -7,9 +7,9 @@ is no part of the prompt but of an output that a preempted request reads again, 
 from collections.abc import Sequence
 
 from specdec.gpu.mirrored_array import IntArray
+from specdec.runtime.launcher import UnderWay
 from specdec.runtime.request import Request
-from specdec.runtime.rounds.launcher import UnderWay
-from specdec.runtime.rounds.scoring import Scoring, Span
+from specdec.runtime.rounds.prompt_scoring import Scoring, Span
 
 
 def scoring_of(requests: Sequence[Request], done: IntArray, chunk_len: IntArray) -> Scoring | None:

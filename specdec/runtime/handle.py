@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from specdec.errors import SpecDecError
-from specdec.runtime.request import GenerationOutput, Request, RequestStats, StreamDelta, TokenLogprob
+from specdec.runtime.request import GenerationOutput, Request, RequestStats, StreamDelta
+from specdec.sampling.log_probs import TokenLogprob
 
 
 class Handle:

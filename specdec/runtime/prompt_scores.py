@@ -8,23 +8,7 @@ first token has no score: nothing stands before it. It knows numbers on the host
 Invariant: `known` only grows, and the scores of tokens 1 to `known` - 1 are complete.
 """
 
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
-
-
-class TokenScores(NamedTuple):
-    """Of T tokens in a row: chosen [T] float32 log-probabilities, those of the K likeliest tokens of each place
-    [T, K] float32, best first, and their ids [T, K] int32."""
-
-    chosen: npt.NDArray[np.float32]
-    values: npt.NDArray[np.float32]
-    ids: npt.NDArray[np.int32]
-
-    def after(self, skipped: int) -> "TokenScores":
-        """Without the first `skipped` tokens."""
-        return TokenScores(self.chosen[skipped:], self.values[skipped:], self.ids[skipped:])
+from specdec.sampling.log_probs import TokenScores
 
 
 class PromptScores:

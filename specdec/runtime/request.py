@@ -16,17 +16,10 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompt_scores import PromptScores
 from specdec.sampling.grammars.grammar import Place
 from specdec.sampling.grammars.token_view import TokenView
+from specdec.sampling.log_probs import TokenLogprob
 from specdec.text.detokenize import Detokenizer
 
 logger = logging.getLogger(__name__)
-
-
-class TokenLogprob(NamedTuple):
-    """Log-probability of an emitted token under the unmodified logits, and of the most likely alternatives."""
-
-    token_id: int
-    logprob: float
-    top: dict[int, float]
 
 
 @dataclass(slots=True)

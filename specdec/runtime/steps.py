@@ -26,9 +26,9 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.progress import progress_bar
 from specdec.runtime.chunk_scores import scoring_of, settle_scores
 from specdec.runtime.engine_stats import Health
+from specdec.runtime.launcher import Launcher, UnderWay, Wanted
 from specdec.runtime.request import Request, RequestState
 from specdec.runtime.rounds.captured_rounds import batch_sizes
-from specdec.runtime.rounds.launcher import Launcher, UnderWay, Wanted
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.settling import commit_chunks, settle_first, settle_round
 from specdec.sampling.grammars.grammar import make_masks
@@ -94,7 +94,7 @@ class Steps:
                 finished += self._make_masks(self.scheduler.running)
             finished += self._decode(self.scheduler.next_decode())
             if admitted := self.scheduler.admit():
-                self.round.take(admitted)
+                self.launcher.load(admitted)
                 finished += self._make_masks(admitted)
             requests, chunk_len = self.scheduler.next_prefill()
             if requests:

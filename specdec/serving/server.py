@@ -21,7 +21,7 @@ from typing import Any
 import uvicorn
 
 from specdec.errors import ConfigError
-from specdec.serving.app import create_app
+from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http.connections import Connection, Connections, Listener
 from specdec.serving.http.probes import Watch

@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.gpu.stage_clock import STAMP
+from specdec.runtime.launcher import Launcher, UnderWay
 from specdec.runtime.request import StreamDelta
-from specdec.runtime.rounds.launcher import Launcher, UnderWay
 from specdec.runtime.rounds.result import RoundResult
 from specdec.runtime.rounds.round import DECODE_STAGES
 

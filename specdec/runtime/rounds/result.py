@@ -13,11 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.stage_clock import seconds_by_stage
-from specdec.runtime.request import TokenLogprob
+from specdec.sampling.log_probs import LogProbs, TokenLogprob
 from specdec.sampling.sampling_table import Uses
 
 
@@ -47,43 +46,6 @@ class RoundShape(NamedTuple):
     def depth(self) -> int:
         """Most tokens that a request can gain: no path is longer."""
         return self.forced or min(self.num_nodes, self.num_steps + 1)
-
-
-ALIGN = 64
-"""Numbers: rows that begin at multiples of it are summed in one order, wherever they stand in a batch."""
-
-
-PIECE = 128
-"""Rows whose log-probabilities are taken at a time: each needs 24 bytes for every token of the vocabulary."""
-
-
-class LogProbs(NamedTuple):
-    """Of D tokens: chosen [B, D] float32, the K highest at each place [B, D, K] and their ids [B, D, K], the lowest
-    first among equals: so the first of them are the same for every K."""
-
-    chosen: torch.Tensor
-    values: torch.Tensor
-    ids: torch.Tensor
-
-    @classmethod
-    def of(cls, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> "LogProbs":
-        """logits [B, D, V] that tokens [B, D] were drawn from, before any parameter."""
-        pieces = zip(logits.flatten(0, 1).split(PIECE), tokens.flatten().split(PIECE), strict=True)
-        parts = [cls._of_rows(rows, drawn, count) for rows, drawn in pieces]
-        return cls(*(torch.cat(part).unflatten(0, tokens.shape) for part in zip(*parts, strict=True)))
-
-    @classmethod
-    def _of_rows(cls, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> "LogProbs":
-        """logits [R, V], tokens [R] -> [R], [R, K], [R, K]."""
-        vocab_size = logits.shape[-1]
-        logits = logits.float()
-        if vocab_size % ALIGN:
-            logits = F.pad(logits, (0, -vocab_size % ALIGN), value=-torch.inf)
-        log_p = logits.log_softmax(dim=-1)[:, :vocab_size]
-        # of numbers that are at most 0 the bits without a sign rise as they fall
-        rank = (log_p.abs().contiguous().view(torch.int32).long() << 32) + torch.arange(vocab_size, device=log_p.device)
-        ids = rank.topk(min(count, vocab_size), dim=-1, largest=False).indices
-        return cls(log_p.gather(1, tokens[:, None])[:, 0], log_p.gather(1, ids), ids)
 
 
 class RoundResult(NamedTuple):

@@ -11,7 +11,6 @@ the host settles what came out afterwards (`settling.py`). It knows no request.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -27,16 +26,16 @@ from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view
-from specdec.kvcache.table import Rows, row_cells
+from specdec.kvcache.table import Rows
 from specdec.models.target import TargetModel, TargetOutput
 from specdec.models.watched_weights import watched_weights
-from specdec.runtime.request import Request
 from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.opening import Opening, opening, reference_opening
-from specdec.runtime.rounds.result import LogProbs, Packed, RoundShape, pack
+from specdec.runtime.rounds.result import Packed, RoundShape, pack
 from specdec.sampling.first_level import Draws, FirstLevel
 from specdec.sampling.grammar_masks import MaskBuffer, RowMasks, write_masks
 from specdec.sampling.kernel_sampling import KernelSampling
+from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.sampling_table import Past, SamplingBatch, SamplingTable, Uses
 from specdec.sampling.seen_bits import SeenBits
 
@@ -110,7 +109,7 @@ class Round:
         self.prompt_len = MirroredArray((len(self.tokens.host),), self.device)
         self.forced = MirroredArray((len(self.tokens.host), 1 + MAX_FORCED_TOKENS), self.device)  # how many, and which
         self.masks = MaskBuffer(target.vocab_size, cache.table.max_requests, self.device)
-        self._seen = SeenBits(len(self.tokens.host), target.vocab_size, self.device) if self.on_kernels else None
+        self.seen_bits = SeenBits(len(self.tokens.host), target.vocab_size, self.device) if self.on_kernels else None
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows that take part, padding behind
         self.clock = StageClock(self.device)
         self._weights = watched_weights(target, drafter)
@@ -149,19 +148,6 @@ class Round:
             yield
         finally:
             self._versions, self._in_step = None, False
-
-    def take(self, requests: Sequence[Request]) -> None:
-        """These requests have been given their rows."""
-        rows = np.array([request.row for request in requests], dtype=np.int64)
-        length = np.array([request.settled.num_tokens for request in requests], dtype=np.int64)
-        tokens = chain.from_iterable(request.tokens for request in requests)
-        self.tokens[row_cells(rows, np.zeros_like(rows), length)] = np.fromiter(tokens, dtype=np.int64)
-        self.sampling.take(rows, [(request.params, request.seed) for request in requests])
-        self.max_drafts[rows] = np.array([request.max_drafts for request in requests], dtype=np.int64)
-        self.prompt_len[rows] = np.array([len(request.prompt) for request in requests], dtype=np.int64)
-        if self._seen is not None:
-            held = [request for request in requests if request.params.repetition_penalty != 1]
-            self._seen.take(np.array([r.row for r in held], dtype=np.int64), [r.tokens for r in held])
 
     def seat(self, rows: IntArray) -> None:
         """These rows take part in the next round; the seats behind them are padding."""
@@ -218,8 +204,8 @@ class Round:
             first = sampling.draw(logits, history_len[:, None], past, softcap)  # [T, 1]
             behind = behind.index_copy(0, chosen, first[:, 0])
             self.tokens.tensor[drawing.index, history_len] = first[:, 0]
-            if self._seen is not None and uses.penalty:
-                self._seen.add(drawing.index, first, torch.ones_like(first[:, 0]))
+            if self.seen_bits is not None and uses.penalty:
+                self.seen_bits.add(drawing.index, first, torch.ones_like(first[:, 0]))
             scores = None if logprobs is None else LogProbs.of(logits, first, logprobs)
         steps = torch.arange(width, device=self.device).expand(len(fed), width)
         self._observe(rows, committed, fed, out, steps, length, behind)
@@ -310,8 +296,8 @@ class Round:
         )
         _, nodes, tokens = packed.rows.split([1, shape.width, shape.depth], dim=1)
         path = nodes[:, : shape.depth]  # none is longer
-        if self._seen is not None and shape.uses.penalty:
-            self._seen.add(rows.index, tokens, closed.length)
+        if self.seen_bits is not None and shape.uses.penalty:
+            self.seen_bits.add(rows.index, tokens, closed.length)
         self._observe(rows, opened.committed_len, fed.tokens, out, path, closed.length, closed.bonus)
         if shape.logprobs is None:
             self.clock.stop(packed.stamps)
@@ -337,7 +323,7 @@ class Round:
     ) -> Past:
         """What draws of these uses depend on."""
         prompt_len = self.prompt_len.tensor[rows.index] if uses.counts else None
-        seen = self._seen.of(rows.index) if self._seen is not None and uses.penalty else None
+        seen = self.seen_bits.of(rows.index) if self.seen_bits is not None and uses.penalty else None
         return Past(lambda: self._history(rows), history_len, tree, prompt_len, allowed, seen)
 
     def _logits(self, hidden: torch.Tensor, logprobs: int | None) -> tuple[torch.Tensor, float | None]:

@@ -8,7 +8,7 @@ functions are called on another thread than the event loop's.
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.runtime.request import TokenLogprob
+from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.openai.usage import LEAST_LOGPROB, top_logprobs
 from specdec.text.detokenize import REPLACEMENT
 from specdec.text.token_bytes import token_text

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.runtime.request import RequestStats, TokenLogprob
+from specdec.runtime.request import RequestStats
+from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.sharing import in_blocks
 from specdec.serving.openai.protocol import SamplingFields
 from specdec.serving.state import ServeState

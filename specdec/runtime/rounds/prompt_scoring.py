@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.prompt_scores import TokenScores
-from specdec.runtime.rounds.result import LogProbs
 from specdec.runtime.rounds.round import Chunk, Round
+from specdec.sampling.log_probs import LogProbs, TokenScores
 
 MOST_LOGITS = 1 << 24
 """Numbers of one tile: 64 rows of a vocabulary of 262,144. What is made of them takes about 24 bytes a number."""

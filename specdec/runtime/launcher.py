@@ -7,6 +7,7 @@ rounds may be launched before the one in front has been settled: `lag` of them, 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -15,15 +16,17 @@ import torch
 from specdec.config import MAX_FORCED_TOKENS, SamplingParams, SpecConfig
 from specdec.gpu.captures import CaptureUse
 from specdec.gpu.mirrored_array import IntArray, upload
-from specdec.runtime.prompt_scores import TokenScores
+from specdec.kvcache.table import row_cells
+from specdec.runtime.request import Request
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_sizes, run_programs
 from specdec.runtime.rounds.grouping import group_chunks, padded_size
+from specdec.runtime.rounds.prompt_scoring import Scoring, Span, score_chunk
 from specdec.runtime.rounds.result import RoundResult, RoundShape, unpack
 from specdec.runtime.rounds.round import DECODE_STAGES, PREFILL_STAGES, Chunk, Round
-from specdec.runtime.rounds.scoring import Scoring, Span, score_chunk
 from specdec.sampling.grammar_masks import RowMasks, write_masks
 from specdec.sampling.grammars.grammar import Place, make_masks, tree_masks
+from specdec.sampling.log_probs import TokenScores
 from specdec.sampling.sampling_table import Uses
 
 FULL_DEPTH = 1 << 30
@@ -127,6 +130,20 @@ class Launcher:
                 self.graphs.run(shape)
             yield size
         self.graphs.store.uncaptured["rounds"] = 0  # so far nobody has asked for any
+
+    def load(self, requests: Sequence[Request]) -> None:
+        """These requests have been given their rows: their tokens and parameters go there with the next upload."""
+        round = self.round
+        rows = np.array([request.row for request in requests], dtype=np.int64)
+        length = np.array([request.settled.num_tokens for request in requests], dtype=np.int64)
+        tokens = chain.from_iterable(request.tokens for request in requests)
+        round.tokens[row_cells(rows, np.zeros_like(rows), length)] = np.fromiter(tokens, dtype=np.int64)
+        round.sampling.take(rows, [(request.params, request.seed) for request in requests])
+        round.max_drafts[rows] = np.array([request.max_drafts for request in requests], dtype=np.int64)
+        round.prompt_len[rows] = np.array([len(request.prompt) for request in requests], dtype=np.int64)
+        if round.seen_bits is not None:
+            held = [request for request in requests if request.params.repetition_penalty != 1]
+            round.seen_bits.take(np.array([r.row for r in held], dtype=np.int64), [r.tokens for r in held])
 
     def prefill(
         self,

@@ -14,8 +14,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from specdec.config import MAX_PRIORITY, MAX_SALT, PENALTY_SPAN
-from specdec.serving.http import documented_answers as answers
 from specdec.serving.http.middleware import GUARDED
+from specdec.serving.openai import documented_answers as answers
 from specdec.serving.openai.protocol import MAX_BIASES, MAX_MESSAGES
 from specdec.serving.openai.sampling_fields import MOST_LOGPROBS
 from specdec.serving.server_settings import ServeSettings

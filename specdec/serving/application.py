@@ -8,11 +8,11 @@ from fastapi import FastAPI, Response
 from specdec import __version__
 from specdec.serving import metrics
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.http import faults, middleware, openapi, page, probes
+from specdec.serving.http import faults, middleware, page, probes
 from specdec.serving.http.events import CLIENT_GONE, ClientGoneError
 from specdec.serving.http.unknown_fields import UnknownFields
 from specdec.serving.openai import chat_completions as chat
-from specdec.serving.openai import completions, responses, token_routes
+from specdec.serving.openai import completions, openapi, responses, token_routes
 from specdec.serving.openai import models_route as models
 from specdec.serving.openai.response_store import ResponseStore
 from specdec.serving.server_settings import ServeSettings

@@ -1,0 +1,66 @@
+"""Log-probabilities of tokens, under the logits before any sampling parameter, on the device and as reported."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+
+class TokenLogprob(NamedTuple):
+    """Log-probability of an emitted token under the unmodified logits, and of the most likely alternatives."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
+
+
+class TokenScores(NamedTuple):
+    """Of T tokens in a row: chosen [T] float32 log-probabilities, those of the K likeliest tokens of each place
+    [T, K] float32, best first, and their ids [T, K] int32."""
+
+    chosen: npt.NDArray[np.float32]
+    values: npt.NDArray[np.float32]
+    ids: npt.NDArray[np.int32]
+
+    def after(self, skipped: int) -> "TokenScores":
+        """Without the first `skipped` tokens."""
+        return TokenScores(self.chosen[skipped:], self.values[skipped:], self.ids[skipped:])
+
+
+ALIGN = 64
+"""Numbers: rows that begin at multiples of it are summed in one order, wherever they stand in a batch."""
+
+
+PIECE = 128
+"""Rows whose log-probabilities are taken at a time: each needs 24 bytes for every token of the vocabulary."""
+
+
+class LogProbs(NamedTuple):
+    """Of D tokens: chosen [B, D] float32, the K highest at each place [B, D, K] and their ids [B, D, K], the lowest
+    first among equals: so the first of them are the same for every K."""
+
+    chosen: torch.Tensor
+    values: torch.Tensor
+    ids: torch.Tensor
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> "LogProbs":
+        """logits [B, D, V] that tokens [B, D] were drawn from, before any parameter."""
+        pieces = zip(logits.flatten(0, 1).split(PIECE), tokens.flatten().split(PIECE), strict=True)
+        parts = [cls._of_rows(rows, drawn, count) for rows, drawn in pieces]
+        return cls(*(torch.cat(part).unflatten(0, tokens.shape) for part in zip(*parts, strict=True)))
+
+    @classmethod
+    def _of_rows(cls, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> "LogProbs":
+        """logits [R, V], tokens [R] -> [R], [R, K], [R, K]."""
+        vocab_size = logits.shape[-1]
+        logits = logits.float()
+        if vocab_size % ALIGN:
+            logits = F.pad(logits, (0, -vocab_size % ALIGN), value=-torch.inf)
+        log_p = logits.log_softmax(dim=-1)[:, :vocab_size]
+        # of numbers that are at most 0 the bits without a sign rise as they fall
+        rank = (log_p.abs().contiguous().view(torch.int32).long() << 32) + torch.arange(vocab_size, device=log_p.device)
+        ids = rank.topk(min(count, vocab_size), dim=-1, largest=False).indices
+        return cls(log_p.gather(1, tokens[:, None])[:, 0], log_p.gather(1, ids), ids)
