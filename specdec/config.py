@@ -31,7 +31,8 @@ PENALTY_SPAN = (1e-6, 1e6)
 """Repetition penalties outside would take float32 logits to infinity, or infinity times 0 to NaN."""
 
 MAX_PRIORITY = 100
-"""Priorities go from -100 to 100: with 64 admissions a level, a request that waits is passed 12,800 times at most."""
+"""Priorities range from -100 to 100, and lower values are served first. The value of a waiting request falls by 1 for
+every 64 later requests that are admitted before it, so at most 12,800 are."""
 
 MAX_SALT = 1024
 """Characters of a cache salt."""
@@ -46,8 +47,6 @@ MAX_STOPS = 256
 """Stop strings of a request: each is looked for behind every token."""
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 4096
-MAX_GRAMMAR_CHARS = 1 << 20
-"""Of a schema or an expression, before anything reads it; `sampling.grammars.grammar_bounds` has the closer bounds."""
 
 
 @plain_arguments
@@ -107,9 +106,9 @@ class EngineConfig:
     `max_model_len`, within memory_share of the memory that is free once the weights are loaded (None: 0.8 of a GPU,
     0.25 on the CPU). dtype: a torch.dtype or its name ("bfloat16", "bf16"); None is
     float32 on the CPU, the checkpoint's elsewhere.
-    prefill_chunk: most prompt tokens of one request in one step; max_prefill_tokens: of all requests together, while
-    some decode, who wait for the prompts of one step at most between two of their rounds. Where nobody does, prompts of
-    up to four times as many tokens are read in one step.
+    prefill_chunk: maximum prompt tokens per step of one request.
+    max_prefill_tokens: maximum prompt tokens per step over all requests. Bounds how long a decoding request waits
+    between two rounds. While no request decodes, prompts of up to four times as many tokens are read in one step.
     attention: "torch" runs anywhere; "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a
     CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
     deterministic: the logits of a token are a function of its request alone, to the bit: not of the batch, the chunks

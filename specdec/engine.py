@@ -212,8 +212,8 @@ class Engine:
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Handle:
         """Hand in one prompt, without waiting for any step: the handle reads what steps bring.
 
-        priority: from -100 to 100. Lower ones are served first, and preempted last; among equals whoever came first.
-        One that waits rises by 1 with every 64 requests that came later and were served before it.
+        priority: from -100 to 100. Lower values are served first and preempted last; equal ones in order of arrival.
+        The value of a waiting request falls by 1 for every 64 later requests that are served before it.
         """
         require_one_sample(params, "a handle")
         [handle] = self.submit_many([prompt], params, priority=priority)

@@ -128,9 +128,9 @@ async def answer(scope, receive, send):
     await send({"type": "http.response.body", "body": b""})
 
 
-def guarded(rates: ClientRates) -> TestClient:
+def guarded(rates: ClientRates, root_path: str = "") -> TestClient:
     app = Guard(ClientLimits(answer, rates), ["k-1"], 1000, {"web": "k-2"})
-    return TestClient(RequestLog(app))
+    return TestClient(RequestLog(app), root_path=root_path)
 
 
 def ask(client: TestClient, key: str):
@@ -164,9 +164,15 @@ def test_as_many_requests_of_a_key_are_open_as_may_be():
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/responses", "/llm/tokenize"])
 def test_limits_of_a_key_count_every_path_behind_it(path):
     """Only /v1/ was counted: any number of long texts could be tokenised."""
-    client = guarded(ClientRates(per_minute=1))
+    client = guarded(ClientRates(per_minute=1), root_path="/llm")
     asked = [client.post(path, headers={"Authorization": "Bearer k-1"}).status_code for _ in range(2)]
     assert asked == [200, 429]
+
+
+def test_limits_of_a_key_count_no_path_that_only_holds_one_of_these():
+    """Such a path is not behind the key either."""
+    client = guarded(ClientRates(per_minute=1))
+    assert [client.post("/elsewhere/v1/responses").status_code for _ in range(2)] == [200, 200]
 
 
 def test_the_api_key_is_asked_for_under_a_root_path_too():

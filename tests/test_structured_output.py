@@ -25,7 +25,6 @@ from specdec.sampling.grammars import grammar
 from specdec.sampling.sampling_table import SamplingBatch
 
 from marks import quick, slow
-from tiny_models import random_eagle3
 
 EOS, VOCAB = 256, 300  # byte_tokenizer, under a head that is wider
 MANY = int(os.environ.get("SPECDEC_SCHEMAS", "24"))
@@ -62,23 +61,6 @@ ASKED = {
 @pytest.fixture(scope="module")
 def model(make_target):
     return make_target("gemma4-e2b", vocab_size=VOCAB)
-
-
-@pytest.fixture
-def engine_of(model, make_engine, make_assistant, byte_tokenizer, scripted, tree_script):
-    """engine_of(kind, truths, **config): an engine over one model, whatever drafts for it."""
-
-    def make(kind=None, truths=(), **config):
-        drafter, spec = kind, SpecConfig(3)
-        if kind in ("mtp", "tree"):
-            drafter, spec = make_assistant(model), SpecConfig(3) if kind == "mtp" else SpecConfig(3, 3, 12)
-        elif kind == "eagle3":
-            drafter, spec = random_eagle3(model), SpecConfig(3, 2, 6)
-        elif kind == "scripted":
-            drafter, spec = scripted(tree_script(truths, VOCAB)), SpecConfig(5)
-        return make_engine(model, drafter, spec=spec, tokenizer=byte_tokenizer, **{"max_model_len": 320, **config})
-
-    return make
 
 
 @pytest.fixture(scope="module")

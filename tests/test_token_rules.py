@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec import Engine, SamplingParams, SpecConfig
+from specdec import Engine, SamplingParams
 from specdec.errors import ConfigError
 from specdec.sampling.grammars import token_rules
 from specdec.sampling.grammars.grammar import tree_masks
@@ -20,7 +20,6 @@ from specdec.text.detokenize import Detokenizer
 from specdec.text.stop_strings import StopStrings, cut, find_first
 
 from marks import quick
-from tiny_models import random_eagle3
 
 EOS, VOCAB = 256, 300  # byte_tokenizer, under a head that is wider
 LETTERS = tuple(range(60, 90))
@@ -58,21 +57,6 @@ def alone(model, make_engine, byte_tokenizer, prompts, params):
     """Each by itself, without speculation."""
     engine = make_engine(model, tokenizer=byte_tokenizer, max_batch_size=1)
     return [engine.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
-
-
-@pytest.fixture
-def engine_of(model, make_engine, make_assistant, byte_tokenizer, scripted, tree_script):
-    def make(kind=None, truths=(), **config):
-        drafter, spec = kind, SpecConfig(3)
-        if kind in ("mtp", "tree"):
-            drafter, spec = make_assistant(model), SpecConfig(3) if kind == "mtp" else SpecConfig(3, 3, 12)
-        elif kind == "eagle3":
-            drafter, spec = random_eagle3(model), SpecConfig(3, 2, 6)
-        elif kind == "scripted":
-            drafter, spec = scripted(tree_script(truths, VOCAB)), SpecConfig(5)
-        return make_engine(model, drafter, spec=spec, tokenizer=byte_tokenizer, **{"max_model_len": 320, **config})
-
-    return make
 
 
 def test_min_tokens_and_allowed_token_ids_are_kept(alone):

@@ -364,3 +364,29 @@ def random_eagle3(model: PreTrainedModel, windows: tuple[int | None, ...] = (Non
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.4)
     return Eagle3Drafter(head.eval(), torch.randperm(target.vocab_size)[:9].sort().values, target)
+
+
+@pytest.fixture
+def engine_of(
+    model: PreTrainedModel,
+    make_engine: Callable[..., Engine],
+    make_assistant: Callable[..., Gemma4AssistantForCausalLM],
+    byte_tokenizer: Any,
+    scripted: Any,
+    tree_script: Callable[..., Any],
+) -> Callable[..., Engine]:
+    """engine_of(kind, truths, **config): an engine over the `model` of a test's file, whatever drafts for it."""
+
+    def make(kind: str | None = None, truths: Sequence[Sequence[int]] = (), **config: Any) -> Engine:
+        drafter: Any = kind
+        spec = SpecConfig(3)
+        if kind in ("mtp", "tree"):
+            drafter, spec = make_assistant(model), SpecConfig(3) if kind == "mtp" else SpecConfig(3, 3, 12)
+        elif kind == "eagle3":
+            drafter, spec = random_eagle3(model), SpecConfig(3, 2, 6)
+        elif kind == "scripted":
+            vocab_size = model.get_input_embeddings().num_embeddings
+            drafter, spec = scripted(tree_script(truths, vocab_size)), SpecConfig(5)
+        return make_engine(model, drafter, spec=spec, tokenizer=byte_tokenizer, **{"max_model_len": 320, **config})
+
+    return make

@@ -12,9 +12,19 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from gpu_setup import DEVICE, ON_CPU, ROOT, Row, device_option, machine, require_device  # isort: skip - before triton
+from gpu_setup import (  # isort: skip - before triton
+    DEVICE,
+    ON_CPU,
+    ROOT,
+    Row,
+    device_option,
+    machine,
+    require_device,
+    waiting_row,
+)
 import torch
 
 import specdec.engine
@@ -299,16 +309,7 @@ def steady_rows(bench: Bench) -> Iterator[Row]:
             return 1e3 * (after.batch_seconds - before.batch_seconds) / (after.batches - before.batches)
 
         steps(30)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            steps(30)
-            error = ""
-        except RuntimeError as exception:
-            error = str(exception)[:200]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        yield Row(f"steady {name} rounds under set_sync_debug_mode('error')", error or "none waits", ok=not error)
+        yield waiting_row(f"steady {name} rounds", partial(steps, 30))
         first = milliseconds()
         store = engine.steps.launcher.graphs.store
         made = store.use().made

@@ -8,6 +8,7 @@ import argparse
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import MagicMock
@@ -48,6 +49,20 @@ def require_device() -> None:
     if not ON_CPU and not torch.cuda.is_available():
         print("no CUDA device: nothing was checked", file=sys.stderr)
         sys.exit(2)
+
+
+def waiting_row(name: str, work: Callable[[], None]) -> Row:
+    """Does `work`, which is these rounds, make the host wait for the device? Nothing else may be under way."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        work()
+        error = ""
+    except RuntimeError as exception:
+        error = str(exception)[:200]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return Row(f"{name} under set_sync_debug_mode('error')", error or "none waits", ok=not error)
 
 
 def machine() -> str:

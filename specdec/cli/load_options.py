@@ -2,10 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
+from specdec.cli.options import json_object
 from specdec.config import SamplingParams
-from specdec.errors import ConfigError, shown
 from specdec.evaluation.load_test.load import run_load
 from specdec.evaluation.load_test.load_client import Asking
 from specdec.evaluation.load_test.load_report import markdown_tables
@@ -35,7 +34,7 @@ def load(
 ) -> None:
     require_httpx()
     SamplingParams(max_new_tokens, temperature, seed=seed)  # as strict as where the engine is our own
-    added = _fields(body)
+    added = {} if body is None else json_object("--body", body, such_as='{"ignore_eos": true}')
     pace = Pace(rate=rate, concurrency=concurrency, seed=seed, timeout=timeout)
     prompts = read_prompts(data, limit)
     server = Server(serve, api_key)
@@ -58,16 +57,3 @@ def load(
         write_file(json_file, json.dumps(report.as_json(), indent=2))
     if json_file != STDOUT:
         print(markdown_tables(report))
-
-
-def _fields(body: str | None) -> dict[str, Any]:
-    """--body as an object."""
-    if body is None:
-        return {}
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict):
-        raise ConfigError(f'--body is {shown(body)}; a JSON object is wanted, such as {{"ignore_eos": true}}')
-    return fields

@@ -163,7 +163,7 @@ class PairOptions:
         if self.trust_remote_code:
             options["trust_remote_code"] = True
         if self.quantization is not None:
-            options["quantization_config"] = _object("--quantization", self.quantization)
+            options["quantization_config"] = json_object("--quantization", self.quantization)
         return options
 
     def drafter_options(self) -> dict[str, Any]:
@@ -212,12 +212,13 @@ def gathered(groups: dict[str, type], given: dict[str, Any]) -> dict[str, Any]:
     return {**given, **made}
 
 
-def _object(option: str, words: str) -> dict[str, Any]:
-    """A JSON object given on the command line."""
+def json_object(option: str, words: str, such_as: str = "") -> dict[str, Any]:
+    """A JSON object given on the command line. such_as: an example, for who gave something else."""
     try:
         value = json.loads(words)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise ConfigError(f"{option} is {shown(words)}; a JSON object is expected")
+        example = f", such as {such_as}" if such_as else ""
+        raise ConfigError(f"{option} is {shown(words)}; a JSON object is expected{example}")
     return value

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from specdec.errors import SpecDecError
+from specdec.gpu.memory import all_bytes, free_bytes
 
 Program = Callable[[], torch.Tensor]
 Replay = Callable[[], None]
@@ -142,8 +143,7 @@ def default_budget(device: torch.device) -> int | None:
     """What captures may take where the user says nothing; None: nothing is captured there."""
     if device.type != "cuda":
         return None
-    free, total = torch.cuda.mem_get_info(device)
-    return int(min(MEMORY_SHARE * total, FREE_SHARE * free))
+    return int(min(MEMORY_SHARE * all_bytes(device), FREE_SHARE * free_bytes(device)))
 
 
 def most_captures(num_sizes: int) -> int:

@@ -20,7 +20,6 @@ from specdec.sampling.grammars.grammar import Grammars
 from specdec.text.detokenize import Detokenizer
 from specdec.text.ends import end_tokens
 from specdec.text.prompts import Prompt, as_prompt_list, text_ids
-from specdec.text.stop_bounds import require_stops
 
 
 class Intake:
@@ -47,7 +46,6 @@ class Intake:
             if not prompt or not ids:
                 raise ConfigError(f"prompt {index} is empty; at least one token is needed to continue from")
             self._require_tokens(f"prompt {index} holds", ids)
-            require_stops(one)
             self._require_tokens("stop_token_ids holds", one.stop_token_ids)
             self._require_tokens("logit_bias holds", list(one.logit_bias or ()))
             self._require_tokens("allowed_token_ids holds", one.allowed_token_ids or ())

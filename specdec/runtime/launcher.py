@@ -6,7 +6,7 @@ rounds may be launched before the one in front has been settled: `lag` of them, 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -171,8 +171,7 @@ class Launcher:
             cells = upload(scoring.cells(), self.round.device)
             scores = scoring, OnItsWay.of(score_chunk(self.round, chunk, cells, scoring.alternatives))
         packed = self.round.prefill(chunk, chosen, uses, logprobs, _root_masks(places))
-        launched = _fetch(packed, shape, PREFILL_STAGES, drawing, np.zeros(len(drawing), dtype=np.int64))
-        return replace(launched, scores=scores)
+        return _fetch(packed, shape, PREFILL_STAGES, drawing, np.zeros(len(drawing), dtype=np.int64), scores)
 
     def group(self, chunk_len: IntArray) -> list[IntArray]:
         """Numbers of the prompt chunks [B] that share a forward."""
@@ -300,9 +299,10 @@ def _fetch(
     stages: tuple[str, ...],
     params: Sequence[SamplingParams],
     forced: IntArray,
+    scores: tuple[Scoring, OnItsWay] | None = None,
 ) -> UnderWay:
     """Send the packed result to the host."""
-    return UnderWay(OnItsWay.of(packed), shape, stages, [p.logprobs for p in params], forced)
+    return UnderWay(OnItsWay.of(packed), shape, stages, [p.logprobs for p in params], forced, scores)
 
 
 def _most_logprobs(params: Sequence[SamplingParams]) -> int | None:

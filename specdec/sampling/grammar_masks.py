@@ -51,5 +51,4 @@ class MaskBuffer:
 def write_masks(target: torch.Tensor, masks: RowMasks) -> None:
     """Into target [B, N, words], behind what is under way and without waiting for it; other rows are free."""
     target.fill_(FREE)
-    rows = upload(masks.rows.astype(np.int64), target.device)
-    target.index_copy_(0, rows, upload(np.ascontiguousarray(masks.words), target.device))
+    target.index_copy_(0, upload(masks.rows, target.device), upload(np.ascontiguousarray(masks.words), target.device))

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from specdec.gpu.mirrored_array import IntArray, upload
+from specdec.sampling.grammars.grammar import token_bits
 from specdec.sampling.seen_tokens import mark_seen
 
 
@@ -23,12 +24,9 @@ class SeenBits:
         """These rows hold these tokens, whatever they held before."""
         if not len(rows):
             return
-        words = np.zeros((len(rows), self.bits.shape[1]), dtype=np.uint32)
-        for row, each in zip(words, tokens, strict=True):
-            token = np.fromiter(each, dtype=np.int64)
-            np.bitwise_or.at(row, token >> 5, np.uint32(1) << (token & 31).astype(np.uint32))
+        words = np.stack([token_bits(each, self.bits.shape[1]) for each in tokens])
         device = self.bits.device
-        self.bits.index_copy_(0, upload(rows, device), upload(words.view(np.int32), device))
+        self.bits.index_copy_(0, upload(rows, device), upload(words, device))
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
         """[B, ceil(V / 32)], a copy."""

@@ -107,7 +107,7 @@ def _escaped_text_ids(tokenizer: Any, text: str) -> list[int]:
     return [*whole[:begins], *found.ids(message["content"], marker), *whole[begins + len(plain) :]]
 
 
-def _template_text(template: Any) -> str:
+def template_text(template: Any) -> str:
     """A chat template, or several by name."""
     return "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template or "")
 
@@ -118,9 +118,10 @@ def chat_ids(
     /,
     *,
     special_tokens_in_content: str = "allow",
+    chat_template: Any = None,
     **template_kwargs: Any,
 ) -> list[int]:
-    """Token ids of a chat under the tokenizer's template, up to where the answer begins.
+    """Token ids of a chat under the tokenizer's template, or this one, up to where the answer begins.
 
     `template_kwargs` go to the template: `tools`, `documents`, `enable_thinking`, `add_generation_prompt` and whatever
     else it reads. special_tokens_in_content: "escape" makes control tokens that are written in messages plain text;
@@ -129,25 +130,23 @@ def chat_ids(
     """
     require_handling(special_tokens_in_content)
     chat = _as_messages(messages)
-    if not template_kwargs.get("chat_template"):
+    if not chat_template:
         _require_roles(chat, getattr(tokenizer, "chat_template", None))
     fixed = sorted(FIXED_BY_THE_ENGINE & template_kwargs.keys())
     if fixed:
         raise ConfigError(f"{fixed[0]} is no argument of a chat template here: the result is one list of token ids")
     # the last message is either continued or answered
     answered = {"add_generation_prompt": not template_kwargs.get("continue_final_message")}
-    options, escape = answered | template_kwargs, special_tokens_in_content == "escape"
+    options = answered | template_kwargs
+    own = {} if chat_template is None else {"chat_template": chat_template}
     try:
-        if escape:
-            template = _template_text(template_kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None))
+        if special_tokens_in_content == "escape":
+            template = template_text(chat_template or getattr(tokenizer, "chat_template", None))
             found = content_tokens(tokenizer, template, len(tokenizer))
-            own = options.pop("chat_template", None)
             broken, told, marker = found.broken(chat, options)
             if marker:
-                told |= {} if own is None else {"chat_template": own}
-                return found.ids(tokenizer.apply_chat_template(broken, tokenize=False, **told), marker)
-            options |= {} if own is None else {"chat_template": own}
-        ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False, **options)
+                return found.ids(tokenizer.apply_chat_template(broken, tokenize=False, **told, **own), marker)
+        ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False, **options, **own)
         return [int(token) for token in ids]
     except Exception as error:  # a template is a program: it can raise anything
         said = str(error).strip().splitlines()

@@ -34,6 +34,13 @@ def share(uses: Uses, logprobs: int | None, *, on_kernels: bool) -> tuple[Uses, 
     return edited, None if logprobs is None else _alternatives(logprobs)
 
 
+def step_up(size: int, least: int, factor: int) -> int:
+    """The first of least, least * factor, least * factor^2, ... that is no smaller than `size`."""
+    while least < size:
+        least *= factor
+    return least
+
+
 def is_large(shape: RoundShape) -> bool:
     """Does a round change or report logits, or graft tokens of a grammar? Such rounds have fewer sizes."""
     return shape.uses.edits or shape.uses.penalty or shape.logprobs is not None or shape.forced > 0
@@ -41,10 +48,7 @@ def is_large(shape: RoundShape) -> bool:
 
 def _room(bias: int) -> int:
     """Of 512, 4096, ... entries: a few hundred are nothing beside a vocabulary."""
-    room = BIAS_ENTRIES
-    while room < bias:
-        room *= 8
-    return room
+    return step_up(bias, BIAS_ENTRIES, 8)
 
 
 def _alternatives(count: int) -> int:

@@ -21,7 +21,7 @@ from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, FrozenKVError, first_line
 from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.captures import Capture, Captured, CaptureStore, CudaCapture, Program, is_out_of_memory
-from specdec.runtime.rounds.capture_classes import is_large, share
+from specdec.runtime.rounds.capture_classes import is_large, share, step_up
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.round import Round
 
@@ -217,15 +217,9 @@ def few_batch_sizes(most: int) -> list[int]:
 
 def length_bucket(length: int) -> int:
     """The next of 1024, 4096, 16384, ...: kernels stop where a row ends, so a wide table costs little."""
-    size = SHORTEST
-    while size < length:
-        size *= 4
-    return size
+    return step_up(length, SHORTEST, 4)
 
 
 def wide_bucket(length: int) -> int:
     """The next of 4096, 32768, 262144, ...: few, for rounds that have many sizes besides."""
-    size = 4 * SHORTEST
-    while size < length:
-        size *= 8
-    return size
+    return step_up(length, 4 * SHORTEST, 8)

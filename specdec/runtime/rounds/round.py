@@ -113,9 +113,8 @@ class Round:
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows that take part, padding behind
         self.clock = StageClock(self.device)
         self._weights = watched_weights(target, drafter)
-        self._versions: tuple[tuple[int, object], ...] | None = (
-            None  # as of the step under way, once somebody has asked
-        )
+        # as of the step under way, once it has been asked for
+        self._versions: tuple[tuple[int, object], ...] | None = None
         self._in_step = False
 
     def reset(self) -> None:

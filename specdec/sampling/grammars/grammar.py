@@ -353,6 +353,14 @@ def token_bit(token: int) -> np.int32:
     return np.int32(np.uint32(1 << token % 32).astype(np.int32))
 
 
+def token_bits(tokens: Collection[int], num_words: int) -> Words:
+    """[words] with the bits of these tokens, which are all within them."""
+    ids = np.fromiter(tokens, dtype=np.int64, count=len(tokens))
+    bits = np.zeros(num_words, dtype=np.uint32)
+    np.bitwise_or.at(bits, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
+    return bits.view(np.int32)
+
+
 def _only(mask: Words) -> int | None:
     """The only bit that is set; None: there are more, or none."""
     [words] = np.nonzero(mask)

@@ -8,14 +8,13 @@ grammars do the rest, on every draft path, at every node of a tree. Where a gram
 tokens there are. A place that restricts nothing any more is `free`, and its request costs what others cost.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from specdec.config import SamplingParams
 from specdec.errors import ConfigError
-from specdec.sampling.grammars.grammar import Place, Words, token_bit
+from specdec.sampling.grammars.grammar import Place, Words, token_bit, token_bits
 
 
 class Rules(NamedTuple):
@@ -83,19 +82,12 @@ def begin(place: Place | None, params: SamplingParams, ends: frozenset[int], voc
     if allowed is None and not to_go:
         return place
     num_words = -(-vocab_size // 32)
-    open = np.full(num_words, -1, dtype=np.int32) if allowed is None else _bits(allowed, num_words)
-    closed = open & ~_bits(sorted(ends), num_words)
+    open = np.full(num_words, -1, dtype=np.int32) if allowed is None else token_bits(allowed, num_words)
+    # a token that ends outputs, as the checkpoint or a request says, may be outside the vocabulary
+    closed = open & ~token_bits([token for token in ends if 0 <= token < 32 * num_words], num_words)
     if to_go and allowed is not None and not closed.any():
         raise ConfigError(
             f"allowed_token_ids={list(allowed)[:8]} are all tokens that end the output, and min_tokens={to_go} forbids "
             "those; allow another token, or lower min_tokens"
         )
     return RuledPlace(Rules(open, closed, ends, allowed is None), to_go, place)
-
-
-def _bits(tokens: Sequence[int], num_words: int) -> Words:
-    """[words] with the bits of these tokens."""
-    ids = np.array([token for token in tokens if 0 <= token < 32 * num_words], dtype=np.int64)
-    bits = np.zeros(num_words, dtype=np.uint32)
-    np.bitwise_or.at(bits, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
-    return bits.view(np.int32)

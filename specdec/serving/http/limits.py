@@ -14,7 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from specdec.config import require_int
 from specdec.serving.http.faults import ApiError
 
-COUNTED = ("/v1/", "/tokenize", "/detokenize")
+GUARDED = ("/v1/", "/tokenize", "/detokenize")
+"""Paths behind the API key; whether it is well, and its figures, anybody may ask who reaches it."""
 MOST_REMEMBERED = 10_000
 """Clients whose rate is known; beyond these, those that have used nothing lately are forgotten."""
 
@@ -33,6 +34,13 @@ class ClientRates:
     @property
     def any(self) -> bool:
         return bool(self.per_minute or self.at_a_time)
+
+
+def route_path(scope: Scope) -> str:
+    """The path as routes have it, without the prefix under which a proxy shows this server."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
 class Bucket:
@@ -61,10 +69,7 @@ class ClientLimits:
         self._buckets: dict[str, Bucket] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        counts = (
-            scope["type"] == "http" and scope["method"] == "POST" and any(each in scope["path"] for each in COUNTED)
-        )
-        if not counts:
+        if scope["type"] != "http" or scope["method"] != "POST" or not route_path(scope).startswith(GUARDED):
             await self.app(scope, receive, send)
             return
         client = scope["state"]["client"]

@@ -20,15 +20,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specdec.serving.fair_pool import CLIENT
 from specdec.serving.http.events import CLIENT_GONE
 from specdec.serving.http.faults import ApiError, as_api_error
-from specdec.serving.http.limits import ClientLimits
+from specdec.serving.http.limits import GUARDED, ClientLimits, route_path
+from specdec.serving.http.sharing import bearer_token
 from specdec.serving.server_settings import ServeSettings
 from specdec.serving.tracing import Tracing
 
 logger = logging.getLogger("specdec.serving")
 QUIET = ("/health", "/live", "/ready", "/ping", "/metrics")
 """What machines ask for over and over."""
-GUARDED = ("/v1/", "/tokenize", "/detokenize")
-"""Paths behind the API key; whether it is well, and its figures, anybody may ask who reaches it."""
 DISCARDED_BYTES, DISCARD_SECONDS = 16 << 20, 1.0
 """Of the body of a request that is refused, at most this much is read before the answer."""
 
@@ -131,13 +130,6 @@ class RequestLog:
             logger.log(level, line, *values, extra={"fields": fields})
 
 
-def route_path(scope: Scope) -> str:
-    """The path as routes have it, without the prefix under which a proxy shows this server."""
-    path: str = scope["path"]
-    root: str = scope.get("root_path", "")
-    return path.removeprefix(root) if path.startswith(f"{root}/") else path
-
-
 class Guard:
     """The API key first, then the size of the body, by its header and as it comes.
 
@@ -185,8 +177,7 @@ class Guard:
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
         client = (scope.get("client") or ("",))[0]
         if self.api_keys and route_path(scope).startswith(GUARDED):
-            kind, _, key = headers.get("authorization", "").partition(" ")
-            given = key.strip().encode() if kind.lower() == "bearer" else b""
+            given = bearer_token(headers).encode()
             # all are compared, in constant time, so that time tells nothing of any
             matches = [name for name, known in self.api_keys.items() if hmac.compare_digest(given, known)]
             client = matches[0] if matches else client

@@ -13,13 +13,12 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from specdec.config import MAX_PRIORITY, MAX_SALT, PENALTY_SPAN
-from specdec.serving.http.middleware import GUARDED
+from specdec.config import MAX_PRIORITY, MAX_SALT, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS, PENALTY_SPAN
+from specdec.serving.http.limits import GUARDED
 from specdec.serving.openai import documented_answers as answers
 from specdec.serving.openai.protocol import MAX_BIASES, MAX_MESSAGES
 from specdec.serving.openai.sampling_fields import MOST_LOGPROBS
 from specdec.serving.server_settings import ServeSettings
-from specdec.text.stop_bounds import MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS
 
 JSON, EVENTS, METRICS = "application/json", "text/event-stream", "text/plain"
 STATUSES = {

@@ -120,11 +120,10 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
-class SamplingFields(Body):
-    """What chats and completions have in common."""
+class RequestFields(Body):
+    """What all requests for text have in common: chats, completions and responses."""
 
     model: str | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -132,9 +131,27 @@ class SamplingFields(Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_BIASES)] = None
     seed: int | None = None
     stop: Annotated[str | Strings | None, at_most(MAX_STOPS)] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    store: bool | None = None
+    # whatever they say, nothing changes
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class SamplingFields(RequestFields):
+    """What chats and completions have in common."""
+
+    max_tokens: int | None = None
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_BIASES)] = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
@@ -144,24 +161,13 @@ class SamplingFields(Body):
     return_token_ids: bool | None = None
     n: int | None = None
     prompt_logprobs: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: Strings | None = None
     speculation: bool | Speculation | None = None
-    priority: int = 0
-    cache_salt: str | None = None
-    # whatever they say, nothing changes
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    store: bool | None = None
+    # whatever it says, nothing changes
     request_id: str | None = None
     # vLLM's, of which one value changes nothing and others would need what this server does not have
     use_beam_search: OnlyFalse | None = None
@@ -218,6 +224,12 @@ class Message(Body):
     annotations: Nothing = None
 
 
+class OfFunction(Body):
+    """Its type is read first: of a tool of another type nothing else is known."""
+
+    type: Literal["function"]
+
+
 class Function(Body):
     name: str
     description: str | None = None
@@ -225,8 +237,7 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
-    type: Literal["function"]
+class Tool(OfFunction):
     function: Function
 
 
@@ -234,8 +245,7 @@ class FunctionName(Body):
     name: str
 
 
-class NamedTool(Body):
-    type: Literal["function"]
+class NamedTool(OfFunction):
     function: FunctionName
 
 

@@ -5,7 +5,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from specdec.serving.http.faults import ApiError, invalid_body
-from specdec.serving.openai.protocol import Body, ChatRequest, Effort, Nothing, OnlyFalse, StreamOptions
+from specdec.serving.openai.protocol import (
+    Body,
+    ChatRequest,
+    Effort,
+    Function,
+    FunctionName,
+    Nothing,
+    OfFunction,
+    OnlyFalse,
+    RequestFields,
+    Strings,
+)
 
 SAME = (
     "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -36,56 +47,30 @@ class Reasoning(Body):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class FunctionTool(Body):
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+class FunctionTool(Function, OfFunction):  # fields of the last base come first
+    """A tool as responses have it: in one object with its function."""
 
 
-class NamedFunction(Body):
-    type: Literal["function"]
-    name: str
+class NamedFunction(FunctionName, OfFunction):
+    """A tool's name as responses have it."""
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(RequestFields):
     """OpenAI's, and sampling parameters of chats."""
 
-    model: str | None = None
-    input: Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    input: Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    store: bool | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
-    include: list[str] | None = None
+    include: Strings | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    priority: int = 0
-    cache_salt: str | None = None
-    # whatever they say, nothing changes
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    # whatever it says, nothing changes
     max_tool_calls: int | None = None
     # what would change the answer
     truncation: Literal["disabled"] | None = None

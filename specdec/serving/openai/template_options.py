@@ -1,10 +1,10 @@
 """What the fields of a chat tell its template beside messages and tools."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from specdec.serving.http.faults import ApiError
 from specdec.serving.openai.protocol import ChatRequest
+from specdec.text.prompts import template_text
 
 
 def template_options(body: ChatRequest, template: Any) -> dict[str, Any]:
@@ -34,8 +34,3 @@ def template_options(body: ChatRequest, template: Any) -> dict[str, Any]:
     if body.reasoning_effort == "none" and "enable_thinking" in text:
         options["enable_thinking"] = False
     return options
-
-
-def template_text(template: Any) -> str:
-    """A chat template, or several by name."""
-    return "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template or "")

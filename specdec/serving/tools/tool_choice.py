@@ -11,8 +11,8 @@ from typing import Any
 from specdec.sampling.grammars.grammar_bounds import ONE_LINE
 from specdec.serving.http.faults import ApiError
 from specdec.serving.openai.protocol import ChatRequest, Function, NamedTool
-from specdec.serving.openai.template_options import template_text
 from specdec.serving.tools.tool_parsers import PARSERS, ToolParser
+from specdec.text.prompts import template_text
 
 BARE_JSON = PARSERS["llama"]
 """Reads {"name": ..., "arguments": {...}} where an answer begins."""
