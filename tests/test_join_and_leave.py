@@ -285,7 +285,7 @@ def busy(seed: int, page_size: int, **sizes: int) -> Scheduler:
 def seats(scheduler: Scheduler) -> list[object]:
     """Who is where."""
     return [
-        [(r.number, r.row, r.state, r.tenure, r.stats.preemptions) for r in requests]
+        [(r.number, r.row, r.state, r.row_epoch, r.stats.preemptions) for r in requests]
         for requests in (scheduler.running, scheduler.waiting)
     ]
 
@@ -305,7 +305,7 @@ def test_requests_that_leave_together_leave_as_one_after_the_other(page_size: in
         for request in others:
             twin.release(request)
         assert seats(scheduler) == seats(twin)
-        assert [(r.row, r.state, r.tenure) for r in leavers] == [(r.row, r.state, r.tenure) for r in others]
+        assert [(r.row, r.state, r.row_epoch) for r in leavers] == [(r.row, r.state, r.row_epoch) for r in others]
         assert state(scheduler.table, ordered=False) == state(twin.table, ordered=False)
         assert tree(scheduler.prefixes._cache) == tree(twin.prefixes._cache)
         scheduler.table.check()

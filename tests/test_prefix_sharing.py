@@ -56,9 +56,9 @@ def counting(engine: Engine) -> Iterator[list[int]]:
     launcher = engine.steps.launcher
     prefill = launcher.prefill
 
-    def counted(rows: np.ndarray, params: Any, chunk_len: np.ndarray, *more: Any) -> Any:
+    def counted(requests: Any, chunk_len: np.ndarray, *more: Any) -> Any:
         lengths.extend(chunk_len.tolist())
-        return prefill(rows, params, chunk_len, *more)
+        return prefill(requests, chunk_len, *more)
 
     launcher.prefill = counted  # type: ignore[method-assign]
     yield lengths

@@ -37,9 +37,9 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     lengths: list[int] = []
     prefill = specdec.runtime.launcher.Launcher.prefill
 
-    def counted(self: Any, rows: np.ndarray, params: Any, chunk_len: np.ndarray, *more: Any) -> Any:
+    def counted(self: Any, requests: Any, chunk_len: np.ndarray, *more: Any) -> Any:
         lengths.extend(chunk_len.tolist())
-        return prefill(self, rows, params, chunk_len, *more)
+        return prefill(self, requests, chunk_len, *more)
 
     monkeypatch.setattr(specdec.runtime.launcher.Launcher, "prefill", counted)
     return lengths

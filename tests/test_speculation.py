@@ -12,7 +12,6 @@ from specdec import Engine, SamplingParams, SpecConfig
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Worker
 from specdec.draft_models.gemma4_mtp import Gemma4MTPWorker
 from specdec.errors import ConfigError
-from specdec.runtime.launcher import Wanted
 
 from marks import slow
 from tiny_models import random_eagle3
@@ -119,7 +118,7 @@ def test_a_plain_round_knows_how_much_the_one_in_front_may_bring(engine_for, ran
     engine = engine_for("ngram", captured=True)
     handle = engine.submit(random_prompt(9), asking(False))
     engine.step()
-    shape = engine.steps.launcher._shape(np.array([0]), [asking(False)], [Wanted(None, 5)], 1)
+    shape = engine.steps.launcher._shape(np.array([0]), [asking(False)], [(None, 5)], 1)
     assert (shape.num_nodes, shape.longest) == (1, 9 + 6)
     handle.abort()
 

@@ -7,7 +7,7 @@ is no part of the prompt but of an output that a preempted request reads again, 
 from collections.abc import Sequence
 
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.launcher import UnderWay
+from specdec.runtime.launcher import LaunchedStep
 from specdec.runtime.request import Request
 from specdec.runtime.rounds.prompt_scoring import Scoring, Span
 
@@ -27,9 +27,9 @@ def scoring_of(requests: Sequence[Request], done: IntArray, chunk_len: IntArray)
     return Scoring(spans, alternatives) if spans else None
 
 
-def settle_scores(requests: Sequence[Request], present: Sequence[int], step: UnderWay) -> None:
-    """Requests that still have their rows, by number in the batch, take over what the step has scored."""
+def settle_scores(step: LaunchedStep, present: Sequence[int]) -> None:
+    """The requests numbered `present`, which still have their rows, take over what the step has scored."""
     for span, scores in step.prompt_scores():
-        request = requests[span.number]
+        request = step.requests[span.number]
         if span.number in present and request.scores is not None:
             request.scores.take(span.first, scores)

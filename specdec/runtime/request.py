@@ -177,7 +177,7 @@ class Request:
     passed: int = 0  # how often one that came later was admitted while it waited
     state: RequestState = RequestState.WAITING
     row: int = -1
-    tenure: int = 0  # rows it has had and lost: what was launched under another is not its any more
+    row_epoch: int = 0  # incremented when the row is lost; results launched under an older one are ignored
     handed_in: float = field(default_factory=time.perf_counter)
     key: IntArray | None = field(default=None, init=False)  # of its tokens in the prefix cache
     awaited: int = field(default=-1, init=False)  # number of the request that makes a part of its prompt,

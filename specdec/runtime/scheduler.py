@@ -192,7 +192,7 @@ class Scheduler:
             self.table.close_all(np.array([request.row for request in leaving], dtype=np.int64))
         for request in leaving:
             request.row, request.state = -1, RequestState.WAITING
-            request.tenure += 1
+            request.row_epoch += 1
 
     def _take_chunks(self, chosen: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Those of prompt chunks whose requests still run, which own their slots now."""

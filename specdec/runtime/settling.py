@@ -1,9 +1,9 @@
-"""The host's part behind a step: take over what the device did, append tokens, look for stops.
+"""The host's part after a step: take over what the device did, append tokens, look for stops.
 
-The device has committed a round already; here the host's table and tokens follow, with the same numbers, and then each
-request takes its tokens in one assignment. What prompt chunks commit is known when they are launched, and the table
-follows then. A fault before or within leaves every request either as it was or settled: what is half done is the table,
-and the engine begins that again from the requests (`Scheduler.restart`).
+The device has committed a round already. Here the host's table and tokens follow with the same numbers, and then each
+request takes its tokens in one assignment. What prompt chunks commit is known when they are launched, so the table
+follows then. A fault before or within leaves every request either as it was or settled; the table may be half done, and
+the engine makes that again from the requests (`Scheduler.restart`).
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import numpy as np
 
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
 from specdec.kvcache.table import RequestTable
+from specdec.runtime.launcher import rows_of
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.request import Request, RequestState
 from specdec.runtime.rounds.result import RoundResult
@@ -20,9 +21,9 @@ from specdec.runtime.rounds.result import RoundResult
 def commit_chunks(table: RequestTable, prefixes: Prefixes, requests: Sequence[Request], chunk_len: IntArray) -> None:
     """Prompt chunks were launched: the next `chunk_len` [B] tokens are final, whatever comes out of them.
 
-    Whoever has all its K/V then may be in a round behind them.
+    A request that has all its K/V then may be in a round launched after them.
     """
-    rows = np.array([request.row for request in requests], dtype=np.int64)
+    rows = rows_of(requests)
     table.commit_chunk(rows, chunk_len)
     prefixes.keep(requests)  # with all of it in SWA: another prompt may part from it anywhere
     table.evict(rows)
@@ -40,7 +41,7 @@ def settle_first(tokens: MirroredArray, request: Request, result: RoundResult, p
 
 def settle_round(table: RequestTable, tokens: MirroredArray, requests: Sequence[Request], result: RoundResult) -> None:
     """Every request gains what was accepted, up to the end of its output."""
-    rows = np.array([request.row for request in requests], dtype=np.int64)
+    rows = rows_of(requests)
     start = table.committed_len.host[rows]
     table.adopt_commit(rows, result.length, result.path)
     of_row, step = np.nonzero(np.arange(result.tokens.shape[1]) < result.length[:, None])  # [M] tokens, row by row

@@ -1,32 +1,29 @@
-"""One step after the other: a round of everybody who decodes, then a group of prompt chunks, launched and settled.
+"""One step: a round of all requests that decode, then a group of prompt chunks, launched and settled.
 
-So nobody who decodes waits for more than one group of chunks. A step settles what it launches, but for captured rounds:
-with those the device is never without work. While one thing is under way the next is launched, which needs no length
-that the host does not know, and then the first is settled:
+A request that decodes waits for at most one group of chunks between two rounds. A step settles what it launches, except
+for captured rounds: with those the device always has work. The next round is launched before the one before it is
+settled, which needs no length that the host does not know yet:
 
     device    | round 1 | round 2 | chunks | round 3 |
     host      launch 2, settle 1, launch chunks, settle 2, launch 3, settle chunks, ...
 
-The order on the device protects what is under way: slots that are freed meanwhile are written by others behind it.
-Whoever ended in a round, or lost its row, is seated in what was launched before that was known; that part of the result
-is dropped. Whose prompt is through is seated in the next round, whether its first token is known here or not.
+The device works in order, so slots that are freed while a round runs are written by others only after it. A request
+that finished or was preempted may still have a row in the round already launched; its part of that result is discarded.
+A request whose prompt is complete has a row in the next round, whether its first token is known here or not.
 """
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from specdec.config import SamplingParams
 from specdec.errors import is_fault
 from specdec.gpu.mirrored_array import IntArray
 from specdec.progress import progress_bar
 from specdec.runtime.chunk_scores import scoring_of, settle_scores
 from specdec.runtime.engine_stats import Health
-from specdec.runtime.launcher import Launcher, UnderWay, Wanted
+from specdec.runtime.launcher import LaunchedStep, Launcher, rows_of
 from specdec.runtime.request import Request, RequestState
 from specdec.runtime.rounds.captured_rounds import batch_sizes
 from specdec.runtime.scheduler import Scheduler
@@ -34,34 +31,8 @@ from specdec.runtime.settling import commit_chunks, settle_first, settle_round
 from specdec.sampling.grammars.grammar import make_masks
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A step under way, who had part in it, and under which tenure of a row.
-
-    drawing: of prompt chunks, those requests, by number in the batch, that draw a first token; None: it is a round.
-    """
-
-    requests: Sequence[Request]
-    tenures: list[int]
-    step: UnderWay
-    drawing: list[int] | None
-
-    @classmethod
-    def of(cls, requests: Sequence[Request], step: UnderWay, drawing: list[int] | None = None) -> "Launched":
-        return cls(requests, [request.tenure for request in requests], step, drawing)
-
-    def present(self) -> list[int]:
-        """Who still has the row, by number in the batch."""
-        seats = enumerate(zip(self.requests, self.tenures, strict=True))
-        return [i for i, (request, tenure) in seats if request.tenure == tenure]
-
-    def gaining(self) -> list[Request]:
-        """Those of them that it is sure to bring a token."""
-        return [self.requests[i] for i in self.present() if self.drawing is None or i in self.drawing]
-
-
 class Steps:
-    """`under_way`: what is not settled, oldest first."""
+    """The steps of one engine. `under_way`: those launched and not settled, oldest first."""
 
     def __init__(self, scheduler: Scheduler, launcher: Launcher) -> None:
         self.scheduler = scheduler
@@ -69,7 +40,7 @@ class Steps:
         self.round = launcher.round
         self.health = Health(scheduler, launcher.capture_use)
         self.table = scheduler.table
-        self.under_way: deque[Launched] = deque()
+        self.under_way: deque[LaunchedStep] = deque()
 
     def warm_up(self) -> None:
         """`Launcher.warm_up`, before anything else has run."""
@@ -85,12 +56,12 @@ class Steps:
         self.scheduler.restart(requests)
 
     def run(self) -> list[Request]:
-        """One step -> who ended in it. Prompts come second, so that who ends in the round makes room for them."""
+        """One step -> the requests that ended in it. Prompts come second, so that those that end make room for them."""
         with self._on_device(), self.round.one_look():
             self.scheduler.prefixes.next_step()
             finished: list[Request] = []
             if any(request.place for request in self.scheduler.running):
-                finished += self._settle_all()  # what a grammar allows is known when all that is in front of it is
+                finished += self._settle_all()  # what a grammar allows is known when all earlier tokens are
                 finished += self._make_masks(self.scheduler.running)
             finished += self._decode(self.scheduler.next_decode())
             if admitted := self.scheduler.admit():
@@ -133,52 +104,44 @@ class Steps:
         return self._release_finished(guided)
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
-        """Launch a round of those that it can bring anything."""
+        """Launch a round of the requests that may still get a token from it."""
         sure = Counter(request.number for launched in self.under_way for request in launched.gaining())
-        going_on: list[Request] = []
-        drafts: list[Wanted] = []
-        for request in requests:
-            to_go = request.params.max_new_tokens - request.num_output - sure[request.number]
-            if to_go > 0:
-                going_on.append(request)
-                drafts.append(Wanted(request.draft, to_go, request.place, request.forced))
+        to_go = [request.params.max_new_tokens - request.num_output - sure[request.number] for request in requests]
+        going_on = [request for request, most in zip(requests, to_go, strict=True) if most > 0]
         if going_on:
             rounds = sum(launched.drawing is None for launched in self.under_way)
-            step = self.launcher.decode(*_seats(going_on), drafts, rounds)
-            self.under_way.append(Launched.of(going_on, step))
+            self.under_way.append(self.launcher.decode(going_on, [most for most in to_go if most > 0], rounds))
         return self._settle(busy=bool(going_on))
 
     def _prefill(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
         """Launch prompt chunks."""
-        rows, params = _seats(requests)
-        done = self.table.committed_len.host[rows]
+        done = self.table.committed_len.host[rows_of(requests)]
         drawing = [
             i
             for i, request in enumerate(requests)
             if request.num_output == 0 and done[i] + chunk_len[i] == request.prefill_target
         ]
-        places = [requests[i].place for i in drawing]
-        step = self.launcher.prefill(rows, params, chunk_len, drawing, places, scoring_of(requests, done, chunk_len))
+        step = self.launcher.prefill(requests, chunk_len, drawing, scoring_of(requests, done, chunk_len))
         commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)
-        self.under_way.append(Launched.of(requests, step, drawing))
+        self.under_way.append(step)
 
     def _settle(self, busy: bool) -> list[Request]:
-        """Settle what is under way, oldest first, but for the launcher's lag.
+        """Settle what is under way, oldest first, except for the launcher's lag.
 
-        busy: the device has a round to do meanwhile. Else nothing is left that brings anybody a token: it would come
-        a step late, and the device would have nothing to do either.
+        busy: the device has a round to run meanwhile. If it has none, everything is settled as soon as nothing under
+        way would bring a token: a result would be read a step late while the device idles.
         """
         gaining = [launched for launched in self.under_way if launched.gaining()]
         return self._settle_all(self.launcher.lag if busy or not gaining else 0)
 
     def _settle_all(self, left: int = 0) -> list[Request]:
-        """Settle what is under way, oldest first, but for `left`."""
+        """Settle what is under way, oldest first, except for the last `left`."""
         finished: list[Request] = []
         while self.under_way and (len(self.under_way) > left or not self.under_way[0].present()):
             launched = self.under_way.popleft()
             if not (present := launched.present()):
                 continue
-            result = launched.step.result()
+            result = launched.result()
             requests = [launched.requests[i] for i in present]
             if launched.drawing is None:
                 if len(present) < len(launched.requests):
@@ -188,7 +151,7 @@ class Steps:
             else:
                 for request in requests:
                     request.stats.prefill_seconds += result.seconds["prefill"] / len(launched.requests)
-                settle_scores(launched.requests, present, launched.step)
+                settle_scores(launched, present)
                 for place, number in enumerate(launched.drawing):
                     if number in present:
                         settle_first(self.round.tokens, launched.requests[number], result, place)
@@ -199,8 +162,3 @@ class Steps:
         finished = [request for request in requests if request.finished]
         self.scheduler.release(*finished)
         return finished
-
-
-def _seats(requests: Sequence[Request]) -> tuple[IntArray, list[SamplingParams]]:
-    """The rows [B] of requests, and how each of them samples."""
-    return np.array([request.row for request in requests], dtype=np.int64), [request.params for request in requests]

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.gpu.stage_clock import STAMP
-from specdec.runtime.launcher import Launcher, UnderWay
+from specdec.runtime.launcher import LaunchedStep, Launcher
 from specdec.runtime.request import StreamDelta
 from specdec.runtime.rounds.result import RoundResult
 from specdec.runtime.rounds.round import DECODE_STAGES
@@ -68,13 +68,13 @@ class _Passed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _WatchedRound(UnderWay):
+class _WatchedRound(LaunchedStep):
     launching: float
     passed: list[_Passed]
 
     def result(self) -> RoundResult:
         start = perf_counter()
-        result = UnderWay.result(self)
+        result = LaunchedStep.result(self)
         end = perf_counter()
         self.passed.append(_Passed(end, self.launching, end - start, result))
         return result
@@ -87,7 +87,7 @@ class WatchedLauncher(Launcher):
         self.__dict__.update(vars(launcher))
         self.passed: list[_Passed] = []
 
-    def decode(self, *args: Any, **kwargs: Any) -> UnderWay:
+    def decode(self, *args: Any, **kwargs: Any) -> LaunchedStep:
         start = perf_counter()
         step = super().decode(*args, **kwargs)
         launching = perf_counter() - start
