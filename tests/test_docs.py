@@ -8,7 +8,8 @@ Shell    a ```sh block is parsed: commands, options and values of `specdec`, opt
          a ```text block right behind it, it is run as well (`specdec` commands only) and its output compared.
 Links    a relative link leads to a file, and its #anchor to a heading there. Names in backticks: test_docs_names.py.
 
-A page that is added to docs/ is held to the same rules, and must be in the index, docs/README.md.
+A page that is added to docs/ is held to the same rules, and must be in its index: docs/README.md or
+docs/decisions/README.md.
 """
 
 import contextlib
@@ -213,9 +214,11 @@ def test_links_resolve(page):
     assert broken_links((ROOT / page).read_text("utf-8"), ROOT / page) == []
 
 
-def test_index_names_every_page():
-    index = (ROOT / "docs" / "README.md").read_text("utf-8")
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+@pytest.mark.parametrize("folder", ["docs", "docs/decisions"])
+def test_index_names_every_page(folder):
+    index = (ROOT / folder / "README.md").read_text("utf-8")
+    pages = {path.name for path in (ROOT / folder).glob("*.md")} - {"README.md"}
+    assert pages
     assert sorted(page for page in pages if f"({page})" not in index) == []
 
 
@@ -310,7 +313,7 @@ def test_run_shell_compares_output(monkeypatch):
 def test_broken_links_finds():
     page = ROOT / "docs" / "a_page.md"
     text = (
-        "[a](log.md) [b](../README.md#limits) [c](https://example.org/x) [d](no.md) [e](../README.md#no-such-heading)"
+        "[a](api.md) [b](../README.md#limits) [c](https://example.org/x) [d](no.md) [e](../README.md#no-such-heading)"
     )
     assert broken_links(text, page) == ["no.md", "../README.md#no-such-heading"]
     assert anchors(PAGE) == {"a-page-of-two-parts"}

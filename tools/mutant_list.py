@@ -32,7 +32,7 @@ NO_PRODUCT = ("tests", "tools", "examples", "docs", "build", "dist")
 """Top-level folders whose Python is not product code."""
 KINDS = {
     "field": "a defect that other engines shipped",
-    "regression": "a defect that this project had, as CHANGELOG.md and docs/log.md tell",
+    "regression": "a defect that this project had, as CHANGELOG.md and docs/decisions tell",
     "invariant": "an invariant of the index spaces, the allocator, the prefix cache, the table or the scheduler",
     "round": "what a round decides, and how the host settles it",
     "kernel": "a Triton kernel",
