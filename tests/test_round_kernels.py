@@ -18,9 +18,10 @@ from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.table import Move, RequestTable, Rows
 from specdec.models.target import TargetModel
-from specdec.runtime.rounds.closing import Closing, closing, reference_closing
+from specdec.runtime.rounds.closing import closing, reference_closing
+from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.runtime.rounds.opening import opening, reference_opening
-from specdec.runtime.rounds.result import Packed, RoundShape
+from specdec.runtime.rounds.result import RoundShape, empty_result
 from specdec.sampling.sampling_table import SamplingTable, Uses
 
 from marks import quick
@@ -106,7 +107,7 @@ class Scene:
 
     def close(
         self, kernel: bool, seats: list[int], tree: DraftTree, drawn: torch.Tensor, most: list[int], **sizes: int
-    ) -> tuple[Closing, torch.Tensor]:
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
         """sizes: width and depth. -> and what is packed."""
         rows = Rows(long(seats), 40)
         packed = torch.empty(len(seats), 1 + sum(sizes.values()), dtype=torch.int64, device=DEVICE)
@@ -129,7 +130,7 @@ def test_chains_by_eye(kernel: bool, poison_empty: None) -> None:
     drawn = long([[6, 7, 8, 9], [6, 7, 1, 2], [1, 2, 3, 4], [0, 0, 0, 0]])
     before = scene.state()[0]
     closed, packed = scene.close(kernel, [0, 2, 1, 3], tree, drawn, [4, 2, 4, 4], depth=4, width=4)
-    assert closed.length.tolist() == [4, 2, 1, 4] and closed.bonus.tolist() == [9, 7, 1, 0]
+    assert [x.tolist() for x in closed] == [[4, 2, 1, 4], [9, 7, 1, 0]]
     assert packed[:3].tolist() == [
         [4, 0, 1, 2, 3, 6, 7, 8, 9],
         [2, 0, 1, 2, 0, 6, 7, 1, 6],
@@ -155,7 +156,7 @@ def test_a_tree_by_eye(kernel: bool, poison_empty: None) -> None:
 
     scene = Scene([2])  # the same where no more than two may be accepted
     closed, packed = scene.close(kernel, [0], tree, drawn, [2], depth=3, width=5)
-    assert packed.tolist() == [[2, 0, 2, 4, 0, 0, 7, 9, 3]] and closed.bonus.tolist() == [9]
+    assert packed.tolist() == [[2, 0, 2, 4, 0, 0, 7, 9, 3]] and closed[1].tolist() == [9]
     assert scene.state()[0][0] == [*slots[:2], *(slots[2 + n] for n in (0, 2, 1, 3, 4)), *slots[7:]]
 
 
@@ -217,13 +218,13 @@ def distinct(tree: DraftTree) -> DraftTree:
 
 def test_the_stamps_of_a_round_lie_behind_its_rows() -> None:
     shape = RoundShape(2, 9, 2, 1, 3, Uses.of([]), None)
-    packed, clock = Packed.empty(shape, 3, DEVICE), StageClock(DEVICE)
-    packed.numbers.fill_(-1)
-    packed.rows.copy_(torch.arange(14, device=DEVICE).view(2, 7))
+    (packed, rows, stamps), clock = empty_result(shape, 3, DEVICE), StageClock(DEVICE)
+    packed.fill_(-1)
+    rows.copy_(torch.arange(14, device=DEVICE).view(2, 7))
     clock.start("draft")
     clock.mark("verify")
-    assert clock.stop(packed.stamps) is packed.stamps
-    numbers = packed.numbers.tolist()
+    assert clock.stop(stamps) is stamps
+    numbers = packed.tolist()
     assert numbers[:14] == [*range(14)] and 0 < numbers[14] <= numbers[15] <= numbers[16] and len(numbers) == 17
 
 
@@ -343,27 +344,29 @@ class Launches(TorchDispatchMode):
 
 
 @interpreted
-def test_few_launches_stand_around_the_models_of_a_greedy_round(on_kernels, make_target, make_assistant) -> None:
+def test_few_launches_stand_around_the_models_of_a_greedy_round(
+    on_kernels, make_target, make_assistant, monkeypatch
+) -> None:
     """fill_ is the clock's stamp, which is a kernel on a GPU."""
     model = make_target("gemma4-e2b", **TARGETS["gemma4-e2b"])
     config = EngineConfig(attention="triton", max_batch_size=2, max_model_len=64, fused=True)
     engine = Engine.from_pretrained(model, make_assistant(model), spec=SpecConfig(4), config=config)
     DraftTree.chain(torch.zeros((2, 5), dtype=torch.int64))  # a shape's first, which makes its constants
-    launches, decode = Launches(), engine.round.decode
+    launches, run = Launches(), DecodeRound.run
     target, drafter = engine.target, engine.round.worker.drafter
     target._run, target.head = launches.unseen("[forward]", target._run), launches.unseen("[head]", target.head)
     drafter._run, drafter.draw = launches.unseen("[step]", drafter._run), launches.unseen("[draw]", drafter.draw)
 
     rounds = []
 
-    def noted(shape: RoundShape) -> torch.Tensor:
+    def noted(decode: DecodeRound) -> torch.Tensor:
         launches.names.clear()
         with launches.noted():
-            packed = decode(shape)
+            packed = run(decode)
         rounds.append([*launches.names])
         return packed
 
-    engine.round.decode = noted
+    monkeypatch.setattr(DecodeRound, "run", noted)
     engine.generate([[5, 9], [7]], SamplingParams(max_new_tokens=6, ignore_eos=True))
     sampling = ["*scan_kernel", "*floor_kernel", "*collect_kernel", "*choose_kernel", "*choose_kernel"]
     assert rounds[0] == [

@@ -12,6 +12,7 @@ from specdec import Engine, SamplingParams, SpecConfig
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Worker
 from specdec.draft_models.gemma4_mtp import Gemma4MTPWorker
 from specdec.errors import ConfigError
+from specdec.runtime.rounds.decode_round import DecodeRound
 
 from marks import slow
 from tiny_models import random_eagle3
@@ -76,22 +77,22 @@ def test_no_more_is_accepted_than_was_asked_for(depth, engine_for, scripted, mak
 
 
 class Shapes:
-    """Writes down what rounds an engine runs."""
+    """Writes down which rounds are run."""
 
-    def __init__(self, engine: Engine, monkeypatch) -> None:
+    def __init__(self, monkeypatch) -> None:
         self.seen = []
-        decode = engine.round.decode
+        run = DecodeRound.run
 
-        def spying(shape):
-            self.seen.append((shape.num_steps, shape.topk, shape.num_nodes))
-            return decode(shape)
+        def spying(decode):
+            self.seen.append((decode.shape.num_steps, decode.shape.topk, decode.shape.num_nodes))
+            return run(decode)
 
-        monkeypatch.setattr(engine.round, "decode", spying)
+        monkeypatch.setattr(DecodeRound, "run", spying)
 
 
 def test_a_round_is_no_larger_than_anybody_in_it_wants(engine_for, random_prompt, monkeypatch):
     engine = engine_for("mtp")
-    shapes = Shapes(engine, monkeypatch)
+    shapes = Shapes(monkeypatch)
 
     def rounds_of(*kinds):
         shapes.seen.clear()

@@ -20,7 +20,7 @@ from tape import record
 import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.gpu.mirrored_array import MirroredArray
-from specdec.runtime.rounds.round import Round
+from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.sampling.grammars import grammar
 from specdec.sampling.sampling_table import SamplingBatch
 
@@ -271,10 +271,10 @@ def test_prefixes_are_shared(engine_of, prompts, alone):
     assert out.stats.cached_tokens > 0
 
 
-@pytest.mark.parametrize("part", [slow("_draft"), "_verify", slow("_draw")])
+@pytest.mark.parametrize("part", [slow("draft"), "verify", slow("draw")])
 def test_a_step_that_breaks_happened_to_nobody(part, engine_of, prompts, params, alone, monkeypatch):
     """Its tokens are those of the lone run, wherever within the round it broke."""
-    engine, whole, calls = engine_of("tree", max_batch_size=4), getattr(Round, part), [0]
+    engine, whole, calls = engine_of("tree", max_batch_size=4), getattr(DecodeRound, part), [0]
 
     def breaking(self, *args):
         calls[0] += 1
@@ -282,7 +282,7 @@ def test_a_step_that_breaks_happened_to_nobody(part, engine_of, prompts, params,
             raise KeyboardInterrupt
         return whole(self, *args)
 
-    monkeypatch.setattr(Round, part, breaking)
+    monkeypatch.setattr(DecodeRound, part, breaking)
     handles = engine.submit_many(prompts, params)
     while not all(handle.finished for handle in handles):
         try:

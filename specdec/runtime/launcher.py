@@ -19,10 +19,11 @@ from specdec.kvcache.table import row_cells
 from specdec.runtime.request import Request
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_sizes, nothing, run_programs
+from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
 from specdec.runtime.rounds.grouping import group_chunks, padded_size
 from specdec.runtime.rounds.prompt_scoring import Scoring, Span, score_chunk
 from specdec.runtime.rounds.result import RoundResult, RoundShape, unpack
-from specdec.runtime.rounds.round import DECODE_STAGES, PREFILL_STAGES, Chunk, Round
+from specdec.runtime.rounds.round import PREFILL_STAGES, Chunk, Round
 from specdec.sampling.grammar_masks import RowMasks, write_masks
 from specdec.sampling.grammars.grammar import Place, make_masks, tree_masks
 from specdec.sampling.log_probs import TokenScores
@@ -190,7 +191,7 @@ class Launcher:
         if masked:
             between = GrammarSteps(self.round, shape, places).between
         if self.graphs is None:
-            packed = run_programs(self.round.programs(shape), between)
+            packed = run_programs(decode_programs(self.round, shape), between)
         else:
             packed = self.graphs.run(shape, between)
         return self._launched(requests, None, shape, DECODE_STAGES, packed, forced, None)

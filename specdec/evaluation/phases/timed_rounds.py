@@ -20,8 +20,8 @@ from specdec.engine import Engine
 from specdec.gpu.stage_clock import STAMP
 from specdec.runtime.launcher import LaunchedStep, Launcher
 from specdec.runtime.request import StreamDelta
+from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.result import RoundResult
-from specdec.runtime.rounds.round import DECODE_STAGES
 
 WARM_UP = 6
 """Rounds before the first that counts: kernels compile, a round is captured."""

@@ -22,6 +22,7 @@ from specdec.errors import ConfigError, FrozenKVError, first_line
 from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.captures import Capture, Captured, CaptureStore, CudaCapture, Program, is_out_of_memory
 from specdec.runtime.rounds.capture_classes import is_large, share, step_up
+from specdec.runtime.rounds.decode_round import decode_programs
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.round import Round
 
@@ -182,7 +183,7 @@ class RoundGraphs(Captures):
 
     def run(self, shape: RoundShape, between: Between = nothing) -> torch.Tensor:
         """One round of the seated rows -> its packed result, which the next round of this shape overwrites."""
-        return self.run_captured(shape, self.round.programs(shape), between)
+        return self.run_captured(shape, decode_programs(self.round, shape), between)
 
 
 def run_programs(programs: Sequence[Program], between: Between) -> torch.Tensor:

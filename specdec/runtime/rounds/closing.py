@@ -10,7 +10,6 @@ One program a request. Seats of padding have a result, and gain nothing: their r
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +20,6 @@ from specdec.gpu.triton_shim import tl, triton
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import FullLoc
 from specdec.kvcache.table import Move, Rows
-
-
-class Closing(NamedTuple):
-    """Of each request, [B]."""
-
-    length: torch.Tensor
-    bonus: torch.Tensor
 
 
 def reference_closing(
@@ -43,7 +35,7 @@ def reference_closing(
     depth: int,
     *,
     accept: Callable[[DraftTree, torch.Tensor], Accepted] = reference_accept,
-) -> Closing:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `closing`. accept: what walks the trees."""
     accepted = accept(tree, drawn)
     length = torch.minimum(accepted.length, most)
@@ -58,7 +50,7 @@ def reference_closing(
     tokens[row, cells] = torch.where(gained, emitted, tokens[row, cells])
     bonus = emitted.gather(1, length[:, None] - 1)[:, 0]
     packed.copy_(torch.cat([length[:, None], path, emitted], dim=1))
-    return Closing(length, bonus)
+    return length, bonus
 
 
 @triton.jit(
@@ -141,8 +133,8 @@ def closing(
     packed: torch.Tensor,
     width: int,
     depth: int,
-) -> Closing:
-    """Accept, commit and append: B trees of N nodes behind `start` [B], S, of their rows.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accept, commit and append B trees of N nodes after `start` [B], S, of their rows -> length and bonus token, [B].
 
     drawn [B, N]: the token that the target draws behind each node. most [B]: at least 1. tokens: by row and position of
     the request table. packed [B, 1 + W + D]: written, W >= N, and D at least any path's length.
@@ -175,4 +167,4 @@ def closing(
     )
     if move is not None:
         cache.move(move)
-    return Closing(length, bonus)
+    return length, bonus

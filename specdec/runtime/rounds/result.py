@@ -70,19 +70,14 @@ class RoundResult(NamedTuple):
         return self._replace(**arrays, logprobs=logprobs)
 
 
-class Packed(NamedTuple):
-    """A result while it is written, of a round of which nobody asks log-probabilities: numbers int64 are rows
-    [B, 1 + N + D], then stamps [M]."""
-
-    numbers: torch.Tensor
-    rows: torch.Tensor
-    stamps: torch.Tensor
-
-    @classmethod
-    def empty(cls, shape: RoundShape, num_stamps: int, device: torch.device) -> "Packed":
-        columns = 1 + shape.width + shape.depth
-        numbers = torch.empty(shape.batch * columns + num_stamps, dtype=torch.int64, device=device)
-        return cls(numbers, numbers[:-num_stamps].view(shape.batch, columns), numbers[-num_stamps:])
+def empty_result(
+    shape: RoundShape, num_stamps: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A packed result without log-probabilities, to be written: all of it int64, its rows [B, 1 + N + D], its stamps
+    [M]; the second and third are views of the first."""
+    columns = 1 + shape.width + shape.depth
+    numbers = torch.empty(shape.batch * columns + num_stamps, dtype=torch.int64, device=device)
+    return numbers, numbers[:-num_stamps].view(shape.batch, columns), numbers[-num_stamps:]
 
 
 def pack(rows: torch.Tensor, scores: LogProbs | None, stamps: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,140 @@
+"""One speculative round of the seated rows, as a program on the device.
+
+    draft    the drafter proposes a tree for each row          nothing is read that the round changes
+    verify   one forward of the target over all nodes
+    draw     the target's token at every node, the walk down the tree, the commit, what the drafter learns
+
+Nothing in it comes from the host but a `RoundShape`, and nothing goes back but one packed result. So it can be captured
+once a shape and replayed. Where grammars have a say it is three programs, and the host computes masks between them.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from specdec.attention.plan import plan_verify
+from specdec.attention.trees.forced_tokens import graft, without_blanks
+from specdec.attention.trees.tree import DraftTree
+from specdec.draft_models.base import DraftBatch
+from specdec.kvcache.table import Rows
+from specdec.runtime.rounds.closing import closing, reference_closing
+from specdec.runtime.rounds.opening import opening, reference_opening
+from specdec.runtime.rounds.result import RoundShape, empty_result, pack
+from specdec.runtime.rounds.round import Round
+from specdec.sampling.first_level import Draws, FirstLevel
+from specdec.sampling.log_probs import LogProbs
+
+DECODE_STAGES = ("other", "draft", "verify", "other")
+"""What the clock of a round times."""
+
+
+def decode_programs(round: Round, shape: RoundShape) -> Sequence[Callable[[], torch.Tensor]]:
+    """The programs of one round; the last returns its packed result. Where grammars have a say these are: draft, which
+    returns tokens and parents of the trees [2, B, N]; verify; and draw, once `Round.allowed` holds their masks."""
+    if not shape.uses.masked:
+        return [lambda: DecodeRound(round, shape).run()]  # whose tensors do not outlive it
+    round.allowed(shape)  # is there before anything is captured
+    decode = DecodeRound(round, shape)
+    return [decode.draft, decode.verify, decode.draw]
+
+
+class DecodeRound:
+    """What the three parts of a round leave for each other. Every seated row gains at least one token."""
+
+    def __init__(self, round: Round, shape: RoundShape) -> None:
+        self.round = round
+        self.shape = shape
+
+    def run(self) -> torch.Tensor:
+        """-> the packed result"""
+        self.draft()
+        self.verify()
+        return self.draw()
+
+    @torch.inference_mode()
+    def draft(self) -> torch.Tensor:
+        """Propose `self.tree` -> its tokens and parents [2, B, N]."""
+        round, shape = self.round, self.shape
+        round.clock.start("other")
+        table = round.cache.table
+        rows = self.rows = Rows(round.seats.tensor[: shape.batch], shape.longest)
+        state = (table.committed_len.tensor, round.tokens.tensor, round.max_drafts.tensor, round.sampling.cells.tensor)
+        opened = (opening if round.on_kernels else reference_opening)(rows.index, *state, depth=shape.num_steps + 1)
+        self.opened, root, history_len = opened, opened.root, opened.history_len
+        self.located = round.backend.locate(table, rows, opened.committed_len, shape.width)
+        sampling = round.sampling.batch(rows.index, shape.uses, opened.whole, opened.real)
+        depth = max(shape.num_steps + 1, shape.depth)
+        self.sampling = sampling = sampling.ahead(history_len, depth, round.target.vocab_size)
+
+        round.clock.mark("draft")
+        draws: Draws = sampling
+        if shape.uses.masked:
+            draws = FirstLevel(sampling, history_len, round.allowed(shape)[:, 0])
+        if round.worker is not None and shape.num_steps > 0:
+            batch = DraftBatch(
+                rows=rows,
+                root=root,
+                history=lambda: round.history(rows),
+                history_len=history_len,
+                num_steps=shape.num_steps,
+                topk=shape.topk,
+                num_nodes=shape.num_nodes,
+                sample=draws.sample,
+                best=draws.best,
+                params=None if shape.uses.masked else sampling.params,  # or it would draw with no row to mask
+                prefix=self.located.prefix,
+                level_pos=opened.level_pos[:-1],
+            )
+            tree = round.worker.propose(batch)
+        else:
+            tree = DraftTree.chain(root[:, None])
+        self.max_path = opened.most
+        if shape.forced:
+            forced = round.forced.tensor[rows.index]
+            tree = graft(tree, forced[:, 1:], forced[:, 0], shape.forced)
+            self.max_path = torch.maximum(opened.most, 1 + forced[:, 0])
+        self.tree = tree
+        return torch.stack([tree.tokens, tree.parents]) if shape.uses.masked else tree.tokens
+
+    @torch.inference_mode()
+    def verify(self) -> torch.Tensor:
+        """Run the target over all nodes: `self.out` and `self.logits`."""
+        round, shape, opened, tree = self.round, self.shape, self.opened, self.tree
+        round.clock.mark("verify")
+        # a drafter may propose less than it was asked for
+        located = self.located if tree.num_nodes == shape.width else None
+        positions = opened.chain_pos if opened.fits(tree) else None
+        known = {"committed_len": opened.committed_len, "positions": positions}
+        self.plan = plan_verify(round.backend, round.cache.table, self.rows, tree, located=located, **known)
+        self.fed = without_blanks(tree) if shape.forced else tree  # a token at every node
+        self.out = round.target.forward(self.fed.tokens, self.plan, round.view, round.aux_layers)  # [B, N, H]
+        self.logits, self.softcap = round.logits(self.out.hidden, shape.logprobs)  # [B, N, V]
+        return self.fed.tokens  # small: a program returns something, and this is kept
+
+    @torch.inference_mode()
+    def draw(self) -> torch.Tensor:
+        """Draw, accept, commit, and let the drafter observe -> the packed result."""
+        round, shape, rows, opened, tree = self.round, self.shape, self.rows, self.opened, self.tree
+        round.clock.mark("other")
+        allowed = round.allowed(shape) if shape.uses.masked else None
+        past = round.past(rows, opened.history_len, self.fed, shape.uses, allowed)
+        drawn_pos = opened.drawn_pos if opened.fits(tree) else self.plan.positions + 1
+        drawn = self.sampling.draw(self.logits, drawn_pos, past, self.softcap)
+        numbers, packed, stamps = empty_result(shape, len(DECODE_STAGES) + 1, round.device)
+        close = closing if round.on_kernels else partial(reference_closing, accept=round.backend.accept)
+        length, bonus = close(
+            *(tree, drawn, self.max_path, rows, opened.committed_len, round.cache, round.tokens.tensor, packed),
+            width=shape.width,
+            depth=shape.depth,
+        )
+        _, nodes, tokens = packed.split([1, shape.width, shape.depth], dim=1)
+        path = nodes[:, : shape.depth]  # none is longer
+        if round.seen_bits is not None and shape.uses.penalty:
+            round.seen_bits.add(rows.index, tokens, length)
+        round.observe(rows, opened.committed_len, self.fed.tokens, self.out, path, length, bonus)
+        if shape.logprobs is None:
+            round.clock.stop(stamps)
+            return numbers
+        on_path = self.logits.gather(1, path[:, :, None].expand(-1, -1, self.logits.shape[-1]))  # [B, D, V]
+        return pack(packed, LogProbs.of(on_path, tokens, shape.logprobs), round.clock.stop())
