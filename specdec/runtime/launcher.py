@@ -24,10 +24,10 @@ from specdec.runtime.rounds.grouping import group_chunks, padded_size
 from specdec.runtime.rounds.prompt_scoring import Scoring, Span, score_chunk
 from specdec.runtime.rounds.result import RoundResult, RoundShape, unpack
 from specdec.runtime.rounds.round import DECODE_STAGES, PREFILL_STAGES, Chunk, Round
-from specdec.sampling.grammar_masks import RowMasks, write_masks
 from specdec.sampling.grammars.grammar import Place, make_masks, tree_masks
 from specdec.sampling.log_probs import TokenScores
 from specdec.sampling.sampling_table import Uses
+from specdec.sampling.token_bitmaps import RowMasks, write_masks
 
 FULL_DEPTH = 1 << 30
 
@@ -96,7 +96,7 @@ class Launcher:
         self.spec = spec
         self.graphs = graphs
         self.chunks = chunks
-        round.masks.most_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
+        round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
     @property
     def lag(self) -> int:
@@ -138,12 +138,12 @@ class Launcher:
         length = np.array([request.settled.num_tokens for request in requests], dtype=np.int64)
         tokens = chain.from_iterable(request.tokens for request in requests)
         round.tokens[row_cells(rows, np.zeros_like(rows), length)] = np.fromiter(tokens, dtype=np.int64)
-        round.sampling.take(rows, [(request.params, request.seed) for request in requests])
+        round.sampling.load(rows, [(request.params, request.seed) for request in requests])
         round.max_drafts[rows] = np.array([request.max_drafts for request in requests], dtype=np.int64)
         round.prompt_len[rows] = np.array([len(request.prompt) for request in requests], dtype=np.int64)
         if round.seen_bits is not None:
             held = [request for request in requests if request.params.repetition_penalty != 1]
-            round.seen_bits.take(np.array([r.row for r in held], dtype=np.int64), [r.tokens for r in held])
+            round.seen_bits.load(np.array([r.row for r in held], dtype=np.int64), [r.tokens for r in held])
 
     def prefill(
         self,
@@ -162,7 +162,7 @@ class Launcher:
         uses, logprobs = Uses.of(drawing), _most_logprobs(drawing)
         shape = RoundShape(len(drawing), 0, 0, 1, 1, uses, logprobs)
         chosen = np.array(through, dtype=np.int64)
-        self.round.sampling.bring(rows[chosen], drawing, uses)
+        self.round.sampling.load_biases(rows[chosen], drawing, uses)
         self.round.flush()
         self.round.clock.start(*PREFILL_STAGES)
         chunk = self._read(rows, chunk_len)
@@ -200,7 +200,7 @@ class Launcher:
         if self.graphs is not None:
             shape = self.graphs.bucket(shape)
         self.round.seat(rows)
-        self.round.sampling.bring(rows, params, shape.uses)
+        self.round.sampling.load_biases(rows, params, shape.uses)
         if shape.forced:
             for row, wanted, count in zip(rows.tolist(), drafts, forced.tolist(), strict=True):
                 self.round.forced[row, : 1 + count] = np.array([count, *wanted.forced[:count]], dtype=np.int64)

@@ -32,12 +32,11 @@ from specdec.models.watched_weights import watched_weights
 from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.opening import Opening, opening, reference_opening
 from specdec.runtime.rounds.result import Packed, RoundShape, pack
-from specdec.sampling.first_level import Draws, FirstLevel
-from specdec.sampling.grammar_masks import MaskBuffer, RowMasks, write_masks
-from specdec.sampling.kernel_sampling import KernelSampling
+from specdec.sampling.kernel_sampler import KernelSampler
 from specdec.sampling.log_probs import LogProbs
-from specdec.sampling.sampling_table import Past, SamplingBatch, SamplingTable, Uses
-from specdec.sampling.seen_bits import SeenBits
+from specdec.sampling.reference_sampler import Draws, MaskedFirstLevel, Past, ReferenceSampler
+from specdec.sampling.sampling_table import SamplingTable, Uses
+from specdec.sampling.token_bitmaps import MaskBuffer, RowMasks, SeenBits, write_masks
 
 PREFILL_STAGES, DECODE_STAGES = ("prefill",), ("other", "draft", "verify", "other")
 """What the clocks of the two programs time."""
@@ -50,7 +49,7 @@ class Drafted(NamedTuple):
     rows: Rows
     opened: Opening
     located: Located
-    sampling: SamplingBatch
+    sampler: ReferenceSampler
     tree: DraftTree
     most: torch.Tensor
 
@@ -102,9 +101,8 @@ class Round:
         self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store))
         self.tokens = MirroredArray(cache.table.slots.host.shape, self.device)
         self.on_kernels = runs_on_kernels(backend, self.device)
-        self.sampling = SamplingTable(
-            len(self.tokens.host), self.device, KernelSampling if self.on_kernels else SamplingBatch
-        )
+        self.sampler = KernelSampler if self.on_kernels else ReferenceSampler
+        self.sampling = SamplingTable(len(self.tokens.host), self.device)
         self.max_drafts = MirroredArray((len(self.tokens.host),), self.device)  # that a row accepts in a round
         self.prompt_len = MirroredArray((len(self.tokens.host),), self.device)
         self.forced = MirroredArray((len(self.tokens.host), 1 + MAX_FORCED_TOKENS), self.device)  # how many, and which
@@ -195,13 +193,13 @@ class Round:
             logits, softcap = self._logits(out.hidden[chosen, length[chosen] - 1][:, None], logprobs)  # [T, 1, V]
             drawing = Rows(rows.index[chosen], rows.longest + width - 1)
             history_len = (committed + length)[chosen]
-            sampling = self.sampling.at(drawing.index, uses)
+            sampler = self.sampler(*self.sampling.at(drawing.index, uses))
             bits = None
             if allowed is not None:
                 bits = chosen.new_empty((len(through), 1, self.masks.num_words), dtype=torch.int32)
                 write_masks(bits, allowed)
             past = self._past(drawing, history_len, None, uses, bits)
-            first = sampling.draw(logits, history_len[:, None], past, softcap)  # [T, 1]
+            first = sampler.draw(logits, history_len[:, None], past, softcap)  # [T, 1]
             behind = behind.index_copy(0, chosen, first[:, 0])
             self.tokens.tensor[drawing.index, history_len] = first[:, 0]
             if self.seen_bits is not None and uses.penalty:
@@ -234,13 +232,13 @@ class Round:
         opened = (opening if self.on_kernels else reference_opening)(rows.index, *state, depth=shape.num_steps + 1)
         root, history_len = opened.root, opened.history_len
         located = self.backend.locate(table, rows, opened.committed_len, shape.width)
-        sampling = self.sampling.batch(rows.index, shape.uses, opened.whole, opened.real)
-        sampling = sampling.ahead(history_len, max(shape.num_steps + 1, shape.depth), self.target.vocab_size)
+        sampler = self.sampler(*self.sampling.with_vectors(rows.index, shape.uses, opened.params))
+        sampler = sampler.ahead(history_len, max(shape.num_steps + 1, shape.depth), self.target.vocab_size)
 
         self.clock.mark("draft")
-        draws: Draws = sampling
+        draws: Draws = sampler
         if shape.uses.masked:
-            draws = FirstLevel(sampling, history_len, self.allowed(shape)[:, 0])
+            draws = MaskedFirstLevel(sampler, history_len, self.allowed(shape)[:, 0])
         if self.worker is not None and shape.num_steps > 0:
             batch = DraftBatch(
                 rows=rows,
@@ -252,7 +250,7 @@ class Round:
                 num_nodes=shape.num_nodes,
                 sample=draws.sample,
                 best=draws.best,
-                params=None if shape.uses.masked else sampling.params,  # or it would draw with no row to mask
+                params=None if shape.uses.masked else sampler.params,  # or it would draw with no row to mask
                 prefix=located.prefix,
                 level_pos=opened.level_pos[:-1],
             )
@@ -264,7 +262,7 @@ class Round:
             forced = self.forced.tensor[rows.index]
             tree = graft(tree, forced[:, 1:], forced[:, 0], shape.forced)
             most = torch.maximum(most, 1 + forced[:, 0])
-        return Drafted(rows, opened, located, sampling, tree, most)
+        return Drafted(rows, opened, located, sampler, tree, most)
 
     @torch.inference_mode()
     def _verify(self, shape: RoundShape, drafted: "Drafted") -> "Verified":
@@ -286,7 +284,7 @@ class Round:
         allowed = self.allowed(shape) if shape.uses.masked else None
         past = self._past(rows, opened.history_len, fed, shape.uses, allowed)
         drawn_pos = opened.drawn_pos if opened.fits(tree) else plan.positions + 1
-        drawn = drafted.sampling.draw(logits, drawn_pos, past, softcap)
+        drawn = drafted.sampler.draw(logits, drawn_pos, past, softcap)
         packed = Packed.empty(shape, len(DECODE_STAGES) + 1, self.device)
         close = closing if self.on_kernels else partial(reference_closing, accept=self.backend.accept)
         closed = close(

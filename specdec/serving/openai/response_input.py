@@ -4,14 +4,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from specdec.sampling_numbers import NUMBERS
 from specdec.serving.http.faults import ApiError, invalid_body
-from specdec.serving.openai.protocol import Body, ChatRequest, Effort, Nothing, OnlyFalse, StreamOptions
+from specdec.serving.openai.protocol import Body, ChatRequest, Effort, Nothing, NumberFields, OnlyFalse, StreamOptions
 
 SAME = (
-    "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "seed", "stop", "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
-    "chat_template_kwargs", "stream", "top_logprobs", "max_tokens",
-    "cache_salt",
+    *NUMBERS, "model", "seed", "stop", "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+    "parallel_tool_calls", "chat_template_kwargs", "stream", "top_logprobs", "max_tokens", "cache_salt",
 )  # fmt: skip
 """Fields that chats have too."""
 LOGPROBS = "message.output_text.logprobs"
@@ -49,7 +48,7 @@ class NamedFunction(Body):
     name: str
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(NumberFields):
     """OpenAI's, and sampling parameters of chats."""
 
     model: str | None = None
@@ -57,13 +56,6 @@ class ResponsesRequest(Body):
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
