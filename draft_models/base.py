@@ -27,13 +27,13 @@ from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import Rows
 from specdec.layers.fuse import Weights
-from specdec.sampling.fused_sample import SampleParams
+from specdec.sampling.sampling_table import ParamVectors
 
 Sample = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits [B, K, V], positions [B, K] of the tokens being drawn) -> tokens [B, K], with the requests' own parameters
 and noise: a drafter that draws through it proposes what the target would draw from the same logits."""
 
-Best = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+BestOf = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """The same arguments and a count C -> tokens [B, K, C] and their log-probabilities given the noise, float32, best
 first: the first is the draw, the runners-up what the target draws where its logits differ a little. Trees branch by
 them."""
@@ -100,8 +100,8 @@ class DraftBatch:
     topk: int
     num_nodes: int
     sample: Sample
-    best: Best
-    params: SampleParams | None = None
+    best: BestOf
+    params: ParamVectors | None = None
     prefix: PrefixTables | None = None
     level_pos: torch.Tensor | None = None
 

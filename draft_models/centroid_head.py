@@ -20,8 +20,12 @@ from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_pre
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import tl, triton
 from specdec.layers.linear import finish, linear
-from specdec.sampling.choose_kernel import choose_kernel
-from specdec.sampling.fused_sample import MAX_BEST, Best, SampleParams, reference_best_tokens, reference_sample
+from specdec.sampling.choose_candidate import choose_kernel
+from specdec.sampling.collect_candidates import Candidates
+from specdec.sampling.kernel_sampler import MAX_BEST
+from specdec.sampling.log_probs import Best
+from specdec.sampling.reference_sampler import ReferenceSampler
+from specdec.sampling.sampling_table import ParamVectors
 
 LOW_BITS = {torch.float32: 0, torch.float16: 12, torch.bfloat16: 16}
 MAX_CENTROIDS = 1 << 15
@@ -51,17 +55,17 @@ def reference_centroid_logits(hidden: torch.Tensor, head: CentroidHead) -> torch
 
 
 def reference_centroid_sample(
-    hidden: torch.Tensor, positions: torch.Tensor, params: SampleParams, head: CentroidHead
+    hidden: torch.Tensor, positions: torch.Tensor, params: ParamVectors, head: CentroidHead
 ) -> torch.Tensor:
     """See `centroid_sample`."""
-    return reference_sample(reference_centroid_logits(hidden, head), positions, params)
+    return ReferenceSampler(params).sample(reference_centroid_logits(hidden, head), positions)
 
 
 def reference_centroid_best(
-    hidden: torch.Tensor, positions: torch.Tensor, params: SampleParams, head: CentroidHead, k: int
+    hidden: torch.Tensor, positions: torch.Tensor, params: ParamVectors, head: CentroidHead, k: int
 ) -> Best:
     """See `centroid_best`."""
-    return reference_best_tokens(reference_centroid_logits(hidden, head), positions, params, k)
+    return ReferenceSampler(params).best(reference_centroid_logits(hidden, head), positions, k)
 
 
 @triton.jit
@@ -138,7 +142,7 @@ def gather_kernel(
 
 @op(reference=reference_centroid_sample)
 def centroid_sample(
-    hidden: torch.Tensor, positions: torch.Tensor, params: SampleParams, head: CentroidHead
+    hidden: torch.Tensor, positions: torch.Tensor, params: ParamVectors, head: CentroidHead
 ) -> torch.Tensor:
     """The token drawn behind each row: hidden [B, M, H], positions [B, M] int64, params of B requests -> [B, M]."""
     return _choose(hidden, positions, params, head, 1, scores=False).tokens[..., 0]
@@ -146,14 +150,14 @@ def centroid_sample(
 
 @op(reference=reference_centroid_best)
 def centroid_best(
-    hidden: torch.Tensor, positions: torch.Tensor, params: SampleParams, head: CentroidHead, k: int
+    hidden: torch.Tensor, positions: torch.Tensor, params: ParamVectors, head: CentroidHead, k: int
 ) -> Best:
     """The k best tokens of log P + noise behind each row and their log-probabilities: [B, M, k]."""
     return _choose(hidden, positions, params, head, k, scores=True)
 
 
 def _choose(
-    hidden: torch.Tensor, positions: torch.Tensor, params: SampleParams, head: CentroidHead, k: int, *, scores: bool
+    hidden: torch.Tensor, positions: torch.Tensor, params: ParamVectors, head: CentroidHead, k: int, *, scores: bool
 ) -> Best:
     batch, num_nodes, width = hidden.shape
     rows = batch * num_nodes
@@ -167,12 +171,14 @@ def _choose(
     assert 1 <= head.top_k <= num_centroids <= MAX_CENTROIDS and 1 <= k <= min(MAX_BEST, list_len), (
         f"{head.top_k=} {k=}"
     )
-    assert positions.shape == (batch, num_nodes) and all(p.shape == (batch,) for p in params), f"{positions.shape=}"
+    assert positions.shape == (batch, num_nodes) and all(p.shape[1:] == (batch,) for p in params), f"{positions.shape=}"
     x = hidden.reshape(rows, width)
-    tokens = torch.empty((batch, num_nodes, k), dtype=torch.int64, device=x.device)
-    values = torch.empty((batch, num_nodes, k), dtype=torch.float32, device=x.device)
+    best = Best(
+        torch.empty((batch, num_nodes, k), dtype=torch.int64, device=x.device),
+        torch.empty((batch, num_nodes, k), dtype=torch.float32, device=x.device),
+    )
     if rows == 0:
-        return Best(tokens, values)
+        return best
     opened = torch.empty((rows, head.top_k), dtype=torch.int32, device=x.device)
     list_id = torch.empty((rows, list_len), dtype=torch.int32, device=x.device)
     list_x = torch.empty((rows, list_len), dtype=torch.float32, device=x.device)
@@ -193,11 +199,10 @@ def _choose(
         num_warps=4,
         **options,
     )
-    nothing = [None] * 5
     choose_kernel[(rows,)](
-        *(None, positions.contiguous(), *params[:4], None, params.seed, None, None, *nothing),
-        *(list_id, list_x, None, None, None, tokens, values if scores else None, None),
-        *(0, vocab_size, num_nodes, list_len, list_len, None, None, 0, 0, 0),
+        *(None, positions.contiguous(), *params, None, None, *Candidates.given(list_id, list_x)),
+        *(best.tokens, best.scores if scores else None),
+        *(0, vocab_size, num_nodes, batch, list_len, list_len, None, None, 0, 0, 0),
         LISTED=True,
         SCORES=scores,
         K=k,
@@ -208,4 +213,4 @@ def _choose(
         num_warps=8,
         **options,
     )
-    return Best(tokens, values)
+    return best

@@ -35,7 +35,7 @@ from specdec.layers.fuse import Weights, fuse, fuse_embedding, fuse_linear
 from specdec.layers.merge import held_storages
 from specdec.layers.path_rows import keep_last
 from specdec.modules.private_copy import private_copy
-from specdec.sampling.fused_sample import MAX_BEST
+from specdec.sampling.kernel_sampler import MAX_BEST
 
 logger = logging.getLogger("specdec")
 

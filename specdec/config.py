@@ -14,6 +14,7 @@ import torch
 
 from specdec.errors import ConfigError, shown
 from specdec.plain_arguments import DTYPE_ALIASES, plain_arguments
+from specdec.sampling_numbers import NUMBERS, SamplingNumbers
 from specdec.text.stop_strings import StopStrings
 
 MAX_TREE_NODES = 512
@@ -26,9 +27,6 @@ MAX_TOPK = 63
 """Branches: what a kernel returns of the best tokens of a row, less the one that was drawn."""
 
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
-
-PENALTY_SPAN = (1e-6, 1e6)
-"""Repetition penalties outside would take float32 logits to infinity, or infinity times 0 to NaN."""
 
 MAX_PRIORITY = 100
 """Priorities range from -100 to 100, and lower values are served first. The value of a waiting request falls by 1 for
@@ -175,7 +173,7 @@ class EngineConfig:
 
 @plain_arguments
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(SamplingNumbers):
     """How one request is continued. temperature 0 is greedy; 0, 1.0 and 0.0 turn top_k, top_p and min_p off.
 
     Logits change in this order, on every path: logit_bias, repetition, frequency and presence penalty, the grammar's
@@ -197,21 +195,12 @@ class SamplingParams:
     no other can find out what was in a prompt by what it finds cached. It changes no token.
     """
 
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
-    repetition_penalty: float = 1.0
     n: int = 1
     speculation: SpecConfig | bool | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     json_schema: str | Mapping[str, Any] | None = None  # JSON text, once it is here
     json_object: bool = False
@@ -225,18 +214,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         require_int("max_new_tokens", self.max_new_tokens, 1 if self.prompt_logprobs is None else 0, 1 << 30)
-        _require_number("temperature", self.temperature, 0.0, math.inf)
-        require_int("top_k", self.top_k, 0, 1 << 30)
-        _require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _require_number("min_p", self.min_p, 0.0, 1.0)
-        _require_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        if not PENALTY_SPAN[0] <= self.repetition_penalty <= PENALTY_SPAN[1]:
-            raise ConfigError(
-                f"repetition_penalty={self.repetition_penalty!r}: a number from {PENALTY_SPAN[0]:g} to "
-                f"{PENALTY_SPAN[1]:g} is wanted; beyond, the logits overflow"
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require_number(name, getattr(self, name), -2.0, 2.0)
+        for name, number in NUMBERS.items():
+            if number.kind is int:
+                require_int(name, getattr(self, name), int(number.low), int(number.high))
+            else:
+                _require_number(name, getattr(self, name), number.low, number.high, open_low=number.open_low)
         require_int("n", self.n, 1, 1 << 16)
         if self.seed is not None:
             require_int("seed", self.seed, 0, (1 << 63) - self.n)  # that of the last sample is one too

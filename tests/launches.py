@@ -40,9 +40,11 @@ from specdec.layers.rope_store import Heads, rope_store
 from specdec.layers.rotary import Rotary, rotary
 from specdec.runtime.rounds.closing import closing
 from specdec.runtime.rounds.opening import opening
-from specdec.sampling.fused_sample import SampleParams, Seen, best_tokens, log_probs, sample
-from specdec.sampling.seen_tokens import mark_seen
+from specdec.sampling.kernel_sampler import best_tokens, sample
+from specdec.sampling.row_scores import Seen
+from specdec.sampling.sampling_table import REAL, WHOLE, ParamVectors
 from specdec.sampling.softcap import softcap
+from specdec.sampling.token_bitmaps import mark_seen
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)
@@ -262,15 +264,12 @@ def beside(dtype: torch.dtype, num_rows: int, width: int) -> None:
 # sampling
 
 
-def params_of(batch: int) -> SampleParams:
-    real, whole = numbers(batch, dtype=FP32), integers(batch)
-    return SampleParams(real, whole, real, real, real, whole)
+def params_of(batch: int) -> ParamVectors:
+    return ParamVectors(integers(len(WHOLE), batch), numbers(len(REAL), batch, dtype=FP32))
 
 
-def sampling(
-    dtype: torch.dtype, cap: float | None, *, penalised: bool = False, best: bool = False, scores: bool = False
-) -> None:
-    """One draw; best: the children of a node; scores: log-probabilities."""
+def sampling(dtype: torch.dtype, cap: float | None, *, penalised: bool = False, best: bool = False) -> None:
+    """One draw; best: the children of a node."""
     batch, nodes, vocab = 3, 5, 262144
     logits, positions, params = numbers(batch, nodes, vocab, dtype=dtype), integers(batch, nodes), params_of(batch)
     seen = None
@@ -279,8 +278,6 @@ def sampling(
         mark_seen(seen.bits, integers(batch), integers(batch, 40), integers(batch))
     if best:
         best_tokens(logits[:, :1], positions[:, :1], params, 8, cap)
-    elif scores:
-        log_probs(logits, positions, 0, cap)
     else:
         sample(logits, positions, params, cap, seen)
     if cap is not None:
@@ -306,9 +303,8 @@ def open_and_close(batch: int, num_nodes: int, page_size: int, *, chain: bool) -
     table = RequestTable(allocator, max_requests=batch, max_len=256, lookahead=num_nodes, window=None)
     cache = KVCache(allocator, table, TritonBackend())
     seats, tokens = integers(batch), integers(*table.slots.host.shape)
-    opened = opening(
-        seats, table.committed_len.tensor, tokens, integers(batch + 1), integers(batch + 1, 8), depth=num_nodes
-    )  # fmt: skip
+    cells = integers(batch + 1, len(WHOLE) + len(REAL))
+    opened = opening(seats, table.committed_len.tensor, tokens, integers(batch + 1), cells, depth=num_nodes)
     parents = integers(batch, num_nodes)
     tree = DraftTree(integers(batch, num_nodes), parents, parents, parents, is_chain=chain)
     closing(
@@ -362,7 +358,7 @@ def usual() -> Iterator[Launch]:
     yield launch(beside, BF16, 8, 704)
     yield launch(sampling, BF16, 30.0, penalised=True)
     yield launch(sampling, FP16, 30.0, best=True)
-    yield launch(sampling, FP32, None, scores=True)
+    yield launch(sampling, FP32, None)
     yield launch(centroids, BF16, best=True)
     yield launch(open_and_close, 3, 5, 1, chain=True)
     yield launch(open_and_close, 32, 8, 1, chain=False)
@@ -407,7 +403,7 @@ def every() -> Iterator[Launch]:
                 )  # fmt: skip
         for cap, penalised in product((None, 30.0), (False, True)):
             yield launch(sampling, dtype, cap, penalised=penalised)
-            yield launch(sampling, dtype, cap, best=penalised, scores=not penalised)
+        yield launch(sampling, dtype, cap, best=True)
         yield launch(centroids, dtype, best=True)
         for function in (forks, centroids):
             yield launch(function, dtype)

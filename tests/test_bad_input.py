@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from samplers import sampler_of
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -39,7 +40,6 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig, SpecDecErr
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.errors import CapacityError, CheckpointError, ConfigError, UnsupportedModelError
 from specdec.models.target import TargetModel
-from specdec.sampling.sampling_table import SamplingBatch
 
 NAN, INF = float("nan"), float("inf")
 SMALL = EngineConfig(max_model_len=64)
@@ -171,7 +171,7 @@ NUMBERS = {
     "top_k": ([-1, 1.5, True, "3", None], "integer from 0"),
     "top_p": ([0, 0.0, -1, 1.5, NAN, True, "x", None], "above 0 to 1"),
     "min_p": ([-0.1, 1.1, NAN, True, "x", None], "from 0 to 1"),
-    "repetition_penalty": ([0, -1, NAN, INF, True, "1", None], "above 0"),
+    "repetition_penalty": ([0, -1, NAN, INF, True, "1", None], "from 1e-06 to 1e+06"),
     "seed": ([-1, 1 << 63, True, "1", 1.0], "integer from 0"),
     "logprobs": ([-1, True, "1", 2000, 0.5], "integer from 0 to 1024"),
     "stop": (["", [""], ["a", ""], [1], 5, b"x", None], "non-empty string"),
@@ -277,7 +277,7 @@ def test_a_repetition_penalty_that_overflows_the_logits(penalty):
 def test_extreme_sampling_parameters_leave_numbers(penalty, temperature):
     """The extremes that are allowed, together: weights of a law and never NaN."""
     params = SamplingParams(temperature=temperature, repetition_penalty=penalty, top_p=1e-30, seed=1)
-    sampling = SamplingBatch.of([params], [1], torch.device("cpu"))
+    sampling = sampler_of([params], [1])
     logits = torch.tensor([[[-1e4, 0.0, 1e4, 30.0]]])
     penalised = sampling.penalised(logits, torch.tensor([[[True, True, True, False]]]))
     assert penalised.isfinite().all()

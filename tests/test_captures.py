@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from samplers import sampler_of
 from tape import record
 from test_deterministic import interpreted
 
@@ -22,8 +23,9 @@ from specdec.errors import ConfigError
 from specdec.gpu.captures import CaptureStore
 from specdec.layers.merge import Watch
 from specdec.runtime.rounds.result import RoundShape
-from specdec.sampling import kernel_sampling
-from specdec.sampling.sampling_table import SamplingBatch, Uses
+from specdec.sampling import kernel_sampler, token_bitmaps
+from specdec.sampling.reference_sampler import Past, ReferenceSampler
+from specdec.sampling.sampling_table import SamplingTable, Uses
 
 NEW = 10
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
@@ -243,22 +245,18 @@ def test_a_class_changes_no_token():
     torch.manual_seed(0)
     logits, positions = torch.randn(1, 4, 50) * 3, torch.arange(4)[None]
     history, length = torch.randint(50, (1, 9)), torch.tensor([9])
-    from specdec.sampling.sampling_table import Past
-
     past = Past(history, length, None, torch.tensor([4]))
     for kind in KINDS:
         params = SamplingParams(**kind)
-        exact = SamplingBatch.of([params], [5], logits.device)
+        exact = sampler_of([params], [5])
         for on_kernels in (False, True):
             uses, logprobs = share(exact.uses, params.logprobs, on_kernels=on_kernels)
             assert all(b >= a for a, b in zip(exact.uses, uses, strict=True)), (exact.uses, uses)
             assert (logprobs is None) == (params.logprobs is None) and (logprobs or 0) >= (params.logprobs or 0)
-            from specdec.sampling.sampling_table import SamplingTable
-
             table, rows = SamplingTable(1, logits.device), np.zeros(1, dtype=np.int64)
-            table.take(rows, [(params, 5)])
-            table.bring(rows, [params], uses)
-            shared = table.at(torch.zeros(1, dtype=torch.int64), uses)
+            table.load(rows, [(params, 5)])
+            table.load_biases(rows, [params], uses)
+            shared = ReferenceSampler(*table.at(torch.zeros(1, dtype=torch.int64), uses))
             for node in range(4):
                 one = logits[:, node : node + 1], positions[:, node : node + 1], past
                 assert torch.equal(exact.draw(*one), shared.draw(*one)), (kind, uses)
@@ -348,10 +346,7 @@ def test_weights_are_looked_at_once_a_step(engine_with, random_prompt, monkeypat
 def test_repetition_bits_grow_with_the_text(make_target, random_prompt, monkeypatch):
     """A round marks what it commits, not the whole history; and the tokens are those of torch."""
     marked: list[int] = []
-    for module in {
-        kernel_sampling,
-        sys.modules.get("specdec.sampling.seen_bits", kernel_sampling),
-    }:  # old and new places
+    for module in (kernel_sampler, token_bitmaps):
         mark = module.mark_seen
 
         def noted(bits: Any, row: Any, tokens: Any, length: Any, mark: Any = mark) -> None:

@@ -1,9 +1,10 @@
-"""The ordered-embedding head without a row of the vocabulary: equal to the dense form and `SamplingBatch`."""
+"""The ordered-embedding head without a row of the vocabulary: equal to the dense form and `ReferenceSampler`."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from samplers import sampler_of
 
 from specdec import SamplingParams
 from specdec.draft_models.centroid_head import (
@@ -18,8 +19,6 @@ from specdec.draft_models.centroid_head import (
 )
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.gpu.triton_shim import triton
-from specdec.sampling.fused_sample import SampleParams
-from specdec.sampling.sampling_table import SamplingBatch
 
 from marks import slow
 
@@ -44,8 +43,8 @@ def kernels_run():
 
 
 def batch_of(settings):
-    batch = SamplingBatch.of([SamplingParams(**s) for s in settings], list(range(5, 5 + len(settings))), DEVICE)
-    return SampleParams(*(getattr(batch, name) for name in SampleParams._fields)), batch
+    sampler = sampler_of([SamplingParams(**s) for s in settings], list(range(5, 5 + len(settings))), DEVICE)
+    return sampler.params, sampler
 
 
 def head_of(num_centroids, cluster, width, top_k, dtype=torch.float32):

@@ -26,7 +26,7 @@ from specdec.gpu.operations import FAST, KERNELS, REFERENCE
 from specdec.layers.rowwise import ROWWISE, ByVectors, rows_alone
 from specdec.models.target import TargetModel
 from specdec.sampling.log_probs import LogProbs
-from specdec.sampling.sampling_table import SamplingBatch
+from specdec.sampling.reference_sampler import ReferenceSampler
 
 from marks import slow
 from tiny_models import FAMILIES, VOCAB, random_eagle3
@@ -40,7 +40,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are 
 class Logits:
     """By the tokens in front: the one row of logits that there may be. `again`: how often a row came again."""
 
-    draw = staticmethod(SamplingBatch.draw)
+    draw = staticmethod(ReferenceSampler.draw)
 
     def __init__(self) -> None:
         self.rows: dict[tuple[int, ...], torch.Tensor] = {}
@@ -57,7 +57,7 @@ class Logits:
         draw = self.draw
 
         def noting(
-            batch: SamplingBatch, logits: torch.Tensor, positions: torch.Tensor, past: Any, softcap: None
+            batch: ReferenceSampler, logits: torch.Tensor, positions: torch.Tensor, past: Any, softcap: None
         ) -> torch.Tensor:
             for b, length in enumerate(past.length.tolist()):
                 history = past.history[b, :length].tolist()
@@ -70,7 +70,7 @@ class Logits:
                     self.note(path, row)
             return draw(batch, logits, positions, past, softcap)
 
-        monkeypatch.setattr(SamplingBatch, "draw", noting)
+        monkeypatch.setattr(ReferenceSampler, "draw", noting)
 
 
 @pytest.fixture
@@ -386,7 +386,7 @@ def test_kernels(family, make_target, random_prompt, scripted, tree_script, seen
     expected = tokens(None, 1, max_batch_size=1, prefill_chunk=64)
     trees = scripted(tree_script([p + t for p, t in zip(prompts, expected, strict=True)]))
     assert tokens(trees, 5, prefill_chunk=7) == expected
-    monkeypatch.setattr(SamplingBatch, "draw", seen.draw)  # nothing can be written down in a captured round
+    monkeypatch.setattr(ReferenceSampler, "draw", seen.draw)  # nothing can be written down in a captured round
     monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
     assert tokens(NgramDrafter(), 2, prefill_chunk=64, max_batch_size=2) == expected
     assert seen.again > 5

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from samplers import sampler_of
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Binding, DraftBatch, Observation
 from specdec.draft_models.conformance import check_drafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter, eagle3_drafter
 from specdec.models.target import TargetModel
-from specdec.sampling.sampling_table import SamplingBatch
 
 V = 96
 H = 32
@@ -501,7 +501,7 @@ def test_drafts_draw_with_the_noise_of_the_request(tmp_path, make_target, random
     spy, _ = make_spy(dataclasses.replace(CASES["safeailab"], aux=(2, 1, 0)), tmp_path, model)
     engine = Engine(TargetModel(model), spy, config=EngineConfig(max_model_len=64, max_batch_size=1))
     engine.generate(random_prompt(8), SamplingParams(max_new_tokens=8, temperature=1.0, seed=3))
-    batch = SamplingBatch.of([SamplingParams(temperature=1.0, seed=3)], [3], torch.device("cpu"))
+    batch = sampler_of([SamplingParams(temperature=1.0, seed=3)], [3])
     drafts = 0
     for tokens, levels, tree, _ in spy.records:
         for level, logits in enumerate(levels):

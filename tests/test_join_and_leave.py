@@ -368,9 +368,9 @@ def test_rows_that_are_taken_together_sample_as_asked() -> None:
         (SamplingParams(min_p=0.25), 5),
     ]
     together, apart = (SamplingTable(5, torch.device("cpu")) for _ in range(2))
-    together.take(ints(4, 0, 1), asked)
+    together.load(ints(4, 0, 1), asked)
     for row, each in zip((4, 0, 1), asked, strict=True):
-        apart.take(ints(row), [each])
+        apart.load(ints(row), [each])
     assert together.cells.host.tolist() == apart.cells.host.tolist()
     assert together.cells.host[[4, 0, 1, 2], :2].tolist() == [[-3, 7], [1 << 61, 0], [5, 0], [0, 0]]
     together.cells.check()

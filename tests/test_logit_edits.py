@@ -7,21 +7,13 @@ import numpy as np
 import pytest
 import torch
 from capturable import capturable
+from samplers import sampler_of
 
 from specdec import DraftTree, SamplingParams
 from specdec.attention.trees.forced_tokens import graft, without_blanks
-from specdec.sampling.first_level import FirstLevel
-from specdec.sampling.kernel_sampling import KernelSampling
-from specdec.sampling.sampling_table import (
-    Past,
-    SamplingBatch,
-    SamplingTable,
-    Uses,
-    bias_room,
-    output_counts,
-    pack_bias,
-    unpack_bias,
-)
+from specdec.sampling.kernel_sampler import KernelSampler
+from specdec.sampling.reference_sampler import MaskedFirstLevel, Past, ReferenceSampler, output_counts
+from specdec.sampling.sampling_table import SamplingTable, Uses, bias_room, pack_bias, unpack_bias
 
 from marks import slow
 
@@ -73,11 +65,11 @@ def test_an_edit_by_hand():
     """Logits 1 2 3 4 5: bias takes 100 from token 4 and gives token 0 one; the output is 3 3 2."""
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=1.0, logit_bias={0: 1, 4: -100})
     past = Past(torch.tensor([[1, 3, 3, 2]]), torch.tensor([4]), None, torch.tensor([1]))
-    got = SamplingBatch.of([params], [0], torch.device("cpu")).edited(torch.tensor([[[1.0, 2, 3, 4, 5]]]), past)
+    got = sampler_of([params], [0]).edited(torch.tensor([[[1.0, 2, 3, 4, 5]]]), past)
     assert got.tolist() == [[[2.0, 2.0, 1.5, 1.5, -95.0]]]
 
 
-@pytest.mark.parametrize("kind", [SamplingBatch, KernelSampling])
+@pytest.mark.parametrize("kind", [ReferenceSampler, KernelSampler])
 @pytest.mark.parametrize("with_tree", [False, True], ids=["first", "tree"])
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_edits_are_those_on_paper(kind, with_tree, softcap, monkeypatch):
@@ -94,16 +86,16 @@ def test_edits_are_those_on_paper(kind, with_tree, softcap, monkeypatch):
     tokens[:, 0] = history[torch.arange(count), length - 1]
     tree = DraftTree.from_parents(tokens, torch.tensor([[-1, 0, 0, 2]] * count))
     logits = torch.randn(count, 4 if with_tree else 1, vocab, generator=generator) * 3
-    table = SamplingTable(count + 2, DEVICE, kind)
+    table = SamplingTable(count + 2, DEVICE)
     rows = torch.arange(count)
     for row, one in zip(rows.tolist(), params, strict=True):
-        table.take(np.array([row]), [(one, 7)])
+        table.load(np.array([row]), [(one, 7)])
     uses = Uses.of(params)
-    table.bring(rows.numpy(), params, uses)
+    table.load_biases(rows.numpy(), params, uses)
     tree_there = DraftTree.from_parents(tokens.to(DEVICE), tree.parents.to(DEVICE))
     past = Past(*(x.to(DEVICE) for x in (history, length)), tree_there if with_tree else None, prompt_len.to(DEVICE))
     positions = torch.zeros(logits.shape[:2], dtype=torch.int64, device=DEVICE)
-    drawn = table.at(rows.to(DEVICE), uses).draw(logits.to(DEVICE), positions, past, softcap).cpu()
+    drawn = kind(*table.at(rows.to(DEVICE), uses)).draw(logits.to(DEVICE), positions, past, softcap).cpu()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     for b, one in enumerate(params):
@@ -116,7 +108,7 @@ def test_edits_are_those_on_paper(kind, with_tree, softcap, monkeypatch):
             assert drawn[b, node] == best.indices[0], f"{b=} {node=}"
 
 
-@pytest.mark.parametrize("kind", [SamplingBatch, KernelSampling])
+@pytest.mark.parametrize("kind", [ReferenceSampler, KernelSampler])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nothing_that_a_grammar_forbids_is_drawn(kind, temperature, monkeypatch):
     """One token, two, one that the model rules out, and all of them; the draw among these is that of the plain law."""
@@ -130,27 +122,27 @@ def test_nothing_that_a_grammar_forbids_is_drawn(kind, temperature, monkeypatch)
     logits = torch.randn(1, 4, vocab, generator=torch.Generator().manual_seed(1)) * 4
     logits[0, 2, 8] = -torch.inf
     params = [SamplingParams(temperature=temperature, top_p=0.9 if temperature else 1.0, regex="a")]
-    table, uses = SamplingTable(2, DEVICE, kind), Uses.of(params)
-    table.take(np.array([0]), [(params[0], 3)])
+    table, uses = SamplingTable(2, DEVICE), Uses.of(params)
+    table.load(np.array([0]), [(params[0], 3)])
     rows = torch.tensor([0], device=DEVICE)
     past = Past(
         torch.zeros(1, 3, dtype=torch.int64, device=DEVICE), torch.tensor([2], device=DEVICE), None, None, allowed
     )
     positions = torch.arange(4, device=DEVICE)[None]
     assert uses.edits
-    drawn = table.at(rows, uses).draw(logits.to(DEVICE), positions, past)[0].tolist()
+    drawn = kind(*table.at(rows, uses)).draw(logits.to(DEVICE), positions, past)[0].tolist()
     assert all(token in tokens for token, tokens in zip(drawn, may_follow, strict=True))
-    free = table.at(rows, uses).sample(logits.to(DEVICE), positions)[0].tolist()
+    free = kind(*table.at(rows, uses)).sample(logits.to(DEVICE), positions)[0].tolist()
     assert drawn[3] == free[3]
     two = torch.full_like(logits[:, 1:2], -torch.inf)
     two[0, 0, [3, 69]] = logits[0, 1, [3, 69]]
-    assert drawn[1] == table.at(rows, uses).sample(two.to(DEVICE), positions[:, 1:2])[0, 0]
+    assert drawn[1] == kind(*table.at(rows, uses)).sample(two.to(DEVICE), positions[:, 1:2])[0, 0]
 
 
 def test_drafts_behind_the_root_are_masked_and_others_are_not():
     """The grammar allows token 0 at position 7; at 8 nobody knows yet, and token 2 is the best."""
-    draws = FirstLevel(
-        SamplingBatch.of([SamplingParams(regex="a")], [0], torch.device("cpu")),
+    draws = MaskedFirstLevel(
+        sampler_of([SamplingParams(regex="a")], [0]),
         torch.tensor([7]),
         torch.tensor([[1]], dtype=torch.int32),
     )
@@ -170,15 +162,15 @@ def test_biases_are_packed_and_a_row_forgets_the_last_one():
     two = [SamplingParams(logit_bias={1: 1.0}), SamplingParams()]
     uses = Uses.of(two)
     for order in (two, two[::-1]):  # the rows are taken by the other one
-        table.bring(torch.tensor([0, 2]).numpy(), order, uses)
-        edited = table.at(torch.tensor([0, 2]), uses).biased(torch.zeros(2, 1, 3))
+        table.load_biases(torch.tensor([0, 2]).numpy(), order, uses)
+        edited = ReferenceSampler(*table.at(torch.tensor([0, 2]), uses)).biased(torch.zeros(2, 1, 3))
         assert edited[:, 0].tolist() == [[0.0, 1.0 if one.logit_bias else 0.0, 0.0] for one in order]
 
 
 def test_edits_can_be_captured():
     """No value is read on the host, and nothing is made of host data: bias, penalties, masks, and forced chains."""
     params = [SamplingParams(**{**SETTINGS["all"], "regex": "a"})]
-    batch = SamplingBatch.of(params, [0], torch.device("cpu"))
+    batch = sampler_of(params, [0])
     tree = DraftTree.from_parents(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 0]]))
     length, forced = torch.tensor([2]), torch.tensor([[8, 9]])
     allowed = torch.full((1, 3, 3), -1, dtype=torch.int32)

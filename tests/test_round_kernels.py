@@ -22,7 +22,7 @@ from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.runtime.rounds.opening import opening, reference_opening
 from specdec.runtime.rounds.result import RoundShape, empty_result
-from specdec.sampling.sampling_table import SamplingTable, Uses
+from specdec.sampling.sampling_table import REAL, WHOLE, SamplingTable, Uses
 
 from marks import quick
 from tiny_models import random_eagle3
@@ -54,7 +54,7 @@ def test_an_opening_by_eye(poison_empty: None) -> None:
     ]
     table = SamplingTable(4, DEVICE)
     for row, each in enumerate(params):
-        table.take(np.array([row]), [(each, -row)])
+        table.load(np.array([row]), [(each, -row)])
     text = long([[10, 11, 12, 13, 14, 15], [0] * 6, [30, 31, 32, 33, 34, 35], [0] * 6])
     for function in (opening, reference_opening):
         opened = function(long([2, 0, 3]), long([1, 9, 4, 0]), text, long([2, 9, 0, 0]), table.cells.tensor, depth=2)
@@ -64,19 +64,18 @@ def test_an_opening_by_eye(poison_empty: None) -> None:
         assert opened.level_pos.tolist() == [[4, 1, 0], [5, 2, 1], [6, 3, 2]]
         assert opened.chain_pos.tolist() == [[4, 5], [1, 2], [0, 1]]
         assert opened.drawn_pos.tolist() == [[5, 6], [2, 3], [1, 2]]
-        uses = Uses.of(params)
-        batch = table.batch(long([2, 0, 3]), uses, opened.whole, opened.real)
-        assert batch.seed.tolist() == [-2, 0, 0] and batch.top_k.tolist() == [0, 7, 0]
-        assert batch.temperature.tolist() == [0, 0.5, 0] and batch.top_p.tolist() == [0.25, 1, 0]
-        assert batch.repetition_penalty.tolist() == [1, 1, 0] and batch.presence_penalty.tolist() == [1, 0, 0]
-        assert all(vector.is_contiguous() for vector in (*opened, *batch.params))
+        column = {name: opened.params.column(name).tolist() for name in (*WHOLE, *REAL)}
+        assert column["seed"] == [-2, 0, 0] and column["top_k"] == [0, 7, 0]
+        assert column["temperature"] == [0, 0.5, 0] and column["top_p"] == [0.25, 1, 0]
+        assert column["repetition_penalty"] == [1, 1, 0] and column["presence_penalty"] == [1, 0, 0]
+        assert all(vector.is_contiguous() for vector in opened)
 
 
 @pytest.mark.parametrize(("seats", "depth"), [(1, 1), (3, 5), (33, 2), (70, 16)])
 def test_an_opening_is_that_of_torch(seats: int, depth: int, poison_empty: None) -> None:
     torch.manual_seed(seats)
-    cells = torch.randint(-(1 << 62), 1 << 62, (80, 8), device=DEVICE)
-    cells[:, 2:] = torch.randn((80, 6), dtype=torch.float64, device=DEVICE).exp().view(torch.int64)
+    cells = torch.randint(-(1 << 62), 1 << 62, (80, len(WHOLE) + len(REAL)), device=DEVICE)
+    cells[:, len(WHOLE) :] = torch.randn((80, len(REAL)), dtype=torch.float64, device=DEVICE).exp().view(torch.int64)
     committed, most = (torch.randint(0, 40, (80,), device=DEVICE) for _ in range(2))
     given = (torch.randperm(80, device=DEVICE)[:seats], committed, torch.randint(0, 99, (80, 41), device=DEVICE), most)
     got, want = (function(*given, cells, depth) for function in (opening, reference_opening))

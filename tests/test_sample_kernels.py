@@ -1,4 +1,4 @@
-"""Sampling without a sort: the tokens of `SamplingBatch`, whatever the parameters, the ties, the cut of the vocabulary.
+"""Sampling without a sort: the tokens of `ReferenceSampler`, whatever the parameters, ties and cut of the vocabulary.
 
 Small cuts make a vocabulary of some hundred tokens span many tiles, and lists overflow.
 """
@@ -8,26 +8,18 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from samplers import sampler_of
 
 from specdec import DraftTree, SamplingParams
 from specdec.gpu.triton_shim import tl, triton
-from specdec.sampling.fused_sample import (
-    DEFAULT_CUT,
-    Cut,
-    SampleParams,
-    Seen,
-    best_tokens,
-    log_probs,
-    reference_best_tokens,
-    reference_log_probs,
-    reference_sample,
-    sample,
-)
-from specdec.sampling.kernel_sampling import KernelSampling
-from specdec.sampling.noise import NOISE_ERROR, exact_noise, noise_bound, noise_stream, reference_noise
-from specdec.sampling.sampling_table import Past, SamplingBatch, SamplingTable, Uses, gumbel_noise, seen_tokens
-from specdec.sampling.seen_tokens import mark_seen, path_tokens, reference_mark_seen
+from specdec.sampling.collect_candidates import DEFAULT_CUT, Cut
+from specdec.sampling.kernel_sampler import KernelSampler, best_tokens, path_tokens, sample
+from specdec.sampling.noise import NOISE_ERROR, exact_noise, gumbel_noise, noise_bound, noise_stream
+from specdec.sampling.reference_sampler import Past, ReferenceSampler, seen_tokens
+from specdec.sampling.row_scores import Seen
+from specdec.sampling.sampling_table import ParamVectors, SamplingTable, Uses
 from specdec.sampling.softcap import softcap
+from specdec.sampling.token_bitmaps import mark_seen, reference_mark_seen
 
 from marks import slow
 
@@ -54,10 +46,10 @@ def kernels_run():
 
 
 def batch_of(params, seeds=None):
-    """The same parameters for the code under test and for `SamplingBatch`."""
+    """The same parameters for the code under test and for `ReferenceSampler`."""
     seeds = list(range(7, 7 + len(params))) if seeds is None else seeds
-    batch = SamplingBatch.of(params, seeds, DEVICE)
-    return SampleParams(*(getattr(batch, name) for name in SampleParams._fields)), batch
+    sampler = sampler_of(params, seeds, DEVICE)
+    return sampler.params, sampler
 
 
 SETTINGS = [
@@ -111,7 +103,6 @@ def test_tokens_are_those_of_the_sorted_sampler(kind, cut, poison_empty):
     got = sample(logits, positions, fast, cut=cut)
     wrong = {label(s): (g, e) for s, g, e in zip(SETTINGS, got.tolist(), expected.tolist(), strict=True) if g != e}
     assert wrong == {}
-    assert reference_sample(logits, positions, fast).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("vocab", [slow(1), slow(2), 65, slow(257)])
@@ -160,23 +151,9 @@ def test_best_tokens_are_the_best_of_log_scores(kind, k, poison_empty):
     ordered = expected.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(best.tokens, ordered.indices[..., :k])  # removed tokens too, lowest id first
     torch.testing.assert_close(best.scores, ordered.values[..., :k], atol=2e-5, rtol=2e-5)
-    reference = reference_best_tokens(logits, positions, fast, k)
+    reference = slow.best(logits, positions, k)
     assert torch.equal(reference.tokens, best.tokens)
     torch.testing.assert_close(reference.scores, best.scores, atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
-@pytest.mark.parametrize("softcap", [slow(None), 2.5])
-def test_log_probabilities_are_those_of_the_model(cut, softcap, poison_empty):
-    torch.manual_seed(0)
-    logits = torch.randn(2, 3, 150, device=DEVICE) * 3
-    chosen = torch.randint(0, 150, (2, 3), device=DEVICE)
-    got, expected = log_probs(logits, chosen, 4, softcap, cut=cut), reference_log_probs(logits, chosen, 4, softcap)
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    capped = logits if softcap is None else torch.tanh(logits / softcap) * softcap
-    log_p = capped.log_softmax(-1)
-    torch.testing.assert_close(got.chosen, log_p.gather(2, chosen[..., None])[..., 0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(got.best.scores, log_p.topk(4).values, atol=1e-5, rtol=1e-5)
 
 
 def test_the_softcap_rounds_as_the_model_does(poison_empty):
@@ -222,7 +199,7 @@ def test_a_program_may_list_several_tiles(monkeypatch, poison_empty):
     positions = torch.arange(2 * len(params), device=DEVICE).view(-1, 2)
     fast, _ = batch_of(params)
     want = sample(logits, positions, fast, cut=CUTS["many tiles"]), best_tokens(logits, positions, fast, 3)
-    monkeypatch.setattr("specdec.sampling.fused_sample.COLLECTORS", 1)
+    monkeypatch.setattr("specdec.sampling.collect_candidates.COLLECTORS", 1)
     got = sample(logits, positions, fast, cut=CUTS["many tiles"]), best_tokens(logits, positions, fast, 3)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1].tokens, want[1].tokens)
 
@@ -268,7 +245,6 @@ def test_penalty_along_each_nodes_own_path(cut, poison_empty):
     penalised = slow.penalised(logits, seen_tokens(history, length, vocab, tree))
     expected = slow.sample(penalised, positions)
     assert sample(logits, positions, fast, None, seen, cut=CUTS[cut]).tolist() == expected.tolist()
-    assert reference_sample(logits, positions, fast, None, seen).tolist() == expected.tolist()
     assert expected.tolist() != slow.sample(logits, positions).tolist()
 
 
@@ -281,7 +257,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(poison_empty):
     fast, _ = batch_of(params)
     together = best_tokens(logits, positions, fast, 3, cut=CUTS["many tiles"])
     for i in range(len(params)):
-        one = SampleParams(*(p[i : i + 1] for p in fast))
+        one = ParamVectors(*(p[:, i : i + 1].contiguous() for p in fast))
         alone = best_tokens(logits[i : i + 1], positions[i : i + 1], one, 3, cut=CUTS["many tiles"])
         assert torch.equal(alone.tokens[0], together.tokens[i])
         assert torch.equal(alone.scores[0], together.scores[i])
@@ -311,13 +287,12 @@ def test_noise_is_the_samplers_and_its_bound_is_near(seed, position, poison_empt
     exact, near = torch.empty(70_000, device=DEVICE), torch.empty(70_000, device=DEVICE)
     _noise_kernel[(triton.cdiv(70_000, 1024),)](seeds, positions, exact, near, 70_000, BLOCK=1024)
     assert torch.equal(exact, gumbel_noise(seeds, positions[None], 70_000)[0, 0])
-    assert torch.equal(exact, reference_noise(seeds, positions, torch.arange(70_000, device=DEVICE)))
     assert (exact - near).abs().max() < NOISE_ERROR.value / 8
 
 
 @pytest.mark.parametrize("with_tree", [False, True], ids=["first", "tree"])
 def test_what_an_engine_samples_with(with_tree):
-    """`KernelSampling` in the place of `SamplingBatch`: draws with penalties along each node's path, and children."""
+    """`KernelSampler` in the place of `ReferenceSampler`: draws with penalties along each node's path, and children."""
     params = [
         SamplingParams(temperature=0.0, repetition_penalty=1.5),
         SamplingParams(temperature=0.9, top_k=9, repetition_penalty=0.7),
@@ -330,11 +305,10 @@ def test_what_an_engine_samples_with(with_tree):
     logits = (torch.randn(3, 4 if with_tree else 1, 70, generator=generator) * 3).to(DEVICE)
     positions = torch.arange(12, device=DEVICE).view(3, 4)[:, : logits.shape[1]]
     drawn, children = [], []
-    for kind in (SamplingBatch, KernelSampling):
-        table = SamplingTable(5, DEVICE, kind)
-        table.take(np.array([1, 4, 0]), [(each, 40 + row) for row, each in zip((1, 4, 0), params, strict=True)])
-        batch = table.at(torch.tensor([1, 4, 0], device=DEVICE), Uses.of(params)).ahead(positions[:, 0], 5, 70)
-        assert type(batch) is kind
+    for kind in (ReferenceSampler, KernelSampler):
+        table = SamplingTable(5, DEVICE)
+        table.load(np.array([1, 4, 0]), [(each, 40 + row) for row, each in zip((1, 4, 0), params, strict=True)])
+        batch = kind(*table.at(torch.tensor([1, 4, 0], device=DEVICE), Uses.of(params))).ahead(positions[:, 0], 5, 70)
         drawn.append(batch.draw(logits, positions, past))
         children.append(batch.best(logits, positions, 3))
     assert torch.equal(*drawn)

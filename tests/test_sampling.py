@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from samplers import sampler_of
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -20,15 +21,14 @@ from transformers import (
 
 from specdec import DraftTree, SamplingParams
 from specdec.draft_models.base import StatelessDrafter
-from specdec.sampling.sampling_table import SamplingBatch, gumbel_noise, seen_tokens
+from specdec.sampling.noise import gumbel_noise
+from specdec.sampling.reference_sampler import seen_tokens
 
 from marks import quick
 
-CPU = torch.device("cpu")
-
 
 def batch_of(*params, seeds=None):
-    return SamplingBatch.of(params, list(range(len(params))) if seeds is None else seeds, CPU)
+    return sampler_of(params, list(range(len(params))) if seeds is None else seeds)
 
 
 # the law after the filters

@@ -15,6 +15,7 @@ import llguidance.hf
 import numpy as np
 import pytest
 import torch
+from samplers import sampler_of
 from tape import record
 
 import specdec.engine
@@ -22,7 +23,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.gpu.mirrored_array import MirroredArray
 from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.sampling.grammars import grammar
-from specdec.sampling.sampling_table import SamplingBatch
+from specdec.sampling.reference_sampler import MaskedFirstLevel
 
 from marks import quick, slow
 
@@ -131,12 +132,12 @@ def test_greedy_choices_are_those_of_a_loop_without_a_library(engine_of, model, 
     "settings", [slow({}), {"temperature": 0.9, "top_k": 20, "seed": 11}], ids=["greedy", "sampled"]
 )
 def test_masked_decoding_is_an_independent_loop(settings, engine_of, model, prompts, hf_forward, byte_tokenizer):
-    """The library's own bits, a forward a token, and the draw of `SamplingBatch`."""
+    """The library's own bits, a forward a token, and the draw of `ReferenceSampler`."""
     llg = llguidance.hf.from_tokenizer(byte_tokenizer, n_vocab=VOCAB)
     source = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(PERSON), grammar.JSON_OPTIONS)
     matcher, output = llguidance.LLMatcher(llg, source), []
     one = SamplingParams(max_new_tokens=60, json_schema=PERSON, **settings)
-    batch = SamplingBatch.of([one], [settings.get("seed", 0)], torch.device("cpu"))
+    batch = sampler_of([one], [settings.get("seed", 0)])
     while not output or output[-1] != EOS:
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")[:VOCAB]
         logits = hf_forward(model, prompts[0] + output).logits[0, -1].float()
@@ -166,7 +167,7 @@ def test_the_drafter_knows_what_may_follow_the_root(kind, engine_of, prompts, pa
     knowing = engine_of(kind, max_batch_size=4).generate(prompts, params)
     assert len(seen) > 30 and all(seen)
     seen.clear()
-    monkeypatch.setattr("specdec.sampling.first_level.masked", lambda logits, allowed: logits)
+    monkeypatch.setattr(MaskedFirstLevel, "_masked", lambda self, logits, positions: logits)
     outs = engine_of(kind, max_batch_size=4).generate(prompts, params)
     assert sum(seen) < len(seen) / 2
     assert [out.token_ids for out in outs] == [out.token_ids for out in knowing] == [out.token_ids for out in alone]

@@ -27,6 +27,7 @@ from specdec.models.bundled import BUNDLED_DIR
 from specdec.runtime.engine_stats import EngineStats, PoolUse
 from specdec.runtime.request import StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
+from specdec.sampling_numbers import SamplingNumbers
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 RETURNED = (StreamDelta, TokenLogprob, EngineStats, PoolUse, CaptureUse)
@@ -75,6 +76,10 @@ def described(value: Any) -> Iterator[str]:
         return
     bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id not in ("Protocol", "NamedTuple")]
     values = [ast.unparse(each) for each in node.body if isinstance(each, ast.AnnAssign)]
+    if issubclass(value, SamplingNumbers):  # declared elsewhere, and part of it
+        bases.remove(SamplingNumbers.__name__)
+        inherited = [(each.name, inspect.formatannotation(each.type), each.default) for each in fields(SamplingNumbers)]
+        values = [*(f"{name}: {kind} = {default}" for name, kind, default in inherited), *values]
     kind = f"{node.name}({', '.join(bases)})" if bases else node.name
     if values:
         yield code("\n".join([kind, *(f"    {each}" for each in values)]))

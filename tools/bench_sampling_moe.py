@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from gpu_setup import DEVICE, ON_CPU, device_option, machine, require_device  # isort: skip - before triton
+import numpy as np
 import torch
 from gpu_attention import bandwidth, graph_time
 from transformers import Gemma4TextConfig, GptOssConfig
@@ -28,8 +29,9 @@ from specdec.layers.moe import mixture
 from specdec.layers.moe.mixture import Experts, Router, Routing, reference_apply_experts, reference_route, route
 from specdec.layers.moe.moe_families import experts_of, router_of
 from specdec.layers.norm import reference_rms_norm
-from specdec.sampling.fused_sample import SampleParams, best_tokens, log_probs, sample
-from specdec.sampling.sampling_table import SamplingBatch
+from specdec.sampling.kernel_sampler import best_tokens, sample
+from specdec.sampling.reference_sampler import ReferenceSampler
+from specdec.sampling.sampling_table import ParamVectors, SamplingTable, Uses
 
 VOCAB = 1000 if ON_CPU else 262_144
 ROWS = (1, 3) if ON_CPU else (1, 5, 8, 16, 40, 160)
@@ -63,13 +65,16 @@ def logits_of(kind: str, rows: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
     return (15 - 1.3 * rank.log() + 0.3 * noise).to(dtype)
 
 
-def params_of(settings: list[SamplingParams]) -> tuple[SampleParams, SamplingBatch]:
-    batch = SamplingBatch.of(settings, list(range(100, 100 + len(settings))), DEVICE)
-    return SampleParams(*(getattr(batch, name) for name in SampleParams._fields)), batch
+def params_of(settings: list[SamplingParams]) -> tuple[ParamVectors, ReferenceSampler]:
+    rows = np.arange(len(settings))
+    table = SamplingTable(len(settings), DEVICE)
+    table.load(rows, [(each, 100 + i) for i, each in enumerate(settings)])
+    slow = ReferenceSampler(*table.at(torch.from_numpy(rows).to(DEVICE), Uses.of(settings)))
+    return slow.params, slow
 
 
 def check_sampling() -> None:
-    """Tokens of `SamplingBatch`, every setting and their mixture, and the same whatever the rows beside."""
+    """Tokens of `ReferenceSampler`, every setting and their mixture, and the same whatever the rows beside."""
     mixed = [
         SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
         for t, k, p, m in itertools.product((0.0, 0.6, 1.5), (0, 1, 50, 5000), (1.0, 0.95, 0.3, 1e-6), (0.0, 0.1))
@@ -95,10 +100,6 @@ def check_sampling() -> None:
     best, expected = best_tokens(logits, positions, fast, 4), slow.log_scores(logits, positions).topk(4, dim=-1)
     error = float((best.scores - expected.values).abs().max())
     line("sampling: 4 best, log-probabilities", f"{error:.1e}", ok=error < 1e-4)
-    got, exact = log_probs(logits, positions, 20), logits.float().log_softmax(-1)
-    error = float((got.best.scores - exact.topk(20).values).abs().max())
-    error = max(error, float((got.chosen - exact.gather(2, positions[..., None])[..., 0]).abs().max()))
-    line("sampling: 20 likeliest, log-probabilities", f"{error:.1e}", ok=error < 1e-4)
 
 
 def timed(name: str, call: Callable[[], Any], floor: float, peer: Callable[[], Any] | None, args: Any) -> None:
@@ -147,13 +148,6 @@ def time_sampling(read: float, args: Any) -> None:
             lambda x=logits, p=positions, f=fast: best_tokens(x, p, f, 4),
             logits.nbytes / read,
             lambda x=logits, p=positions, s=slow: s.log_scores(x, p).topk(4, dim=-1),
-            args,
-        )
-        timed(
-            f"log_probs: 5 likeliest, {rows} rows",
-            lambda x=logits, p=positions: log_probs(x, p, 5),
-            logits.nbytes / read,
-            lambda x=logits: x.float().log_softmax(-1).topk(5),
             args,
         )
 

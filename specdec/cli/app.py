@@ -25,7 +25,6 @@ from specdec.cli.options import (
     MinP,
     PairOptions,
     Raw,
-    SamplingOptions,
     Temperature,
     gathered,
     output_file,
@@ -36,6 +35,7 @@ from specdec.cli.serve_options import PREFIX, ServerOptions
 from specdec.errors import SpecDecError
 from specdec.lazy import load
 from specdec.models.bundled import HELD_OUT_PROBLEMS
+from specdec.sampling_numbers import SamplingNumbers
 from specdec.training.train_settings import TrainSettings
 
 
@@ -118,7 +118,7 @@ def specdec(
 def generate(
     prompt: Annotated[str, typer.Argument(help="The user's message, or with --raw the text to continue.")],
     pair: PairOptions,
-    sampling: SamplingOptions,
+    sampling: SamplingNumbers,
     raw: Raw = False,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour tokens from accepted drafts.")] = False,
     json_file: JsonFile = None,
@@ -130,7 +130,7 @@ def generate(
 @runs("chat", "chat")
 def chat(
     pair: PairOptions,
-    sampling: SamplingOptions,
+    sampling: SamplingNumbers,
     system: Annotated[str | None, typer.Option(help="What the model is told before the first turn.")] = None,
 ) -> None:
     """Talk with a model: history is kept, and text from accepted drafts is coloured.

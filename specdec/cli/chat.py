@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec.cli.generate import DRAFTED_STYLE, in_colour
-from specdec.cli.options import PairOptions, SamplingOptions
+from specdec.cli.options import PairOptions
 from specdec.cli.settings import engine_config, load_engine, log_to_stderr, quiet_libraries
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.errors import CapacityError, SpecDecError, shown
 from specdec.runtime.request import GenerationOutput
+from specdec.sampling_numbers import SamplingNumbers
 from specdec.text.drafts import DraftColours
 
 with suppress(ImportError):  # not everywhere
@@ -41,7 +42,7 @@ A paste of several lines is one turn, sent with Enter."""
 def chat(
     *,
     pair: PairOptions,
-    sampling: SamplingOptions,
+    sampling: SamplingNumbers,
     system: str | None,
 ) -> None:
     quiet_libraries()

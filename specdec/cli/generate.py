@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from specdec.cli.options import PairOptions, SamplingOptions
+from specdec.cli.options import PairOptions
 from specdec.cli.settings import engine_config, load_engine, log_to_stderr, quiet_libraries
 from specdec.config import SamplingParams
 from specdec.engine import Engine
@@ -17,6 +17,7 @@ from specdec.errors import ConfigError, shown
 from specdec.evaluation.output_files import STDOUT, write_file
 from specdec.progress import working
 from specdec.runtime.request import GenerationOutput, StreamDelta
+from specdec.sampling_numbers import SamplingNumbers
 from specdec.text.drafts import DraftColours
 
 DRAFTED_STYLE = "bold green"
@@ -26,7 +27,7 @@ def generate(
     *,
     prompt: str,
     pair: PairOptions,
-    sampling: SamplingOptions,
+    sampling: SamplingNumbers,
     raw: bool,
     show_drafts: bool,
     json_file: Path | None,

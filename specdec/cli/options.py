@@ -171,19 +171,6 @@ class PairOptions:
         return {} if self.drafter_revision is None else {"revision": self.drafter_revision}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingOptions:
-    """How `generate` and `chat` sample."""
-
-    max_new_tokens: MaxNewTokens = 256
-    temperature: Temperature = 0.0
-    top_k: KeepK = 0
-    top_p: KeepP = 1.0
-    min_p: MinP = 0.0
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0
-    seed: Annotated[int | None, typer.Option(help="Makes a sampled output repeatable.")] = None
-
-
 def spread(declared: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, type]]:
     """The signature of a command with an option for each field of its dataclasses, and those dataclasses by name."""
     groups: dict[str, type] = {}
@@ -200,8 +187,11 @@ def spread(declared: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, t
         for each in fields(kind):
             default: Any = each.default if each.default_factory is MISSING else each.default_factory()
             default = inspect.Parameter.empty if default is MISSING else default
+            annotation = of_fields[each.name]
+            if "help" in each.metadata:  # of `SamplingNumbers`, which knows no typer
+                annotation = Annotated[annotation, typer.Option(help=each.metadata["help"])]
             parameters.append(
-                inspect.Parameter(each.name, parameter.KEYWORD_ONLY, default=default, annotation=of_fields[each.name])
+                inspect.Parameter(each.name, parameter.KEYWORD_ONLY, default=default, annotation=annotation)
             )
     return inspect.Signature(parameters), groups
 

@@ -24,10 +24,10 @@ from specdec.runtime.rounds.grouping import group_chunks, padded_size
 from specdec.runtime.rounds.prompt_scoring import Scoring, Span, score_chunk
 from specdec.runtime.rounds.result import RoundResult, RoundShape, unpack
 from specdec.runtime.rounds.round import PREFILL_STAGES, Chunk, Round
-from specdec.sampling.grammar_masks import RowMasks, write_masks
 from specdec.sampling.grammars.grammar import Place, make_masks, tree_masks
 from specdec.sampling.log_probs import TokenScores
 from specdec.sampling.sampling_table import Uses
+from specdec.sampling.token_bitmaps import RowMasks, write_masks
 
 FULL_DEPTH = 1 << 30
 
@@ -87,7 +87,7 @@ class Launcher:
         self.spec = spec
         self.graphs = graphs
         self.chunks = chunks
-        round.masks.most_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
+        round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
     @property
     def lag(self) -> int:
@@ -128,12 +128,12 @@ class Launcher:
         length = np.array([request.settled.num_tokens for request in requests], dtype=np.int64)
         tokens = chain.from_iterable(request.tokens for request in requests)
         round.tokens[row_cells(rows, np.zeros_like(rows), length)] = np.fromiter(tokens, dtype=np.int64)
-        round.sampling.take(rows, [(request.params, request.seed) for request in requests])
+        round.sampling.load(rows, [(request.params, request.seed) for request in requests])
         round.max_drafts[rows] = np.array([request.max_drafts for request in requests], dtype=np.int64)
         round.prompt_len[rows] = np.array([len(request.prompt) for request in requests], dtype=np.int64)
         if round.seen_bits is not None:
             held = [request for request in requests if request.params.repetition_penalty != 1]
-            round.seen_bits.take(rows_of(held), [request.tokens for request in held])
+            round.seen_bits.load(rows_of(held), [request.tokens for request in held])
 
     def group(self, chunk_len: IntArray) -> list[IntArray]:
         """Numbers of the prompt chunks [B] that share a forward."""
@@ -151,7 +151,7 @@ class Launcher:
         uses, logprobs = Uses.of(params), _max_logprobs(params)
         shape = RoundShape(len(drawn), 0, 0, 1, 1, uses, logprobs)
         chosen = np.array(drawing, dtype=np.int64)
-        self.round.sampling.bring(rows[chosen], params, uses)
+        self.round.sampling.load_biases(rows[chosen], params, uses)
         self.round.flush()
         self.round.clock.start(*PREFILL_STAGES)
         chunk = self._read(rows, chunk_len)
@@ -181,7 +181,7 @@ class Launcher:
         if self.graphs is not None:
             shape = self.graphs.bucket(shape)
         self.round.seat(rows)
-        self.round.sampling.bring(rows, params, shape.uses)
+        self.round.sampling.load_biases(rows, params, shape.uses)
         if shape.forced:
             for request, count in zip(requests, forced.tolist(), strict=True):
                 tokens = np.array([count, *request.forced[:count]], dtype=np.int64)

@@ -37,9 +37,25 @@ PIECE = 128
 """Rows whose log-probabilities are taken at a time: each needs 24 bytes for every token of the vocabulary."""
 
 
+class Best(NamedTuple):
+    """The K best tokens of each place, [..., K] int64, best first and the lowest id first among equals, and their
+    log-probabilities [..., K] float32."""
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+
+
+def best_of(log_p: torch.Tensor, count: int) -> Best:
+    """The `count` highest of log_p [..., V] float32, at most 0 each. The first of them are the same for every count."""
+    # of numbers that are at most 0, the bits without a sign rise as the numbers fall
+    falling = log_p.abs().contiguous().view(torch.int32).long() << 32
+    token = torch.arange(log_p.shape[-1], device=log_p.device)
+    tokens = (falling + token).topk(count, dim=-1, largest=False).indices
+    return Best(tokens, log_p.gather(-1, tokens))
+
+
 class LogProbs(NamedTuple):
-    """Of D tokens: chosen [B, D] float32, the K highest at each place [B, D, K] and their ids [B, D, K], the lowest
-    first among equals: so the first of them are the same for every K."""
+    """Of D tokens: chosen [B, D] float32, and the `Best` of each place: values [B, D, K] and ids [B, D, K]."""
 
     chosen: torch.Tensor
     values: torch.Tensor
@@ -60,7 +76,5 @@ class LogProbs(NamedTuple):
         if vocab_size % ALIGN:
             logits = F.pad(logits, (0, -vocab_size % ALIGN), value=-torch.inf)
         log_p = logits.log_softmax(dim=-1)[:, :vocab_size]
-        # of numbers that are at most 0 the bits without a sign rise as they fall
-        rank = (log_p.abs().contiguous().view(torch.int32).long() << 32) + torch.arange(vocab_size, device=log_p.device)
-        ids = rank.topk(min(count, vocab_size), dim=-1, largest=False).indices
-        return cls(log_p.gather(1, tokens[:, None])[:, 0], log_p.gather(1, ids), ids)
+        best = best_of(log_p, min(count, vocab_size))
+        return cls(log_p.gather(1, tokens[:, None])[:, 0], best.scores, best.tokens)

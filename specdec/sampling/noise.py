@@ -1,12 +1,13 @@
-r"""Counter-based Gumbel noise: a fixed function of (seed, position, token), in torch and inside kernels.
+r"""Counter-based Gumbel noise, a fixed function of (seed, position, token): the torch form and the Triton form.
 
     stream(seed, p) = mix(mix(seed + G) + p G)        mix, G: SplitMix64 (Steele, Lea, Flood 2014)
     u(seed, p, v)   = (top 52 bits of mix(stream + (v + 1) G) + 1/2) / 2^52        in (0, 1)
     g               = -log(-log u), in float64, rounded to float32
 
-Float64 is what makes a draw the same on every machine: a logarithm that is half a unit off in float64 rounds to the
-same float32 but for one draw in 10^8. A kernel needs it only for the few tokens that can win. `noise_bound` is g in
-float32 from the same bits, off by less than NOISE_ERROR, by the form of -log u that does not cancel at either end.
+`gumbel_noise` (torch) and `exact_noise` (Triton) have the same bits, so a CPU and a GPU draw the same tokens. Float64
+is what makes a draw the same on every machine: a logarithm that is half a unit off in float64 rounds to the same
+float32 but for one draw in 10^8. A kernel needs it only for the few tokens that can win. `noise_bound` is g in float32
+from the same bits, off by less than NOISE_ERROR, by the form of -log u that does not cancel at either end.
 """
 
 import torch
@@ -16,15 +17,16 @@ from specdec.gpu.triton_shim import tl, triton
 _GAMMA: int = 0x9E3779B97F4A7C15
 _MIX1: int = 0xBF58476D1CE4E5B9
 _MIX2: int = 0x94D049BB133111EB
+_ULP = 2.0**-52
 
 GAMMA, MIX1, MIX2 = tl.constexpr(_GAMMA), tl.constexpr(_MIX1), tl.constexpr(_MIX2)
 HALF = tl.constexpr(1 << 51)
 WHOLE = tl.constexpr(1 << 52)
-ULP = tl.constexpr(2.0**-52)
+ULP = tl.constexpr(_ULP)
 MINUS_LN2 = tl.constexpr(-0.6931471805599453)
 
 NOISE_ERROR = tl.constexpr(2.0**-13)
-"""More than `noise_bound` is off, and than rounding adds where a sum of it and a score can be the largest."""
+"""Above the error of `noise_bound`, plus the rounding of its sum with a score wherever that sum can be the largest."""
 
 
 def _int64(value: int) -> int:
@@ -43,12 +45,14 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def reference_noise(seed: torch.Tensor, position: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """float32 noise; seed, position and tokens (int64) broadcast."""
+def gumbel_noise(seed: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Standard Gumbel noise [B, K, V] float32 for seed [B] and positions [B, K] (int64)."""
     gamma = _int64(_GAMMA)
-    stream = _mix(_mix(seed + gamma) + position * gamma)
-    bits = _shift_right(_mix(stream + (tokens + 1) * gamma), 12)  # 52 bits: x + 0.5 is exact in float64
-    return -torch.log(-torch.log((bits.double() + 0.5) * 2.0**-52)).float()
+    stream = _mix(_mix(seed + gamma)[:, None] + positions * gamma)  # [B, K]
+    tokens = torch.arange(1, vocab_size + 1, device=seed.device)
+    bits = _shift_right(_mix(stream[:, :, None] + tokens * gamma), 12)  # 52 bits: x + 0.5 is exact in float64
+    uniform = (bits.double() + 0.5) * _ULP
+    return -torch.log(-torch.log(uniform)).float()
 
 
 @triton.jit
@@ -60,7 +64,7 @@ def _mix64(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def noise_stream(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """uint64 from int64."""
+    """stream(seed, p), uint64 from int64."""
     return _mix64(_mix64(seed.to(tl.uint64) + GAMMA) + position.to(tl.uint64) * GAMMA)
 
 
@@ -71,7 +75,7 @@ def _uniform_bits(stream: tl.tensor, token: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def exact_noise(stream: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """float32, as `reference_noise`."""
+    """float32, with the bits of `gumbel_noise`."""
     u = (_uniform_bits(stream, token).to(tl.float64) + 0.5) * ULP
     return -tl.log(-tl.log(u)).to(tl.float32)
 

@@ -1,7 +1,7 @@
 """Which parameters share a captured round: a few classes, since what kernels read by row is data.
 
     class       what its rounds can do                                              and cost more than the one before
-    plain       temperature, top-k, top-p, min-p and seed of each row               -
+    plain       temperature, filters and seed of each row                           -
     penalised   the repetition penalty                                              three small launches
     edited      presence and frequency penalty, logit bias (up to 512 entries)      logits as float32, about ten times
                                                                                     over the vocabulary of every node
@@ -14,11 +14,9 @@ bit of a logit. More entries of a bias come in steps of eight times as many, mor
 """
 
 from specdec.runtime.rounds.result import RoundShape
-from specdec.sampling.sampling_table import Uses
+from specdec.sampling.sampling_table import SAMPLED, Uses
 
 BIAS_ENTRIES, FEW_ALTERNATIVES = 512, 20
-
-PLAIN = Uses(sampled=True, top_k_top_p=True, min_p=True, penalty=False)
 
 
 def share(uses: Uses, logprobs: int | None, *, on_kernels: bool) -> tuple[Uses, int | None]:
@@ -28,9 +26,9 @@ def share(uses: Uses, logprobs: int | None, *, on_kernels: bool) -> tuple[Uses, 
     """
     if not (uses.edits or logprobs is not None):
         if uses.penalty:
-            return PLAIN._replace(penalty=True), None
-        return (PLAIN if on_kernels or uses.sampled else Uses.of([])), None
-    edited = PLAIN._replace(penalty=True, counts=True, bias=_room(uses.bias), masked=uses.masked)
+            return SAMPLED._replace(penalty=True), None
+        return (SAMPLED if on_kernels or uses.sampled else Uses.of([])), None
+    edited = SAMPLED._replace(penalty=True, counts=True, bias=_room(uses.bias), masked=uses.masked)
     return edited, None if logprobs is None else _alternatives(logprobs)
 
 

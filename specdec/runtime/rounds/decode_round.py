@@ -22,8 +22,8 @@ from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.opening import opening, reference_opening
 from specdec.runtime.rounds.result import RoundShape, empty_result, pack
 from specdec.runtime.rounds.round import Round
-from specdec.sampling.first_level import Draws, FirstLevel
 from specdec.sampling.log_probs import LogProbs
+from specdec.sampling.reference_sampler import Draws, MaskedFirstLevel
 
 DECODE_STAGES = ("other", "draft", "verify", "other")
 """What the clock of a round times."""
@@ -63,14 +63,14 @@ class DecodeRound:
         opened = (opening if round.on_kernels else reference_opening)(rows.index, *state, depth=shape.num_steps + 1)
         self.opened, root, history_len = opened, opened.root, opened.history_len
         self.located = round.backend.locate(table, rows, opened.committed_len, shape.width)
-        sampling = round.sampling.batch(rows.index, shape.uses, opened.whole, opened.real)
+        sampler = round.sampler(*round.sampling.with_vectors(rows.index, shape.uses, opened.params))
         depth = max(shape.num_steps + 1, shape.depth)
-        self.sampling = sampling = sampling.ahead(history_len, depth, round.target.vocab_size)
+        self.sampler = sampler = sampler.ahead(history_len, depth, round.target.vocab_size)
 
         round.clock.mark("draft")
-        draws: Draws = sampling
+        draws: Draws = sampler
         if shape.uses.masked:
-            draws = FirstLevel(sampling, history_len, round.allowed(shape)[:, 0])
+            draws = MaskedFirstLevel(sampler, history_len, round.allowed(shape)[:, 0])
         if round.worker is not None and shape.num_steps > 0:
             batch = DraftBatch(
                 rows=rows,
@@ -82,7 +82,7 @@ class DecodeRound:
                 num_nodes=shape.num_nodes,
                 sample=draws.sample,
                 best=draws.best,
-                params=None if shape.uses.masked else sampling.params,  # or it would draw with no row to mask
+                params=None if shape.uses.masked else sampler.params,  # or it would draw with no row to mask
                 prefix=self.located.prefix,
                 level_pos=opened.level_pos[:-1],
             )
@@ -120,7 +120,7 @@ class DecodeRound:
         allowed = round.allowed(shape) if shape.uses.masked else None
         past = round.past(rows, opened.history_len, self.fed, shape.uses, allowed)
         drawn_pos = opened.drawn_pos if opened.fits(tree) else self.plan.positions + 1
-        drawn = self.sampling.draw(self.logits, drawn_pos, past, self.softcap)
+        drawn = self.sampler.draw(self.logits, drawn_pos, past, self.softcap)
         numbers, packed, stamps = empty_result(shape, len(DECODE_STAGES) + 1, round.device)
         close = closing if round.on_kernels else partial(reference_closing, accept=round.backend.accept)
         length, bonus = close(

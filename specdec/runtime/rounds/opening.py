@@ -4,7 +4,7 @@
     most[b]         = 1 + max_drafts[row]      longest path that the request may accept
     level_pos[l, b] = S + l                    position of the tokens on level l of a draft, 0 <= l <= D
     chain_pos[b, n] = S + n                    of the nodes of a chain, 0 <= n < D;   drawn_pos: of what is drawn behind
-    whole, real                                the row's sampling parameters, a vector each (`split_cells`)
+    whole, real                                the row's sampling parameters, a vector each (`ParamVectors`)
 
 A lane reads a row. Padding seats read the padding row, which has nothing committed.
 """
@@ -15,14 +15,14 @@ import torch
 
 from specdec.attention.trees.tree import DraftTree
 from specdec.gpu.triton_shim import tl, triton
-from specdec.sampling.sampling_table import WHOLE_CELLS, split_cells
+from specdec.sampling.sampling_table import WHOLE, ParamVectors, split_cells
 
 LANES = 32
 
 
 class Opening(NamedTuple):
-    """level_pos [D + 1, B], chain_pos and drawn_pos [B, D], root and most [B], whole [2, B]: int64.
-    real [6, B] float32."""
+    """level_pos [D + 1, B], chain_pos and drawn_pos [B, D], root and most [B], whole [WHOLE, B]: int64.
+    real [REAL, B] float32."""
 
     level_pos: torch.Tensor
     chain_pos: torch.Tensor
@@ -41,6 +41,10 @@ class Opening(NamedTuple):
     def history_len(self) -> torch.Tensor:
         """[B]: S + 1, with the root."""
         return self.level_pos[1]
+
+    @property
+    def params(self) -> ParamVectors:
+        return ParamVectors(self.whole, self.real)
 
     def fits(self, tree: DraftTree) -> bool:
         """Are chain_pos and drawn_pos those of this tree?"""
@@ -116,7 +120,7 @@ def opening(
     cells: torch.Tensor,
     depth: int,
 ) -> Opening:
-    """seats [B] of a table of R rows; by row: committed_len and max_drafts [R], tokens [R, W], cells [R, 8] of a
+    """seats [B] of a table of R rows; by row: committed_len and max_drafts [R], tokens [R, W], cells [R, columns] of a
     `SamplingTable`; depth: D >= 1, of a chain with its root. All int64."""
     (batch,), (num_rows, row_width) = seats.shape, tokens.shape
     assert committed_len.shape == max_drafts.shape == cells.shape[:1] == (num_rows,), f"{tokens.shape=} {cells.shape=}"
@@ -129,12 +133,12 @@ def opening(
         seats.new_empty((batch, depth)),
         seats.new_empty((batch,)),
         seats.new_empty((batch,)),
-        seats.new_empty((WHOLE_CELLS, batch)),
-        seats.new_empty((num_cells - WHOLE_CELLS, batch), dtype=torch.float32),
+        seats.new_empty((len(WHOLE), batch)),
+        seats.new_empty((num_cells - len(WHOLE), batch), dtype=torch.float32),
     )
     _opening_kernel[(triton.cdiv(batch, LANES),)](
         *(*given, *opened, batch, row_width, depth),
-        WHOLE=WHOLE_CELLS,
+        WHOLE=len(WHOLE),
         CELLS=num_cells,
         LANES=LANES,
         num_warps=1,

@@ -28,11 +28,11 @@ from specdec.kvcache.table import Rows
 from specdec.models.target import TargetModel, TargetOutput
 from specdec.models.watched_weights import watched_weights
 from specdec.runtime.rounds.result import RoundShape, pack
-from specdec.sampling.grammar_masks import MaskBuffer, RowMasks, write_masks
-from specdec.sampling.kernel_sampling import KernelSampling
+from specdec.sampling.kernel_sampler import KernelSampler
 from specdec.sampling.log_probs import LogProbs
-from specdec.sampling.sampling_table import Past, SamplingBatch, SamplingTable, Uses
-from specdec.sampling.seen_bits import SeenBits
+from specdec.sampling.reference_sampler import Past, ReferenceSampler
+from specdec.sampling.sampling_table import SamplingTable, Uses
+from specdec.sampling.token_bitmaps import MaskBuffer, RowMasks, SeenBits, write_masks
 
 PREFILL_STAGES = ("prefill",)
 """What the clock of a group of prompt chunks times."""
@@ -75,9 +75,8 @@ class Round:
         self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store))
         self.tokens = MirroredArray(cache.table.slots.host.shape, self.device)
         self.on_kernels = runs_on_kernels(backend, self.device)
-        self.sampling = SamplingTable(
-            len(self.tokens.host), self.device, KernelSampling if self.on_kernels else SamplingBatch
-        )
+        self.sampler = KernelSampler if self.on_kernels else ReferenceSampler
+        self.sampling = SamplingTable(len(self.tokens.host), self.device)
         self.max_drafts = MirroredArray((len(self.tokens.host),), self.device)  # that a row accepts in a round
         self.prompt_len = MirroredArray((len(self.tokens.host),), self.device)
         self.forced = MirroredArray((len(self.tokens.host), 1 + MAX_FORCED_TOKENS), self.device)  # how many, and which
@@ -167,13 +166,13 @@ class Round:
             logits, softcap = self.logits(out.hidden[chosen, length[chosen] - 1][:, None], logprobs)  # [T, 1, V]
             drawing = Rows(rows.index[chosen], rows.longest + width - 1)
             history_len = (committed + length)[chosen]
-            sampling = self.sampling.at(drawing.index, uses)
+            sampler = self.sampler(*self.sampling.at(drawing.index, uses))
             bits = None
             if allowed is not None:
                 bits = chosen.new_empty((len(through), 1, self.masks.num_words), dtype=torch.int32)
                 write_masks(bits, allowed)
             past = self.past(drawing, history_len, None, uses, bits)
-            first = sampling.draw(logits, history_len[:, None], past, softcap)  # [T, 1]
+            first = sampler.draw(logits, history_len[:, None], past, softcap)  # [T, 1]
             behind = behind.index_copy(0, chosen, first[:, 0])
             self.tokens.tensor[drawing.index, history_len] = first[:, 0]
             if self.seen_bits is not None and uses.penalty:

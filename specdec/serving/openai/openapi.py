@@ -5,6 +5,7 @@ that the Python API checks: JSON Schema says them to clients, and bodies are not
 its line in OPERATIONS.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from specdec.config import MAX_PRIORITY, MAX_SALT, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS, PENALTY_SPAN
+from specdec.config import MAX_PRIORITY, MAX_SALT, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS
+from specdec.sampling_numbers import NUMBERS, Number
 from specdec.serving.http.limits import GUARDED
 from specdec.serving.openai import documented_answers as answers
 from specdec.serving.openai.protocol import MAX_BIASES, MAX_MESSAGES
@@ -67,17 +69,19 @@ OPERATIONS = {
 _TOKEN = {"type": "integer", "minimum": 0, "maximum": 1 << 40}
 _TOKENS = {"type": "array", "items": _TOKEN, "minItems": 1}
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+
+
+def _span(number: Number) -> dict[str, Any]:
+    low, high = ("exclusiveMinimum" if number.open_low else "minimum", number.low), ("maximum", number.high)
+    return {name: bound for name, bound in (low, high) if math.isfinite(bound)}
+
+
 BOUNDS: dict[str, dict[str, Any]] = {
     "max_tokens": {"minimum": 0, "maximum": 1 << 30},
     "max_completion_tokens": {"minimum": 1, "maximum": 1 << 30},
     "max_output_tokens": {"minimum": 1, "maximum": 1 << 30},
-    "temperature": {"minimum": 0},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "top_k": {"minimum": -1, "maximum": 1 << 30},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "repetition_penalty": {"minimum": PENALTY_SPAN[0], "maximum": PENALTY_SPAN[1]},
-    "presence_penalty": {"minimum": -2, "maximum": 2},
-    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    **{name: _span(number) for name, number in NUMBERS.items()},
+    "top_k": {"minimum": -1, "maximum": NUMBERS["top_k"].high},
     "seed": {"minimum": 0, "maximum": (1 << 63) - 1},
     "n": {"minimum": 1, "maximum": 1 << 16},
     "best_of": {"minimum": 1, "maximum": 1 << 16},

@@ -4,7 +4,7 @@ Strict: an unknown field, or a value of another type, is refused with its place.
 effect, or because nothing it can say has one (`user`). Ranges are checked where the Python API checks them.
 """
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -13,10 +13,12 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from specdec.sampling_numbers import NUMBERS
 from specdec.serving.http import unknown_fields
 from specdec.text.prompts import Prompt, as_prompt_list
 
@@ -120,17 +122,23 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
-class RequestFields(Body):
+if TYPE_CHECKING:
+
+    class NumberFields(Body):  # of its fields, those that answers repeat
+        temperature: float | None
+        top_p: float | None
+
+else:
+    NumberFields = create_model(
+        "NumberFields", __base__=Body, **{name: (number.kind | None, None) for name, number in NUMBERS.items()}
+    )
+"""The numbers of `SamplingParams` under their own names."""
+
+
+class RequestFields(NumberFields):
     """What all requests for text have in common: chats, completions and responses."""
 
     model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     seed: int | None = None
     stop: Annotated[str | Strings | None, at_most(MAX_STOPS)] = None
     stream: bool | None = None

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from specdec.sampling_numbers import NUMBERS
 from specdec.serving.http.faults import ApiError, invalid_body
 from specdec.serving.openai.protocol import (
     Body,
@@ -19,10 +20,8 @@ from specdec.serving.openai.protocol import (
 )
 
 SAME = (
-    "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "seed", "stop", "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
-    "chat_template_kwargs", "stream", "top_logprobs", "max_tokens",
-    "cache_salt",
+    *NUMBERS, "model", "seed", "stop", "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+    "parallel_tool_calls", "chat_template_kwargs", "stream", "top_logprobs", "max_tokens", "cache_salt",
 )  # fmt: skip
 """Fields that chats have too."""
 LOGPROBS = "message.output_text.logprobs"

@@ -4,6 +4,7 @@ from typing import Any
 
 from specdec.config import GRAMMARS, MAX_SALT, SamplingParams, SpecConfig
 from specdec.errors import ConfigError
+from specdec.sampling_numbers import NUMBERS
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http.faults import ApiError
 from specdec.serving.http.sharing import require_priority, salt_for
@@ -12,12 +13,7 @@ from specdec.serving.server_settings import ServeSettings
 
 MOST_LOGPROBS = 20
 SAME = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
+    *NUMBERS,
     "seed",
     "stop",
     "stop_token_ids",
@@ -48,8 +44,8 @@ def sampling_params(
         raise ApiError(400, "stream_options goes with stream=true; set that too", param="stream_options")
     given: dict[str, Any] = dict(settings.defaults)
     given |= {name: value for name in SAME if (value := getattr(body, name)) is not None}
-    if body.top_k is not None:
-        given["top_k"] = 0 if body.top_k == -1 else body.top_k  # both say: all
+    if given.get("top_k") == -1:  # as 0: all
+        given["top_k"] = 0
     if body.logit_bias:
         given["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
     if logprobs is not None:

@@ -1,66 +1,78 @@
-"""The Triton kernels that read the vocabulary for `sample`, which holds the math, the references and the launches.
+"""Which tokens of each row can be chosen: kernels read the vocabulary, and list candidates for `choose_kernel`.
 
     scan_kernel       grid (tiles, rows)   the best logit of each group and tile of the vocabulary
-    floor_kernel      grid (rows)          the row's best logit, and a floor that the tokens to choose from must reach
-    collect_kernel    grid (Z, rows)       tokens of tiles z, z + Z, ... that can be chosen, appended to the row's list
-    choose_kernel     grid (rows)          the exact choice from the list; once more, for the rows whose list cannot be
-                                           enough, from the row itself
+    floor_kernel      grid (rows)          the row's best logit, and a floor that the candidates must reach
+    collect_kernel    grid (Z, rows)       candidates of tiles z, z + Z, ... appended to the row's list
 
     greedy            nothing is listed: the first of the tile that has the row's best first
     noise, no filter  the tile's tokens within the error of `noise_bound` of its best
     top-k, top-p      the tokens that reach the floor: at most the k-th best logit, since k groups have a best that
                       reaches it. A vocabulary that fits the list is listed whole
 
-A list cannot be enough when more tokens reach the floor than it holds, or when the nucleus goes below the floor. No
-token depends on how rows are cut, or on the rows beside.
+A list cannot be enough when more tokens reach the floor than it holds, or when the nucleus goes below the floor; then
+`choose_kernel` reads the row itself. No token depends on how rows are cut, or on other rows.
 """
 
-from specdec.gpu.dependent_launch import trigger_next, wait_for_previous
+from typing import NamedTuple
+
+import torch
+
+from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.triton_shim import tl, triton
 from specdec.sampling.noise import NOISE_ERROR, noise_bound, noise_stream
+from specdec.sampling.row_scores import (
+    INF,
+    MIN_P,
+    PENALTY,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    Seen,
+    load_logits,
+    mass_of,
+    min_score_of,
+    reading,
+    score_of,
+)
+from specdec.sampling.sampling_table import ParamVectors
 from specdec.sampling.softcap import capped
 
-INF = tl.constexpr(float("inf"))
-LARGEST = tl.constexpr(0x7FFFFFFF)
-MASS_UNIT = tl.constexpr(float(1 << 40))
 LARGEST_FLOAT = tl.constexpr(3e38)
 
-
-@triton.jit
-def load_logits(row: tl.tuple, o_token: tl.tensor) -> tl.tensor:
-    """float32, after softcap (each step rounded as the model's would be) and penalty; -inf behind the vocabulary."""
-    p_logits, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len = row
-    m_token = o_token < vocab_size
-    b_x = tl.load(p_logits + o_token, mask=m_token, other=0.0)
-    if softcap is not None:
-        b_x = capped(b_x, softcap, cap_inverse)
-    b_x = b_x.to(tl.float32)
-    if p_seen is not None:
-        penalty = tl.load(p_penalty)
-        if penalty != 1.0:
-            b_word = tl.load(p_seen + (o_token >> 5), mask=m_token, other=0)
-            m_seen = ((b_word >> (o_token & 31)) & 1) != 0
-            for i_path in range(path_len):
-                m_seen = m_seen | (o_token == tl.load(p_path + i_path))
-            b_x = tl.where(m_seen, tl.where(b_x > 0, tl.div_rn(b_x, penalty), b_x * penalty), b_x)
-    return tl.where(m_token, b_x, -INF)
+COLLECTORS = 2048
+"""Upper bound on programs of `collect_kernel`: those of greedy rows end at once, yet each costs a launch slot."""
 
 
-@triton.jit
-def score_of(b_x: tl.tensor, row_max: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """(x - max) / T <= 0, the best token at 0 however small T is; T = 1 where greedy."""
-    return tl.where(b_x == row_max, 0.0, tl.div_rn(b_x - row_max, tl.where(temperature > 0, temperature, 1.0)))
+class Cut(NamedTuple):
+    """How a row is cut into tiles and groups, and its list of at most `capacity` tokens; changes no result."""
+
+    tile: int = 4096
+    group: int = 64
+    capacity: int = 8192
+    listed: int = 512
 
 
-@triton.jit
-def min_score_of(min_p: tl.tensor) -> tl.tensor:
-    """log min_p, the score of a token min_p times as likely as the best; -inf for 0."""
-    return tl.where(min_p > 0, tl.log(tl.where(min_p > 0, min_p, 1.0)), -INF)
+DEFAULT_CUT = Cut()
 
 
-@triton.jit
-def mass_of(b_s: tl.tensor) -> tl.tensor:
-    return (tl.exp(b_s) * MASS_UNIT).to(tl.int64)
+class Candidates(NamedTuple):
+    """What is known of R rows, as `choose_kernel` takes it. A list may lack candidates where its floor is finite."""
+
+    tile_max: torch.Tensor | None  # [R, tiles] float32
+    row_max: torch.Tensor | None  # [R] float32
+    floor: torch.Tensor | None  # [R] float32
+    listed: torch.Tensor | None  # [R] int32: tokens that were to be listed, also beyond the capacity
+    mass: torch.Tensor | None  # [R] int64: of the whole row, where the nucleus needs it
+    list_id: torch.Tensor  # [R, capacity] int32
+    list_x: torch.Tensor  # [R, capacity] float32: logits
+    sum_max: torch.Tensor | None  # [R, tiles] float32: largest perturbed score
+    sums: torch.Tensor | None  # [R, tiles] float32: sum of e^(score - that)
+
+    @classmethod
+    def given(cls, list_id: torch.Tensor, list_x: torch.Tensor) -> "Candidates":
+        """Rows of which these tokens and logits are all that there is."""
+        return cls(None, None, None, None, None, list_id, list_x, None, None)
 
 
 @triton.jit
@@ -86,16 +98,17 @@ def _is_filtered(temperature: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, voc
     return (temperature > 0) & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0))
 
 
-@triton.jit(do_not_specialize=["rows_per_request", "s_seen", "path_len"])
+@triton.jit(do_not_specialize=["rows_per_request", "num_requests", "s_seen", "path_len"])
 def scan_kernel(
     p_logits: tl.tensor,  # [R, V]
-    p_penalty: tl.tensor,  # [B] or None
+    p_real: tl.tensor,  # [REAL, B]
     p_seen: tl.tensor,  # [B, V / 32] or None
     p_path: tl.tensor,  # [R, D] or None
     p_group_max: tl.tensor,  # [R, tiles * TILE / GROUP]
     p_tile_max: tl.tensor,  # [R, tiles]
     vocab_size: tl.tensor,
     rows_per_request: tl.tensor,
+    num_requests: tl.tensor,  # B
     softcap: tl.tensor,  # or None
     cap_inverse: tl.tensor,
     s_row: tl.tensor,
@@ -109,9 +122,9 @@ def scan_kernel(
     i_tile, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_request = i_row // rows_per_request
     o_token = i_tile * TILE + tl.arange(0, TILE)
+    p_penalty = p_real + PENALTY * num_requests + i_request
     wait_for_previous(PDL)
     if p_seen is not None:
-        p_penalty += i_request
         p_seen += i_request * s_seen
         p_path += i_row * path_len
     p_row = p_logits + i_row * s_row
@@ -130,13 +143,12 @@ def scan_kernel(
     tl.store(p_tile_max + i_row * tl.num_programs(0) + i_tile, best)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_groups", "vocab_size", "rows_per_request", "capacity"])
+@triton.jit(do_not_specialize=["num_tiles", "num_groups", "vocab_size", "rows_per_request", "num_requests", "capacity"])
 def floor_kernel(
     p_group_max: tl.tensor,  # [R, groups]
     p_tile_max: tl.tensor,  # [R, tiles]
-    p_temperature: tl.tensor,  # [B]
-    p_top_k: tl.tensor,
-    p_top_p: tl.tensor,
+    p_whole: tl.tensor,  # [WHOLE, B]
+    p_real: tl.tensor,  # [REAL, B]
     p_row_max: tl.tensor,  # [R]
     p_floor: tl.tensor,  # [R]
     p_count: tl.tensor,  # [R]
@@ -145,6 +157,7 @@ def floor_kernel(
     num_groups: tl.tensor,
     vocab_size: tl.tensor,
     rows_per_request: tl.tensor,
+    num_requests: tl.tensor,  # B
     capacity: tl.tensor,
     SCORES: tl.constexpr,
     K: tl.constexpr,
@@ -157,8 +170,9 @@ def floor_kernel(
     i_request = i_row // rows_per_request
     o_tile, o_group = tl.arange(0, TILES), tl.arange(0, GROUPS)
     wait_for_previous(PDL)
-    temperature, top_p = tl.load(p_temperature + i_request), tl.load(p_top_p + i_request)
-    top_k = tl.load(p_top_k + i_request)
+    temperature = tl.load(p_real + TEMPERATURE * num_requests + i_request)
+    top_p = tl.load(p_real + TOP_P * num_requests + i_request)
+    top_k = tl.load(p_whole + TOP_K * num_requests + i_request)
     b_tile = tl.load(p_tile_max + i_row * num_tiles + o_tile, mask=o_tile < num_tiles, other=-INF)
     tl.store(p_row_max + i_row, tl.max(b_tile))
     tl.store(p_count + i_row, 0)
@@ -179,16 +193,12 @@ def floor_kernel(
     tl.store(p_floor + i_row, floor)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "rows_per_request", "capacity", "s_seen", "path_len"])
+@triton.jit(do_not_specialize=["num_tiles", "rows_per_request", "num_requests", "capacity", "s_seen", "path_len"])
 def collect_kernel(
     p_logits: tl.tensor,  # [R, V]
     p_positions: tl.tensor,  # [R]
-    p_temperature: tl.tensor,  # [B]
-    p_top_k: tl.tensor,
-    p_top_p: tl.tensor,
-    p_min_p: tl.tensor,
-    p_penalty: tl.tensor,
-    p_seed: tl.tensor,
+    p_whole: tl.tensor,  # [WHOLE, B]
+    p_real: tl.tensor,  # [REAL, B]
     p_seen: tl.tensor,  # [B, V / 32] or None
     p_path: tl.tensor,  # [R, D] or None
     p_row_max: tl.tensor,  # [R]
@@ -202,6 +212,7 @@ def collect_kernel(
     num_tiles: tl.tensor,
     vocab_size: tl.tensor,
     rows_per_request: tl.tensor,
+    num_requests: tl.tensor,  # B
     capacity: tl.tensor,
     softcap: tl.tensor,  # or None
     cap_inverse: tl.tensor,
@@ -217,12 +228,13 @@ def collect_kernel(
     i_row = tl.program_id(1).to(tl.int64)
     i_request = i_row // rows_per_request
     wait_for_previous(PDL)
-    temperature = tl.load(p_temperature + i_request)
+    p_penalty = p_real + PENALTY * num_requests + i_request
+    temperature = tl.load(p_real + TEMPERATURE * num_requests + i_request)
     if SCORES or temperature > 0:
-        top_k, top_p = tl.load(p_top_k + i_request), tl.load(p_top_p + i_request)
+        top_k = tl.load(p_whole + TOP_K * num_requests + i_request)
+        top_p = tl.load(p_real + TOP_P * num_requests + i_request)
         row_max = tl.load(p_row_max + i_row)
         if p_seen is not None:
-            p_penalty += i_request
             p_seen += i_request * s_seen
             p_path += i_row * path_len
         row = (p_logits + i_row * s_row, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len)
@@ -240,9 +252,11 @@ def collect_kernel(
                 inverse = tl.minimum(1.0 / tl.where(temperature > 0, temperature, 1.0), LARGEST_FLOAT)
                 b_z = (b_x - row_max) * inverse
                 if temperature > 0:
-                    min_score = min_score_of(tl.load(p_min_p + i_request))
+                    min_score = min_score_of(tl.load(p_real + MIN_P * num_requests + i_request))
                     m_list = m_list & (b_z >= min_score - NOISE_ERROR)
-                    stream = noise_stream(tl.load(p_seed + i_request), tl.load(p_positions + i_row))
+                    stream = noise_stream(
+                        tl.load(p_whole + SEED * num_requests + i_request), tl.load(p_positions + i_row)
+                    )
                     b_z = tl.where(m_list, b_z + noise_bound(stream, o_token), -INF)
                     if K == 1:
                         floor = tl.max(b_z)
@@ -258,7 +272,7 @@ def collect_kernel(
                     tl.store(p_sum + i_row * num_tiles + i_tile, total)
             count = tl.sum(m_list.to(tl.int32))
             if count > 0:
-                if count <= 16:  # a scan of the tile costs more than so many requests for a place
+                if count <= 16:  # a prefix sum over the tile costs more than 16 atomic additions
                     o_list = tl.atomic_add(p_count + i_row + o_token * 0, 1, mask=m_list, sem="relaxed")
                 else:
                     first = tl.atomic_add(p_count + i_row, count, sem="relaxed")
@@ -266,3 +280,67 @@ def collect_kernel(
                 m_list = m_list & (o_list < capacity)
                 tl.store(p_list_id + i_row * capacity + o_list, o_token, mask=m_list)
                 tl.store(p_list_x + i_row * capacity + o_list, b_x, mask=m_list)
+
+
+def collect(
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    params: ParamVectors,
+    softcap: float | None,
+    seen: Seen | None,
+    k: int,
+    cut: Cut,
+    *,
+    scores: bool,
+) -> Candidates:
+    """The candidates for the k best of each row, and with scores for their log-probabilities: see `KernelSampler`."""
+    batch, num_nodes, vocab_size = logits.shape
+    rows, device = batch * num_nodes, logits.device
+    num_tiles = triton.cdiv(vocab_size, cut.tile)
+    num_groups = num_tiles * (cut.tile // cut.group)
+    pointers, scalars = reading(logits, softcap, seen)
+    options = pdl_options(device)
+
+    def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    group_max = buffer(rows, num_groups)
+    found = Candidates(
+        tile_max=buffer(rows, num_tiles),
+        row_max=buffer(rows),
+        floor=buffer(rows),
+        listed=buffer(rows, dtype=torch.int32),
+        mass=buffer(rows, dtype=torch.int64),
+        list_id=buffer(rows, cut.capacity, dtype=torch.int32),
+        list_x=buffer(rows, cut.capacity),
+        sum_max=buffer(rows, num_tiles),
+        sums=buffer(rows, num_tiles),
+    )
+    scan_kernel[(num_tiles, rows)](
+        *(logits, params.real, *pointers, group_max, found.tile_max),
+        *(vocab_size, num_nodes, batch, *scalars),
+        TILE=cut.tile,
+        GROUP=cut.group,
+        num_warps=8,
+        **options,
+    )
+    floor_kernel[(rows,)](
+        *(group_max, found.tile_max, *params, found.row_max, found.floor, found.listed, found.mass),
+        *(num_tiles, num_groups, vocab_size, num_nodes, batch, cut.capacity),
+        SCORES=scores,
+        K=k,
+        TILES=triton.next_power_of_2(num_tiles),
+        GROUPS=triton.next_power_of_2(num_groups),
+        num_warps=8,
+        **options,
+    )
+    collect_kernel[(min(num_tiles, triton.cdiv(COLLECTORS, rows)), rows)](
+        *(logits, positions, *params, *pointers, *found[1:]),
+        *(num_tiles, vocab_size, num_nodes, batch, cut.capacity, *scalars),
+        SCORES=scores,
+        K=k,
+        TILE=cut.tile,
+        num_warps=8,
+        **options,
+    )
+    return found

@@ -1,9 +1,9 @@
-"""The exact choice of a token from a row's list, or from the row itself, in one program.
+"""The exact choice of tokens from a row's candidates, or from the row itself, in one program.
 
     key      the bits of |score|: scores are at most 0, so a smaller key is a better score, and equal keys equal scores
     top-k    the k-th smallest key, by halving the range of keys; both ends hop to keys that exist
-    top-p    the largest key whose better entries weigh less than p of the whole, likewise; of equal entries at the
-             border, how many still do, and up to which id
+    top-p    the largest key whose better entries weigh less than p of the whole, found in the same way; of equal
+             entries at the border, how many still do, and up to which id
     best     of what is kept, by `noise_bound` first; float64 noise only where it can change which is best
 
 A list has no order, so nothing depends on one: counts and masses are integers (a mass is e^score in units of 2^-40),
@@ -13,7 +13,21 @@ the rest is maxima and minima.
 from specdec.gpu.dependent_launch import trigger_next, wait_for_previous
 from specdec.gpu.triton_shim import tl, triton
 from specdec.sampling.noise import NOISE_ERROR, exact_noise, noise_bound, noise_stream
-from specdec.sampling.sample_kernels import INF, LARGEST, MASS_UNIT, load_logits, mass_of, min_score_of, score_of
+from specdec.sampling.row_scores import (
+    INF,
+    LARGEST,
+    MASS_UNIT,
+    MIN_P,
+    PENALTY,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    load_logits,
+    mass_of,
+    min_score_of,
+    score_of,
+)
 
 WORST_KEY = tl.constexpr(0x7F800000)  # the bits of infinity
 SETTLED = tl.constexpr(-1)  # the count of a row whose token is chosen
@@ -184,16 +198,14 @@ def _keep_best(
     return b_best, b_best_id
 
 
-@triton.jit(do_not_specialize=["num_tiles", "rows_per_request", "capacity", "list_len", "s_seen", "path_len"])
+@triton.jit(
+    do_not_specialize=["num_tiles", "rows_per_request", "num_requests", "capacity", "list_len", "s_seen", "path_len"]
+)
 def choose_kernel(
     p_logits: tl.tensor,  # [R, V], or None: all tokens are listed
     p_positions: tl.tensor,  # [R]
-    p_temperature: tl.tensor,  # [B]
-    p_top_k: tl.tensor,
-    p_top_p: tl.tensor,
-    p_min_p: tl.tensor,
-    p_penalty: tl.tensor,
-    p_seed: tl.tensor,
+    p_whole: tl.tensor,  # [WHOLE, B]
+    p_real: tl.tensor,  # [REAL, B]
     p_seen: tl.tensor,  # [B, V / 32] or None
     p_path: tl.tensor,  # [R, D] or None
     p_tile_max: tl.tensor,  # [R, tiles]
@@ -205,13 +217,12 @@ def choose_kernel(
     p_list_x: tl.tensor,  # [R, capacity]
     p_sum_max: tl.tensor,  # [R, tiles]
     p_sum: tl.tensor,  # [R, tiles]
-    p_chosen: tl.tensor,  # [R] or None: tokens whose log-probabilities are wanted
     p_token: tl.tensor,  # [R, K]
     p_score: tl.tensor,  # [R, K] or None
-    p_chosen_score: tl.tensor,  # [R] or None
     num_tiles: tl.tensor,
     vocab_size: tl.tensor,
     rows_per_request: tl.tensor,
+    num_requests: tl.tensor,  # B
     capacity: tl.tensor,
     list_len: tl.tensor,
     softcap: tl.tensor,  # or None
@@ -234,8 +245,10 @@ def choose_kernel(
     o_tile, o_slot = tl.arange(0, TILES), tl.arange(0, SLOTS)
     GIVEN: tl.constexpr = p_logits is None
     wait_for_previous(PDL)
-    temperature = tl.load(p_temperature + i_request)
-    top_k, top_p = tl.load(p_top_k + i_request), tl.load(p_top_p + i_request)
+    temperature = tl.load(p_real + TEMPERATURE * num_requests + i_request)
+    top_k = tl.load(p_whole + TOP_K * num_requests + i_request)
+    top_p = tl.load(p_real + TOP_P * num_requests + i_request)
+    p_penalty = p_real + PENALTY * num_requests + i_request
     sampled = temperature > 0
     uses_k = sampled & (top_k > 0) & (top_k < vocab_size)
     uses_p = sampled & (top_p < 1.0)
@@ -263,7 +276,6 @@ def choose_kernel(
             tl.store(p_token + i_row, tl.where(token < vocab_size, token, 0).to(tl.int64))
     else:
         if p_seen is not None:
-            p_penalty += i_request
             p_seen += i_request * s_seen
             p_path += i_row * path_len
         row = (p_logits + i_row * s_row, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len)
@@ -310,10 +322,10 @@ def choose_kernel(
             border, last_id = _nucleus(source, top_p, whole, last_key, LISTED, TILE)
         min_score = -INF
         if sampled:
-            min_score = min_score_of(tl.load(p_min_p + i_request))
+            min_score = min_score_of(tl.load(p_real + MIN_P * num_requests + i_request))
 
         # the best K of it
-        stream = noise_stream(tl.load(p_seed + i_request), tl.load(p_positions + i_row))
+        stream = noise_stream(tl.load(p_whole + SEED * num_requests + i_request), tl.load(p_positions + i_row))
         b_best = tl.where(o_slot < K, -INF, INF)
         b_best_id = tl.full([SLOTS], LARGEST, tl.int32)
         for i_tile in range(tl.cdiv(source[0], TILE)):
@@ -346,9 +358,6 @@ def choose_kernel(
                 b_tile = tl.load(p_sum_max + o_tile, mask=m_tile, other=-INF)
                 b_tile_sum = tl.load(p_sum + o_tile, mask=m_tile, other=0.0)
                 log_sum += tl.log(tl.sum(b_tile_sum * tl.exp(b_tile - best)))
-            if p_chosen is not None:
-                chosen = tl.load(p_chosen + i_row).to(tl.int32)
-                tl.store(p_chosen_score + i_row, load_logits(row, chosen) - row_max - log_sum)
 
         # fewer than K can be drawn: the lowest ids of the others make up for them, so that all K are distinct
         m_missing = (b_best_id == LARGEST) & (o_slot < K)

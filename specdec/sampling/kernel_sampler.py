@@ -1,0 +1,135 @@
+r"""The tokens of `ReferenceSampler` by kernels, with no sort of the vocabulary and no float32 copy of it.
+
+`sample` draws the token of each node; `best_tokens` gives the K best of log P + g with their log-probabilities (the
+children of a tree's node). Every parameter is read by row on the device, so that one captured round serves any mix of
+them. `collect_candidates` lists the tokens that can be chosen, and `choose_candidate` chooses: once from the list, and
+once more from the row itself, for rows whose list cannot be enough.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from specdec.gpu.dependent_launch import pdl_options
+from specdec.gpu.triton_shim import triton
+from specdec.sampling.choose_candidate import choose_kernel
+from specdec.sampling.collect_candidates import DEFAULT_CUT, Cut, collect
+from specdec.sampling.log_probs import Best
+from specdec.sampling.reference_sampler import Past, ReferenceSampler
+from specdec.sampling.row_scores import Seen, reading
+from specdec.sampling.sampling_table import ParamVectors
+from specdec.sampling.token_bitmaps import mark_seen
+
+MAX_BEST = 64
+"""Most tokens that `best_tokens` returns a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSampler(ReferenceSampler):
+    """The same parameters and tokens, drawn in a few launches; noise is made where it is added."""
+
+    def ahead(self, first: torch.Tensor, count: int, vocab_size: int) -> "KernelSampler":
+        return self
+
+    def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return sample(logits, positions, self.params)
+
+    def draw(
+        self, logits: torch.Tensor, positions: torch.Tensor, past: Past, softcap: float | None = None
+    ) -> torch.Tensor:
+        if self.uses.edits:  # more than the kernels do as they read
+            return sample(self.edited(logits, past, softcap), positions, self.params)
+        seen = _seen(past, logits.shape) if self.uses.penalty else None
+        return sample(logits, positions, self.params, softcap, seen)
+
+    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best:
+        return best_tokens(logits, positions, self.params, count)
+
+
+def _seen(past: Past, shape: torch.Size) -> Seen:
+    """Of logits [B, N, V]: a bit for each token of the histories, and the tokens on each node's own path."""
+    batch, num_nodes, vocab_size = shape
+    bits = past.seen
+    if bits is None:
+        bits = torch.zeros((batch, -(-vocab_size // 32)), dtype=torch.int32, device=past.history.device)
+        mark_seen(bits, torch.arange(batch, device=bits.device), past.history, past.length)
+    if past.tree is None:
+        return Seen(bits, past.length.new_full((batch, num_nodes, 1), -1))
+    return Seen(bits, path_tokens(past.tree.tokens, past.tree.ancestors))
+
+
+def path_tokens(tokens: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
+    """tokens [B, N] of a tree, ancestors [B, N, N] (a node is its own) -> each node's path [B, N, N], -1 elsewhere."""
+    return torch.where(ancestors, tokens[:, None, :], -1)
+
+
+def sample(
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    params: ParamVectors,
+    softcap: float | None = None,
+    seen: Seen | None = None,
+    *,
+    cut: Cut = DEFAULT_CUT,
+) -> torch.Tensor:
+    """The token drawn at each node: logits [B, N, V] of any floating dtype, positions [B, N] int64 -> [B, N] int64.
+
+    softcap: one that the logits have not had yet. seen: what the repetition penalty is for; None: nothing.
+    """
+    return _choose(logits, positions, params, softcap, seen, 1, cut, scores=False).tokens[..., 0]
+
+
+def best_tokens(
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    params: ParamVectors,
+    k: int,
+    softcap: float | None = None,
+    *,
+    cut: Cut = DEFAULT_CUT,
+) -> Best:
+    """The k best tokens of log P + g at each node and their log-probabilities, which are those of the sum over all
+    tokens; greedy: of the logits. Where the filters leave fewer, the lowest ids that they remove follow, with -inf."""
+    return _choose(logits, positions, params, softcap, None, k, cut, scores=True)
+
+
+def _choose(
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    params: ParamVectors,
+    softcap: float | None,
+    seen: Seen | None,
+    k: int,
+    cut: Cut,
+    *,
+    scores: bool,
+) -> Best:
+    batch, num_nodes, vocab_size = logits.shape
+    assert 1 <= k <= min(MAX_BEST, vocab_size), f"{k=} {vocab_size=}"
+    assert positions.shape == (batch, num_nodes), f"{positions.shape=}"
+    assert all(p.shape[1:] == (batch,) and p.is_contiguous() for p in params), [p.shape for p in params]
+    best = Best(
+        torch.empty((batch, num_nodes, k), dtype=torch.int64, device=logits.device),
+        torch.empty((batch, num_nodes, k), dtype=torch.float32, device=logits.device),
+    )
+    if batch * num_nodes == 0:
+        return best
+    positions = positions.contiguous()
+    found = collect(logits, positions, params, softcap, seen, k, cut, scores=scores)
+    pointers, scalars = reading(logits, softcap, seen)
+    num_tiles = triton.cdiv(vocab_size, cut.tile)
+    for listed in (True, False):
+        choose_kernel[(batch * num_nodes,)](
+            *(logits, positions, *params, *pointers, *found, best.tokens, best.scores if scores else None),
+            *(num_tiles, vocab_size, num_nodes, batch, cut.capacity, 0, *scalars),
+            LISTED=listed,
+            SCORES=scores,
+            K=k,
+            SLOTS=max(2, triton.next_power_of_2(k)),
+            TILES=triton.next_power_of_2(num_tiles),
+            TILE=cut.listed if listed else cut.tile,
+            SCAN_TILE=cut.tile,
+            num_warps=4 if listed else 16,
+            **pdl_options(logits.device),
+        )
+    return best

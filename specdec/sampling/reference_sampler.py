@@ -1,0 +1,262 @@
+r"""The target's next token as a pure function of (logits, parameters, seed, position), in plain torch.
+
+    x = edited(logits)        softcap, logit bias, repetition, frequency and presence penalty, the mask of a grammar
+    s = (x - max x) / T,      P = e^s over the tokens that top-k, top-p and min-p keep, in this order
+    token(p) = argmax_v ( log P_v + g(seed, p, v) )      g: `gumbel_noise`;   T = 0: argmax_v x_v, the lowest id first
+
+    top-k    keeps the k best, and what ties with the k-th
+    top-p    keeps a token while better ones (score, then lower id) weigh less than p, and always the best
+    min-p    keeps what is at least min_p times as likely as the best
+
+This is a draw from P (the Gumbel-max trick), and the same draw wherever, whenever and in whatever batch it is made: the
+noise is counter-based and has no state. Speculation therefore changes no token: verification computes this function at
+every tree node. It is what a CPU runs, and the oracle of the kernels (`KernelSampler`), which do not sort.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+
+from specdec.gpu.on_demand import OnDemand
+from specdec.sampling.log_probs import Best, best_of
+from specdec.sampling.noise import gumbel_noise
+from specdec.sampling.sampling_table import SAMPLED, ParamVectors, Uses, unpack_bias
+from specdec.sampling.softcap import reference_softcap
+from specdec.sampling.token_bitmaps import unpack_bits
+
+
+class NodePaths(Protocol):
+    """A tree of drafts as penalties read it: tokens [B, N], ancestors [B, N, N] bool (ancestor or self)."""
+
+    @property
+    def tokens(self) -> torch.Tensor: ...
+
+    @property
+    def ancestors(self) -> torch.Tensor: ...
+
+    @property
+    def num_nodes(self) -> int: ...
+
+
+class Past:
+    """What edits of logits read, for logits [B, N, V].
+
+    history [B, L]: the tokens so far, the root included, of which length [B] count; a function that makes it is called
+    when something reads it. tree: the drafts after the history; None: N = 1, the token after each history.
+    prompt_len [B]: where the output begins. allowed [B, N, V / 32] int32: bits of the tokens that a grammar allows
+    after each node. seen [B, V / 32] int32: bits of the history's tokens, None where they are not kept.
+    """
+
+    history = OnDemand()
+
+    def __init__(
+        self,
+        history: torch.Tensor | Callable[[], torch.Tensor],
+        length: torch.Tensor,
+        tree: NodePaths | None,
+        prompt_len: torch.Tensor | None = None,
+        allowed: torch.Tensor | None = None,
+        seen: torch.Tensor | None = None,
+    ) -> None:
+        self.history = history
+        self.length = length
+        self.tree = tree
+        self.prompt_len = prompt_len
+        self.allowed = allowed
+        self.seen = seen
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceSampler:
+    """Draws tokens of B requests with their parameters.
+
+    params, uses, bias: of `SamplingRows`. noise: [B, W, V] of positions first [B] and after, made once for all that
+    draws there (`ahead`); None: made as needed.
+    """
+
+    params: ParamVectors
+    uses: Uses = SAMPLED
+    bias: torch.Tensor | None = None
+    first: torch.Tensor | None = None
+    noise: torch.Tensor | None = None
+
+    def ahead(self, first: torch.Tensor, count: int, vocab_size: int) -> "ReferenceSampler":
+        """The same for `count` positions from first [B] on: nodes of a tree and steps of a draft share their noise."""
+        if not self.uses.sampled:
+            return self
+        positions = first[:, None] + torch.arange(count, device=first.device)
+        return replace(self, first=first, noise=gumbel_noise(self.params.column("seed"), positions, vocab_size))
+
+    def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Draw the token of each position: logits [B, N, V], positions [B, N] -> [B, N] int64."""
+        return (logits if not self.uses.sampled else self._perturbed(logits, positions)).argmax(dim=-1)
+
+    def draw(
+        self, logits: torch.Tensor, positions: torch.Tensor, past: Past, softcap: float | None = None
+    ) -> torch.Tensor:
+        """The target's tokens [B, N]: `sample` after `edited`. softcap: one that the logits have not had yet."""
+        return self.sample(self.edited(logits, past, softcap), positions)
+
+    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best:
+        """The `count` best of `log_scores`, a node's children; where the filters leave fewer tokens, the lowest ids
+        that they remove follow, with -inf."""
+        return best_of(self.log_scores(logits, positions), count)
+
+    def log_scores(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities [B, N, V] float32 of being drawn, the noise given; their argmax is what `sample` draws."""
+        scores = logits.float() if not self.uses.sampled else self._perturbed(logits, positions)
+        return scores.log_softmax(dim=-1)
+
+    def _perturbed(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits where greedy, log P plus noise elsewhere: [B, N, V] float32."""
+        if self.noise is None or self.first is None:
+            noise = gumbel_noise(self.params.column("seed"), positions, logits.shape[-1])
+        else:
+            noise = self.noise.gather(1, (positions - self.first[:, None])[:, :, None].expand_as(logits))
+        sampled = self.params.over_logits("temperature") > 0
+        return torch.where(sampled, self.log_weights(logits) + noise, logits.float())
+
+    # the law
+
+    def log_weights(self, logits: torch.Tensor) -> torch.Tensor:
+        """log P up to a constant, [B, N, V] float32, -inf where filtered; rows at temperature 0 are meaningless."""
+        temperature = self.params.over_logits("temperature")
+        scores = logits.float()
+        # the best token stays at 0 however small the temperature, so that nothing overflows
+        scores = (scores - scores.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1.0)
+        if self.uses.filters & {"top_k", "top_p"}:
+            scores = self._top_k_top_p(scores)
+        if "min_p" in self.uses.filters:  # P_v < min_p * max P
+            floor = scores.amax(-1, keepdim=True) + torch.log(self.params.over_logits("min_p"))
+            scores = scores.masked_fill(scores < floor, -torch.inf)
+        return scores
+
+    def _top_k_top_p(self, scores: torch.Tensor) -> torch.Tensor:
+        vocab_size = scores.shape[-1]
+        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+        top_k, top_p = self.params.over_logits("top_k"), self.params.over_logits("top_p")
+        k = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size)
+        kth = ordered.gather(-1, (k - 1).expand(-1, scores.shape[1], 1))
+        ordered = ordered.masked_fill(ordered < kth, -torch.inf)  # ties with the k-th stay, as in transformers
+        weights = ordered.softmax(dim=-1)
+        before = weights.cumsum(dim=-1) - weights  # mass of strictly better-ranked tokens
+        outside = (before >= top_p) & (top_p < 1)
+        outside[..., 0].fill_(False)  # the best token stays, also where top_p rounds to 0
+        ordered = ordered.masked_fill(outside, -torch.inf)
+        return torch.empty_like(scores).scatter_(-1, order, ordered)
+
+    # edits of logits
+
+    def edited(self, logits: torch.Tensor, past: Past, softcap: float | None = None) -> torch.Tensor:
+        """Logits [B, N, V] with all that comes before temperature."""
+        logits = logits if softcap is None else reference_softcap(logits, softcap)
+        vocab_size = logits.shape[-1]
+        if self.uses.bias:
+            logits = self.biased(logits)
+        if self.uses.penalty:
+            logits = self.penalised(logits, past_tokens(past, vocab_size))
+        if self.uses.counts:
+            logits = self.counted(logits, output_counts(past, vocab_size))
+        if past.allowed is not None:
+            logits = masked(logits, past.allowed)
+        return logits
+
+    def biased(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [B, N, V] plus each request's bias."""
+        assert self.bias is not None
+        token, value = unpack_bias(self.bias)
+        shape = (*logits.shape[:2], self.bias.shape[1])
+        # unused cells add 0 to token 0, so the order does not matter
+        return logits.float().scatter_add(2, *(x[:, None].expand(shape) for x in (token, value)))
+
+    def penalised(self, logits: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Repetition penalty (Keskar et al. 2019): tokens with seen [B, N, V] have logits divided (or multiplied)."""
+        penalty = self.params.over_logits("repetition_penalty")
+        logits = logits.float()
+        return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+    def counted(self, logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Frequency and presence penalty: counts [B, N, V] of the output so far."""
+        logits = logits.float() - self.params.over_logits("frequency_penalty") * counts
+        return logits - self.params.over_logits("presence_penalty") * (counts > 0)
+
+
+class Draws(Protocol):
+    """What a drafter draws with."""
+
+    def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor: ...
+    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best: ...
+
+
+class MaskedFirstLevel(NamedTuple):
+    """What a drafter draws with where grammars apply: the same draws, but only of allowed tokens after the root.
+
+    allowed [B, V / 32]: bits of what the grammar allows there; first [B]: the position of a token there. After drafts
+    the host does not know what is allowed until it has read them, so nothing is masked.
+    """
+
+    sampler: ReferenceSampler
+    first: torch.Tensor
+    allowed: torch.Tensor
+
+    def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.sampler.sample(self._masked(logits, positions), positions)
+
+    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best:
+        return self.sampler.best(self._masked(logits, positions), positions, count)
+
+    def _masked(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        is_first = (positions == self.first[:, None])[:, :, None]
+        return torch.where(is_first, masked(logits, self.allowed[:, None]), logits)
+
+
+def masked(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Logits [B, N, V] as float32 where allowed [B, N, V / 32] has their bit, -inf elsewhere."""
+    # what is allowed is always more likely than what is not, even to a model that rules it out
+    kept = logits.float().clamp(min=torch.finfo(torch.float32).min)
+    return torch.where(unpack_bits(allowed, logits.shape[-1]), kept, -torch.inf)
+
+
+def output_counts(past: Past, vocab_size: int) -> torch.Tensor:
+    """How often the output has each token before each node's continuation: [B, N, V] float32, along its own path."""
+    assert past.prompt_len is not None
+    columns = torch.arange(past.history.shape[1], device=past.history.device)
+    counted = (columns >= past.prompt_len[:, None]) & (columns < past.length[:, None])  # [B, L]
+    empty = torch.zeros((len(past.history), vocab_size), dtype=torch.float32, device=past.history.device)
+    counts = empty.scatter_add(1, torch.where(counted, past.history, 0), counted.float())[:, None]
+    if past.tree is None:
+        return counts
+    num_nodes = past.tree.num_nodes
+    drafted = past.tree.ancestors & (torch.arange(num_nodes, device=columns.device) > 0)  # the root is in the history
+    tokens = past.tree.tokens[:, None, :].expand(drafted.shape)  # [B, N, N]
+    return counts.repeat(1, num_nodes, 1).scatter_add(2, tokens, drafted.float())
+
+
+def past_tokens(past: Past, vocab_size: int) -> torch.Tensor:
+    """Which tokens each node's continuation repeats: [B, N, V] bool, from bits where they are kept."""
+    if past.seen is None:
+        return seen_tokens(past.history, past.length, vocab_size, past.tree)
+    return _along_paths(unpack_bits(past.seen, vocab_size), past.tree)
+
+
+def seen_tokens(
+    history: torch.Tensor, history_len: torch.Tensor, vocab_size: int, tree: NodePaths | None
+) -> torch.Tensor:
+    """Which tokens each node's continuation repeats: [B, N, V] bool, along its own ancestor path.
+
+    history [B, L] are the tokens so far, the root included, history_len [B] how many count; no tree: [B, 1, V].
+    """
+    valid = torch.arange(history.shape[1], device=history.device) < history_len[:, None]
+    column = torch.where(valid, history, history[:, :1])  # repeat the first token instead of padding
+    seen = torch.zeros((len(history), vocab_size), dtype=torch.bool, device=history.device).scatter_(1, column, True)
+    return _along_paths(seen, tree)
+
+
+def _along_paths(seen: torch.Tensor, tree: NodePaths | None) -> torch.Tensor:
+    """seen [B, V], and each node's own ancestors: [B, N, V]; no tree: [B, 1, V]."""
+    if tree is None:
+        return seen[:, None]
+    path_tokens = torch.where(tree.ancestors, tree.tokens[:, None, :], tree.tokens[:, :, None])  # [B, N, N]
+    return seen[:, None].repeat(1, tree.num_nodes, 1).scatter_(2, path_tokens, True)

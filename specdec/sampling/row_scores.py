@@ -1,0 +1,82 @@
+"""How kernels read a row of logits: after softcap and repetition penalty, as scores, and as masses that add up exactly.
+
+x        = penalise(softcap(logits)), float32
+score    = (x - max x) / T, at most 0
+mass     = e^score in units of 2^-40, an integer, so that sums do not depend on their order
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from specdec.gpu.triton_shim import tl, triton
+from specdec.sampling.sampling_table import index_of
+from specdec.sampling.softcap import capped, inverse_of
+
+INF = tl.constexpr(float("inf"))
+LARGEST = tl.constexpr(0x7FFFFFFF)
+MASS_UNIT = tl.constexpr(float(1 << 40))
+
+SEED, TOP_K = index_of("seed"), index_of("top_k")
+TEMPERATURE, TOP_P, MIN_P = index_of("temperature"), index_of("top_p"), index_of("min_p")
+PENALTY = index_of("repetition_penalty")
+
+
+class Seen(NamedTuple):
+    """Tokens that the repetition penalty is for. bits [B, ceil(V / 32)] int32: bit v % 32 of word v // 32 is set for a
+    token v of the request's history; path [B, N, D] int64: tokens on a node's own path, padded with -1."""
+
+    bits: torch.Tensor
+    path: torch.Tensor
+
+
+def reading(logits: torch.Tensor, softcap: float | None, seen: Seen | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """How kernels read logits [B, N, V]: (p_seen, p_path) and (softcap, cap_inverse, s_row, s_seen, path_len)."""
+    batch, num_nodes, _ = logits.shape
+    assert logits.stride(2) == 1, f"{logits.stride()=}"
+    assert num_nodes == 1 or batch == 1 or logits.stride(0) == num_nodes * logits.stride(1), f"{logits.stride()=}"
+    s_row = logits.stride(1) if num_nodes > 1 else logits.stride(0)
+    cap = (softcap, None if softcap is None else inverse_of(softcap))
+    if seen is None:
+        return (None, None), (*cap, s_row, 0, 0)
+    assert seen.path.shape[:2] == (batch, num_nodes) and seen.bits.stride(1) == 1, f"{seen.path.shape=}"
+    return (seen.bits, seen.path.contiguous()), (*cap, s_row, seen.bits.stride(0), seen.path.shape[2])
+
+
+@triton.jit
+def load_logits(row: tl.tuple, o_token: tl.tensor) -> tl.tensor:
+    """float32, after softcap (each step rounded as the model's would be) and penalty; -inf after the vocabulary's end.
+
+    row: (p_logits, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len)."""
+    p_logits, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len = row
+    m_token = o_token < vocab_size
+    b_x = tl.load(p_logits + o_token, mask=m_token, other=0.0)
+    if softcap is not None:
+        b_x = capped(b_x, softcap, cap_inverse)
+    b_x = b_x.to(tl.float32)
+    if p_seen is not None:
+        penalty = tl.load(p_penalty)
+        if penalty != 1.0:
+            b_word = tl.load(p_seen + (o_token >> 5), mask=m_token, other=0)
+            m_seen = ((b_word >> (o_token & 31)) & 1) != 0
+            for i_path in range(path_len):
+                m_seen = m_seen | (o_token == tl.load(p_path + i_path))
+            b_x = tl.where(m_seen, tl.where(b_x > 0, tl.div_rn(b_x, penalty), b_x * penalty), b_x)
+    return tl.where(m_token, b_x, -INF)
+
+
+@triton.jit
+def score_of(b_x: tl.tensor, row_max: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """(x - max) / T <= 0, the best token at 0 however small T is; T = 1 where greedy."""
+    return tl.where(b_x == row_max, 0.0, tl.div_rn(b_x - row_max, tl.where(temperature > 0, temperature, 1.0)))
+
+
+@triton.jit
+def min_score_of(min_p: tl.tensor) -> tl.tensor:
+    """log min_p, the score of a token min_p times as likely as the best; -inf for 0."""
+    return tl.where(min_p > 0, tl.log(tl.where(min_p > 0, min_p, 1.0)), -INF)
+
+
+@triton.jit
+def mass_of(b_s: tl.tensor) -> tl.tensor:
+    return (tl.exp(b_s) * MASS_UNIT).to(tl.int64)

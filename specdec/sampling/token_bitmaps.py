@@ -1,0 +1,147 @@
+"""Sets of tokens as bits on the device: the tokens that a row has had, and those that a grammar allows after a node.
+
+A set is ceil(V / 32) words of int32: bit v % 32 of word v // 32 is token v.
+
+The repetition penalty reads what a row has had. The host writes a row once, when a request takes it, and each round
+sets the bits of the tokens that it commits (`mark_seen`, one launch). Grammars are of the host: it writes the masks of
+a round's nodes into one buffer, at one address for rounds of all shapes. Rows that have no grammar are filled on the
+device, so that only the others are computed and sent.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.mirrored_array import IntArray, upload
+from specdec.gpu.triton_shim import tl, triton
+from specdec.sampling.grammars.grammar import token_bits
+
+
+def unpack_bits(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """words [..., ceil(V / 32)] int32 -> [..., V] bool."""
+    in_bytes = words.view(torch.uint8)[..., None]
+    bits = in_bytes >> torch.arange(8, dtype=torch.uint8, device=words.device) & 1
+    return bits.flatten(-2)[..., :vocab_size] != 0
+
+
+# tokens that rows have had
+
+
+def reference_mark_seen(bits: torch.Tensor, row: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    """See `mark_seen`."""
+    one = torch.ones((), dtype=torch.int64, device=bits.device)
+    for i, count in enumerate(num_tokens.tolist()):
+        for token in tokens[i, :count].unique():
+            word = bits[row[i], token // 32].long() | (one << (token % 32))
+            bits[row[i], token // 32] = torch.where(word >= 1 << 31, word - (1 << 32), word).int()
+
+
+@triton.jit(do_not_specialize=["s_bits", "s_tokens", "max_tokens"])
+def _mark_seen_kernel(
+    p_bits: tl.tensor,  # [rows, W]
+    p_row: tl.tensor,  # [B]
+    p_tokens: tl.tensor,  # [B, L]
+    p_num_tokens: tl.tensor,  # [B]
+    s_bits: tl.tensor,
+    s_tokens: tl.tensor,
+    max_tokens: tl.tensor,  # L
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    i_request = tl.program_id(1).to(tl.int64)
+    o_token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    m_token = o_token < tl.minimum(tl.load(p_num_tokens + i_request).to(tl.int32), max_tokens)
+    b_token = tl.load(p_tokens + i_request * s_tokens + o_token, mask=m_token, other=0).to(tl.int32)
+    p_bits += tl.load(p_row + i_request).to(tl.int64) * s_bits
+    tl.atomic_or(p_bits + (b_token >> 5), 1 << (b_token & 31), mask=m_token, sem="relaxed")
+
+
+def mark_seen(bits: torch.Tensor, row: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    """Set the bits of tokens[i, :num_tokens[i]] in row[i] of bits: tokens [B, L], row and num_tokens [B], integers."""
+    batch, max_tokens = tokens.shape
+    assert bits.dtype == torch.int32 and bits.stride(1) == tokens.stride(1) == 1, f"{bits.dtype=} {tokens.stride()=}"
+    assert row.shape == num_tokens.shape == (batch,), f"{row.shape=} {num_tokens.shape=} {batch=}"
+    if batch and max_tokens:
+        block = min(256, triton.next_power_of_2(max_tokens))
+        _mark_seen_kernel[(triton.cdiv(max_tokens, block), batch)](
+            *(bits, row, tokens, num_tokens, bits.stride(0), tokens.stride(0), max_tokens),
+            BLOCK=block,
+            num_warps=1,
+            **pdl_options(bits.device),
+        )
+
+
+class SeenBits:
+    """bits [rows, ceil(V / 32)] int32 of the tokens that each row has had. Never replaced: captured rounds use them.
+
+    Only rows with a repetition penalty are kept so; the bits of others mean nothing, and nothing reads them.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.bits = torch.zeros((num_rows, -(-vocab_size // 32)), dtype=torch.int32, device=device)
+
+    def load(self, rows: IntArray, tokens: Sequence[Sequence[int]]) -> None:
+        """These rows hold these tokens, whatever they held before."""
+        if not len(rows):
+            return
+        words = np.stack([token_bits(each, self.bits.shape[1]) for each in tokens])
+        device = self.bits.device
+        self.bits.index_copy_(0, upload(rows, device), upload(words, device))
+
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """[B, ceil(V / 32)], a copy."""
+        return self.bits.index_select(0, rows)
+
+    def add(self, rows: torch.Tensor, tokens: torch.Tensor, length: torch.Tensor) -> None:
+        """The first `length` [B] of tokens [B, D] are committed to rows [B]."""
+        mark_seen(self.bits, rows, tokens, length)
+
+
+# tokens that grammars allow
+
+FREE = -1
+"""All bits: every token is allowed."""
+
+
+class RowMasks(NamedTuple):
+    """Masks of the M rows of a batch that have a grammar: their numbers [M], and words [M, N, ceil(V / 32)] int32."""
+
+    rows: IntArray
+    words: npt.NDArray[np.int32]
+
+
+class MaskBuffer:
+    """The masks of a round's nodes. Made with the first grammar, for the largest round of the engine (max_rows,
+    max_nodes), and never replaced: captured rounds read it."""
+
+    def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
+        self.num_words = -(-vocab_size // 32)
+        self.max_nodes = 1
+        self._max_rows = max_rows
+        self._device = device
+        self._words: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._words is None else self._words.nbytes
+
+    def at(self, batch: int, num_nodes: int) -> torch.Tensor:
+        """[B, N, ceil(V / 32)] int32 that rounds of this size read: a view of the one buffer."""
+        size = batch * num_nodes * self.num_words
+        if self._words is None:
+            largest = max(self._max_rows * self.max_nodes * self.num_words, size)
+            self._words = torch.full((largest,), FREE, dtype=torch.int32, device=self._device)
+        assert size <= self._words.numel(), f"{batch=} {num_nodes=} {self.max_nodes=}"
+        return self._words[:size].view(batch, num_nodes, self.num_words)
+
+
+def write_masks(target: torch.Tensor, masks: RowMasks) -> None:
+    """Into target [B, N, words], queued after what is launched, without waiting for it; other rows are free."""
+    target.fill_(FREE)
+    target.index_copy_(0, upload(masks.rows, target.device), upload(np.ascontiguousarray(masks.words), target.device))
