@@ -105,8 +105,10 @@ class EngineConfig:
     0.25 on the CPU). dtype: a torch.dtype or its name ("bfloat16", "bf16"); None is
     float32 on the CPU, the checkpoint's elsewhere.
     prefill_chunk: maximum prompt tokens per step of one request.
-    max_prefill_tokens: maximum prompt tokens per step over all requests. Bounds how long a decoding request waits
-    between two rounds. While no request decodes, prompts of up to four times as many tokens are read in one step.
+    max_prefill_tokens: maximum prompt tokens per step over all requests; None: 2048, on a CPU 96. Bounds how long a
+    decoding request waits between two rounds. While no request decodes, prompts of up to four times as many tokens are
+    read in one step. Prompts are read in order of rank, except that a prompt at most half as long as what the first one
+    has left passes it, within the half of the step that is not the first one's.
     attention: "torch" runs anywhere; "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a
     CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
     deterministic: the logits of a token are a function of its request alone, to the bit: not of the batch, the chunks
@@ -135,7 +137,7 @@ class EngineConfig:
     dtype: torch.dtype | None = None  # a name is turned into one before
     device: str | torch.device | None = None
     prefill_chunk: int = 512
-    max_prefill_tokens: int = 2048
+    max_prefill_tokens: int | None = None
     fused: str | bool = "auto"
     prefix_cache: bool = True
     max_capture_bytes: int | None = None
@@ -145,7 +147,8 @@ class EngineConfig:
         require_int("max_batch_size", self.max_batch_size, 1, 4096)
         require_int("page_size", self.page_size, 1, 1024)
         require_int("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
-        require_int("max_prefill_tokens", self.max_prefill_tokens, 1, 1 << 30)
+        if self.max_prefill_tokens is not None:
+            require_int("max_prefill_tokens", self.max_prefill_tokens, 1, 1 << 30)
         for name in ("max_model_len", "full_slots", "swa_slots", "max_capture_bytes"):
             value = getattr(self, name)
             if value is not None:

@@ -45,6 +45,7 @@ from specdec.runtime.handle import Handle
 from specdec.runtime.intake import Intake
 from specdec.runtime.launcher import Launcher
 from specdec.runtime.prefixes import Prefixes
+from specdec.runtime.prompt_shares import PromptRoom
 from specdec.runtime.request import GenerationOutput, Request, StreamDelta
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_sizes, capture_for
@@ -106,7 +107,7 @@ class Engine:
             self.table,
             max_model_len=self.max_model_len,
             prefill_chunk=self.config.prefill_chunk,
-            max_prefill_tokens=self.config.max_prefill_tokens,
+            prompt_room=PromptRoom.of(self.config.max_prefill_tokens, target.device.type),
             prefixes=self.prefixes,
         )
         graphs = chunks = None

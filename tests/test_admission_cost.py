@@ -20,6 +20,7 @@ from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.table import RequestTable
 from specdec.runtime import scheduler as scheduling
 from specdec.runtime.prefixes import Prefixes
+from specdec.runtime.prompt_shares import PromptRoom
 from specdec.runtime.request import Request, RequestState
 from specdec.runtime.scheduler import Scheduler, rank
 from specdec.runtime.settling import commit_chunks
@@ -34,7 +35,9 @@ def make(
     allocator = HybridAllocator(full_pages=pages, swa_pages=swa_pages, page_size=page_size, device=device)
     table = RequestTable(allocator, max_requests=rows, max_len=max_len, lookahead=2, window=window)
     prefixes = Prefixes(SimpleNamespace(table=table, stores=[None]), lambda: 0)  # type: ignore[arg-type]
-    return Scheduler(table, prefixes=prefixes, max_model_len=max_len, prefill_chunk=chunk, max_prefill_tokens=10**6)
+    return Scheduler(
+        table, prefixes=prefixes, max_model_len=max_len, prefill_chunk=chunk, prompt_room=PromptRoom(10**6, 10**6)
+    )
 
 
 def submit(scheduler: Scheduler, number: int, prompt: list[int], *, priority: int = 0, **params: Any) -> Request:

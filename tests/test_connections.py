@@ -17,7 +17,8 @@ from server_process import running_server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.errors import ConfigError
-from specdec.serving.http.connections import PIECE, Connection, ConnectionLimits
+from specdec.serving.http.connection_limits import ConnectionLimits
+from specdec.serving.http.connections import PIECE, Connection
 
 from served_engine import until
 

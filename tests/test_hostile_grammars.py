@@ -154,6 +154,43 @@ def test_a_worker_gives_back_the_memory_of_a_large_grammar(byte_tokenizer, monke
     assert start(grammars, regex="d+") is not None and trial.starts == 2
 
 
+def test_an_idle_worker_ends_and_another_one_starts_when_it_is_needed(byte_tokenizer, monkeypatch):
+    """It stayed for good, with 30 MB and more, once a grammar had needed it."""
+    timers = []
+
+    class Timer:
+        def __init__(self, seconds, call):
+            self.seconds, self.call, self.cancelled = seconds, call, False
+            timers.append(self)
+
+        def start(self): ...
+
+        def cancel(self):
+            self.cancelled = True
+
+    grammars = Grammars(byte_tokenizer, 300)
+    start(grammars, regex="a+")
+    trial = grammars._library._trial
+    if trial._idle is not None:
+        trial._idle.cancel()
+    monkeypatch.setattr(trial, "_timer", Timer)
+    start(grammars, regex="b+")
+    start(grammars, regex="c+")
+    worker = trial._worker
+    assert [(each.seconds, each.cancelled) for each in timers] == [
+        (grammar_trial.IDLE_SECONDS, True),
+        (grammar_trial.IDLE_SECONDS, False),
+    ]
+    with trial._lock:
+        timers[-1].call()  # a grammar is tried right now
+    assert worker.poll() is None
+    timers[-1].call()
+    assert worker.poll() is not None and trial._worker is None
+    assert start(grammars, regex="d+") is not None and trial.starts == 2
+    timers[-2].call()  # of a worker that is no more
+    assert trial._worker.poll() is None
+
+
 def test_plain_grammars_need_no_worker(byte_tokenizer):
     grammars = Grammars(byte_tokenizer, 300)
     start(grammars, choice=["yes", "no"])

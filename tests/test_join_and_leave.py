@@ -16,6 +16,7 @@ from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.table import RequestTable
 from specdec.runtime.prefixes import Prefixes
+from specdec.runtime.prompt_shares import PromptRoom
 from specdec.runtime.request import Request, RequestState
 from specdec.runtime.scheduler import Scheduler
 from specdec.sampling.sampling_table import SamplingTable
@@ -261,7 +262,7 @@ def busy(seed: int, page_size: int, **sizes: int) -> Scheduler:
     draw = random.Random(seed)
     table = make(page_size, **sizes)
     scheduler = Scheduler(
-        table, prefixes=prefixes_of(table), max_model_len=MAX_LEN, prefill_chunk=8, max_prefill_tokens=24
+        table, prefixes=prefixes_of(table), max_model_len=MAX_LEN, prefill_chunk=8, prompt_room=PromptRoom(24, 24)
     )
     head = [draw.randrange(2) for _ in range(20)]
     for number in range(ROWS + 2):
@@ -314,21 +315,16 @@ def test_requests_that_leave_together_leave_as_one_after_the_other(page_size: in
 
 def chunks_one_after_the_other(scheduler: Scheduler) -> list[tuple[int, int]]:
     """Each by rank takes its slots at once, and whoever finds none has room made."""
-    table, chosen, left = scheduler.table, [], scheduler._prefill_room()
+    table, chosen = scheduler.table, []
     page_size = table.allocator.page_size
-    for request in list(scheduler.running):
-        if request.state is not RequestState.PREFILL:
-            continue
-        if left == 0:
-            break
+    for request, share in scheduler._prompt_shares():
         done = int(table.committed_len.host[request.row])
         while request.state is RequestState.PREFILL:
             room = int(table.capacity[request.row]) - done + table.allocator.available_pages * page_size
-            chunk = min(scheduler.prefill_chunk, request.prefill_target - done, left, room)
+            chunk = min(share, room)
             if chunk > 0:
                 table.ensure(request.row, done + chunk)
                 chosen.append((request, chunk))
-                left -= chunk
                 break
             scheduler._make_room()
     return [(request.number, chunk) for request, chunk in chosen if request.state is RequestState.PREFILL]

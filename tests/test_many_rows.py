@@ -13,6 +13,7 @@ from specdec.gpu.mirrored_array import MirroredArray
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.page_pool import PagedAllocator
 from specdec.kvcache.table import RequestTable
+from specdec.runtime.prompt_shares import PromptRoom
 from specdec.runtime.request import Request, RequestState
 from specdec.runtime.rounds.result import RoundResult
 from specdec.runtime.scheduler import Scheduler
@@ -225,7 +226,7 @@ class Letters:
 
 def scheduler_of(table: RequestTable, prompts: list[int]) -> Scheduler:
     """So many tokens of each request are committed; those of odd length have more of their prompt to come."""
-    scheduler = Scheduler(table, max_model_len=22, prefill_chunk=8, max_prefill_tokens=8)
+    scheduler = Scheduler(table, max_model_len=22, prefill_chunk=8, prompt_room=PromptRoom(8, 8))
     for row, length in enumerate(prompts):
         request = request_of(row, length)
         request.seat(row)

@@ -35,6 +35,7 @@ from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.table import RequestTable
 from specdec.runtime import scheduler
 from specdec.runtime.prefixes import WORTH_WAITING, Prefixes
+from specdec.runtime.prompt_shares import IDLE_STEPS, PromptRoom
 from specdec.runtime.request import Request, RequestState
 from specdec.runtime.scheduler import Scheduler, rank
 from specdec.runtime.settling import commit_chunks
@@ -92,7 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def make_scheduler(self) -> Scheduler:
         prefixes = Prefixes(self.rig if self.cached else None, lambda: 0)
-        sizes = {"max_model_len": MAX_LEN, "prefill_chunk": CHUNK, "max_prefill_tokens": GROUP}
+        sizes = {"max_model_len": MAX_LEN, "prefill_chunk": CHUNK, "prompt_room": PromptRoom(GROUP, GROUP)}
         return Scheduler(self.table, prefixes=prefixes, **sizes)
 
     # events
@@ -187,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         rows = np.array([request.row for request in requests], dtype=np.int64)
         somebody_decodes = any(request.state is RequestState.DECODE for request in self.scheduler.running)
-        most = GROUP if somebody_decodes else scheduler.IDLE_STEPS * GROUP
+        most = GROUP if somebody_decodes else IDLE_STEPS * GROUP
         assert (chunk_len > 0).all() and (chunk_len <= CHUNK).all() and chunk_len.sum() <= most
         done = self.table.committed_len.host[rows]
         width = int(chunk_len.max())
@@ -338,7 +339,7 @@ def test_a_low_priority_is_not_kept_waiting_by_a_steady_stream(level: int) -> No
     layout = KVLayout((spec(SLIDING_LAYER, WINDOW), spec(FULL_LAYER, None)))
     sizes = {"full_pages": 200, "swa_pages": 200, "page_size": 1, "max_len": MAX_LEN, "lookahead": NODES}
     table = KVRig(layout, **sizes, max_requests=ROWS).table
-    made = Scheduler(table, max_model_len=MAX_LEN, prefill_chunk=CHUNK, max_prefill_tokens=GROUP)
+    made = Scheduler(table, max_model_len=MAX_LEN, prefill_chunk=CHUNK, prompt_room=PromptRoom(GROUP, GROUP))
     numbers = itertools.count()
 
     def submit(priority: int) -> Request:

@@ -48,7 +48,6 @@ GREETING = "specdec serve: "
 GOOD_KEYS = [f"sk-good-{number}" for number in range(4)]
 HOSTILE_KEYS = ["sk-hostile-0", "sk-hostile-1"]
 OPTIONS = ["--batch-size", "32", "--max-model-len", "1024", "--max-waiting", "64", "--page-size", "16"]
-OPTIONS += ["--max-prefill-tokens", "96"]
 OPTIONS += ["--client-concurrency", "8", "--max-connections", "600", "--timeout-headers", "5", "--timeout-body", "10"]
 BESIDE = 8  # kinds that go on together, where some do
 PATIENCE = 10.0  # seconds beyond its time after which a kind is cut off

@@ -296,8 +296,12 @@ def serve(
         int | None, typer.Option(min=1, help="Longest prompt and output in tokens; default: the model's own.")
     ] = None,
     max_prefill_tokens: Annotated[
-        int, typer.Option(min=1, help="Prompt tokens between two rounds of running requests; fewer: steadier streams.")
-    ] = 2048,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Prompt tokens between two rounds of running requests; fewer: steadier streams. None: 2048; CPU: 96.",
+        ),
+    ] = None,
     page_size: Annotated[int, typer.Option(min=1, help="KV slots of a page.")] = 1,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits whatever the batch and the drafts.")

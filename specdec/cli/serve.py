@@ -24,9 +24,10 @@ from specdec.cli.options import PairOptions
 from specdec.cli.serve_options import ServerOptions
 from specdec.cli.settings import engine_config, load_engine, quiet_libraries
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.http.connections import ConnectionLimits
+from specdec.serving.http.connection_limits import ConnectionLimits
 from specdec.serving.http.key_file import read_key_file
 from specdec.serving.http.limits import ClientRates
+from specdec.serving.http.trimming import few_arenas
 from specdec.serving.logs import set_up
 from specdec.serving.server import address, listen, require_certificate, run_app
 from specdec.serving.server_settings import ServeSettings, sampling_defaults
@@ -48,7 +49,7 @@ def serve(
     batch_size: int,
     max_waiting: int,
     max_model_len: int | None,
-    max_prefill_tokens: int,
+    max_prefill_tokens: int | None,
     page_size: int,
     deterministic: bool,
     chat_template: Path | None,
@@ -64,6 +65,7 @@ def serve(
     allow_priority: bool,
 ) -> None:
     quiet_libraries()
+    few_arenas()
     set_up(server.log_format, logging.WARNING)
     logging.getLogger("specdec").setLevel((pair.log_level or "info").upper())
     keys, named = _keys(api_key, server.api_key_file)

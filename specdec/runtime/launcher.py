@@ -20,7 +20,7 @@ from specdec.runtime.request import Request
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_sizes, nothing, run_programs
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
-from specdec.runtime.rounds.grouping import group_chunks, padded_size
+from specdec.runtime.rounds.grouping import WORTH_A_FORWARD, WORTH_ON_CPU, group_chunks, padded_size
 from specdec.runtime.rounds.prompt_scoring import Scoring, Span, score_chunk
 from specdec.runtime.rounds.result import RoundResult, RoundShape, unpack
 from specdec.runtime.rounds.round import PREFILL_STAGES, Chunk, Round
@@ -137,7 +137,8 @@ class Launcher:
 
     def group(self, chunk_len: IntArray) -> list[IntArray]:
         """Numbers of the prompt chunks [B] that share a forward."""
-        return group_chunks(chunk_len, padded_size if self.chunks is None else self.chunks.size)
+        worth = WORTH_ON_CPU if self.round.device.type == "cpu" else WORTH_A_FORWARD
+        return group_chunks(chunk_len, padded_size if self.chunks is None else self.chunks.size, worth)
 
     def prefill(
         self, requests: Sequence[Request], chunk_len: IntArray, drawing: list[int], scoring: Scoring | None

@@ -21,13 +21,11 @@ from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.table import RequestTable, swa_slots_held
 from specdec.runtime.prefixes import Prefixes
+from specdec.runtime.prompt_shares import Prompt, PromptRoom, shares
 from specdec.runtime.request import Request, RequestState
 
 PATIENCE = 64
 """Admissions past a waiting request for which it rises by a level of priority."""
-
-IDLE_STEPS = 4
-"""Prompts that would take so many steps at most are read in one, where nobody decodes who would wait for it."""
 
 
 class Scheduler:
@@ -39,14 +37,14 @@ class Scheduler:
         *,
         max_model_len: int,
         prefill_chunk: int,
-        max_prefill_tokens: int,
+        prompt_room: PromptRoom,
         prefixes: Prefixes | None = None,
     ) -> None:
         self.table = table
         self.prefixes = Prefixes(None, object) if prefixes is None else prefixes
         self.max_model_len = max_model_len
         self.prefill_chunk = prefill_chunk
-        self.max_prefill_tokens = max_prefill_tokens
+        self.prompt_room = prompt_room
         self.waiting: list[Request] = []  # both by rank
         self.running: list[Request] = []
 
@@ -133,25 +131,21 @@ class Scheduler:
     def next_prefill(self) -> tuple[list[Request], IntArray]:
         """Requests with K/V still to make and the length of each one's next chunk; slots are allocated.
 
-        Together they are at most `max_prefill_tokens` long, but for `IDLE_STEPS`. Who comes first by rank gets its
-        whole chunk, so nobody waits for ever.
+        Whose turn it is, and how much of it is read: `prompt_shares`. What no pages are found for is not read now.
         """
         table, page_size = self.table, self.table.allocator.page_size
         chosen: list[tuple[Request, int]] = []
-        left, pages = self._prefill_room(), table.allocator.available_pages  # that are promised to nobody
-        for request in list(self.running):
+        pages = table.allocator.available_pages  # that are promised to nobody
+        for request, wanted in self._prompt_shares():
             if request.state is not RequestState.PREFILL:
                 continue
-            if left == 0:
-                break
             done = int(table.committed_len.host[request.row])
-            wanted = min(self.prefill_chunk, request.prefill_target - done, left)
             while request.state is RequestState.PREFILL:
                 owned = int(table.capacity[request.row]) - done
                 chunk = min(wanted, owned + pages * page_size)
                 if chunk > 0:
                     chosen.append((request, chunk))
-                    left, pages = left - chunk, pages - max(0, -(-(chunk - owned) // page_size))
+                    pages -= max(0, -(-(chunk - owned) // page_size))
                     break
                 chosen = self._take_chunks(chosen)  # before anybody gives up anything
                 self._make_room()
@@ -245,12 +239,15 @@ class Scheduler:
         full, swa = slots_needed(self.table, request.prefill_target, 2)
         return max(0, full - owned) // page_size, max(0, swa - owned + evicted) // page_size
 
-    def _prefill_room(self) -> int:
-        """Most prompt tokens of this step."""
-        if RequestState.DECODE in [request.state for request in self.running]:
-            return self.max_prefill_tokens
-        to_come = sum([r.prefill_target - int(self.table.committed_len.host[r.row]) for r in self.running])
-        return to_come if to_come <= IDLE_STEPS * self.max_prefill_tokens else self.max_prefill_tokens
+    def _prompt_shares(self) -> list[tuple[Request, int]]:
+        """Who reads how many tokens of its prompt in this step, as far as there are pages, by rank."""
+        reading = [request for request in self.running if request.state is RequestState.PREFILL]
+        done = [int(self.table.committed_len.host[request.row]) for request in reading]
+        prompts = [Prompt(rank(r)[0], r.prefill_target - n) for r, n in zip(reading, done, strict=True)]
+        to_come = sum(each.to_go for each in prompts)
+        room = self.prompt_room.tokens(to_come, RequestState.DECODE in [request.state for request in self.running])
+        given = zip(reading, shares(prompts, room, self.prefill_chunk), strict=True)
+        return [(request, share) for request, share in given if share > 0]
 
     def _make_room(self) -> None:
         """Give up the slack behind the windows, and when that frees nothing, the last request by rank."""

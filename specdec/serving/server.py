@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http.connections import Connection, Connections, Listener
 from specdec.serving.http.probes import Watch
+from specdec.serving.http.trimming import Trimmer, without_what_stays
 from specdec.serving.server_settings import ServeSettings
 from specdec.serving.status_report import Reporter, describe
 
@@ -34,6 +36,9 @@ LAST_SECONDS = 3.0
 """For streams that were ended to say so."""
 OVERDUE_SECONDS = 10.0
 """After which a process that should have ended is ended."""
+SWITCH_SECONDS = 0.0001
+"""After which a thread that wants Python's lock gets it. The engine's thread gives it up at every operation of torch,
+thousands of times a step; with Python's own 5 ms, a loop that is busy with others takes most of the time between."""
 
 
 def listen(host: str, port: int) -> Listener:
@@ -95,9 +100,13 @@ def run_app(engine: AsyncEngine, settings: ServeSettings, bound: Listener, ready
     server = Server(config, engine, settings, connections, ready)
     server.reporter = Reporter(engine, app.state.metrics, settings.stats_seconds)
     logger.info(describe(app.state.serve))
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
-        server.run(sockets=[bound])
+        with without_what_stays():
+            server.run(sockets=[bound])
     finally:
+        sys.setswitchinterval(usual)
         asyncio.run(engine.close())
         server.deadline.cancel()
     return server.died
@@ -121,6 +130,7 @@ class Server(uvicorn.Server):
         self._stop_seconds = settings.stop_seconds
         self._connections = connections
         self._watch = Watch(engine, settings.liveness_seconds)
+        self._trimmer = Trimmer()
         self._ready = ready
         self.deadline = threading.Timer(settings.stop_seconds + LAST_SECONDS + OVERDUE_SECONDS, _leave_at_once)
         self.deadline.daemon = True
@@ -134,6 +144,7 @@ class Server(uvicorn.Server):
         if counter % 10 == 0:  # about once a second
             self._connections.sweep()
             self._watch.look()
+            self._trimmer.look()
             if self.reporter is not None:
                 self.reporter.look()
         if self.died is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specdec.config import require_int
 from specdec.errors import ConfigError, shown
-from specdec.serving.http.connections import ConnectionLimits
+from specdec.serving.http.connection_limits import ConnectionLimits
 from specdec.serving.http.limits import ClientRates
 from specdec.serving.http.unknown_fields import require_handling
 from specdec.serving.tools.reasoning import reasoning_format

@@ -11,6 +11,8 @@ from specdec.gpu.mirrored_array import IntArray
 
 WORTH_A_FORWARD = 256
 """Positions that take about as long as what one more forward costs: its launch, or the weights that it reads."""
+WORTH_ON_CPU = 64
+"""There: a position is arithmetic. Measured on the bundled target: 20 ms a forward, 0.25 to 0.35 a position."""
 
 Size = Callable[[IntArray, int], IntArray]
 """(numbers of chunks, the longest of each) -> positions that a forward over so many takes."""
@@ -20,8 +22,10 @@ def padded_size(counts: IntArray, longest: int) -> IntArray:
     return counts * longest
 
 
-def group_chunks(chunk_len: IntArray, size: Size = padded_size) -> list[IntArray]:
-    """Numbers of the chunks [B] by forward, the longest first, such that all forwards together take least."""
+def group_chunks(chunk_len: IntArray, size: Size = padded_size, worth: int = WORTH_A_FORWARD) -> list[IntArray]:
+    """Numbers of the chunks [B] by forward, the longest first, such that all forwards together take least.
+
+    worth: positions that one more forward costs."""
     order = np.argsort(-chunk_len, kind="stable")
     num_chunks = len(order)
     least = np.full(num_chunks + 1, np.iinfo(np.int64).max)  # positions of the first n chunks, in the best groups
@@ -29,7 +33,7 @@ def group_chunks(chunk_len: IntArray, size: Size = padded_size) -> list[IntArray
     begin = np.zeros(num_chunks + 1, dtype=np.int64)  # of the last group of these
     for first in range(num_chunks):
         counts = np.arange(1, num_chunks - first + 1)
-        total = least[first] + size(counts, int(chunk_len[order[first]])) + WORTH_A_FORWARD
+        total = least[first] + size(counts, int(chunk_len[order[first]])) + worth
         better = total < least[first + 1 :]
         least[first + 1 :][better] = total[better]
         begin[first + 1 :][better] = first

@@ -30,7 +30,7 @@ JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"\x20|\x0A(\
 """Between the parts of JSON: nothing, a space, or a new line with its indent. A model that is lost would write more for
 ever."""
 
-COMPILED_BYTES = 64 << 20
+COMPILED_BYTES = 32 << 20
 """Memory of the compiled grammars that are kept for later requests."""
 BYTES_PER_CHAR = 256
 """What a compiled grammar takes at least, by the length of what it was compiled from; measured: 30 to 250."""

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from specdec.errors import ConfigError, shown
 
 MAX_SCHEMA_CHARS = 1 << 20
@@ -143,11 +145,13 @@ def _split(reference: str) -> tuple[str, str] | None:
 
 def _depth(text: str, opening: str, closing: str) -> int:
     """The deepest nesting of these brackets."""
-    deepest = depth = 0
-    for char in re.findall(f"[{re.escape(opening + closing)}]", text):
-        depth = depth + 1 if char in opening else max(depth - 1, 0)
-        deepest = max(deepest, depth)
-    return deepest
+    chars = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    steps = np.zeros(len(chars), dtype=np.int64)
+    for brackets, step in ((opening, 1), (closing, -1)):
+        steps[np.isin(chars, [ord(bracket) for bracket in brackets])] = step
+    depths = np.cumsum(steps)
+    # one that closes nothing does not count: depths are above the lowest so far
+    return int((depths - np.minimum.accumulate(np.minimum(depths, 0))).max(initial=0))
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:

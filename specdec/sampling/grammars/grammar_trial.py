@@ -37,6 +37,8 @@ LARGE_BYTES = 32 << 20
 """After a grammar that took more the worker ends, and gives the memory back with it."""
 FORCED_BYTES = 1 << 14
 """Text that a grammar may force at its start: every copy of a state holds it."""
+IDLE_SECONDS = 5.0
+"""Without a grammar to try, after which the worker ends; the next one takes a fraction of a second to start."""
 STACK_BYTES = 64 << 20
 """Address space; a page of it is taken when it is touched."""
 
@@ -60,12 +62,16 @@ class GrammarTrial:
         self._worker: subprocess.Popen[bytes] | None = None
         self._pid = os.getpid()
         self._finalizer: Any = None
+        self._timer = threading.Timer
+        self._idle: threading.Timer | None = None
         self.starts = 0
 
     def run(self, grammar: str) -> int:
         """Bytes that the grammar takes. Raises ConfigError, with the reason, for one that must not be compiled."""
         asked = {"grammar": grammar, "seconds": SECONDS, "bytes": BYTES, "forced": FORCED_BYTES, "stack": STACK_BYTES}
         with self._lock:
+            if self._idle is not None:
+                self._idle.cancel()
             try:
                 answer = self._answer(self._ready(), asked, PATIENCE)
                 if answer["bytes"] > LARGE_BYTES:
@@ -76,6 +82,7 @@ class GrammarTrial:
             except BaseException:  # half an answer may be left in the pipe
                 self._end()
                 raise
+            self._end_when_idle()
         if answer["reason"]:
             raise ConfigError(answer["reason"])
         return int(answer["bytes"])
@@ -107,6 +114,29 @@ class GrammarTrial:
         except WorkerDied:
             raise WorkerDied("the process that it would be compiled in did not start") from None
         return worker
+
+    def _end_when_idle(self) -> None:
+        if self._worker is None:
+            return
+        trial, worker = weakref.ref(self), self._worker
+
+        def end() -> None:
+            if (mine := trial()) is not None:
+                mine.end_idle(worker)
+
+        self._idle = self._timer(IDLE_SECONDS, end)
+        self._idle.daemon = True
+        self._idle.start()
+
+    def end_idle(self, worker: "subprocess.Popen[bytes]") -> None:
+        """End this worker unless a grammar is tried right now, or another took its place: then that one's end comes."""
+        if self._pid != os.getpid() or not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._worker is worker:
+                self._end()
+        finally:
+            self._lock.release()
 
     def _end(self) -> None:
         if self._finalizer is not None:

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
@@ -70,12 +71,16 @@ def shape_of(raw: bytes) -> Iterator[Shape]:
         shape.members += outside.count(b":")
         shape.values += outside.count(b",") + opened
         if shape.containers <= MAX_CONTAINERS:
-            for char in outside.translate(None, delete=_NO_BRACKETS):
-                depth += 1 if char in b"{[" else -1
-                shape.depth = max(shape.depth, depth)
+            steps = np.frombuffer(outside.translate(_STEPS, _NO_BRACKETS), dtype=np.int8)
+            if len(steps):
+                depths = depth + np.cumsum(steps, dtype=np.int64)
+                shape.depth = max(shape.depth, int(depths.max()))
+                depth = int(depths[-1])
         yield shape
 
 
+_STEPS = bytes.maketrans(b"{[}]", b"\x01\x01\xff\xff")
+"""Brackets as int8: a level more, or less."""
 _NO_BRACKETS = bytes(char for char in range(256) if char not in b"{}[]")
 
 

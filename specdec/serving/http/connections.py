@@ -11,29 +11,26 @@ byte has come is never given up here. It knows sockets and h11, and nothing of r
 
 import errno
 import logging
-import os
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specdec.config import require_int
-from specdec.errors import ConfigError, shown
+from specdec.serving.http.connection_limits import ConnectionLimits
+from specdec.serving.http.pacing import Pace
 
 logger = logging.getLogger("specdec.serving")
 
 AT_ONCE = 16
 """Connections taken in one turn of the event loop; streams go on between two turns."""
-RESERVED_FILES = 32
-"""File descriptors that are left for everything that is no connection."""
-MOST_BY_DEFAULT = 16_384
 PIECE, BODY_PIECE = 1 << 10, 1 << 16
 """Bytes parsed in one turn of the event loop: of heads and of bodies in chunks, which may be of one byte each, and of
 bodies of a length that is known."""
+PIPELINED_SECONDS = 0.05
+"""For which a request waits that came before the answer to the one in front of it."""
 WRITE_SECONDS = 300.0
 """A client that reads nothing for this long is given up."""
 QUIET_SECONDS = 10.0
@@ -41,51 +38,6 @@ QUIET_SECONDS = 10.0
 NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 LATE = (h11.IDLE, h11.SEND_BODY)
 """What h11 calls a client whose request is not whole."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """most: open connections, 0: as many as the limit of open files allows. headers, body: seconds within which the
-    head of a request, and the whole request, must come. keep_alive: seconds that a connection stays open between two
-    requests."""
-
-    most: int = 0
-    headers: float = 10.0
-    body: float = 120.0
-    keep_alive: float = 30.0
-
-    def __post_init__(self) -> None:
-        require_int("max_connections", self.most, 0, 1 << 30)
-        for name in ("headers", "body", "keep_alive"):
-            value = getattr(self, name)
-            if not 0 < value < float("inf"):
-                raise ConfigError(f"timeout_{name}={shown(value)}: a number of seconds above 0 is required")
-
-    def resolved_most(self) -> int:
-        """`most`, or the number that the limit of open files allows. Raises ConfigError where it allows fewer."""
-        allowed = allowed_connections()
-        if self.most > allowed:
-            raise ConfigError(
-                f"max_connections={self.most} is more than the {allowed} that the limit of open files allows; raise "
-                "that limit (ulimit -n, LimitNOFILE=) or ask for fewer"
-            )
-        return self.most or min(allowed, MOST_BY_DEFAULT)
-
-
-def allowed_connections() -> int:
-    """How many connections the limit of open files leaves room for, besides the files that are open now."""
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return MOST_BY_DEFAULT
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return 1 << 30
-    try:
-        in_use = len(os.listdir("/proc/self/fd"))
-    except OSError:
-        in_use = 64
-    return max(1, soft - in_use - RESERVED_FILES)
 
 
 class Accepted(socket.socket):
@@ -109,6 +61,7 @@ class Connections:
         self._open: dict[int, Accepted] = {}  # by file descriptor
         self._waiting: dict[int, Accepted] = {}  # those from which a request is awaited, the longest wait first
         self._quiet_until: dict[str, float] = {}
+        self.pace = Pace()  # of addresses that send what is no HTTP
 
     def __len__(self) -> int:
         return len(self._open)
@@ -208,6 +161,9 @@ class Listener(socket.socket):
                     raise
                 self._turn_one_away(error)
                 continue
+            if has_gone(taken):
+                taken.close()
+                continue
             accepted = Accepted(taken.family, taken.type, taken.proto, fileno=taken.detach())
             accepted.connections, accepted.began = connections, time.monotonic()
             if connections.make_room():
@@ -249,6 +205,17 @@ class Listener(socket.socket):
         accepted.close()
 
 
+def has_gone(taken: socket.socket) -> bool:
+    """Has a client closed its half, or reset, before it sent anything? No request can come, so no protocol is made."""
+    try:
+        taken.setblocking(False)
+        return not taken.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 class Connection(H11Protocol):
     """uvicorn's, that is late at some time, and answers a client that has closed its own half.
 
@@ -256,6 +223,9 @@ class Connection(H11Protocol):
     reads. TCP tells these apart only when something is sent: an interim response (100) or a comment between two events,
     which clients must skip, make the system of a client that has gone answer with a reset. Then the request is aborted.
     """
+
+    _told_late = False  # it sent no HTTP, and is told so in a moment
+    _completing = False  # an answer is whole, and uvicorn looks for the next request
 
     def __init__(self, connections: Connections, **options: Any) -> None:
         super().__init__(**options)
@@ -301,16 +271,52 @@ class Connection(H11Protocol):
             self._since = time.monotonic()
         super().data_received(piece)
         self._note_state()
+        if self._told_late:
+            return
         if self._unparsed:
             self.transport.pause_reading()
             self.loop.call_soon(self._parse)
         elif not self.flow.read_paused:
             self.transport.resume_reading()
 
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP. Told, and closed, no faster than refused requests are."""
+        address = self.client[0] if self.client else ""
+        wait = self._connections.pace.delay(address, time.monotonic())
+        if not wait:
+            super().send_400_response(msg)
+            return
+        self._unparsed, self._told_late = b"", True
+        self.transport.pause_reading()
+        self.loop.call_later(wait, self._send_late_400, msg)
+
+    def _send_late_400(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            super().send_400_response(msg)
+
+    def handle_events(self) -> None:
+        """A request that came before the one in front of it was answered waits a moment: browsers and clients wait for
+        answers, and one connection would keep the loop busy."""
+        if self._completing and self.conn.trailing_data[0]:
+            self.flow.pause_reading()  # so that no end is read in front of it
+            self.loop.call_later(PIPELINED_SECONDS, self._handle_late)
+        else:
+            super().handle_events()
+
+    def _handle_late(self) -> None:
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            super().handle_events()
+            self._note_state()
+
     def on_response_complete(self) -> None:
         if self.conn.their_state is not h11.SEND_BODY:  # else it was answered before its body had come
             self._since = None
-        super().on_response_complete()
+        self._completing = True
+        try:
+            super().on_response_complete()
+        finally:
+            self._completing = False
         if self._since is None and self.conn.trailing_data[0]:  # the beginning of the next request came already
             self._since = time.monotonic()
         self._note_state()
@@ -319,6 +325,8 @@ class Connection(H11Protocol):
         """-> True: keep the connection, to answer on it. TLS has no halves, and HTTP/1.0 no interim responses."""
         while self._unparsed and not self.transport.is_closing():
             self._parse()
+        if self._told_late:
+            return True
         answering = self.cycle is not None and not self.cycle.response_complete  # type: ignore[redundant-expr]  # before the first
         if not answering or self._awaits() or self.scheme == "https" or self.scope["http_version"] == "1.0":
             return None
@@ -358,7 +366,8 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _awaits(self) -> bool:
-        return self.conn.their_state in LATE
+        """Nothing would be lost with it but a refusal."""
+        return self._told_late or self.conn.their_state in LATE
 
     def _note_state(self) -> None:
         if not self._awaits():

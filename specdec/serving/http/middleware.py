@@ -21,6 +21,7 @@ from specdec.serving.fair_pool import CLIENT
 from specdec.serving.http.events import CLIENT_GONE
 from specdec.serving.http.faults import ApiError, as_api_error
 from specdec.serving.http.limits import GUARDED, ClientLimits, route_path
+from specdec.serving.http.pacing import Paced
 from specdec.serving.http.sharing import bearer_token
 from specdec.serving.server_settings import ServeSettings
 from specdec.serving.tracing import Tracing
@@ -221,6 +222,7 @@ def install(app: FastAPI, settings: ServeSettings) -> None:
         max_body_bytes=settings.max_body_bytes,
         named_keys=settings.named_keys,
     )
+    app.add_middleware(Paced)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -1,0 +1,101 @@
+"""Gives back to the system what the C library keeps of memory that was freed.
+
+Bodies and grammars take many megabytes for a moment, on threads of their own, each with its own arena; glibc keeps what
+they free, for good, and a compiled grammar that hangs on a circle of small objects stays until Python looks for
+circles, which goes by their number: a server that had compiled hostile grammars stayed 300 MB larger than it was. It
+knows no grammar: it looks at what the process holds, and where that has grown, circles are collected, and the rest is
+asked back (`malloc_trim`). Where there is no such call, as with other C libraries, only circles are.
+
+What there is when a server begins stays as long as it does: it is set aside (`without_what_stays`), so that Python
+goes through what came since, in milliseconds, and not through half a million objects with its lock held.
+"""
+
+import ctypes
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+GROWN_BYTES = 16 << 20
+"""Beyond the least that the process held since the last time: then it is worth asking."""
+EVERY_SECONDS, LAST_SECONDS = 2.0, 32.0
+"""After it has grown it is asked at once, 4 s later, 8 s after that, ..., for the last time after 32: what is in use
+while it is asked is free later, and nothing tells when."""
+
+
+ARENAS = 2
+M_ARENA_MAX = -8
+"""glibc's number of that setting (malloc.h)."""
+
+
+def resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            pages = int(file.read().split()[1])
+        import resource
+    except (OSError, ImportError):
+        return 0
+    return pages * resource.getpagesize()
+
+
+@contextmanager
+def without_what_stays() -> Iterator[None]:
+    """Within, what is there now is no part of what Python looks through for circles."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def give_back() -> None:
+    """Collect circles, and have glibc, where it is that, give back what is free; that call lets go of Python's lock."""
+    gc.collect()
+    if sys.platform.startswith("linux"):
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def few_arenas() -> None:
+    """Have glibc share ARENAS among all threads that start from now on; otherwise each of dozens keeps a part of what
+    it freed that no other can use. Called before there are threads."""
+    if sys.platform.startswith("linux"):
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS)
+
+
+class Trimmer:
+    """`look` is called now and then, on one thread; the work is done on another."""
+
+    def __init__(self, held: Callable[[], int] = resident_bytes, work: Callable[[], object] = give_back) -> None:
+        self._held = held
+        self._give_back = work
+        self._least = held()  # since the last time
+        self._last = -EVERY_SECONDS  # time
+        self._wait: float | None = None  # until the next time after it; None: until it grows
+        self._thread: threading.Thread | None = None
+
+    def look(self, now: float | None = None) -> None:
+        now = time.monotonic() if now is None else now
+        held = self._held()
+        self._least = min(self._least, held)
+        if held >= self._least + GROWN_BYTES:
+            self._wait = EVERY_SECONDS
+        if self._wait is None or now < self._last + self._wait or self.busy:
+            return
+        self._last = now
+        self._wait = 2 * self._wait if self._wait < LAST_SECONDS else None
+        self._thread = threading.Thread(target=self._work, name="specdec-trim", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _work(self) -> None:
+        self._give_back()
+        self._least = self._held()

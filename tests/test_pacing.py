@@ -1,0 +1,157 @@
+"""Refusals are paced by client, pipelined requests by connection, and clients that are gone cost next to nothing."""
+
+import asyncio
+import json
+import socket
+import time
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+import pytest
+from server_process import running_server
+
+from specdec.serving.http import connections, pacing
+from specdec.serving.http.connection_limits import ConnectionLimits
+from specdec.serving.http.connections import Connections, Listener, has_gone
+from specdec.serving.http.pacing import BURST, MOST_SECONDS, PER_SECOND, UNIT_BYTES, Pace, Paced, is_paced
+
+
+def test_a_pail_of_refusals_is_answered_at_once_and_then_so_many_a_second() -> None:
+    pace = Pace()
+    assert [pace.delay("a", 100.0) for _ in range(BURST)] == [0.0] * BURST
+    assert [pace.delay("a", 100.0) for _ in range(3)] == pytest.approx([i / PER_SECOND for i in (1, 2, 3)])
+    assert pace.delay("b", 100.0) == 0.0  # another client has a pail of its own
+    assert pace.delay("a", 100.0 + 3 / PER_SECOND) == pytest.approx(1 / PER_SECOND)
+    assert [pace.delay("a", 200.0) for _ in range(BURST + 1)][-2:] == pytest.approx([0.0, 1 / PER_SECOND])
+
+
+def test_a_refused_body_counts_by_its_bytes_and_none_waits_for_long() -> None:
+    pace, large = Pace(), BURST * UNIT_BYTES
+    assert pace.delay("a", 100.0, large) == 0.0  # a mistake in a large body is told at once
+    assert pace.delay("a", 100.0, large) == MOST_SECONDS
+    assert pace.delay("a", 100.0, large) == MOST_SECONDS  # and nobody owes more than that
+    assert pace.delay("a", 100.0 + MOST_SECONDS) == pytest.approx(1 / PER_SECOND)
+
+
+def test_clients_of_long_ago_are_forgotten(monkeypatch) -> None:
+    monkeypatch.setattr(pacing, "MOST_REMEMBERED", 10)
+    pace = Pace()
+    for number in range(100):
+        pace.delay(f"client {number}", 100.0 * number)
+    assert len(pace._due) <= 10
+
+
+def test_only_mistakes_are_paced() -> None:
+    """Who is to come later, or to go elsewhere, hears that at once."""
+    assert [status for status in (200, 400, 401, 404, 405, 408, 413, 429, 499, 500, 503) if is_paced(status)] == [
+        *(400, 401, 404, 405, 413)
+    ]
+
+
+def answered(paced: Paced, status: int, times: int, client: str, body: bytes = b"") -> int:
+    """So many requests, one after the other -> how many answers came."""
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message):
+        sent.append(message["status"])
+
+    async def go() -> None:
+        paced.app = app
+        for _ in range(times):
+            await paced({"type": "http", "client": (client, 1), "state": {}}, receive, send)
+
+    async def app(scope, receive, send):
+        await receive()
+        await send({"type": "http.response.start", "status": status})
+
+    asyncio.run(go())
+    return len(sent)
+
+
+def test_refusals_wait_and_other_answers_do_not(monkeypatch) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(pacing, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(pacing, "time", SimpleNamespace(monotonic=lambda: 50.0))
+    paced = Paced(None)  # type: ignore[arg-type]
+    assert answered(paced, 400, BURST, "a") == BURST and slept == []
+    assert answered(paced, 200, 99, "a") == 99 and slept == []
+    assert answered(paced, 400, 2, "a") == 2
+    assert slept == pytest.approx([1 / PER_SECOND, 2 / PER_SECOND])
+    assert answered(paced, 400, 1, "b", b"x" * UNIT_BYTES * BURST) == 1 and len(slept) == 2
+    assert answered(paced, 400, 1, "b") == 1 and len(slept) == 3  # the body had emptied its pail
+    paced.waiting = pacing.MOST_WAITING
+    assert answered(paced, 400, 9, "a") == 9 and len(slept) == 3
+    assert paced.waiting == pacing.MOST_WAITING
+
+
+def test_a_client_that_left_before_it_sent_anything_gets_no_protocol(monkeypatch) -> None:
+    """Connections that come and go made a protocol each: 3,900 a second took half of the event loop."""
+    with Listener() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.connections = Connections(ConnectionLimits(most=20))
+        listener.setblocking(False)
+        for _ in range(5):
+            socket.create_connection(listener.getsockname()).close()
+        with socket.create_connection(listener.getsockname()) as quiet:
+            accepted, _ = listener.accept()
+            assert accepted.getpeername() == quiet.getsockname()
+            assert not has_gone(accepted)
+            assert len(listener.connections) == 1
+            accepted.close()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server() as server:
+        yield server
+
+
+def asked(server, raw: bytes) -> bytes:
+    parts = urlsplit(server.url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=60) as made:
+        made.sendall(raw)
+        made.shutdown(socket.SHUT_WR)
+        blocks = []
+        while block := made.recv(1 << 16):
+            blocks.append(block)
+    return b"".join(blocks)
+
+
+def test_pipelined_requests_are_all_answered_in_order_whether_more_is_sent_or_not(server) -> None:
+    one = b"GET /v1/models HTTP/1.1\r\nHost: here\r\n\r\n"
+    last = b"GET /nowhere HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n"
+    said = asked(server, one * 6 + last)
+    assert said.count(b"HTTP/1.1 200 OK") == 6 and said.count(b"HTTP/1.1 404") == 1
+    assert said.rindex(b"HTTP/1.1 200 OK") < said.index(b"HTTP/1.1 404")
+
+
+def test_a_pipelined_request_waits_for_its_moment(monkeypatch) -> None:
+    """64 at once on each of four connections kept the loop busy; the second now comes by a timer."""
+    later = []
+    made = SimpleNamespace(
+        _completing=True,
+        conn=SimpleNamespace(trailing_data=(b"GET / HTTP/1.1", False)),
+        flow=SimpleNamespace(pause_reading=lambda: later.append("paused")),
+        loop=SimpleNamespace(call_later=lambda seconds, call: later.append(seconds)),
+        _handle_late=None,
+    )
+    connections.Connection.handle_events(made)  # type: ignore[arg-type]
+    assert later == ["paused", connections.PIPELINED_SECONDS]
+
+
+def test_whoever_sends_no_http_is_told_so_sooner_or_later(server) -> None:
+    """Beyond the pail the answer waits, though the client has closed its half; whoever sends HTTP is not held up."""
+    began = time.monotonic()
+    answers = [asked(server, b"GET\r\n\r\n") for _ in range(BURST + 4)]
+    assert all(said.startswith(b"HTTP/1.1 400") for said in answers)
+    assert time.monotonic() - began >= 2 / PER_SECOND
+    models = asked(server, b"GET /v1/models HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+    assert json.loads(models.rpartition(b"\r\n\r\n")[2])["object"] == "list"
