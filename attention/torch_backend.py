@@ -12,7 +12,6 @@ from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan, Located
 from specdec.attention.trees.growth import reference_select_tree
 from specdec.attention.trees.tree import DraftTree
-from specdec.attention.trees.walk import Accepted, reference_accept
 from specdec.kvcache.index_spaces import FullLoc, SlotTable, Space, SwaLoc
 from specdec.kvcache.move_kv import reference_move_kv
 from specdec.kvcache.store import KVStore, LayerKV
@@ -90,6 +89,3 @@ class TorchBackend:
         num_levels: int,
     ) -> DraftTree:
         return reference_select_tree(root, tokens, scores, parents, num_nodes=num_nodes, num_levels=num_levels)
-
-    def accept(self, tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
-        return reference_accept(tree, target_tokens)

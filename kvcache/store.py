@@ -42,10 +42,6 @@ class KVStore:
         """All K and V tensors that the slots of one space index."""
         return tuple(tensor for layer in self.layers.values() if layer.space is space for tensor in (layer.k, layer.v))
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for space in Space for t in self.tensors(space))
-
     def clear(self) -> None:
         """Let go of the tensors."""
         self.layers.clear()

@@ -21,7 +21,6 @@ from specdec.attention.backend import choose_backend
 from specdec.attention.kernels import page_table, paged_attention
 from specdec.attention.plan import plan_chunk, plan_frozen, plan_verify
 from specdec.attention.trees import growth as tree_build
-from specdec.attention.trees import walk as tree_walk
 from specdec.errors import ConfigError
 from specdec.gpu import triton_device
 from specdec.kvcache import move_kv
@@ -47,7 +46,6 @@ KERNELS = {
     "tables": (page_table, "_page_tables_kernel"),
     "store": (store_kv, "_store_kv_kernel"),
     "move": (move_kv, "_copy_rows_kernel"),
-    "walk": (tree_walk, "_accept_walk_kernel"),
     "select": (tree_build, "_select_nodes_kernel"),
 }
 CHAIN, TREE = SpecConfig(2), SpecConfig(3, 3, 8)
@@ -128,7 +126,7 @@ def test_text_and_drafts_are_those_of_torch(
         assert runs[attention][0] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
     assert runs["triton"] == runs["torch"]
     assert not launched, "torch launched kernels"
-    assert {"attention", "tables", "store", "walk"} <= set(launches)
+    assert {"attention", "tables", "store"} <= set(launches)
     assert ("select" in launches) == (drafter is not None and spec is TREE)
     assert page_size == 1 or drafter != "eagle3" or spec is CHAIN or launches["move"], "nothing accepted had to move"
 

@@ -115,7 +115,6 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    split_len: int | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """Attend -> [B, N, Hq, D] in the query's dtype.
@@ -129,7 +128,6 @@ def paged_attention(
     block_positions: [B, M] of the block's keys; None: they are the queries' own.
     block_len: [B], rows of the block that exist (None: all N); the others see nothing and nobody sees them.
     window: keys fewer than this many positions behind are visible.  softcap: c above.  sinks: [Hq] logits.
-    split_len: a fixed number of keys a split, so that no result depends on the batch; None: fill the device.
     """
     batch, num_heads, num_rows, head_dim = query.shape
     kv_heads, num_pages = pool_k.shape[1], pages.shape[1]
@@ -162,12 +160,7 @@ def paged_attention(
         tiles = choose_tiles(num_rows * group, block_d, query.element_size())
         tiles = fit_tiles(tiles, block_d, query.element_size(), device_limits(query.device)[1])
     row_tiles = -(-num_rows * group // tiles.block_m)
-    prefix_keys = num_pages * page_size
-    if split_len is not None:
-        assert split_len % tiles.block_k == 0, f"{split_len=} must be a multiple of {tiles.block_k}"
-        num_splits = -(-prefix_keys // split_len) + 1  # a start may lie within one
-    else:
-        num_splits = choose_splits(row_tiles * batch * kv_heads, prefix_keys, tiles.waves, query.device)
+    num_splits = choose_splits(row_tiles * batch * kv_heads, num_pages * page_size, tiles.waves, query.device)
 
     out = torch.empty((batch, num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
     part, lse = out, None
@@ -195,7 +188,6 @@ def paged_attention(
         scaling,
         softcap,
         window,
-        split_len or 0,
         num_rows,
         num_keys,
         num_splits,

@@ -48,7 +48,7 @@ def _absorb(
 
 @triton.jit(
     do_not_specialize=[
-        *("window", "split_len", "num_rows", "num_keys", "num_splits", "num_pages"),
+        *("window", "num_rows", "num_keys", "num_splits", "num_pages"),
         *("s_page_b", "s_pos_b", "s_pos", "s_key_b", "s_key", "s_anc_b", "s_anc", "s_anc_w"),
     ]
 )
@@ -71,7 +71,6 @@ def attend_kernel(
     scaling: tl.tensor,
     softcap: tl.tensor,  # or None
     window: tl.tensor,  # or None
-    split_len: tl.tensor,  # keys of a split, 0: divide what each request has
     num_rows: tl.tensor,
     num_keys: tl.tensor,  # M of the block
     num_splits: tl.tensor,
@@ -147,12 +146,9 @@ def attend_kernel(
         lo = tl.maximum(lo, tl.min(tl.where(m_row, b_pos, NOWHERE), 0) - window + 1)
     hi = tl.minimum(committed_len, start + num_pages * PAGE_SIZE)
     hi = tl.where((i_tile * BLOCK_M < valid_rows * GROUP) & (lo < hi), hi, 0)
-    align = tl.maximum(split_len, BLOCK_K)
-    begin = lo // align * align
+    begin = lo // BLOCK_K * BLOCK_K
     spare = 0 if p_block_k is None else 4 * BLOCK_K  # so many keys fewer for split 0, which has the block
     chunk = tl.cdiv(tl.cdiv(tl.maximum(hi - begin, 0) + spare, num_splits), BLOCK_K) * BLOCK_K
-    if split_len > 0:
-        spare, chunk = 0, split_len
     begin += i_split * chunk - spare
     end = tl.minimum(begin + chunk, hi)
     begin = tl.maximum(begin, lo // BLOCK_K * BLOCK_K)

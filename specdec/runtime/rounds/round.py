@@ -10,7 +10,6 @@ the host settles what came out afterwards (`settling.py`). It knows no request.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -288,7 +287,7 @@ class Round:
         drawn_pos = opened.drawn_pos if opened.fits(tree) else plan.positions + 1
         drawn = drafted.sampling.draw(logits, drawn_pos, past, softcap)
         packed = Packed.empty(shape, len(DECODE_STAGES) + 1, self.device)
-        close = closing if self.on_kernels else partial(reference_closing, accept=self.backend.accept)
+        close = closing if self.on_kernels else reference_closing
         closed = close(
             *(tree, drawn, drafted.most, rows, opened.committed_len, self.cache, self.tokens.tensor, packed.rows),
             width=shape.width,
