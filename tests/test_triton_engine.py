@@ -119,7 +119,7 @@ def test_text_and_drafts_are_those_of_torch(
             engine.round.worker.propose = lambda batch, p=propose, d=drafts: d.append(p(batch)) or d[-1]
         if attention == "triton":
             launched = Counter(launches)
-            monkeypatch.setattr(reference, "reference_attention", lambda *_, **__: pytest.fail("torch attended"))
+            monkeypatch.setattr(reference, "dense_attention", lambda *_, **__: pytest.fail("torch attended"))
         outputs = engine.generate(prompts, SamplingParams(max_new_tokens=NEW))
         engine.table.check()
         runs[attention] = [out.token_ids for out in outputs], [(d.tokens.tolist(), d.parents.tolist()) for d in drafts]

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from specdec.attention.dense import Block, in_order, paged_reference
 from specdec.attention.kernels.paged_attention_kernels import attend_kernel, merge_kernel
 from specdec.gpu.triton_device import device_limits
 
@@ -60,40 +61,24 @@ def reference_paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`paged_attention` by the definition, in float32, or in float64 if the query is."""
-    batch, num_heads, num_rows, _ = query.shape
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    rows, columns = (torch.arange(n, device=query.device) for n in (num_rows, pages.shape[1] * page_size))
-    valid = torch.ones_like(positions, dtype=torch.bool) if block_len is None else rows < block_len[:, None]  # [B, N]
-    key_pos = start[:, None] + columns  # [B, L]
-    slots = pages.long()[:, columns // page_size] * page_size + columns % page_size
-    visible = (key_pos < committed_len[:, None])[:, None].expand(-1, num_rows, -1)  # [B, N, L]
-    k, v = pool_k[slots].transpose(1, 2), pool_v[slots].transpose(1, 2)  # [B, Hkv, L, D]
+    """`paged_attention` by the definition: see `paged_reference`."""
+    batch, _, num_rows, _ = query.shape
+    block = None
     if block_k is not None and block_v is not None:
-        key_pos = torch.cat([key_pos, positions if block_positions is None else block_positions], 1)
-        keys = torch.arange(block_k.shape[2], device=query.device)
-        seen = (rows[:, None] >= keys).expand(batch, -1, -1)
+        known = in_order(num_rows, query.device).expand(batch, -1, -1)
         if ancestors is not None:
-            words = ancestors.view(batch, num_rows, -1)
-            seen = (words[:, :, keys // WORD] >> keys % WORD) & 1 == 1
-        if block_len is not None:
-            seen = seen & (keys < block_len[:, None])[:, None]
-        visible = torch.cat([visible, seen], 2)
-        k, v = torch.cat([k, block_k], 2), torch.cat([v, block_v], 2)
-    visible = visible & valid[:, :, None]
-    if window is not None:
-        visible = visible & (positions[:, :, None] - key_pos[:, None] < window)
-    unseen = ~visible.any(1)[:, None, :, None]  # such a row may hold anything, NaN too
-    group = num_heads // k.shape[1]
-    k, v = (x.to(dtype).masked_fill(unseen, 0.0).repeat_interleave(group, 1) for x in (k, v))  # [B, Hq, L, D]
-    scores = query.to(dtype) @ k.transpose(2, 3) * scaling  # [B, Hq, N, L]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible[:, None], -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(dtype).view(1, -1, 1, 1).expand(batch, -1, num_rows, 1)], 3)
-    weights = scores.softmax(3)[..., : k.shape[2]].masked_fill(~visible[:, None], 0.0)
-    return (weights @ v).transpose(1, 2).contiguous().to(query.dtype)
+            keys = torch.arange(block_k.shape[2], device=query.device)
+            known = (ancestors.view(batch, num_rows, -1)[:, :, keys // WORD] >> keys % WORD) & 1 == 1
+        block = Block(block_k, block_v, positions if block_positions is None else block_positions, known)
+    return paged_reference(
+        *(query, pool_k, pool_v, pages, start, committed_len, positions, block),
+        page_size=page_size,
+        scaling=scaling,
+        block_len=block_len,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
 
 
 def paged_attention(

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import torch
 
+from specdec.attention.dense import Block, in_order, paged_reference
 from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
 from specdec.attention.kernels.tree_attention_kernels import MIDDLE_SPLITS, SHORT_SPLITS, attend_kernel, merge_kernel
 from specdec.attention.trees.tree import DraftTree
@@ -76,36 +77,23 @@ def reference_tree_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`tree_attention` by the definition, in float32, or in float64 if the query is; `write`, `parents`: `own_keys`."""
-    _, num_heads, num_rows, _ = query.shape
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    rows, columns = (torch.arange(n, device=query.device) for n in (num_rows, pages.shape[1] * page_size))
-    valid = torch.ones_like(positions, dtype=torch.bool) if block_len is None else rows < block_len[:, None]  # [B, N]
-    key_pos = columns + (torch.zeros_like(committed_len) if start is None else start)[:, None]  # [B, L]
-    slots = pages.long()[:, columns // page_size] * page_size + columns % page_size
-    visible = (key_pos < committed_len[:, None])[:, None].expand(-1, num_rows, -1)  # [B, N, L]
+    """`tree_attention` by the definition: see `paged_reference`; `write`, `parents`: `own_keys`."""
+    block = None
     if write is not None:
-        seen = rows[:, None] >= rows
+        known = in_order(query.shape[2], query.device).expand(len(query), -1, -1)
         if parents is not None:
-            seen = DraftTree.from_parents(parents, parents).ancestors
-        key_pos, slots = torch.cat([key_pos, positions], 1), torch.cat([slots, write.long()], 1)
-        visible = torch.cat([visible, seen & valid[:, None, :]], 2)
-    visible = visible & valid[:, :, None]
-    if window is not None:
-        visible = visible & (positions[:, :, None] - key_pos[:, None] < window)
-    unseen = ~visible.any(1)[:, None, :, None]  # such a row may hold anything, NaN too
-    group = num_heads // pool_k.shape[1]
-    k, v = (pool[slots].transpose(1, 2).to(dtype).masked_fill(unseen, 0.0) for pool in (pool_k, pool_v))
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # [B, Hq, L, D]
-    scores = query.to(dtype) @ k.transpose(2, 3) * scaling  # [B, Hq, N, L]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible[:, None], -torch.inf)
-    sink = torch.full_like(scores[..., :1], -torch.inf)
-    if sinks is not None:
-        sink = sinks.to(dtype).view(1, -1, 1, 1).expand_as(sink)
-    weights = torch.cat([scores, sink], 3).softmax(3)[..., :-1].masked_fill(~visible[:, None], 0.0)
-    return (weights @ v).transpose(1, 2).contiguous().to(query.dtype)
+            known = DraftTree.from_parents(parents, parents).ancestors
+        k, v = (pool[write.long()].transpose(1, 2) for pool in (pool_k, pool_v))
+        block = Block(k, v, positions, known)
+    return paged_reference(
+        *(query, pool_k, pool_v, pages, start, committed_len, positions, block),
+        page_size=page_size,
+        scaling=scaling,
+        block_len=block_len,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
 
 
 def tree_attention(

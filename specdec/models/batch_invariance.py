@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from specdec.attention.bridge import AttentionCall
+from specdec.attention.dense import bias_of, dense_attention
 from specdec.kvcache.layout import KVLayout
 from specdec.models.probe import Run
 
@@ -56,16 +57,11 @@ class RowRecord:
         for i, (text, pos) in enumerate(self.now):
             first = 0 if spec.window is None else max(0, pos - spec.window + 1)
             seen = [self.kept[spec.owner, text, p] for p in range(first, pos + 1) if (spec.owner, text, p) in self.kept]
-            keys, values = (torch.stack([row[part] for row in seen]).float() for part in (1, 2))  # [L, Hkv, D]
-            group = q.shape[1] // keys.shape[1]
-            keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-            scores = (q[i].clone().float() * keys).sum(-1).t() * scaling  # [Hq, L]
-            if softcap is not None:
-                scores = torch.tanh(scores / softcap) * softcap
-            if sinks is not None:
-                scores = torch.cat([scores, sinks.float()[:, None]], dim=1)
-            weights = scores.softmax(-1)[:, : len(seen)]
-            out[i] = (weights.t()[..., None] * values).sum(0).to(q.dtype)
+            keys, values = (torch.stack([row[part] for row in seen], dim=1)[None].float() for part in (1, 2))
+            alone = q[i, None, :, None].clone().float()  # [1, Hq, 1, D] beside keys [1, Hkv, L, D]
+            bias = bias_of(torch.ones(1, 1, len(seen), dtype=torch.bool, device=q.device))
+            attended = dense_attention(alone, keys, values, bias, scaling=scaling, softcap=softcap, sinks=sinks)
+            out[i] = attended[0, 0].to(q.dtype)
         return out
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from specdec.attention.bridge import IGNORED_KWARGS, AttentionCall
+from specdec.attention.dense import bias_of, dense_attention
 from specdec.errors import SpecDecError, UnsupportedModelError
 from specdec.kvcache.layout import KVLayout
 from specdec.sampling.softcap import reference_softcap
@@ -135,7 +136,9 @@ class ProbeContext:
         visible = (self.text[:, None] == text) & (distance >= 0)  # [T, L]
         if spec.window is not None:
             visible &= distance < spec.window
-        return _dense_attention(q, keys, values, visible, scaling, softcap, sinks)
+        rows = (x.float().transpose(0, 1)[None] for x in (q, keys, values))  # [1, heads, T or L, D]
+        out = dense_attention(*rows, bias_of(visible[None]), scaling=scaling, softcap=softcap, sinks=sinks)
+        return out[0].to(q.dtype)
 
     def _fault(self, call: AttentionCall) -> str | None:
         if not 0 <= call.layer < len(self.layout.layers):
@@ -170,29 +173,6 @@ class ProbeContext:
         if faults:
             more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
             raise UnsupportedModelError(f"{name}: {faults[0]}{more}")
-
-
-def _dense_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    visible: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """q [T, Hq, D], k and v [L, Hkv, D], visible [T, L] -> [T, Hq, D]; the softmax in float32."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-    scores = torch.einsum("thd,lhd->htl", q.float(), k) * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~visible, -torch.inf)
-    if sinks is not None:
-        sink = sinks.float().view(-1, 1, 1).expand(-1, len(q), 1)
-        scores = torch.cat([scores, sink], dim=-1)
-    weights = scores.softmax(dim=-1)[..., : len(k)]
-    return torch.einsum("htl,lhd->thd", weights, v).to(q.dtype)
 
 
 @dataclass(frozen=True, slots=True)
