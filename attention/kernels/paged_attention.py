@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.attention.dense import Block, in_order, paged_reference
+from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_channels
 from specdec.attention.kernels.paged_attention_kernels import attend_kernel, merge_kernel
 from specdec.gpu.triton_device import device_limits
 
@@ -116,14 +117,7 @@ def paged_attention(
     """
     batch, num_heads, num_rows, head_dim = query.shape
     kv_heads, num_pages = pool_k.shape[1], pages.shape[1]
-    assert num_heads % kv_heads == 0, f"{num_heads} query heads do not group over {kv_heads}"
-    assert pool_k.shape == pool_v.shape and pool_k.shape[2] == head_dim, f"{pool_k.shape=} {pool_v.shape=}"
-    assert pages.shape[0] == batch and start.shape == committed_len.shape == (batch,), f"{pages.shape=} {start.shape=}"
-    assert positions.shape == (batch, num_rows), f"{positions.shape=}, queries {tuple(query.shape)}"
-    assert query.dtype == pool_k.dtype == pool_v.dtype, f"{query.dtype=} {pool_k.dtype=} {pool_v.dtype=}"
-    assert start.is_contiguous() and committed_len.is_contiguous()
-    assert block_len is None or (block_len.shape == (batch,) and block_len.is_contiguous())
-    assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
+    check_arguments(query, pool_k, pool_v, pages, positions, sinks, start, committed_len, block_len)
     num_keys = 0
     if block_k is not None:
         num_keys = block_k.shape[2]
@@ -140,7 +134,7 @@ def paged_attention(
     assert num_keys == 0 or key_pos.shape == (batch, num_keys), f"{key_pos.shape=} {num_keys=}"
 
     group = num_heads // kv_heads
-    block_d = _power_of_two(head_dim)
+    block_d = padded_channels(head_dim)
     if tiles is None:
         tiles = choose_tiles(num_rows * group, block_d, query.element_size())
         tiles = fit_tiles(tiles, block_d, query.element_size(), device_limits(query.device)[1])
@@ -225,8 +219,7 @@ def choose_tiles(num_rows: int, block_d: int, item_size: int) -> Tiles:
 def fit_tiles(tiles: Tiles, block_d: int, item_size: int, shared: int) -> Tiles:
     """The tiles, with fewer stages, then fewer keys, until they fit `shared` bytes of a multiprocessor's memory."""
     while tiles.block_k > 16:
-        buffers = 2 * tiles.block_k * ((tiles.num_stages + 1) // 2)  # rows of K and of V
-        if (tiles.block_m + buffers) * block_d * item_size + 2048 <= shared:
+        if fits(tiles.block_m, tiles.block_k, tiles.num_stages, block_d, item_size, shared):
             break
         fewer = {"num_stages": tiles.num_stages - 2} if tiles.num_stages > 3 else {"block_k": tiles.block_k // 2}
         tiles = tiles._replace(**fewer)
@@ -241,7 +234,3 @@ def choose_splits(programs: int, num_keys: int, waves: float, device: torch.devi
 def _strides(tensor: torch.Tensor | None, rank: int) -> tuple[int, ...]:
     """Of a tensor of that rank; zeros where there is none."""
     return (0,) * rank if tensor is None else tensor.stride()
-
-
-def _power_of_two(n: int) -> int:
-    return max(16, 1 << (n - 1).bit_length())
