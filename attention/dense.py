@@ -20,13 +20,14 @@ attention sinks adds one learnt logit per head to the softmax's denominator.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
 
 from specdec.attention.plan import KVPlan
 from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, SlotTable, Space, SwaLoc
+from specdec.kvcache.layer_context import ScoreOptions
 
 
 def visible(query_pos: torch.Tensor, key_pos: torch.Tensor, known: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -138,10 +139,7 @@ class VisibleKeys:
         _v: object,
         pool_k: torch.Tensor,
         pool_v: torch.Tensor,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
         """`Attend` of `plan.py`: the block, _k and _v, is read back from the pools [slots, Hkv, D]."""
         batch, length = self.slots.shape
@@ -149,7 +147,7 @@ class VisibleKeys:
         k, v = (  # [B, Hkv, L, D]
             pool.index_select(0, flat).view(batch, length, *pool.shape[1:]).transpose(1, 2) for pool in (pool_k, pool_v)
         )
-        return dense_attention(query, k, v, self.bias, scaling=scaling, softcap=softcap, sinks=sinks)
+        return dense_attention(query, k, v, self.bias, **options)
 
 
 def known_in_block(plan: KVPlan) -> torch.Tensor:
@@ -197,11 +195,9 @@ def paged_reference(
     block: Block | None,
     *,
     page_size: int,
-    scaling: float,
     block_len: torch.Tensor | None,
     window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    **options: Unpack[ScoreOptions],
 ) -> torch.Tensor:
     """What both Triton kernels compute, in float32, or in float64 if the query is; for the arguments see there.
 
@@ -223,5 +219,5 @@ def paged_reference(
     dtype = torch.promote_types(query.dtype, torch.float32)
     unseen = ~seen.any(1)[:, None, :, None]
     k, v = (x.to(dtype).masked_fill(unseen, 0.0) for x in (k, v))
-    out = dense_attention(query.to(dtype), k, v, bias_of(seen), scaling=scaling, softcap=softcap, sinks=sinks)
+    out = dense_attention(query.to(dtype), k, v, bias_of(seen), **options)
     return out.masked_fill(~seen.any(2)[:, :, None, None], 0.0).contiguous().to(query.dtype)

@@ -13,10 +13,8 @@ from specdec.attention.plan import Attend, KVPlan, Located
 from specdec.attention.trees.growth import reference_select_tree
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.index_spaces import FullLoc, SlotTable, Space, SwaLoc
-from specdec.kvcache.move_kv import reference_move_kv
-from specdec.kvcache.store import KVStore, LayerKV
+from specdec.kvcache.store import KVStore, LayerKV, reference_move_kv, reference_store_kv
 from specdec.kvcache.table import RequestTable, Rows
-from specdec.kvcache.write_kv import reference_store_kv
 
 
 @dataclass(frozen=True, slots=True)

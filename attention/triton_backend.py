@@ -15,10 +15,8 @@ from specdec.attention.plan import Attend, KVPlan, Located
 from specdec.attention.trees.growth import MAX_CANDIDATES, reference_select_tree, select_tree
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
-from specdec.kvcache.move_kv import move_kv
-from specdec.kvcache.store import KVStore, LayerKV
+from specdec.kvcache.store import KVStore, LayerKV, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
-from specdec.kvcache.write_kv import store_kv
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import FullLoc
-from specdec.kvcache.move_kv import StoreAddresses, move_kv
+from specdec.kvcache.layer_context import Destination
+from specdec.kvcache.store import StoreAddresses, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
-from specdec.kvcache.write_kv import Destination, store_kv
 from specdec.layers.branches import Fork, fork_norm, join_norm
 from specdec.layers.embedding import embed
 from specdec.layers.linear import Mlp, Product, finish, gated_linear, linear, vendor_gated_linear

@@ -22,9 +22,8 @@ from specdec.attention.trees.walk import reference_tree_fields, tree_fields
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import FullLoc
-from specdec.kvcache.move_kv import StoreAddresses, move_kv, reference_move_kv
+from specdec.kvcache.store import StoreAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 from specdec.kvcache.table import Move, RequestTable, Rows
-from specdec.kvcache.write_kv import reference_store_kv, store_kv
 from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.opening import opening, reference_opening
 
@@ -130,7 +129,7 @@ def check_kv() -> None:
         window = 1 + torch.randperm(300, device=DEVICE)
         source, destination = FullLoc(window[3:80]), FullLoc(window[:77])  # overlap
         reference_move_kv(want, source, destination)
-        move_kv(pools, source, destination)
+        move_kv(StoreAddresses.of(pools), source, destination)
         same("move", tuple(pools), tuple(want))
 
 

@@ -62,7 +62,8 @@ def check_arguments(
 
 def padded_channels(head_dim: int) -> int:
     """Channels of a tile: a power of two."""
-    return max(16, triton.next_power_of_2(head_dim))
+    channels: int = triton.next_power_of_2(head_dim)
+    return max(16, channels)
 
 
 def fits(block_m: int, block_k: int, num_stages: int, block_d: int, item_size: int, shared: int) -> bool:

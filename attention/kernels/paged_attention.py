@@ -19,7 +19,7 @@ The sink and the block belong to split 0. Rows that see nothing are 0. The launc
 nothing and reads nothing back: shapes alone decide the launch, so it can be captured in a CUDA graph.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 
@@ -27,6 +27,7 @@ from specdec.attention.dense import Block, in_order, paged_reference
 from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_channels
 from specdec.attention.kernels.paged_attention_kernels import attend_kernel, merge_kernel
 from specdec.gpu.triton_device import device_limits
+from specdec.kvcache.layer_context import ScoreOptions
 
 WORD = 64
 """Ancestor bits in an int64: bit j % 64 of word j // 64 is key j of the block."""
@@ -54,13 +55,11 @@ def reference_paged_attention(
     positions: torch.Tensor,
     *,
     page_size: int,
-    scaling: float,
     ancestors: torch.Tensor | None = None,
     block_positions: torch.Tensor | None = None,
     block_len: torch.Tensor | None = None,
     window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> torch.Tensor:
     """`paged_attention` by the definition: see `paged_reference`."""
     batch, _, num_rows, _ = query.shape
@@ -74,11 +73,9 @@ def reference_paged_attention(
     return paged_reference(
         *(query, pool_k, pool_v, pages, start, committed_len, positions, block),
         page_size=page_size,
-        scaling=scaling,
         block_len=block_len,
         window=window,
-        softcap=softcap,
-        sinks=sinks,
+        **options,
     )
 
 

@@ -22,7 +22,7 @@ Rows that do not exist and slots that nobody wrote may hold anything. A NaN or i
 exist may reach all rows of its row tile.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 
@@ -33,6 +33,7 @@ from specdec.attention.kernels.tree_attention_kernels import MIDDLE_SPLITS, SHOR
 from specdec.attention.trees.tree import DraftTree
 from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.triton_device import device_limits
+from specdec.kvcache.layer_context import ScoreOptions
 
 PART_BYTES = 1 << 30
 """Partial results above this are folded by the programs that make them."""
@@ -72,11 +73,9 @@ def reference_tree_attention(
     parents: torch.Tensor | None = None,
     *,
     page_size: int,
-    scaling: float,
     block_len: torch.Tensor | None = None,
     window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> torch.Tensor:
     """`tree_attention` by the definition: see `paged_reference`; `write`, `parents`: `own_keys`."""
     block = None
@@ -89,11 +88,9 @@ def reference_tree_attention(
     return paged_reference(
         *(query, pool_k, pool_v, pages, start, committed_len, positions, block),
         page_size=page_size,
-        scaling=scaling,
         block_len=block_len,
         window=window,
-        softcap=softcap,
-        sinks=sinks,
+        **options,
     )
 
 

@@ -9,11 +9,13 @@ itself. It knows no pools, plans or requests.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Unpack
 
 import torch
 
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
+from specdec.kvcache.layer_context import ScoreOptions
 from specdec.kvcache.layout import KVLayout
 from specdec.models.probe import Run
 
@@ -33,7 +35,7 @@ class RowRecord:
         self.now: list[Row] = []
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        return call.answer(self.attend_rows, *call.rows())
+        return call.answer(self, *call.rows())
 
     def destination(self, layer: int) -> None:
         """Nothing is stored: what layers ask with is recorded."""
@@ -44,10 +46,7 @@ class RowRecord:
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
         spec = self.layout.layers[layer]
         for i, (text, pos) in enumerate(self.now):
@@ -60,7 +59,7 @@ class RowRecord:
             keys, values = (torch.stack([row[part] for row in seen], dim=1)[None].float() for part in (1, 2))
             alone = q[i, None, :, None].clone().float()  # [1, Hq, 1, D] beside keys [1, Hkv, L, D]
             bias = bias_of(torch.ones(1, 1, len(seen), dtype=torch.bool, device=q.device))
-            attended = dense_attention(alone, keys, values, bias, scaling=scaling, softcap=softcap, sinks=sinks)
+            attended = dense_attention(alone, keys, values, bias, **options)
             out[i] = attended[0, 0].to(q.dtype)
         return out
 

@@ -9,13 +9,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from specdec.attention.bridge import IGNORED_KWARGS, AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
 from specdec.errors import SpecDecError, UnsupportedModelError
+from specdec.kvcache.layer_context import ScoreOptions
 from specdec.kvcache.layout import KVLayout
 from specdec.sampling.softcap import reference_softcap
 
@@ -108,7 +109,7 @@ class ProbeContext:
         if fault is not None:
             self.faults[layer] = fault
             return query.new_zeros((len(query), query.shape[2], query.shape[1], call.value.shape[3]))
-        return call.answer(self.attend_rows, *call.rows())
+        return call.answer(self, *call.rows())
 
     def destination(self, layer: int) -> None:
         """Fused layers store nothing here: what they ask with is recorded."""
@@ -119,10 +120,7 @@ class ProbeContext:
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] or None: the owner's -> [T, Hq, D]."""
         spec = self.layout.layers[layer]
@@ -136,8 +134,9 @@ class ProbeContext:
         visible = (self.text[:, None] == text) & (distance >= 0)  # [T, L]
         if spec.window is not None:
             visible &= distance < spec.window
-        rows = (x.float().transpose(0, 1)[None] for x in (q, keys, values))  # [1, heads, T or L, D]
-        out = dense_attention(*rows, bias_of(visible[None]), scaling=scaling, softcap=softcap, sinks=sinks)
+        query, keys, values = (x.float().transpose(0, 1)[None] for x in (q, keys, values))  # [1, heads, T or L, D]
+        bias = bias_of(visible[None])
+        out = dense_attention(query, keys, values, bias, **options)
         return out[0].to(q.dtype)
 
     def _fault(self, call: AttentionCall) -> str | None:
