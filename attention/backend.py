@@ -1,7 +1,7 @@
 """What an engine computes with: plain torch, or the Triton kernels. One object, chosen at construction.
 
-    backend   tables of a plan     K/V written, moved    attention           of a draft's level      trees and walks
-    torch     slots, by indexing   index_copy_ by slot   SDPA, by a gather   SDPA, one copy a draft  sorts and gathers
+    backend   tables of a plan     K/V written, moved    attention           of a draft's level      selection of trees
+    torch     slots, by indexing   index_copy_ by slot   SDPA, by a gather   SDPA, one copy a draft  sorts, gathers
     triton    pages, one launch    store_kv, move_kv     paged_attention     the same                one launch each
 
 Every plan refers to the backend that made it, every worker is handed it; nothing further down asks which one it is.
@@ -15,8 +15,6 @@ from specdec.attention.kernels.draft_block import Draft, DraftBlock
 from specdec.attention.plan import PlanBackend
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.growth import TreeBackend
-from specdec.attention.trees.tree import DraftTree
-from specdec.attention.trees.walk import Accepted
 from specdec.attention.triton_backend import TritonBackend
 from specdec.errors import ConfigError
 from specdec.gpu.triton_device import triton_obstacle
@@ -26,15 +24,12 @@ MAX_HEAD_DIM = 512
 
 
 class Backend(PlanBackend, TreeBackend, Protocol):
-    """Locate, store, move, attend (`PlanBackend`), select trees (`TreeBackend`) and walk them."""
+    """Locate, store, move, attend (`PlanBackend`) and select trees (`TreeBackend`)."""
 
     name: str
 
     def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
         """The K/V and attention of a draft in progress, by a drafter that keeps its own K/V in `store`."""
-
-    def accept(self, tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
-        """The path on which every draft is what the target drew: see `tree_walk`."""
 
 
 def choose_backend(

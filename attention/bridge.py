@@ -8,7 +8,7 @@ copy of a model names the function (`private_copy.py`), so a user's model is lef
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from specdec.attention.plan import Attend, KVPlan
 from specdec.errors import SpecDecError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import Space
-from specdec.kvcache.write_kv import Destination
+from specdec.kvcache.layer_context import Destination, LayerContext, ScoreOptions
 from specdec.modules.private_copy import ATTENTION_NAME
 
 IGNORED_KWARGS = frozenset(
@@ -53,13 +53,13 @@ class AttentionCall(NamedTuple):
 
     def answer(
         self,
-        attend_rows: Callable[..., torch.Tensor],
+        forward: LayerContext,
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
     ) -> torch.Tensor:
         """[X, T, Hq, D] by what attends packed rows."""
-        out = attend_rows(self.layer, q, k, v, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks)
+        out = forward.attend_rows(self.layer, q, k, v, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks)
         return out.view(len(self.query), -1, *out.shape[1:])
 
 
@@ -144,7 +144,7 @@ class ForwardContext:
             kept = self.view.writable_layer(call.layer)
             self.plan.backend.store(kept, self.plan.write_slots(kept.space), k, v)
             own = k, v
-        return call.answer(self.attend_rows, q, *own)
+        return call.answer(self, q, *own)
 
     def destination(self, layer: int) -> Destination | None:
         """Where this layer's new K/V go; None when it stores none: it shares another's, or reads a frozen cache."""
@@ -159,13 +159,9 @@ class ForwardContext:
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
-        """q [T, Hq, D] -> [T, Hq, D], contiguous. k, v [T, Hkv, D]: the rows' own, stored already; None: another
-        layer's."""
+        """See `LayerContext`."""
         block = None
         if self.plan.write_full is not None:
             if k is not None and v is not None:
@@ -177,7 +173,6 @@ class ForwardContext:
         block_k, block_v = block or (None, None)
         kept_k, kept_v, space = self.view.layer(layer)
         attend = self.attention[space, self.windows[layer]]
-        options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
         out = attend(self._by_request(q), block_k, block_v, kept_k, kept_v, **options)  # [B, N, Hq, D]
         return out.reshape(q.shape)
 

@@ -20,7 +20,6 @@ from specdec.attention.kernels.draft_block import Draft, DraftBlock
 from specdec.attention.path_attention import part_of
 from specdec.attention.plan import Attend, KVPlan, Located
 from specdec.attention.trees.tree import DraftTree
-from specdec.attention.trees.walk import Accepted
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space, SwaLoc
 from specdec.kvcache.sanitize import Capture, Fault, Sanitizer, sanitize_wanted
@@ -76,9 +75,6 @@ class CheckedBackend:
         num_levels: int,
     ) -> DraftTree:
         return self.backend.select_tree(root, tokens, scores, parents, num_nodes=num_nodes, num_levels=num_levels)
-
-    def accept(self, tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
-        return self.backend.accept(tree, target_tokens)
 
     def _check_lengths(self, plan: KVPlan) -> None:
         """A run may begin anywhere in what is committed, trees and frozen drafts stand right behind it."""

@@ -1,25 +1,97 @@
-r"""Attention of a block of queries over a paged prefix and the block itself, in plain torch.
+r"""Attention in plain torch: the CPU path, and what every kernel is compared with.
 
-Over the keys j that query i sees (`visibility.py`: the committed prefix, and of the block its ancestors and itself):
+Query i of a forward sees key j under one rule, whatever the forward is:
 
-    out_i = sum_j softmax_j( cap(scaling * q_i . k_j) ) v_j,  cap(x) = c tanh(x / c)
+    visible(i, j) = known(i, j)  and  q_i - p_j < window         window None: no limit
+    out_i         = sum_j softmax_j( cap(scaling * q_i . k_j) ) v_j,   cap(x) = c tanh(x / c)
 
-with one learnt sink logit per head in the softmax's denominator where the model has them. This is the CPU path and the
-oracle for every kernel.
+`known` says which keys exist for a query: the committed prefix for all queries, an ancestor or the node itself in a
+tree, the rows up to its own in a chunk. Windows count positions: depth in a tree, never the node's index. A model with
+attention sinks adds one learnt logit per head to the softmax's denominator.
 
-The block's own K/V are read back from the slots that this forward has just written, so one gather serves both. A masked
-column gathers a key of its own request: a stale key of another one, however broken, cannot leak through a zero weight.
+`dense_attention` is the one implementation; the others choose its keys:
+
+    VisibleKeys          a plan's, gathered from the pools
+    paged_reference      a page table's and a block's, as the Triton kernels take them
+    draft_block.py       those of a draft in progress
+    models/probe.py      rows of two texts
+
+`deterministic_attention.py` is apart: it cuts the keys by absolute position.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
 
 from specdec.attention.plan import KVPlan
-from specdec.attention.visibility import bias_of, visible
 from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, SlotTable, Space, SwaLoc
+from specdec.kvcache.layer_context import ScoreOptions
+
+
+def visible(query_pos: torch.Tensor, key_pos: torch.Tensor, known: torch.Tensor, window: int | None) -> torch.Tensor:
+    """query_pos [B, N], key_pos [B, L], known [B, L] or [B, N, L] bool -> [B, N, L] bool."""
+    seen = known if known.dim() == 3 else known[:, None].expand(-1, query_pos.shape[1], -1)
+    if window is not None:
+        seen = seen & (query_pos[:, :, None] - key_pos[:, None, :] < window)
+    return seen
+
+
+def bias_of(seen: torch.Tensor) -> torch.Tensor:
+    """What is added to scores: 0 where seen [B, N, L], else -inf; [B, 1, N, L] float32, to be broadcast over heads."""
+    bias = torch.zeros(seen.shape, dtype=torch.float32, device=seen.device)
+    return bias.masked_fill_(~seen, -torch.inf)[:, None]
+
+
+def dense_attention(
+    query: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend: query [B, Hq, N, D], k, v [B, Hkv, L, D], bias [B, 1, N, L], sinks [Hq] -> [B, N, Hq, D] in v's dtype.
+
+    A key that no query may see must be finite: its weight is 0. A query that sees no key gives 0 or NaN.
+    """
+    if softcap is not None or sinks is not None:
+        return _with_extras(query, k, v, bias, scaling, softcap, sinks).transpose(1, 2)
+    dtype = v.dtype
+    if query.device.type == "cpu":  # its fused operator is several times slower in 16 bits than in 32
+        query, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, k, v))
+    bias = bias.to(query.dtype)
+    out = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scaling, enable_gqa=True)
+    return out.to(dtype).transpose(1, 2)
+
+
+def _with_extras(
+    query: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """What the fused operator lacks -> [B, Hq, N, D]; the softmax in float32, or in float64 for float64."""
+    batch, num_heads, num_rows, head_dim = query.shape
+    num_kv_heads = k.shape[1]
+    grouped = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, num_rows, head_dim)
+    scores = torch.matmul(grouped, k[:, :, None].transpose(-1, -2)) * scaling  # [B, Hkv, G, N, L]
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + bias[:, :, None]
+    if sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        sink = sinks.to(scores.dtype).view(1, num_kv_heads, -1, 1, 1).expand(batch, -1, -1, num_rows, 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
+    out = torch.matmul(weights.to(v.dtype), v[:, :, None])  # [B, Hkv, G, N, D]
+    return out.view(batch, num_heads, num_rows, head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +100,8 @@ class VisibleKeys:
 
     `slots`: [B, L] in the space of those layers, prefix columns first, then the N tokens of the block if it has keys.
     `bias`: [B, 1, N, L] float32, 0 or -inf, broadcast over heads.
+    The block's K/V are read back from the slots that the forward has just written, so one gather serves both. A masked
+    column gathers a key of its own request: what is stale or broken in another one cannot leak through a zero weight.
     """
 
     slots: torch.Tensor
@@ -51,7 +125,7 @@ class VisibleKeys:
             slots = torch.where(committed, slots, slots[:, :1])
         else:
             batch, num_queries = plan.positions.shape
-            own = visible(plan.positions, plan.positions, own_keys(plan), window)
+            own = visible(plan.positions, plan.positions, known_in_block(plan), window)
             seen = torch.cat([seen, own], dim=-1)
             own_slots = plan.write_slots(space).view(batch, num_queries)
             own_slots = torch.where(own_slots == NULL_SLOT, own_slots[:, :1], own_slots)  # padding
@@ -59,76 +133,39 @@ class VisibleKeys:
         return cls(slots, bias_of(seen))
 
     def attend(
-        self, query: torch.Tensor, _k: object, _v: object, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any
+        self,
+        query: torch.Tensor,
+        _k: object,
+        _v: object,
+        pool_k: torch.Tensor,
+        pool_v: torch.Tensor,
+        **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
-        """`Attend` of `plan.py`: the block, _k and _v, is read back from the store."""
-        return reference_attention(query, pool_k, pool_v, self, **options)
-
-
-def reference_attention(
-    query: torch.Tensor,
-    pool_k: torch.Tensor,
-    pool_v: torch.Tensor,
-    keys: VisibleKeys,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attend: query [B, Hq, N, D], pools [slots, Hkv, D], sinks [Hq] -> [B, N, Hq, D] in the query's dtype."""
-    batch, length = keys.slots.shape
-    flat = keys.slots.reshape(-1)
-    k = pool_k.index_select(0, flat).view(batch, length, *pool_k.shape[1:]).transpose(1, 2)  # [B, Hkv, L, D]
-    v = pool_v.index_select(0, flat).view(batch, length, *pool_v.shape[1:]).transpose(1, 2)
-    if softcap is None and sinks is None:
-        if query.device.type == "cpu":  # its fused operator is several times slower in 16 bits than in 32
-            query, k, v = (x.float() for x in (query, k, v))
-        bias = keys.bias.to(query.dtype)
-        out = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scaling, enable_gqa=True).to(
-            pool_v.dtype
+        """`Attend` of `plan.py`: the block, _k and _v, is read back from the pools [slots, Hkv, D]."""
+        batch, length = self.slots.shape
+        flat = self.slots.reshape(-1)
+        k, v = (  # [B, Hkv, L, D]
+            pool.index_select(0, flat).view(batch, length, *pool.shape[1:]).transpose(1, 2) for pool in (pool_k, pool_v)
         )
-    else:
-        out = _attention_with_extras(query, k, v, keys.bias, scaling, softcap, sinks)
-    return out.transpose(1, 2)
+        return dense_attention(query, k, v, self.bias, **options)
 
 
-def _attention_with_extras(
-    query: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """What the fused operator lacks: k, v [B, Hkv, L, D], bias [B, 1, N, L] -> [B, Hq, N, D]."""
-    batch, num_heads, num_rows, head_dim = query.shape
-    num_kv_heads = k.shape[1]
-    grouped = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, num_rows, head_dim)
-    scores = torch.matmul(grouped, k[:, :, None].transpose(-1, -2)) * scaling  # [B, Hkv, G, N, L]
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.float() + bias[:, :, None]
-    if sinks is None:
-        weights = scores.softmax(dim=-1)
-    else:
-        sink = sinks.float().view(1, num_kv_heads, -1, 1, 1).expand(batch, -1, -1, num_rows, 1)
-        weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
-    out = torch.matmul(weights.to(v.dtype), v[:, :, None])  # [B, Hkv, G, N, D]
-    return out.view(batch, num_heads, num_rows, head_dim)
-
-
-def own_keys(plan: KVPlan) -> torch.Tensor:
+def known_in_block(plan: KVPlan) -> torch.Tensor:
     """[B, N, N] bool: which of the forward's own tokens exist for each query, by a tree or in order."""
     if plan.tree is not None:
         return plan.tree.ancestors
     batch, num_queries = plan.positions.shape
-    steps = torch.arange(num_queries, device=plan.positions.device)
-    return (steps[:, None] >= steps[None, :]).expand(batch, num_queries, num_queries)
+    return in_order(num_queries, plan.positions.device).expand(batch, -1, -1)
+
+
+def in_order(num_rows: int, device: torch.device) -> torch.Tensor:
+    """[1, N, N] bool: row j exists for row i if j <= i."""
+    steps = torch.arange(num_rows, device=device)
+    return (steps[:, None] >= steps)[None]
 
 
 def newest(slots: torch.Tensor, committed_len: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of slots [B, L] from position 0 on, those that a query behind the prefix sees through `window`.
+    """Of slots [B, L] from position 0 on, those that a query at the end of the prefix sees through `window`.
 
     O(window) wide: slots [B, W], and the position [B] of the first.
     """
@@ -136,3 +173,51 @@ def newest(slots: torch.Tensor, committed_len: torch.Tensor, window: int) -> tup
     width = min(slots.shape[1], max(window - 1, 1))
     columns = first[:, None] + torch.arange(width, device=first.device)
     return slots.gather(1, columns.clamp(max=max(slots.shape[1] - 1, 0))), first
+
+
+class Block(NamedTuple):
+    """Keys of a forward's own: k, v [B, Hkv, M, D] at positions [B, M]; known [B, N, M] bool by each of N queries."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    positions: torch.Tensor
+    known: torch.Tensor
+
+
+def paged_reference(
+    query: torch.Tensor,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    pages: torch.Tensor,
+    start: torch.Tensor | None,
+    committed_len: torch.Tensor,
+    positions: torch.Tensor,
+    block: Block | None,
+    *,
+    page_size: int,
+    block_len: torch.Tensor | None,
+    window: int | None,
+    **options: Unpack[ScoreOptions],
+) -> torch.Tensor:
+    """What both Triton kernels compute, in float32, or in float64 if the query is; for the arguments see there.
+
+    Rows that see nothing, as those from block_len [B] on, are 0. A key that no row sees may be NaN.
+    """
+    columns = torch.arange(pages.shape[1] * page_size, device=query.device)
+    key_pos = columns + (torch.zeros_like(committed_len) if start is None else start)[:, None]  # [B, L]
+    slots = pages.long()[:, columns // page_size] * page_size + columns % page_size
+    k, v = pool_k[slots].transpose(1, 2), pool_v[slots].transpose(1, 2)  # [B, Hkv, L, D]
+    seen = visible(positions, key_pos, key_pos < committed_len[:, None], window)  # [B, N, L]
+    if block is not None:
+        k, v = torch.cat([k, block.k], 2), torch.cat([v, block.v], 2)
+        known = block.known
+        if block_len is not None:
+            known = known & (torch.arange(known.shape[2], device=query.device) < block_len[:, None])[:, None]
+        seen = torch.cat([seen, visible(positions, block.positions, known, window)], 2)
+    if block_len is not None:
+        seen = seen & (torch.arange(query.shape[2], device=query.device) < block_len[:, None])[:, :, None]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    unseen = ~seen.any(1)[:, None, :, None]
+    k, v = (x.to(dtype).masked_fill(unseen, 0.0) for x in (k, v))
+    out = dense_attention(query.to(dtype), k, v, bias_of(seen), **options)
+    return out.masked_fill(~seen.any(2)[:, :, None, None], 0.0).contiguous().to(query.dtype)

@@ -10,7 +10,7 @@ depend on its place in the tile nor on the rows beside it: `models/batch_invaria
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch.nn.functional import pad
@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from specdec.attention.bridge import AttentionCall, ForwardContext
 from specdec.attention.path_attention import part_of
 from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
-from specdec.kvcache.write_kv import Destination
+from specdec.kvcache.layer_context import Destination, ScoreOptions
 
 ROWS = 16
 
@@ -69,7 +69,7 @@ class TileContext:
         destination = self.destination(call.layer)
         if destination is not None:
             self.whole.plan.backend.store(self.whole.view.writable_layer(call.layer), destination.slots, k, v)
-        return call.answer(self.attend_rows, q, k, v)
+        return call.answer(self, q, k, v)
 
     def destination(self, layer: int) -> Destination | None:
         """Where this layer's new K/V go, padding to the sink; None when it stores none."""
@@ -85,14 +85,11 @@ class TileContext:
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
         """q [ROWS, Hq, D] -> [ROWS, Hq, D]; k, v: the rows' own, stored already."""
         kept_k, kept_v, space = self.whole.view.layer(layer)
         attend = self._attention[space, self.whole.windows[layer]]
         query = q[: self._shape.numel()].unflatten(0, self._shape).transpose(1, 2)  # [B', Hq, N', D]
-        out = attend(query, None, None, kept_k, kept_v, scaling=scaling, softcap=softcap, sinks=sinks)
+        out = attend(query, None, None, kept_k, kept_v, **options)
         return pad_rows(out.flatten(0, 1))

@@ -12,12 +12,9 @@ from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan, Located
 from specdec.attention.trees.growth import reference_select_tree
 from specdec.attention.trees.tree import DraftTree
-from specdec.attention.trees.walk import Accepted, reference_accept
 from specdec.kvcache.index_spaces import FullLoc, SlotTable, Space, SwaLoc
-from specdec.kvcache.move_kv import reference_move_kv
-from specdec.kvcache.store import KVStore, LayerKV
+from specdec.kvcache.store import KVStore, LayerKV, reference_move_kv, reference_store_kv
 from specdec.kvcache.table import RequestTable, Rows
-from specdec.kvcache.write_kv import reference_store_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +87,3 @@ class TorchBackend:
         num_levels: int,
     ) -> DraftTree:
         return reference_select_tree(root, tokens, scores, parents, num_nodes=num_nodes, num_levels=num_levels)
-
-    def accept(self, tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
-        return reference_accept(tree, target_tokens)

@@ -14,12 +14,9 @@ from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan, Located
 from specdec.attention.trees.growth import MAX_CANDIDATES, reference_select_tree, select_tree
 from specdec.attention.trees.tree import DraftTree
-from specdec.attention.trees.walk import Accepted, accept
 from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
-from specdec.kvcache.move_kv import move_kv
-from specdec.kvcache.store import KVStore, LayerKV
+from specdec.kvcache.store import KVStore, LayerKV, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
-from specdec.kvcache.write_kv import store_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +103,3 @@ class TritonBackend:
     ) -> DraftTree:
         choose = select_tree if tokens.shape[1] <= MAX_CANDIDATES else reference_select_tree
         return choose(root, tokens, scores, parents, num_nodes=num_nodes, num_levels=num_levels)
-
-    def accept(self, tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
-        return accept(tree, target_tokens)

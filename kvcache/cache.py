@@ -8,10 +8,9 @@ It computes nothing itself: storing and moving are the backend's.
 
 from typing import Protocol
 
-import numpy as np
 import torch
 
-from specdec.gpu.mirrored_array import IntArray, MirroredArray, flush
+from specdec.gpu.mirrored_array import MirroredArray, flush
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
 from specdec.kvcache.layout import KVLayout
@@ -61,22 +60,6 @@ class KVCache:
         move = self.table.commit_on_device(rows, length, path)
         if move is not None:
             self.move(move)
-
-    def commit(self, rows: IntArray, length: IntArray, path: IntArray | None = None) -> None:
-        """Commit on both sides at once: `length` [B] nodes of path [B, D], or in the order in which they were written.
-
-        Raises KVStateError, with nothing changed, for nodes past the slots that a row owns.
-        """
-        if path is None:
-            self.table.commit_chunk(rows, length)
-            return
-        self.table.require_committable(rows, length, path)
-        num_nodes = max(path.shape[1], int(path.max(initial=0)) + 1)
-        path = np.pad(path, ((0, 0), (0, num_nodes - path.shape[1])))
-        device = self.allocator.device
-        index = self.table.rows(rows)
-        self.commit_on_device(index, *(torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in (length, path)))
-        self.table.adopt_commit(rows, length, path)
 
     def move(self, move: Move) -> None:
         """Copy K/V from slot to slot, in both spaces of every store."""

@@ -41,10 +41,6 @@ class KVLayout:
     def window(self) -> int | None:
         return max((spec.window for spec in self.layers if spec.window is not None), default=None)
 
-    @property
-    def has_swa(self) -> bool:
-        return self.window is not None
-
     def owners(self, space: Space) -> tuple[LayerSpec, ...]:
         """The layers that store K/V in `space`."""
         return tuple(spec for spec in self.layers if spec.owner == spec.layer and spec.space is space)

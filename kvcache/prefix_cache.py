@@ -61,10 +61,6 @@ class PrefixCache:
         length = min(len(key), len(other))
         return self._common_pages(key[:length], other[:length]) * self.page_size
 
-    @property
-    def num_pages(self) -> int:
-        return sum(len(node.pages) for node in self._by_age)
-
     def first_page(self, key: IntArray) -> bytes:
         """The name of a key's first page."""
         return key[: self.page_size].tobytes()

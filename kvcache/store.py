@@ -1,18 +1,29 @@
-"""The K/V of one model: a pair of tensors per layer that stores any, [slots, kv heads, head_dim].
+"""The K/V of one model: a pair of tensors per layer that stores any, [slots, Hkv, D]; writing into them, moving within.
 
-A store owns tensors and nothing else: no slots, no per-step state, no translation, no idea of requests. Every model of
-an engine that keeps K/V has one, made from its layout, and all of them are indexed by the slots of one allocator.
-Layers differ in head count and size, so each has its own tensors. Page 0 of each space takes the writes of padding.
+    store_kv   pool_k[slots[t]] = k[t],  pool_v[slots[t]] = v[t]           t = 0..T-1, one layer a launch
+    move_kv    scratch = tensor[source];  tensor[destination] = scratch    every tensor of a space, in two launches
+
+A store owns tensors and nothing else: no slots, no per-step state, no translation, no requests. Every model of an
+engine that keeps K/V has one, made from its layout, and all of them are indexed by the slots of one allocator. Layers
+differ in head count and size, so each has its own tensors.
+
+Slots are in the space of the tensors, looked up once when the step was planned. Padding writes to the null slot, as
+often as it likes: which write remains is undefined, and no query reads it. All other destinations are distinct. A move
+reads all sources before it writes, so an accepted path may be moved onto itself in any order.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from specdec.gpu.triton_shim import tl, triton
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.index_spaces import Space
+from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
 from specdec.kvcache.layout import KVLayout
-from specdec.kvcache.move_kv import StoreAddresses
+
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class LayerKV(NamedTuple):
@@ -21,6 +32,33 @@ class LayerKV(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     space: Space
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddresses:
+    """Where the rows of P tensors lie: what `move_kv` reads, since they differ in heads and head size.
+
+    table: [P, 3] int64 on the device: address, words in a row, words before it in a row of the scratch buffer. A word
+    has 8 bytes, or fewer where rows are not made of 8. The table names storage, nothing else: it is built once, and
+    keeps the tensors alive.
+    """
+
+    pools: tuple[torch.Tensor, ...]
+    table: torch.Tensor
+    word: torch.dtype
+    longest: int
+    total: int
+
+    @classmethod
+    def of(cls, pools: Sequence[torch.Tensor]) -> "StoreAddresses":
+        """The rows of contiguous pools [slots, Hkv, D] on one device; Hkv, D and dtype may differ."""
+        assert pools and all(pool.is_contiguous() for pool in pools), "pools are contiguous"
+        row_bytes = [pool[0].numel() * pool.element_size() for pool in pools]
+        size = next(s for s in WORDS if all(n % s == 0 for n in (*row_bytes, *(pool.data_ptr() for pool in pools))))
+        row_len = torch.tensor(row_bytes, dtype=torch.int64) // size
+        addresses = torch.tensor([pool.data_ptr() for pool in pools], dtype=torch.int64)
+        table = torch.stack([addresses, row_len, row_len.cumsum(0) - row_len], dim=1)
+        return cls(tuple(pools), table.to(pools[0].device), WORDS[size], int(row_len.max()), int(row_len.sum()))
 
 
 class KVStore:
@@ -42,11 +80,126 @@ class KVStore:
         """All K and V tensors that the slots of one space index."""
         return tuple(tensor for layer in self.layers.values() if layer.space is space for tensor in (layer.k, layer.v))
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for space in Space for t in self.tensors(space))
-
     def clear(self) -> None:
         """Let go of the tensors."""
         self.layers.clear()
         self.addresses.clear()
+
+
+# writing
+
+
+def reference_store_kv(
+    k: torch.Tensor, v: torch.Tensor, slots: FullLoc | SwaLoc, pool_k: torch.Tensor, pool_v: torch.Tensor
+) -> None:
+    """Store k, v [T, Hkv, D] at slots [T] of the pools [slots, Hkv, D]."""
+    pool_k.index_copy_(0, slots, k)
+    pool_v.index_copy_(0, slots, v)
+
+
+@triton.jit
+def _store_kv_kernel(
+    p_k: tl.tensor,
+    p_v: tl.tensor,
+    p_slots: tl.tensor,
+    p_pool_k: tl.tensor,
+    p_pool_v: tl.tensor,
+    stride_k_token: tl.tensor,
+    stride_k_head: tl.tensor,
+    stride_k_dim: tl.tensor,
+    stride_v_token: tl.tensor,
+    stride_v_head: tl.tensor,
+    stride_v_dim: tl.tensor,
+    stride_slots: tl.tensor,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    i_token = tl.program_id(0).to(tl.int64)
+    o_row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK] of a row of HEADS * DIM numbers
+    m_row = o_row < HEADS * DIM
+    o_head = o_row // DIM
+    o_dim = o_row % DIM
+    slot = tl.load(p_slots + i_token * stride_slots).to(tl.int64)
+    p_k += i_token * stride_k_token + o_head * stride_k_head + o_dim * stride_k_dim
+    p_v += i_token * stride_v_token + o_head * stride_v_head + o_dim * stride_v_dim
+    b_k = tl.load(p_k, mask=m_row, other=0.0)
+    b_v = tl.load(p_v, mask=m_row, other=0.0)
+    tl.store(p_pool_k + slot * (HEADS * DIM) + o_row, b_k, mask=m_row)
+    tl.store(p_pool_v + slot * (HEADS * DIM) + o_row, b_v, mask=m_row)
+
+
+def store_kv(
+    k: torch.Tensor, v: torch.Tensor, slots: FullLoc | SwaLoc, pool_k: torch.Tensor, pool_v: torch.Tensor
+) -> None:
+    """Store k, v [T, Hkv, D], of any strides, at slots [T] of the contiguous pools [slots, Hkv, D]."""
+    num_tokens, num_heads, head_dim = k.shape
+    assert v.shape == k.shape and slots.shape == (num_tokens,), f"{k.shape=} {v.shape=} {slots.shape=}"
+    assert pool_k.shape == pool_v.shape and pool_k.shape[1:] == k.shape[1:], f"{k.shape=} {pool_k.shape=}"
+    assert pool_k.is_contiguous() and pool_v.is_contiguous(), "a pool is contiguous"
+    assert k.dtype == v.dtype == pool_k.dtype == pool_v.dtype, f"{k.dtype=} {v.dtype=} {pool_k.dtype=}"
+    if num_tokens == 0:
+        return
+    row_len = num_heads * head_dim
+    block = min(triton.next_power_of_2(row_len), 1024)
+    _store_kv_kernel[(num_tokens, triton.cdiv(row_len, block))](
+        k,
+        v,
+        slots,
+        pool_k,
+        pool_v,
+        *k.stride(),
+        *v.stride(),
+        slots.stride(0),
+        HEADS=num_heads,
+        DIM=head_dim,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+# moving
+
+
+def reference_move_kv(pools: Sequence[torch.Tensor], source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc) -> None:
+    """Copy rows source [M] of pools [slots, Hkv, D] to destination [M]."""
+    for pool in pools:
+        pool.index_copy_(0, destination, pool.index_select(0, source))
+
+
+@triton.jit
+def _copy_rows_kernel(
+    p_table: tl.tensor,
+    p_slots: tl.tensor,
+    p_scratch: tl.tensor,
+    stride_slots: tl.tensor,
+    total: tl.tensor,
+    GATHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    i_row = tl.program_id(0).to(tl.int64)
+    i_pool = tl.program_id(1)
+    o_word = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    p_pool = tl.load(p_table + i_pool * 3).to(p_scratch.dtype)
+    row_len = tl.load(p_table + i_pool * 3 + 1)
+    row_start = tl.load(p_table + i_pool * 3 + 2)
+    slot = tl.load(p_slots + i_row * stride_slots).to(tl.int64)
+    m_word = o_word < row_len
+    p_pool += slot * row_len + o_word
+    p_scratch += i_row * total + row_start + o_word
+    if GATHER:
+        tl.store(p_scratch, tl.load(p_pool, mask=m_word, other=0), mask=m_word)
+    else:
+        tl.store(p_pool, tl.load(p_scratch, mask=m_word, other=0), mask=m_word)
+
+
+def move_kv(rows: StoreAddresses, source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc) -> None:
+    """Copy K/V of slots source [M] of tensors [slots, Hkv, D] to destination [M]."""
+    assert source.shape == destination.shape and source.dim() == 1, f"{source.shape=} {destination.shape=}"
+    if len(source) == 0:
+        return
+    scratch = torch.empty((len(source), rows.total), dtype=rows.word, device=source.device)
+    block = min(triton.next_power_of_2(rows.longest), 1024)
+    grid = (len(source), len(rows.pools), triton.cdiv(rows.longest, block))
+    for slots, gather in ((source, True), (destination, False)):
+        _copy_rows_kernel[grid](rows.table, slots, scratch, slots.stride(0), rows.total, GATHER=gather, BLOCK=block)

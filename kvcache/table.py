@@ -11,7 +11,7 @@ verify writes its tree nodes there, and a commit brings the accepted path to the
 row is permuted and no K/V moves; with larger pages the accepted K/V move instead. Rejection costs nothing.
 
 The device commits within a round (`commit_on_device`), the host when it settles the round (`adopt_commit`): the same
-permutation of the same numbers. `KVCache.commit` does both at once.
+permutation of the same numbers.
 """
 
 from dataclasses import dataclass

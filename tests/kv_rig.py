@@ -40,7 +40,7 @@ class KVRig(KVCache):
     ) -> None:
         allocator = HybridAllocator(
             full_pages=full_pages,
-            swa_pages=swa_pages if layout.has_swa else None,
+            swa_pages=None if layout.window is None else swa_pages,
             page_size=page_size,
             device=torch.device(device),
         )
@@ -59,6 +59,22 @@ class KVRig(KVCache):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["table"], name)
+
+    def commit(self, rows: IntArray, length: IntArray, path: IntArray | None = None) -> None:
+        """Commit on both sides at once: `length` [B] nodes of path [B, D], or in the order in which they were written.
+
+        Raises KVStateError, with nothing changed, for nodes past the slots that a row owns.
+        """
+        if path is None:
+            self.table.commit_chunk(rows, length)
+            return
+        self.table.require_committable(rows, length, path)
+        num_nodes = max(path.shape[1], int(path.max(initial=0)) + 1)
+        path = np.pad(path, ((0, 0), (0, num_nodes - path.shape[1])))
+        device = self.allocator.device
+        index = self.table.rows(rows)
+        self.commit_on_device(index, *(torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in (length, path)))
+        self.table.adopt_commit(rows, length, path)
 
     def write(
         self, layer: int, full: Any, swa: Any, k: torch.Tensor, v: torch.Tensor, view: KVView | None = None

@@ -10,23 +10,22 @@ from itertools import product
 
 import torch
 
-from specdec.attention.kernels.node_rows import build_node_rows
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.page_table import build_page_tables
 from specdec.attention.kernels.paged_attention import paged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.trees.growth import select_tree
 from specdec.attention.trees.tree import DraftTree
-from specdec.attention.trees.walk import accept, tree_fields
+from specdec.attention.trees.walk import tree_fields
 from specdec.attention.triton_backend import TritonBackend
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import FullLoc
-from specdec.kvcache.move_kv import StoreAddresses, move_kv
+from specdec.kvcache.layer_context import Destination
+from specdec.kvcache.store import StoreAddresses, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
-from specdec.kvcache.write_kv import Destination, store_kv
 from specdec.layers.branches import Fork, fork_norm, join_norm
 from specdec.layers.embedding import embed
 from specdec.layers.linear import Mlp, Product, finish, gated_linear, linear, vendor_gated_linear
@@ -84,10 +83,6 @@ def cache(dtype: torch.dtype, page_size: int, *, swa: bool) -> None:
         full_width=256,
         swa_width=40 if swa else 0,
     )
-    parents, depth = integers(3, 5), integers(3, 5)
-    build_node_rows(
-        slots, integers(9999) if swa else None, rows, length, parents, depth, window=512 if swa else None, width=600
-    )
     pool = numbers(9999, 2, 256, dtype=dtype)
     merged = numbers(15, 6, 256, dtype=dtype)
     store_kv(merged[:, 2:4], merged[:, 4:], FullLoc(integers(15)), pool, pool)
@@ -105,8 +100,7 @@ def moves(word: torch.dtype) -> None:
 
 
 def trees(num_nodes: int) -> None:
-    tree = DraftTree(*(integers(3, num_nodes) for _ in range(2)), *tree_fields(integers(3, num_nodes), max_depth=4))
-    accept(tree, integers(3, num_nodes))
+    tree_fields(integers(3, num_nodes), max_depth=4)
     candidates = 4 * num_nodes
     select_tree(
         integers(3), integers(3, candidates), numbers(3, candidates, dtype=FP32), integers(3, candidates),

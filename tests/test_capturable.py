@@ -9,7 +9,7 @@ import pytest
 import torch
 from capturable import HostWork, capturable
 
-from specdec.kvcache.write_kv import store_kv
+from specdec.kvcache.store import store_kv
 
 X = torch.arange(6.0)
 MASK = X > 2

@@ -112,7 +112,7 @@ def test_graphs_give_the_same_tokens_on_a_small_model(small_engine) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: the tape records interpreted ones")
 def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant, monkeypatch) -> None:
-    """Tables, attention, tree selection and the accept walk as interpreted kernels on the tape."""
+    """Tables, attention and tree selection as interpreted kernels on the tape."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.NARROWEST", 4)  # the interpreter is slow
     assistant = make_assistant(make_target("gemma4-e2b"))

@@ -65,7 +65,6 @@ def test_gemma4_e_shares_kv_and_has_two_head_sizes():
         (3, *full),
     ]
     assert layout.window == 8
-    assert layout.has_swa
     assert [spec.layer for spec in layout.owners(Space.SWA)] == [0, 1, 2, 4]
     assert [spec.layer for spec in layout.owners(Space.FULL)] == [3]
     assert layout.numbers_per_slot(Space.SWA) == 4 * 2 * 2 * 16  # layers, K and V, heads, size
@@ -129,7 +128,7 @@ def test_a_window_without_layer_types_is_on_every_layer():
 def test_no_sliding_layer_means_no_window():
     layout = layout_from_config(transformers.LlamaConfig(**GQA, num_hidden_layers=2))
     assert layout.window is None
-    assert not layout.has_swa
+    assert layout.window is None
     assert layout.owners(Space.SWA) == ()
     assert layout.numbers_per_slot(Space.SWA) == 0
     assert layout.last_owner(SLIDING) is None

@@ -222,7 +222,7 @@ class KVMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.cache.clear()
-        assert self.allocator.full.cached_pages == self.cache.num_pages == 0
+        assert self.allocator.full.cached_pages == self.allocator.full.kept_pages == 0
 
     @precondition(lambda self: self.texts)
     @rule(seed=SEED, rounds=st.integers(1, 4))

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import Gemma4UnifiedTextConfig, Gemma4UnifiedTextModel
 
 from specdec.attention.bridge import AttentionCall
+from specdec.attention.dense import bias_of, dense_attention
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.kvcache.index_spaces import FullLoc
 from specdec.kvcache.layout import KVLayout, layout_from_config
@@ -69,13 +70,8 @@ class DenseContext:
             torch.testing.assert_close((own_k, own_v), (k, v), rtol=0, atol=0)
         distance = torch.arange(len(k))[:, None] - torch.arange(len(k))
         seen = (distance >= 0) & (distance < (spec.window or len(k)))
-        group = q.shape[1] // k.shape[1]
-        rows = q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        wide_q, wide_k, wide_v = (x.transpose(0, 1).float() for x in rows)
-        scores = (wide_q @ wide_k.mT * scaling).masked_fill(~seen.to(DEVICE), -torch.inf)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(seen), 1)], dim=-1)
-        return (scores.softmax(-1)[..., : len(seen)] @ wide_v).transpose(0, 1).to(q.dtype).contiguous()
+        rows = (x.transpose(0, 1)[None].float() for x in (q, k, v))
+        return dense_attention(*rows, bias_of(seen[None].to(DEVICE)), scaling=scaling, sinks=sinks)[0].to(q.dtype)
 
 
 def text_model(model: Any) -> Any:

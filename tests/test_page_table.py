@@ -1,4 +1,4 @@
-"""Page tables, write locations and node rows: literal cases, and equality with attention/plan.py on real tables."""
+"""Page tables and write locations: literal cases, and equality with attention/plan.py on real tables."""
 
 import numpy as np
 import pytest
@@ -7,14 +7,11 @@ import triton
 from kv_rig import KVRig
 
 from specdec.attention.kernels import page_table as page_table_module
-from specdec.attention.kernels.node_rows import NodeRows, build_node_rows, reference_build_node_rows
 from specdec.attention.kernels.page_table import PageTables, build_page_tables, reference_build_page_tables
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.layout import KVLayout, LayerSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PARENTS = [-1, 0, 0, 1, 3]  # the tree in attention/trees/tree.py: a fork at the root, then a chain
-DEPTH = [0, 1, 1, 2, 3]
 
 pytestmark = pytest.mark.usefixtures("poison_empty")
 
@@ -26,7 +23,6 @@ def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel = page_table_module._page_tables_kernel
         assert not isinstance(kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
     monkeypatch.setattr("specdec.attention.kernels.page_table.BLOCK", 8)  # several programs for small tables
-    monkeypatch.setattr("specdec.attention.kernels.node_rows.BLOCK", 8)
 
 
 def long(values: object) -> torch.Tensor:
@@ -147,84 +143,3 @@ def test_the_padding_row_is_null_slots(page_size: int):
     for part in got:
         assert not part[-1].any()
         assert part[:2].any()
-
-
-# one row per node
-
-
-def node_rows_of(table: KVRig, rows: np.ndarray, tree: DraftTree, window: int | None, width: int) -> NodeRows:
-    arguments = (
-        table.slots.tensor,
-        table.allocator.full_to_swa.tensor if window is not None else None,
-        torch.from_numpy(rows).to(DEVICE),
-        torch.from_numpy(table.committed_len.host[rows]).to(DEVICE),
-        tree.parents,
-        tree.depth,
-    )
-    got = build_node_rows(*arguments, window=window, width=width)
-    same(got, reference_build_node_rows(*arguments, window=window, width=width))
-    return got
-
-
-def naive_row(table: KVRig, row: int, node: int, window: int | None) -> list[int]:
-    """The slots that a node sees, key by key."""
-    length = int(table.committed_len.host[row])
-    path = [node]
-    while path[0]:
-        path.insert(0, PARENTS[path[0]])
-    keys = [(p, p) for p in range(length)] + [(length + depth, length + n) for depth, n in enumerate(path)]
-    query = length + DEPTH[node]
-    seen = [int(table.slots.host[row, column]) for pos, column in keys if window is None or query - pos < window]
-    return seen if window is None else [int(table.allocator.full_to_swa.host[slot]) for slot in seen]
-
-
-def worked(batch: int) -> DraftTree:
-    return DraftTree.from_parents(long([[7, 1, 2, 3, 4]] * batch), long([PARENTS] * batch))
-
-
-def test_node_rows_by_eye():
-    """3 committed keys in slots 11, 12, 13 and the worked tree in 21..25; a window of 3 sees 3 keys of each path."""
-    slots = long([[11, 12, 13, 21, 22, 23, 24, 25], [0] * 8])
-    arguments = (slots, None, long([0]), long([3]), long([PARENTS]), long([DEPTH]))
-    full = build_node_rows(*arguments, window=None, width=8)
-    assert full.slots.tolist() == [
-        [
-            [11, 12, 13, 21, 0, 0, 0, 0],
-            [11, 12, 13, 21, 22, 0, 0, 0],
-            [11, 12, 13, 21, 23, 0, 0, 0],
-            [11, 12, 13, 21, 22, 24, 0, 0],
-            [11, 12, 13, 21, 22, 24, 25, 0],
-        ]
-    ]
-    assert full.lengths.tolist() == [[4, 5, 5, 6, 7]]
-    sliding = build_node_rows(*arguments, window=3, width=4)
-    assert sliding.slots.tolist() == [
-        [[12, 13, 21, 0], [13, 21, 22, 0], [13, 21, 23, 0], [21, 22, 24, 0], [22, 24, 25, 0]]
-    ]
-    assert sliding.lengths.tolist() == [[3, 3, 3, 3, 3]]
-
-
-@pytest.mark.parametrize("window", [None, 1, 2, 3, 9, 60])
-def test_node_rows_are_the_visible_keys(window: int | None):
-    lengths = [0, 1, 2, 8, 31]
-    table, rows = filled(1, window, lengths, len(PARENTS))
-    width = max(lengths) + 4 if window is None else min(window, max(lengths) + 4)
-    got = node_rows_of(table, rows, worked(len(rows)), window, width)
-    for i, row in enumerate(rows):
-        for node in range(len(PARENTS)):
-            want = naive_row(table, row, node, window)
-            assert got.lengths[i, node] == len(want)
-            assert got.slots[i, node].tolist() == want + [0] * (width - len(want))
-
-
-def test_node_rows_of_padding_and_chains():
-    """A padded request has rows of sinks, not empty ones; a chain's parents and depth are expanded views."""
-    table, rows = filled(1, 4, [6], 5)
-    rows = np.append(rows, table.padding_row)
-    chain = DraftTree.chain(long([[1, 2, 3, 4, 5]] * 2))
-    assert chain.parents.stride(0) == 0
-    got = node_rows_of(table, rows, chain, 4, 9)
-    assert not got.slots[1].any()
-    assert got.lengths.tolist() == [[4, 4, 4, 4, 4], [1, 2, 3, 4, 4]]
-    root = DraftTree.chain(long([[1]] * 2))
-    assert node_rows_of(table, rows, root, None, 7).lengths.tolist() == [[7], [1]]

@@ -425,7 +425,7 @@ def test_an_edge_is_as_long_as_it_can_be():
     assert len(rig.cache._by_age) == 1
     rig.serve([*text[:5000], 0, 0])
     assert sorted(len(node.pages) for node in rig.cache._by_age) == [1, 3000, 5000]
-    assert rig.cache.num_pages == 8001
+    assert rig.allocator.full.kept_pages == 8001
 
 
 def test_keeping_what_is_kept_changes_nothing():
@@ -454,7 +454,7 @@ def test_reset_forgets_rows_and_cache():
     rig.begin(list(range(24)))
     rig.table.reset()
     rig.table.check()
-    assert rig.counts() == (64, 0, 0) and rig.cache.num_pages == 0
+    assert rig.counts() == (64, 0, 0) and rig.allocator.full.kept_pages == 0
     assert rig.serve(list(range(24))) == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kv_rig import KVRig
 
-from specdec.attention.dense import VisibleKeys, own_keys, reference_attention
+from specdec.attention.dense import VisibleKeys, known_in_block
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.index_spaces import FullLoc, SlotTable, Space
@@ -98,7 +98,7 @@ class Scene:
         sinks: torch.Tensor | None = None,
         broken: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what reference_attention says, what the loops say), both [B, N, Hq, D]; request `broken` brings NaN keys."""
+        """(what `VisibleKeys` says, what the loops say), both [B, N, Hq, D]; request `broken` brings NaN keys."""
         query_heads, heads, size = HEADS[layer]
         batch, rows = plan.positions.shape
         query = self.random(batch, rows, query_heads, size)
@@ -110,9 +110,8 @@ class Scene:
         window = self.window if layer == SLIDING_LAYER else None
         pool_k, pool_v, _ = self.table.view.layer(layer)
         keys = visible_keys(plan, window)
-        out = reference_attention(
-            query.transpose(1, 2), pool_k, pool_v, keys, scaling=SCALING, softcap=softcap, sinks=sinks
-        )
+        options = {"scaling": SCALING, "softcap": softcap, "sinks": sinks}
+        out = keys.attend(query.transpose(1, 2), None, None, pool_k, pool_v, **options)
         assert (out.shape, out.dtype) == (query.shape, query.dtype)
         window = math.inf if window is None else window + plan.window_shift
         expected = torch.zeros(query.shape, dtype=torch.float64)
@@ -123,7 +122,7 @@ class Scene:
                     (self.k[layer][b][p], self.v[layer][b][p]) for p in range(self.lengths[b]) if position - p < window
                 ]
                 if plan.write_full is not None:
-                    own = own_keys(plan)
+                    own = known_in_block(plan)
                     seen += [
                         (block_k[b, j], block_v[b, j])
                         for j in range(rows)
@@ -259,7 +258,7 @@ def test_the_strides_of_the_queries_do_not_matter(softcap: float | None):
     assert query.is_contiguous() != turned.is_contiguous()
     keys = visible_keys(plan, 4)
     out, expected = (
-        reference_attention(q, pool_k, pool_v, keys, scaling=SCALING, softcap=softcap) for q in (turned, query)
+        keys.attend(q, None, None, pool_k, pool_v, scaling=SCALING, softcap=softcap) for q in (turned, query)
     )
     torch.testing.assert_close(out, expected)
 

@@ -24,7 +24,7 @@ from specdec.runtime.rounds.opening import opening, reference_opening
 from specdec.runtime.rounds.result import RoundShape, empty_result
 from specdec.sampling.sampling_table import REAL, WHOLE, SamplingTable, Uses
 
-from marks import quick
+from marks import quick, slow
 from tiny_models import random_eagle3
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -89,17 +89,17 @@ def test_an_opening_is_that_of_torch(seats: int, depth: int, poison_empty: None)
 class Scene:
     """Rows of which `lengths` tokens are committed, and what a closing changes there."""
 
-    def __init__(self, lengths: list[int], page_size: int = 1) -> None:
-        allocator = HybridAllocator(full_pages=200, swa_pages=None, page_size=page_size, device=DEVICE)
+    def __init__(self, lengths: list[int], page_size: int = 1, lookahead: int = LOOKAHEAD) -> None:
+        allocator = HybridAllocator(full_pages=600, swa_pages=None, page_size=page_size, device=DEVICE)
         self.table = RequestTable(
-            allocator, max_requests=len(lengths), max_len=40, lookahead=LOOKAHEAD, window=None
+            allocator, max_requests=len(lengths), max_len=40, lookahead=lookahead, window=None
         )  # fmt: skip
         self.cache = KVCache(allocator, self.table, TorchBackend())
         self.moved: list[Move] = []
         self.cache.move = self.moved.append  # type: ignore[method-assign]
         self.rows = [self.table.open() for _ in lengths]
         for row, length in zip(self.rows, lengths, strict=True):
-            self.table.ensure(row, length + LOOKAHEAD)
+            self.table.ensure(row, length + lookahead)
             self.table.committed_len[row] = length
         width = self.table.slots.host.shape[1]
         self.tokens = (torch.arange(width, device=DEVICE) - 99).repeat(len(lengths) + 1, 1)
@@ -205,6 +205,42 @@ def test_a_closing_is_that_of_torch(num_nodes: int, page_size: int, poison_empty
             torch.testing.assert_close(mine, other, rtol=0, atol=0)
         assert scenes[0].state() == scenes[1].state()
     assert scenes[0].state()[1] != [*lengths, 0]
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_walks_by_eye(kernel: bool, poison_empty: None) -> None:
+    """The tree of attention/trees/walk.py, walked to the end, part of the way, and not at all."""
+    tree = DraftTree.from_parents(long([[0, 1, 2, 3]] * 3), long([[-1, 0, 0, 1]] * 3))
+    drawn = long([[1, 3, 8, 9], [2, 3, 8, 9], [7, 3, 8, 9]])
+    closed, packed = Scene([0, 1, 2]).close(kernel, [0, 1, 2], tree, drawn, [9] * 3, width=4, depth=4)
+    assert packed[:, 1:5].tolist() == [[0, 1, 3, 0], [0, 2, 0, 0], [0, 0, 0, 0]]
+    assert packed[:, 5:].tolist() == [[1, 3, 9, 1], [2, 8, 2, 2], [7, 7, 7, 7]]
+    assert [x.tolist() for x in closed] == [[3, 2, 1], [9, 8, 7]]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 5, 17, slow(63), slow(64), slow(100)])
+def test_walks_of_any_size_are_those_of_torch(num_nodes: int, poison_empty: None) -> None:
+    """Random trees of three tokens, and a chain that is accepted to its end."""
+    generator = torch.Generator().manual_seed(num_nodes)
+    lengths = [3, 0, 1]
+    seats, most = [0, 1, 2], [num_nodes] * 3
+    chain = DraftTree.chain(torch.zeros((3, num_nodes), dtype=torch.int64, device=DEVICE))
+    drafted = [(chain, chain.tokens)]
+    for _ in range(4):
+        parents = (torch.rand(3, num_nodes, generator=generator) * torch.arange(num_nodes)).long()
+        parents[:, 0] = -1
+        tokens, drawn = torch.randint(0, 3, (2, 3, num_nodes), generator=generator).to(DEVICE)
+        drafted.append((distinct(DraftTree.from_parents(tokens, parents.to(DEVICE))), drawn))
+    for tree, drawn in drafted:
+        scenes = [Scene(lengths, lookahead=num_nodes) for _ in "kt"]
+        (got, mine), (want, other) = (
+            scene.close(kernel, seats, tree, drawn, most, width=num_nodes, depth=num_nodes)
+            for scene, kernel in zip(scenes, (True, False), strict=True)
+        )
+        for one, wanted in zip((*got, mine), (*want, other), strict=True):
+            torch.testing.assert_close(one, wanted, rtol=0, atol=0)
+        assert scenes[0].state() == scenes[1].state()
+        assert tree is not chain or got[0].tolist() == most
 
 
 def distinct(tree: DraftTree) -> DraftTree:

@@ -4,10 +4,9 @@ import pytest
 import torch
 import triton
 
-from specdec.kvcache import move_kv as move_module
+from specdec.kvcache import store as store_module
 from specdec.kvcache.index_spaces import FullLoc
-from specdec.kvcache.move_kv import StoreAddresses, move_kv, reference_move_kv
-from specdec.kvcache.write_kv import reference_store_kv, store_kv
+from specdec.kvcache.store import StoreAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("poison_empty")
 def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert not isinstance(move_module._copy_rows_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
+        assert not isinstance(store_module._copy_rows_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
 
 
 def slots(*values: int) -> FullLoc:
@@ -79,7 +78,7 @@ def test_nothing_to_store():
 def test_move_by_eye():
     """Node path 0, 2, 3 behind 4 committed tokens: rows 6 and 7 go to 5 and 6, so 6 is read before it is written."""
     pool = torch.arange(8, dtype=torch.float32, device=DEVICE).view(8, 1, 1)
-    move_kv([pool], slots(6, 7), slots(5, 6))
+    move_kv(StoreAddresses.of([pool]), slots(6, 7), slots(5, 6))
     assert pool.flatten().tolist() == [0, 1, 2, 3, 4, 6, 7, 7]
 
 
@@ -99,7 +98,7 @@ def test_moves_that_overlap(source: tuple[int, ...], destination: tuple[int, ...
     pools = [numbers(10, heads, dim) for heads, dim in [(1, 1), (2, 3), (1, 700), (4, 300)]]
     want = [pool.clone() for pool in pools]
     reference_move_kv(want, slots(*source), slots(*destination))
-    move_kv(pools, slots(*source), slots(*destination))
+    move_kv(StoreAddresses.of(pools), slots(*source), slots(*destination))
     for pool, expected in zip(pools, want, strict=True):
         torch.testing.assert_close(pool, expected, rtol=0, atol=0)
 
@@ -127,5 +126,5 @@ def test_words_are_as_large_as_all_rows_allow():
 def test_nothing_to_move():
     pool = numbers(3, 1, 2)
     want = pool.clone()
-    move_kv([pool], slots(), slots())
+    move_kv(StoreAddresses.of([pool]), slots(), slots())
     torch.testing.assert_close(pool, want)

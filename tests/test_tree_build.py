@@ -1,4 +1,4 @@
-"""Growing draft trees and walking them: literal trees, and properties against a naive best-first search."""
+"""Growing draft trees and describing them: literal trees, and properties against a naive best-first search."""
 
 import heapq
 
@@ -12,7 +12,7 @@ from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees import walk as tree_walk_module
 from specdec.attention.trees.growth import Growth, reference_select_nodes, reference_select_tree, select_tree
 from specdec.attention.trees.tree import DraftTree
-from specdec.attention.trees.walk import accept, reference_accept, reference_tree_fields, tree_fields
+from specdec.attention.trees.walk import reference_accept, reference_tree_fields, tree_fields
 from specdec.attention.triton_backend import TritonBackend
 
 from marks import slow
@@ -27,7 +27,7 @@ def kernels_run():
     with pytest.MonkeyPatch.context() as monkeypatch:
         if DEVICE.type == "cpu":
             monkeypatch.setenv("TRITON_INTERPRET", "1")
-            kernel = tree_walk_module._accept_walk_kernel
+            kernel = tree_walk_module._tree_fields_kernel
             assert not isinstance(kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
         yield
 
@@ -236,28 +236,5 @@ def test_a_tree_of_more_nodes_than_an_integer_has_bits(poison_empty: None):
         assert tree.parents.tolist() == [[-1] + [0] * 63 + list(range(63, 99))]
         assert tree.depth[0, 99] == 37 and tree.ancestors[0, 99].nonzero().flatten().tolist() == [0, *range(63, 100)]
         drawn = long([[63] * 63 + list(range(64, 101))])
-        for walk in (accept(tree, drawn), reference_accept(tree, drawn)):
-            assert walk.length.tolist() == [38] and walk.path[0, :38].tolist() == [0, *range(63, 100)]
-
-
-def test_walk_by_eye(poison_empty: None):
-    """The tree of attention/trees/walk.py, walked to the end, part of the way, and not at all."""
-    tree = DraftTree.from_parents(long([[0, 1, 2, 3]] * 3), long([[-1, 0, 0, 1]] * 3))
-    walk = accept(tree, long([[1, 3, 8, 9], [2, 3, 8, 9], [7, 3, 8, 9]]))
-    assert walk.path.tolist() == [[0, 1, 3, 0], [0, 2, 0, 0], [0, 0, 0, 0]]
-    assert walk.length.tolist() == [3, 2, 1]
-    assert walk.tokens.tolist() == [[1, 3, 9, 1], [2, 8, 2, 2], [7, 7, 7, 7]]
-
-
-@pytest.mark.parametrize("num_nodes", [1, 2, 5, 17, slow(63), slow(64), slow(100)])
-def test_walk_is_what_verify_accepts(num_nodes: int, poison_empty: None):
-    for seed in range(4):
-        tree = random_tree(5, num_nodes, seed)
-        target = torch.randint(0, 3, (5, num_nodes), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-        got = accept(tree, target)
-        for want in (accept(tree, target), reference_accept(tree, target)):
-            for one, other in zip(got, want, strict=True):
-                torch.testing.assert_close(one, other)
-    chain = DraftTree.chain(torch.zeros((2, num_nodes), dtype=torch.int64, device=DEVICE))
-    target = torch.zeros((2, num_nodes), dtype=torch.int64, device=DEVICE)
-    assert accept(chain, target).length.tolist() == [num_nodes] * 2
+        walk = reference_accept(tree, drawn)
+        assert walk.length.tolist() == [38] and walk.path[0, :38].tolist() == [0, *range(63, 100)]

@@ -15,17 +15,14 @@ import torch
 import triton
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.attention import backend
 from specdec.attention import dense as reference
 from specdec.attention.backend import choose_backend
 from specdec.attention.kernels import page_table, paged_attention
 from specdec.attention.plan import plan_chunk, plan_frozen, plan_verify
 from specdec.attention.trees import growth as tree_build
-from specdec.attention.trees import walk as tree_walk
 from specdec.errors import ConfigError
 from specdec.gpu import triton_device
-from specdec.kvcache import move_kv
-from specdec.kvcache import write_kv as store_kv
+from specdec.kvcache import store as kv_store
 from specdec.kvcache.index_spaces import Space
 from specdec.models.target import TargetModel
 
@@ -45,9 +42,8 @@ TARGETS = {
 KERNELS = {
     "attention": (paged_attention, "attend_kernel"),
     "tables": (page_table, "_page_tables_kernel"),
-    "store": (store_kv, "_store_kv_kernel"),
-    "move": (move_kv, "_copy_rows_kernel"),
-    "walk": (tree_walk, "_accept_walk_kernel"),
+    "store": (kv_store, "_store_kv_kernel"),
+    "move": (kv_store, "_copy_rows_kernel"),
     "select": (tree_build, "_select_nodes_kernel"),
 }
 CHAIN, TREE = SpecConfig(2), SpecConfig(3, 3, 8)
@@ -121,14 +117,14 @@ def test_text_and_drafts_are_those_of_torch(
             engine.round.worker.propose = lambda batch, p=propose, d=drafts: d.append(p(batch)) or d[-1]
         if attention == "triton":
             launched = Counter(launches)
-            monkeypatch.setattr(reference, "reference_attention", lambda *_, **__: pytest.fail("torch attended"))
+            monkeypatch.setattr(reference, "dense_attention", lambda *_, **__: pytest.fail("torch attended"))
         outputs = engine.generate(prompts, SamplingParams(max_new_tokens=NEW))
         engine.table.check()
         runs[attention] = [out.token_ids for out in outputs], [(d.tokens.tolist(), d.parents.tolist()) for d in drafts]
         assert runs[attention][0] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
     assert runs["triton"] == runs["torch"]
     assert not launched, "torch launched kernels"
-    assert {"attention", "tables", "store", "walk"} <= set(launches)
+    assert {"attention", "tables", "store"} <= set(launches)
     assert ("select" in launches) == (drafter is not None and spec is TREE)
     assert page_size == 1 or drafter != "eagle3" or spec is CHAIN or launches["move"], "nothing accepted had to move"
 
@@ -158,7 +154,7 @@ def test_plans_say_the_same_by_page(page_size, make_target):
         rows = np.array([table.open() for _ in range(3)])
         for row, length in zip(rows, (21, 0, 6), strict=True):
             table.ensure(row, length + 8)
-            engine.cache.commit(np.array([row]), np.array([length]))
+            table.commit_chunk(np.array([row]), np.array([length]))
         table.evict(rows)
         engines.append(engine)
     rows = table.rows(np.append(rows, table.padding_row))
@@ -254,7 +250,7 @@ def test_auto_is_torch_where_triton_cannot_build_its_launcher(monkeypatch):
 
 
 def test_triton_is_refused_where_it_is_not_installed(monkeypatch):
-    monkeypatch.setattr(backend, "triton", None)
+    monkeypatch.setattr(triton_device, "triton", None)
     assert not chosen("torch", CPU, torch.float32, 64)
     assert not chosen("auto", torch.device("cuda"), torch.float32, 64)
     with pytest.raises(ConfigError, match=r"Triton is not installed; install it, or use attention='torch'"):

@@ -14,22 +14,20 @@ from gpu_setup import DEVICE, ON_CPU, Row, device_option, machine, require_devic
 import torch
 import triton
 
-from specdec.attention.kernels.node_rows import build_node_rows, reference_build_node_rows
 from specdec.attention.kernels.page_table import build_page_tables, reference_build_page_tables
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.growth import reference_select_nodes, select_tree
 from specdec.attention.trees.tree import DraftTree
-from specdec.attention.trees.walk import accept, reference_accept, reference_tree_fields, tree_fields
+from specdec.attention.trees.walk import reference_tree_fields, tree_fields
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import FullLoc
-from specdec.kvcache.move_kv import StoreAddresses, move_kv, reference_move_kv
+from specdec.kvcache.store import StoreAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 from specdec.kvcache.table import Move, RequestTable, Rows
-from specdec.kvcache.write_kv import reference_store_kv, store_kv
 from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.opening import opening, reference_opening
 
-BATCH, NODES, WINDOW, RETAIN = 8, 16, 1024, 1025
+BATCH, NODES, RETAIN = 8, 16, 1025
 CONTEXTS, PAGE_SIZES = (1024, 8192, 32768, 131072), (1, 16)
 SETS, LAUNCHES, REPLAYS = 8, 64, 20
 LIMIT_US = 20.0
@@ -112,12 +110,6 @@ def check_tables(quick: bool) -> int:
                 widths = {"full_width": full_width, "swa_width": swa_width}
                 got = build_page_tables(*arguments, **options, **widths)
                 same("page tables", got, reference_build_page_tables(*arguments, **options, **widths))
-            parents = random_parents(len(rows), nodes, seed=nodes)
-            depth = reference_tree_fields(parents).depth
-            for window, width in ((retain, retain), (None, 5100)):
-                arguments = (slots, None if window is None else mapping, rows, length, parents, depth)
-                got = build_node_rows(*arguments, window=window, width=width)
-                same("node rows", got, reference_build_node_rows(*arguments, window=window, width=width))
     triton.knobs.runtime.jit_post_compile_hook = None
     return compiled
 
@@ -137,7 +129,7 @@ def check_kv() -> None:
         window = 1 + torch.randperm(300, device=DEVICE)
         source, destination = FullLoc(window[3:80]), FullLoc(window[:77])  # overlap
         reference_move_kv(want, source, destination)
-        move_kv(pools, source, destination)
+        move_kv(StoreAddresses.of(pools), source, destination)
         same("move", tuple(pools), tuple(want))
 
 
@@ -172,15 +164,14 @@ def check_trees(quick: bool) -> None:
             same("select", (got.tokens, got.parents), reference_select_nodes(*inputs, num_nodes=num_nodes))
     for num_nodes in (1, 2, 7, 16, 33, 64, 200, 512)[: 6 if quick else None]:  # racecheck notes every access to memory
         for seed in range(1 if quick else 10):
-            tree, target = random_walks(num_nodes, seed)
+            tree, _ = random_walks(num_nodes, seed)
             same("fields", tuple(tree_fields(tree.parents)), tuple(reference_tree_fields(tree.parents)))
-            same("walk", tuple(accept(tree, target)), tuple(reference_accept(tree, target)))
 
 
 def check_rounds(quick: bool) -> None:
     """Trees and chains of all sizes, with pages of one slot, whose rows are permuted, and of 16, whose K/V move."""
     for page_size in PAGE_SIZES:
-        for num_nodes in (1, 2, 7, 16, 33, 64, 200)[: 5 if quick else None]:
+        for num_nodes in (1, 2, 7, 16, 33, 64, 200, 512)[: 5 if quick else None]:
             tree, target = random_walks(num_nodes, num_nodes)
             chain = DraftTree.chain(tree.tokens)
             for drafted in (tree, chain):
@@ -238,15 +229,6 @@ def page_table_rows() -> Iterator[tuple[str, float, float]]:
 
 def other_rows() -> Iterator[tuple[str, float, float]]:
     """(what, us, us of the plain torch reference in a graph)."""
-    rows, slots_of = torch.arange(BATCH, device=DEVICE), [random_slots(32768, 1, seed) for seed in range(SETS)]
-    length = torch.full((BATCH,), 32768, device=DEVICE)
-    tree, target = random_walks(NODES, seed=0)
-    nodes = (rows, length, tree.parents, tree.depth)
-    yield (
-        "build_node_rows    SWA, window 1024, context 32768",
-        microseconds(lambda i: build_node_rows(*slots_of[i], *nodes, window=WINDOW, width=WINDOW)),
-        microseconds(lambda i: reference_build_node_rows(*slots_of[i], *nodes, window=WINDOW, width=WINDOW)),
-    )
     pools = [torch.randn(20000, 2, 256, device=DEVICE, dtype=torch.bfloat16) for _ in range(60)]
     k, v = (torch.randn(2, 128, 256, device=DEVICE, dtype=torch.bfloat16).transpose(0, 1) for _ in range(2))
     where = [FullLoc(1 + torch.randperm(19999, device=DEVICE)[:128]) for _ in range(SETS)]
@@ -277,16 +259,11 @@ def other_rows() -> Iterator[tuple[str, float, float]]:
             microseconds(reference),
         )
     for num_nodes in (16, 64):
-        tree, target = random_walks(num_nodes, seed=0)
+        tree, _ = random_walks(num_nodes, seed=0)
         yield (
             f"tree_fields        {num_nodes} nodes",
             microseconds(lambda _, tree=tree: tree_fields(tree.parents)),
             microseconds(lambda _, tree=tree: reference_tree_fields(tree.parents)),
-        )
-        yield (
-            f"accept        {num_nodes} nodes",
-            microseconds(lambda _, tree=tree, target=target: accept(tree, target)),
-            microseconds(lambda _, tree=tree, target=target: reference_accept(tree, target)),
         )
 
 
@@ -299,9 +276,9 @@ def check_rows(quick: bool = False) -> Iterator[Row]:
         compiled = check_tables(quick)
 
     checks: dict[str, Callable[[], None]] = {
-        "page tables and node rows": tables,
+        "page tables": tables,
         "store_kv, move_kv": check_kv,
-        "tree selection, fields and accept walk": lambda: check_trees(quick),
+        "tree selection and fields": lambda: check_trees(quick),
         "rounds opened and closed": lambda: check_rounds(quick),
     }
     for name, check in checks.items():
@@ -310,7 +287,7 @@ def check_rows(quick: bool = False) -> Iterator[Row]:
             yield Row(name, "equal")
         except Exception as exception:  # every check, then the verdict
             yield Row(name, f"{type(exception).__name__} {str(exception)[:200]}", ok=False)
-    yield Row("page tables and node rows: variants compiled over all lengths, widths and node counts", str(compiled))
+    yield Row("page tables: variants compiled over all lengths, widths and node counts", str(compiled))
 
 
 def timed_rows() -> Iterator[tuple[str, float, float | None, float | None]]:
@@ -332,7 +309,7 @@ def main() -> int:
         good &= row.ok
     if ON_CPU or not good:
         return 0 if good else 1
-    print(f"batch {BATCH}, {NODES} nodes, window {WINDOW}; us per call, median of CUDA-graph replays")
+    print(f"batch {BATCH}, {NODES} nodes, {RETAIN} keys kept in SWA space; us per call, median of CUDA-graph replays")
     print(f"{'':62}{'us':>8}{'SWA part':>10}{'torch':>10}")
     slowest = 0.0
     for what, us, swa, reference in timed_rows():

@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 
-from specdec.attention.dense import newest
+from specdec.attention.dense import bias_of, dense_attention, newest, visible
 from specdec.attention.kernels.page_table import build_page_tables
 from specdec.attention.kernels.paged_attention import WORD, paged_attention
-from specdec.attention.visibility import bias_of, visible
 from specdec.kvcache.index_spaces import FullLoc, Space
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
@@ -107,10 +105,9 @@ class CopiedDraft:
         return self.kept[layer], FullLoc(cells.flatten())
 
     def attend(self, layer: int, query: torch.Tensor, *, scaling: float) -> torch.Tensor:
-        bias = self._bias[self.draft.windows[layer]].to(query.dtype)
+        bias = self._bias[self.draft.windows[layer]]
         k, v = (x.unflatten(0, (len(query), -1))[:, : bias.shape[3]].transpose(1, 2) for x in self.kept[layer][:2])
-        out = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2)
+        return dense_attention(query, k, v, bias, scaling=scaling)
 
     def _newest(self) -> slice:
         """The nodes of the newest level."""

@@ -9,7 +9,7 @@ For request b with S = committed_len[b] committed keys, `slot(p) = req_to_slot[r
 
 `retain` is how many committed keys some query of the step may see on a sliding layer, so the SWA part costs O(window)
 whatever the context. The padding row (the last of req_to_slot) counts as S = 0 and gives the null slot everywhere.
-Widths and lengths are run-time values: no shape of a batch compiles anything. `node_rows.py` has the row-per-node form.
+Widths and lengths are run-time values: no shape of a batch compiles anything.
 """
 
 from typing import NamedTuple

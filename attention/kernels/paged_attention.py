@@ -19,12 +19,15 @@ The sink and the block belong to split 0. Rows that see nothing are 0. The launc
 nothing and reads nothing back: shapes alone decide the launch, so it can be captured in a CUDA graph.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 
+from specdec.attention.dense import Block, in_order, paged_reference
+from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_channels
 from specdec.attention.kernels.paged_attention_kernels import attend_kernel, merge_kernel
 from specdec.gpu.triton_device import device_limits
+from specdec.kvcache.layer_context import ScoreOptions
 
 WORD = 64
 """Ancestor bits in an int64: bit j % 64 of word j // 64 is key j of the block."""
@@ -52,48 +55,28 @@ def reference_paged_attention(
     positions: torch.Tensor,
     *,
     page_size: int,
-    scaling: float,
     ancestors: torch.Tensor | None = None,
     block_positions: torch.Tensor | None = None,
     block_len: torch.Tensor | None = None,
     window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> torch.Tensor:
-    """`paged_attention` by the definition, in float32, or in float64 if the query is."""
-    batch, num_heads, num_rows, _ = query.shape
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    rows, columns = (torch.arange(n, device=query.device) for n in (num_rows, pages.shape[1] * page_size))
-    valid = torch.ones_like(positions, dtype=torch.bool) if block_len is None else rows < block_len[:, None]  # [B, N]
-    key_pos = start[:, None] + columns  # [B, L]
-    slots = pages.long()[:, columns // page_size] * page_size + columns % page_size
-    visible = (key_pos < committed_len[:, None])[:, None].expand(-1, num_rows, -1)  # [B, N, L]
-    k, v = pool_k[slots].transpose(1, 2), pool_v[slots].transpose(1, 2)  # [B, Hkv, L, D]
+    """`paged_attention` by the definition: see `paged_reference`."""
+    batch, _, num_rows, _ = query.shape
+    block = None
     if block_k is not None and block_v is not None:
-        key_pos = torch.cat([key_pos, positions if block_positions is None else block_positions], 1)
-        keys = torch.arange(block_k.shape[2], device=query.device)
-        seen = (rows[:, None] >= keys).expand(batch, -1, -1)
+        known = in_order(num_rows, query.device).expand(batch, -1, -1)
         if ancestors is not None:
-            words = ancestors.view(batch, num_rows, -1)
-            seen = (words[:, :, keys // WORD] >> keys % WORD) & 1 == 1
-        if block_len is not None:
-            seen = seen & (keys < block_len[:, None])[:, None]
-        visible = torch.cat([visible, seen], 2)
-        k, v = torch.cat([k, block_k], 2), torch.cat([v, block_v], 2)
-    visible = visible & valid[:, :, None]
-    if window is not None:
-        visible = visible & (positions[:, :, None] - key_pos[:, None] < window)
-    unseen = ~visible.any(1)[:, None, :, None]  # such a row may hold anything, NaN too
-    group = num_heads // k.shape[1]
-    k, v = (x.to(dtype).masked_fill(unseen, 0.0).repeat_interleave(group, 1) for x in (k, v))  # [B, Hq, L, D]
-    scores = query.to(dtype) @ k.transpose(2, 3) * scaling  # [B, Hq, N, L]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible[:, None], -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(dtype).view(1, -1, 1, 1).expand(batch, -1, num_rows, 1)], 3)
-    weights = scores.softmax(3)[..., : k.shape[2]].masked_fill(~visible[:, None], 0.0)
-    return (weights @ v).transpose(1, 2).contiguous().to(query.dtype)
+            keys = torch.arange(block_k.shape[2], device=query.device)
+            known = (ancestors.view(batch, num_rows, -1)[:, :, keys // WORD] >> keys % WORD) & 1 == 1
+        block = Block(block_k, block_v, positions if block_positions is None else block_positions, known)
+    return paged_reference(
+        *(query, pool_k, pool_v, pages, start, committed_len, positions, block),
+        page_size=page_size,
+        block_len=block_len,
+        window=window,
+        **options,
+    )
 
 
 def paged_attention(
@@ -115,7 +98,6 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    split_len: int | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """Attend -> [B, N, Hq, D] in the query's dtype.
@@ -129,18 +111,10 @@ def paged_attention(
     block_positions: [B, M] of the block's keys; None: they are the queries' own.
     block_len: [B], rows of the block that exist (None: all N); the others see nothing and nobody sees them.
     window: keys fewer than this many positions behind are visible.  softcap: c above.  sinks: [Hq] logits.
-    split_len: a fixed number of keys a split, so that no result depends on the batch; None: fill the device.
     """
     batch, num_heads, num_rows, head_dim = query.shape
     kv_heads, num_pages = pool_k.shape[1], pages.shape[1]
-    assert num_heads % kv_heads == 0, f"{num_heads} query heads do not group over {kv_heads}"
-    assert pool_k.shape == pool_v.shape and pool_k.shape[2] == head_dim, f"{pool_k.shape=} {pool_v.shape=}"
-    assert pages.shape[0] == batch and start.shape == committed_len.shape == (batch,), f"{pages.shape=} {start.shape=}"
-    assert positions.shape == (batch, num_rows), f"{positions.shape=}, queries {tuple(query.shape)}"
-    assert query.dtype == pool_k.dtype == pool_v.dtype, f"{query.dtype=} {pool_k.dtype=} {pool_v.dtype=}"
-    assert start.is_contiguous() and committed_len.is_contiguous()
-    assert block_len is None or (block_len.shape == (batch,) and block_len.is_contiguous())
-    assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
+    check_arguments(query, pool_k, pool_v, pages, positions, sinks, start, committed_len, block_len)
     num_keys = 0
     if block_k is not None:
         num_keys = block_k.shape[2]
@@ -157,17 +131,12 @@ def paged_attention(
     assert num_keys == 0 or key_pos.shape == (batch, num_keys), f"{key_pos.shape=} {num_keys=}"
 
     group = num_heads // kv_heads
-    block_d = _power_of_two(head_dim)
+    block_d = padded_channels(head_dim)
     if tiles is None:
         tiles = choose_tiles(num_rows * group, block_d, query.element_size())
         tiles = fit_tiles(tiles, block_d, query.element_size(), device_limits(query.device)[1])
     row_tiles = -(-num_rows * group // tiles.block_m)
-    prefix_keys = num_pages * page_size
-    if split_len is not None:
-        assert split_len % tiles.block_k == 0, f"{split_len=} must be a multiple of {tiles.block_k}"
-        num_splits = -(-prefix_keys // split_len) + 1  # a start may lie within one
-    else:
-        num_splits = choose_splits(row_tiles * batch * kv_heads, prefix_keys, tiles.waves, query.device)
+    num_splits = choose_splits(row_tiles * batch * kv_heads, num_pages * page_size, tiles.waves, query.device)
 
     out = torch.empty((batch, num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
     part, lse = out, None
@@ -195,7 +164,6 @@ def paged_attention(
         scaling,
         softcap,
         window,
-        split_len or 0,
         num_rows,
         num_keys,
         num_splits,
@@ -248,8 +216,7 @@ def choose_tiles(num_rows: int, block_d: int, item_size: int) -> Tiles:
 def fit_tiles(tiles: Tiles, block_d: int, item_size: int, shared: int) -> Tiles:
     """The tiles, with fewer stages, then fewer keys, until they fit `shared` bytes of a multiprocessor's memory."""
     while tiles.block_k > 16:
-        buffers = 2 * tiles.block_k * ((tiles.num_stages + 1) // 2)  # rows of K and of V
-        if (tiles.block_m + buffers) * block_d * item_size + 2048 <= shared:
+        if fits(tiles.block_m, tiles.block_k, tiles.num_stages, block_d, item_size, shared):
             break
         fewer = {"num_stages": tiles.num_stages - 2} if tiles.num_stages > 3 else {"block_k": tiles.block_k // 2}
         tiles = tiles._replace(**fewer)
@@ -264,7 +231,3 @@ def choose_splits(programs: int, num_keys: int, waves: float, device: torch.devi
 def _strides(tensor: torch.Tensor | None, rank: int) -> tuple[int, ...]:
     """Of a tensor of that rank; zeros where there is none."""
     return (0,) * rank if tensor is None else tensor.stride()
-
-
-def _power_of_two(n: int) -> int:
-    return max(16, 1 << (n - 1).bit_length())

@@ -13,10 +13,8 @@ denominator of split 0 start from the sink, so it enters once. A row that saw no
 not written. Lengths are run-time values, so no length compiles anything.
 """
 
+from specdec.attention.kernels.key_tiles import LOG2E, NOWHERE, load_keys, page_slots
 from specdec.gpu.triton_shim import tl, triton
-
-LOG2E = tl.constexpr(1.4426950408889634)
-NOWHERE = tl.constexpr(1 << 30)  # behind all keys, and so far from overflow that what a loop loads ahead is behind too
 
 
 @triton.jit
@@ -48,7 +46,7 @@ def _absorb(
 
 @triton.jit(
     do_not_specialize=[
-        *("window", "split_len", "num_rows", "num_keys", "num_splits", "num_pages"),
+        *("window", "num_rows", "num_keys", "num_splits", "num_pages"),
         *("s_page_b", "s_pos_b", "s_pos", "s_key_b", "s_key", "s_anc_b", "s_anc", "s_anc_w"),
     ]
 )
@@ -71,7 +69,6 @@ def attend_kernel(
     scaling: tl.tensor,
     softcap: tl.tensor,  # or None
     window: tl.tensor,  # or None
-    split_len: tl.tensor,  # keys of a split, 0: divide what each request has
     num_rows: tl.tensor,
     num_keys: tl.tensor,  # M of the block
     num_splits: tl.tensor,
@@ -147,12 +144,9 @@ def attend_kernel(
         lo = tl.maximum(lo, tl.min(tl.where(m_row, b_pos, NOWHERE), 0) - window + 1)
     hi = tl.minimum(committed_len, start + num_pages * PAGE_SIZE)
     hi = tl.where((i_tile * BLOCK_M < valid_rows * GROUP) & (lo < hi), hi, 0)
-    align = tl.maximum(split_len, BLOCK_K)
-    begin = lo // align * align
+    begin = lo // BLOCK_K * BLOCK_K
     spare = 0 if p_block_k is None else 4 * BLOCK_K  # so many keys fewer for split 0, which has the block
     chunk = tl.cdiv(tl.cdiv(tl.maximum(hi - begin, 0) + spare, num_splits), BLOCK_K) * BLOCK_K
-    if split_len > 0:
-        spare, chunk = 0, split_len
     begin += i_split * chunk - spare
     end = tl.minimum(begin + chunk, hi)
     begin = tl.maximum(begin, lo // BLOCK_K * BLOCK_K)
@@ -163,10 +157,8 @@ def attend_kernel(
         o_key = i_key + tl.arange(0, BLOCK_K)
         m_key = (o_key >= lo) & (o_key < hi)
         o_col = tl.minimum(tl.maximum(o_key, lo), hi - 1) - start
-        b_page = tl.load(p_page + (o_col // PAGE_SIZE).to(tl.int64) * s_page)
-        b_slot = (b_page.to(tl.int64) * PAGE_SIZE + o_col % PAGE_SIZE)[:, None]
-        b_k = tl.load(p_pool_k + b_slot * s_pk_t + o_d[None, :] * s_pk_d, mask=m_d[None, :], other=0.0)
-        b_v = tl.load(p_pool_v + b_slot * s_pv_t + o_d[None, :] * s_pv_d, mask=m_d[None, :], other=0.0)
+        b_slot = page_slots(p_page, o_col, s_page, PAGE_SIZE)
+        b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
         m_seen = m_key[None, :]
         if window is not None:
             m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)

@@ -22,15 +22,18 @@ Rows that do not exist and slots that nobody wrote may hold anything. A NaN or i
 exist may reach all rows of its row tile.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 
+from specdec.attention.dense import Block, in_order, paged_reference
+from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_channels
 from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
 from specdec.attention.kernels.tree_attention_kernels import MIDDLE_SPLITS, SHORT_SPLITS, attend_kernel, merge_kernel
 from specdec.attention.trees.tree import DraftTree
+from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.triton_device import device_limits
-from specdec.gpu.triton_shim import triton
+from specdec.kvcache.layer_context import ScoreOptions
 
 PART_BYTES = 1 << 30
 """Partial results above this are folded by the programs that make them."""
@@ -70,42 +73,25 @@ def reference_tree_attention(
     parents: torch.Tensor | None = None,
     *,
     page_size: int,
-    scaling: float,
     block_len: torch.Tensor | None = None,
     window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> torch.Tensor:
-    """`tree_attention` by the definition, in float32, or in float64 if the query is; `write`, `parents`: `own_keys`."""
-    _, num_heads, num_rows, _ = query.shape
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    rows, columns = (torch.arange(n, device=query.device) for n in (num_rows, pages.shape[1] * page_size))
-    valid = torch.ones_like(positions, dtype=torch.bool) if block_len is None else rows < block_len[:, None]  # [B, N]
-    key_pos = columns + (torch.zeros_like(committed_len) if start is None else start)[:, None]  # [B, L]
-    slots = pages.long()[:, columns // page_size] * page_size + columns % page_size
-    visible = (key_pos < committed_len[:, None])[:, None].expand(-1, num_rows, -1)  # [B, N, L]
+    """`tree_attention` by the definition: see `paged_reference`; `write`, `parents`: `own_keys`."""
+    block = None
     if write is not None:
-        seen = rows[:, None] >= rows
+        known = in_order(query.shape[2], query.device).expand(len(query), -1, -1)
         if parents is not None:
-            seen = DraftTree.from_parents(parents, parents).ancestors
-        key_pos, slots = torch.cat([key_pos, positions], 1), torch.cat([slots, write.long()], 1)
-        visible = torch.cat([visible, seen & valid[:, None, :]], 2)
-    visible = visible & valid[:, :, None]
-    if window is not None:
-        visible = visible & (positions[:, :, None] - key_pos[:, None] < window)
-    unseen = ~visible.any(1)[:, None, :, None]  # such a row may hold anything, NaN too
-    group = num_heads // pool_k.shape[1]
-    k, v = (pool[slots].transpose(1, 2).to(dtype).masked_fill(unseen, 0.0) for pool in (pool_k, pool_v))
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # [B, Hq, L, D]
-    scores = query.to(dtype) @ k.transpose(2, 3) * scaling  # [B, Hq, N, L]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible[:, None], -torch.inf)
-    sink = torch.full_like(scores[..., :1], -torch.inf)
-    if sinks is not None:
-        sink = sinks.to(dtype).view(1, -1, 1, 1).expand_as(sink)
-    weights = torch.cat([scores, sink], 3).softmax(3)[..., :-1].masked_fill(~visible[:, None], 0.0)
-    return (weights @ v).transpose(1, 2).contiguous().to(query.dtype)
+            known = DraftTree.from_parents(parents, parents).ancestors
+        k, v = (pool[write.long()].transpose(1, 2) for pool in (pool_k, pool_v))
+        block = Block(k, v, positions, known)
+    return paged_reference(
+        *(query, pool_k, pool_v, pages, start, committed_len, positions, block),
+        page_size=page_size,
+        block_len=block_len,
+        window=window,
+        **options,
+    )
 
 
 def tree_attention(
@@ -139,18 +125,11 @@ def tree_attention(
     """
     batch, num_heads, num_rows, head_dim = query.shape
     kv_heads, num_pages = pool_k.shape[1], pages.shape[1]
-    assert num_heads % kv_heads == 0, f"{num_heads} query heads do not group over {kv_heads}"
-    assert pool_k.shape == pool_v.shape and pool_k.shape[2] == head_dim, f"{pool_k.shape=} {pool_v.shape=}"
-    assert query.dtype == pool_k.dtype == pool_v.dtype, f"{query.dtype=} {pool_k.dtype=} {pool_v.dtype=}"
-    assert pages.shape[0] == batch and committed_len.shape == (batch,), f"{pages.shape=} {committed_len.shape=}"
-    assert positions.shape == (batch, num_rows), f"{positions.shape=}, queries {tuple(query.shape)}"
-    for lengths in (start, committed_len, block_len):
-        assert lengths is None or (lengths.shape == (batch,) and lengths.is_contiguous()), f"{lengths.shape=}"
-    assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
+    check_arguments(query, pool_k, pool_v, pages, positions, sinks, start, committed_len, block_len)
     assert own.slots.is_contiguous() and own.slots.shape[0] == batch, f"{own.slots.shape=}"
     assert own.run_end is None or own.run_end.shape == (batch, num_rows) == own.slots.shape[:2], f"{own.slots.shape=}"
 
-    group, block_d = num_heads // kv_heads, max(16, triton.next_power_of_2(head_dim))
+    group, block_d = num_heads // kv_heads, padded_channels(head_dim)
     cut = cut or choose_cut(block_d, query.element_size(), kv_heads)
     assert ALIGN % cut.block_k == 0 == cut.split_len % cut.block_k, f"{cut=} does not divide {ALIGN}"
     grows = window is None and start is None
@@ -174,7 +153,6 @@ def tree_attention(
     out = torch.empty((batch, num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
     # programs of empty splits exit at once, yet each takes a multiprocessor's time: some take several splits
     split_programs = 1 if fold else min(num_splits, max(16, -(-1024 // programs)))
-    pdl = _dependent_launch(query.device)
     shared_options = {
         "HAS_OWN": own.path_len > 0,
         "KV_HEADS": kv_heads,
@@ -184,8 +162,7 @@ def tree_attention(
         "SPLIT_LEN": cut.split_len,
         "GROWS": grows,
         "FOLD": fold,
-        "PDL": pdl,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(query.device),
     }
     attend_kernel[(row_tiles, batch * kv_heads, split_programs)](
         *(query, pool_k, pool_v, pages, start, committed_len, positions, own.slots, own.run_end, block_len),
@@ -248,8 +225,7 @@ def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_t
 def fit_rows(tiles: RowTiles, cut: Cut, block_d: int, item_size: int, shared: int) -> RowTiles:
     """The tiles, with fewer stages, then fewer rows, until they fit `shared` bytes of a multiprocessor's memory."""
     while tiles.block_m > 16 or tiles.num_stages > 3:
-        buffers = 2 * cut.block_k * ((tiles.num_stages + 1) // 2)  # rows of K and of V: a page lookup takes a stage too
-        if (tiles.block_m + buffers) * block_d * item_size + 2048 <= shared:
+        if fits(tiles.block_m, cut.block_k, tiles.num_stages, block_d, item_size, shared):
             break
         fewer = {"num_stages": tiles.num_stages - 2} if tiles.num_stages > 3 else {"block_m": 16, "rows": None}
         tiles = tiles._replace(**fewer)
@@ -267,8 +243,3 @@ def count_splits(num_keys: int, window: int | None, path_len: int, cut: Cut, *, 
     if window is not None:
         num_keys = min(num_keys, window + max(path_len, 1) - 1)
     return max(1, (num_keys - 2) // cut.split_len + 2)  # they need not begin where a split does
-
-
-def _dependent_launch(device: torch.device) -> bool:
-    """Whether kernels may start before the one in front of them has ended (Hopper and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

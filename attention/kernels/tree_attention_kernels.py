@@ -16,21 +16,12 @@ Under programmatic dependent launch both kernels read the plan (lengths, positio
 kernel in front: plans are written by kernels that let nothing start before they end.
 """
 
-from specdec.attention.kernels.paged_attention_kernels import LOG2E, NOWHERE
+from specdec.attention.kernels.key_tiles import LOG2E, NOWHERE, load_keys, page_slots
+from specdec.gpu.dependent_launch import trigger_next, wait_for_previous
 from specdec.gpu.triton_shim import KEEP, tl, triton
 
 SHORT_SPLITS = tl.constexpr(16)
 MIDDLE_SPLITS = tl.constexpr(16)
-
-
-@triton.jit
-def gdc_wait() -> None:
-    tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def gdc_launch_dependents() -> None:
-    tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -151,8 +142,7 @@ def attend_kernel(
     OWN_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    if PDL:
-        gdc_launch_dependents()
+    trigger_next(PDL)
     i_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
     i_b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
     i_h = (tl.program_id(1) % KV_HEADS).to(tl.int64)
@@ -181,8 +171,7 @@ def attend_kernel(
 
     o_d = tl.arange(0, BLOCK_D)
     m_d = tl.full([BLOCK_D], True, tl.int1) if HEAD_DIM == BLOCK_D else o_d < HEAD_DIM
-    if PDL:  # what a plan holds was complete before its first layer; queries, keys and values are not
-        gdc_wait()
+    wait_for_previous(PDL)  # what a plan holds was complete before its first layer; queries, keys and values are not
     p_q += i_b * s_q_b + o_head[:, None] * s_q_h + o_node[:, None].to(tl.int64) * s_q_n + o_d[None, :] * s_q_d
     b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
     p_page = p_pages + i_b * s_page_b
@@ -221,10 +210,8 @@ def attend_kernel(
                 m_seen = tl.full([BLOCK_M, 1], True, tl.int1) & (o_key[None, :] >= lo)
                 o_key = tl.maximum(o_key, lo)
             o_column = o_key - start
-            b_page = tl.load(p_page + (o_column // PAGE_SIZE).to(tl.int64) * s_page)
-            b_slot = (b_page.to(tl.int64) * PAGE_SIZE + o_column % PAGE_SIZE)[:, None]
-            b_k = tl.load(p_pool_k + b_slot * s_pk_t + o_d[None, :] * s_pk_d, mask=m_d[None, :], other=0.0)
-            b_v = tl.load(p_pool_v + b_slot * s_pv_t + o_d[None, :] * s_pv_d, mask=m_d[None, :], other=0.0)
+            b_slot = page_slots(p_page, o_column, s_page, PAGE_SIZE)
+            b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
             b_max, b_sum, b_acc = _absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
         # the node's own tiles: one walk over them a run of nodes that lie on one path
@@ -249,8 +236,7 @@ def attend_kernel(
                     m_seen = m_seen & (o_key[None, :] >= start)
                 o_key = tl.minimum(tl.maximum(o_key, lo), newest)
                 b_slot = tl.load(p_slot + (o_key - own_base)).to(tl.int64)[:, None]
-                b_k = tl.load(p_pool_k + b_slot * s_pk_t + o_d[None, :] * s_pk_d, mask=m_d[None, :], other=0.0)
-                b_v = tl.load(p_pool_v + b_slot * s_pv_t + o_d[None, :] * s_pv_d, mask=m_d[None, :], other=0.0)
+                b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
                 b_max, b_sum, b_acc = _absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
             node = run_end + 1
 
@@ -299,8 +285,7 @@ def merge_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """One program a packed row: its splits folded in ascending order, then the sink. A row that sees nothing is 0."""
-    if PDL:
-        gdc_launch_dependents()
+    trigger_next(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     part_rows = tl.num_programs(0).to(tl.int64)
     i_node, i_bh = i_row // GROUP % num_rows, i_row // GROUP // num_rows
@@ -324,8 +309,7 @@ def merge_kernel(
     m_d = o_d < HEAD_DIM
     b_max, b_sum = float("-inf"), 0.0
     b_acc = tl.zeros([BLOCK_D], tl.float32)
-    if PDL:
-        gdc_wait()
+    wait_for_previous(PDL)
     for i_split in range(0, num_splits, UNROLL):
         for i_next in tl.static_range(UNROLL):
             m_split = i_split + i_next < num_splits

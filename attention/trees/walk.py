@@ -1,8 +1,9 @@
-"""Walks over draft trees, one program per request where plain torch needs a launch per hop.
+"""Walks over draft trees.
 
-    tree_fields   parents -> depth and ancestors
-    accept        sample and match: node 0 is accepted; from an accepted node go to the child that carries the token
-                  the target drew there, else stop. What was drawn at the end of the path is the bonus.
+    tree_fields   parents -> depth and ancestors, one program per block of nodes where plain torch needs a launch a hop
+    walk          sample and match, a part of the kernel that closes a round (`closing.py`): node 0 is accepted; from an
+                  accepted node go to the child that carries the token the target drew there, else stop. What was
+                  drawn at the end of the path is the bonus.
 
 Siblings differ, so accepted nodes form one path. There is no acceptance ratio and no residual: the output is what plain
 decoding draws, token for token.
@@ -10,7 +11,7 @@ decoding draws, token for token.
     tree   0 [the] - 1 [cat] - 3 [sat]     target draws after 0: cat, after 1: ran
                    \\ 2 [dog]               path [0, 1], length 2, emitted [cat, ran]
 
-Every program walks `parents` from its nodes to the root: there is no mask in it, and no limit of nodes.
+Both follow `parents` from node to node: there is no mask, and no limit on the number of nodes.
 """
 
 from typing import NamedTuple
@@ -50,7 +51,7 @@ def reference_tree_fields(parents: torch.Tensor) -> TreeFields:
 
 
 def reference_accept(tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
-    """Walk B trees at once: target_tokens [B, N], the token the target draws after each node."""
+    """`walk` of B trees at once: target_tokens [B, N], the token the target draws after each node."""
     batch, num_nodes = tree.tokens.shape
     drawn_at_parent = target_tokens.gather(1, tree.parents.clamp(min=0))
     matches = (tree.tokens == drawn_at_parent) | (tree.parents < 0)  # the root is given
@@ -98,7 +99,7 @@ def walk(
     num_nodes: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Of one tree: path [BLOCK], 0s behind it; the place of each node on it [BLOCK], BLOCK where it is not; length."""
+    """Of one tree: path [BLOCK], then 0s; the place of each node on the path [BLOCK], BLOCK for the others; length."""
     o_node = tl.arange(0, BLOCK).to(tl.int64)
     m_node = o_node < num_nodes
     b_tokens = tl.load(p_tokens + o_node, mask=m_node, other=0)
@@ -115,33 +116,6 @@ def walk(
         m_child = m_node & (o_node > node) & (b_parents == node) & (b_tokens == drawn)
         node = tl.max(tl.where(m_child, o_node, -1), axis=0)
     return path, place, length
-
-
-@triton.jit(do_not_specialize=["num_nodes"])
-def _accept_walk_kernel(
-    p_tokens: tl.tensor,
-    p_parents: tl.tensor,
-    p_target: tl.tensor,
-    p_path: tl.tensor,
-    p_length: tl.tensor,
-    p_out: tl.tensor,
-    stride_tokens: tl.tensor,
-    stride_parents: tl.tensor,
-    stride_target: tl.tensor,
-    num_nodes: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    i_request = tl.program_id(0).to(tl.int64)
-    o_node = tl.arange(0, BLOCK).to(tl.int64)
-    m_node = o_node < num_nodes
-    p_target += i_request * stride_target
-    path, _, length = walk(
-        p_tokens + i_request * stride_tokens, p_parents + i_request * stride_parents, p_target, num_nodes, BLOCK
-    )
-    o_out = i_request * num_nodes + o_node
-    tl.store(p_path + o_out, path, mask=m_node)
-    tl.store(p_out + o_out, tl.load(p_target + path, mask=m_node, other=0), mask=m_node)
-    tl.store(p_length + i_request, length)
 
 
 def tree_fields(parents: torch.Tensor, *, max_depth: int | None = None) -> TreeFields:
@@ -164,29 +138,3 @@ def tree_fields(parents: torch.Tensor, *, max_depth: int | None = None) -> TreeF
         num_warps=2,
     )
     return TreeFields(depth, ancestors)
-
-
-def accept(tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
-    """The accepted path of each tree: target_tokens [B, N] int64, the token the target draws after each node."""
-    batch, num_nodes = tree.tokens.shape
-    assert target_tokens.shape == tree.tokens.shape, f"{target_tokens.shape=} {tree.tokens.shape=}"
-    rows = (tree.tokens, tree.parents, target_tokens)
-    assert num_nodes == 1 or all(row.stride(1) == 1 for row in rows), f"{[row.stride() for row in rows]}"
-    path = target_tokens.new_empty((batch, num_nodes))
-    length = target_tokens.new_empty((batch,))
-    tokens = target_tokens.new_empty((batch, num_nodes))
-    _accept_walk_kernel[(batch,)](
-        tree.tokens,
-        tree.parents,
-        target_tokens,
-        path,
-        length,
-        tokens,
-        tree.tokens.stride(0),
-        tree.parents.stride(0),
-        target_tokens.stride(0),
-        num_nodes,
-        BLOCK=triton.next_power_of_2(num_nodes),
-        num_warps=1,
-    )
-    return Accepted(path, length, tokens)

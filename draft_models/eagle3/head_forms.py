@@ -7,7 +7,7 @@
 A form holds no K/V and knows no requests.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Unpack
 
 import torch
 from torch import nn
@@ -16,11 +16,10 @@ from specdec.attention.backend import Backend
 from specdec.attention.bridge import AttentionCall, AttentionContext
 from specdec.attention.kernels.draft_block import DraftBlock
 from specdec.draft_models.eagle3.head import Eagle3Head, embed_raw
-from specdec.kvcache.write_kv import Destination
-from specdec.layers.decoder import FusedContext
+from specdec.kvcache.layer_context import Destination, LayerContext, ScoreOptions
 
 
-class HeadContext(AttentionContext, FusedContext, Protocol):
+class HeadContext(AttentionContext, LayerContext, Protocol):
     """What a head of either form asks of the forward that it runs in."""
 
 
@@ -104,14 +103,11 @@ class DraftContext:
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
-        assert softcap is None and sinks is None, "no head has them"
+        assert options.get("softcap") is None and options.get("sinks") is None, "no head has them"
         query = q.unflatten(0, (-1, self.topk)).transpose(1, 2)  # [B, Hq, K, D]
-        return self.block.attend(layer, query, scaling=scaling).reshape(q.shape)
+        return self.block.attend(layer, query, scaling=options["scaling"]).reshape(q.shape)
 
 
 class Echo:
@@ -129,9 +125,6 @@ class Echo:
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
         return q

@@ -16,14 +16,14 @@ The families are descriptions (`LayerParts`) read off the Hugging Face modules; 
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.gpu.operations import Operations
-from specdec.kvcache.write_kv import Destination
+from specdec.kvcache.layer_context import LayerContext
 from specdec.layers.branches import fork_norm, join_norm
 from specdec.layers.embedding import embed
 from specdec.layers.linear import Mlp, Product, gated_linear, linear
@@ -101,26 +101,6 @@ class DecoderParts:
     embeddings: EmbeddingParts | None = None
 
 
-class FusedContext(Protocol):
-    """What a fused layer asks of the forward that it runs in, over T packed rows."""
-
-    def destination(self, layer: int) -> Destination | None:
-        """Where this layer's new K/V go; None when it stores none: it shares another's, or reads a frozen cache."""
-
-    def attend_rows(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """-> [T, Hq, D], contiguous. The rows' keys and values, where the layer has its own, are stored already."""
-
-
 class Shared(NamedTuple):
     """What a forward makes once for all layers: rotary tables by kind; per-layer embeddings [T, L, P], or None."""
 
@@ -165,7 +145,7 @@ class FusedLayer(nn.Module):
         self.index, self.parts, self.next_norm, self.ops = index, parts, next_norm, ops
 
     def forward(
-        self, hidden: torch.Tensor, normed: torch.Tensor, shared: Shared, *, specdec_ctx: FusedContext
+        self, hidden: torch.Tensor, normed: torch.Tensor, shared: Shared, *, specdec_ctx: LayerContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden, normed [T, H] -> the next layer's."""
         parts, ops = self.parts, self.ops
@@ -245,7 +225,7 @@ class FusedDecoder(nn.Module):
         input_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        specdec_ctx: FusedContext | None = None,
+        specdec_ctx: LayerContext | None = None,
         **unused: Any,
     ) -> BaseModelOutputWithPast:
         """input_ids or inputs_embeds, and position_ids, of any leading shape that packs to T rows."""

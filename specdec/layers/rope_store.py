@@ -17,7 +17,8 @@ import torch
 from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.kvcache.write_kv import Destination, reference_store_kv
+from specdec.kvcache.layer_context import Destination
+from specdec.kvcache.store import reference_store_kv
 from specdec.layers.linear import Product, reference_finish
 from specdec.layers.linear_kernels import sum_parts
 from specdec.layers.norm import Gain, reference_rms_norm

@@ -9,10 +9,13 @@ itself. It knows no pools, plans or requests.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Unpack
 
 import torch
 
 from specdec.attention.bridge import AttentionCall
+from specdec.attention.dense import bias_of, dense_attention
+from specdec.kvcache.layer_context import ScoreOptions
 from specdec.kvcache.layout import KVLayout
 from specdec.models.probe import Run
 
@@ -32,7 +35,7 @@ class RowRecord:
         self.now: list[Row] = []
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        return call.answer(self.attend_rows, *call.rows())
+        return call.answer(self, *call.rows())
 
     def destination(self, layer: int) -> None:
         """Nothing is stored: what layers ask with is recorded."""
@@ -43,10 +46,7 @@ class RowRecord:
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
         spec = self.layout.layers[layer]
         for i, (text, pos) in enumerate(self.now):
@@ -56,16 +56,11 @@ class RowRecord:
         for i, (text, pos) in enumerate(self.now):
             first = 0 if spec.window is None else max(0, pos - spec.window + 1)
             seen = [self.kept[spec.owner, text, p] for p in range(first, pos + 1) if (spec.owner, text, p) in self.kept]
-            keys, values = (torch.stack([row[part] for row in seen]).float() for part in (1, 2))  # [L, Hkv, D]
-            group = q.shape[1] // keys.shape[1]
-            keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-            scores = (q[i].clone().float() * keys).sum(-1).t() * scaling  # [Hq, L]
-            if softcap is not None:
-                scores = torch.tanh(scores / softcap) * softcap
-            if sinks is not None:
-                scores = torch.cat([scores, sinks.float()[:, None]], dim=1)
-            weights = scores.softmax(-1)[:, : len(seen)]
-            out[i] = (weights.t()[..., None] * values).sum(0).to(q.dtype)
+            keys, values = (torch.stack([row[part] for row in seen], dim=1)[None].float() for part in (1, 2))
+            alone = q[i, None, :, None].clone().float()  # [1, Hq, 1, D] beside keys [1, Hkv, L, D]
+            bias = bias_of(torch.ones(1, 1, len(seen), dtype=torch.bool, device=q.device))
+            attended = dense_attention(alone, keys, values, bias, **options)
+            out[i] = attended[0, 0].to(q.dtype)
         return out
 
 

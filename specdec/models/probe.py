@@ -9,12 +9,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from specdec.attention.bridge import IGNORED_KWARGS, AttentionCall
+from specdec.attention.dense import bias_of, dense_attention
 from specdec.errors import SpecDecError, UnsupportedModelError
+from specdec.kvcache.layer_context import ScoreOptions
 from specdec.kvcache.layout import KVLayout
 from specdec.sampling.softcap import reference_softcap
 
@@ -107,7 +109,7 @@ class ProbeContext:
         if fault is not None:
             self.faults[layer] = fault
             return query.new_zeros((len(query), query.shape[2], query.shape[1], call.value.shape[3]))
-        return call.answer(self.attend_rows, *call.rows())
+        return call.answer(self, *call.rows())
 
     def destination(self, layer: int) -> None:
         """Fused layers store nothing here: what they ask with is recorded."""
@@ -118,10 +120,7 @@ class ProbeContext:
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] or None: the owner's -> [T, Hq, D]."""
         spec = self.layout.layers[layer]
@@ -135,7 +134,10 @@ class ProbeContext:
         visible = (self.text[:, None] == text) & (distance >= 0)  # [T, L]
         if spec.window is not None:
             visible &= distance < spec.window
-        return _dense_attention(q, keys, values, visible, scaling, softcap, sinks)
+        query, keys, values = (x.float().transpose(0, 1)[None] for x in (q, keys, values))  # [1, heads, T or L, D]
+        bias = bias_of(visible[None])
+        out = dense_attention(query, keys, values, bias, **options)
+        return out[0].to(q.dtype)
 
     def _fault(self, call: AttentionCall) -> str | None:
         if not 0 <= call.layer < len(self.layout.layers):
@@ -170,29 +172,6 @@ class ProbeContext:
         if faults:
             more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
             raise UnsupportedModelError(f"{name}: {faults[0]}{more}")
-
-
-def _dense_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    visible: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """q [T, Hq, D], k and v [L, Hkv, D], visible [T, L] -> [T, Hq, D]; the softmax in float32."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-    scores = torch.einsum("thd,lhd->htl", q.float(), k) * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~visible, -torch.inf)
-    if sinks is not None:
-        sink = sinks.float().view(-1, 1, 1).expand(-1, len(q), 1)
-        scores = torch.cat([scores, sink], dim=-1)
-    weights = scores.softmax(dim=-1)[..., : len(k)]
-    return torch.einsum("htl,lhd->thd", weights, v).to(q.dtype)
 
 
 @dataclass(frozen=True, slots=True)

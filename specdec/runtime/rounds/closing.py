@@ -1,6 +1,6 @@
 """What a round leaves behind, in a launch: the accepted path walked, committed, and its tokens written and packed.
 
-    path, length    `tree_walk.accept`, but no longer than most[b]: what is beyond is as if it had not been drafted
+    path, length    `reference_accept`, but no longer than most[b]: what is beyond is as if it had not been drafted
     emitted[b, i]   what the target drew behind path[b, i];   the first `length` count, the last of them is the bonus
     committed_len   S -> S + length of the row,   tokens[row, S + 1 + i] = emitted[b, i]
     slots[row]      the path's come first behind S (`path_order`), or with larger pages their K/V are moved there
@@ -9,13 +9,11 @@
 One program a request. Seats of padding have a result, and gain nothing: their row stays as it is.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
 from specdec.attention.trees.tree import DraftTree
-from specdec.attention.trees.walk import Accepted, reference_accept, walk
+from specdec.attention.trees.walk import reference_accept, walk
 from specdec.gpu.triton_shim import tl, triton
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import FullLoc
@@ -33,11 +31,9 @@ def reference_closing(
     packed: torch.Tensor,
     width: int,
     depth: int,
-    *,
-    accept: Callable[[DraftTree, torch.Tensor], Accepted] = reference_accept,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `closing`. accept: what walks the trees."""
-    accepted = accept(tree, drawn)
+    """See `closing`."""
+    accepted = reference_accept(tree, drawn)
     length = torch.minimum(accepted.length, most)
     path, emitted = accepted.path, accepted.tokens
     if missing := width - tree.num_nodes:

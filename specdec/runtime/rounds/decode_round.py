@@ -9,7 +9,6 @@ once a shape and replayed. Where grammars have a say it is three programs, and t
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
@@ -122,7 +121,7 @@ class DecodeRound:
         drawn_pos = opened.drawn_pos if opened.fits(tree) else self.plan.positions + 1
         drawn = self.sampler.draw(self.logits, drawn_pos, past, self.softcap)
         numbers, packed, stamps = empty_result(shape, len(DECODE_STAGES) + 1, round.device)
-        close = closing if round.on_kernels else partial(reference_closing, accept=round.backend.accept)
+        close = closing if round.on_kernels else reference_closing
         length, bonus = close(
             *(tree, drawn, self.max_path, rows, opened.committed_len, round.cache, round.tokens.tensor, packed),
             width=shape.width,

@@ -1,0 +1,45 @@
+"""What a layer asks of the forward that it runs in, over T packed rows: the one interface between layers and attention.
+
+Layers know no plan, no pool and no backend; what runs a forward hands them a `LayerContext`.
+"""
+
+from typing import NamedTuple, Protocol, Required, TypedDict, Unpack
+
+import torch
+
+from specdec.kvcache.index_spaces import FullLoc, SwaLoc
+
+
+class Destination(NamedTuple):
+    """Where a layer's new K/V go: pools [slots, Hkv, D] and slots [T] of their space."""
+
+    pool_k: torch.Tensor
+    pool_v: torch.Tensor
+    slots: FullLoc | SwaLoc
+
+
+class ScoreOptions(TypedDict, total=False):
+    """From q . k to a weight: times `scaling`, then c tanh(x / c) of `softcap` c; `sinks` [Hq]: one more logit a head,
+    which has no value."""
+
+    scaling: Required[float]
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+class LayerContext(Protocol):
+    """A forward in progress."""
+
+    def destination(self, layer: int) -> Destination | None:
+        """Where this layer's new K/V go; None when it stores none: it shares another's, or reads a frozen cache."""
+
+    def attend_rows(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        **options: Unpack[ScoreOptions],
+    ) -> torch.Tensor:
+        """q [T, Hq, D] -> [T, Hq, D], contiguous. k, v [T, Hkv, D]: the rows' own, stored already; None: another
+        layer's."""
