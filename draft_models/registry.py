@@ -14,8 +14,8 @@ from torch import nn
 from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig
 
 from specdec.draft_models.base import Drafter, TargetInfo
+from specdec.draft_models.eagle3.checkpoint_formats import is_eagle3_config
 from specdec.draft_models.eagle3.eagle3_drafter import eagle3_drafter
-from specdec.draft_models.eagle3.head_config import is_eagle3_config
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import UnsupportedModelError
