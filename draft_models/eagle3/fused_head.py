@@ -8,31 +8,24 @@ A head that fused layers cannot express (biases in the MLP, other activations) r
 `PlainHead`.
 """
 
-import logging
-import math
 from typing import Any
 
 import torch
 from torch import nn
 
-from specdec.attention.bridge import AttentionCall
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, HeadContext, HeadOutput, PlainHead
+from specdec.draft_models.fused_form import Echo, why_unfused
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedLayer, LayerParts, Shared
 from specdec.layers.families import ACTIVATIONS, Unfusable
 from specdec.layers.fuse import Weights, fuse_linear
 from specdec.layers.linear import Mlp, Product, linear
-from specdec.layers.merge import MERGING, held_storages, merge_rows
+from specdec.layers.merge import MERGING, merge_rows
 from specdec.layers.norm import Gain, norm
 from specdec.layers.pair_norm import pair_norm
 from specdec.layers.rope_store import Heads
 from specdec.layers.rotary import rotary
 from specdec.modules.weights_lock import holds_weights_lock
-
-logger = logging.getLogger("specdec")
-
-FUSED_BOUND = 0.03
-"""Largest relative difference of the median row, per layer: rounding in 16 bits. A wrong layer is off by about 1."""
 
 
 class FusedHead(PlainHead):
@@ -104,47 +97,14 @@ class FusedHead(PlainHead):
 
 def choose_form(plain: PlainHead, weights: Weights, ops: Operations) -> tuple[PlainHead, str | None]:
     """The fused form if it computes what the plain one does; else the plain one, and the reason."""
-    held = held_storages(plain.head)
-    level = logging.WARNING
-    try:
-        wanted = _probed(plain)  # before the merge
-        fused = FusedHead(plain.head, plain.table, plain.lm_head, weights, ops)
-        error = (_probed(fused) - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-        bound = FUSED_BOUND * math.sqrt(1 + len(plain.head.layers))
-        reason = None if error.median() <= bound else "its fused layers compute something else than its own"
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as refusal:  # of any kind: kernels are compiled here
-        reason = str(refusal) or type(refusal).__name__
-        level = logging.INFO if isinstance(refusal, Unfusable) else level
-    del held
-    if reason is None:
-        return fused, None
-    logger.log(level, "drafter eagle3 runs unfused: %s", reason)
-    return plain, reason
+    forms = [plain]
 
+    def fused() -> torch.Tensor:
+        forms.append(FusedHead(plain.head, plain.table, plain.lm_head, weights, ops))
+        return _probed(forms[-1])
 
-class Echo:
-    """A forward whose attention returns the queries and stores nothing: two forms run under it can be compared."""
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        return call.query.transpose(1, 2)
-
-    def destination(self, layer: int) -> None:
-        return None
-
-    def attend_rows(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return q
+    reason = why_unfused("eagle3", plain.head, len(plain.head.layers), lambda: _probed(plain), fused)
+    return (forms[-1], None) if reason is None else (plain, reason)
 
 
 @torch.inference_mode()

@@ -136,7 +136,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """The head of a spec, randomly initialised; `checkpoint.load_head` fills one from a checkpoint.
+    """The head of a spec, randomly initialised; `checkpoint.read_head` fills one from a checkpoint.
 
     embed_tokens and lm_head are None when the head shares the target's.
     """
