@@ -12,32 +12,31 @@ scores only their tokens (`use_ordered_embeddings`). Beside a target made with o
 layers too. Checkpoints: transformers' Gemma4AssistantForCausalLM.
 """
 
-import logging
-import math
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig
 
-from specdec.attention.bridge import AttentionCall, ForwardContext
+from specdec.attention.bridge import ForwardContext
 from specdec.attention.plan import plan_frozen
 from specdec.attention.trees.growth import Growth
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, TargetInfo
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample
+from specdec.draft_models.fused_form import Echo, why_unfused
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import REFERENCE, Operations
 from specdec.kvcache.frozen import KVView, frozen_kv
 from specdec.kvcache.layout import SLIDING_ATTENTION
 from specdec.layers.decoder import FusedEmbedding
-from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights, fuse, fuse_embedding, fuse_linear
-from specdec.layers.merge import held_storages
 from specdec.layers.path_rows import keep_last
 from specdec.modules.private_copy import private_copy
 from specdec.sampling.kernel_sampler import MAX_BEST
-
-logger = logging.getLogger("specdec")
 
 QUERY_POSITION_OFFSET = 0
 """The drafter queries at position S + this, at every step. transformers uses S (the bonus token's own position); SGLang
@@ -47,8 +46,8 @@ WINDOW_SHIFT = 2
 """Added to the sliding window of the drafter's query at S: it sees `sliding_window + 1` committed keys, the newest.
 transformers masks with |distance| <= window over the keys it is given, whose newest lies at S - 1."""
 
-FUSED_BOUND = 0.03
-"""Largest relative difference of fused layers' median row, a layer: rounding in 16 bits. What is wrong is off by 1."""
+ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+"""Values of `model_type`."""
 
 
 class Gemma4MTPDrafter(Drafter):
@@ -131,30 +130,20 @@ class Gemma4MTPDrafter(Drafter):
 
     def _fuse(self, ops: Operations) -> str | None:
         """Put fused layers in place; the reason if they are not."""
-        model = self.model
+        model, embed = self.model, self.embed
         plain = {name: getattr(model, name) for name in ("model", "pre_projection", "post_projection", "lm_head")}
-        embed = self.embed
-        held = held_storages(model)
-        level = logging.WARNING
-        try:
-            wanted = self._probed()
+
+        def fused() -> torch.Tensor:
             for name, module in plain.items():
                 setattr(model, name, fuse(module, ops) if name == "model" else fuse_linear(module, ops))
             self.embed = fuse_embedding(embed, ops)
-            error = (self._probed() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-            bound = FUSED_BOUND * math.sqrt(1 + len(self.windows))
-            reason = None if error.median() <= bound else "its fused layers compute something else than its own"
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as refusal:  # of many kinds: kernels are compiled here
-            reason = str(refusal) or type(refusal).__name__
-            level = logging.INFO if isinstance(refusal, Unfusable) else level
+            return self._probed()
+
+        reason = why_unfused(self.name, model, len(self.windows), self._probed, fused)
         if reason is not None:
             for name, module in plain.items():
                 setattr(model, name, module)
             self.embed = embed
-            logger.log(level, "drafter %s runs unfused: %s", self.name, reason)
-        del held
         return reason
 
     @torch.inference_mode()
@@ -164,7 +153,7 @@ class Gemma4MTPDrafter(Drafter):
         tokens = torch.arange(6, device=device).view(2, 3)
         hidden = self.embed(tokens + 6)
         with torch.autocast(device.type, enabled=False):
-            out, following = self._run(tokens, hidden, tokens * 100, _Echo())
+            out, following = self._run(tokens, hidden, tokens * 100, Echo())
             return torch.cat([self.model.lm_head(out), following], dim=-1).flatten(0, 1).float()
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -179,19 +168,6 @@ class Gemma4MTPDrafter(Drafter):
         weight: torch.Tensor = self.model.lm_head.weight
         scores = torch.einsum("bmkh,bmh->bmk", weight[selected], hidden)
         return scores.new_full((*hidden.shape[:2], weight.shape[0]), -torch.inf).scatter_(2, selected, scores)
-
-
-class _Echo:
-    """An attention whose answer is the query."""
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        return call.query.transpose(1, 2)
-
-    def destination(self, layer: int) -> None:
-        return None
-
-    def attend_rows(self, layer: int, q: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
-        return q
 
 
 class Gemma4MTPWorker:
@@ -298,3 +274,48 @@ def fit_layers(assistant: Any, target: TargetInfo) -> tuple[tuple[int, ...], tup
         layer_map.append(owner.layer)
         windows.append(window)
     return tuple(layer_map), tuple(windows)
+
+
+def is_assistant_config(config: Mapping[str, Any]) -> bool:
+    """Is this the config of a Gemma 4 MTP assistant?"""
+    return config.get("model_type") in ASSISTANT_TYPES
+
+
+_LOADING = threading.RLock()
+
+
+@contextmanager
+def constructible_assistants() -> Iterator[None]:
+    """Let transformers build an assistant, all of whose layers are kv-shared.
+
+    Some releases (5.23 among them) compute `kv_sharing_modes` from the layers that are not shared and raise for a model
+    that has none; an assistant is one. There the answer is plainly that every layer reuses. The property of the class
+    is replaced for the length of the block, one block at a time, and answers so in its thread alone.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_LOADING)
+        for config_class in (Gemma4TextConfig, Gemma4UnifiedTextConfig):
+            stack.enter_context(_all_layers_may_share(config_class))
+        yield
+
+
+@contextmanager
+def _all_layers_may_share(config_class: Any) -> Iterator[None]:
+    stock = vars(config_class).get("kv_sharing_modes")
+    if stock is None:
+        yield
+        return
+
+    loader = threading.get_ident()
+
+    def kv_sharing_modes(config: Any) -> list[str | None]:
+        if threading.get_ident() == loader and config.num_kv_shared_layers >= config.num_hidden_layers:
+            return ["reuse"] * config.num_hidden_layers
+        modes: list[str | None] = stock.fget(config)
+        return modes
+
+    config_class.kv_sharing_modes = property(kv_sharing_modes)
+    try:
+        yield
+    finally:
+        config_class.kv_sharing_modes = stock

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 import specdec
-from specdec.draft_models.registry import constructible_assistants
+from specdec.draft_models.gemma4_mtp import constructible_assistants
 from specdec.models.bundled import BUNDLED_NAMES, resolve_name
 
 PROMPTS = (

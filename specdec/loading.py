@@ -10,7 +10,6 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,8 +25,7 @@ from transformers.utils.hub import cached_file
 from specdec.draft_models.base import Drafter, TargetInfo
 from specdec.draft_models.registry import (
     WORDS,
-    constructible_assistants,
-    is_assistant_config,
+    building,
     is_drafter_config,
     load_drafter,
     wrap_drafter,
@@ -138,7 +136,7 @@ class Checkpoint:
         config = self.hf_config() if config is None else config
         options = {"dtype": dtype, **self.options}
         try:
-            with constructible_assistants() if is_assistant_config(self.config) else nullcontext():
+            with building(self.config):
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     self.path, config=config, output_loading_info=True, **options
                 )
@@ -235,7 +233,7 @@ def load_target(
 
 @torch.inference_mode(False)  # as `Checkpoint.load`
 def load_any_drafter(drafter: Any, target: TargetInfo, options: Mapping[str, Any] | None = None) -> Drafter | None:
-    """A drafter by word ("ngram", "none"), bundled name, folder or hub id, or from a loaded module; None stays None."""
+    """A drafter by word (of `WORDS`, or "none"), bundled name, folder or hub id, or from a module; None stays None."""
     if drafter is None or drafter == "none":
         return None
     if isinstance(drafter, str) and drafter in WORDS:
@@ -253,7 +251,8 @@ def load_any_drafter(drafter: Any, target: TargetInfo, options: Mapping[str, Any
     if isinstance(module, nn.Module):
         return wrap_drafter(module, target)
     raise ConfigError(
-        f"drafter is {shown(drafter)}; a hub id, a folder, a bundled name, 'ngram', 'none', a module or None is wanted"
+        f"drafter is {shown(drafter)}; expected a hub id, a folder, a bundled name, {', '.join(map(repr, WORDS))}, "
+        "'none', a module or None"
     )
 
 

@@ -16,7 +16,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.plan import plan_frozen
 from specdec.attention.torch_backend import SlotTables
 from specdec.draft_models import gemma4_mtp
-from specdec.draft_models.registry import constructible_assistants
+from specdec.draft_models.gemma4_mtp import constructible_assistants
 from specdec.evaluation.data import read_prompts
 from specdec.evaluation.scoring import final_number
 from specdec.kvcache.spaces import SlotTable, Space, SwaLoc

@@ -10,9 +10,8 @@ from capturable import capturable
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.fused_head import FusedHead, choose_form
-from specdec.draft_models.eagle3.head import Eagle3Head
-from specdec.draft_models.eagle3.head_config import Eagle3Spec
-from specdec.draft_models.eagle3.head_forms import Echo, HeadOutput, PlainHead
+from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, HeadOutput, PlainHead
+from specdec.draft_models.fused_form import Echo
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights

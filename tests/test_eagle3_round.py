@@ -19,9 +19,8 @@ from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.triton_backend import TritonBackend
 from specdec.draft_models.base import Binding, DraftBatch, Observation
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
-from specdec.draft_models.eagle3.head import Eagle3Head
-from specdec.draft_models.eagle3.head_config import Eagle3Spec
-from specdec.draft_models.eagle3.head_forms import PlainHead
+from specdec.draft_models.eagle3.fused_head import FusedHead
+from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.kvcache.table import Rows
 from specdec.models.target import TargetModel
@@ -94,7 +93,7 @@ class Scene:
             backend=BACKENDS[backend](),
         )
         drafter = Eagle3Drafter(head.eval(), target_ids, target)
-        assert drafter.unfused is None and isinstance(drafter.form, PlainHead) == (ops == "modules")
+        assert drafter.unfused is None and isinstance(drafter.form, FusedHead) == (ops != "modules")
         self.worker = drafter.bind(Binding(self.rig, self.rig.backend, self.rig.store))
         table = self.rig.table
         spare = table.open()  # so that rows and requests have other numbers

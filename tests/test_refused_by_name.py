@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig, SamplingParams, loading
 from specdec.cli.app import app
-from specdec.draft_models import registry
+from specdec.draft_models import gemma4_mtp
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, naming_file
 from specdec.evaluation.output_files import write_file
 from specdec.evaluation.transcripts import open_transcripts
@@ -215,18 +215,18 @@ def test_settings_that_transformers_asserts_away_are_one_sentence(monkeypatch):
 def test_loading_a_target_leaves_the_config_classes_alone(monkeypatch):
     """They were changed for the whole process while any checkpoint was loaded, in every thread."""
     seen: list[object] = []
-    real = vars(registry.Gemma4TextConfig).get("kv_sharing_modes")  # newer transformers have one, and read it
+    real = vars(gemma4_mtp.Gemma4TextConfig).get("kv_sharing_modes")  # newer transformers have one, and read it
 
     def modes_of(config: Any) -> Any:
         return ["own"] if real is None or type(config).__name__ == "Shared" else real.fget(config)
 
-    monkeypatch.setattr(registry.Gemma4TextConfig, "kv_sharing_modes", property(modes_of), raising=False)
-    stock = vars(registry.Gemma4TextConfig)["kv_sharing_modes"]
+    monkeypatch.setattr(gemma4_mtp.Gemma4TextConfig, "kv_sharing_modes", property(modes_of), raising=False)
+    stock = vars(gemma4_mtp.Gemma4TextConfig)["kv_sharing_modes"]
     auto = transformers.AutoModelForCausalLM.from_pretrained
 
     def watching(*args: Any, **kwargs: Any) -> Any:
         config = type("Shared", (), {"num_kv_shared_layers": 2, "num_hidden_layers": 2})()
-        modes = vars(registry.Gemma4TextConfig)["kv_sharing_modes"]
+        modes = vars(gemma4_mtp.Gemma4TextConfig)["kv_sharing_modes"]
 
         def elsewhere() -> None:
             seen.append((modes is stock, modes.fget(config)))
@@ -239,7 +239,7 @@ def test_loading_a_target_leaves_the_config_classes_alone(monkeypatch):
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", watching)
     load("tiny-gemma4", "tiny-gemma4-mtp")
     assert seen == [(True, ["own"]), (False, ["own"])]
-    assert vars(registry.Gemma4TextConfig)["kv_sharing_modes"] is stock
+    assert vars(gemma4_mtp.Gemma4TextConfig)["kv_sharing_modes"] is stock
 
 
 # files and words

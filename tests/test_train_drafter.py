@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.cli.app import app
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
-from specdec.draft_models.eagle3.head import Eagle3Head, embed_raw
-from specdec.draft_models.eagle3.head_config import Eagle3Spec
+from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, embed_raw
 from specdec.draft_models.gemma4_mtp import WINDOW_SHIFT, Gemma4MTPDrafter
 from specdec.errors import UnsupportedModelError
 from specdec.models.target import TargetModel

@@ -42,9 +42,8 @@ from transformers import (
 
 from specdec import Engine, EngineConfig, SpecConfig
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
-from specdec.draft_models.eagle3.head import Eagle3Head
-from specdec.draft_models.eagle3.head_config import Eagle3Spec
-from specdec.draft_models.registry import constructible_assistants
+from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
+from specdec.draft_models.gemma4_mtp import constructible_assistants
 from specdec.kvcache.layout import layout_from_config
 from specdec.models.target import TargetModel
 from specdec.modules.private_copy import text_configs

@@ -28,9 +28,8 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from specdec.draft_models.eagle3.checkpoint import read_head
-from specdec.draft_models.eagle3.head import Eagle3Head, embed_raw, load_head
-from specdec.draft_models.eagle3.head_config import TargetShape
+from specdec.draft_models.eagle3.checkpoint import TargetShape, read_head
+from specdec.draft_models.eagle3.head import Eagle3Head, embed_raw
 from specdec.errors import SpecDecError
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 32, 4, 2, 16, 48
@@ -275,7 +274,7 @@ def compare(package: Any, flags: Flags, steps: int, seed: int) -> tuple[float, f
             run = package.make(flags, Path(folder), seed)
         with torch.no_grad():
             theirs = run(states, tokens, steps)
-        head = load_head(read_head(folder, target), torch.device("cpu"), torch.float32)
+        head = read_head(folder, target).head.eval()
     ours = run_specdec(head, states, tokens, steps)
     assert all(len(x) == len(y) == steps for x, y in zip(ours, theirs, strict=True))
     gaps = [relative_gap(torch.stack(x), torch.stack(y)) for x, y in zip(ours, theirs, strict=True)]

@@ -27,11 +27,9 @@ from transformers import (
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
-from specdec.draft_models.eagle3.head import Eagle3Head
-from specdec.draft_models.eagle3.head_config import Eagle3Spec
-from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, constructible_assistants
 from specdec.draft_models.ngram import NgramDrafter
-from specdec.draft_models.registry import constructible_assistants
 from specdec.engine import Engine
 from specdec.gpu.operations import Operations, choose_operations
 from specdec.models.target import TargetModel

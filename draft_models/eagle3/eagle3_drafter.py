@@ -6,38 +6,38 @@ request table are the whole bookkeeping. Who writes what:
     positions      [0, S)  committed                             S, S+1, ...  the draft in progress
     K/V in         its own store, slot table.slots[row, p]       a scratch block that lives for one `propose`
     written by     `observe`, from true target features          `propose`, from the head's own feedback
-    visible to     every query behind it, within the window      descendants in the draft tree
+    visible to     every later query, within the window          descendants in the draft tree
 
-A verify's accepted nodes go through `observe` as a prefill chunk does, so a draft leaves nothing behind: no page is
-copied, nothing is rolled back. Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the tokens.
+A verify's accepted nodes go through `observe` as a prefill chunk does, so a draft leaves no trace: no page is copied,
+nothing is rolled back. Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the tokens.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Unpack
 
 import torch
 
-from specdec.attention.bridge import ForwardContext
-from specdec.attention.kernels.draft_block import Draft
+from specdec.attention.backend import Backend
+from specdec.attention.bridge import AttentionCall, ForwardContext
+from specdec.attention.kernels.draft_block import Draft, DraftBlock
 from specdec.attention.plan import plan_chunk
 from specdec.attention.trees.growth import Growth
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, TargetInfo
-from specdec.draft_models.eagle3.checkpoint import Eagle3Checkpoint, read_head
+from specdec.draft_models.eagle3.checkpoint import TargetShape, read_head
 from specdec.draft_models.eagle3.fused_head import choose_form
-from specdec.draft_models.eagle3.head import Eagle3Head, load_head
-from specdec.draft_models.eagle3.head_config import TargetShape
-from specdec.draft_models.eagle3.head_forms import DraftContext, HeadForm, HeadOutput, PlainHead
-from specdec.errors import UnsupportedModelError
+from specdec.draft_models.eagle3.head import Eagle3Head, HeadOutput, PlainHead
 from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.frozen import KVView, own_view
+from specdec.kvcache.layer_context import Destination, ScoreOptions
 from specdec.kvcache.layout import KVLayout
 from specdec.layers.fuse import Weights
 from specdec.layers.path_rows import keep_last, path_rows
 
 
 class Eagle3Drafter(Drafter):
-    """A head fitted to a target. Make one with `eagle3_drafter`. Its layers are fused where the target's are to be."""
+    """A head fitted to a target; `eagle3_drafter` makes one. Its layers are fused if the target's are."""
 
     name = "eagle3"
     weights: Weights
@@ -56,7 +56,7 @@ class Eagle3Drafter(Drafter):
         self.weights = Weights(self.name, head)
         table = target.embed if head.embed_tokens is None else head.embed_tokens
         plain = PlainHead(head, table, target.head)
-        self.form: HeadForm = plain
+        self.form = plain
         self.ops = REFERENCE
         if target.ops is not None:
             self.form, self.unfused = choose_form(plain, self.weights, target.ops)
@@ -75,7 +75,7 @@ class Eagle3Drafter(Drafter):
 
 
 class Eagle3Worker:
-    """A head at work: its K/V, and per row the state of the last committed position, from which a draft starts."""
+    """A head in one engine: its K/V, and per row the state of the last committed position, where a draft starts."""
 
     def __init__(self, drafter: Eagle3Drafter, binding: Binding) -> None:
         self.view: KVView | None = None
@@ -91,12 +91,12 @@ class Eagle3Worker:
     @torch.inference_mode()
     def observe(self, seen: Observation) -> None:
         drafter, source = self.drafter, seen.hidden if seen.aux_states is None else seen.aux_states
-        states, behind = drafter.ops(path_rows)(source, seen.tokens, seen.path, seen.length, seen.next_token)
-        # a run of new tokens behind [0, start), whatever has been committed since
+        states, next_tokens = drafter.ops(path_rows)(source, seen.tokens, seen.path, seen.length, seen.next_token)
+        # new tokens after [0, start), whatever has been committed since
         table, width = self.binding.cache.table, seen.path.shape[1]
         plan = plan_chunk(self.binding.backend, table, seen.rows, seen.length, width, start=seen.start)
         context = ForwardContext.of(plan, self.own_view, drafter.spec.windows)
-        state = drafter.form.extend(behind, states, plan.positions, context).state  # [B, D, H]
+        state = drafter.form.extend(next_tokens, states, plan.positions, context).state  # [B, D, H]
         drafter.ops(keep_last)(self._hidden, seen.rows.index, state, seen.length)
 
     @torch.inference_mode()
@@ -132,22 +132,35 @@ class Eagle3Worker:
         return growth.select(backend, batch.num_nodes)
 
 
+class DraftContext:
+    """The forward of one level of a draft in progress, K nodes per request: K/V go to the scratch block."""
+
+    def __init__(self, block: DraftBlock, backend: Backend, topk: int) -> None:
+        self.block, self.backend, self.topk = block, backend, topk
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (call.key, call.value))  # [B * K, Hkv, D]
+        self.backend.store(*self.block.destination(call.layer), k, v)
+        return self.block.attend(call.layer, call.query, scaling=call.scaling)
+
+    def destination(self, layer: int) -> Destination:
+        kept, slots = self.block.destination(layer)
+        return Destination(kept.k, kept.v, slots)
+
+    def attend_rows(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        **options: Unpack[ScoreOptions],
+    ) -> torch.Tensor:
+        assert options.get("softcap") is None and options.get("sinks") is None, "no head has them"
+        query = q.unflatten(0, (-1, self.topk)).transpose(1, 2)  # [B, Hq, K, D]
+        return self.block.attend(layer, query, scaling=options["scaling"]).reshape(q.shape)
+
+
 def eagle3_drafter(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:
-    """Read the head in `folder` and bind it to `target`. `aux_layers`: see `Eagle3Spec`; None: what the files say."""
-    shape = TargetShape(
-        name=target.name,
-        num_layers=len(target.layout.layers),
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-    )
-    return bind_head(read_head(folder, shape, aux_layers), target)
-
-
-def bind_head(checkpoint: Eagle3Checkpoint, target: TargetInfo) -> Eagle3Drafter:
-    """A drafter from a checkpoint that was read for this target."""
-    if checkpoint.spec.target_hidden_size != target.hidden_size or checkpoint.spec.vocab_size != target.vocab_size:
-        raise UnsupportedModelError(
-            f"this head was read for a target of hidden size {checkpoint.spec.target_hidden_size} and "
-            f"{checkpoint.spec.vocab_size} tokens; {target.name} has {target.hidden_size} and {target.vocab_size}"
-        )
-    return Eagle3Drafter(load_head(checkpoint, target.device, target.dtype), checkpoint.target_ids, target)
+    """Read the head in `folder` and fit it to `target`. `aux_layers`: see `Eagle3Spec`; None: what the files say."""
+    head, target_ids = read_head(folder, TargetShape.of(target), aux_layers)
+    return Eagle3Drafter(head.place(target.device, target.dtype).eval(), target_ids, target)

@@ -1,48 +1,42 @@
-"""A head of fused layers: the same weights in few launches.
+"""The head with fused layers: the same weights in few launches.
 
     x = cat[norm(embed), norm(g)]    pair_norm, which looks the token up and ends the sum of fc
     layers                           `FusedLayer`: merged QKV, rotary and store in one launch, gated MLP, residual norms
     a, norm(a)                       from the last layer's one launch
 
-What these cannot say (biases in the MLP, other activations) raises `Unfusable`, and the head runs by its own modules.
+A head that fused layers cannot express (biases in the MLP, other activations) raises `Unfusable`: it runs as a
+`PlainHead`.
 """
 
-import logging
-import math
 from typing import Any
 
 import torch
 from torch import nn
 
-from specdec.draft_models.eagle3.head import Eagle3Head
-from specdec.draft_models.eagle3.head_config import Eagle3Spec
-from specdec.draft_models.eagle3.head_forms import Echo, HeadContext, HeadForm, HeadOutput, PlainHead
+from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, HeadContext, HeadOutput, PlainHead
+from specdec.draft_models.fused_form import Echo, why_unfused
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedLayer, LayerParts, Shared
 from specdec.layers.families import ACTIVATIONS, Unfusable
 from specdec.layers.fuse import Weights, fuse_linear
 from specdec.layers.linear import Mlp, Product, linear
-from specdec.layers.merge import MERGING, held_storages, merge_rows
+from specdec.layers.merge import MERGING, merge_rows
 from specdec.layers.norm import Gain, norm
 from specdec.layers.pair_norm import pair_norm
 from specdec.layers.rope_store import Heads
 from specdec.layers.rotary import rotary
 from specdec.modules.weights_lock import holds_weights_lock
 
-logger = logging.getLogger("specdec")
 
-FUSED_BOUND = 0.03
-"""Largest relative difference of fused layers' median row, a layer: rounding in 16 bits. What is wrong is off by 1."""
-
-
-class FusedHead:
-    """See above. Raises Unfusable, with the reason as a clause."""
+class FusedHead(PlainHead):
+    """The fused form of a head. Raises Unfusable, with the reason as a clause."""
 
     def __init__(
         self, head: Eagle3Head, table: nn.Module, lm_head: nn.Module, weights: Weights, ops: Operations
     ) -> None:
-        self.head, self.table, self.ops, self.weights = head, table, ops, weights
-        self.lm_head = fuse_linear(lm_head, ops)
+        super().__init__(head, table, lm_head)
+        self.ops, self.weights = ops, weights
+        self.lm_head = fuse_linear(self.lm_head, ops)
         first: Any = head.layers[0]
         self.token_gain, self.state_gain = _gain(first.input_layernorm), _gain(first.hidden_norm)
         self.final_gain = _gain(head.norm) if head.spec.final_norm else None
@@ -61,15 +55,11 @@ class FusedHead:
     def norm(self, state: torch.Tensor) -> torch.Tensor:
         return self.ops(norm)(Product.of(state.flatten(0, -2)), pre=self.final_gain)[1].view_as(state)
 
-    def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(normed)
-        return logits
-
     def _features(self, states: torch.Tensor) -> Product:
         """g [T, H] of states [T, A * Ht], before its last sum."""
         head, ops = self.head, self.ops
         if self.fc_norm is not None:
-            rows = states.view(-1, head.spec.target_hidden_size)  # each state is normed for itself
+            rows = states.view(-1, head.spec.target_hidden_size)  # each state is normed on its own
             _, normed = ops(norm)(Product.of(rows), pre=Gain(None, head.spec.rms_norm_eps))
             states = self.fc_norm * normed.view_as(states)
         if head.input_norm is not None:
@@ -93,7 +83,7 @@ class FusedHead:
 
     @holds_weights_lock
     def _describe(self) -> None:
-        """Merge the weights, and take their addresses: they may be others than before."""
+        """Merge the weights and note their addresses, which may have changed."""
         head: Any = self.head
         # outside inference mode, where a parameter cannot be given other data
         with MERGING, torch.inference_mode(False), torch.no_grad():
@@ -102,34 +92,24 @@ class FusedHead:
         following = [*(part.input_norm for part in parts[1:]), self.final_gain]
         layers = enumerate(zip(parts, following, strict=True))
         self.layers = [FusedLayer(i, part, next_norm, self.ops) for i, (part, next_norm) in layers]
-        self.generation = self.weights.generation()  # of where the merge has put them
+        self.generation = self.weights.generation()  # after the merge, which moves weights
 
 
-def choose_form(plain: PlainHead, weights: Weights, ops: Operations) -> tuple[HeadForm, str | None]:
-    """The fused form, where it computes what the plain one does; else that one, and why."""
-    held = held_storages(plain.head)
-    level = logging.WARNING
-    try:
-        wanted = _probed(plain)  # before the merge
-        fused = FusedHead(plain.head, plain.table, plain.lm_head, weights, ops)
-        error = (_probed(fused) - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-        bound = FUSED_BOUND * math.sqrt(1 + len(plain.head.layers))
-        reason = None if error.median() <= bound else "its fused layers compute something else than its own"
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as refusal:  # of many kinds: kernels are compiled here
-        reason = str(refusal) or type(refusal).__name__
-        level = logging.INFO if isinstance(refusal, Unfusable) else level
-    del held
-    if reason is None:
-        return fused, None
-    logger.log(level, "drafter eagle3 runs unfused: %s", reason)
-    return plain, reason
+def choose_form(plain: PlainHead, weights: Weights, ops: Operations) -> tuple[PlainHead, str | None]:
+    """The fused form if it computes what the plain one does; else the plain one, and the reason."""
+    forms = [plain]
+
+    def fused() -> torch.Tensor:
+        forms.append(FusedHead(plain.head, plain.table, plain.lm_head, weights, ops))
+        return _probed(forms[-1])
+
+    reason = why_unfused("eagle3", plain.head, len(plain.head.layers), lambda: _probed(plain), fused)
+    return (forms[-1], None) if reason is None else (plain, reason)
 
 
 @torch.inference_mode()
-def _probed(form: PlainHead | FusedHead) -> torch.Tensor:
-    """What it makes of six rows of states and then of its own feedback: [12, H + draft V] float32."""
+def _probed(form: PlainHead) -> torch.Tensor:
+    """States and logits of six rows of random features, then of the feedback: [12, H + draft V] float32."""
     spec, weight = form.head.spec, next(form.head.parameters())
     random = torch.Generator().manual_seed(0)
     states = torch.randn((2, 3, spec.feature_size), generator=random).to(weight.device, weight.dtype)
@@ -142,7 +122,7 @@ def _probed(form: PlainHead | FusedHead) -> torch.Tensor:
 
 
 def _gain(norm: Any) -> Gain:
-    """Of a Llama norm."""
+    """The gain of a Llama norm."""
     return Gain(norm.weight, norm.variance_epsilon, round_first=True)
 
 

@@ -1,4 +1,4 @@
-"""The EAGLE-3 head as a module; where its keys and values live is the caller's business (`Attend`).
+"""The EAGLE-3 head: what it computes (`Eagle3Spec`), its modules, and how a drafter runs them (`PlainHead`).
 
     g_i = fc( cat(states_i) )            states: what enters the target layers `aux_layers`, at position i
                                          norm_before_fc: cat is normed first, fc_norm: each state is; never the feedback
@@ -6,13 +6,16 @@
     u_i = hidden_norm(h_i)               h_i = g_i after a target forward, the feedback of row i - 1 while drafting
     r_i = h_i                            norm_before_residual: u_i
     y_i = r_i + attention(cat[e_i, u_i]) RoPE at i, causal, own K/V; Qwen3-type heads norm q and k of each head
-    a_i = y_i + mlp(post_attention_layernorm(y_i))                      layers behind the first are ordinary, H wide
+    a_i = y_i + mlp(post_attention_layernorm(y_i))                      layers after the first are ordinary, H wide
     logits of x_{i+2} = lm_head(norm(a_i));   feedback_i = a_i          norm_output: norm(a_i)
 
-Row i holds the feature of position i and the token behind it, so K/V of position i exist once token i + 1 is known.
+Row i holds the feature of position i and the token after it, so K/V of position i exist once token i + 1 is known.
+A head holds no K/V and knows no requests: the caller says where K/V live (`Attend`, `HeadContext`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +28,55 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from specdec.draft_models.eagle3.checkpoint import Eagle3Checkpoint
-from specdec.draft_models.eagle3.head_config import Eagle3Spec
-from specdec.errors import CheckpointError
+from specdec.attention.bridge import AttentionCall, AttentionContext
+from specdec.kvcache.layer_context import LayerContext
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(draft layer, q [B, Hq, N, D], k and v [B, Hkv, N, D], all after RoPE) -> [B, N, Hq, D]; scale by D ** -0.5."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Spec:
+    """What a head computes.
+
+    aux_layers: target states it reads, each named by the layer it enters; empty: the final state, after the norm.
+    windows: sliding window of each draft layer, None: full. draft_vocab_size None: the target's head and vocabulary.
+    has_fc False: features pass unchanged. biases: names of the linear layers that have one. owns_embed: it has an
+    embedding table of its own.
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    vocab_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    aux_layers: tuple[int, ...]
+    windows: tuple[int | None, ...] = (None,)
+    draft_vocab_size: int | None = None
+    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    qk_norm: bool = False
+    biases: frozenset[str] = frozenset()
+    has_fc: bool = True
+    owns_embed: bool = False
+    final_norm: bool = True
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+    @property
+    def feature_size(self) -> int:
+        """Width of the target states that it reads, side by side."""
+        return max(1, len(self.aux_layers)) * self.target_hidden_size
 
 
 class Eagle3Attention(nn.Module):
@@ -90,7 +136,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """The head of a spec, randomly initialised; `load_head` fills one from a checkpoint.
+    """The head of a spec, randomly initialised; `checkpoint.read_head` fills one from a checkpoint.
 
     embed_tokens and lm_head are None when the head shares the target's.
     """
@@ -101,7 +147,7 @@ class Eagle3Head(nn.Module):
         config = LlamaConfig(
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size,
-            num_attention_heads=spec.num_heads,
+            num_attention_heads=1,  # read by no module here, and refused where it does not divide hidden_size
             head_dim=spec.head_dim,
             hidden_act=spec.hidden_act,
             mlp_bias="layers.0.mlp.gate_proj" in spec.biases,
@@ -139,18 +185,18 @@ class Eagle3Head(nn.Module):
         return hidden
 
     def logits(self, a: torch.Tensor, target_head: nn.Module | None = None) -> torch.Tensor:
-        """a [..., H] -> logits [..., draft V], by the target's head where there is none of its own."""
+        """a [..., H] -> logits [..., draft V], by the target's head if the head has none of its own."""
         head = self.lm_head if self.lm_head is not None else target_head
         assert head is not None, "a head without lm_head needs the target's"
         logits: torch.Tensor = head(self.norm(a))
         return logits
 
     def feedback(self, a: torch.Tensor) -> torch.Tensor:
-        """What the next draft step takes as its hidden state."""
+        """a -> hidden state of the next draft step."""
         return self.norm(a) if self.spec.norm_output else a
 
     def place(self, device: torch.device, dtype: torch.dtype) -> "Eagle3Head":
-        """Move it; the frequencies of RoPE stay float32, which `.to(dtype)` would round."""
+        """Move it. RoPE frequencies stay float32: `.to(dtype)` would round them."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(device, dtype)
         self.to(device)
@@ -158,26 +204,56 @@ class Eagle3Head(nn.Module):
 
 
 def embed_raw(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Rows of an embedding table as stored: Gemma's module would scale them by sqrt(H), heads are trained without."""
+    """Rows of an embedding table as stored: Gemma's module scales them by sqrt(H), and heads are trained without."""
     return F.embedding(tokens, table)
 
 
-def load_head(checkpoint: Eagle3Checkpoint, device: torch.device, dtype: torch.dtype) -> Eagle3Head:
-    """A head with every tensor from the checkpoint. Raises CheckpointError for missing, unknown or misshapen ones."""
-    head = Eagle3Head(checkpoint.spec)
-    state = dict(checkpoint.state)
-    wanted = head.state_dict()
-    if checkpoint.spec.owns_embed:  # tables may be padded beyond the target's vocabulary
-        state["embed_tokens.weight"] = state["embed_tokens.weight"][: checkpoint.spec.vocab_size]
-    faults: list[str] = [f"{key} is missing" for key in wanted.keys() - state.keys()]
-    faults += [f"{key} is not known" for key in state.keys() - wanted.keys()]
-    for key in wanted.keys() & state.keys():
-        if wanted[key].shape != state[key].shape:
-            faults.append(f"{key} is {list(state[key].shape)}, the config says {list(wanted[key].shape)}")
-        elif not state[key].dtype.is_floating_point or state[key].element_size() < 2:
-            faults.append(f"{key} is {state[key].dtype}, a floating type of 16 bits or more is wanted")
-    if faults:
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise CheckpointError(f"EAGLE-3 head: tensor {sorted(faults)[0]}{more}")
-    head.load_state_dict(state)
-    return head.place(device, dtype).eval()
+class HeadContext(AttentionContext, LayerContext, Protocol):
+    """What a head, plain or fused, asks of the forward that it runs in: where K/V go, and attention."""
+
+
+class HeadOutput(NamedTuple):
+    """a [B, N, H] and norm(a), which is what lm_head reads."""
+
+    state: torch.Tensor
+    normed: torch.Tensor
+
+
+class PlainHead:
+    """A head with its embedding table and lm_head, run by its own modules. `FusedHead` is the other form.
+
+    tokens, positions: [B, N]; row i holds the token after position i.
+    """
+
+    def __init__(self, head: Eagle3Head, table: nn.Module, target_head: nn.Module) -> None:
+        self.head, self.table = head, table
+        self.lm_head = target_head if head.lm_head is None else head.lm_head
+
+    def extend(
+        self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, context: HeadContext
+    ) -> HeadOutput:
+        """Rows that the target has processed: states [B, N, A * Ht] of the target."""
+        return self.step(tokens, self.head.features(states), positions, context)
+
+    def step(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: HeadContext
+    ) -> HeadOutput:
+        """A level of a draft: hidden [B, N, H] is the head's own feedback."""
+        scaling = self.head.spec.head_dim**-0.5
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return context.attend(AttentionCall(layer, q, k, v, scaling, None, None, None, {}))
+
+        weight: torch.Tensor = self.table.weight  # type: ignore[assignment]
+        state = self.head(embed_raw(weight, tokens), hidden, positions, attend)
+        return HeadOutput(state, self.norm(state))
+
+    def norm(self, state: torch.Tensor) -> torch.Tensor:
+        """a -> norm(a)."""
+        normed: torch.Tensor = self.head.norm(state)
+        return normed
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """norm(a) [B, N, H] -> [B, N, draft V]."""
+        logits: torch.Tensor = self.lm_head(normed)
+        return logits

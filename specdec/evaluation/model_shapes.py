@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from specdec.config import SpecConfig
-from specdec.draft_models.eagle3.head_config import Eagle3Spec
-from specdec.draft_models.registry import constructible_assistants
+from specdec.draft_models.eagle3.head import Eagle3Spec
+from specdec.draft_models.gemma4_mtp import constructible_assistants
 from specdec.errors import ConfigError
 
 SLIDING, FULL = "sliding_attention", "full_attention"

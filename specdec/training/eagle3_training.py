@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.draft_models.eagle3.checkpoint import write_head
-from specdec.draft_models.eagle3.head import Eagle3Head, embed_raw
-from specdec.draft_models.eagle3.head_config import Eagle3Spec, TargetShape
+from specdec.draft_models.eagle3.checkpoint import TargetShape, write_head
+from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, embed_raw
 from specdec.models.target import TargetModel
 from specdec.training.drafter_lessons import Lesson, run_target
 from specdec.training.training_data import Document, PackedRows, same_document
@@ -84,13 +83,7 @@ class Eagle3Recipe:
         return self.module.logits(states, self.target.head)
 
     def save(self, folder: Path) -> None:
-        shape = TargetShape(
-            name=self.target.name,
-            num_layers=len(self.target.layout.layers),
-            hidden_size=self.target.hidden_size,
-            vocab_size=self.target.vocab_size,
-        )
-        write_head(folder, self.module.spec, self.module.state_dict(), shape, self.target_ids)
+        write_head(folder, self.module.spec, self.module.state_dict(), TargetShape.of(self.target), self.target_ids)
 
 
 class ChainAttention:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, GenerationConfig
 
-from specdec.draft_models.registry import constructible_assistants
+from specdec.draft_models.gemma4_mtp import constructible_assistants
 from specdec.errors import UnsupportedModelError
 from specdec.models.target import TargetModel
 from specdec.training.drafter_lessons import Lesson, run_target

@@ -26,7 +26,7 @@ import torch
 import transformers
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.eagle3.head_config import Eagle3Spec
+from specdec.draft_models.eagle3.head import Eagle3Spec
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.loading import load_any_drafter, load_model, load_tokenizer

@@ -13,10 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
-from specdec.draft_models.eagle3.head import Eagle3Head
-from specdec.draft_models.eagle3.head_config import Eagle3Spec
-from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
-from specdec.draft_models.registry import constructible_assistants
+from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, constructible_assistants
 from specdec.errors import CapacityError
 from specdec.evaluation.model_shapes import Shape, Shrink
 from specdec.gpu.memory import free_bytes
