@@ -15,7 +15,7 @@ from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, GenerationOutput, RequestStats, SamplingParams, SpecConfig, SpecDecError
-from specdec.cli.generate import DRAFTED_STYLE, in_colour
+from specdec.cli.bodies.answer import DRAFTED_STYLE, in_colour
 from specdec.errors import ConfigError
 from specdec.models.bundled import BUNDLED_NAMES
 from specdec.models.published import Pair, pair_table

@@ -19,7 +19,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec import EngineConfig, SpecConfig
-from specdec.cli.settings import drafter_name, quiet_libraries
+from specdec.cli.bodies.settings import drafter_name, quiet_libraries
 from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.server_settings import ServeSettings, sampling_defaults

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from specdec import Engine, EngineConfig, SamplingParams
-from specdec.cli.generate import coloured
+from specdec.cli.bodies.answer import coloured
 from specdec.errors import ConfigError
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.training.training_data import read_prompt_file

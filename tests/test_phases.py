@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from specdec import SamplingParams, SpecConfig
-from specdec.cli import phases as command
 from specdec.cli.app import app
+from specdec.cli.bodies import bench_rounds as command
 from specdec.errors import CapacityError, ConfigError
 from specdec.evaluation.conditions import conditions
 from specdec.evaluation.phases import phase_run as run_module

@@ -1,9 +1,10 @@
 """`specdec bench --serve URL`: load on a server, as tables and as JSON."""
 
 import json
-from pathlib import Path
 from typing import Any
 
+from specdec.cli.bench import BenchOptions
+from specdec.cli.bodies.settings import log_to_stderr, quiet_libraries
 from specdec.config import SamplingParams
 from specdec.errors import ConfigError, shown
 from specdec.evaluation.load_test.load import run_load
@@ -16,36 +17,29 @@ from specdec.progress import Interrupted
 from specdec.text.prompt_files import read_prompts
 
 
-def load(
-    *,
-    serve: str,
-    data: Path,
-    limit: int,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    raw: bool,
-    json_file: Path | None,
-    rate: float | None,
-    concurrency: int | None,
-    model: str | None,
-    api_key: str | None,
-    body: str | None,
-    timeout: float,
-) -> None:
+def bench_server(options: BenchOptions) -> None:
+    assert options.server.serve is not None, options
+    quiet_libraries()
+    log_to_stderr(options.pair)
     require_httpx()
-    SamplingParams(max_new_tokens, temperature, seed=seed)  # as strict as where the engine is our own
-    added = _fields(body)
-    pace = Pace(rate=rate, concurrency=concurrency, seed=seed, timeout=timeout)
-    prompts = read_prompts(data, limit)
-    server = Server(serve, api_key)
+    # as strict as with an engine of our own
+    SamplingParams(options.max_new_tokens, options.temperature, seed=options.seed)
+    added = _fields(options.server.body)
+    pace = Pace(
+        rate=options.server.rate,
+        concurrency=options.server.concurrency,
+        seed=options.seed,
+        timeout=options.server.timeout,
+    )
+    prompts = read_prompts(options.data, options.limit)
+    server = Server(options.server.serve, options.server.api_key)
     asking = Asking(
         url=server.url,
-        model=model or server.first_model(),
-        max_new_tokens=max_new_tokens,
-        chat=not raw,
-        temperature=temperature,
-        seed=seed,
+        model=options.server.model or server.first_model(),
+        max_new_tokens=options.max_new_tokens,
+        chat=not options.raw,
+        temperature=options.temperature,
+        seed=options.seed,
         body=added,
     )
     try:
@@ -54,9 +48,9 @@ def load(
         if stop.report is not None:
             print(markdown_tables(stop.report))
         raise
-    if json_file is not None:
-        write_file(json_file, json.dumps(report.as_json(), indent=2))
-    if json_file != STDOUT:
+    if options.json_file is not None:
+        write_file(options.json_file, json.dumps(report.as_json(), indent=2))
+    if options.json_file != STDOUT:
         print(markdown_tables(report))
 
 

@@ -1,10 +1,10 @@
-"""From the shell's words to the runtime's settings; what the commands share."""
+"""From options to the runtime's settings; what the bodies share."""
 
 import logging
 import sys
+from dataclasses import fields
 from typing import Any
 
-import torch
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 from transformers.utils import logging as transformers_logging
 
@@ -35,16 +35,15 @@ def spec_config(pair: PairOptions) -> SpecConfig:
     return SpecConfig(pair.num_steps, pair.draft_topk, pair.num_draft_tokens)
 
 
-def engine_config(pair: PairOptions, batch_size: int, **sizes: Any) -> EngineConfig:
-    """sizes: other settings. Raises ConfigError where the device is not there."""
-    config = EngineConfig(
-        max_batch_size=batch_size,
-        dtype=getattr(torch, pair.dtype) if pair.dtype else None,
-        device=pair.device,
-        memory_share=pair.memory_share,
-        prefix_cache=pair.prefix_cache,
-        **sizes,
-    )
+def shared_fields(options: Any, settings: type[Any]) -> dict[str, Any]:
+    """The options that `settings` has a field of the same name for."""
+    names = {each.name for each in fields(options)} & {each.name for each in fields(settings)}
+    return {name: getattr(options, name) for name in names}
+
+
+def engine_config(pair: PairOptions, batch_size: int, **settings: Any) -> EngineConfig:
+    """settings: others of the engine. Raises ConfigError where the device is missing."""
+    config = EngineConfig(max_batch_size=batch_size, **shared_fields(pair, EngineConfig), **settings)
     require_device(config.device)
     return config
 

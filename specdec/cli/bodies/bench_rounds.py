@@ -6,13 +6,12 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from pathlib import Path
 from time import perf_counter
 
 from rich.console import Console
 
-from specdec.cli.options import PairOptions
-from specdec.cli.settings import drafter_name, engine_config, load_engine
+from specdec.cli.bench import BenchOptions
+from specdec.cli.bodies.settings import drafter_name, engine_config, load_engine, log_to_stderr, quiet_libraries
 from specdec.config import SpecConfig
 from specdec.errors import ConfigError
 from specdec.evaluation.gsm8k_plot import require_matplotlib
@@ -32,46 +31,23 @@ WIDE = 220
 """Columns of a table that no terminal shows."""
 
 
-def phases(
-    *,
-    shape: str | None,
-    pair: PairOptions,
-    data: Path,
-    limit: int,
-    batches: str,
-    contexts: str,
-    rounds: int,
-    drafts: str | None,
-    acceptance: str,
-    layers: int | None,
-    shrink: int,
-    peer: bool,
-    profile: bool,
-    seed: int,
-    json_file: Path | None,
-    plot_file: Path | None,
-) -> None:
-    require_distinct((json_file, plot_file))
-    if plot_file is not None:
+def bench_rounds(options: BenchOptions) -> None:
+    quiet_libraries()
+    log_to_stderr(options.pair)
+    asked, json_file = options.timing, options.json_file
+    require_distinct((json_file, asked.plot_file))
+    if asked.plot_file is not None:
         require_matplotlib()
     plan = Plan(
-        batches=whole_numbers("batches", batches),
-        contexts=whole_numbers("contexts", contexts),
-        rounds=rounds,
-        peer=peer,
-        profiled=profile,
+        batches=whole_numbers("batches", asked.batches),
+        contexts=whole_numbers("contexts", asked.contexts),
+        rounds=asked.rounds,
+        peer=options.peer,
+        profiled=asked.profile,
         command=shlex.join(["specdec", *sys.argv[1:]]),
     )
     try:
-        if shape is not None:
-            if (pair.target, pair.drafter) != ("tiny-gemma4", "auto"):
-                raise ConfigError("--shape makes its own target and drafter; leave out --target and --drafter")
-            lengths = numbers("acceptance", acceptance)
-            subject = shape_subject(shape, Shrink(layers, shrink), drafts, lengths, seed, pair)
-        else:
-            if layers is not None or shrink != 1:
-                raise ConfigError("--layers and --shrink are for --shape; a target is measured as it is")
-            subject = pair_subject(pair, data, limit, drafts)
+        subject = pair_subject(options) if asked.shape is None else shape_subject(asked.shape, options)
         report = run_phases(subject, plan)
     except Interrupted as stop:
         if stop.report is not None:
@@ -79,12 +55,12 @@ def phases(
         raise
     if json_file is not None:
         write_file(json_file, json.dumps(report.as_json(), indent=2))
-    if STDOUT not in (json_file, plot_file):
+    if STDOUT not in (json_file, asked.plot_file):
         show(report)
-    if plot_file is not None:
+    if asked.plot_file is not None:
         picture = BytesIO()
         save_phase_plot(report, picture)
-        write_file(plot_file, picture.getvalue())
+        write_file(asked.plot_file, picture.getvalue())
 
 
 def show(report: PhaseReport) -> None:
@@ -94,17 +70,15 @@ def show(report: PhaseReport) -> None:
     console.print(table(report))
 
 
-def shape_subject(
-    name: str,
-    shrink: Shrink,
-    drafts: str | None,
-    acceptance: Sequence[float],
-    seed: int,
-    pair: PairOptions,
-) -> Subject:
+def shape_subject(name: str, options: BenchOptions) -> Subject:
     """Random weights on the device; prompts of random tokens."""
+    pair, asked, seed = options.pair, options.timing, options.seed
+    if (pair.target, pair.drafter) != ("tiny-gemma4", "auto"):
+        raise ConfigError("--shape makes its own target and drafter; leave out --target and --drafter")
+    acceptance = numbers("acceptance", asked.acceptance)
+    shrink = Shrink(asked.layers, asked.shrink)
     shape = find_shape(name)
-    chosen = choose_drafts({PLAIN: None, **shape.drafts}, drafts, ON_REQUEST)
+    chosen = choose_drafts({PLAIN: None, **shape.drafts}, asked.drafts, ON_REQUEST)
     config = engine_config(pair, batch_size=1)
     where = pick_device(config.device)
     kind = pick_dtype(config.dtype, where, shape.target(shrink))
@@ -134,9 +108,12 @@ def shape_subject(
     )
 
 
-def pair_subject(pair: PairOptions, data: Path, limit: int, drafts: str | None) -> Subject:
-    """A real pair; a prompt is as much text of the data as its context wants, and a question at its end."""
-    problems = read_prompts(data, limit)
+def pair_subject(options: BenchOptions) -> Subject:
+    """A real pair; a prompt is as much text of the data as its context needs, and a question at its end."""
+    pair, asked = options.pair, options.timing
+    if asked.layers is not None or asked.shrink != 1:
+        raise ConfigError("--layers and --shrink are for --shape; a target is measured as it is")
+    problems = read_prompts(options.data, options.limit)
     engine = load_engine(pair, engine_config(pair, batch_size=1))
     drafter, spec = drafter_name(pair), engine.spec
     ids = [engine.chat_prompt(problem.text) for problem in problems]
@@ -148,7 +125,7 @@ def pair_subject(pair: PairOptions, data: Path, limit: int, drafts: str | None) 
         name=pair.target if drafter is None else f"{pair.target} with {drafter}",
         target=engine.target,
         drafter=engine.drafter,
-        drafts=choose_drafts(shapes, drafts),
+        drafts=choose_drafts(shapes, asked.drafts),
         prompts=joined_prompts(ids),
         dtype=engine.target.dtype,
     )
