@@ -36,7 +36,7 @@ from tiny_gemma4_model import compile_layers, merge_shards, new_target, save
 from transformers import Gemma4ForCausalLM, PreTrainedTokenizerFast
 from word_problems import generate, heldout, heldout_questions
 
-from specdec.training.training_data import ANSWER, causal_masks
+from specdec.training.packed_rows import ANSWER, causal_masks
 from specdec.training.training_optimizer import MixedOptimizer, schedule
 from specdec.training.training_progress import Stage
 

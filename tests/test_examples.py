@@ -22,7 +22,7 @@ from specdec import Engine, EngineConfig, SamplingParams
 from specdec.cli.bodies.answer import coloured
 from specdec.errors import ConfigError
 from specdec.models.bundled import HELD_OUT_PROBLEMS
-from specdec.training.training_data import read_prompt_file
+from specdec.training.target_answers import read_prompt_file
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text("utf-8"))
