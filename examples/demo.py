@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=5, help="how many held-out problems to solve")
     count = parser.parse_args().count
     if count < 1:
-        parser.error(f"--count {count}: at least one problem is wanted")
+        parser.error(f"--count {count}: at least one problem is expected")
 
     transformers_logging.disable_progress_bar()
     console = Console(highlight=False)

@@ -135,7 +135,7 @@ def require_one_measurement(named: Mapping[str, str]) -> None:
     """Raises SpecDecError where options of a load on a server and those of an engine are given together."""
     if "serve" in named:
         if odd := [option for name, option in named.items() if name not in WITH_SERVER]:
-            raise SpecDecError(f"{', '.join(odd)} is for an engine, not for a server; leave it out beside --serve")
+            raise SpecDecError(f"{', '.join(odd)} is for an engine, not for a server; leave it out with --serve")
     elif odd := [option for name, option in named.items() if name in OF_A_SERVER]:
         raise SpecDecError(f"{', '.join(odd)} is for a server; name one with --serve, or leave it out")
 

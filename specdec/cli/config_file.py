@@ -21,11 +21,11 @@ from specdec.errors import ConfigError, shown
 
 PREFIX = "SPECDEC_SERVE"
 SERVICE_LINKS = ("_SERVICE_HOST", "_SERVICE_PORT", "_PORT", "_ADDR", "_PROTO")
-"""Kubernetes sets these for a service called specdec-serve; they are no options."""
+"""Kubernetes sets these for a service called specdec-serve; they are not options."""
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """The file's entries become defaults of this command. Called before other options are read."""
+    """Make the file's entries the defaults of this command. Called before other options are read."""
     with shell_errors():
         known = {each.name: each for each in context.command.params}
         _require_known_variables(known)
@@ -78,7 +78,7 @@ def _yaml(text: str) -> Any:
 
 
 def _value(place: str, option: Any, kinds: set[Any], value: Any) -> Any:
-    """As the shell would have it; the shell's own checks (ranges, files that must be there) come later."""
+    """The value as text, as the shell gives it; ranges and missing files are checked later, with those of the shell."""
     if option.multiple and isinstance(value, list):
         return [_one(place, kinds, each) for each in value]
     one = _one(place, {bool} if option.is_flag else kinds - {bool}, value)
@@ -108,8 +108,8 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 def _require_known_variables(known: Mapping[str, Any]) -> None:
-    wanted = {f"{PREFIX}_{name.upper()}" for name in known}
+    expected = {f"{PREFIX}_{name.upper()}" for name in known}
     for name in sorted(os.environ):
         linked = "_PORT_" in name or ("_SERVICE_" in name and name.endswith(SERVICE_LINKS))
-        if name.startswith(f"{PREFIX}_") and name not in wanted and not linked:
+        if name.startswith(f"{PREFIX}_") and name not in expected and not linked:
             raise ConfigError(f"the variable {name} is no option of specdec serve; see specdec serve --help")

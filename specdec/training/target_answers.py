@@ -52,8 +52,8 @@ def read_prompt_file(path: Path) -> list[dict[str, Any]]:
     prompts: list[dict[str, Any]] = []
     for number, record in json_lines(path):
         if not any(record.get(key) for key in PROMPT_KEYS):
-            wanted = f"an object with one of {', '.join(PROMPT_KEYS)} is wanted"
-            raise ConfigError(f"{path}:{number}: {wanted}; keys are {sorted(record)}")
+            expected = f"an object with one of {', '.join(PROMPT_KEYS)} is expected"
+            raise ConfigError(f"{path}:{number}: {expected}; keys are {sorted(record)}")
         prompts.append(record)
     if len(prompts) < 2:
         raise ConfigError(f"{path} holds {len(prompts)} prompts; one is kept aside for the report, so 2 are the least")

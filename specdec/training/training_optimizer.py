@@ -91,7 +91,7 @@ class MixedOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, weights included."""
+        """Continue from `state`, which holds the weights too."""
         ours = [*self.masters, *(master for _, master in self.stacks), *self.momenta]
         theirs = [*state["masters"], *state["stacks"], *state["momenta"]]
         for mine, saved in zip(ours, theirs, strict=True):

@@ -28,7 +28,7 @@ from specdec.progress import Interrupted, working
 from specdec.text.prompt_files import read_prompts
 
 WIDE = 220
-"""Columns of a table that no terminal shows."""
+"""Columns of a table that is written to a file or a pipe."""
 
 
 def bench_rounds(options: BenchOptions) -> None:
@@ -132,8 +132,8 @@ def pair_subject(options: BenchOptions) -> Subject:
 
 
 def joined_prompts(ids: Sequence[list[int]]) -> MakePrompts:
-    """Request i ends with prompt i; those before it fill up the context, so a prompt longer than that loses its
-    beginning."""
+    """Request i ends with prompt i, after as many earlier prompts as fill the context. A prompt longer than the context
+    loses its beginning."""
 
     def prompts(batch: int, context: int) -> list[list[int]]:
         made = []
@@ -150,36 +150,39 @@ def joined_prompts(ids: Sequence[list[int]]) -> MakePrompts:
 
 
 def choose_drafts(
-    there: Mapping[str, SpecConfig | None], wanted: str | None, on_request: Mapping[str, SpecConfig] = {}
+    shapes: Mapping[str, SpecConfig | None], named: str | None, on_request: Mapping[str, SpecConfig] = {}
 ) -> dict[str, SpecConfig | None]:
-    """Those named, in the order of all; None: all but `on_request`. Raises ConfigError for one that there is not."""
-    if wanted is None:
-        return dict(there)
-    there = {**there, **on_request}
-    names = [word.strip() for word in wanted.split(",")]
-    unknown = [name for name in names if name not in there]
+    """The named shapes, in the order of `shapes`; named None: all but those of `on_request`.
+
+    Raises ConfigError for an unknown name.
+    """
+    if named is None:
+        return dict(shapes)
+    known = {**shapes, **on_request}
+    names = [word.strip() for word in named.split(",")]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise ConfigError(f"drafts={wanted!r}: {unknown[0]!r} is not one of {', '.join(there)}")
-    return {name: spec for name, spec in there.items() if name in names}
+        raise ConfigError(f"drafts={named!r}: {unknown[0]!r} is not one of {', '.join(known)}")
+    return {name: spec for name, spec in known.items() if name in names}
 
 
 def whole_numbers(name: str, words: str) -> list[int]:
-    """Of "1,8,32" or "1k,16k", ascending and each once."""
+    """Parse "1,8,32" or "1k,16k": ascending, without repeats."""
     found = []
     for word in (word.strip().lower() for word in words.split(",")):
         digits, factor = (word[:-1], 1024) if word.endswith("k") else (word, 1)
         if not digits.isdecimal() or not int(digits):
-            raise ConfigError(f"{name}={words!r}: positive whole numbers are wanted, such as 1,8,32 or 1k,16k")
+            raise ConfigError(f"{name}={words!r}: positive whole numbers are expected, such as 1,8,32 or 1k,16k")
         found.append(int(digits) * factor)
     return sorted(set(found))
 
 
 def numbers(name: str, words: str) -> list[float]:
-    """Of "2,3.5": numbers from 1 on."""
+    """Parse "2,3.5": numbers from 1 on, ascending, without repeats."""
     try:
         found = [float(word) for word in words.split(",")]
     except ValueError:
         found = []
     if not found or not all(1 <= number < 1000 for number in found):
-        raise ConfigError(f"{name}={words!r}: numbers from 1 on are wanted, such as 2,3.5")
+        raise ConfigError(f"{name}={words!r}: numbers from 1 on are expected, such as 2,3.5")
     return sorted(set(found))

@@ -55,7 +55,7 @@ def bench_server(options: BenchOptions) -> None:
 
 
 def _fields(body: str | None) -> dict[str, Any]:
-    """--body as an object."""
+    """The object of --body. Raises ConfigError for any other JSON, and for text that is no JSON."""
     if body is None:
         return {}
     try:
@@ -63,5 +63,5 @@ def _fields(body: str | None) -> dict[str, Any]:
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
-        raise ConfigError(f'--body is {shown(body)}; a JSON object is wanted, such as {{"ignore_eos": true}}')
+        raise ConfigError(f'--body is {shown(body)}; a JSON object is expected, such as {{"ignore_eos": true}}')
     return fields

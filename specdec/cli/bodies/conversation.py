@@ -1,7 +1,7 @@
 """`specdec chat`: a conversation in a terminal, or one answer for each line of standard input.
 
-Answers go to standard output, everything about them to standard error. An answer that is interrupted stays in the
-history as far as it came; a turn that cannot be answered does not.
+Answers are written to standard output, notes about them to standard error. Of an interrupted answer the part that was
+written stays in the history; a turn that cannot be answered does not stay.
 """
 
 import signal
@@ -24,8 +24,8 @@ from specdec.errors import CapacityError, SpecDecError, shown
 from specdec.runtime.request import GenerationOutput
 from specdec.text.drafts import DraftColours
 
-with suppress(ImportError):  # not everywhere
-    import readline  # lines are edited, and come back with the arrow keys
+with suppress(ImportError):  # Windows has none
+    import readline  # lets the user edit lines, and recall earlier ones with the arrow keys
 
     readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one turn; Python turns it off
 
@@ -47,41 +47,41 @@ def converse(options: ChatOptions) -> None:
 
 
 class Interrupts:
-    """What Ctrl-C does: it is heard once in each block of `once`, so that none that comes behind it, at any moment,
-    cuts short what follows.
+    """Ctrl-C raises KeyboardInterrupt at most once in each block of `once`: a second one, at any moment, is ignored, so
+    that it cannot cut short the handling of the first.
 
-    between: it is heard outside of these blocks too, and ends the program. At a terminal it is not: between the Enter
-    of a question and its answer there is a moment that nobody can see.
+    between: Ctrl-C raises outside of these blocks too, and ends the program. At a terminal it is ignored there, since
+    the user cannot see whether the program is already between a question and its answer.
     """
 
     def __init__(self, between: bool) -> None:
-        self._between = self._heard = between
+        self._between = self._armed = between
 
     @contextmanager
     def once(self) -> Iterator[None]:
-        """Use it within the `try` that expects a KeyboardInterrupt: one can come as the block begins or ends."""
-        self._heard = True
+        """Use it within the `try` that expects a KeyboardInterrupt: it may be raised as the block begins or ends."""
+        self._armed = True
         try:
             yield
         finally:
-            self._heard = self._between
+            self._armed = self._between
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        before = signal.signal(signal.SIGINT, self._hear)
+        before = signal.signal(signal.SIGINT, self._on_signal)
         try:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def _hear(self, *_: object) -> None:
-        if self._heard:
-            self._heard = False
+    def _on_signal(self, *_: object) -> None:
+        if self._armed:
+            self._armed = False
             raise KeyboardInterrupt
 
 
 class Turn(NamedTuple):
-    """number: from 1, since the conversation began."""
+    """number: counted from 1 since the conversation began; it stays when earlier turns are dropped."""
 
     number: int
     asked: str
@@ -89,10 +89,10 @@ class Turn(NamedTuple):
 
 
 class Conversation:
-    """What was said, as far as the model can still read it."""
+    """The turns that still fit into the model's context, after an optional system message."""
 
     def __init__(self, engine: Engine, system: str | None = None) -> None:
-        """Raises ConfigError where the template has no place for such messages."""
+        """Raises ConfigError where the chat template cannot write such messages."""
         self._engine = engine
         self._before = [] if system is None else [{"role": "system", "content": system}]
         self.turns: list[Turn] = []
@@ -129,7 +129,7 @@ class Conversation:
 
 
 class Session:
-    """A conversation with whoever sits at the terminal, or with the lines of a pipe."""
+    """A conversation at a terminal, or with the lines of a pipe."""
 
     def __init__(self, engine: Engine, conversation: Conversation, params: SamplingParams) -> None:
         self.engine = engine
@@ -168,7 +168,7 @@ class Session:
                     print()
 
     def _lines(self, interrupts: Interrupts) -> Iterator[str]:
-        """What is typed, or read, without white space around it."""
+        """Lines that are typed, or read from a pipe, without white space around them."""
         if not sys.stdin.isatty():
             yield from map(str.strip, sys.stdin)
             return
@@ -196,7 +196,7 @@ class Session:
         self.notes.print(self._figures(output, time.perf_counter() - began))
 
     def _answer(self, ids: list[int], params: SamplingParams) -> GenerationOutput:
-        """Printed as it comes. At a terminal Ctrl-C ends it where it is, however often it is pressed."""
+        """Printed as it is made. At a terminal Ctrl-C ends it there, however often it is pressed."""
         handle, colours = self.engine.submit(ids, params), DraftColours(self.engine.tokenizer)
         try:
             for delta in handle:

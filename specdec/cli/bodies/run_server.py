@@ -85,7 +85,7 @@ def run_server(options: ServeOptions) -> None:
 
 
 def _keys(given: Sequence[str], file: Path | None) -> tuple[list[str], dict[str, str]]:
-    """Keys without and with a name. Raises ConfigError for one that is given and empty: it would let everybody in."""
+    """API keys without a name, and by name. Raises ConfigError for an empty variable: it would admit every request."""
     variable = os.environ.get(KEY_VARIABLE)
     if variable is not None and not variable.strip():
         raise ConfigError(f"the variable {KEY_VARIABLE} is set, but empty; put a key into it, or unset it")
@@ -94,7 +94,7 @@ def _keys(given: Sequence[str], file: Path | None) -> tuple[list[str], dict[str,
 
 
 def _warn_of_open_doors(settings: ServeSettings, bound: socket.socket) -> None:
-    """Servers are often meant to be open behind a proxy, so this is said, and not refused."""
+    """Log a warning where requests need no key. It is no error: a server behind a proxy is often meant to be open."""
     if settings.api_keys or settings.named_keys:
         return
     host = bound.getsockname()[0]

@@ -16,7 +16,7 @@ from specdec.progress import working
 
 
 def quiet_libraries() -> None:
-    """No warnings and no bars of transformers; a download shows its own on a terminal, as it may take long."""
+    """Switch off warnings and bars of transformers. A download, which may take long, shows a bar on a terminal."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     if sys.stderr.isatty():
