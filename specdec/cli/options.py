@@ -143,7 +143,7 @@ class PairOptions:
         if self.trust_remote_code:
             options["trust_remote_code"] = True
         if self.quantization is not None:
-            options["quantization_config"] = _object("--quantization", self.quantization)
+            options["quantization_config"] = json_object("--quantization", self.quantization)
         return options
 
     def drafter_options(self) -> dict[str, Any]:
@@ -164,12 +164,12 @@ class SamplingOptions:
     seed: Annotated[int | None, typer.Option(help="Makes a sampled output repeatable.")] = None
 
 
-def _object(option: str, words: str) -> dict[str, Any]:
-    """A JSON object given on the command line."""
+def json_object(option: str, words: str, example: str = "") -> dict[str, Any]:
+    """The JSON object that an option gives. Raises ConfigError, whose message ends with `example`."""
     try:
         value = json.loads(words)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise ConfigError(f"{option} is {shown(words)}; a JSON object is expected")
+        raise ConfigError(f"{option} is {shown(words)}; a JSON object is expected{example}")
     return value

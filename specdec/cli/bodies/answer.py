@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from specdec.cli.bodies.settings import engine_config, load_engine, log_to_stderr, quiet_libraries
+from specdec.cli.bodies.settings import engine_config, load_engine, prepare_output
 from specdec.cli.generate import GenerateOptions
 from specdec.config import SamplingParams
 from specdec.engine import Engine
@@ -25,8 +25,7 @@ def answer(options: GenerateOptions) -> None:
     prompt, json_file = options.prompt, options.json_file
     if not prompt.strip():
         raise ConfigError(f"the prompt is {shown(prompt)}, with nothing to continue; give some text")
-    quiet_libraries()
-    log_to_stderr(options.pair)
+    prepare_output(options.pair)
     params = SamplingParams(**asdict(options.sampling))
     with load_engine(options.pair, engine_config(options.pair, batch_size=1)) as engine:
         ids = engine.encode(prompt) if options.raw else engine.chat_prompt(prompt)

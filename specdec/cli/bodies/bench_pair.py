@@ -4,19 +4,17 @@ import json
 from dataclasses import asdict
 
 from specdec.cli.bench import BenchOptions
-from specdec.cli.bodies.settings import drafter_name, engine_config, log_to_stderr, quiet_libraries, spec_config
+from specdec.cli.bodies.settings import drafter_name, engine_config, prepare_output, shown_when_interrupted, spec_config
 from specdec.config import SamplingParams
 from specdec.evaluation.bench_run import markdown_table, run_bench
 from specdec.evaluation.output_files import STDOUT, write_file
-from specdec.progress import Interrupted
 from specdec.text.prompt_files import read_prompts
 
 
 def bench_pair(options: BenchOptions) -> None:
-    quiet_libraries()
-    log_to_stderr(options.pair)
+    prepare_output(options.pair)
     options.timing.require_unused()
-    try:
+    with shown_when_interrupted(lambda report: print(markdown_table(report))):
         report = run_bench(
             target=options.pair.target,
             drafter=drafter_name(options.pair),
@@ -29,10 +27,6 @@ def bench_pair(options: BenchOptions) -> None:
             drafter_options=options.pair.drafter_options(),
             **options.pair.loading(),
         )
-    except Interrupted as stop:
-        if stop.report is not None:
-            print(markdown_table(stop.report))
-        raise
     if options.json_file is not None:
         write_file(options.json_file, json.dumps(asdict(report)))
     if options.json_file != STDOUT:

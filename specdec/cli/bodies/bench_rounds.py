@@ -11,7 +11,7 @@ from time import perf_counter
 from rich.console import Console
 
 from specdec.cli.bench import BenchOptions
-from specdec.cli.bodies.settings import drafter_name, engine_config, load_engine, log_to_stderr, quiet_libraries
+from specdec.cli.bodies.settings import drafter_name, engine_config, load_engine, prepare_output, shown_when_interrupted
 from specdec.config import SpecConfig
 from specdec.errors import ConfigError
 from specdec.evaluation.gsm8k_plot import require_matplotlib
@@ -24,7 +24,7 @@ from specdec.evaluation.phases.random_weights import make_drafter, make_target, 
 from specdec.gpu.operations import choose_operations
 from specdec.loading import pick_device, pick_dtype
 from specdec.models.target import TargetModel
-from specdec.progress import Interrupted, working
+from specdec.progress import working
 from specdec.text.prompt_files import read_prompts
 
 WIDE = 220
@@ -32,8 +32,7 @@ WIDE = 220
 
 
 def bench_rounds(options: BenchOptions) -> None:
-    quiet_libraries()
-    log_to_stderr(options.pair)
+    prepare_output(options.pair)
     asked, json_file = options.timing, options.json_file
     require_distinct((json_file, asked.plot_file))
     if asked.plot_file is not None:
@@ -46,13 +45,9 @@ def bench_rounds(options: BenchOptions) -> None:
         profiled=asked.profile,
         command=shlex.join(["specdec", *sys.argv[1:]]),
     )
-    try:
+    with shown_when_interrupted(show):
         subject = pair_subject(options) if asked.shape is None else shape_subject(asked.shape, options)
         report = run_phases(subject, plan)
-    except Interrupted as stop:
-        if stop.report is not None:
-            show(stop.report)
-        raise
     if json_file is not None:
         write_file(json_file, json.dumps(report.as_json(), indent=2))
     if STDOUT not in (json_file, asked.plot_file):

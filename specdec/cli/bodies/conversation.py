@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec.cli.bodies.answer import DRAFTED_STYLE, in_colour
-from specdec.cli.bodies.settings import engine_config, load_engine, log_to_stderr, quiet_libraries
+from specdec.cli.bodies.settings import engine_config, load_engine, prepare_output
 from specdec.cli.chat import ChatOptions
 from specdec.config import SamplingParams
 from specdec.engine import Engine
@@ -39,8 +39,7 @@ A paste of several lines is one turn, sent with Enter."""
 
 
 def converse(options: ChatOptions) -> None:
-    quiet_libraries()
-    log_to_stderr(options.pair)
+    prepare_output(options.pair)
     params = SamplingParams(**asdict(options.sampling))
     with load_engine(options.pair, engine_config(options.pair, batch_size=1)) as engine:
         Session(engine, Conversation(engine, options.system), params).run(f"{options.pair.target}: {COMMANDS}")

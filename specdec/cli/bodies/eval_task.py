@@ -6,29 +6,28 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from specdec.cli.bodies.settings import drafter_name, engine_config, log_to_stderr, quiet_libraries, spec_config
+from specdec.cli.bodies.settings import drafter_name, engine_config, prepare_output, shown_when_interrupted, spec_config
 from specdec.cli.evaluate import EvalOptions
 from specdec.config import SamplingParams
 from specdec.evaluation.accuracy import evaluate
 from specdec.evaluation.gsm8k_plot import require_matplotlib, save_plot
 from specdec.evaluation.gsm8k_report import Report, markdown
 from specdec.evaluation.output_files import STDOUT, require_distinct, write_file
-from specdec.progress import Interrupted
 
 BATCH_SIZES = {"gsm8k": 8}
 """By task; the others measure speed, for which one prompt at a time is the usual measure."""
 
 
 def evaluate_task(options: EvalOptions) -> None:
-    quiet_libraries()
-    log_to_stderr(options.pair)
+    prepare_output(options.pair)
     require_distinct((options.json_file, options.markdown_file, options.png_file))
     if options.png_file is not None:
         require_matplotlib()
     params = SamplingParams(
         options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.min_p, options.seed
     )
-    try:
+    # the files keep the report of a whole evaluation
+    with shown_when_interrupted(lambda report: print(markdown(report))):
         report = evaluate(
             options.task,
             options.pair.target,
@@ -45,10 +44,6 @@ def evaluate_task(options: EvalOptions) -> None:
             drafter_options=options.pair.drafter_options(),
             **options.pair.loading(),
         )
-    except Interrupted as stop:  # what was finished is shown; the files keep the report of a whole evaluation
-        if stop.report is not None:
-            print(markdown(stop.report))
-        raise
     if PartialState().is_main_process:
         write_report(report, options.json_file, options.markdown_file, options.png_file)
 

@@ -2,6 +2,8 @@
 
 import logging
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -12,7 +14,7 @@ from specdec.cli.options import PairOptions
 from specdec.config import EngineConfig, SpecConfig
 from specdec.engine import Engine
 from specdec.models.devices import require_device
-from specdec.progress import working
+from specdec.progress import Interrupted, working
 
 
 def quiet_libraries() -> None:
@@ -25,10 +27,22 @@ def quiet_libraries() -> None:
         disable_progress_bars()
 
 
-def log_to_stderr(pair: PairOptions, default: str = "warning") -> None:
-    """Log specdec's own messages from --log-level on; other libraries keep their warnings."""
+def prepare_output(pair: PairOptions) -> None:
+    """`quiet_libraries`, and log specdec's own messages from --log-level on."""
+    quiet_libraries()
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("specdec").setLevel((pair.log_level or default).upper())
+    logging.getLogger("specdec").setLevel((pair.log_level or "warning").upper())
+
+
+@contextmanager
+def shown_when_interrupted(show: Callable[[Any], None]) -> Iterator[None]:
+    """After Ctrl-C in the block, show the report of what was finished until then."""
+    try:
+        yield
+    except Interrupted as stop:
+        if stop.report is not None:
+            show(stop.report)
+        raise
 
 
 def spec_config(pair: PairOptions) -> SpecConfig:
