@@ -49,8 +49,9 @@ class EvalOptions:
 
 @command(no_args_is_help=True)
 def evaluate(options: EvalOptions) -> None:
-    """gsm8k: accuracy, strict (`#### n`) and by the last number. mt-bench, humaneval and spec-bench: speed and
-    acceptance only, by category; answers are not judged and programs are not executed.
+    """
+    gsm8k: accuracy, strict (`#### n`) and by the last number. mt-bench, humaneval and spec-bench: speed and acceptance
+    only, by category; answers are not judged and programs are not executed.
 
     Several GPUs or machines: accelerate launch -m specdec.cli eval gsm8k ...
     """
