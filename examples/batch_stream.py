@@ -4,9 +4,10 @@
     python examples/batch_stream.py --batch-size 8 --limit 32 --compare
     python examples/batch_stream.py --prompt "..." --prompt "..." --target DIR --drafter DIR
 
-Open streams share the engine's rounds: asking one of them for its next tokens advances all, and the others find theirs
-waiting. A stream holds KV from its first token on, so no more are open than fit in a batch. On a terminal the table is
-live; elsewhere its last state is printed. `--compare` repeats the run without drafts and fails if an answer differs.
+Open streams share the engine's rounds: reading the next tokens of one advances all of them, and the tokens of the
+others are kept until they are read. A stream holds KV from its first token on, so no more are open than fit in a batch.
+On a terminal the table is live; elsewhere its last state is printed. `--compare` repeats the run without drafts and
+fails if an answer differs.
 """
 
 import argparse
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--drafter", default="tiny-gemma4-mtp", help="the same, or 'ngram'")
     parser.add_argument("--prompt", action="append", help="may be given several times; default: the problems of --data")
     parser.add_argument("--data", type=Path, default=HELD_OUT_PROBLEMS, help="JSONL with 'question' or 'prompt'")
-    parser.add_argument("--limit", type=int, default=8, help="only the first so many of --data; 0: all")
+    parser.add_argument("--limit", type=int, default=8, help="only the first N of --data; 0: all")
     parser.add_argument("--batch-size", type=int, default=4, help="answers in the making at a time")
     parser.add_argument("--steps", type=int, default=4, help="drafts a round")
     parser.add_argument("--max-new-tokens", type=int, default=256)

@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.cli.generate import DRAFTED_STYLE, coloured
+from specdec.cli.bodies.answer import DRAFTED_STYLE, coloured
 from specdec.evaluation.scoring import is_correct
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import read_prompts
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=5, help="how many held-out problems to solve")
     count = parser.parse_args().count
     if count < 1:
-        parser.error(f"--count {count}: at least one problem is wanted")
+        parser.error(f"--count {count}: at least one problem is expected")
 
     transformers_logging.disable_progress_bar()
     console = Console(highlight=False)

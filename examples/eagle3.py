@@ -22,7 +22,7 @@ weights in bfloat16; the KV cache takes a share of what is left. The names are t
 bundled head only.
 """
 
-from chat_session import run
+from compare_pair import run
 
 from specdec.models.published import BUNDLED_EAGLE3
 from specdec.models.published import EAGLE3_PAIRS as PAIRS

@@ -21,7 +21,7 @@ the weights; the KV cache takes a share of what is left. On a CPU the default is
 are those of the hub; the tests here run the bundled pair only.
 """
 
-from chat_session import run
+from compare_pair import run
 
 from specdec.models.published import BUNDLED_MTP
 from specdec.models.published import GEMMA4_PAIRS as PAIRS

@@ -5,7 +5,7 @@
     accelerate launch examples/gsm8k.py --target google/gemma-4-E4B-it --drafter google/gemma-4-E4B-it-assistant
 
 The last one uses every GPU, and takes the test split from the hub (`pip install 'specdec-runtime[datasets]'`). With
-`--folder` a killed evaluation goes on where it was.
+`--folder` a killed evaluation continues where it stopped.
 """
 
 import argparse
@@ -23,12 +23,12 @@ def main() -> None:
     parser.add_argument("--target", default="tiny-gemma4", help="hub id, folder or bundled name")
     parser.add_argument("--drafter", default="tiny-gemma4-mtp", help="hub id, folder, bundled name or ngram")
     parser.add_argument("--data", default="auto", help="JSONL file with GSM8K's fields, hub, bundled or auto")
-    parser.add_argument("--limit", type=int, default=20, help="only the first so many problems; 0: all")
+    parser.add_argument("--limit", type=int, default=20, help="only the first N problems; 0: all")
     parser.add_argument("--steps", type=int, default=4, help="levels of the draft")
     parser.add_argument("--draft-topk", type=int, default=1, help="branches a node; 1 is a chain")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--folder", help="keeps what is finished, to go on from")
+    parser.add_argument("--folder", help="keeps finished problems, to continue from")
     args = parser.parse_args()
 
     transformers_logging.disable_progress_bar()

@@ -1,11 +1,11 @@
-"""Several replicas behind one address, by Ray Serve: each the application of `specdec serve` in a process of its own.
+"""Several replicas at one address, by Ray Serve: each is the application of `specdec serve` in a process of its own.
 
     python examples/ray_serve.py --replicas 2                                 the bundled pair, on this machine
     python examples/ray_serve.py --replicas 4 --gpus 1 --target DIR --drafter DIR
     python examples/ray_serve.py --address auto --host 0.0.0.0 --replicas 8   on a cluster that runs already
 
-Ray starts the replicas, replaces one that fails its health check, and sends a request to whichever of two replicas has
-fewer under way; X-Replica in an answer says which that was. Needs the extras: specdec-runtime[serve,ray].
+Ray starts the replicas, replaces one that fails its health check, and sends a request to the one of two replicas that
+has fewer running; the header X-Replica of an answer names it. Needs the extras: specdec-runtime[serve,ray].
 """
 
 import argparse
@@ -19,7 +19,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec import EngineConfig, SpecConfig
-from specdec.cli.settings import drafter_name, quiet_libraries
+from specdec.cli.bodies.settings import drafter_name, quiet_libraries
 from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.server_settings import ServeSettings, sampling_defaults
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--cpus", type=float, default=1, help="cores that a replica is given")
     parser.add_argument("--gpus", type=float, default=0, help="GPUs that a replica is given")
-    parser.add_argument("--api-key", action="append", default=[], help="of whoever may ask; again for each")
+    parser.add_argument("--api-key", action="append", default=[], help="a key that admits requests; again for each")
     parser.add_argument("--address", help="of a Ray cluster, or 'auto'; default: one of its own on this machine")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)

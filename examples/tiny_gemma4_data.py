@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Gemma4ForCausalLM, PreTrainedTokenizerFast, StoppingCriteria
 from word_problems import final_answer, generate, heldout_questions, stream
 
-from specdec.training.training_data import Document, pack, to_arrays
+from specdec.training.packed_rows import Document, pack, to_arrays
 
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]
 PAD, EOS, BOS, UNK, TURN, TURN_END = range(6)

@@ -36,7 +36,7 @@ from tiny_gemma4_model import compile_layers, merge_shards, new_target, save
 from transformers import Gemma4ForCausalLM, PreTrainedTokenizerFast
 from word_problems import generate, heldout, heldout_questions
 
-from specdec.training.training_data import ANSWER, causal_masks
+from specdec.training.packed_rows import ANSWER, causal_masks
 from specdec.training.training_optimizer import MixedOptimizer, schedule
 from specdec.training.training_progress import Stage
 
@@ -244,7 +244,7 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--minutes", type=float, default=9.0, help="limit of the whole call, compilation included")
     p.add_argument("--report-seconds", type=float, default=50.0, help="time set aside for the report")
     p.add_argument("--stages", default=",".join(STAGES))
-    p.add_argument("--init-from", type=Path, help="folder of a target and its tokenizer to go on from")
+    p.add_argument("--init-from", type=Path, help="folder of a target and its tokenizer to continue from")
     p.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     p.add_argument("--lr", type=float, default=3e-3, help="peak rate of AdamW")
     p.add_argument("--muon-lr", type=float, default=1e-2, help="peak rate of Muon")

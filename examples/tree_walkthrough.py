@@ -2,7 +2,7 @@
 
     python examples/tree_walkthrough.py [--steps 3] [--draft-topk 2] [--nodes 7] [--max-new-tokens 120] [--prompt "..."]
 
-Uses the bundled pair. Behind each token stand the drafter's probability of it, and of the whole path to it. Every
+Uses the bundled pair. After each token stand its probability by the drafter and that of the whole path to it. Every
 value printed is read from the engine while it generates; nothing is made up for show.
 """
 
@@ -26,7 +26,7 @@ PROMPT = "A snail climbs 5 feet up a wall each day and slips back 2 feet each ni
 
 
 TokenPath = tuple[int, ...]
-"""Tokens behind the root."""
+"""Tokens after the root."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def main() -> None:
 
     committed = int(plan.committed_len[0])
     console.print(f"[bold]{args.prompt}[/]\n{out.text}\n")
-    console.print(f"A round behind S = {committed} committed tokens, sliding window {engine.target.layout.window}:")
+    console.print(f"A round after S = {committed} committed tokens, sliding window {engine.target.layout.window}:")
     console.print(draw_tree(seen, text))
 
     mask = Table(title="row sees column (ancestor or self)", show_header=True)

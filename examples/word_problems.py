@@ -18,10 +18,9 @@ from itertools import islice
 from pathlib import Path
 
 import word_problem_templates
-import word_problem_templates_more
 from word_problem_story import TEMPLATES, Reject, Story
 
-assert word_problem_templates and word_problem_templates_more  # importing them fills TEMPLATES
+assert word_problem_templates  # importing them fills TEMPLATES
 HELDOUT_SEED = 20_261_120
 HELDOUT_COUNT = 200
 

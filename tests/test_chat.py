@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.cli.app import app
-from specdec.cli.chat import Conversation, Session
+from specdec.cli.bodies.conversation import Conversation, Session
 from specdec.errors import CapacityError, ConfigError
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.text.drafts import DraftColours

@@ -1,31 +1,31 @@
 """The command line, on the bundled pair: what it prints, as text and as JSON, and how it says no."""
 
-import inspect
 import json
 import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from functools import partial
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
 from specdec import Engine, SamplingParams, SpecDecError, __version__
-from specdec.cli.app import app
-from specdec.cli.bench import bench
-from specdec.cli.chat import chat
-from specdec.cli.evaluate import evaluate
-from specdec.cli.generate import coloured, generate
-from specdec.cli.list_models import models
-from specdec.cli.serve import serve
-from specdec.cli.train import train
+from specdec.cli.app import COMMANDS, app, load_command
+from specdec.cli.bodies.answer import coloured
+from specdec.cli.chat import ChatOptions
+from specdec.cli.command import gathered, spread
+from specdec.cli.options import PairOptions
+from specdec.cli.serve import ServeOptions
+from specdec.config import EngineConfig
 from specdec.models.bundled import BUNDLED_NAMES
 from specdec.models.published import EAGLE3_PAIRS, GEMMA4_PAIRS
 from specdec.runtime.request import StreamDelta
+from specdec.sampling_numbers import SamplingNumbers
+from specdec.serving.server_settings import ServeSettings
 
 from marks import slow
 
@@ -201,6 +201,9 @@ def shell(*args):
         slow(["bench", "--help"], 0),
         (["eval", "--help"], 0),
         slow(["models", "--help"], 0),
+        slow(["serve", "--help"], 0),
+        slow(["train", "--help"], 0),
+        slow(["chat", "--help"], 0),
         slow(["models"], 0),
         (["bench", "--no-such-option"], 2),
         slow(["bench", "--topk", "4"], 2),
@@ -257,17 +260,42 @@ def test_the_old_name_of_the_trees_topk_is_refused_with_the_new_one(command, opt
     assert result.stderr.count("\n") == 1
 
 
-def test_a_declared_command_and_its_body_take_the_same_options():
-    bodies = {"generate": generate, "chat": chat, "bench": bench, "eval": evaluate, "models": models, "serve": serve}
-    bodies |= {"train": train}
+def test_the_list_of_commands_loads_no_command_and_help_loads_one():
+    """Files of the folder that a run imported, beyond those that any run needs."""
 
-    def declared(command):
-        return inspect.unwrap(command.callback)
+    def files(*args):
+        start = f"import sys; sys.argv = {['specdec', *args]!r}; from specdec.cli.app import app; "
+        end = "app(standalone_mode=False); print(*sys.modules, sep=chr(10), file=sys.stderr)"
+        done = subprocess.run([sys.executable, "-c", start + end], capture_output=True, text=True, check=True)
+        found = {name.removeprefix("specdec.cli.") for name in done.stderr.split() if name.startswith("specdec.cli.")}
+        return found - {"app", "command"}
 
-    commands = typer.main.get_command(app).commands
-    assert set(commands) == set(bodies)
-    for name, body in bodies.items():
-        assert list(inspect.signature(declared(commands[name])).parameters) == list(inspect.signature(body).parameters)
+    assert files("--help") == set()
+    assert files("chat", "--help") == {"chat", "options"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_listed_with_the_first_line_of_its_help(name):
+    command = load_command(name)
+    assert command.name == name and command.help.partition("\n\n")[0] == COMMANDS[name][1]
+    assert re.search(rf"│ {name} ", run("--help").stdout)
+
+
+@pytest.mark.parametrize("settings", [EngineConfig, ServeSettings])
+def test_an_option_of_serve_and_the_setting_of_its_name_have_one_default(settings):
+    options = {each.name: each.default for each in fields(ServeOptions)}
+    shared = {each.name: each.default for each in fields(settings) if each.name in options}
+    assert len(shared) > 3
+    assert shared == {name: options[name] for name in shared}
+
+
+def test_a_dataclass_is_spread_into_options_and_gathered_again():
+    options = ChatOptions(pair=PairOptions(num_steps=2, load_option=["a=1"]), sampling=SamplingNumbers(), system="s")
+    parameters = {each.name: each for each in spread(ChatOptions)}
+    assert list(parameters)[:2] == ["target", "drafter"] and list(parameters)[-2:] == ["frequency_penalty", "system"]
+    assert parameters["load_option"].default == [] and parameters["num_steps"].default == 4
+    given = {name: each.default for name, each in parameters.items()}
+    assert gathered(ChatOptions, given | {"num_steps": 2, "load_option": ["a=1"], "system": "s"}) == options
 
 
 # --json FILE means one thing

@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
 import specdec
-from specdec.cli.app import app
+from specdec.cli.app import COMMANDS, app, load_command
 from specdec.loading import load_model
 from specdec.models.bundled import BUNDLED_DIR
 
@@ -110,15 +109,11 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if "specdec.cli" in words:  # accelerate launch -m specdec.cli ...
         words = ["specdec", *words[words.index("specdec.cli") + 1 :]]
     if words[0] == "specdec":
-        command: Any = typer.main.get_command(app)
-        name, *arguments = words
-        while hasattr(command, "commands") and arguments != ["--help"]:
-            assert arguments, f"{name} alone does nothing"
-            name, *arguments = arguments
-            assert name in command.commands, f"no command {name!r}; there are {', '.join(command.commands)}"
-            command = command.commands[name]
-        if "--help" not in arguments:
-            command.make_context(name, arguments).close()
+        assert words[1:], "specdec alone does nothing"
+        name, *arguments = words[1:]
+        assert name in (*COMMANDS, "--help"), f"no command {name!r}; there are {', '.join(COMMANDS)}"
+        if "--help" not in words:
+            load_command(name).make_context(name, arguments).close()
     elif words[0] == "make":
         targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
         for target in (word for word in words[1:] if "=" not in word):

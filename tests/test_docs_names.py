@@ -21,9 +21,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import typer
 
-from specdec.cli.app import app
+from specdec.cli.app import COMMANDS, load_command
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ("docs/results/",)  # of what was: they name what has gone since
@@ -89,7 +88,7 @@ def options() -> set[str]:
 
 def parameters_of_commands() -> Iterator[str]:
     """typer makes an option of a parameter's name where none is given."""
-    for command in typer.main.get_command(app).commands.values():
+    for command in map(load_command, COMMANDS):
         yield from (parameter.name for parameter in command.params if parameter.name)
 
 

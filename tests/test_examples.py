@@ -19,10 +19,10 @@ import torch
 from rich.console import Console
 
 from specdec import Engine, EngineConfig, SamplingParams
-from specdec.cli.generate import coloured
+from specdec.cli.bodies.answer import coloured
 from specdec.errors import ConfigError
 from specdec.models.bundled import HELD_OUT_PROBLEMS
-from specdec.training.training_data import read_prompt_file
+from specdec.training.target_answers import read_prompt_file
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text("utf-8"))
@@ -225,7 +225,7 @@ def test_the_table_of_models_is_the_one_in_the_docstring(name, run, module):
     ],
 )
 def test_short_names_hub_ids_and_folders_find_their_pair(model, drafter, want, module):
-    pair = module("chat_session").find_pair(module("gemma4_mtp").PAIRS, model, drafter)
+    pair = module("compare_pair").find_pair(module("gemma4_mtp").PAIRS, model, drafter)
     assert (pair.target, pair.drafter, pair.num_steps) == want
 
 
@@ -260,7 +260,7 @@ def test_streamed_colours_are_those_of_the_finished_output(module):
     pieces = []
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", config=EngineConfig(max_batch_size=1)) as engine:
         prompt = engine.chat_prompt("Tom has 3 boxes of 12 pencils. He gives away 7 pencils. How many are left?")
-        out, _ = module("chat_session").answer(engine, prompt, SamplingParams(), pieces.append)
+        out, _ = module("compare_pair").answer(engine, prompt, SamplingParams(), pieces.append)
         assert len(pieces) > 3
         assert "".join(piece.plain for piece in pieces) == out.text
         streamed = [style for piece in pieces for style in styles(piece)]
@@ -272,7 +272,7 @@ def test_streamed_colours_are_those_of_the_finished_output(module):
     [([1, 2], [1, 2], None), ([1, 3, 2], [1, 2, 2], 1), ([1, 2], [1, 2, 3], 2), ([1], [], 0)],
 )
 def test_first_difference(ours, reference, want, module):
-    assert module("chat_session").first_difference(ours, reference) == want
+    assert module("compare_pair").first_difference(ours, reference) == want
 
 
 @pytest.mark.slow

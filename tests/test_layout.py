@@ -28,15 +28,23 @@ FLOORS = (  # a module imports from lower floors and from its own room; the long
 OPEN_FLOORS = (0, 5)
 """Their rooms are single files, and import each other in the order in which they stand."""
 
+COMMAND_FILES = tuple(f"specdec.cli.{name}" for name in ("generate", "chat", "bench", "evaluate", "serve", "train"))
+LIGHT_FILES = (*COMMAND_FILES, *(f"specdec.cli.{name}" for name in ("app", "command", "options", "config_file")))
 NEVER = (  # what a room does not know, beyond its floor
     ("specdec.runtime.rounds", "specdec.runtime", "the device's part knows no request and no scheduler"),
     ("specdec.runtime.rounds", "specdec.sampling.grammars", "a round is handed masks, and knows no grammar"),
     ("specdec.runtime.scheduler", "specdec.runtime.rounds", "who runs is decided without a look at the device"),
     ("specdec.serving.http", "specdec.serving.openai", "connections, bodies and keys are those of any route"),
     ("specdec.sampling.grammars", "torch", "grammars are of the host"),
+    *(
+        (file, heavy, "help takes half a second at most")
+        for file in LIGHT_FILES
+        for heavy in ("specdec.cli.bodies", "specdec.engine", "specdec.config", "torch", "transformers", "numpy")
+    ),
 )
 ROOT_MODULE = "specdec"  # its names are looked up when they are used: to a type checker it imports them all the same
-LAZY, LAZY_USERS = "specdec.lazy", ("specdec", "specdec.cli.app")  # help and `import specdec` must not import torch
+LAZY = "specdec.lazy"  # help and `import specdec` must not import torch
+LAZY_USERS = ("specdec", "specdec.cli.app", *COMMAND_FILES)
 MAPPED = ("specdec.kvcache", "specdec.attention", "specdec.draft_models")
 FOLDERS = {name.rpartition(".")[2]: name for name in (*MAPPED, "specdec")}  # root folder -> package
 SCRIPTS = ("tests", "examples", "tools")

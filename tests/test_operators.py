@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from specdec.cli.app import app as shell
+from specdec.cli.app import load_command
 from specdec.errors import CapacityError, ConfigError, QueueFullError
 from specdec.serving.fair_pool import CLIENT, FairPool
 from specdec.serving.http.key_file import read_key_file
@@ -217,12 +218,10 @@ def test_an_empty_key_in_the_environment_is_refused():
 
 def parsed(arguments: list[str], env: dict[str, str] | None = None) -> dict:
     """What the options of serve come out as."""
-    import typer
-
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (env or {}).items():
             patch.setenv(name, value)
-        command = typer.main.get_command(shell).commands["serve"]
+        command = load_command("serve")
         return command.make_context("serve", arguments, **command.context_settings).params
 
 
@@ -362,7 +361,7 @@ def test_an_engine_that_dies_or_only_fails_ends_the_process_and_one_that_hangs_i
 
 
 def test_an_open_address_without_a_key_is_a_warning(caplog):
-    from specdec.cli.serve import _warn_of_open_doors
+    from specdec.cli.bodies.run_server import _warn_of_open_doors
     from specdec.serving.server import listen
     from specdec.serving.server_settings import ServeSettings
 

@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from specdec import SamplingParams, SpecConfig
-from specdec.cli import phases as command
 from specdec.cli.app import app
+from specdec.cli.bodies import bench_rounds as command
 from specdec.errors import CapacityError, ConfigError
 from specdec.evaluation.conditions import conditions
 from specdec.evaluation.phases import phase_run as run_module
@@ -354,8 +354,8 @@ def test_a_real_pair_from_the_shell():
         (("--shape", "gemma5"), "shape='gemma5' is unknown; choose one of gemma4-e4b"),
         (("--shape", "llama-8b", "--target", "x"), "--shape makes its own target and drafter"),
         (("--shape", "llama-8b", *SMALL, "--drafts", "chain,bush"), "'bush' is not one of plain, chain, tree"),
-        (("--shape", "llama-8b", "--batches", "1,x"), "batches='1,x': positive whole numbers are wanted"),
-        (("--shape", "llama-8b", "--acceptance", "0.5"), "acceptance='0.5': numbers from 1 on are wanted"),
+        (("--shape", "llama-8b", "--batches", "1,x"), "batches='1,x': positive whole numbers are expected"),
+        (("--shape", "llama-8b", "--acceptance", "0.5"), "acceptance='0.5': numbers from 1 on are expected"),
         (("--shape", "llama-8b", *SMALL, "--contexts", "200k"), "context=204800 with 50 rounds behind it"),
         (("--phases", "--layers", "3"), "--layers and --shrink are for --shape"),
         (("--plot", "o.png"), "--plot belongs to --shape or --phases"),

@@ -9,7 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from specdec import Engine, EngineConfig, SamplingParams
-from specdec.cli.app import app as shell
+from specdec.cli.app import load_command
 from specdec.config import MAX_PRIORITY
 from specdec.errors import ConfigError
 from specdec.serving.application import create_app
@@ -115,8 +115,7 @@ def test_the_figure_and_the_cache_can_be_switched_off():
 
 
 def test_serve_has_the_switches():
-    serve = next(command for command in shell.registered_commands if command.callback.__name__ == "serve")
-    names = set(serve.callback.__annotations__)
+    names = {option.name for option in load_command("serve").params}
     assert {"prefix_cache", "share_prefix_cache", "cached_tokens", "allow_priority"} <= names
 
 

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,24 +23,13 @@ from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, embed_raw
 from specdec.draft_models.gemma4_mtp import WINDOW_SHIFT, Gemma4MTPDrafter
 from specdec.errors import UnsupportedModelError
 from specdec.models.target import TargetModel
-from specdec.training import (
-    drafter_lessons,
-    eagle3_training,
-    mtp_training,
-    train_drafter,
-    training_data,
-    training_progress,
-)
+from specdec.training import mtp_training, train_drafter
+from specdec.training.draft_loss import draft_loss
+from specdec.training.eagle3_training import TrainableEagle3
+from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
+from specdec.training.training_progress import Stage
 
 from marks import slow
-
-MODULES = (drafter_lessons, eagle3_training, mtp_training, train_drafter, training_data, training_progress)
-
-
-@pytest.fixture
-def examples() -> dict[str, ModuleType]:
-    """The training modules by name."""
-    return {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 
 def documents(lengths: list[tuple[int, int]]) -> list[tuple[np.ndarray, int]]:
@@ -49,8 +37,8 @@ def documents(lengths: list[tuple[int, int]]) -> list[tuple[np.ndarray, int]]:
     return [(rng.integers(1, 96, n).astype(np.int32), cut) for n, cut in lengths]
 
 
-def batch_of(training_data: ModuleType, docs: list[tuple[np.ndarray, int]], length: int) -> Any:
-    return training_data.PackedRows(*(x.long() for x in training_data.pack_rows(docs, length)))
+def batch_of(docs: list[tuple[np.ndarray, int]], length: int) -> Any:
+    return PackedRows(*(x.long() for x in pack_rows(docs, length)))
 
 
 def packed_documents(batch: Any) -> list[tuple[int, int, list[int]]]:
@@ -96,7 +84,7 @@ def sequential_head(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma4-e2b", "gpt_oss", "mistral"])
-def test_the_parallel_eagle3_forward_is_the_sequential_head(family, examples, make_target) -> None:
+def test_the_parallel_eagle3_forward_is_the_sequential_head(family, make_target) -> None:
     target = TargetModel(make_target(family))
     spec = Eagle3Spec(
         hidden_size=32,
@@ -113,19 +101,19 @@ def test_the_parallel_eagle3_forward_is_the_sequential_head(family, examples, ma
         norm_output=family != "mistral",
     )
     torch.manual_seed(1)
-    recipe = examples["eagle3_training"].Eagle3Recipe(Eagle3Head(spec).eval(), target, None)
-    batch = batch_of(examples["training_data"], documents([(17, 6), (13, 4), (9, 3), (25, 20)]), 40)
-    lesson, steps = recipe.teach(batch), 4
+    trainable = TrainableEagle3(Eagle3Head(spec).eval(), target, None)
+    batch = batch_of(documents([(17, 6), (13, 4), (9, 3), (25, 20)]), 40)
+    known, steps = trainable.target_states(batch), 4
     with torch.no_grad():
-        logits = torch.stack([recipe.score(a) for a in recipe.drafts(batch, lesson, steps)])
+        logits = torch.stack([trainable.score(a) for a in trainable.drafts(batch, known, steps)])
     checked = 0
     for row, start, ids in packed_documents(batch):
         end = len(ids)
         alone = type(batch)(torch.tensor([ids]), torch.arange(end)[None], torch.ones(1, end, dtype=torch.long))
-        states = recipe.teach(alone)["states"][0]
-        torch.testing.assert_close(lesson["states"][row, start : start + end], states, atol=1e-3, rtol=1e-3)
+        states = trainable.target_states(alone)["states"][0]
+        torch.testing.assert_close(known["states"][row, start : start + end], states, atol=1e-3, rtol=1e-3)
         for i in (0, 3, end - steps - 2):
-            want = sequential_head(recipe.module, target.embed.weight, states, ids, i, steps)
+            want = sequential_head(trainable.module, target.embed.weight, states, ids, i, steps)
             torch.testing.assert_close(logits[:, row, start + i], want, atol=1e-4, rtol=1e-4)
             checked += 1
     assert checked == 12
@@ -149,29 +137,28 @@ class CutContext:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma4-e2b", "gemma2", "gemma3"])
-def test_the_parallel_mtp_forward_is_the_drafters_own_step(family, examples, make_target) -> None:
+def test_the_parallel_mtp_forward_is_the_drafters_own_step(family, make_target) -> None:
     """For targets that no assistant was published for as well: the same heads, RoPE, window and recurrence."""
-    mtp = examples["mtp_training"]
     target = TargetModel(make_target(family))
     torch.manual_seed(2)
-    model = mtp.new_assistant(target, hidden=24, intermediate=40, layers=2, heads=4).float()
+    model = mtp_training.new_assistant(target, hidden=24, intermediate=40, layers=2, heads=4).float()
     for name, weight in model.named_parameters():
         if "norm" not in name:
             weight.data.normal_(0, 0.3)
-    recipe = mtp.MTPRecipe(model.eval(), target)
+    trainable = mtp_training.TrainableMTP(model.eval(), target)
     drafter = Gemma4MTPDrafter(model, target)
-    batch = batch_of(examples["training_data"], documents([(17, 6), (23, 4), (9, 3)]), 40)
-    lesson, steps = recipe.teach(batch), 3
+    batch = batch_of(documents([(17, 6), (23, 4), (9, 3)]), 40)
+    known, steps = trainable.target_states(batch), 3
     with torch.no_grad():
-        logits = torch.stack([recipe.score(y) for y in recipe.drafts(batch, lesson, steps)])
+        logits = torch.stack([trainable.score(y) for y in trainable.drafts(batch, known, steps)])
     kinds, checked = model.config.get_text_config().layer_types, 0
     for row, start, ids in packed_documents(batch):
         for s in (1, 4, len(ids) - steps):
             here = slice(start, start + len(ids))
-            kv = [(lesson[f"k {kind}"][row, :, here], lesson[f"v {kind}"][row, :, here]) for kind in kinds]
+            kv = [(known[f"k {kind}"][row, :, here], known[f"v {kind}"][row, :, here]) for kind in kinds]
             context = CutContext(kv, list(drafter.windows), s)
             context.plan = type("Plan", (), {"positions": torch.tensor([[s]])})
-            hidden = lesson["hidden"][row, start + s - 1][None, None]
+            hidden = known["hidden"][row, start + s - 1][None, None]
             for step in range(steps):
                 with torch.no_grad():
                     states, hidden = drafter.step(torch.tensor([[ids[s + step]]]), hidden, context)
@@ -182,9 +169,9 @@ def test_the_parallel_mtp_forward_is_the_drafters_own_step(family, examples, mak
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "gemma4-31b"])
-def test_an_assistant_rotates_queries_as_the_target_rotates_keys(family, examples, make_target) -> None:
+def test_an_assistant_rotates_queries_as_the_target_rotates_keys(family, make_target) -> None:
     target = TargetModel(make_target(family))
-    model = examples["mtp_training"].new_assistant(target, hidden=16, intermediate=16, layers=2, heads=4).float()
+    model = mtp_training.new_assistant(target, hidden=16, intermediate=16, layers=2, heads=4).float()
     x, pos = torch.zeros(1, 40, 32), torch.arange(40)[None]
     for kind in set(model.config.get_text_config().layer_types):
         rotary = target.decoder.rotary_emb
@@ -196,49 +183,49 @@ def test_an_assistant_rotates_queries_as_the_target_rotates_keys(family, example
 
 
 @pytest.mark.parametrize(("family", "reason"), [("mistral", "full_attention"), ("gpt_oss", "truncate=False")])
-def test_targets_that_an_assistant_cannot_read_are_refused(family, reason, examples, make_target) -> None:
+def test_targets_that_an_assistant_cannot_read_are_refused(family, reason, make_target) -> None:
     target = TargetModel(make_target(family))
     with pytest.raises(UnsupportedModelError, match=reason):
-        examples["mtp_training"].new_assistant(target, hidden=16, intermediate=16, layers=1, heads=4)
+        mtp_training.new_assistant(target, hidden=16, intermediate=16, layers=1, heads=4)
 
 
-def test_predicted_rows_are_those_of_answers(examples) -> None:
-    batch = batch_of(examples["training_data"], documents([(7, 3)]), 10)
+def test_predicted_rows_are_those_of_answers() -> None:
+    batch = batch_of(documents([(7, 3)]), 10)
     T, F = True, False
     # positions 0..6 hold the document, its answer is 3..6; EAGLE-3's row i predicts i + 2 at step 0, i + 3 at step 1
-    assert [r[0].tolist() for r in examples["training_data"].predicted_rows(batch, 2, 2)] == [
+    assert [r[0].tolist() for r in predicted_rows(batch, 2, 2)] == [
         [F, T, T, T, T, F, F, F, F, F],
         [T, T, T, T, F, F, F, F, F, F],
     ]
     # a frozen-KV drafter's row i predicts i + 1 at step 0
-    assert examples["training_data"].predicted_rows(batch, 1, 1)[0][0].tolist() == [F, F, T, T, T, T, F, F, F, F]
+    assert predicted_rows(batch, 1, 1)[0][0].tolist() == [F, F, T, T, T, T, F, F, F, F]
 
 
 class Constant:
-    """A recipe whose drafter always scores the same, to check the loss by hand."""
+    """A drafter that always scores the same, to check the loss by hand."""
 
     ahead = 2
 
-    def __init__(self, scores: list[float], target_ids: torch.Tensor | None) -> None:
+    def __init__(self, target: TargetModel, scores: list[float], target_ids: torch.Tensor | None) -> None:
+        self.target = target
         self.scores, self.target_ids = torch.tensor(scores), target_ids
 
-    def drafts(self, batch, lesson, steps):
-        yield from [lesson["hidden"]] * steps
+    def drafts(self, batch, known, steps):
+        yield from [known["hidden"]] * steps
 
     def score(self, states):
         return self.scores.expand(*states.shape[:-1], -1)
 
 
-def test_the_loss_is_the_cross_entropy_with_the_targets_law(examples, make_target) -> None:
+def test_the_loss_is_the_cross_entropy_with_the_targets_law(make_target) -> None:
     target = TargetModel(make_target("llama"))
-    batch = batch_of(examples["training_data"], documents([(7, 3)]), 10)
+    batch = batch_of(documents([(7, 3)]), 10)
     hidden = torch.randn(1, 10, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         law = target.logits(hidden)[0].softmax(-1)  # row j: the law of token j + 1
     scores = torch.linspace(-1, 1, 96).tolist()
     want = -(law[2:6] * torch.tensor(scores).log_softmax(-1)).sum(-1).mean()  # the answer's tokens are 3, 4, 5, 6
-    draft_loss = examples["drafter_lessons"].draft_loss
-    got = draft_loss(Constant(scores, None), target, batch, {"hidden": hidden}, 1)
+    got = draft_loss(Constant(target, scores, None), batch, {"hidden": hidden}, 1)
     torch.testing.assert_close(got, want)
     # rows whose best token is outside the draft vocabulary do not count, and the law is that of the others alone
     best = law[2:6].argmax(-1)
@@ -248,7 +235,7 @@ def test_the_loss_is_the_cross_entropy_with_the_targets_law(examples, make_targe
     restricted = restricted / restricted.sum(-1, keepdim=True)
     few = torch.linspace(-1, 1, len(ids))
     want = -(restricted * few.log_softmax(-1)).sum(-1).mean()
-    got = draft_loss(Constant(few.tolist(), ids), target, batch, {"hidden": hidden}, 1)
+    got = draft_loss(Constant(target, few.tolist(), ids), batch, {"hidden": hidden}, 1)
     assert 0 < len(rows) < 4
     torch.testing.assert_close(got, want)
 
@@ -275,7 +262,7 @@ SMALL = "--answers 24 --batch 8 --minutes 5 --steps 4 --rows 4 --length 96 --max
 SMALL += " --report-count 2 --draft-steps 3 --device cpu --dtype float32"
 
 
-def run(examples, monkeypatch, target: Path, prompts: Path, out: Path, more: str = "") -> dict[str, Any]:
+def run(monkeypatch, target: Path, prompts: Path, out: Path, more: str = "") -> dict[str, Any]:
     """`specdec train` with these arguments; a refusal is its SystemExit, with what it said."""
     argv = f"train --target {target} --prompts {prompts} --out {out} {SMALL} {more}"
     result = CliRunner().invoke(app, argv.split())
@@ -301,11 +288,11 @@ def captured(clock: Clock, terminal: bool) -> tuple[Console, io.StringIO]:
     return Console(file=out, force_terminal=terminal, width=120, get_time=clock, _environ={}), out
 
 
-def test_a_stage_estimates_the_time_left_from_what_this_run_did(examples) -> None:
+def test_a_stage_estimates_the_time_left_from_what_this_run_did() -> None:
     """Lines where there is no terminal: at most one every so many seconds; half was done by an earlier run."""
     clock = Clock()
     console, out = captured(clock, terminal=False)
-    with examples["training_progress"].Stage("training", every=15.0, console=console) as stage:
+    with Stage("training", every=15.0, console=console) as stage:
         for seconds, fraction in ((0, 0.5), (5, 0.51), (20, 0.6), (30, 0.7), (40, 0.75), (3640, 1.0)):
             clock.now = 100.0 + seconds
             stage.update(fraction, f"loss {seconds}")
@@ -316,10 +303,10 @@ def test_a_stage_estimates_the_time_left_from_what_this_run_did(examples) -> Non
     ]
 
 
-def test_a_stage_shows_a_bar_with_the_time_left_on_a_terminal(examples) -> None:
+def test_a_stage_shows_a_bar_with_the_time_left_on_a_terminal() -> None:
     clock = Clock()
     console, out = captured(clock, terminal=True)
-    with examples["training_progress"].Stage("training", console=console) as stage:
+    with Stage("training", console=console) as stage:
         for seconds, fraction in ((0, 0.5), (20, 0.625), (40, 0.75)):
             clock.now = 100.0 + seconds
             stage.update(fraction, f"loss {seconds}")
@@ -328,16 +315,16 @@ def test_a_stage_shows_a_bar_with_the_time_left_on_a_terminal(examples) -> None:
     assert "training" in shown and "75%" in shown and "loss 40" in shown
     assert "left 0:00:40" in shown  # 0.25 at 0.125 in 20 s
     console, out = captured(clock, terminal=True)
-    with examples["training_progress"].Stage("training", show=False, console=console) as stage:
+    with Stage("training", show=False, console=console) as stage:
         stage.update(0.5)
     assert out.getvalue() == ""
 
 
 @pytest.mark.slow
 def test_every_stage_of_a_run_says_what_is_left_the_report_too(
-    examples, monkeypatch, checkpoint, prompts, tmp_path, capsys
+    monkeypatch, checkpoint, prompts, tmp_path, capsys
 ) -> None:
-    run(examples, monkeypatch, checkpoint, prompts, tmp_path / "out", "--log-every 0 --batch 1")
+    run(monkeypatch, checkpoint, prompts, tmp_path / "out", "--log-every 0 --batch 1")
     lines = [line for line in capsys.readouterr().out.splitlines() if "left" in line]
     for stage in ("answers", "training", "report"):
         pattern = rf"{stage} +\d+%, \d+:\d\d:\d\d, about \d+:\d\d:\d\d left  \w+"
@@ -345,12 +332,10 @@ def test_every_stage_of_a_run_says_what_is_left_the_report_too(
 
 
 @pytest.mark.parametrize("kind", ["eagle3", slow("mtp")])
-def test_a_run_leaves_a_drafter_that_loads(
-    kind, examples, monkeypatch, checkpoint, prompts, tmp_path, byte_tokenizer
-) -> None:
+def test_a_run_leaves_a_drafter_that_loads(kind, monkeypatch, checkpoint, prompts, tmp_path, byte_tokenizer) -> None:
     """The whole script on a random target: answers, vocabulary, training, file, report by the engine."""
     out = tmp_path / kind
-    report = run(examples, monkeypatch, checkpoint, prompts, out, f"--kind {kind} --kv-heads 2 --head-dim 8")
+    report = run(monkeypatch, checkpoint, prompts, out, f"--kind {kind} --kv-heads 2 --head-dim 8")
     assert report["steps"] == 4 and report["answers"] == 24 and 0 < report["loss"] < 10
     assert set(report["held_out"]) == {"chain of 4", "tree, topk 4, 16 nodes"}
     assert all(1 <= r["acceptance_length"] <= 5 and r["prompts"] == 2 for r in report["held_out"].values())
@@ -363,25 +348,25 @@ def test_a_run_leaves_a_drafter_that_loads(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_a_stopped_run_goes_on(kind, examples, monkeypatch, checkpoint, prompts, tmp_path) -> None:
+def test_a_stopped_run_goes_on(kind, monkeypatch, checkpoint, prompts, tmp_path) -> None:
     """Stopped among the answers and then in training, it asks for no answer twice and ends with the same number of
     steps; other settings are refused."""
     out = tmp_path / "stopped"
     first = f"--kind {kind} --answers 16 --steps 2"
-    run(examples, monkeypatch, checkpoint, prompts, out, first)
+    run(monkeypatch, checkpoint, prompts, out, first)
     answers = out / "training" / "answers-0.jsonl"
     lines = answers.read_text().splitlines()
     answers.write_text("\n".join(lines[:11]) + "\n" + lines[11][:20])  # torn while the twelfth was written
-    report = run(examples, monkeypatch, checkpoint, prompts, out, f"--kind {kind}")
+    report = run(monkeypatch, checkpoint, prompts, out, f"--kind {kind}")
     assert report["answers"] == 24 and report["steps"] == 4
-    whole = run(examples, monkeypatch, checkpoint, prompts, tmp_path / "whole", f"--kind {kind}")
+    whole = run(monkeypatch, checkpoint, prompts, tmp_path / "whole", f"--kind {kind}")
     texts = [
         [json.loads(x)["answer"] for x in (folder / "training/answers-0.jsonl").read_text().splitlines()]
         for folder in (out, tmp_path / "whole")
     ]
     assert texts[0] == texts[1] and whole["steps"] == 4
     with pytest.raises(SystemExit, match=r"--lr was 0\.001, is 0\.5.*delete"):
-        run(examples, monkeypatch, checkpoint, prompts, out, f"--kind {kind} --lr 0.5")
+        run(monkeypatch, checkpoint, prompts, out, f"--kind {kind} --lr 0.5")
 
 
 @pytest.mark.parametrize(
@@ -395,12 +380,12 @@ def test_a_stopped_run_goes_on(kind, examples, monkeypatch, checkpoint, prompts,
         (None, r"--prompts .*p\.jsonl: no such file"),
     ],
 )
-def test_a_bad_prompt_file_is_one_sentence(text, says, examples, monkeypatch, checkpoint, tmp_path) -> None:
+def test_a_bad_prompt_file_is_one_sentence(text, says, monkeypatch, checkpoint, tmp_path) -> None:
     file = tmp_path / "p.jsonl"
     if text is not None:
         file.write_text(text)
     with pytest.raises(SystemExit, match=says):
-        run(examples, monkeypatch, checkpoint, file, tmp_path / "out")
+        run(monkeypatch, checkpoint, file, tmp_path / "out")
     assert not (tmp_path / "out").exists()  # the corrected file may use the same folder
 
 
@@ -414,29 +399,27 @@ def test_a_bad_prompt_file_is_one_sentence(text, says, examples, monkeypatch, ch
         ("--target /nowhere", "'/nowhere' is not a folder"),
     ],
 )
-def test_what_cannot_be_trained_is_said_before_any_work(
-    more, says, examples, monkeypatch, checkpoint, prompts, tmp_path
-) -> None:
+def test_what_cannot_be_trained_is_said_before_any_work(more, says, monkeypatch, checkpoint, prompts, tmp_path) -> None:
     with pytest.raises(SystemExit, match=says):
-        run(examples, monkeypatch, checkpoint, prompts, tmp_path / "out", more)
+        run(monkeypatch, checkpoint, prompts, tmp_path / "out", more)
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_keeps_what_it_has(examples, monkeypatch, checkpoint, prompts, tmp_path, capsys) -> None:
-    script, calls = examples["train_drafter"], []
+def test_an_interrupted_run_keeps_what_it_has(monkeypatch, checkpoint, prompts, tmp_path, capsys) -> None:
+    script, calls = train_drafter, []
 
     def loss(*args):
         calls.append(args)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return examples["drafter_lessons"].draft_loss(*args)
+        return draft_loss(*args)
 
     with monkeypatch.context() as patch:
         patch.setattr(script, "draft_loss", loss)
         with pytest.raises(SystemExit, match="130"):
-            run(examples, monkeypatch, checkpoint, prompts, tmp_path / "out")
+            run(monkeypatch, checkpoint, prompts, tmp_path / "out")
     assert "the same command goes on" in capsys.readouterr().err
-    report = run(examples, monkeypatch, checkpoint, prompts, tmp_path / "out")
+    report = run(monkeypatch, checkpoint, prompts, tmp_path / "out")
     assert report["steps"] == 4
     assert "going on from step 2" in capsys.readouterr().out
 
@@ -458,7 +441,7 @@ def test_two_processes_train_one_head(checkpoint, prompts, tmp_path) -> None:
     assert len({tuple(p) for p in asked}) == 24
 
 
-def test_averaged_halves_are_the_whole_batch(examples, make_target) -> None:
+def test_averaged_halves_are_the_whole_batch(make_target) -> None:
     """What two processes add up: the mean of the gradients of two halves is that of the batch when they are alike."""
     target = TargetModel(make_target("llama"))
     spec = Eagle3Spec(
@@ -473,20 +456,19 @@ def test_averaged_halves_are_the_whole_batch(examples, make_target) -> None:
         draft_vocab_size=96,
     )
     torch.manual_seed(3)
-    recipe = examples["eagle3_training"].Eagle3Recipe(Eagle3Head(spec), target, None)
-    batch = batch_of(examples["training_data"], documents([(20, 8), (20, 8)]), 20)
-    loss = examples["drafter_lessons"].draft_loss
+    trainable = TrainableEagle3(Eagle3Head(spec), target, None)
+    batch = batch_of(documents([(20, 8), (20, 8)]), 20)
     gradients = []
     for rows in ([0, 1], [0], [1]):
         part = type(batch)(*(x[rows] for x in batch))
-        recipe.module.zero_grad()
-        loss(recipe, target, part, recipe.teach(part), 3).backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in recipe.module.parameters()]))
+        trainable.module.zero_grad()
+        draft_loss(trainable, part, trainable.target_states(part), 3).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in trainable.module.parameters()]))
     torch.testing.assert_close(gradients[0], (gradients[1] + gradients[2]) / 2, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.slow
-def test_a_trained_head_is_accepted_and_an_off_by_one_layer_is_not(examples, make_target, greedy_oracle) -> None:
+def test_a_trained_head_is_accepted_and_an_off_by_one_layer_is_not(make_target, greedy_oracle) -> None:
     """Training and engine agree about what position i holds; reading the states one layer early shows."""
     model = make_target("llama")
     target = TargetModel(model)
@@ -506,18 +488,18 @@ def test_a_trained_head_is_accepted_and_an_off_by_one_layer_is_not(examples, mak
         norm_output=True,
     )
     torch.manual_seed(0)
-    recipe = examples["eagle3_training"].Eagle3Recipe(Eagle3Head(spec), target, None)
-    batch = batch_of(examples["training_data"], docs, 60)
-    lesson = {name: x.detach() for name, x in recipe.teach(batch).items()}
-    optimizer = torch.optim.Adam(recipe.module.parameters(), lr=1e-2)
+    trainable = TrainableEagle3(Eagle3Head(spec), target, None)
+    batch = batch_of(docs, 60)
+    known = {name: x.detach() for name, x in trainable.target_states(batch).items()}
+    optimizer = torch.optim.Adam(trainable.module.parameters(), lr=1e-2)
     for _ in range(70):
         optimizer.zero_grad()
-        examples["drafter_lessons"].draft_loss(recipe, target, batch, lesson, 4).backward()
+        draft_loss(trainable, batch, known, 4).backward()
         optimizer.step()
-    recipe.module.eval()
+    trainable.module.eval()
     lengths = []
     for aux_layers in ((2, 1, 3), (1, 0, 2)):
-        drafter = Eagle3Drafter(recipe.module, None, target)
+        drafter = Eagle3Drafter(trainable.module, None, target)
         drafter.aux_layers = aux_layers
         engine = Engine(target, drafter, config=EngineConfig(max_batch_size=3, max_model_len=64))
         outputs = engine.generate(prompts, SamplingParams(max_new_tokens=24))

@@ -15,11 +15,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import typer
-
 import specdec
 from specdec import errors
-from specdec.cli.app import app
+from specdec.cli.app import COMMANDS, load_command
 from specdec.cli.options import PairOptions
 from specdec.errors import SpecDecError
 from specdec.gpu.captures import CaptureUse
@@ -53,7 +51,7 @@ def page() -> str:
     for kind in RETURNED:
         parts += described(kind)
     parts += ["## Exceptions\n", *exceptions(), "## Commands\n"]
-    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    commands = {name: load_command(name) for name in COMMANDS}
     pair = [each.name for each in fields(PairOptions)]
     parts.append("### Options of a pair\n\nTaken by `generate`, `chat`, `bench`, `eval` and `serve`.\n")
     own = [name for name in inspect.signature(commands["generate"].callback).parameters if name not in pair]

@@ -31,7 +31,7 @@ import httpx
 import psutil
 
 from specdec import Engine, EngineConfig, SamplingParams
-from specdec.cli.settings import drafter_name, quiet_libraries
+from specdec.cli.bodies.settings import drafter_name, quiet_libraries
 from specdec.evaluation.conditions import conditions
 from specdec.evaluation.load_test.load import run_load
 from specdec.evaluation.load_test.load_client import Asking

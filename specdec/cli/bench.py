@@ -1,118 +1,153 @@
-"""`specdec bench`: tokens per second with and without a drafter, milliseconds of a round, or load on a server."""
+"""What `specdec bench` takes. It has three measurements: of a pair (bodies/bench_pair.py), of the phases of a round
+(bodies/bench_rounds.py) and of a server under load (bodies/bench_server.py).
+"""
 
-import json
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated
 
-from specdec.cli.load_options import load
-from specdec.cli.options import PairOptions
-from specdec.cli.phases import phases as run_phases_command
-from specdec.cli.settings import drafter_name, engine_config, log_to_stderr, quiet_libraries, spec_config
-from specdec.config import SamplingParams
-from specdec.errors import ConfigError
-from specdec.evaluation.bench_run import markdown_table, run_bench
-from specdec.evaluation.output_files import STDOUT, write_file
-from specdec.progress import Interrupted
-from specdec.text.prompt_files import read_prompts
+import typer
 
+from specdec.cli.command import command
+from specdec.cli.options import BatchSize, JsonFile, Limit, MaxNewTokens, PairOptions, Raw, Temperature, output_file
+from specdec.errors import ConfigError, SpecDecError
+from specdec.lazy import load
+from specdec.models.bundled import HELD_OUT_PROBLEMS
 
-def require_unused(**options: object) -> None:
-    """Raises ConfigError for an option that belongs to --shape and --phases."""
-    given = [f"--{name}" for name, value in options.items() if value is not None]
-    if given:
-        raise ConfigError(f"{', '.join(given)} belongs to --shape or --phases; give one of these, or leave it out")
+PHASES = "Phases of a round"
+LOAD = "Load on a server"
 
 
-def bench(
-    *,
-    pair: PairOptions,
-    data: Path,
-    limit: int,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    batch_size: int,
-    peer: bool,
-    raw: bool,
-    json_file: Path | None,
-    shape: str | None,
-    phases: bool,
-    batches: str,
-    contexts: str,
-    rounds: int,
-    drafts: str | None,
-    acceptance: str,
-    layers: int | None,
-    shrink: int,
-    profile: bool,
-    plot_file: Path | None,
-    serve: str | None,
-    rate: float | None,
-    concurrency: int | None,
-    model: str | None,
-    api_key: str | None,
-    body: str | None,
-    timeout: float,
-) -> None:
-    quiet_libraries()
-    log_to_stderr(pair)
-    if serve is not None:
-        load(
-            serve=serve,
-            data=data,
-            limit=limit,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            raw=raw,
-            json_file=json_file,
-            rate=rate,
-            concurrency=concurrency,
-            model=model,
-            api_key=api_key,
-            body=body,
-            timeout=timeout,
-        )
-        return
-    if shape is not None or phases:
-        run_phases_command(
-            shape=shape,
-            pair=pair,
-            data=data,
-            limit=limit,
-            batches=batches,
-            contexts=contexts,
-            rounds=rounds,
-            drafts=drafts,
-            acceptance=acceptance,
-            layers=layers,
-            shrink=shrink,
-            peer=peer,
-            profile=profile,
-            seed=seed,
-            json_file=json_file,
-            plot_file=plot_file,
-        )
-        return
-    require_unused(drafts=drafts, layers=layers, plot=plot_file, profile=profile or None)
-    try:
-        report = run_bench(
-            target=pair.target,
-            drafter=drafter_name(pair),
-            prompts=read_prompts(data, limit),
-            spec=spec_config(pair),
-            config=engine_config(pair, batch_size),
-            params=SamplingParams(max_new_tokens, temperature, seed=seed),
-            raw=raw,
-            peer=peer,
-            drafter_options=pair.drafter_options(),
-            **pair.loading(),
-        )
-    except Interrupted as stop:
-        if stop.report is not None:
-            print(markdown_table(stop.report))
-        raise
-    if json_file is not None:
-        write_file(json_file, json.dumps(asdict(report)))
-    if json_file != STDOUT:
-        print(markdown_table(report))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseOptions:
+    """Milliseconds of each phase of a round: of which model, over which batches and contexts."""
+
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Random weights at the shape of gemma4-e4b, gemma4-26b-a4b, gemma4-31b, gpt-oss-20b or llama-8b, "
+            "instead of a target: milliseconds of each phase beside the memory floor.",
+            rich_help_panel=PHASES,
+        ),
+    ] = None
+    phases: Annotated[
+        bool, typer.Option("--phases", help="The same of the target, on its prompts.", rich_help_panel=PHASES)
+    ] = False
+    batches: Annotated[str, typer.Option(help="Requests at a time, each in turn.", rich_help_panel=PHASES)] = "1,8,32"
+    contexts: Annotated[
+        str, typer.Option(help="Tokens before the first round, each in turn; 1k is 1024.", rich_help_panel=PHASES)
+    ] = "1k"
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds timed in each cell.", rich_help_panel=PHASES)] = 50
+    drafts: Annotated[
+        str | None,
+        typer.Option(help="Of plain, chain, tree, chain7; default: all but the last.", rich_help_panel=PHASES),
+    ] = None
+    acceptance: Annotated[
+        str,
+        typer.Option(help="Acceptance lengths that tokens/s of random weights suppose.", rich_help_panel=PHASES),
+    ] = "2,3"
+    layers: Annotated[
+        int | None, typer.Option(help="A shape with fewer layers; its figures say so.", rich_help_panel=PHASES)
+    ] = None
+    shrink: Annotated[
+        int, typer.Option(help="A shape with all widths divided by this, up to 16.", rich_help_panel=PHASES)
+    ] = 1
+    profile: Annotated[
+        bool, typer.Option("--profile", help="On a GPU, also the time without a kernel.", rich_help_panel=PHASES)
+    ] = False
+    plot_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            callback=output_file,
+            help="Over batch and context as PNG.",
+            rich_help_panel=PHASES,
+        ),
+    ] = None
+
+    def require_unused(self) -> None:
+        """Raises ConfigError for an option that belongs to --shape and --phases."""
+        used = {"drafts": self.drafts, "layers": self.layers, "plot": self.plot_file, "profile": self.profile or None}
+        given = [f"--{name}" for name, value in used.items() if value is not None]
+        if given:
+            raise ConfigError(f"{', '.join(given)} belongs to --shape or --phases; give one of these, or leave it out")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOptions:
+    """A server, and the requests that it is sent."""
+
+    serve: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Ask any OpenAI-compatible server instead of a target.", rich_help_panel=LOAD),
+    ] = None
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second, as a Poisson process of --seed.", rich_help_panel=LOAD)
+    ] = None
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests at a time; default: 8, with --rate any number.", rich_help_panel=LOAD),
+    ] = None
+    model: Annotated[
+        str | None, typer.Option(help="Default: the first that the server lists.", rich_help_panel=LOAD)
+    ] = None
+    api_key: Annotated[
+        str | None, typer.Option(envvar="SPECDEC_API_KEY", help="Sent as a bearer token.", rich_help_panel=LOAD)
+    ] = None
+    body: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="Fields to put into every request; null takes one out.",
+            rich_help_panel=LOAD,
+        ),
+    ] = None
+    timeout: Annotated[
+        float, typer.Option(help="Seconds without a byte until a request is given up.", rich_help_panel=LOAD)
+    ] = 300.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchOptions:
+    pair: PairOptions
+    data: Annotated[
+        Path, typer.Option(help="JSONL with 'question', 'prompt' or 'turns'; 'answer' ('#### n') adds accuracy.")
+    ] = HELD_OUT_PROBLEMS
+    limit: Limit = 0
+    max_new_tokens: MaxNewTokens = 256
+    temperature: Temperature = 0.0
+    seed: Annotated[int, typer.Option(help="Seeds every prompt of a temperature above 0.")] = 0
+    batch_size: BatchSize = 1
+    peer: Annotated[bool, typer.Option("--peer", help="Also run transformers, plain and assisted (batch 1).")] = False
+    raw: Raw = False
+    json_file: JsonFile = None
+    timing: PhaseOptions
+    server: LoadOptions
+
+
+OF_A_SERVER = {each.name for each in fields(LoadOptions)}
+WITH_SERVER = OF_A_SERVER | {"data", "limit", "max_new_tokens", "temperature", "seed", "raw", "json_file"}
+
+
+def require_one_measurement(named: Mapping[str, str]) -> None:
+    """Raises SpecDecError where options of a load on a server and those of an engine are given together."""
+    if "serve" in named:
+        if odd := [option for name, option in named.items() if name not in WITH_SERVER]:
+            raise SpecDecError(f"{', '.join(odd)} is for an engine, not for a server; leave it out with --serve")
+    elif odd := [option for name, option in named.items() if name in OF_A_SERVER]:
+        raise SpecDecError(f"{', '.join(odd)} is for a server; name one with --serve, or leave it out")
+
+
+@command(check=require_one_measurement)
+def bench(options: BenchOptions) -> None:
+    """With --shape or --phases: milliseconds of each phase of a round, and how many times the memory floor that is.
+    With --serve: time to first token, time between tokens and throughput of a server (--raw: /v1/completions).
+    """
+    if options.server.serve is not None:
+        load("specdec.cli.bodies.bench_server", "bench_server")(options)
+    elif options.timing.shape is not None or options.timing.phases:
+        load("specdec.cli.bodies.bench_rounds", "bench_rounds")(options)
+    else:
+        load("specdec.cli.bodies.bench_pair", "bench_pair")(options)

@@ -1,232 +1,26 @@
-"""`specdec chat`: a conversation in a terminal, or one answer for each line of standard input.
+"""What `specdec chat` takes; bodies/conversation.py is what it does."""
 
-Answers go to standard output, everything about them to standard error. An answer that is interrupted stays in the
-history as far as it came; a turn that cannot be answered does not.
-"""
+from dataclasses import dataclass
+from typing import Annotated
 
-import signal
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+import typer
 
-from rich.console import Console
-from rich.text import Text
-
-from specdec.cli.generate import DRAFTED_STYLE, in_colour
+from specdec.cli.command import command
 from specdec.cli.options import PairOptions
-from specdec.cli.settings import engine_config, load_engine, log_to_stderr, quiet_libraries
-from specdec.config import SamplingParams
-from specdec.engine import Engine
-from specdec.errors import CapacityError, SpecDecError, shown
-from specdec.runtime.request import GenerationOutput
+from specdec.lazy import load
 from specdec.sampling_numbers import SamplingNumbers
-from specdec.text.drafts import DraftColours
-
-with suppress(ImportError):  # not everywhere
-    import readline  # lines are edited, and come back with the arrow keys
-
-    readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one turn; Python turns it off
-
-PROMPT = "> "
-COMMANDS = "/reset forgets what was said, /help lists all, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
-HELP = """/help   this list
-/reset  forget what was said; the system prompt stays
-/exit   leave, as Ctrl-D does
-Ctrl-C  end the answer that is being written
-A paste of several lines is one turn, sent with Enter."""
 
 
-def chat(
-    *,
-    pair: PairOptions,
-    sampling: SamplingNumbers,
-    system: str | None,
-) -> None:
-    quiet_libraries()
-    log_to_stderr(pair)
-    params = SamplingParams(**asdict(sampling))
-    with load_engine(pair, engine_config(pair, batch_size=1)) as engine:
-        Session(engine, Conversation(engine, system), params).run(f"{pair.target}: {COMMANDS}")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatOptions:
+    pair: PairOptions
+    sampling: SamplingNumbers
+    system: Annotated[str | None, typer.Option(help="What the model is told before the first turn.")] = None
 
 
-class Interrupts:
-    """What Ctrl-C does: it is heard once in each block of `once`, so that none that comes behind it, at any moment,
-    cuts short what follows.
-
-    between: it is heard outside of these blocks too, and ends the program. At a terminal it is not: between the Enter
-    of a question and its answer there is a moment that nobody can see.
+@command()
+def chat(options: ChatOptions) -> None:
+    """/reset forgets what was said, /exit or Ctrl-D leaves, Ctrl-C ends an answer. Without a terminal each line of
+    standard input is a turn.
     """
-
-    def __init__(self, between: bool) -> None:
-        self._between = self._heard = between
-
-    @contextmanager
-    def once(self) -> Iterator[None]:
-        """Use it within the `try` that expects a KeyboardInterrupt: one can come as the block begins or ends."""
-        self._heard = True
-        try:
-            yield
-        finally:
-            self._heard = self._between
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        before = signal.signal(signal.SIGINT, self._hear)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def _hear(self, *_: object) -> None:
-        if self._heard:
-            self._heard = False
-            raise KeyboardInterrupt
-
-
-class Turn(NamedTuple):
-    """number: from 1, since the conversation began."""
-
-    number: int
-    asked: str
-    answer: str
-
-
-class Conversation:
-    """What was said, as far as the model can still read it."""
-
-    def __init__(self, engine: Engine, system: str | None = None) -> None:
-        """Raises ConfigError where the template has no place for such messages."""
-        self._engine = engine
-        self._before = [] if system is None else [{"role": "system", "content": system}]
-        self.turns: list[Turn] = []
-        self._said = 0
-        self._ids("Hello")
-
-    def reset(self) -> None:
-        self.turns, self._said = [], 0
-
-    def ask(self, text: str, max_new_tokens: int) -> tuple[list[int], list[Turn]]:
-        """The prompt of a next turn, and the turns that are forgotten so that it and its answer fit.
-
-        Raises CapacityError where it does not fit alone.
-        """
-        most, dropped = self._engine.max_model_len, []
-        room = min(max_new_tokens, most // 2)
-        while len(ids := self._ids(text)) + room > most and self.turns:
-            dropped.append(self.turns.pop(0))
-        if len(ids) >= most:
-            raise CapacityError(
-                f"these are {len(ids)} tokens, and the model reads and writes {most} at most; say less at a time"
-            )
-        return ids, dropped
-
-    def add(self, text: str, answer: str) -> None:
-        self._said += 1
-        self.turns.append(Turn(self._said, text, answer))
-
-    def _ids(self, text: str) -> list[int]:
-        messages: list[dict[str, Any]] = list(self._before)
-        for turn in self.turns:
-            messages += [{"role": "user", "content": turn.asked}, {"role": "assistant", "content": turn.answer}]
-        return self._engine.chat_prompt([*messages, {"role": "user", "content": text}])
-
-
-class Session:
-    """A conversation with whoever sits at the terminal, or with the lines of a pipe."""
-
-    def __init__(self, engine: Engine, conversation: Conversation, params: SamplingParams) -> None:
-        self.engine = engine
-        self.conversation = conversation
-        self.params = params
-        self.out = Console(highlight=False, soft_wrap=True)
-        self.notes = Console(stderr=True, highlight=False, soft_wrap=True, style="dim")
-
-    def run(self, greeting: str) -> None:
-        if sys.stdin.isatty():
-            self.notes.print(Text(greeting))
-        interrupts = Interrupts(between=not sys.stdin.isatty())
-        with interrupts.installed():
-            self._run(interrupts)
-
-    def _run(self, interrupts: Interrupts) -> None:
-        for line in self._lines(interrupts):
-            if line in ("/exit", "/quit"):
-                return
-            if line == "/help":
-                self.notes.print(Text(HELP))
-            elif line == "/reset":
-                self.conversation.reset()
-                self.notes.print("forgotten")
-            elif line.startswith("/") and line[1:].isalpha():
-                self.notes.print(Text(f"no command {line}; {COMMANDS}"))
-            elif line:
-                try:
-                    with interrupts.once():
-                        self._turn(line)
-                except SpecDecError as error:
-                    self.notes.print(Text(f"not answered: {error}"))
-                except KeyboardInterrupt:  # before the answer began, or when it had ended
-                    if not sys.stdin.isatty():
-                        raise
-                    print()
-
-    def _lines(self, interrupts: Interrupts) -> Iterator[str]:
-        """What is typed, or read, without white space around it."""
-        if not sys.stdin.isatty():
-            yield from map(str.strip, sys.stdin)
-            return
-        while True:
-            try:
-                with interrupts.once():
-                    line = input(PROMPT)
-            except EOFError:
-                print()
-                return
-            except KeyboardInterrupt:
-                print()
-                continue
-            yield line.strip()
-
-    def _turn(self, text: str) -> None:
-        ids, dropped = self.conversation.ask(text, self.params.max_new_tokens)
-        if dropped:
-            which = ", ".join(f"turn {turn.number} ({shown(turn.asked[:40])})" for turn in dropped)
-            self.notes.print(Text(f"the conversation outgrew {self.engine.max_model_len} tokens; forgotten: {which}"))
-        room = min(self.params.max_new_tokens, self.engine.max_model_len - len(ids))
-        began = time.perf_counter()
-        output = self._answer(ids, replace(self.params, max_new_tokens=room))
-        self.conversation.add(text, output.text)
-        self.notes.print(self._figures(output, time.perf_counter() - began))
-
-    def _answer(self, ids: list[int], params: SamplingParams) -> GenerationOutput:
-        """Printed as it comes. At a terminal Ctrl-C ends it where it is, however often it is pressed."""
-        handle, colours = self.engine.submit(ids, params), DraftColours(self.engine.tokenizer)
-        try:
-            for delta in handle:
-                self._print(colours.read(delta))
-        except BaseException as error:
-            handle.abort()
-            if not (isinstance(error, KeyboardInterrupt) and sys.stdin.isatty()):
-                raise
-            while (rest := handle.read()) is not None:
-                self._print(colours.read(rest))
-        print(flush=True)
-        return handle.output()
-
-    def _print(self, pieces: list[tuple[str, bool]]) -> None:
-        self.out.print(in_colour(pieces), end="")
-
-    def _figures(self, output: GenerationOutput, seconds: float) -> Text:
-        count, stats = len(output.token_ids), output.stats
-        line = Text(
-            f"{count} tokens, {count / seconds:.1f} tokens/s, the first after {stats.first_token_seconds:.2f} s"
-        )
-        if self.engine.drafter is not None:
-            line.append(f"; acceptance length {stats.acceptance_length:.2f}, " if stats.rounds else "; ")
-            line.append("from accepted drafts", style=DRAFTED_STYLE)
-        if output.finish_reason != "stop":
-            line.append(f"; {'interrupted' if output.finish_reason == 'abort' else 'cut at its length'}")
-        return line
+    load("specdec.cli.bodies.conversation", "converse")(options)

@@ -1,84 +1,58 @@
-"""`specdec eval`: a task with a pair, reported as a table, as JSON and as a picture."""
+"""What `specdec eval` takes; bodies/eval_task.py is what it does."""
 
-import json
-from io import BytesIO
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
-from accelerate import PartialState
+import typer
 
-from specdec.cli.options import PairOptions
-from specdec.cli.settings import drafter_name, engine_config, log_to_stderr, quiet_libraries, spec_config
-from specdec.config import SamplingParams
-from specdec.evaluation.accuracy import evaluate as run_task
-from specdec.evaluation.gsm8k_plot import require_matplotlib, save_plot
-from specdec.evaluation.gsm8k_report import Report, markdown
-from specdec.evaluation.output_files import STDOUT, require_distinct, write_file
-from specdec.progress import Interrupted
-
-BATCH_SIZES = {"gsm8k": 8}
-"""By task; the others measure speed, for which one prompt at a time is the usual measure."""
+from specdec.cli.command import command
+from specdec.cli.options import JsonFile, KeepK, KeepP, MaxNewTokens, MinP, PairOptions, Temperature, output_file
+from specdec.lazy import load
 
 
-def evaluate(
-    *,
-    task: str,
-    pair: PairOptions,
-    data: str,
-    limit: int,
-    compare: bool | None,
-    shots: int | None,
-    instruction: str,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    seed: int,
-    batch_size: int | None,
-    transcripts: Path | None,
-    json_file: Path | None,
-    markdown_file: Path | None,
-    png_file: Path | None,
-) -> None:
-    quiet_libraries()
-    log_to_stderr(pair)
-    require_distinct((json_file, markdown_file, png_file))
-    if png_file is not None:
-        require_matplotlib()
-    try:
-        report = run_task(
-            task,
-            pair.target,
-            drafter_name(pair),
-            data=data,
-            limit=limit,
-            shots=shots,
-            instruction=instruction,
-            compare=compare,
-            params=SamplingParams(max_new_tokens, temperature, top_k, top_p, min_p, seed),
-            spec=spec_config(pair),
-            config=engine_config(pair, batch_size or BATCH_SIZES.get(task, 1)),
-            folder=transcripts,
-            drafter_options=pair.drafter_options(),
-            **pair.loading(),
-        )
-    except Interrupted as stop:  # what was finished is shown; the files keep the report of a whole evaluation
-        if stop.report is not None:
-            print(markdown(stop.report))
-        raise
-    if PartialState().is_main_process:
-        write_report(report, json_file, markdown_file, png_file)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalOptions:
+    task: Annotated[
+        Literal["gsm8k", "mt-bench", "humaneval", "spec-bench"], typer.Argument(help="What to evaluate on.")
+    ]
+    pair: PairOptions
+    data: Annotated[
+        str,
+        typer.Option(help="JSONL file; gsm8k: also 'hub' or 'bundled'; auto: bundled for tiny-gemma4, else hub."),
+    ] = "auto"
+    limit: Annotated[int, typer.Option(min=0, help="So many problems, the first of each category; 0: all.")] = 0
+    compare: Annotated[
+        bool | None,
+        typer.Option("--compare/--no-compare", help="Also decode without the drafter; default: unless it is gsm8k."),
+    ] = None
+    shots: Annotated[
+        int | None, typer.Option(help="Worked examples of gsm8k; default: 0 with a chat template, else 8.")
+    ] = None
+    instruction: Annotated[str, typer.Option(help="A line to put behind every question.")] = ""
+    max_new_tokens: MaxNewTokens = 512
+    temperature: Temperature = 0.0
+    top_k: KeepK = 0
+    top_p: KeepP = 1.0
+    min_p: MinP = 0.0
+    seed: Annotated[int, typer.Option(help="Seeds every problem, by its number.")] = 0
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Prompts at a time; default: 8 for gsm8k, 1.")] = None
+    transcripts: Annotated[Path | None, typer.Option(help="Keep finished problems here, and go on from them.")] = None
+    json_file: JsonFile = None
+    markdown_file: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", callback=output_file, help="The report as a table.")
+    ] = None
+    png_file: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", callback=output_file, help="The report drawn.")
+    ] = None
 
 
-def write_report(report: Report, json_file: Path | None, markdown_file: Path | None, png_file: Path | None) -> None:
-    """To the files that are named; the table is printed unless it has one, or standard output is taken."""
-    if json_file is not None:
-        write_file(json_file, json.dumps(report, indent=2))
-    if markdown_file is not None:
-        write_file(markdown_file, markdown(report))
-    elif STDOUT not in (json_file, png_file):
-        print(markdown(report))
-    if png_file is not None:
-        picture = BytesIO()
-        save_plot(report, picture)
-        write_file(png_file, picture.getvalue())
+@command(no_args_is_help=True)
+def evaluate(options: EvalOptions) -> None:
+    """
+    gsm8k: accuracy, strict (`#### n`) and by the last number. mt-bench, humaneval and spec-bench: speed and acceptance
+    only, by category; answers are not judged and programs are not executed.
+
+    Several GPUs or machines: accelerate launch -m specdec.cli eval gsm8k ...
+    """
+    load("specdec.cli.bodies.eval_task", "evaluate_task")(options)

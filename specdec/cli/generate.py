@@ -1,100 +1,26 @@
-"""`specdec generate`: one prompt, its answer as it comes, and what the drafts did."""
+"""What `specdec generate` takes; bodies/answer.py is what it does."""
 
-import json
-from collections.abc import Iterable
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
-from rich.console import Console
-from rich.text import Text
+import typer
 
-from specdec.cli.options import PairOptions
-from specdec.cli.settings import engine_config, load_engine, log_to_stderr, quiet_libraries
-from specdec.config import SamplingParams
-from specdec.engine import Engine
-from specdec.errors import ConfigError, shown
-from specdec.evaluation.output_files import STDOUT, write_file
-from specdec.progress import working
-from specdec.runtime.request import GenerationOutput, StreamDelta
+from specdec.cli.command import command
+from specdec.cli.options import JsonFile, PairOptions, Raw
+from specdec.lazy import load
 from specdec.sampling_numbers import SamplingNumbers
-from specdec.text.drafts import DraftColours
-
-DRAFTED_STYLE = "bold green"
 
 
-def generate(
-    *,
-    prompt: str,
-    pair: PairOptions,
-    sampling: SamplingNumbers,
-    raw: bool,
-    show_drafts: bool,
-    json_file: Path | None,
-) -> None:
-    if not prompt.strip():
-        raise ConfigError(f"the prompt is {shown(prompt)}, with nothing to continue; give some text")
-    quiet_libraries()
-    log_to_stderr(pair)
-    params = SamplingParams(**asdict(sampling))
-    with load_engine(pair, engine_config(pair, batch_size=1)) as engine:
-        ids = engine.encode(prompt) if raw else engine.chat_prompt(prompt)
-        if show_drafts or json_file == STDOUT:
-            with working("generating"):
-                [out] = engine.generate([ids], params)
-        else:
-            out = print_stream(engine, ids, params)
-        if json_file is not None:
-            write_file(json_file, json.dumps({"prompt": prompt, **as_record(out)}))
-        if json_file == STDOUT:
-            return
-        if show_drafts:
-            Console(highlight=False, soft_wrap=True).print(coloured(out, engine.tokenizer))
-        print_summary(out, engine.drafter is not None, show_drafts)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateOptions:
+    prompt: Annotated[str, typer.Argument(help="The user's message, or with --raw the text to continue.")]
+    pair: PairOptions
+    sampling: SamplingNumbers
+    raw: Raw = False
+    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour tokens from accepted drafts.")] = False
+    json_file: JsonFile = None
 
 
-def coloured(out: GenerationOutput, tokenizer: Any) -> Text:
-    """The output's text with accepted drafts in colour."""
-    return in_colour(DraftColours(tokenizer).read(StreamDelta(out.text, out.token_ids, out.drafted, out)))
-
-
-def in_colour(pieces: Iterable[tuple[str, bool]]) -> Text:
-    """What `DraftColours` reads, for a terminal."""
-    return Text.assemble(*((piece, DRAFTED_STYLE if drafted else "") for piece, drafted in pieces))
-
-
-def print_stream(engine: Engine, ids: list[int], params: SamplingParams) -> GenerationOutput:
-    """What is printed before an interruption stays, on a line of its own."""
-    out: GenerationOutput | None = None
-    try:
-        for delta in engine.stream(ids, params):
-            print(delta.text, end="", flush=True)
-            out = delta.output or out
-    finally:
-        print()
-    assert out is not None, "a stream ends with its output"
-    return out
-
-
-def print_summary(out: GenerationOutput, drafter: bool, show_drafts: bool) -> None:
-    stats = out.stats
-    line = Text(style="dim")
-    line.append(f"{len(out.token_ids)} tokens, finished by {out.finish_reason}; {stats.rounds} target forwards")
-    if not drafter:
-        line.append("; no drafter (give --drafter)")
-    elif stats.rounds:  # a single token comes from the prompt's own forward
-        line.append(f", acceptance length {stats.acceptance_length:.2f}")
-    if show_drafts:
-        line.append("; ")
-        line.append("from accepted drafts", style=DRAFTED_STYLE)
-    Console(stderr=True, highlight=False).print(line)
-
-
-def as_record(out: GenerationOutput) -> dict[str, Any]:
-    """The output as plain JSON values, with the figures that its statistics stand for."""
-    record = asdict(out)
-    record["stats"] |= {
-        "acceptance_length": out.stats.acceptance_length,
-        "accepted_per_position": out.stats.accepted_per_position,
-    }
-    return record
+@command()
+def generate(options: GenerateOptions) -> None:
+    load("specdec.cli.bodies.answer", "answer")(options)

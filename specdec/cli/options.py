@@ -1,41 +1,21 @@
 """Options that several commands take, and how their values are read. Nothing heavy is imported for them.
 
-Options that always come together are the fields of a dataclass: a command declares one parameter of that type, the
-shell sees an option for each field (`spread`), and the command's body receives the dataclass.
+Options that always come together are the fields of a dataclass, which a command's own dataclass has as a field.
 """
 
-import inspect
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import typer
 
-from specdec.errors import ConfigError, SpecDecError, shown
+from specdec.cli.command import shell_errors
+from specdec.errors import ConfigError, shown
 from specdec.evaluation.output_files import require_writable
 
 DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 DTYPES |= {name: name for name in ("float32", "bfloat16", "float16")}
-
-
-@contextmanager
-def shell_errors() -> Iterator[None]:
-    """One sentence for whoever sits at the shell, instead of a traceback."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise  # whoever read has gone: typer ends quietly
-    except (SpecDecError, OSError) as error:  # OSError: a folder that cannot be made, a full disk
-        print(f"specdec: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
-    except KeyboardInterrupt as stop:
-        print(f"specdec: interrupted{f'; {stop}' if str(stop) else ''}", file=sys.stderr)
-        raise typer.Exit(130) from stop
 
 
 def _dtype(name: str | None) -> str | None:
@@ -171,44 +151,12 @@ class PairOptions:
         return {} if self.drafter_revision is None else {"revision": self.drafter_revision}
 
 
-def spread(declared: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, type]]:
-    """The signature of a command with an option for each field of its dataclasses, and those dataclasses by name."""
-    groups: dict[str, type] = {}
-    parameters: list[inspect.Parameter] = []
-    hints = get_type_hints(declared, include_extras=True)
-    for name, parameter in inspect.signature(declared).parameters.items():
-        kind = hints[name]
-        if not is_dataclass(kind):
-            parameters.append(parameter.replace(annotation=kind, kind=parameter.KEYWORD_ONLY))
-            continue
-        assert isinstance(kind, type)
-        groups[name] = kind
-        of_fields = get_type_hints(kind, include_extras=True)
-        for each in fields(kind):
-            default: Any = each.default if each.default_factory is MISSING else each.default_factory()
-            default = inspect.Parameter.empty if default is MISSING else default
-            annotation = of_fields[each.name]
-            if "help" in each.metadata:  # of `SamplingNumbers`, which knows no typer
-                annotation = Annotated[annotation, typer.Option(help=each.metadata["help"])]
-            parameters.append(
-                inspect.Parameter(each.name, parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            )
-    return inspect.Signature(parameters), groups
-
-
-def gathered(groups: dict[str, type], given: dict[str, Any]) -> dict[str, Any]:
-    """The shell's values with each dataclass in the place of its fields."""
-    made = {name: kind(**{each.name: given.pop(each.name) for each in fields(kind)}) for name, kind in groups.items()}
-    return {**given, **made}
-
-
-def json_object(option: str, words: str, such_as: str = "") -> dict[str, Any]:
-    """A JSON object given on the command line. such_as: an example, for who gave something else."""
+def json_object(option: str, words: str, example: str = "") -> dict[str, Any]:
+    """The JSON object that an option gives. Raises ConfigError, whose message ends with `example`."""
     try:
         value = json.loads(words)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        example = f", such as {such_as}" if such_as else ""
         raise ConfigError(f"{option} is {shown(words)}; a JSON object is expected{example}")
     return value

@@ -1,147 +1,142 @@
-"""`specdec serve`: an OpenAI-compatible HTTP server over one engine."""
+"""What `specdec serve` takes, by shell, environment or file; bodies/run_server.py is what it does."""
 
-import ipaddress
-import logging
-import os
-import socket
-import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
-from specdec.errors import ConfigError
+import typer
 
-try:
-    import fastapi  # noqa: F401
-    import prometheus_client  # noqa: F401
-    import uvicorn  # noqa: F401
-except ImportError as error:
-    raise ConfigError(
-        f"specdec serve needs {error.name}, which is not installed; pip install 'specdec-runtime[serve]'"
-    ) from error
-
+from specdec.cli.command import command
+from specdec.cli.config_file import PREFIX, read_config
 from specdec.cli.options import PairOptions
-from specdec.cli.serve_options import ServerOptions
-from specdec.cli.settings import engine_config, load_engine, quiet_libraries
-from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.http.connection_limits import ConnectionLimits
-from specdec.serving.http.key_file import read_key_file
-from specdec.serving.http.limits import ClientRates
-from specdec.serving.http.trimming import few_arenas
-from specdec.serving.logs import set_up
-from specdec.serving.server import address, listen, require_certificate, run_app
-from specdec.serving.server_settings import ServeSettings, sampling_defaults
-from specdec.serving.tracing import send_traces_to
+from specdec.lazy import load
 
-logger = logging.getLogger("specdec.serving")
-
-KEY_VARIABLE = "SPECDEC_API_KEY"
+HTTP, CLIENTS, OPERATION = "HTTP", "Clients", "Operation"
 
 
-def serve(
-    *,
-    pair: PairOptions,
-    server: ServerOptions,
-    host: str,
-    port: int,
-    served_model_name: Sequence[str],
-    api_key: Sequence[str],
-    batch_size: int,
-    max_waiting: int,
-    max_model_len: int | None,
-    max_prefill_tokens: int | None,
-    page_size: int,
-    deterministic: bool,
-    chat_template: Path | None,
-    tool_parser: str,
-    reasoning_parser: str,
-    unknown_fields: str,
-    special_tokens_in_content: str,
-    max_body_bytes: int,
-    stop_seconds: float,
-    cors_origin: Sequence[str],
-    share_prefix_cache: bool,
-    cached_tokens: bool,
-    allow_priority: bool,
-) -> None:
-    quiet_libraries()
-    few_arenas()
-    set_up(server.log_format, logging.WARNING)
-    logging.getLogger("specdec").setLevel((pair.log_level or "info").upper())
-    keys, named = _keys(api_key, server.api_key_file)
-    sizes = {"max_model_len": max_model_len, "max_prefill_tokens": max_prefill_tokens, "page_size": page_size}
-    config = engine_config(pair, batch_size, **sizes, deterministic=deterministic)
-    template = None if chat_template is None else chat_template.read_text("utf-8")
-    settings = ServeSettings(
-        model_names=served_model_name or [pair.target],
-        api_keys=keys,
-        cors_origins=cors_origin,
-        max_body_bytes=max_body_bytes,
-        stop_seconds=stop_seconds,
-        tool_parser=tool_parser,
-        allow_priority=allow_priority,
-        share_prefix_cache=share_prefix_cache,
-        show_cached_tokens=cached_tokens,
-        named_keys=named,
-        rates=ClientRates(server.client_requests_per_minute, server.client_concurrency),
-        connections=ConnectionLimits(
-            server.max_connections, server.timeout_headers, server.timeout_body, server.timeout_keep_alive
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions:
+    """A field that `ServeSettings` or `EngineConfig` has too is handed to it by its name."""
+
+    pair: PairOptions
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            is_eager=True, callback=read_config, help="A YAML or TOML file of any of these options.", metavar="FILE"
         ),
-        ssl_certfile=server.ssl_certfile,
-        ssl_keyfile=server.ssl_keyfile,
-        root_path=server.root_path,
-        liveness_seconds=server.liveness_seconds,
-        stats_seconds=server.stats_seconds,
-        reasoning_parser=reasoning_parser,
-        unknown_fields=unknown_fields,
-        special_tokens_in_content=special_tokens_in_content,
+    ] = None
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="More keys: lines of a name and a key; # begins a comment.", rich_help_panel=CLIENTS),
+    ] = None
+    client_requests_per_minute: Annotated[
+        int,
+        typer.Option(min=0, help="Of one API key, or address where there are none; 0: any.", rich_help_panel=CLIENTS),
+    ] = 0
+    client_concurrency: Annotated[
+        int, typer.Option(min=0, help="Open samples of one key or address; 0: any.", rich_help_panel=CLIENTS)
+    ] = 0
+    max_connections: Annotated[
+        int,
+        typer.Option(min=0, help="Open connections; 0: what the limit of open files allows.", rich_help_panel=HTTP),
+    ] = 0
+    timeout_headers: Annotated[
+        float, typer.Option(help="Seconds for the head of a request to come.", rich_help_panel=HTTP)
+    ] = 10.0
+    timeout_body: Annotated[float, typer.Option(help="Seconds for all of a request to come.", rich_help_panel=HTTP)] = (
+        120.0
     )
-    settings.connections.resolved_most()
-    require_certificate(settings)
-    if server.otlp_traces_endpoint is not None:
-        send_traces_to(server.otlp_traces_endpoint)
-    with listen(host, port) as bound:
-        _warn_of_open_doors(settings, bound)
-        engine = load_engine(pair, config)
-        if engine.tokenizer is None:
-            raise ConfigError(f"{pair.target!r} has no tokenizer, but a server reads and writes text; name one")
-        if template is not None:
-            engine.tokenizer.chat_template = template
-        settings = replace(settings, defaults=sampling_defaults(engine.target.model.generation_config))
-        url = address(bound, "http" if settings.ssl_certfile is None else "https")
-        with engine:
-            served = AsyncEngine(
-                engine,
-                max_waiting=max_waiting,
-                intake_seconds=server.timeout_intake,
-                per_client=server.client_concurrency,
-            )
-            died = run_app(served, settings, bound, lambda: print(f"specdec serve: {url}", flush=True))
-    if died is not None:
-        print(f"specdec: the server ended: {died}", file=sys.stderr)
-        logging.shutdown()
-        raise SystemExit(1)
+    timeout_keep_alive: Annotated[
+        float, typer.Option(help="Seconds that an idle connection stays open.", rich_help_panel=HTTP)
+    ] = 30.0
+    timeout_intake: Annotated[
+        float, typer.Option(help="Seconds to read a prompt or compile a grammar.", rich_help_panel=HTTP)
+    ] = 30.0
+    root_path: Annotated[
+        str, typer.Option(help="Prefix under which a proxy shows this server, such as /llm.", rich_help_panel=HTTP)
+    ] = ""
+    ssl_certfile: Annotated[
+        Path | None, typer.Option(help="Certificate as a PEM file; makes it HTTPS.", rich_help_panel=HTTP)
+    ] = None
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="The certificate's key.", rich_help_panel=HTTP)] = None
+    log_format: Annotated[
+        Literal["text", "json"], typer.Option(help="Lines of the log.", rich_help_panel=OPERATION)
+    ] = "text"
+    stats_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Between two lines of throughput in the log, while there is any; 0: none.",
+            rich_help_panel=OPERATION,
+        ),
+    ] = 10.0
+    liveness_seconds: Annotated[
+        float,
+        typer.Option(help="A step that takes longer hangs: /live and /health say 503.", rich_help_panel=OPERATION),
+    ] = 120.0
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Where OpenTelemetry traces go, by OTLP over HTTP.", rich_help_panel=OPERATION),
+    ] = None
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of IPv4.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one and prints it.")] = 8000
+    served_model_name: Annotated[
+        list[str], typer.Option(help="What requests may call the model, again for each; default: the target.")
+    ] = field(default_factory=list)
+    api_key: Annotated[
+        list[str], typer.Option(help="Let in who sends this as bearer token, again for each; also SPECDEC_API_KEY.")
+    ] = field(default_factory=list)
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests that run at a time.")] = 8
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are refused with 429.")] = 256
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Longest prompt and output in tokens; default: the model's own.")
+    ] = None
+    max_prefill_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Prompt tokens between two rounds of running requests; fewer: steadier streams. None: 2048; CPU: 96.",
+        ),
+    ] = None
+    page_size: Annotated[int, typer.Option(min=1, help="KV slots of a page.")] = 1
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bits whatever the batch and the drafts.")
+    ] = False
+    chat_template: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A Jinja file in place of the tokenizer's own.")
+    ] = None
+    tool_parser: Annotated[
+        str, typer.Option(help="How the model writes tool calls: hermes, llama, ...; auto: as its template teaches.")
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str, typer.Option(help="How the model writes what it thinks: none, deepseek_r1, qwen3 or gemma4.")
+    ] = "none"
+    unknown_fields: Annotated[
+        str, typer.Option(help="Fields that no request has: refuse, warn (a line in the log) or ignore.")
+    ] = "refuse"
+    special_tokens_in_content: Annotated[
+        str, typer.Option(help="Control tokens in messages: escape (they are text) or allow, as transformers.")
+    ] = "escape"
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest request; larger ones get 413.")] = 4 << 20
+    stop_seconds: Annotated[
+        float, typer.Option(min=0, help="For streams to end after SIGTERM or Ctrl-C; a second one ends at once.")
+    ] = 30.0
+    cors_origin: Annotated[
+        list[str], typer.Option(help="Whose pages may ask from a browser, again for each; '*': everybody's.")
+    ] = field(default_factory=list)
+    share_prefix_cache: Annotated[
+        bool,
+        typer.Option("--share-prefix-cache", help="Between API keys too: one can then find out what another sent."),
+    ] = False
+    cached_tokens: Annotated[
+        bool,
+        typer.Option("--cached-tokens/--no-cached-tokens", help="Say in usage how much of a prompt was cached."),
+    ] = True
+    allow_priority: Annotated[
+        bool, typer.Option("--allow-priority", help="Let requests ask to be served first; else only 0 is taken.")
+    ] = False
 
 
-def _keys(given: Sequence[str], file: Path | None) -> tuple[list[str], dict[str, str]]:
-    """Keys without and with a name. Raises ConfigError for one that is given and empty: it would let everybody in."""
-    variable = os.environ.get(KEY_VARIABLE)
-    if variable is not None and not variable.strip():
-        raise ConfigError(f"the variable {KEY_VARIABLE} is set, but empty; put a key into it, or unset it")
-    named = {} if file is None else read_key_file(file)
-    return [*given, *([] if variable is None else [variable])], named
-
-
-def _warn_of_open_doors(settings: ServeSettings, bound: socket.socket) -> None:
-    """Servers are often meant to be open behind a proxy, so this is said, and not refused."""
-    if settings.api_keys or settings.named_keys:
-        return
-    host = bound.getsockname()[0]
-    if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
-        logger.warning(
-            "%s can be reached from other machines, and no API key is set: anybody may use this server", host
-        )
-    if "*" in settings.cors_origins:
-        logger.warning(
-            "any page in a browser on this machine may use this server: --cors-origin '*' without an API key"
-        )
+@command(context_settings={"auto_envvar_prefix": PREFIX})
+def serve(options: ServeOptions) -> None:
+    load("specdec.cli.bodies.run_server", "run_server")(options)

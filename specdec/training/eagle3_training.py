@@ -1,6 +1,6 @@
 """Training-time test for EAGLE-3 heads: all drafts from all positions of packed rows at once.
 
-Row i of step t stands for a draft in progress behind position i: its token is x_{i+1+t}, its hidden state the feedback
+Row i of step t is step t of a draft that begins after position i: its token is x_{i+1+t}, its hidden state the feedback
 of step t - 1 (the target's feature at t = 0), its RoPE position i + t. It attends, in one softmax, to the step-0 keys
 of positions up to i and to its own row's keys of steps 1..t: all that a chain drafted from position i would see.
 
@@ -9,7 +9,8 @@ of positions up to i and to its own row's keys of steps 1..t: all that a chain d
     sees             K_0[<= i]     K_0[<= i], K_1[i]    K_0[<= i], K_1[i], K_2[i]
     predicts         x_{i+2}       x_{i+3}              x_{i+4}
 
-Invariant: the states are those of the head run one row at a time, as the drafter does (tests/test_train_drafter.py).
+Invariant: the states equal those of the head run one row at a time, as the drafter runs it
+(tests/test_train_drafter.py).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import torch
 from specdec.draft_models.eagle3.checkpoint import TargetShape, write_head
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, embed_raw
 from specdec.models.target import TargetModel
-from specdec.training.drafter_lessons import Lesson, run_target
-from specdec.training.training_data import Document, PackedRows, same_document
+from specdec.training.draft_loss import TargetStates, run_target
+from specdec.training.packed_rows import Document, PackedRows, same_document
 
 
 def draft_vocabulary(documents: list[Document], size: int, vocab_size: int) -> tuple[torch.Tensor | None, float]:
@@ -39,8 +40,8 @@ def draft_vocabulary(documents: list[Document], size: int, vocab_size: int) -> t
 
 
 @dataclass
-class Eagle3Recipe:
-    """A head and its target. Row i of a draft predicts from the token behind it on, hence two ahead."""
+class TrainableEagle3:
+    """A head and its target. Row i reads the token after it and predicts the next one, hence two ahead."""
 
     module: Eagle3Head
     target: TargetModel
@@ -48,7 +49,7 @@ class Eagle3Recipe:
     ahead: int = 2
 
     @classmethod
-    def new(cls, target: TargetModel, documents: list[Document], spec: Eagle3Spec, draft_vocab: int) -> Eagle3Recipe:
+    def new(cls, target: TargetModel, documents: list[Document], spec: Eagle3Spec, draft_vocab: int) -> TrainableEagle3:
         """A fresh head of `spec` in bfloat16 with the `draft_vocab` most frequent tokens of the answers.
 
         Its lm_head starts as those rows of the target's where the widths agree.
@@ -63,15 +64,15 @@ class Eagle3Recipe:
             head.lm_head.weight.data.copy_(weight if ids is None else weight[ids])
         return cls(head, target, ids)
 
-    def teach(self, batch: PackedRows) -> Lesson:
+    def target_states(self, batch: PackedRows) -> TargetStates:
         hidden, states, _ = run_target(self.target, batch, aux_layers=self.module.spec.aux_layers)
         return {"hidden": hidden, "states": torch.cat(states, dim=-1) if states else hidden}
 
-    def drafts(self, batch: PackedRows, lesson: Lesson, steps: int) -> Iterator[torch.Tensor]:
+    def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
         head = self.module
         table: Any = self.target.embed.weight if head.embed_tokens is None else head.embed_tokens.weight
         attention = ChainAttention(head, batch.pos)
-        hidden = head.features(lesson["states"])
+        hidden = head.features(known["states"])
         for step in range(steps):
             attention.step = step
             token = batch.ids.roll(-1 - step, 1)
@@ -87,14 +88,14 @@ class Eagle3Recipe:
 
 
 class ChainAttention:
-    """`Attend` for one batch: remembers the keys of every step, per draft layer."""
+    """`Attend` for one batch: keeps the keys and values of every step, by draft layer."""
 
     def __init__(self, head: Eagle3Head, pos: torch.Tensor) -> None:
         self.windows, self.scaling, self.step = head.spec.windows, head.spec.head_dim**-0.5, 0
         self.k: list[list[torch.Tensor]] = [[] for _ in self.windows]
         self.v: list[list[torch.Tensor]] = [[] for _ in self.windows]
-        same, self.behind = same_document(pos)
-        self.seen = same & (self.behind >= 0)  # [B, T, T]
+        same, self.distance = same_document(pos)
+        self.seen = same & (self.distance >= 0)  # [B, T, T]
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         group = q.shape[1] // k.shape[1]
@@ -102,10 +103,10 @@ class ChainAttention:
         ks.append(k.repeat_interleave(group, 1))  # [B, Hq, T, D]
         vs.append(v.repeat_interleave(group, 1))
         window = self.windows[layer]
-        first = 1  # the oldest later step in the window
+        first = 1  # the earliest step after 0 within the window
         seen = self.seen
         if window is not None:
-            seen = seen & (self.behind + self.step < window)
+            seen = seen & (self.distance + self.step < window)
             first = max(1, self.step - window + 1)
         q = q * self.scaling
         scores = (q @ ks[0].mT).masked_fill_(~seen[:, None], -torch.inf)

@@ -1,9 +1,9 @@
 """Frozen-KV drafters for any target: a Gemma 4 assistant's layers on the target's own K/V, all positions at once.
 
-Position S stands for one drafting round: token x_S has no K/V yet, every step sits at RoPE position S, reads the
-committed keys [0, S) (the newest window + 1 of them in a sliding layer), and only the recurrent state h moves:
+Position S is one drafting round: token x_S has no K/V yet, every step has RoPE position S and reads the committed keys
+[0, S) (the newest window + 1 of them in a sliding layer), and only the recurrent state h changes:
 
-    h_0 = target hidden of S - 1;   step t: (embed(x_{S+t}), h_t) -> law of x_{S+t+1}, h_{t+1}
+    h_0 = target hidden of S - 1;   step t: (embed(x_{S+t}), h_t) -> distribution of x_{S+t+1}, h_{t+1}
 
 The assistant has queries only, so its heads, head sizes and RoPE are those of the target layers that it reads.
 Invariant: the parallel forward equals the drafter's own step on K/V cut to [0, S) (tests/test_train_drafter.py).
@@ -22,11 +22,11 @@ from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemm
 
 from specdec.draft_models.gemma4_mtp import constructible_assistants
 from specdec.errors import UnsupportedModelError
+from specdec.kvcache.layout import FULL_ATTENTION as FULL
+from specdec.kvcache.layout import SLIDING_ATTENTION as SLIDING
 from specdec.models.target import TargetModel
-from specdec.training.drafter_lessons import Lesson, run_target
-from specdec.training.training_data import PackedRows, additive, same_document
-
-FULL, SLIDING = "full_attention", "sliding_attention"
+from specdec.training.draft_loss import TargetStates, run_target
+from specdec.training.packed_rows import PackedRows, additive, same_document
 
 
 def new_assistant(
@@ -102,38 +102,38 @@ def _initialise(model: Any, target: TargetModel) -> None:
 
 def drafter_masks(pos: torch.Tensor, window: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Row S sees keys [0, S), in a sliding layer the newest window + 1; S = 0 sees itself to stay finite, unused."""
-    same, behind = same_document(pos)
-    lone = (pos == 0)[:, :, None] & (behind == 0)
+    same, distance = same_document(pos)
+    lone = (pos == 0)[:, :, None] & (distance == 0)
     return {
-        FULL: additive(same & (behind >= 1) | lone, dtype),
-        SLIDING: additive(same & (behind >= 1) & (behind <= window + 1) | lone, dtype),
+        FULL: additive(same & (distance >= 1) | lone, dtype),
+        SLIDING: additive(same & (distance >= 1) & (distance <= window + 1) | lone, dtype),
     }
 
 
 @dataclass
-class MTPRecipe:
-    """An assistant and its target. Row S drafts the token behind its own, hence one ahead."""
+class TrainableMTP:
+    """An assistant and its target. Row S predicts the token after its own, hence one ahead."""
 
     module: Gemma4AssistantForCausalLM
     target: TargetModel
     target_ids: torch.Tensor | None = None
     ahead: int = 1
 
-    def teach(self, batch: PackedRows) -> Lesson:
+    def target_states(self, batch: PackedRows) -> TargetStates:
         kinds = sorted(set(self.module.config.get_text_config().layer_types))
         found = [self.target.layout.last_owner(kind) for kind in kinds]
         owners = tuple(owner.layer for owner in found if owner is not None)
         hidden, _, kv = run_target(self.target, batch, owners=owners)
-        lesson = {"hidden": hidden}
+        known: TargetStates = {"hidden": hidden}
         for kind, (k, v) in zip(kinds, kv, strict=True):
-            lesson |= {f"k {kind}": k, f"v {kind}": v}
-        return lesson
+            known |= {f"k {kind}": k, f"v {kind}": v}
+        return known
 
-    def drafts(self, batch: PackedRows, lesson: Lesson, steps: int) -> Iterator[torch.Tensor]:
+    def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
         model, config = self.module, self.module.config.get_text_config()
-        mask = drafter_masks(batch.pos, config.sliding_window, lesson["hidden"].dtype)
-        kv = {kind: (lesson[f"k {kind}"], lesson[f"v {kind}"]) for kind in set(config.layer_types)}
-        hidden = lesson["hidden"].roll(1, 1)
+        mask = drafter_masks(batch.pos, config.sliding_window, known["hidden"].dtype)
+        kv = {kind: (known[f"k {kind}"], known[f"v {kind}"]) for kind in set(config.layer_types)}
+        hidden = known["hidden"].roll(1, 1)
         # an assistant has none, but some releases of transformers (5.23 among them) index what is not there
         no_inputs = hidden.new_empty((*batch.ids.shape, config.num_hidden_layers, config.hidden_size_per_layer_input))
         for step in range(steps):

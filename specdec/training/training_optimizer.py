@@ -91,7 +91,7 @@ class MixedOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, weights included."""
+        """Continue from `state`, which holds the weights too."""
         ours = [*self.masters, *(master for _, master in self.stacks), *self.momenta]
         theirs = [*state["masters"], *state["stacks"], *state["momenta"]]
         for mine, saved in zip(ours, theirs, strict=True):
@@ -112,7 +112,7 @@ def schedule(fraction: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (fraction - 0.02) / 0.98)))
 
 
-class Team:
+class Processes:
     """The processes that `accelerate launch` started, or this one alone."""
 
     def __init__(self, cpu: bool) -> None:
@@ -129,8 +129,8 @@ class Team:
         for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             _grad(p).copy_(part.view_as(p))
 
-    def most(self, value: float) -> float:
-        """The largest of everybody's values, so that all decide alike."""
+    def largest(self, value: float) -> float:
+        """The largest value over all processes, so that all decide alike."""
         if self.size == 1:
             return value
         shared = torch.tensor([value], dtype=torch.float64, device=self.state.device)

@@ -1,7 +1,7 @@
 """How far a stage of training is, and about how long it still takes.
 
-On a terminal a bar, elsewhere a line now and then. It knows nothing of what is trained: whoever works says which
-fraction is done. Invariant: the estimate counts only what this run did, so one that goes on is not thought faster.
+On a terminal a bar, elsewhere a line every few seconds. It knows nothing of what is trained: the caller says which
+fraction is done. Invariant: the estimate counts only what this run did, so that a resumed run does not look faster.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Stage:
             self.first, self.began = fraction, now
             if self.on_terminal:
                 self.bar.reset(self.task, completed=0, text=text)
-                self.bar.update(self.task, completed=fraction)  # what was done before has no pace
+                self.bar.update(self.task, completed=fraction)  # work of earlier runs does not count for the speed
         if self.on_terminal:
             self.bar.update(self.task, completed=fraction, text=text)
         elif self.show and now - self.said >= self.every:
@@ -56,6 +56,6 @@ class Stage:
             self.console.print(words.rstrip(), markup=False, highlight=False, soft_wrap=True)
 
     def _left(self, fraction: float, now: float) -> float | None:
-        """Seconds, at the pace since the first update; None before there is one."""
+        """Seconds left at the speed since the first update; None while nothing was done since."""
         done = fraction - (self.first or 0.0)
         return (now - self.began) * (1 - fraction) / done if done > 0 else None

@@ -1,10 +1,12 @@
-"""From the shell's words to the runtime's settings; what the commands share."""
+"""From options to the runtime's settings; what the bodies share."""
 
 import logging
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
-import torch
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 from transformers.utils import logging as transformers_logging
 
@@ -12,11 +14,11 @@ from specdec.cli.options import PairOptions
 from specdec.config import EngineConfig, SpecConfig
 from specdec.engine import Engine
 from specdec.models.devices import require_device
-from specdec.progress import working
+from specdec.progress import Interrupted, working
 
 
 def quiet_libraries() -> None:
-    """No warnings and no bars of transformers; a download shows its own on a terminal, as it may take long."""
+    """Switch off warnings and bars of transformers. A download, which may take long, shows a bar on a terminal."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     if sys.stderr.isatty():
@@ -25,26 +27,37 @@ def quiet_libraries() -> None:
         disable_progress_bars()
 
 
-def log_to_stderr(pair: PairOptions, default: str = "warning") -> None:
-    """Log specdec's own messages from --log-level on; other libraries keep their warnings."""
+def prepare_output(pair: PairOptions) -> None:
+    """`quiet_libraries`, and log specdec's own messages from --log-level on."""
+    quiet_libraries()
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("specdec").setLevel((pair.log_level or default).upper())
+    logging.getLogger("specdec").setLevel((pair.log_level or "warning").upper())
+
+
+@contextmanager
+def shown_when_interrupted(show: Callable[[Any], None]) -> Iterator[None]:
+    """After Ctrl-C in the block, show the report of what was finished until then."""
+    try:
+        yield
+    except Interrupted as stop:
+        if stop.report is not None:
+            show(stop.report)
+        raise
 
 
 def spec_config(pair: PairOptions) -> SpecConfig:
     return SpecConfig(pair.num_steps, pair.draft_topk, pair.num_draft_tokens)
 
 
-def engine_config(pair: PairOptions, batch_size: int, **sizes: Any) -> EngineConfig:
-    """sizes: other settings. Raises ConfigError where the device is not there."""
-    config = EngineConfig(
-        max_batch_size=batch_size,
-        dtype=getattr(torch, pair.dtype) if pair.dtype else None,
-        device=pair.device,
-        memory_share=pair.memory_share,
-        prefix_cache=pair.prefix_cache,
-        **sizes,
-    )
+def shared_fields(options: Any, settings: type[Any]) -> dict[str, Any]:
+    """The options that `settings` has a field of the same name for."""
+    names = {each.name for each in fields(options)} & {each.name for each in fields(settings)}
+    return {name: getattr(options, name) for name in names}
+
+
+def engine_config(pair: PairOptions, batch_size: int, **settings: Any) -> EngineConfig:
+    """settings: others of the engine. Raises ConfigError where the device is missing."""
+    config = EngineConfig(max_batch_size=batch_size, **shared_fields(pair, EngineConfig), **settings)
     require_device(config.device)
     return config
 

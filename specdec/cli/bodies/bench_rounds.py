@@ -6,13 +6,12 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from pathlib import Path
 from time import perf_counter
 
 from rich.console import Console
 
-from specdec.cli.options import PairOptions
-from specdec.cli.settings import drafter_name, engine_config, load_engine
+from specdec.cli.bench import BenchOptions
+from specdec.cli.bodies.settings import drafter_name, engine_config, load_engine, prepare_output, shown_when_interrupted
 from specdec.config import SpecConfig
 from specdec.errors import ConfigError
 from specdec.evaluation.gsm8k_plot import require_matplotlib
@@ -25,66 +24,38 @@ from specdec.evaluation.phases.random_weights import make_drafter, make_target, 
 from specdec.gpu.operations import choose_operations
 from specdec.loading import pick_device, pick_dtype
 from specdec.models.target import TargetModel
-from specdec.progress import Interrupted, working
+from specdec.progress import working
 from specdec.text.prompt_files import read_prompts
 
 WIDE = 220
-"""Columns of a table that no terminal shows."""
+"""Columns of a table that is written to a file or a pipe."""
 
 
-def phases(
-    *,
-    shape: str | None,
-    pair: PairOptions,
-    data: Path,
-    limit: int,
-    batches: str,
-    contexts: str,
-    rounds: int,
-    drafts: str | None,
-    acceptance: str,
-    layers: int | None,
-    shrink: int,
-    peer: bool,
-    profile: bool,
-    seed: int,
-    json_file: Path | None,
-    plot_file: Path | None,
-) -> None:
-    require_distinct((json_file, plot_file))
-    if plot_file is not None:
+def bench_rounds(options: BenchOptions) -> None:
+    prepare_output(options.pair)
+    asked, json_file = options.timing, options.json_file
+    require_distinct((json_file, asked.plot_file))
+    if asked.plot_file is not None:
         require_matplotlib()
     plan = Plan(
-        batches=whole_numbers("batches", batches),
-        contexts=whole_numbers("contexts", contexts),
-        rounds=rounds,
-        peer=peer,
-        profiled=profile,
+        batches=whole_numbers("batches", asked.batches),
+        contexts=whole_numbers("contexts", asked.contexts),
+        rounds=asked.rounds,
+        peer=options.peer,
+        profiled=asked.profile,
         command=shlex.join(["specdec", *sys.argv[1:]]),
     )
-    try:
-        if shape is not None:
-            if (pair.target, pair.drafter) != ("tiny-gemma4", "auto"):
-                raise ConfigError("--shape makes its own target and drafter; leave out --target and --drafter")
-            lengths = numbers("acceptance", acceptance)
-            subject = shape_subject(shape, Shrink(layers, shrink), drafts, lengths, seed, pair)
-        else:
-            if layers is not None or shrink != 1:
-                raise ConfigError("--layers and --shrink are for --shape; a target is measured as it is")
-            subject = pair_subject(pair, data, limit, drafts)
+    with shown_when_interrupted(show):
+        subject = pair_subject(options) if asked.shape is None else shape_subject(asked.shape, options)
         report = run_phases(subject, plan)
-    except Interrupted as stop:
-        if stop.report is not None:
-            show(stop.report)
-        raise
     if json_file is not None:
         write_file(json_file, json.dumps(report.as_json(), indent=2))
-    if STDOUT not in (json_file, plot_file):
+    if STDOUT not in (json_file, asked.plot_file):
         show(report)
-    if plot_file is not None:
+    if asked.plot_file is not None:
         picture = BytesIO()
         save_phase_plot(report, picture)
-        write_file(plot_file, picture.getvalue())
+        write_file(asked.plot_file, picture.getvalue())
 
 
 def show(report: PhaseReport) -> None:
@@ -94,17 +65,15 @@ def show(report: PhaseReport) -> None:
     console.print(table(report))
 
 
-def shape_subject(
-    name: str,
-    shrink: Shrink,
-    drafts: str | None,
-    acceptance: Sequence[float],
-    seed: int,
-    pair: PairOptions,
-) -> Subject:
+def shape_subject(name: str, options: BenchOptions) -> Subject:
     """Random weights on the device; prompts of random tokens."""
+    pair, asked, seed = options.pair, options.timing, options.seed
+    if (pair.target, pair.drafter) != ("tiny-gemma4", "auto"):
+        raise ConfigError("--shape makes its own target and drafter; leave out --target and --drafter")
+    acceptance = numbers("acceptance", asked.acceptance)
+    shrink = Shrink(asked.layers, asked.shrink)
     shape = find_shape(name)
-    chosen = choose_drafts({PLAIN: None, **shape.drafts}, drafts, ON_REQUEST)
+    chosen = choose_drafts({PLAIN: None, **shape.drafts}, asked.drafts, ON_REQUEST)
     config = engine_config(pair, batch_size=1)
     where = pick_device(config.device)
     kind = pick_dtype(config.dtype, where, shape.target(shrink))
@@ -134,9 +103,12 @@ def shape_subject(
     )
 
 
-def pair_subject(pair: PairOptions, data: Path, limit: int, drafts: str | None) -> Subject:
-    """A real pair; a prompt is as much text of the data as its context wants, and a question at its end."""
-    problems = read_prompts(data, limit)
+def pair_subject(options: BenchOptions) -> Subject:
+    """A real pair; a prompt is as much text of the data as its context needs, and a question at its end."""
+    pair, asked = options.pair, options.timing
+    if asked.layers is not None or asked.shrink != 1:
+        raise ConfigError("--layers and --shrink are for --shape; a target is measured as it is")
+    problems = read_prompts(options.data, options.limit)
     engine = load_engine(pair, engine_config(pair, batch_size=1))
     drafter, spec = drafter_name(pair), engine.spec
     ids = [engine.chat_prompt(problem.text) for problem in problems]
@@ -148,15 +120,15 @@ def pair_subject(pair: PairOptions, data: Path, limit: int, drafts: str | None) 
         name=pair.target if drafter is None else f"{pair.target} with {drafter}",
         target=engine.target,
         drafter=engine.drafter,
-        drafts=choose_drafts(shapes, drafts),
+        drafts=choose_drafts(shapes, asked.drafts),
         prompts=joined_prompts(ids),
         dtype=engine.target.dtype,
     )
 
 
 def joined_prompts(ids: Sequence[list[int]]) -> MakePrompts:
-    """Request i ends with prompt i; those before it fill up the context, so a prompt longer than that loses its
-    beginning."""
+    """Request i ends with prompt i, after as many earlier prompts as fill the context. A prompt longer than the context
+    loses its beginning."""
 
     def prompts(batch: int, context: int) -> list[list[int]]:
         made = []
@@ -173,36 +145,39 @@ def joined_prompts(ids: Sequence[list[int]]) -> MakePrompts:
 
 
 def choose_drafts(
-    there: Mapping[str, SpecConfig | None], wanted: str | None, on_request: Mapping[str, SpecConfig] = {}
+    shapes: Mapping[str, SpecConfig | None], named: str | None, on_request: Mapping[str, SpecConfig] = {}
 ) -> dict[str, SpecConfig | None]:
-    """Those named, in the order of all; None: all but `on_request`. Raises ConfigError for one that there is not."""
-    if wanted is None:
-        return dict(there)
-    there = {**there, **on_request}
-    names = [word.strip() for word in wanted.split(",")]
-    unknown = [name for name in names if name not in there]
+    """The named shapes, in the order of `shapes`; named None: all but those of `on_request`.
+
+    Raises ConfigError for an unknown name.
+    """
+    if named is None:
+        return dict(shapes)
+    known = {**shapes, **on_request}
+    names = [word.strip() for word in named.split(",")]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise ConfigError(f"drafts={wanted!r}: {unknown[0]!r} is not one of {', '.join(there)}")
-    return {name: spec for name, spec in there.items() if name in names}
+        raise ConfigError(f"drafts={named!r}: {unknown[0]!r} is not one of {', '.join(known)}")
+    return {name: spec for name, spec in known.items() if name in names}
 
 
 def whole_numbers(name: str, words: str) -> list[int]:
-    """Of "1,8,32" or "1k,16k", ascending and each once."""
+    """Parse "1,8,32" or "1k,16k": ascending, without repeats."""
     found = []
     for word in (word.strip().lower() for word in words.split(",")):
         digits, factor = (word[:-1], 1024) if word.endswith("k") else (word, 1)
         if not digits.isdecimal() or not int(digits):
-            raise ConfigError(f"{name}={words!r}: positive whole numbers are wanted, such as 1,8,32 or 1k,16k")
+            raise ConfigError(f"{name}={words!r}: positive whole numbers are expected, such as 1,8,32 or 1k,16k")
         found.append(int(digits) * factor)
     return sorted(set(found))
 
 
 def numbers(name: str, words: str) -> list[float]:
-    """Of "2,3.5": numbers from 1 on."""
+    """Parse "2,3.5": numbers from 1 on, ascending, without repeats."""
     try:
         found = [float(word) for word in words.split(",")]
     except ValueError:
         found = []
     if not found or not all(1 <= number < 1000 for number in found):
-        raise ConfigError(f"{name}={words!r}: numbers from 1 on are wanted, such as 2,3.5")
+        raise ConfigError(f"{name}={words!r}: numbers from 1 on are expected, such as 2,3.5")
     return sorted(set(found))

@@ -1,33 +1,31 @@
-"""What `specdec serve` can be told beside its pair, and by which ways: shell, environment, file. Imports nothing heavy.
+"""The three ways to give `specdec serve` an option: shell, environment, file. Imports nothing heavy.
 
     --max-waiting 16                   the shell, before
     SPECDEC_SERVE_MAX_WAITING=16       the environment, before
     max-waiting: 16                    the file of --config (YAML or TOML), before the default
 
-Every option can be given each way, those of the pair too. An entry that no option has is refused with its name.
+Every option can be given each way, those of the pair too. An entry that names no option is refused with its name.
 """
 
 import inspect
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from specdec.cli.options import shell_errors
+from specdec.cli.command import shell_errors
 from specdec.errors import ConfigError, shown
 
 PREFIX = "SPECDEC_SERVE"
 SERVICE_LINKS = ("_SERVICE_HOST", "_SERVICE_PORT", "_PORT", "_ADDR", "_PROTO")
-"""Kubernetes sets these for a service called specdec-serve; they are no options."""
-HTTP, CLIENTS, OPERATION = "HTTP", "Clients", "Operation"
+"""Kubernetes sets these for a service called specdec-serve; they are not options."""
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """The file's entries become defaults of this command. Called before other options are read."""
+    """Make the file's entries the defaults of this command. Called before other options are read."""
     with shell_errors():
         known = {each.name: each for each in context.command.params}
         _require_known_variables(known)
@@ -80,7 +78,7 @@ def _yaml(text: str) -> Any:
 
 
 def _value(place: str, option: Any, kinds: set[Any], value: Any) -> Any:
-    """As the shell would have it; the shell's own checks (ranges, files that must be there) come later."""
+    """The value as text, as the shell gives it; ranges and missing files are checked later, with those of the shell."""
     if option.multiple and isinstance(value, list):
         return [_one(place, kinds, each) for each in value]
     one = _one(place, {bool} if option.is_flag else kinds - {bool}, value)
@@ -110,73 +108,8 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 def _require_known_variables(known: Mapping[str, Any]) -> None:
-    wanted = {f"{PREFIX}_{name.upper()}" for name in known}
+    expected = {f"{PREFIX}_{name.upper()}" for name in known}
     for name in sorted(os.environ):
         linked = "_PORT_" in name or ("_SERVICE_" in name and name.endswith(SERVICE_LINKS))
-        if name.startswith(f"{PREFIX}_") and name not in wanted and not linked:
+        if name.startswith(f"{PREFIX}_") and name not in expected and not linked:
             raise ConfigError(f"the variable {name} is no option of specdec serve; see specdec serve --help")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerOptions:
-    """Everything about the server; what of it matters to the application is in `ServeSettings`."""
-
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            is_eager=True, callback=read_config, help="A YAML or TOML file of any of these options.", metavar="FILE"
-        ),
-    ] = None
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(help="More keys: lines of a name and a key; # begins a comment.", rich_help_panel=CLIENTS),
-    ] = None
-    client_requests_per_minute: Annotated[
-        int,
-        typer.Option(min=0, help="Of one API key, or address where there are none; 0: any.", rich_help_panel=CLIENTS),
-    ] = 0
-    client_concurrency: Annotated[
-        int, typer.Option(min=0, help="Open samples of one key or address; 0: any.", rich_help_panel=CLIENTS)
-    ] = 0
-    max_connections: Annotated[
-        int,
-        typer.Option(min=0, help="Open connections; 0: what the limit of open files allows.", rich_help_panel=HTTP),
-    ] = 0
-    timeout_headers: Annotated[
-        float, typer.Option(help="Seconds for the head of a request to come.", rich_help_panel=HTTP)
-    ] = 10.0
-    timeout_body: Annotated[float, typer.Option(help="Seconds for all of a request to come.", rich_help_panel=HTTP)] = (
-        120.0
-    )
-    timeout_keep_alive: Annotated[
-        float, typer.Option(help="Seconds that an idle connection stays open.", rich_help_panel=HTTP)
-    ] = 30.0
-    timeout_intake: Annotated[
-        float, typer.Option(help="Seconds to read a prompt or compile a grammar.", rich_help_panel=HTTP)
-    ] = 30.0
-    root_path: Annotated[
-        str, typer.Option(help="Prefix under which a proxy shows this server, such as /llm.", rich_help_panel=HTTP)
-    ] = ""
-    ssl_certfile: Annotated[
-        Path | None, typer.Option(help="Certificate as a PEM file; makes it HTTPS.", rich_help_panel=HTTP)
-    ] = None
-    ssl_keyfile: Annotated[Path | None, typer.Option(help="The certificate's key.", rich_help_panel=HTTP)] = None
-    log_format: Annotated[
-        Literal["text", "json"], typer.Option(help="Lines of the log.", rich_help_panel=OPERATION)
-    ] = "text"
-    stats_seconds: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="Between two lines of throughput in the log, while there is any; 0: none.",
-            rich_help_panel=OPERATION,
-        ),
-    ] = 10.0
-    liveness_seconds: Annotated[
-        float,
-        typer.Option(help="A step that takes longer hangs: /live and /health say 503.", rich_help_panel=OPERATION),
-    ] = 120.0
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        typer.Option(help="Where OpenTelemetry traces go, by OTLP over HTTP.", rich_help_panel=OPERATION),
-    ] = None

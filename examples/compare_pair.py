@@ -1,7 +1,7 @@
-"""What gemma4_mtp.py and eagle3.py share: a table of pairs, the flags, streamed answers, the comparison.
+"""Streamed answers of a pair, compared with plain decoding: what gemma4_mtp.py and eagle3.py run.
 
-Knows nothing about the kind of drafter: a `Pair` names a target, a drafter and the settings that suit them. A short
-name, a hub id or a folder stands for a pair; what the table does not know needs `--drafter`.
+It knows nothing about the kind of drafter: a `Pair` names a target, a drafter and the settings that suit them. A short
+name, a hub id or a folder names the pair; a target that is not in the table needs `--drafter`.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, GenerationOutput, RequestStats, SamplingParams, SpecConfig, SpecDecError
-from specdec.cli.generate import DRAFTED_STYLE, in_colour
+from specdec.cli.bodies.answer import DRAFTED_STYLE, in_colour
 from specdec.errors import ConfigError
 from specdec.models.bundled import BUNDLED_NAMES
 from specdec.models.published import Pair, pair_table
@@ -52,7 +52,7 @@ def answer(
 
 
 def chat_prompt(engine: Engine, text: str, system: str | None) -> list[int]:
-    """Token ids of one user turn, behind a system turn if there is one."""
+    """Token ids of one user turn, after a system turn if there is one."""
     if system is None:
         return engine.chat_prompt(text)
     if not getattr(engine.tokenizer, "chat_template", None):
@@ -61,7 +61,7 @@ def chat_prompt(engine: Engine, text: str, system: str | None) -> list[int]:
 
 
 def first_difference(ours: Sequence[int], reference: Sequence[int]) -> int | None:
-    """The first token at which two outputs part; None when they are equal."""
+    """Index of the first token at which two outputs differ; None when they are equal."""
     if ours == reference:
         return None
     shorter = min(len(ours), len(reference))

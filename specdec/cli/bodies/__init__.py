@@ -1,0 +1,1 @@
+"""What commands do once their options are read. Heavy imports are allowed here; the files of specdec/cli load these."""

@@ -1,0 +1,110 @@
+"""`specdec serve`: an OpenAI-compatible HTTP server over one engine."""
+
+import ipaddress
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from specdec.errors import ConfigError
+
+try:
+    import fastapi  # noqa: F401
+    import prometheus_client  # noqa: F401
+    import uvicorn  # noqa: F401
+except ImportError as error:
+    raise ConfigError(
+        f"specdec serve needs {error.name}, which is not installed; pip install 'specdec-runtime[serve]'"
+    ) from error
+
+from specdec.cli.bodies.settings import engine_config, load_engine, quiet_libraries, shared_fields
+from specdec.cli.serve import ServeOptions
+from specdec.config import EngineConfig
+from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.http.connection_limits import ConnectionLimits
+from specdec.serving.http.key_file import read_key_file
+from specdec.serving.http.limits import ClientRates
+from specdec.serving.http.trimming import few_arenas
+from specdec.serving.logs import set_up
+from specdec.serving.server import address, listen, require_certificate, run_app
+from specdec.serving.server_settings import ServeSettings, sampling_defaults
+from specdec.serving.tracing import send_traces_to
+
+logger = logging.getLogger("specdec.serving")
+
+KEY_VARIABLE = "SPECDEC_API_KEY"
+
+
+def run_server(options: ServeOptions) -> None:
+    pair = options.pair
+    quiet_libraries()
+    few_arenas()
+    set_up(options.log_format, logging.WARNING)
+    logging.getLogger("specdec").setLevel((pair.log_level or "info").upper())
+    keys, named = _keys(options.api_key, options.api_key_file)
+    config = engine_config(pair, options.batch_size, **shared_fields(options, EngineConfig))
+    template = None if options.chat_template is None else options.chat_template.read_text("utf-8")
+    settings = ServeSettings(
+        model_names=options.served_model_name or [pair.target],
+        api_keys=keys,
+        named_keys=named,
+        cors_origins=options.cors_origin,
+        show_cached_tokens=options.cached_tokens,
+        rates=ClientRates(options.client_requests_per_minute, options.client_concurrency),
+        connections=ConnectionLimits(
+            options.max_connections, options.timeout_headers, options.timeout_body, options.timeout_keep_alive
+        ),
+        **shared_fields(options, ServeSettings),
+    )
+    settings.connections.resolved_most()
+    require_certificate(settings)
+    if options.otlp_traces_endpoint is not None:
+        send_traces_to(options.otlp_traces_endpoint)
+    with listen(options.host, options.port) as bound:
+        _warn_of_open_doors(settings, bound)
+        engine = load_engine(pair, config)
+        if engine.tokenizer is None:
+            raise ConfigError(f"{pair.target!r} has no tokenizer, but a server reads and writes text; name one")
+        if template is not None:
+            engine.tokenizer.chat_template = template
+        settings = replace(settings, defaults=sampling_defaults(engine.target.model.generation_config))
+        url = address(bound, "http" if settings.ssl_certfile is None else "https")
+        with engine:
+            served = AsyncEngine(
+                engine,
+                max_waiting=options.max_waiting,
+                intake_seconds=options.timeout_intake,
+                per_client=options.client_concurrency,
+            )
+            died = run_app(served, settings, bound, lambda: print(f"specdec serve: {url}", flush=True))
+    if died is not None:
+        print(f"specdec: the server ended: {died}", file=sys.stderr)
+        logging.shutdown()
+        raise SystemExit(1)
+
+
+def _keys(given: Sequence[str], file: Path | None) -> tuple[list[str], dict[str, str]]:
+    """API keys without a name, and by name. Raises ConfigError for an empty variable: it would admit every request."""
+    variable = os.environ.get(KEY_VARIABLE)
+    if variable is not None and not variable.strip():
+        raise ConfigError(f"the variable {KEY_VARIABLE} is set, but empty; put a key into it, or unset it")
+    named = {} if file is None else read_key_file(file)
+    return [*given, *([] if variable is None else [variable])], named
+
+
+def _warn_of_open_doors(settings: ServeSettings, bound: socket.socket) -> None:
+    """Log a warning where requests need no key. It is no error: a server behind a proxy is often meant to be open."""
+    if settings.api_keys or settings.named_keys:
+        return
+    host = bound.getsockname()[0]
+    if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        logger.warning(
+            "%s can be reached from other machines, and no API key is set: anybody may use this server", host
+        )
+    if "*" in settings.cors_origins:
+        logger.warning(
+            "any page in a browser on this machine may use this server: --cors-origin '*' without an API key"
+        )

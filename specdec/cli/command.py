@@ -1,0 +1,130 @@
+"""A command from a dataclass: each field is an option of the shell, and the command's body receives the dataclass.
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class GreetOptions:
+        pair: PairOptions                                             # a dataclass: an option for each of its fields
+        loud: Annotated[bool, typer.Option("--loud", help="...")] = False
+
+    @command()
+    def greet(options: GreetOptions) -> None: ...
+
+Nothing heavy is imported here. Mistakes and interruptions of a body become one sentence and an exit code.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Annotated, Any, TypeAlias, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from specdec.errors import SpecDecError
+
+MakeCommand: TypeAlias = Callable[[str, str], TyperCommand]
+"""Takes a command's name and its first line of help."""
+
+
+def command(
+    check: Callable[[Mapping[str, str]], None] | None = None, **settings: Any
+) -> Callable[[Callable[[Any], None]], MakeCommand]:
+    """Decorates the body of a command; the docstring is its help after the first line.
+
+    check: receives the options that the command line names (field: option) before the body runs, and may raise
+    SpecDecError. settings: typer's, such as no_args_is_help.
+    """
+
+    def with_body(body: Callable[[Any], None]) -> MakeCommand:
+        [options] = [kind for name, kind in get_type_hints(body).items() if name != "return"]
+
+        def run(context: typer.Context, **given: Any) -> None:
+            with shell_errors():
+                if check is not None:
+                    check(named_options(context))
+                body(gathered(options, given))
+
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what typer reads
+            [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context), *spread(options)]
+        )
+
+        def make(name: str, line: str) -> TyperCommand:
+            single = typer.Typer(add_completion=False)
+            text = "\n\n".join(filter(None, (line, inspect.getdoc(body))))
+            single.command(name, cls=Command, help=text, **settings)(run)
+            made = typer.main.get_command(single)
+            assert isinstance(made, TyperCommand), made
+            return made
+
+        return make
+
+    return with_body
+
+
+class Command(TyperCommand):
+    """A command that knows what its options were once called."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = args[: args.index("--")] if "--" in args else args
+        with shell_errors():
+            if any(word.partition("=")[0] == "--topk" for word in options):
+                raise SpecDecError(
+                    "--topk is now --draft-topk, the branches of a draft tree; --top-k keeps the k most likely tokens"
+                )
+        return super().parse_args(ctx, args)
+
+
+@contextmanager
+def shell_errors() -> Iterator[None]:
+    """One sentence on standard error and an exit code, instead of a traceback."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise  # the reader has gone: typer ends quietly
+    except (SpecDecError, OSError) as error:  # OSError: a folder that cannot be made, a full disk
+        print(f"specdec: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt as stop:
+        print(f"specdec: interrupted{f'; {stop}' if str(stop) else ''}", file=sys.stderr)
+        raise typer.Exit(130) from stop
+
+
+def spread(options: type[Any]) -> Iterator[inspect.Parameter]:
+    """A parameter for each option, those of nested dataclasses in their place."""
+    hints = get_type_hints(options, include_extras=True)
+    for each in fields(options):
+        if is_dataclass(hints[each.name]):
+            yield from spread(hints[each.name])
+        else:
+            hint = hints[each.name]
+            if "help" in each.metadata:  # of `SamplingNumbers`, which knows no typer
+                hint = Annotated[hint, typer.Option(help=each.metadata["help"])]
+            yield inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=_default(each), annotation=hint)
+
+
+def _default(option: Field[Any]) -> Any:
+    if option.default_factory is not MISSING:
+        return option.default_factory()
+    return inspect.Parameter.empty if option.default is MISSING else option.default
+
+
+def gathered(options: type[Any], given: Mapping[str, Any]) -> Any:
+    """The dataclass of the shell's values, nested ones too."""
+    hints = get_type_hints(options)
+    return options(
+        **{
+            each.name: gathered(hints[each.name], given) if is_dataclass(hints[each.name]) else given[each.name]
+            for each in fields(options)
+        }
+    )
+
+
+def named_options(context: typer.Context) -> dict[str, str]:
+    """The options that the command line names, as it writes them; not those of the environment or a file."""
+    return {
+        each.name: each.opts[0]
+        for each in context.command.params
+        if each.name and getattr(context.get_parameter_source(each.name), "name", None) == "COMMANDLINE"
+    }

@@ -1,0 +1,114 @@
+"""A drafter in training: what it reads of the frozen target, and the loss that both kinds learn from.
+
+Row i of draft step t predicts token i + ahead + t from what a draft that begins after position i would see. The
+target's distribution of that token is the one of its own row i + ahead + t - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
+from specdec.models.target import TargetModel
+from specdec.training.packed_rows import ANSWER, PackedRows, causal_masks, predicted_rows
+
+STEP_DECAY = 0.8  # weight of a draft step relative to the step before it
+
+TargetStates = dict[str, torch.Tensor]
+"""What a drafter reads of the target over a batch; "hidden" [B, T, H], after the final norm, is always among it."""
+
+
+class TrainableDrafter(Protocol):
+    """target_ids: the drafter's vocabulary as token ids of the target, [draft V], ascending; None: the target's.
+
+    ahead: distance from a row to the token that it predicts in the first draft step.
+    """
+
+    target: TargetModel
+    target_ids: torch.Tensor | None
+    ahead: int
+
+    @property
+    def module(self) -> nn.Module:
+        """The weights that are trained."""
+
+    def target_states(self, batch: PackedRows) -> TargetStates:
+        """Run the target over a batch and keep what the drafter reads."""
+
+    def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
+        """States [B, T, H] of each draft step, with the true tokens as input (teacher forcing)."""
+
+    def score(self, states: torch.Tensor) -> torch.Tensor:
+        """States [..., H] -> logits [..., draft V]."""
+
+    def save(self, folder: Any) -> None:
+        """Write a checkpoint that `Engine.from_pretrained(target, drafter=folder)` reads."""
+
+
+@torch.no_grad()
+def run_target(
+    target: TargetModel, batch: PackedRows, aux_layers: tuple[int, ...] = (), owners: tuple[int, ...] = ()
+) -> tuple[torch.Tensor, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """(hidden [B, T, H], states that enter `aux_layers`, K and V [B, Hkv, T, D] of layers `owners`)."""
+    seen: dict[int, torch.Tensor] = {}
+
+    def keep(layer: int) -> Callable[..., None]:
+        return lambda module, args, kwargs: seen.__setitem__(layer, args[0] if args else kwargs["hidden_states"])
+
+    decoder: Any = target.user_decoder
+    entered = [*decoder.layers, decoder.norm]
+    hooks = [entered[i].register_forward_pre_hook(keep(i), with_kwargs=True) for i in set(aux_layers)]
+    window = target.layout.window
+    mask: Any = causal_masks(batch.pos, window or batch.pos.shape[1], target.dtype)
+    if getattr(target.config, "layer_types", None) is None:
+        mask = mask[FULL_ATTENTION if window is None else SLIDING_ATTENTION]
+    cache: Any = DynamicCache() if owners else None  # without a config it drops no key of a sliding layer
+    try:
+        hidden = decoder(
+            input_ids=batch.ids,
+            position_ids=batch.pos,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        ).last_hidden_state
+    finally:
+        for hook in hooks:
+            hook.remove()
+    kv = [(cache.layers[i].keys, cache.layers[i].values) for i in owners] if cache is not None else []
+    return hidden, [seen[i] for i in aux_layers], kv
+
+
+def draft_loss(drafter: TrainableDrafter, batch: PackedRows, known: TargetStates, steps: int) -> torch.Tensor:
+    """Cross-entropy with the target's distribution over the drafter's vocabulary: mean over rows, weighted over steps.
+
+    Only rows that predict a token of an answer count, and of these only those whose most likely token is in the
+    drafter's vocabulary.
+    """
+    device = batch.ids.device
+    answers = (batch.kind == ANSWER) & (batch.pos > 0)  # row j - 1 has the distribution of token j
+    places = torch.full(batch.ids.shape, -1, device=device)
+    places[answers] = torch.arange(int(answers.sum()), device=device)
+    with torch.no_grad():
+        logits = drafter.target.logits(known["hidden"].roll(1, 1)[answers].to(drafter.target.dtype))  # [M, V]
+        best = logits.argmax(-1)
+        inside = torch.ones_like(best, dtype=torch.bool)
+        if drafter.target_ids is not None:
+            inside = torch.isin(best, drafter.target_ids)
+            logits = logits[:, drafter.target_ids]
+        expected = logits.float().softmax(-1)  # [M, draft V]
+    loss, total = torch.zeros((), device=device), 0.0
+    predicted = predicted_rows(batch, steps, drafter.ahead)
+    for step, states in enumerate(drafter.drafts(batch, known, steps)):
+        rows, columns = predicted[step].nonzero(as_tuple=True)
+        place = places[rows, columns + drafter.ahead + step]
+        counted = inside[place]
+        scores = drafter.score(states[rows[counted], columns[counted]]).float()
+        losses = scores.logsumexp(-1) - (expected[place[counted]] * scores).sum(-1)
+        weight = STEP_DECAY**step
+        loss, total = loss + weight * losses.sum() / max(1, len(losses)), total + weight
+    return loss / total

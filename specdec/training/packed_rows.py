@@ -1,0 +1,98 @@
+"""Documents of prompt and answer, packed into rows of one length, and the masks that keep them apart.
+
+Invariant: a document never spans two rows, and position 0 starts a new document.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
+
+QUESTION, ANSWER = 1, 2  # kind of each token; 0 is padding
+MIN_ROOM = 40  # tokens; a row with less room takes no further document
+Document = tuple[np.ndarray, int]  # token ids, number of those that belong to the prompt
+
+
+class PackedRows(NamedTuple):
+    """Packed rows, [B, T] each: token ids, position in the document, kind (0 padding, QUESTION or ANSWER)."""
+
+    ids: torch.Tensor
+    pos: torch.Tensor
+    kind: torch.Tensor
+
+
+def pack(documents: list[Document], length: int) -> list[list[Document]]:
+    """First fit, longest first: rows of whole documents."""
+    rows: list[list[Document]] = []
+    room: list[int] = []
+    first = 0  # rows before it have less than MIN_ROOM
+    for doc in sorted(documents, key=lambda d: -len(d[0])):
+        row = next((i for i in range(first, len(rows)) if room[i] >= len(doc[0])), None)
+        if row is None:
+            rows.append([])
+            room.append(length)
+            row = len(rows) - 1
+        rows[row].append(doc)
+        room[row] -= len(doc[0])
+        while first < len(rows) and room[first] < MIN_ROOM:
+            first += 1
+    return rows
+
+
+def to_arrays(
+    rows: list[list[Document]], length: int, dtype: type[np.signedinteger] = np.int32
+) -> dict[str, np.ndarray]:
+    """ids, positions inside the document, and kind; the padding after the last document is one more document."""
+    shape = (len(rows), length)
+    ids, pos, kind = np.zeros(shape, dtype), np.zeros(shape, dtype), np.zeros(shape, np.uint8)
+    for r, row in enumerate(rows):
+        at = 0
+        for tokens, prompt_len in row:
+            end = at + len(tokens)
+            ids[r, at:end], pos[r, at:end] = tokens, np.arange(len(tokens))
+            kind[r, at : at + prompt_len], kind[r, at + prompt_len : end] = QUESTION, ANSWER
+            at = end
+        pos[r, at:] = np.arange(length - at)
+    return {"ids": ids, "pos": pos, "kind": kind}
+
+
+def pack_rows(documents: list[Document], length: int) -> PackedRows:
+    """Whole documents packed into rows, on the host."""
+    arrays = to_arrays(pack(documents, length), length)
+    return PackedRows(*(torch.from_numpy(arrays[name]) for name in PackedRows._fields))
+
+
+def predicted_rows(batch: PackedRows, steps: int, ahead: int) -> list[torch.Tensor]:
+    """[B, T] for each draft step t: is token i + ahead + t, which row i predicts, of an answer in its own document?"""
+    found = []
+    for shift in range(ahead, ahead + steps):
+        inside = batch.pos.roll(-shift, 1) == batch.pos + shift
+        found.append(inside & (batch.kind.roll(-shift, 1) == ANSWER))
+    return found
+
+
+def causal_masks(pos: torch.Tensor, window: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Additive masks [B, 1, T, T] of packed rows; a sliding layer sees `window` keys including itself."""
+    same, distance = same_document(pos)
+    full = same & (distance >= 0)
+    return {
+        FULL_ATTENTION: additive(full, dtype),
+        SLIDING_ATTENTION: additive(full & (distance < window), dtype),
+    }
+
+
+def same_document(pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(whether query and key share a document [B, T, T], position of the query minus that of the key [T, T])."""
+    doc = (pos == 0).cumsum(1)
+    place = torch.arange(pos.shape[1], device=pos.device)
+    return doc[:, :, None] == doc[:, None, :], place[:, None] - place[None, :]
+
+
+def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[B, T, T] bool -> [B, 1, T, T] of 0 and -inf."""
+    zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return zeros.masked_fill_(~allowed, float("-inf")).unsqueeze(1)
