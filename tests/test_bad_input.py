@@ -347,9 +347,9 @@ def test_a_setting_is_never_printed_whole(value):
     ("kind", "setting", "meant"),
     [
         (SamplingParams, "max_tokens", "did you mean max_new_tokens?"),
-        (SamplingParams, "do_sample", "It has max_new_tokens, temperature"),
+        (SamplingParams, "do_sample", "it has max_new_tokens, temperature"),
         (SpecConfig, "steps", "did you mean num_steps?"),
-        (EngineConfig, "gpu_memory_utilization", "It has max_batch_size"),
+        (EngineConfig, "gpu_memory_utilization", "it has max_batch_size"),
     ],
 )
 def test_a_setting_that_does_not_exist(kind, setting, meant):
