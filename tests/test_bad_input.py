@@ -171,6 +171,7 @@ NUMBERS = {
     "top_k": ([-1, 1.5, True, "3", None], "integer from 0"),
     "top_p": ([0, 0.0, -1, 1.5, NAN, True, "x", None], "above 0 to 1"),
     "min_p": ([-0.1, 1.1, NAN, True, "x", None], "from 0 to 1"),
+    "top_n_sigma": ([NAN, INF, -INF, 1e7, True, "1", None], "from -1e+06 to 1e+06"),
     "repetition_penalty": ([0, -1, NAN, INF, True, "1", None], "from 1e-06 to 1e+06"),
     "seed": ([-1, 1 << 63, True, "1", 1.0], "integer from 0"),
     "logprobs": ([-1, True, "1", 2000, 0.5], "integer from 0 to 1024"),
