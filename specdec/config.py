@@ -180,8 +180,11 @@ class SamplingParams(SamplingNumbers):
     """How one request is continued. temperature 0 is greedy; 0, 1.0 and 0.0 turn top_k, top_p and min_p off.
 
     Logits change in this order, on every path: logit_bias, repetition, frequency and presence penalty, the grammar's
-    mask, temperature, top_k, top_p, min_p. With a `seed` the output is a pure function of model, prompt, parameters and
-    seed, whatever the drafter and the batch; None draws one.
+    mask, top_n_sigma, temperature, top_k, top_p, min_p. With a `seed` the output is a pure function of model, prompt,
+    parameters and seed, whatever the drafter and the batch; None draws one.
+    top_n_sigma: keeps tokens whose logit is at least the best one less n times the standard deviation of all finite
+    logits of the position (of the population: divided by their number), 0 or less keeps all. The logits are those
+    before temperature, with every edit above; temperature scales both sides, and changes no token that is kept.
     frequency_penalty, presence_penalty: taken from a token's logit for each time that the output has it, and once if it
     has it at all; the repetition penalty looks at the prompt too. logit_bias: added to the logits of these token ids.
     json_schema (a dict or JSON text), json_object (any object), regex (of the whole text), choice (one of these

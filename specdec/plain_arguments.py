@@ -27,8 +27,8 @@ def plain_arguments(cls: Config) -> Config:
         for name in sorted(kwargs.keys() - signature.parameters.keys()):
             known = list(signature.parameters)[1:]  # without self
             close = difflib.get_close_matches(name, known, n=1)
-            meant = f"did you mean {close[0]}? " if close else ""
-            raise ConfigError(f"{cls.__name__} has no setting {name}; {meant}It has {', '.join(known)}")
+            meant = f"did you mean {close[0]}?" if close else f"it has {', '.join(known)}"
+            raise ConfigError(f"{cls.__name__} has no setting {name}; {meant}")
         bound = signature.bind(*args, **kwargs)
         for name, value in bound.arguments.items():
             bound.arguments[name] = OWN_FORMS.get(name, _plain)(value)

@@ -44,6 +44,9 @@ class SamplingNumbers:
     min_p: float = number(0.0, 0, 1, "Drop tokens below this share of the most likely; 0: none.", filters=True)
     seed: int | None = field(default=None, metadata={"help": "Makes a sampled output repeatable."})
     _: KW_ONLY
+    top_n_sigma: float = number(
+        0.0, -1e6, 1e6, "Keep logits within n standard deviations of the best; 0 or less: all.", filters=True
+    )
     repetition_penalty: float = number(1.0, *PENALTY_SPAN, "Above 1 discourages repetition.")
     presence_penalty: float = number(0.0, -2, 2, "Taken from the logit of every token that the output has.")
     frequency_penalty: float = number(0.0, -2, 2, "Taken from a token's logit each time that the output has it.")

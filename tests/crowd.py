@@ -37,6 +37,7 @@ def make_crowd(count: int, longest: int, vocab: int, *, seed: int = 0, aborts: f
             top_k=draw.choice((0, 0, 8)),
             top_p=draw.choice((1.0, 0.9)),
             min_p=draw.choice((0.0, 0.0, 0.05)),
+            top_n_sigma=draw.choice((0.0, 0.0, 1.5)),
             repetition_penalty=draw.choice((1.0, 1.0, 1.2)),
             logprobs=draw.choice((None, None, None, 2)),
             stop_token_ids=draw.choice(((), (), (draw.randrange(vocab),))),

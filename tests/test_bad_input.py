@@ -171,6 +171,7 @@ NUMBERS = {
     "top_k": ([-1, 1.5, True, "3", None], "integer from 0"),
     "top_p": ([0, 0.0, -1, 1.5, NAN, True, "x", None], "above 0 to 1"),
     "min_p": ([-0.1, 1.1, NAN, True, "x", None], "from 0 to 1"),
+    "top_n_sigma": ([NAN, INF, -INF, 1e7, True, "1", None], "from -1e+06 to 1e+06"),
     "repetition_penalty": ([0, -1, NAN, INF, True, "1", None], "from 1e-06 to 1e+06"),
     "seed": ([-1, 1 << 63, True, "1", 1.0], "integer from 0"),
     "logprobs": ([-1, True, "1", 2000, 0.5], "integer from 0 to 1024"),
@@ -347,9 +348,9 @@ def test_a_setting_is_never_printed_whole(value):
     ("kind", "setting", "meant"),
     [
         (SamplingParams, "max_tokens", "did you mean max_new_tokens?"),
-        (SamplingParams, "do_sample", "It has max_new_tokens, temperature"),
+        (SamplingParams, "do_sample", "it has max_new_tokens, temperature"),
         (SpecConfig, "steps", "did you mean num_steps?"),
-        (EngineConfig, "gpu_memory_utilization", "It has max_batch_size"),
+        (EngineConfig, "gpu_memory_utilization", "it has max_batch_size"),
     ],
 )
 def test_a_setting_that_does_not_exist(kind, setting, meant):

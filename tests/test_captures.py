@@ -210,6 +210,7 @@ KINDS = [
     *({"temperature": 0.8, "top_k": k} for k in (1, 7)),
     *({"temperature": 0.8, "top_p": p} for p in (0.3, 0.9)),
     {"temperature": 0.8, "min_p": 0.1},
+    {"temperature": 0.8, "top_n_sigma": 1.0},
     {"temperature": 0.8, "min_p": 0.1, "top_k": 5},
     *({"repetition_penalty": p} for p in (0.8, 1.2)),
     *({"presence_penalty": p} for p in (0.5, -0.5)),

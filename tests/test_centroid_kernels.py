@@ -30,6 +30,8 @@ SETTINGS = [
     {"temperature": 1.0, "top_k": 6, "top_p": 0.8},
     {"temperature": 1.0, "top_k": 10**6, "top_p": 0.4},
     {"temperature": 2.0, "min_p": 0.2},
+    *({"temperature": 1.5, "top_n_sigma": n} for n in (0.5, 1.5)),
+    {"temperature": 1.5, "top_n_sigma": 1.0, "top_k": 6, "top_p": 0.8},
 ]
 
 

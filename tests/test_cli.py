@@ -99,6 +99,7 @@ def test_a_seed_makes_sampling_repeatable_with_and_without_drafts():
         (("generate", "x", "--target", "no/such/model/here"), "no/such/model/here"),
         (("generate", "x", "--drafter", "./nowhere"), "./nowhere"),
         (("generate", "x", "--temperature", "nan"), "temperature=nan"),
+        (("generate", "x", "--top-n-sigma", "nan"), "top_n_sigma=nan"),
         (("generate", "x", "--max-new-tokens", "0"), "max_new_tokens=0"),
         (("generate", "x", "--max-new-tokens", "999999"), "max_model_len"),
         (("generate", "x", "--num-draft-tokens", "9"), "num_draft_tokens=9"),

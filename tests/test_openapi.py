@@ -190,7 +190,13 @@ def test_what_a_bound_leaves_out_is_refused(name, value, client, document):
 
 
 WITHIN = {"top_p": 1, "min_p": 1, "top_k": -1, "presence_penalty": -2, "frequency_penalty": 2, "n": 1, "temperature": 0}
-WITHIN |= {"repetition_penalty": 1e-6, "seed": (1 << 63) - 1, "truncate_prompt_tokens": -1, "top_logprobs": 20}
+WITHIN |= {
+    "repetition_penalty": 1e-6,
+    "top_n_sigma": -1e6,
+    "seed": (1 << 63) - 1,
+    "truncate_prompt_tokens": -1,
+    "top_logprobs": 20,
+}
 WITHIN |= {"prompt_logprobs": 0, "min_tokens": 0, "cache_salt": "x" * 1024, "stop": ["x" * 1024] * 256, "priority": 0}
 WITHIN |= {"logit_bias": {"5": -100}, "allowed_token_ids": [5], "stop_token_ids": [5] * 4096, "length_penalty": 1}
 

@@ -59,6 +59,11 @@ SETTINGS = [
     *({"temperature": 1.0, "top_k": k} for k in (1, 2, 7, 50, 149, 150, 151, 10**6)),
     *({"temperature": 0.8, "top_p": p} for p in (1e-60, 1e-3, 0.3, 0.9, 0.999)),
     *({"temperature": 1.2, "min_p": p} for p in (1e-30, 0.02, 0.5, 1.0)),
+    *({"temperature": 1.1, "top_n_sigma": n} for n in (-1.0, 1e-9, 0.7, 2.0, 100.0)),
+    {"temperature": 1.4, "top_n_sigma": 1.0, "top_k": 40},
+    {"temperature": 1.4, "top_n_sigma": 2.5, "top_k": 4},
+    {"temperature": 1.4, "top_n_sigma": 1.5, "top_p": 0.6},
+    {"temperature": 1.4, "top_n_sigma": 2.0, "top_k": 30, "top_p": 0.9, "min_p": 0.1},
     *(
         {"temperature": 1.5, "top_k": k, "top_p": p, "min_p": m}
         for k, p, m in itertools.product((5, 60), (0.4, 0.95), (0.0, 0.1))

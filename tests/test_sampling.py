@@ -6,6 +6,7 @@ outcome is too.
 
 import itertools
 import math
+import statistics
 
 import pytest
 import torch
@@ -34,11 +35,24 @@ def batch_of(*params, seeds=None):
 # the law after the filters
 
 
+def top_n_sigma_on_paper(n):
+    """Tang et al. (2024), equation 2; transformers has none. In Python's own numbers, and a loop."""
+
+    def process(history, logits):
+        finite = [x for x in logits[0].tolist() if x > -math.inf]
+        least = max(finite) - n * statistics.pstdev(finite)
+        return torch.tensor([[x if x >= least else -math.inf for x in logits[0].tolist()]])
+
+    return process
+
+
 def transformers_log_p(params, logits, history):
     """logits [V] of one request through HF's processors, in the order in which generate applies them."""
     steps = LogitsProcessorList()
     if params.repetition_penalty != 1.0:
         steps.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.top_n_sigma > 0:
+        steps.append(top_n_sigma_on_paper(params.top_n_sigma))
     steps.append(TemperatureLogitsWarper(params.temperature))
     if params.top_k:
         steps.append(TopKLogitsWarper(params.top_k))
@@ -59,6 +73,13 @@ FILTERS = [
     {"top_p": 1e-6},
     {"min_p": 0.1},
     {"min_p": 1.0},
+    {"top_n_sigma": 0.0},
+    {"top_n_sigma": -1.0},
+    {"top_n_sigma": 0.3},
+    {"top_n_sigma": 1.5},
+    {"top_n_sigma": 1e6},
+    {"top_n_sigma": 1.2, "top_k": 5},
+    {"top_n_sigma": 1.2, "top_p": 0.6, "min_p": 0.05, "repetition_penalty": 1.3},
     {"repetition_penalty": 1.3},
     {"repetition_penalty": 0.7},
     {"top_k": 7, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.2},
@@ -80,6 +101,48 @@ def test_filters_are_those_of_transformers(settings, temperature):
         known = history[row, : (12, 5)[row]].tolist()
         expected = torch.stack([transformers_log_p(one, x, known) for x in logits[row]])
         torch.testing.assert_close(got[row], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_top_n_sigma_by_hand():
+    """Logits 0 2 4 6 8, and one that a grammar has ruled out: sigma = sqrt(8) = 2.83, of which 1 and 2 are kept."""
+    logits = torch.tensor([[[0.0, 2.0, 4.0, -math.inf, 6.0, 8.0]]])
+    for n, kept in (
+        (0, [0, 1, 2, 4, 5]),
+        (-2, [0, 1, 2, 4, 5]),
+        (1e-6, [5]),
+        (0.7, [5]),
+        (0.71, [4, 5]),
+        (2, [2, 4, 5]),
+    ):
+        for temperature in (0.01, 1.0, 3.0):  # which scales both sides
+            log_p = batch_of(SamplingParams(temperature=temperature, top_n_sigma=n)).log_weights(logits)[0, 0]
+            assert torch.isfinite(log_p).nonzero()[:, 0].tolist() == kept
+    flat = batch_of(SamplingParams(temperature=1.0, top_n_sigma=0.1)).log_weights(torch.full((1, 1, 7), 0.3))
+    assert torch.isfinite(flat).all()  # all are the best
+
+
+def test_top_n_sigma_comes_first():
+    """Weights at temperature 3: 1, 0.97, and four of 0.37. One sigma keeps two tokens, of which the best weighs 0.51;
+    of the whole it weighs 0.29, so a nucleus of 0.4 has one token after top_n_sigma and two without."""
+    logits = torch.tensor([[[3.0, 2.9, 0.0, 0.0, 0.0, 0.0]]])
+    for more, kept in (({}, 2), ({"top_p": 0.4}, 1), ({"top_p": 0.7}, 2), ({"top_k": 1}, 1), ({"top_k": 4}, 2)):
+        log_p = batch_of(SamplingParams(temperature=3.0, top_n_sigma=1.0, **more)).log_weights(logits)
+        assert torch.isfinite(log_p).sum() == kept, more
+    for top_p, kept in ((0.4, 2), (0.7, 4)):
+        log_p = batch_of(SamplingParams(temperature=3.0, top_p=top_p)).log_weights(logits)
+        assert torch.isfinite(log_p).sum() == kept
+
+
+def test_a_row_under_top_n_sigma_has_the_same_bits_in_every_batch():
+    torch.manual_seed(0)
+    logits = torch.randn(3, 2, 70_001) * 3
+    params = [SamplingParams(temperature=0.7, top_n_sigma=n) for n in (1.0, 2.0, 3.0)]
+    together = batch_of(*params).log_weights(logits)
+    for row, one in enumerate(params):
+        for node in range(2):
+            alone = batch_of(one).log_weights(logits[row : row + 1, node : node + 1].clone())
+            assert torch.equal(alone[0, 0], together[row, node])
+    assert torch.isfinite(together).sum(-1).unique().numel() == 6
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 6])
@@ -207,6 +270,7 @@ SETTINGS = {
     "penalty": {"temperature": 0.9, "repetition_penalty": 1.4},
     "all": {"temperature": 1.2, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
     "greedy-penalty": {"repetition_penalty": 1.5},
+    "top-n-sigma": {"temperature": 1.5, "top_n_sigma": 1.2},
 }
 
 
@@ -298,7 +362,9 @@ def test_the_chi_square_test_rejects():
 @pytest.mark.parametrize(
     ("axis", "settings"),
     quick(
-        itertools.product(["seeds", "positions"], [{}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}]),
+        itertools.product(
+            ["seeds", "positions"], [{}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_n_sigma": 1.4}]
+        ),
         lambda axis, settings: axis == "seeds" or not settings,
     ),
     ids=str,

@@ -113,17 +113,18 @@ def test_the_async_client_and_many_at_once(server, engine):
         {"temperature": 1.0, "seed": 7},
         {"temperature": 0.8, "seed": 8, "top_p": 0.9, "top_k": 40},
         {"temperature": 1.2, "seed": 9, "min_p": 0.02, "repetition_penalty": 1.2},
+        {"temperature": 1.5, "seed": 10, "top_n_sigma": 1.5},
         {"temperature": 0.0, "presence_penalty": 1.7, "frequency_penalty": 1.3},
         {"temperature": 0.0, "logit_bias": {"18": -100, "449": 3.5}},
     ],
-    ids=["seed", "top", "min_p", "penalties", "bias"],
+    ids=["seed", "top", "min_p", "top_n_sigma", "penalties", "bias"],
 )
 def test_sampling_is_that_of_the_python_api_with_and_without_speculation(options, client, engine):
     """Same seed, same text; a message that says little, so that much can follow."""
     bias = {int(token): value for token, value in options.get("logit_bias", {}).items()}
     prompt = engine.chat_prompt("hi")
     [out] = engine.generate(prompt, SamplingParams(16, **options | {"logit_bias": bias or None}))
-    extra = {name: options[name] for name in ("top_k", "min_p", "repetition_penalty") if name in options}
+    extra = {name: options[name] for name in ("top_k", "min_p", "top_n_sigma", "repetition_penalty") if name in options}
     standard = {name: value for name, value in options.items() if name not in extra}
     for speculation in (True, False, {"num_steps": 2}):
         body = extra | {"speculation": speculation}

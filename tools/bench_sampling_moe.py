@@ -44,6 +44,7 @@ SETTINGS = {
     "T 1, top-k 64, top-p .95": SamplingParams(temperature=1.0, top_k=64, top_p=0.95),
     "T .7, top-p .9": SamplingParams(temperature=0.7, top_p=0.9),
     "T 1, min-p .05": SamplingParams(temperature=1.0, min_p=0.05),
+    "T 1, top-n-sigma 1": SamplingParams(temperature=1.0, top_n_sigma=1.0),
 }
 LINES: list[str] = []
 BAD: list[str] = []
@@ -76,8 +77,10 @@ def params_of(settings: list[SamplingParams]) -> tuple[ParamVectors, ReferenceSa
 def check_sampling() -> None:
     """Tokens of `ReferenceSampler`, every setting and their mixture, and the same whatever the rows beside."""
     mixed = [
-        SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
-        for t, k, p, m in itertools.product((0.0, 0.6, 1.5), (0, 1, 50, 5000), (1.0, 0.95, 0.3, 1e-6), (0.0, 0.1))
+        SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, top_n_sigma=n)
+        for t, k, p, m, n in itertools.product(
+            (0.0, 0.6, 1.5), (0, 1, 50, 5000), (1.0, 0.95, 0.3, 1e-6), (0.0, 0.1), (0.0, 1.5)
+        )
     ]
     for kind, dtype in itertools.product(("zipf", "normal", "flat"), (DTYPE, torch.float32)):
         differ = total = 0

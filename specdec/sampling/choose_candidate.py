@@ -12,6 +12,7 @@ the rest is maxima and minima.
 
 from specdec.gpu.dependent_launch import trigger_next, wait_for_previous
 from specdec.gpu.triton_shim import tl, triton
+from specdec.sampling.collect_candidates import N_SIGMA, least_of
 from specdec.sampling.noise import NOISE_ERROR, exact_noise, noise_bound, noise_stream
 from specdec.sampling.row_scores import (
     INF,
@@ -36,7 +37,7 @@ SETTLED = tl.constexpr(-1)  # the count of a row whose token is chosen
 @triton.jit
 def _entries(source: tl.tuple, i_tile: tl.tensor, LISTED: tl.constexpr, TILE: tl.constexpr) -> tuple[tl.tensor, ...]:
     """Tokens, scores and keys of one tile of the list or the row: a smaller key is a better score."""
-    num_entries, p_list_id, p_list_s, row, row_max, temperature = source
+    num_entries, p_list_id, p_list_s, row, row_max, temperature, least = source
     o_entry = i_tile * TILE + tl.arange(0, TILE)
     m_entry = o_entry < num_entries
     if LISTED:
@@ -46,7 +47,7 @@ def _entries(source: tl.tuple, i_tile: tl.tensor, LISTED: tl.constexpr, TILE: tl
     else:
         b_id = o_entry
         b_x = load_logits(row, o_entry)
-        m_entry = m_entry & (b_x > -INF)
+        m_entry = m_entry & (b_x > -INF) & (b_x >= least)
         b_s = tl.where(m_entry, score_of(b_x, row_max, temperature), -INF)
     b_key = tl.where(m_entry, tl.abs(b_s).to(tl.int32, bitcast=True), LARGEST)
     return tl.where(m_entry, b_id, LARGEST), b_s, b_key
@@ -59,6 +60,7 @@ def _score_list(
     p_list_x: tl.tensor,
     row_max: tl.tensor,
     temperature: tl.tensor,
+    least: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
     """Scores take the place of the list's logits; a token that cannot be drawn loses its id."""
@@ -66,6 +68,7 @@ def _score_list(
         o_entry = i_tile * TILE + tl.arange(0, TILE)
         m_entry = o_entry < num_entries
         b_x = tl.load(p_list_x + o_entry, mask=m_entry, other=-INF)
+        b_x = tl.where(b_x >= least, b_x, -INF)
         b_s = tl.where(b_x > -INF, score_of(b_x, row_max, temperature), -INF)
         tl.store(p_list_x + o_entry, b_s, mask=m_entry)
         tl.store(p_list_id + o_entry, LARGEST, mask=m_entry & (b_x == -INF))
@@ -211,6 +214,7 @@ def choose_kernel(
     p_tile_max: tl.tensor,  # [R, tiles]
     p_row_max: tl.tensor,  # [R]
     p_floor: tl.tensor,  # [R]
+    p_least: tl.tensor,  # [R]
     p_count: tl.tensor,  # [R]
     p_mass: tl.tensor,  # [R]
     p_list_id: tl.tensor,  # [R, capacity]
@@ -267,10 +271,22 @@ def choose_kernel(
             b_token = tl.where(b_x > b_max, b_id, tl.where(b_x == b_max, tl.minimum(b_id, b_token), b_token))
             b_max = tl.maximum(b_max, b_x)
         row_max = tl.max(b_max)
-        source = (list_len, p_list_id, p_list_x, row, row_max, temperature)
+        least, n_sigma = -INF, tl.load(p_real + N_SIGMA * num_requests + i_request)
+        if sampled & (n_sigma > 0):
+            b_zero = tl.zeros([TILE], tl.float64)
+            b_count, b_total, b_squares = b_zero, b_zero, b_zero
+            for i_tile in range(tl.cdiv(list_len, TILE)):
+                o_entry = i_tile * TILE + tl.arange(0, TILE)
+                b_x = tl.load(p_list_x + o_entry, mask=o_entry < list_len, other=-INF)
+                b_wide = tl.where(b_x > -INF, b_x, 0.0).to(tl.float64)
+                b_count += (b_x > -INF).to(tl.float64)
+                b_total += b_wide
+                b_squares += b_wide * b_wide
+            least = least_of(row_max, n_sigma, tl.sum(b_count), tl.sum(b_total), tl.sum(b_squares))
+        source = (list_len, p_list_id, p_list_x, row, row_max, temperature, least)
         open_row = (temperature > 0) | SCORES
         if open_row:
-            _score_list(list_len, p_list_id, p_list_x, row_max, temperature, TILE)
+            _score_list(list_len, p_list_id, p_list_x, row_max, temperature, least, TILE)
         else:
             token = tl.min(tl.where(b_max == row_max, b_token, LARGEST))
             tl.store(p_token + i_row, tl.where(token < vocab_size, token, 0).to(tl.int64))
@@ -279,15 +295,15 @@ def choose_kernel(
             p_seen += i_request * s_seen
             p_path += i_row * path_len
         row = (p_logits + i_row * s_row, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len)
-        row_max = tl.load(p_row_max + i_row)
+        row_max, least = tl.load(p_row_max + i_row), tl.load(p_least + i_row)
         m_tile = o_tile < num_tiles
         o_tile = i_row * num_tiles + o_tile
         num_listed = tl.load(p_count + i_row)
         if LISTED:
-            source = (num_listed, p_list_id, p_list_x, row, row_max, temperature)
+            source = (num_listed, p_list_id, p_list_x, row, row_max, temperature, least)
             open_row = num_listed <= capacity
             if open_row:
-                _score_list(num_listed, p_list_id, p_list_x, row_max, temperature, TILE)
+                _score_list(num_listed, p_list_id, p_list_x, row_max, temperature, least, TILE)
             if tl.load(p_floor + i_row) > -INF:
                 if uses_k:
                     open_row = open_row & (top_k <= num_listed)
@@ -305,7 +321,7 @@ def choose_kernel(
                     tl.store(p_count + i_row, SETTLED)
                     open_row = temperature > 0
         else:
-            source = (vocab_size, p_list_id, p_list_x, row, row_max, temperature)
+            source = (vocab_size, p_list_id, p_list_x, row, row_max, temperature, least)
             open_row = num_listed != SETTLED
     if open_row:
         if LISTED and not GIVEN:

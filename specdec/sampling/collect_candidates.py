@@ -1,7 +1,9 @@
 """Which tokens of each row can be chosen: kernels read the vocabulary, and list candidates for `choose_kernel`.
 
-    scan_kernel       grid (tiles, rows)   the best logit of each group and tile of the vocabulary
-    floor_kernel      grid (rows)          the row's best logit, and a floor that the candidates must reach
+    scan_kernel       grid (tiles, rows)   the best logit of each group and tile of the vocabulary; with top-n-sigma
+                                           also their number, sum and sum of squares
+    floor_kernel      grid (rows)          the row's best logit, the least that top-n-sigma keeps, and a floor that the
+                                           candidates must reach
     collect_kernel    grid (Z, rows)       candidates of tiles z, z + Z, ... appended to the row's list
 
     greedy            nothing is listed: the first of the tile that has the row's best first
@@ -35,10 +37,11 @@ from specdec.sampling.row_scores import (
     reading,
     score_of,
 )
-from specdec.sampling.sampling_table import ParamVectors
+from specdec.sampling.sampling_table import ParamVectors, index_of
 from specdec.sampling.softcap import capped
 
 LARGEST_FLOAT = tl.constexpr(3e38)
+N_SIGMA = index_of("top_n_sigma")
 
 COLLECTORS = 2048
 """Upper bound on programs of `collect_kernel`: those of greedy rows end at once, yet each costs a launch slot."""
@@ -62,6 +65,7 @@ class Candidates(NamedTuple):
     tile_max: torch.Tensor | None  # [R, tiles] float32
     row_max: torch.Tensor | None  # [R] float32
     floor: torch.Tensor | None  # [R] float32
+    least: torch.Tensor | None  # [R] float32: logit that top-n-sigma asks for
     listed: torch.Tensor | None  # [R] int32: tokens that were to be listed, also beyond the capacity
     mass: torch.Tensor | None  # [R] int64: of the whole row, where the nucleus needs it
     list_id: torch.Tensor  # [R, capacity] int32
@@ -72,7 +76,7 @@ class Candidates(NamedTuple):
     @classmethod
     def given(cls, list_id: torch.Tensor, list_x: torch.Tensor) -> "Candidates":
         """Rows of which these tokens and logits are all that there is."""
-        return cls(None, None, None, None, None, list_id, list_x, None, None)
+        return cls(None, None, None, None, None, None, list_id, list_x, None, None)
 
 
 @triton.jit
@@ -106,6 +110,7 @@ def scan_kernel(
     p_path: tl.tensor,  # [R, D] or None
     p_group_max: tl.tensor,  # [R, tiles * TILE / GROUP]
     p_tile_max: tl.tensor,  # [R, tiles]
+    p_moments: tl.tensor,  # [R, 3, tiles] float64: only where top-n-sigma is used
     vocab_size: tl.tensor,
     rows_per_request: tl.tensor,
     num_requests: tl.tensor,  # B
@@ -124,6 +129,7 @@ def scan_kernel(
     o_token = i_tile * TILE + tl.arange(0, TILE)
     p_penalty = p_real + PENALTY * num_requests + i_request
     wait_for_previous(PDL)
+    n_sigma = tl.load(p_real + N_SIGMA * num_requests + i_request)
     if p_seen is not None:
         p_seen += i_request * s_seen
         p_path += i_row * path_len
@@ -141,6 +147,23 @@ def scan_kernel(
     o_group = (i_row * tl.num_programs(0) + i_tile) * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
     tl.store(p_group_max + o_group, b_group)
     tl.store(p_tile_max + i_row * tl.num_programs(0) + i_tile, best)
+    if n_sigma > 0:
+        b_x = load_logits((p_row, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len), o_token)
+        m_finite = b_x > -INF
+        b_wide = tl.where(m_finite, b_x, 0.0).to(tl.float64)
+        p_moments += i_row * 3 * tl.num_programs(0) + i_tile
+        tl.store(p_moments, tl.sum(m_finite.to(tl.float64)))
+        tl.store(p_moments + tl.num_programs(0), tl.sum(b_wide))
+        tl.store(p_moments + 2 * tl.num_programs(0), tl.sum(b_wide * b_wide))
+
+
+@triton.jit
+def least_of(
+    row_max: tl.tensor, n_sigma: tl.tensor, count: tl.tensor, total: tl.tensor, squares: tl.tensor
+) -> tl.tensor:
+    """max x - n sigma in float32, from float64 sums: another order of them rounds to the same."""
+    variance = tl.maximum((squares - total * total / count) / count, 0.0)
+    return (row_max.to(tl.float64) - n_sigma.to(tl.float64) * tl.sqrt(variance)).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_groups", "vocab_size", "rows_per_request", "num_requests", "capacity"])
@@ -149,8 +172,10 @@ def floor_kernel(
     p_tile_max: tl.tensor,  # [R, tiles]
     p_whole: tl.tensor,  # [WHOLE, B]
     p_real: tl.tensor,  # [REAL, B]
+    p_moments: tl.tensor,  # [R, 3, tiles]
     p_row_max: tl.tensor,  # [R]
     p_floor: tl.tensor,  # [R]
+    p_least: tl.tensor,  # [R]
     p_count: tl.tensor,  # [R]
     p_mass: tl.tensor,  # [R]
     num_tiles: tl.tensor,
@@ -173,8 +198,18 @@ def floor_kernel(
     temperature = tl.load(p_real + TEMPERATURE * num_requests + i_request)
     top_p = tl.load(p_real + TOP_P * num_requests + i_request)
     top_k = tl.load(p_whole + TOP_K * num_requests + i_request)
+    n_sigma = tl.load(p_real + N_SIGMA * num_requests + i_request)
     b_tile = tl.load(p_tile_max + i_row * num_tiles + o_tile, mask=o_tile < num_tiles, other=-INF)
-    tl.store(p_row_max + i_row, tl.max(b_tile))
+    row_max = tl.max(b_tile)
+    tl.store(p_row_max + i_row, row_max)
+    least = -INF
+    if (temperature > 0) & (n_sigma > 0):
+        p_tile = p_moments + i_row * 3 * num_tiles + o_tile
+        count = tl.sum(tl.load(p_tile, mask=o_tile < num_tiles, other=0.0))
+        total = tl.sum(tl.load(p_tile + num_tiles, mask=o_tile < num_tiles, other=0.0))
+        squares = tl.sum(tl.load(p_tile + 2 * num_tiles, mask=o_tile < num_tiles, other=0.0))
+        least = least_of(row_max, n_sigma, count, total, squares)
+    tl.store(p_least + i_row, least)
     tl.store(p_count + i_row, 0)
     tl.store(p_mass + i_row, tl.zeros([], tl.int64))
     floor = -INF
@@ -190,6 +225,7 @@ def floor_kernel(
             wanted = top_k.to(tl.int32)
         b_group = tl.load(p_group_max + i_row * num_groups + o_group, mask=o_group < num_groups, other=-INF)
         floor = _floor_of(b_group, wanted)
+        floor = tl.where(floor > least, floor, -INF)  # all that top-n-sigma keeps is listed
     tl.store(p_floor + i_row, floor)
 
 
@@ -203,6 +239,7 @@ def collect_kernel(
     p_path: tl.tensor,  # [R, D] or None
     p_row_max: tl.tensor,  # [R]
     p_floor: tl.tensor,  # [R]
+    p_least: tl.tensor,  # [R]
     p_count: tl.tensor,  # [R]
     p_mass: tl.tensor,  # [R]
     p_list_id: tl.tensor,  # [R, capacity]
@@ -233,7 +270,7 @@ def collect_kernel(
     if SCORES or temperature > 0:
         top_k = tl.load(p_whole + TOP_K * num_requests + i_request)
         top_p = tl.load(p_real + TOP_P * num_requests + i_request)
-        row_max = tl.load(p_row_max + i_row)
+        row_max, least = tl.load(p_row_max + i_row), tl.load(p_least + i_row)
         if p_seen is not None:
             p_seen += i_request * s_seen
             p_path += i_row * path_len
@@ -241,7 +278,7 @@ def collect_kernel(
         for i_tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
             o_token = i_tile * TILE + tl.arange(0, TILE)
             b_x = load_logits(row, o_token)
-            m_list = b_x > -INF
+            m_list = (b_x > -INF) & (b_x >= least)
             if _is_filtered(temperature, top_k, top_p, vocab_size):
                 if (top_k <= 0) | (top_k >= vocab_size):
                     b_mass = tl.where(m_list, mass_of(score_of(b_x, row_max, temperature)), 0)
@@ -304,11 +341,12 @@ def collect(
     def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    group_max = buffer(rows, num_groups)
+    group_max, moments = buffer(rows, num_groups), buffer(rows, 3, num_tiles, dtype=torch.float64)
     found = Candidates(
         tile_max=buffer(rows, num_tiles),
         row_max=buffer(rows),
         floor=buffer(rows),
+        least=buffer(rows),
         listed=buffer(rows, dtype=torch.int32),
         mass=buffer(rows, dtype=torch.int64),
         list_id=buffer(rows, cut.capacity, dtype=torch.int32),
@@ -317,7 +355,7 @@ def collect(
         sums=buffer(rows, num_tiles),
     )
     scan_kernel[(num_tiles, rows)](
-        *(logits, params.real, *pointers, group_max, found.tile_max),
+        *(logits, params.real, *pointers, group_max, found.tile_max, moments),
         *(vocab_size, num_nodes, batch, *scalars),
         TILE=cut.tile,
         GROUP=cut.group,
@@ -325,7 +363,8 @@ def collect(
         **options,
     )
     floor_kernel[(rows,)](
-        *(group_max, found.tile_max, *params, found.row_max, found.floor, found.listed, found.mass),
+        *(group_max, found.tile_max, *params, moments),
+        *(found.row_max, found.floor, found.least, found.listed, found.mass),
         *(num_tiles, num_groups, vocab_size, num_nodes, batch, cut.capacity),
         SCORES=scores,
         K=k,

@@ -1,9 +1,10 @@
 r"""The target's next token as a pure function of (logits, parameters, seed, position), in plain torch.
 
     x = edited(logits)        softcap, logit bias, repetition, frequency and presence penalty, the mask of a grammar
-    s = (x - max x) / T,      P = e^s over the tokens that top-k, top-p and min-p keep, in this order
+    s = (x - max x) / T,      P = e^s over the tokens that top-n-sigma, top-k, top-p and min-p keep, in this order
     token(p) = argmax_v ( log P_v + g(seed, p, v) )      g: `gumbel_noise`;   T = 0: argmax_v x_v, the lowest id first
 
+    top-n-sigma  keeps x_v >= max x - n sigma, sigma the standard deviation of the finite x (Tang et al. 2024)
     top-k    keeps the k best, and what ties with the k-th
     top-p    keeps a token while better ones (score, then lower id) weigh less than p, and always the best
     min-p    keeps what is at least min_p times as likely as the best
@@ -124,6 +125,8 @@ class ReferenceSampler:
         """log P up to a constant, [B, N, V] float32, -inf where filtered; rows at temperature 0 are meaningless."""
         temperature = self.params.over_logits("temperature")
         scores = logits.float()
+        if "top_n_sigma" in self.uses.filters:
+            scores = scores.masked_fill(scores < self._sigma_floor(scores), -torch.inf)
         # the best token stays at 0 however small the temperature, so that nothing overflows
         scores = (scores - scores.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1.0)
         if self.uses.filters & {"top_k", "top_p"}:
@@ -132,6 +135,17 @@ class ReferenceSampler:
             floor = scores.amax(-1, keepdim=True) + torch.log(self.params.over_logits("min_p"))
             scores = scores.masked_fill(scores < floor, -torch.inf)
         return scores
+
+    def _sigma_floor(self, x: torch.Tensor) -> torch.Tensor:
+        """max x - n sigma, [B, N, 1] float32; -inf where n is 0 or less."""
+        finite = x > -torch.inf
+        count = finite.sum(-1, keepdim=True)
+        wide = x.double().where(finite, 0.0)
+        # float64, so that another order of the sums gives the same float32; `cumsum` has one order for every batch
+        total, squares = wide.cumsum(-1)[..., -1:], (wide * wide).cumsum(-1)[..., -1:]
+        sigma = ((squares - total * total / count) / count).clamp(min=0).sqrt()
+        n = self.params.over_logits("top_n_sigma")
+        return (x.amax(-1, keepdim=True).double() - n.double() * sigma).float().where(n > 0, -torch.inf)
 
     def _top_k_top_p(self, scores: torch.Tensor) -> torch.Tensor:
         vocab_size = scores.shape[-1]
