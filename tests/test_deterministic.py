@@ -228,10 +228,10 @@ def test_a_layer_that_looks_at_other_rows(make_target, make_engine):
 
 
 def test_a_gpu_without_the_kernels_is_refused(make_target, monkeypatch):
-    model = make_target("gemma3")
+    model = make_target("starcoder2")
     monkeypatch.setattr(TargetModel, "device", torch.device("cuda", 0))
     monkeypatch.setattr(TargetModel, "_probe", lambda self: type("Proof", (), {"rule": None}))
-    with pytest.raises(UnsupportedModelError, match=r"on cuda:0 needs fused layers on Triton .*; .* Gemma3TextModel"):
+    with pytest.raises(UnsupportedModelError, match=r"on cuda:0 needs fused layers on Triton .*; .* Starcoder2Model"):
         TargetModel(model, REFERENCE, deterministic=True)
 
 

@@ -218,4 +218,4 @@ def _check(product: Product, residual: torch.Tensor, *gains: Gain) -> None:
     assert residual.dtype == dtype, f"{residual.dtype=} {dtype=}"
     for gain in gains:
         assert gain.weight is not None and gain.weight.shape == residual.shape[1:], f"{gain} for {residual.shape=}"
-        assert not gain.round_first, f"{gain}"
+        assert gain.is_plain and not gain.round_first, f"{gain}"

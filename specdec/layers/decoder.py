@@ -31,6 +31,7 @@ from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.mixture import Experts, Router, apply_experts, route
 from specdec.layers.norm import Gain, norm
 from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
+from specdec.layers.qk_norm import qk_norm
 from specdec.layers.rope_store import Heads, rope_store
 from specdec.layers.rotary import Rotary, rotary
 
@@ -63,17 +64,21 @@ class LayerParts:
 
     kind: str
     heads: Heads
+    wide_norms: tuple[Gain, Gain] | None = None  # over all heads of the queries, and of the keys
     scaling: float
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
     out: torch.Tensor
     out_bias: torch.Tensor | None
-    input_norm: Gain
+    input_norm: Gain | None
     attention_norm: Gain | None  # on what attention adds
-    mlp_input_norm: Gain
+    mlp_input_norm: Gain | None
     mlp: Mlp | None
     mlp_norm: Gain | None  # on what the MLP adds
+    parallel: bool = False  # the MLP reads what attention reads
+    factor: float = 1.0  # of what each of the two adds
     sinks: torch.Tensor | None = None
+    softcap: float | None = None  # of attention scores
     moe: MoeParts | None = None
     ple: PleParts | None = None
     scale: torch.Tensor | None = None
@@ -92,12 +97,16 @@ class EmbeddingParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderParts:
-    """`rotary`: kind of layer -> (frequencies, attention factor). `merged`: parameters that share a storage now."""
+    """`rotary`: kind of layer -> (frequencies, attention factor). `merged`: parameters that share a storage now.
+
+    factor: of the embeddings, after those of their own module.
+    """
 
     layers: tuple[LayerParts, ...]
     final_norm: Gain
     rotary: dict[str, tuple[torch.Tensor, float]]
     merged: tuple[tuple[torch.Tensor, ...], ...]
+    factor: float = 1.0
     embeddings: EmbeddingParts | None = None
 
 
@@ -170,36 +179,49 @@ class FusedLayer(nn.Module):
         """hidden, normed [T, H] -> the next layer's."""
         parts, ops = self.parts, self.ops
         qkv = ops(linear)(normed, parts.qkv, parts.qkv_bias)
+        if parts.wide_norms is not None:
+            qkv = ops(qk_norm)(qkv, *parts.wide_norms)
         rows = ops(rope_store)(qkv, parts.heads, shared.rotary[parts.kind], specdec_ctx.destination(self.index))
-        attended = specdec_ctx.attend_rows(self.index, *rows, scaling=parts.scaling, sinks=parts.sinks)
+        attended = specdec_ctx.attend_rows(
+            self.index, *rows, scaling=parts.scaling, softcap=parts.softcap, sinks=parts.sinks
+        )
         out = ops(linear)(attended.flatten(1), parts.out, parts.out_bias)
         end: dict[str, Any] = {"scale": parts.scale, "pre": self.next_norm}
         if parts.ple is None or shared.layer_inputs is None:
-            return self._feed_forward(out, hidden, **end)
-        hidden, _ = self._feed_forward(out, hidden)
+            return self._feed_forward(out, hidden, normed, **end)
+        hidden, _ = self._feed_forward(out, hidden, normed)
         gate = ops(linear)(hidden, parts.ple.gate)
         layer_input = shared.layer_inputs[:, self.index]
         added = ops(gated_projection)(gate, layer_input, parts.ple.projection, parts.ple.activation)
         return ops(norm)(added, post=parts.ple.norm, residual=hidden, **end)
 
-    def _feed_forward(self, out: Product, hidden: torch.Tensor, **end: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add what attention gave, then what MLP or experts make of it; `end`: what else the norm behind them does."""
+    def _feed_forward(
+        self, out: Product, hidden: torch.Tensor, x: torch.Tensor, **end: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add what attention gave, then what MLP or experts make of it, or of x, which attention read.
+
+        end: what else the norm after them does.
+        """
         parts, moe, ops = self.parts, self.parts.moe, self.ops
         if moe is not None and parts.mlp is not None:
             return self._branches(moe, out, hidden, **end)
-        hidden, normed = ops(norm)(out, post=parts.attention_norm, residual=hidden, pre=parts.mlp_input_norm)
+        hidden, normed = ops(norm)(
+            out, post=parts.attention_norm, residual=hidden, factor=parts.factor, pre=parts.mlp_input_norm
+        )
+        if parts.parallel:
+            normed = x
         if moe is None:
             added = self._mlp(normed)
         else:
             added = ops(apply_experts)(normed, ops(route)(normed, moe.router), moe.experts)
-        return ops(norm)(added, post=parts.mlp_norm, residual=hidden, **end)
+        return ops(norm)(added, post=parts.mlp_norm, residual=hidden, factor=parts.factor, **end)
 
     def _branches(
         self, moe: MoeParts, out: Product, hidden: torch.Tensor, **end: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same with MLP and experts."""
         parts, ops = self.parts, self.ops
-        assert parts.mlp is not None and parts.attention_norm is not None
+        assert parts.mlp is not None and parts.attention_norm is not None and parts.factor == 1.0
         readers: dict[str, Any] = {"mlp": parts.mlp_input_norm, "experts": moe.input_norm, "router": moe.router.gain}
         fork = ops(fork_norm)(out, post=parts.attention_norm, residual=hidden, **readers, factor=moe.router.factor)
         dense, chosen = ops(mlp_and_experts)(fork, parts.mlp, moe.router, moe.experts)
@@ -259,7 +281,9 @@ class FusedDecoder(nn.Module):
             for kind, (frequencies, factor) in self.parts.rotary.items()
         }
         shared = Shared(tables, self._layer_inputs(hidden, input_ids))
-        _, normed = self.ops(norm)(Product.of(hidden), pre=self.parts.layers[0].input_norm)
+        hidden, normed = self.ops(norm)(
+            Product.of(hidden), factor=self.parts.factor, pre=self.parts.layers[0].input_norm
+        )
         for layer in self.layers:
             hidden, normed = layer(hidden, normed, shared, specdec_ctx=specdec_ctx)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden).view(inputs_embeds.shape))

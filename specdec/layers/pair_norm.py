@@ -90,7 +90,7 @@ def pair_norm(
     assert table.shape[1] == width and table.stride(1) == 1 and table.dtype == dtype, f"{table.shape=} {parts.shape=}"
     assert parts.is_contiguous(), f"{parts.stride()=}"
     for gain in (token_gain, state_gain):
-        assert gain.weight is not None and gain.weight.shape == (width,), f"{gain} for {width=}"
+        assert gain.weight is not None and gain.weight.shape == (width,) and gain.is_plain, f"{gain} for {width=}"
     whole = splits == 1 and parts.dtype == dtype and bias is None
     hidden = parts[0] if whole else parts.new_empty((num_rows, width), dtype=dtype)
     normed = parts.new_empty((num_rows, 2 * width), dtype=dtype)

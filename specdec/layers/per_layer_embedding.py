@@ -213,5 +213,5 @@ def gated_projection(gate: Product, inputs: torch.Tensor, weight: torch.Tensor, 
 
 
 def _width(gain: Gain) -> int:
-    assert gain.weight is not None
+    assert gain.weight is not None and gain.is_plain, f"{gain}"
     return len(gain.weight)
