@@ -29,11 +29,11 @@ from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import REFERENCE, Operations
 from specdec.kvcache.frozen import KVView, frozen_kv
 from specdec.kvcache.layout import SLIDING_ATTENTION
+from specdec.layers.accepted_path import keep_last
 from specdec.layers.decoder import FusedEmbedding
 from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights, fuse, fuse_embedding, fuse_linear
 from specdec.layers.merge import held_storages
-from specdec.layers.path_rows import keep_last
 from specdec.modules.private_copy import private_copy
 from specdec.sampling.fused_sample import MAX_BEST
 

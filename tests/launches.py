@@ -27,15 +27,17 @@ from specdec.kvcache.index_spaces import FullLoc
 from specdec.kvcache.move_kv import StoreAddresses, move_kv
 from specdec.kvcache.table import RequestTable, Rows
 from specdec.kvcache.write_kv import Destination, store_kv
-from specdec.layers.branches import Fork, fork_norm, join_norm
+from specdec.layers.accepted_path import keep_last, path_rows
+from specdec.layers.embed_and_norm import embed_and_norm
 from specdec.layers.embedding import embed
-from specdec.layers.linear import Mlp, Product, finish, gated_linear, linear, vendor_gated_linear
+from specdec.layers.linear import Mlp, gated_linear, linear, vendor_gated_linear
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
-from specdec.layers.moe.mixture import Experts, Router, Routing, apply_experts, route
+from specdec.layers.moe.experts import Experts, apply_experts
+from specdec.layers.moe.fork_join import Fork, fork_norm, join_norm
+from specdec.layers.moe.routing import Router, Routing, route
 from specdec.layers.norm import Gain, norm
-from specdec.layers.pair_norm import pair_norm
-from specdec.layers.path_rows import keep_last, path_rows
 from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
+from specdec.layers.product import Product, finish
 from specdec.layers.qk_norm import qk_norm
 from specdec.layers.rope_store import Heads, rope_store
 from specdec.layers.rotary import Rotary, rotary
@@ -184,8 +186,8 @@ def norms(dtype: torch.dtype, splits: int, *, rounds: bool) -> None:
     norm(part, post=gain, residual=residual)
     norm(part, residual=residual, factor=0.22, pre=gain)
     qk_norm(part, gain_of(1280, dtype, round_first=rounds), gain_of(640, dtype, round_first=rounds))
-    pair_norm(integers(rows), numbers(99, width, dtype=dtype), part, gain, gain)
-    pair_norm(integers(rows), numbers(99, width, dtype=dtype), Product.of(residual), gain, gain)
+    embed_and_norm(integers(rows), numbers(99, width, dtype=dtype), part, gain, gain)
+    embed_and_norm(integers(rows), numbers(99, width, dtype=dtype), Product.of(residual), gain, gain)
     for other in ({"plus_one": True}, {"centred": True}):
         shaped = gain_of(width, dtype)._replace(**other)
         norm(part, post=shaped, residual=residual, pre=shaped)

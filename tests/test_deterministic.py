@@ -23,7 +23,7 @@ from specdec.attention.row_tiles import ROWS, pad_rows, row_tiles
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import ConfigError, SpecDecError, UnsupportedModelError
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE
-from specdec.layers.rowwise import ROWWISE, ByVectors, rows_alone
+from specdec.layers.batch_invariant_torch import ROWWISE, ByVectors, rows_alone
 from specdec.models.target import TargetModel
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.sampling_table import SamplingBatch

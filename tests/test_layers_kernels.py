@@ -11,19 +11,16 @@ from torch.nn import functional as F
 from specdec.kvcache.index_spaces import FullLoc
 from specdec.layers import linear as linear_module
 from specdec.layers import tiling
-from specdec.layers.branches import fork_norm, join_norm, reference_fork_norm, reference_join_norm
 from specdec.layers.linear import (
-    Product,
-    finish,
     gated_linear,
     linear,
     reference_activate,
-    reference_finish,
     reference_gated_linear,
     reference_linear,
     vendor_gated_linear,
     vendor_linear,
 )
+from specdec.layers.moe.fork_join import fork_norm, join_norm, reference_fork_norm, reference_join_norm
 from specdec.layers.norm import Gain, norm, reference_norm
 from specdec.layers.per_layer_embedding import (
     gated_projection,
@@ -31,6 +28,7 @@ from specdec.layers.per_layer_embedding import (
     reference_gated_projection,
     reference_layer_inputs,
 )
+from specdec.layers.product import Product, finish, reference_finish
 from specdec.layers.qk_norm import qk_norm, reference_qk_norm
 from specdec.layers.rope_store import Destination, Heads, reference_rope_store, rope_store
 from specdec.layers.rotary import Rotary, reference_rotary, rotary

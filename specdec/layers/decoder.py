@@ -24,13 +24,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.gpu.operations import Operations
 from specdec.kvcache.write_kv import Destination
-from specdec.layers.branches import fork_norm, join_norm
 from specdec.layers.embedding import embed
-from specdec.layers.linear import Mlp, Product, gated_linear, linear
+from specdec.layers.linear import Mlp, gated_linear, linear
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
-from specdec.layers.moe.mixture import Experts, Router, apply_experts, route
+from specdec.layers.moe.experts import Experts, apply_experts
+from specdec.layers.moe.fork_join import fork_norm, join_norm
+from specdec.layers.moe.routing import Router, route
 from specdec.layers.norm import Gain, norm
 from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
+from specdec.layers.product import Product
 from specdec.layers.qk_norm import qk_norm
 from specdec.layers.rope_store import Heads, rope_store
 from specdec.layers.rotary import Rotary, rotary

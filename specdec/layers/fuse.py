@@ -16,8 +16,9 @@ from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import DecoderParts, FusedDecoder, FusedEmbedding
 from specdec.layers.families import FAMILIES, SCALED_EMBEDDINGS, Unfusable, family_name, is_plain, is_untouched
-from specdec.layers.linear import finish, linear
+from specdec.layers.linear import linear
 from specdec.layers.merge import MERGING, Watch
+from specdec.layers.product import finish
 from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.weights_lock import holds_weights_lock
 

@@ -20,9 +20,8 @@ from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, w
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.kvcache.write_kv import Destination, reference_store_kv
-from specdec.layers.linear import Product, reference_finish
-from specdec.layers.linear_kernels import sum_parts
 from specdec.layers.norm import Gain, reference_rms_norm
+from specdec.layers.product import Product, reference_finish, sum_parts
 from specdec.layers.rotary import Rotary
 
 

@@ -12,7 +12,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTo
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
-from specdec.layers.moe.mixture import Experts, Router
+from specdec.layers.moe.experts import Experts
+from specdec.layers.moe.routing import Router
 from specdec.layers.norm import Gain
 
 EXPERT_CLASSES = (Gemma4TextExperts, GptOssExperts, MixtralExperts, Qwen3MoeExperts)

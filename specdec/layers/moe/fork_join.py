@@ -15,9 +15,8 @@ import torch
 from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.linear import Product
-from specdec.layers.linear_kernels import sum_parts
 from specdec.layers.norm import Gain, reference_norm, reference_rms_norm, rms_norm, row_block, scale_row
+from specdec.layers.product import Product, sum_parts
 
 
 class Fork(NamedTuple):

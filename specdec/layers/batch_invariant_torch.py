@@ -19,8 +19,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE, Operations
-from specdec.layers.linear import Product
-from specdec.layers.moe.mixture import Experts, Routing, apply_experts, reference_apply_experts
+from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
+from specdec.layers.moe.routing import Routing
+from specdec.layers.product import Product
 
 VECTOR = 64
 """A multiple of what torch takes at once, of any dtype."""
