@@ -93,7 +93,7 @@ class Gemma4MTPDrafter(Drafter):
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(self.embed, FusedEmbedding):
-            inputs = self.embed(tokens, beside=hidden)
+            inputs = self.embed(tokens, right=hidden)
         else:
             inputs = torch.cat([self.embed(tokens), hidden], dim=-1)
         inputs = self.model.pre_projection(inputs)  # [B, M, H]

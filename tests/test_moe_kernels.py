@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options
 from specdec.gpu.triton_shim import triton
 from specdec.layers.linear import Mlp, gated_linear, linear
-from specdec.layers.moe import dense_and_moe as beside
+from specdec.layers.moe import dense_and_moe
 from specdec.layers.moe import experts as moe_experts
 from specdec.layers.moe.dense_and_moe import mlp_and_experts, reference_mlp_and_experts
 from specdec.layers.moe.experts import Experts, list_kernel
@@ -267,7 +267,7 @@ def test_an_early_product_writes_to_memory_that_was_free_before_the_router_began
     router, experts = router_of(router_module), experts_of(experts_module)
     mlp = Mlp(torch.randn(72, 40, device=DEVICE), "gelu_tanh", torch.randn(40, 36, device=DEVICE))
     made, early = [], []
-    route, launch = beside.route, beside._launch_both
+    route, launch = dense_and_moe.route, dense_and_moe._launch_both
 
     def noted_route(*arguments: Any, **options: Any) -> Routing:
         assert options == {"holds": True}
@@ -284,8 +284,8 @@ def test_an_early_product_writes_to_memory_that_was_free_before_the_router_began
                 made.append(arguments[0])
             return function(*arguments, **(options or {}))
 
-    monkeypatch.setattr(beside, "route", noted_route)
-    monkeypatch.setattr(beside, "_launch_both", noted_launch)
+    monkeypatch.setattr(dense_and_moe, "route", noted_route)
+    monkeypatch.setattr(dense_and_moe, "_launch_both", noted_launch)
     with Allocations():
         mlp_and_experts(Fork(*torch.randn(4, 5, 40, device=DEVICE)), mlp, router, experts)
     assert made[:2] == [(5, 36), "router"]

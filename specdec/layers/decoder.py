@@ -1,16 +1,18 @@
-"""A decoder of fused layers: the order of products, norms and residuals, for every family that `fuse` knows.
+"""A decoder of fused layers: the order of products, norms and residuals, for every family of `FAMILIES`.
 
 A layer takes the residual stream h and its normed form x, and hands both to the next: the norm that begins a layer is
 computed where the one before ends. Per layer, with [..] where the family has it:
 
-    y = x W_qkv                        linear           y sum, [q/k/v norm], rotary, store     rope_store
-    a = attention                      the context      o = a W_o                              linear
-    h, x = h + [norm](o), norm(h)      norm             m = act(x W_gate) (x W_up)             gated_linear
-    d = m W_down                       linear           h = h + [norm](d)                      norm
+    y = x W_qkv                        linear           [q/k norm over all heads]              qk_norm
+    y sum, [q/k/v norm], rotary, store rope_store       a = attention                          the context
+    o = a W_o                          linear           h, x = h + [f] [norm](o), [norm](h)    norm
+    m = act(x W_gate) (x W_up)         gated_linear     d = m W_down                           linear
+                                       x of attention's own norm where the two are parallel (Cohere)
+    h = h + [f] [norm](d)              norm
     or the experts' weighted sum:      route, apply_experts
     or both: d = norm(d) + norm(experts)                  fork_norm, mlp_and_experts, join_norm
     [p = W_proj (act(W_gate h) e)      linear, ple      h = h + norm(p)]                       norm, the same launch as
-    h, x = [c] h, norm of the next layer(h)
+    h, x = [c] h, [norm] of the next layer(h)
 
 The families are descriptions (`LayerParts`) read off the Hugging Face modules; the weights are theirs.
 """
@@ -40,7 +42,7 @@ from specdec.layers.rotary import Rotary, rotary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PleParts:
-    """Gemma 4's per-layer embedding in one layer: W_gate [P, H], W_proj [H, P], the norm behind them."""
+    """Gemma 4's per-layer embedding in one layer: W_gate [P, H], W_proj [H, P], the norm after them."""
 
     gate: torch.Tensor
     activation: str
@@ -50,7 +52,7 @@ class PleParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeParts:
-    """Experts in the place of an MLP, or beside one (Gemma 4, `branches.py`): then router and experts read norms of
+    """Experts in the place of an MLP, or next to one (Gemma 4, `fork_join.py`): then router and experts read norms of
     the residual stream of their own, and what both add is normed each for itself before the sum."""
 
     router: Router
@@ -150,15 +152,15 @@ class FusedEmbedding(nn.Module):
     def weight(self) -> torch.Tensor:
         return self.source.weight
 
-    def forward(self, tokens: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
-        """tokens [...] -> [..., H]; with beside [..., Z]: [..., H + Z], the embeddings first."""
+    def forward(self, tokens: torch.Tensor, right: torch.Tensor | None = None) -> torch.Tensor:
+        """tokens [...] -> [..., H]; with right [..., Z]: [..., H + Z], the embeddings first."""
         scale: torch.Tensor | None = getattr(self.source, "embed_scale", None)
-        rows = None if beside is None else beside.reshape(tokens.numel(), -1)
+        rows = None if right is None else right.reshape(tokens.numel(), -1)
         return self.ops(embed)(tokens.reshape(-1), self.weight, scale, rows).view(*tokens.shape, -1)
 
 
 class FusedNorm(nn.Module):
-    """The norm behind the last layer."""
+    """The norm after the last layer."""
 
     def __init__(self, gain: Gain, ops: Operations) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ class Weights:
     """The weights that one or more modules read, where others may re-point them at any time.
 
     Kept in step by asking for `generation` before each forward: a fused decoder is described again when they have
-    moved. Whoever holds addresses, as a captured graph does, remembers the number that it was made at.
+    moved. A holder of addresses, such as a captured graph, remembers the number it was made at.
 
     original: of modules that are a private copy, the user's modules. When these change (another active adapter, a hook,
     a sub-module in the place of another), `copy_again` replaces the copy, and returns its weights.

@@ -8,8 +8,8 @@ meets another. The sum over K is cut once per weight (`choose_cut`), whatever th
 
     y = ((0 + p_0) + p_1) + ... + p_{S-1},      p_s = sum over the s-th range of K, in ascending order
 
-so a row's result has the same bits beside any number of others. At few rows the S ranges are programs of their own,
-which leave p_s in float32 [S, M, N] to whoever reads the product next; at many, one program adds them up. Where a range
+so a row's result has the same bits next to any number of others. At few rows the S ranges are programs of their own,
+which leave p_s in float32 [S, M, N] to the reader of the product; at many, one program adds them up. Where a range
 is one tile of the weight (`held`: small weights), its program asks for it while the kernel before still runs.
 """
 
@@ -30,7 +30,7 @@ FEW_PROGRAMS = 256
 """With more of them, or more rows, a program adds the ranges up: parts would be more bytes than they are worth."""
 
 VENDOR_ROWS = 64
-"""Up to so many rows `linear` is faster than the vendor's library; with weights that programs hold, at more."""
+"""Up to this number of rows `linear` is faster than the vendor's library; with weights that programs hold, at more."""
 
 
 class Mlp(NamedTuple):
@@ -283,7 +283,7 @@ def linear(
 ) -> Product:
     """x [M, K], weight [N, K] (rows of both at any stride), bias [N] or None -> their product.
 
-    apart: its ranges of K are parts whatever the number of rows. holds: no kernel behind it starts before x is there.
+    apart: its ranges of K are parts whatever the number of rows. holds: no later kernel starts before x is written.
     """
     cut = choose_cut(*weight.shape)
     tiles = tiles or choose_tiles(len(x), len(weight), cut, x)

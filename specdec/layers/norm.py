@@ -5,7 +5,7 @@ r"""What stands between two products of a decoder layer, in one launch: the last
     x = pre(h)                                 the input of the next product; may be absent
 
     norm(z) = z (mean(z^2) + eps)^(-1/2) w     in float32, rounded once to the model's dtype (Gemma 4)
-                                               or before w as well (`round_first`; Llama and its kin)
+                                               or before w as well (`round_first`; Llama and most others)
                                                times 1 + w (`plus_one`; Gemma 2 and 3)
                                                of z - mean(z) (`centred`; Cohere)
 

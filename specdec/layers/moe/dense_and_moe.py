@@ -1,13 +1,13 @@
-r"""A dense MLP and a mixture of experts beside each other (Gemma 4): two launches for the products of both.
+r"""A dense MLP and a mixture of experts that read one residual stream (Gemma 4): two launches for the products of both.
 
-    fork     the residual stream's three norms (`branches.py`)
+    fork     the residual stream's three norms (`fork_join.py`)
     route    two launches, of one multiprocessor in five and of a warp a row, which read next to nothing
     1        act(x_mlp W_gate) (x_mlp W_up)  |  the same of every chosen expert
     2        times W_down, in its ranges     |  the same, times the routing weight
 
-Launch 1 starts `early` (`launch.py`): its dense programs wait for nothing but the fork, and read their weight while the
-router is read and picks. The sums are those of `gated_linear`, `linear` and `apply_experts`, to the bit; where
-assignments are many it is these that run, since a tile that holds all rows would keep programs off a multiprocessor.
+Launch 1 starts `early` (`dependent_launch.py`): its dense programs wait for nothing but the fork, and read their weight
+while the router is read and picks. The sums have the bits of `gated_linear`, `linear` and `apply_experts`. These run
+where assignments are many, since a tile that holds all rows would keep programs off a multiprocessor.
 """
 
 from collections.abc import Callable

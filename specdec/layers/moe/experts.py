@@ -21,10 +21,10 @@ from specdec.layers.product import Product
 ACTIVATIONS = ("gelu_tanh", "silu", "swiglu_clamped")
 
 FEW_SLOTS = 256
-"""Up to so many assignments every program finds its expert's assignments itself; more are listed first."""
+"""Up to this number of assignments every program finds those of its expert itself; more are listed first."""
 
 FEW_ROWS = 64
-"""And up to so many rows: each must fit the tile of an expert that all of them choose."""
+"""And up to this number of rows: all must fit the tile of an expert that all of them choose."""
 
 
 STAGES = {128: 4, 64: 6, 32: 6}
@@ -176,7 +176,7 @@ def _multiply(
 def product_kernel(
     tile: tl.tensor,  # of this program where another kernel calls; None where launched
     slot: tl.tensor,
-    p_x: tl.tensor,  # [T, K], or [A, K] behind the first product
+    p_x: tl.tensor,  # [T, K], or [A, K] after the first product
     p_w: tl.tensor,  # [E, N, K] at any strides
     p_bias: tl.tensor,  # [E, N] or None
     p_experts: tl.tensor,  # [A], or None with a list
@@ -269,12 +269,12 @@ class ExpertLaunch(NamedTuple):
 
     tiles: int
     lists: int
-    arguments: tuple[Any, ...]  # of `expert_program`, behind its place, up to the constants
+    arguments: tuple[Any, ...]  # of `product_kernel`, after its place, up to the constants
     options: dict[str, Any]
 
 
 class ExpertProducts(NamedTuple):
-    """Two launches, one behind the other, and what they make."""
+    """Two launches, one after the other, and their result."""
 
     gate_up: ExpertLaunch
     down: ExpertLaunch
@@ -348,7 +348,7 @@ def _tiles(
 ) -> tuple[int, int, int, int, int]:
     """(BLOCK_N, BLOCK_M, BLOCK_K, warps, stages). BLOCK_K is part of the bits: a function of the weight alone."""
     block_k = 32 if dtype == torch.float32 else 128 if k % 128 == 0 else 64
-    wanted = num_rows if listed is None else 2 * slots // num_experts
-    block_m = min(max(16, triton.next_power_of_2(wanted)), 64 if listed is not None else 256)
+    expected = num_rows if listed is None else 2 * slots // num_experts
+    block_m = min(max(16, triton.next_power_of_2(expected)), 64 if listed is not None else 256)
     stages = (FEW_STAGES if block_m == 16 else STAGES)[block_k] if block_m <= 32 else 3
     return 64, block_m, block_k, 4, stages

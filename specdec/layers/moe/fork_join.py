@@ -1,4 +1,4 @@
-r"""A layer whose MLP has experts beside it (Gemma 4): where the residual stream forks, and where the branches join.
+r"""A layer with an MLP and experts (Gemma 4): the norms where the residual stream forks, and where the branches join.
 
     fork    h = r + post(y);   x_mlp, x_experts, x_router = norm_m(h), norm_e(h), norm_r(h) f
     join    h = (r + post(norm_d(y_mlp) + norm_c(y_experts))) c;   x = pre(h)               c and pre may be absent

@@ -107,7 +107,7 @@ def pick_kernel(
 
 @op(reference=reference_route)
 def route(x: torch.Tensor, router: Router, *, holds: bool = False) -> Routing:
-    """x [T, H], normed -> its experts. holds: no kernel behind these starts before x is there."""
+    """x [T, H], normed -> its experts. holds: no later kernel starts before x is written."""
     num_rows, num_experts = len(x), len(router.weight)
     assert 1 <= router.top_k <= num_experts, f"{router.top_k=} {num_experts=}"
     experts = torch.empty((num_rows, router.top_k), dtype=torch.int32, device=x.device)
