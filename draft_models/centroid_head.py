@@ -19,7 +19,8 @@ import torch
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import tl, triton
-from specdec.layers.linear import finish, linear
+from specdec.layers.linear import linear
+from specdec.layers.product import finish
 from specdec.sampling.choose_candidate import choose_kernel
 from specdec.sampling.collect_candidates import Candidates
 from specdec.sampling.kernel_sampler import MAX_BEST

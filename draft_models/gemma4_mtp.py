@@ -32,9 +32,9 @@ from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import REFERENCE, Operations
 from specdec.kvcache.frozen import KVView, frozen_kv
 from specdec.kvcache.layout import SLIDING_ATTENTION
+from specdec.layers.accepted_path import keep_last
 from specdec.layers.decoder import FusedEmbedding
 from specdec.layers.fuse import Weights, fuse, fuse_embedding, fuse_linear
-from specdec.layers.path_rows import keep_last
 from specdec.modules.private_copy import private_copy
 from specdec.sampling.kernel_sampler import MAX_BEST
 
@@ -92,7 +92,7 @@ class Gemma4MTPDrafter(Drafter):
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(self.embed, FusedEmbedding):
-            inputs = self.embed(tokens, beside=hidden)
+            inputs = self.embed(tokens, right=hidden)
         else:
             inputs = torch.cat([self.embed(tokens), hidden], dim=-1)
         inputs = self.model.pre_projection(inputs)  # [B, M, H]

@@ -26,15 +26,18 @@ from specdec.kvcache.index_spaces import FullLoc
 from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.store import StoreAddresses, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
-from specdec.layers.branches import Fork, fork_norm, join_norm
+from specdec.layers.accepted_path import keep_last, path_rows
+from specdec.layers.embed_and_norm import embed_and_norm
 from specdec.layers.embedding import embed
-from specdec.layers.linear import Mlp, Product, finish, gated_linear, linear, vendor_gated_linear
+from specdec.layers.linear import Mlp, gated_linear, linear, vendor_gated_linear
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
-from specdec.layers.moe.mixture import Experts, Router, Routing, apply_experts, route
+from specdec.layers.moe.experts import Experts, apply_experts
+from specdec.layers.moe.fork_join import Fork, fork_norm, join_norm
+from specdec.layers.moe.routing import Router, Routing, route
 from specdec.layers.norm import Gain, norm
-from specdec.layers.pair_norm import pair_norm
-from specdec.layers.path_rows import keep_last, path_rows
 from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
+from specdec.layers.product import Product, finish
+from specdec.layers.qk_norm import qk_norm
 from specdec.layers.rope_store import Heads, rope_store
 from specdec.layers.rotary import Rotary, rotary
 from specdec.runtime.rounds.closing import closing
@@ -177,8 +180,13 @@ def norms(dtype: torch.dtype, splits: int, *, rounds: bool) -> None:
     norm(part, residual=residual, pre=gain)
     norm(part, post=gain, residual=residual, scale=numbers(1, dtype=dtype), pre=gain)
     norm(part, post=gain, residual=residual)
-    pair_norm(integers(rows), numbers(99, width, dtype=dtype), part, gain, gain)
-    pair_norm(integers(rows), numbers(99, width, dtype=dtype), Product.of(residual), gain, gain)
+    norm(part, residual=residual, factor=0.22, pre=gain)
+    qk_norm(part, gain_of(1280, dtype, round_first=rounds), gain_of(640, dtype, round_first=rounds))
+    embed_and_norm(integers(rows), numbers(99, width, dtype=dtype), part, gain, gain)
+    embed_and_norm(integers(rows), numbers(99, width, dtype=dtype), Product.of(residual), gain, gain)
+    for other in ({"plus_one": True}, {"centred": True}):
+        shaped = gain_of(width, dtype)._replace(**other)
+        norm(part, post=shaped, residual=residual, pre=shaped)
 
 
 def forks(dtype: torch.dtype) -> None:
@@ -203,6 +211,14 @@ def heads(
     pool = numbers(9999, kv, head_dim, dtype=dtype)
     destination = Destination(pool, pool, FullLoc(integers(rows))) if stored else None
     rope_store(parts_of(3, rows, layout.width, dtype, bias=not normed), layout, Rotary(cos, sin), destination)
+    if not normed:
+        layout = layout._replace(interleaved=True)
+        rope_store(parts_of(3, rows, layout.width, dtype), layout, Rotary(cos, sin), destination)
+        rope_store(parts_of(3, rows, layout.width, dtype), layout, Rotary(cos[:, :0], sin[:, :0]), destination)
+    elif not rounds:
+        shaped = gain_of(head_dim, dtype)._replace(plus_one=True)
+        layout = layout._replace(q_norm=shaped, k_norm=shaped, v_norm=None)
+        rope_store(parts_of(3, rows, layout.width, dtype), layout, Rotary(cos, sin), destination)
 
 
 def embeddings(dtype: torch.dtype, num_rows: int) -> None:

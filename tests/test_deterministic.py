@@ -23,7 +23,7 @@ from specdec.attention.row_tiles import ROWS, pad_rows, row_tiles
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import ConfigError, SpecDecError, UnsupportedModelError
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE
-from specdec.layers.rowwise import ROWWISE, ByVectors, rows_alone
+from specdec.layers.batch_invariant_torch import ROWWISE, ByVectors, rows_alone
 from specdec.models.target import TargetModel
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import ReferenceSampler
@@ -228,10 +228,10 @@ def test_a_layer_that_looks_at_other_rows(make_target, make_engine):
 
 
 def test_a_gpu_without_the_kernels_is_refused(make_target, monkeypatch):
-    model = make_target("gemma3")
+    model = make_target("starcoder2")
     monkeypatch.setattr(TargetModel, "device", torch.device("cuda", 0))
     monkeypatch.setattr(TargetModel, "_probe", lambda self: type("Proof", (), {"rule": None}))
-    with pytest.raises(UnsupportedModelError, match=r"on cuda:0 needs fused layers on Triton .*; .* Gemma3TextModel"):
+    with pytest.raises(UnsupportedModelError, match=r"on cuda:0 needs fused layers on Triton .*; .* Starcoder2Model"):
         TargetModel(model, REFERENCE, deterministic=True)
 
 

@@ -13,13 +13,14 @@ from specdec.draft_models.eagle3.fused_head import FusedHead, choose_form
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, HeadOutput, PlainHead
 from specdec.draft_models.fused_form import Echo
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
+from specdec.layers.accepted_path import keep_last, path_rows
+from specdec.layers.embed_and_norm import embed_and_norm, reference_embed_and_norm
 from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights
-from specdec.layers.linear import Product, gated_linear
+from specdec.layers.linear import gated_linear
 from specdec.layers.merge import is_merged
 from specdec.layers.norm import Gain
-from specdec.layers.pair_norm import pair_norm, reference_pair_norm
-from specdec.layers.path_rows import keep_last, path_rows
+from specdec.layers.product import Product
 
 from marks import pairs, quick
 
@@ -153,7 +154,7 @@ def test_a_form_that_computes_something_else_is_not_chosen() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("parts", ["whole", "bias", "split"])
 @pytest.mark.parametrize("width", [1, 24, 130])
-def test_pair_norm_is_the_reference(width: int, parts: str, dtype: torch.dtype) -> None:
+def test_embed_and_norm_is_the_reference(width: int, parts: str, dtype: torch.dtype) -> None:
     tokens, table = torch.tensor([3, 0, 3, 5], device=DEVICE), torch.randn(6, 2 * width, device=DEVICE).to(dtype)
     one, two, bias = torch.randn(3, width, device=DEVICE).to(dtype)
     gains = Gain(one, 1e-3, round_first=True), Gain(two, 1.0)
@@ -163,18 +164,18 @@ def test_pair_norm_is_the_reference(width: int, parts: str, dtype: torch.dtype) 
         "split": Product(torch.randn(3, 4, width, device=DEVICE), None, dtype),
     }[parts]
     table = table[:, :width]  # rows at a distance
-    got = pair_norm(tokens, table, product, *gains)
-    want = reference_pair_norm(tokens, table, product, *gains)
+    got = embed_and_norm(tokens, table, product, *gains)
+    want = reference_embed_and_norm(tokens, table, product, *gains)
     tolerance = 2e-5 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
 
 
-def test_pair_norm_by_eye() -> None:
+def test_embed_and_norm_by_eye() -> None:
     """Rows (3, 4) and (0, 2) over their root mean squares, sqrt(12.5) and sqrt(2), times the gains."""
     table = torch.tensor([[9.0, 9.0], [3.0, 4.0]], device=DEVICE)
     product = Product(torch.tensor([[[0.0, 1.5]], [[0.0, 0.5]]], device=DEVICE), None, torch.float32)
     one, two = (Gain(torch.full((2,), value, device=DEVICE), 0.0) for value in (1.0, 2.0))
-    hidden, x = pair_norm(torch.tensor([1], device=DEVICE), table, product, one, two)
+    hidden, x = embed_and_norm(torch.tensor([1], device=DEVICE), table, product, one, two)
     assert hidden.tolist() == [[0.0, 2.0]]
     want = [[3 / 12.5**0.5, 4 / 12.5**0.5, 0.0, 2 * 2 / 2**0.5]]
     torch.testing.assert_close(x, torch.tensor(want, device=DEVICE))

@@ -42,6 +42,7 @@ SAMPLED = [
 ]
 FUSABLE = ["gemma4-e2b", "llama", "gpt_oss", "gemma4-moe"]
 SLOW = ["gemma4-31b", "gemma4-multimodal", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"]
+NEWER = ["cohere", "cohere2", "gemma2", "gemma3", "glm", "glm4", "granite", "olmo2", "phi3", "smollm3"]
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here; see make gpu-test")
 DRAFTS = {"chain": SpecConfig(num_steps=3), "tree": SpecConfig(num_steps=3, topk=2, num_draft_tokens=6)}
 
@@ -85,7 +86,22 @@ def test_tokens_are_those_of_unfused_layers(
             assert generate(model, drafter, prompts, params, fused=True, **settings) == want
 
 
-@pytest.mark.parametrize("family", ["gemma4-e2b", "gpt_oss"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "bitwise"])
+@pytest.mark.parametrize("family", NEWER)
+def test_newer_families_decode_greedily_as_transformers_does(
+    family, deterministic, make_target, make_engine, greedy_oracle, random_prompt
+):
+    """Past the sliding window, in chunks, two prompts at once, with drafts; also where rows keep their bits."""
+    model, prompts = make_target(family), [random_prompt(5), random_prompt(19)]
+    settings = {"fused": True, "deterministic": deterministic, "prefill_chunk": 7, "max_batch_size": 2}
+    with make_engine(model, "ngram", **settings) as engine:
+        assert engine.target.unfused is None and engine.target.deterministic == deterministic
+        tokens = [out.token_ids for out in engine.generate(prompts, GREEDY)]
+    assert tokens == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    assert len({token for row in tokens for token in row}) > 3
+
+
+@pytest.mark.parametrize("family", ["gemma4-e2b", "gpt_oss", "granite", "olmo2"])
 def test_states_that_drafters_ask_for_are_those_of_unfused_layers(family, make_target, make_engine, random_prompt):
     """Those that enter layers, the one that leaves the last, and the final one."""
     seen = []
@@ -166,11 +182,11 @@ def test_operations_in_the_interpreter_are_the_kernels(monkeypatch):
 
 
 def test_a_family_without_fused_layers(make_target, make_engine, greedy_oracle, random_prompt):
-    model = make_target("gemma3")
-    with pytest.raises(ConfigError, match=r"fused=True, .* Gemma3TextModel has no fused form; Gemma4TextModel, .*auto"):
+    model = make_target("starcoder2")
+    with pytest.raises(ConfigError, match=r"fused=True, .* Starcoder2Model has no fused form; Cohere2Model, .*auto"):
         make_engine(model, fused=True)
     target = TargetModel(model, REFERENCE)
-    assert "Gemma3TextModel has no fused form" in target.unfused
+    assert "Starcoder2Model has no fused form" in target.unfused
     prompt = random_prompt(9)
     [out] = Engine(target, config=EngineConfig(max_model_len=64)).generate(prompt, GREEDY)
     assert out.token_ids == greedy_oracle(model, prompt, NEW)

@@ -11,19 +11,16 @@ from torch.nn import functional as F
 from specdec.kvcache.index_spaces import FullLoc
 from specdec.layers import linear as linear_module
 from specdec.layers import tiling
-from specdec.layers.branches import fork_norm, join_norm, reference_fork_norm, reference_join_norm
 from specdec.layers.linear import (
-    Product,
-    finish,
     gated_linear,
     linear,
     reference_activate,
-    reference_finish,
     reference_gated_linear,
     reference_linear,
     vendor_gated_linear,
     vendor_linear,
 )
+from specdec.layers.moe.fork_join import fork_norm, join_norm, reference_fork_norm, reference_join_norm
 from specdec.layers.norm import Gain, norm, reference_norm
 from specdec.layers.per_layer_embedding import (
     gated_projection,
@@ -31,6 +28,8 @@ from specdec.layers.per_layer_embedding import (
     reference_gated_projection,
     reference_layer_inputs,
 )
+from specdec.layers.product import Product, finish, reference_finish
+from specdec.layers.qk_norm import qk_norm, reference_qk_norm
 from specdec.layers.rope_store import Destination, Heads, reference_rope_store, rope_store
 from specdec.layers.rotary import Rotary, reference_rotary, rotary
 from specdec.layers.tiling import Cut, Tiles, balanced_rows, choose_cut
@@ -266,6 +265,10 @@ def test_norm_is_the_reference(width: int, splits: int):
         {"post": gains[1], "residual": residual, "pre": gains[2]},
         {"post": gains[2], "residual": residual, "scale": randn(1), "pre": gains[0]},
         {"scale": randn(1)},
+        {"factor": 0.22, "residual": residual, "pre": gains[1]},
+        {"post": gains[0]._replace(plus_one=True), "residual": residual, "pre": gains[2]._replace(plus_one=True)},
+        {"residual": residual, "pre": gains[0]._replace(centred=True)},
+        {"post": gains[0]._replace(centred=True), "factor": 3.0},
     ):
         torch.testing.assert_close(norm(product, **options), reference_norm(product, **options), rtol=2e-5, atol=2e-5)
 
@@ -355,6 +358,8 @@ HEADS = {
     "keys as values": lambda d: Heads(2, 1, d, Gain(randn(d), 1e-6), Gain(randn(d), 1e-6), Gain(None, 1e-6), True),
     "queries": lambda d: Heads(3, 0, d, Gain(randn(d), 1e-6)),
     "llama": lambda d: Heads(4, 1, d),
+    "gemma3": lambda d: Heads(2, 1, d, Gain(randn(d), 1e-6, plus_one=True), Gain(randn(d), 1e-6, plus_one=True)),
+    "glm": lambda d: Heads(4, 2, d, interleaved=True),
     "qwen3": lambda d: Heads(2, 2, d, Gain(randn(d), 1e-6, True), Gain(randn(d), 1e-6, True)),
 }
 
@@ -386,6 +391,25 @@ def test_rope_by_eye():
     rows = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=DEVICE).expand(2, 4)
     got = rope_store(Product.of(rows.contiguous()), Heads(1, 0, 4), table).q
     assert got[:, 0].tolist() == [[1, 2, 3, 4], [-2, 1, 3, 4]]
+
+
+def test_interleaved_rope_by_eye():
+    """A quarter turn sends channel 2 j to 2 j + 1; channels past R stay. Without channels that turn all stay."""
+    rows = Product.of(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]], device=DEVICE))
+    table = Rotary(torch.zeros(1, 2, device=DEVICE), torch.ones(1, 2, device=DEVICE))
+    assert rope_store(rows, Heads(1, 0, 6, interleaved=True), table).q[0, 0].tolist() == [-2, 1, -4, 3, 5, 6]
+    none = rotary(torch.tensor([7], device=DEVICE), torch.empty(0, device=DEVICE), 1.0, torch.float32)
+    assert rope_store(rows, Heads(1, 0, 6), none).q[0, 0].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("widths", "splits"), [((1, 1), 1), ((63, 21), 3), ((64, 64), 1), ((100, 20), 2)])
+def test_qk_norm_is_the_reference(widths: tuple[int, int], splits: int):
+    q_width, k_width = widths
+    product = product_of(3, q_width + 2 * k_width, splits, biased=splits > 1)
+    for round_first in (False, True):
+        gains = [Gain(randn(width), eps, round_first) for width, eps in zip(widths, (0.1, 0.2), strict=True)]
+        got, want = (finish(f(product, *gains)) for f in (qk_norm, reference_qk_norm))
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
 def test_rotary_is_the_reference():

@@ -112,7 +112,7 @@ def test_an_embedding_stands_for_the_one_it_replaces(ops):
         assert isinstance(fused, FusedEmbedding) and fused.weight is source.weight
         with torch.inference_mode():
             assert fused(tokens).equal(source(tokens))
-            got = fused(tokens, beside=state.half())
+            got = fused(tokens, right=state.half())
             assert got.equal(torch.cat([source(tokens), state.half()], dim=-1))
 
 

@@ -13,15 +13,16 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options
 from specdec.gpu.triton_shim import triton
-from specdec.layers.branches import Fork
-from specdec.layers.linear import Mlp, finish, gated_linear, linear, reference_finish
-from specdec.layers.moe import dense_and_moe as beside
-from specdec.layers.moe import mixture
+from specdec.layers.linear import Mlp, gated_linear, linear
+from specdec.layers.moe import dense_and_moe
+from specdec.layers.moe import experts as moe_experts
 from specdec.layers.moe.dense_and_moe import mlp_and_experts, reference_mlp_and_experts
-from specdec.layers.moe.mixture import Experts, Router, Routing, reference_route, route
+from specdec.layers.moe.experts import Experts, list_kernel
+from specdec.layers.moe.fork_join import Fork
 from specdec.layers.moe.moe_families import experts_of, router_of
-from specdec.layers.moe.moe_kernels import list_kernel, pick_kernel
+from specdec.layers.moe.routing import Router, Routing, pick_kernel, reference_route, route
 from specdec.layers.norm import reference_rms_norm
+from specdec.layers.product import finish, reference_finish
 
 from marks import slow
 
@@ -94,11 +95,11 @@ def router_input(x: torch.Tensor, router: Router) -> torch.Tensor:
 
 
 def apply_experts(*arguments: Any, **options: Any) -> torch.Tensor:
-    return finish(mixture.apply_experts(*arguments, **options))
+    return finish(moe_experts.apply_experts(*arguments, **options))
 
 
 def reference_apply_experts(*arguments: Any) -> torch.Tensor:
-    return reference_finish(mixture.reference_apply_experts(*arguments))
+    return reference_finish(moe_experts.reference_apply_experts(*arguments))
 
 
 @torch.no_grad()
@@ -266,7 +267,7 @@ def test_an_early_product_writes_to_memory_that_was_free_before_the_router_began
     router, experts = router_of(router_module), experts_of(experts_module)
     mlp = Mlp(torch.randn(72, 40, device=DEVICE), "gelu_tanh", torch.randn(40, 36, device=DEVICE))
     made, early = [], []
-    route, launch = beside.route, beside._launch
+    route, launch = dense_and_moe.route, dense_and_moe._launch_both
 
     def noted_route(*arguments: Any, **options: Any) -> Routing:
         assert options == {"holds": True}
@@ -283,8 +284,8 @@ def test_an_early_product_writes_to_memory_that_was_free_before_the_router_began
                 made.append(arguments[0])
             return function(*arguments, **(options or {}))
 
-    monkeypatch.setattr(beside, "route", noted_route)
-    monkeypatch.setattr(beside, "_launch", noted_launch)
+    monkeypatch.setattr(dense_and_moe, "route", noted_route)
+    monkeypatch.setattr(dense_and_moe, "_launch_both", noted_launch)
     with Allocations():
         mlp_and_experts(Fork(*torch.randn(4, 5, 40, device=DEVICE)), mlp, router, experts)
     assert made[:2] == [(5, 36), "router"]

@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -23,14 +27,24 @@ from transformers import (
     Gemma4ForConditionalGeneration,
     Gemma4TextConfig,
     Gemma4VisionConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -38,6 +52,10 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 from specdec import Engine, EngineConfig, SpecConfig
@@ -153,6 +171,29 @@ def build_target(family: str, **overrides: Any) -> PreTrainedModel:
         case "mistral":
             slides = {"num_hidden_layers": 3, "sliding_window": WINDOW}
             return MistralForCausalLM(MistralConfig(**{**base, **slides, **overrides}))
+    base |= {"num_hidden_layers": 3}  # those that only the tests of fused layers build
+    partly = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+    match family:
+        case "cohere":
+            return CohereForCausalLM(CohereConfig(**{**base, "logit_scale": 0.25, **overrides}))
+        case "cohere2":
+            slides = {"layer_types": [SLIDING, SLIDING, FULL], "sliding_window": WINDOW}
+            return Cohere2ForCausalLM(Cohere2Config(**{**base, **slides, "logit_scale": 0.25, **overrides}))
+        case "glm":
+            return GlmForCausalLM(GlmConfig(**{**base, **partly, **overrides}))
+        case "glm4":
+            return Glm4ForCausalLM(Glm4Config(**{**base, **partly, "attention_bias": True, **overrides}))
+        case "granite":
+            factors = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22}
+            return GraniteForCausalLM(GraniteConfig(**{**base, **factors, "logits_scaling": 6.0, **overrides}))
+        case "olmo2":
+            return Olmo2ForCausalLM(Olmo2Config(**{**base, **overrides}))
+        case "phi3":
+            return Phi3ForCausalLM(Phi3Config(**{**base, **partly, "sliding_window": WINDOW, **overrides}))
+        case "smollm3":
+            return SmolLM3ForCausalLM(SmolLM3Config(**{**base, "no_rope_layers": [1, 1, 0], **overrides}))
+        case "starcoder2":  # without fused layers
+            return Starcoder2ForCausalLM(Starcoder2Config(**{**base, **overrides}))
     raise AssertionError(f"{family=}")
 
 

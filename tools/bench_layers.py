@@ -30,9 +30,10 @@ from specdec.gpu.operations import FAST, KERNELS
 from specdec.kvcache.index_spaces import FullLoc
 from specdec.kvcache.layout import layout_from_config
 from specdec.layers.fuse import fuse
-from specdec.layers.linear import VENDOR_ROWS, finish, gated_linear, linear, reference_gated_linear
+from specdec.layers.linear import VENDOR_ROWS, gated_linear, linear, reference_gated_linear
 from specdec.layers.norm import Gain, norm, reference_norm
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
+from specdec.layers.product import finish
 from specdec.layers.rope_store import Destination, Heads, reference_rope_store, rope_store
 from specdec.layers.rotary import reference_rotary, rotary
 from specdec.layers.tiling import choose_cut

@@ -24,11 +24,12 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTo
 
 from specdec import SamplingParams
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample, reference_centroid_logits
-from specdec.layers.linear import finish, reference_finish
-from specdec.layers.moe import mixture
-from specdec.layers.moe.mixture import Experts, Router, Routing, reference_apply_experts, reference_route, route
+from specdec.layers.moe import experts as moe_experts
+from specdec.layers.moe.experts import Experts, reference_apply_experts
 from specdec.layers.moe.moe_families import experts_of, router_of
+from specdec.layers.moe.routing import Router, Routing, reference_route, route
 from specdec.layers.norm import reference_rms_norm
+from specdec.layers.product import finish, reference_finish
 from specdec.sampling.kernel_sampler import best_tokens, sample
 from specdec.sampling.reference_sampler import ReferenceSampler
 from specdec.sampling.sampling_table import ParamVectors, SamplingTable, Uses
@@ -215,7 +216,7 @@ def gpt_oss_layers(count: int) -> list[tuple[Any, Any]]:
 
 
 def apply_experts(*arguments: Any, **options: Any) -> torch.Tensor:
-    return finish(mixture.apply_experts(*arguments, **options))
+    return finish(moe_experts.apply_experts(*arguments, **options))
 
 
 def ours(x: torch.Tensor, view: tuple[Router, Experts]) -> torch.Tensor:
@@ -275,17 +276,17 @@ def moe_part(read: float, args: Any) -> None:
 
 def tune(xs: list[torch.Tensor], views: list[Any]) -> None:
     """The same layers with other tiles."""
-    tiles = mixture._tiles
+    tiles = moe_experts._tiles
     for block_n, num_warps, stages in itertools.product((64, 128), (4, 8), (3, 4, 6, 8)):
 
         def other(*key: Any, n: int = block_n, w: int = num_warps, s: int = stages) -> tuple[int, ...]:
             _, block_m, block_k, _, _ = tiles(*key)
             return n, block_m, block_k, w, min(s, 200_000 // (2 * block_k * (n + block_m)))
 
-        mixture._tiles = other
+        moe_experts._tiles = other
         seconds = graph_time([partial(ours, x, v) for x, v in zip(xs, views, strict=True)])
         print(f"    {block_n=} {num_warps=} {stages=}: {seconds * 1e6:.1f} us", flush=True)
-    mixture._tiles = tiles
+    moe_experts._tiles = tiles
 
 
 def check_router(family: str, module: Any, router: Router, hidden: int) -> None:

@@ -32,8 +32,8 @@ from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.frozen import KVView, own_view
 from specdec.kvcache.layer_context import Destination, ScoreOptions
 from specdec.kvcache.layout import KVLayout
+from specdec.layers.accepted_path import keep_last, path_rows
 from specdec.layers.fuse import Weights
-from specdec.layers.path_rows import keep_last, path_rows
 
 
 class Eagle3Drafter(Drafter):

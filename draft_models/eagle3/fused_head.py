@@ -1,6 +1,6 @@
 """The head with fused layers: the same weights in few launches.
 
-    x = cat[norm(embed), norm(g)]    pair_norm, which looks the token up and ends the sum of fc
+    x = cat[norm(embed), norm(g)]    embed_and_norm, which looks the token up and ends the sum of fc
     layers                           `FusedLayer`: merged QKV, rotary and store in one launch, gated MLP, residual norms
     a, norm(a)                       from the last layer's one launch
 
@@ -17,12 +17,13 @@ from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, HeadContext
 from specdec.draft_models.fused_form import Echo, why_unfused
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedLayer, LayerParts, Shared
+from specdec.layers.embed_and_norm import embed_and_norm
 from specdec.layers.families import ACTIVATIONS, Unfusable
 from specdec.layers.fuse import Weights, fuse_linear
-from specdec.layers.linear import Mlp, Product, linear
+from specdec.layers.linear import Mlp, linear
 from specdec.layers.merge import MERGING, merge_rows
 from specdec.layers.norm import Gain, norm
-from specdec.layers.pair_norm import pair_norm
+from specdec.layers.product import Product
 from specdec.layers.rope_store import Heads
 from specdec.layers.rotary import rotary
 from specdec.modules.weights_lock import holds_weights_lock
@@ -74,7 +75,7 @@ class FusedHead(PlainHead):
         frequencies: torch.Tensor = rope.inv_freq
         angles = ops(rotary)(positions.reshape(-1), frequencies, float(rope.attention_scaling), hidden.dtype)
         inputs = tokens.reshape(-1), table, hidden, self.token_gain, self.state_gain
-        state, x = ops(pair_norm)(*inputs)  # [T, H], [T, 2H]
+        state, x = ops(embed_and_norm)(*inputs)  # [T, H], [T, 2H]
         if spec.norm_before_residual:
             state = x[:, spec.hidden_size :]
         for layer in self.layers:

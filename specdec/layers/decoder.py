@@ -1,16 +1,18 @@
-"""A decoder of fused layers: the order of products, norms and residuals, for every family that `fuse` knows.
+"""A decoder of fused layers: the order of products, norms and residuals, for every family of `FAMILIES`.
 
 A layer takes the residual stream h and its normed form x, and hands both to the next: the norm that begins a layer is
 computed where the one before ends. Per layer, with [..] where the family has it:
 
-    y = x W_qkv                        linear           y sum, [q/k/v norm], rotary, store     rope_store
-    a = attention                      the context      o = a W_o                              linear
-    h, x = h + [norm](o), norm(h)      norm             m = act(x W_gate) (x W_up)             gated_linear
-    d = m W_down                       linear           h = h + [norm](d)                      norm
+    y = x W_qkv                        linear           [q/k norm over all heads]              qk_norm
+    y sum, [q/k/v norm], rotary, store rope_store       a = attention                          the context
+    o = a W_o                          linear           h, x = h + [f] [norm](o), [norm](h)    norm
+    m = act(x W_gate) (x W_up)         gated_linear     d = m W_down                           linear
+                                       x of attention's own norm where the two are parallel (Cohere)
+    h = h + [f] [norm](d)              norm
     or the experts' weighted sum:      route, apply_experts
     or both: d = norm(d) + norm(experts)                  fork_norm, mlp_and_experts, join_norm
     [p = W_proj (act(W_gate h) e)      linear, ple      h = h + norm(p)]                       norm, the same launch as
-    h, x = [c] h, norm of the next layer(h)
+    h, x = [c] h, [norm] of the next layer(h)
 
 The families are descriptions (`LayerParts`) read off the Hugging Face modules; the weights are theirs.
 """
@@ -24,20 +26,23 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import LayerContext
-from specdec.layers.branches import fork_norm, join_norm
 from specdec.layers.embedding import embed
-from specdec.layers.linear import Mlp, Product, gated_linear, linear
+from specdec.layers.linear import Mlp, gated_linear, linear
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
-from specdec.layers.moe.mixture import Experts, Router, apply_experts, route
+from specdec.layers.moe.experts import Experts, apply_experts
+from specdec.layers.moe.fork_join import fork_norm, join_norm
+from specdec.layers.moe.routing import Router, route
 from specdec.layers.norm import Gain, norm
 from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
+from specdec.layers.product import Product
+from specdec.layers.qk_norm import qk_norm
 from specdec.layers.rope_store import Heads, rope_store
 from specdec.layers.rotary import Rotary, rotary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PleParts:
-    """Gemma 4's per-layer embedding in one layer: W_gate [P, H], W_proj [H, P], the norm behind them."""
+    """Gemma 4's per-layer embedding in one layer: W_gate [P, H], W_proj [H, P], the norm after them."""
 
     gate: torch.Tensor
     activation: str
@@ -47,7 +52,7 @@ class PleParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeParts:
-    """Experts in the place of an MLP, or beside one (Gemma 4, `branches.py`): then router and experts read norms of
+    """Experts in the place of an MLP, or next to one (Gemma 4, `fork_join.py`): then router and experts read norms of
     the residual stream of their own, and what both add is normed each for itself before the sum."""
 
     router: Router
@@ -63,17 +68,21 @@ class LayerParts:
 
     kind: str
     heads: Heads
+    wide_norms: tuple[Gain, Gain] | None = None  # over all heads of the queries, and of the keys
     scaling: float
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
     out: torch.Tensor
     out_bias: torch.Tensor | None
-    input_norm: Gain
+    input_norm: Gain | None
     attention_norm: Gain | None  # on what attention adds
-    mlp_input_norm: Gain
+    mlp_input_norm: Gain | None
     mlp: Mlp | None
     mlp_norm: Gain | None  # on what the MLP adds
+    parallel: bool = False  # the MLP reads what attention reads
+    factor: float = 1.0  # of what each of the two adds
     sinks: torch.Tensor | None = None
+    softcap: float | None = None  # of attention scores
     moe: MoeParts | None = None
     ple: PleParts | None = None
     scale: torch.Tensor | None = None
@@ -92,12 +101,16 @@ class EmbeddingParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderParts:
-    """`rotary`: kind of layer -> (frequencies, attention factor). `merged`: parameters that share a storage now."""
+    """`rotary`: kind of layer -> (frequencies, attention factor). `merged`: parameters that share a storage now.
+
+    factor: of the embeddings, after those of their own module.
+    """
 
     layers: tuple[LayerParts, ...]
     final_norm: Gain
     rotary: dict[str, tuple[torch.Tensor, float]]
     merged: tuple[tuple[torch.Tensor, ...], ...]
+    factor: float = 1.0
     embeddings: EmbeddingParts | None = None
 
 
@@ -119,15 +132,15 @@ class FusedEmbedding(nn.Module):
     def weight(self) -> torch.Tensor:
         return self.source.weight
 
-    def forward(self, tokens: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
-        """tokens [...] -> [..., H]; with beside [..., Z]: [..., H + Z], the embeddings first."""
+    def forward(self, tokens: torch.Tensor, right: torch.Tensor | None = None) -> torch.Tensor:
+        """tokens [...] -> [..., H]; with right [..., Z]: [..., H + Z], the embeddings first."""
         scale: torch.Tensor | None = getattr(self.source, "embed_scale", None)
-        rows = None if beside is None else beside.reshape(tokens.numel(), -1)
+        rows = None if right is None else right.reshape(tokens.numel(), -1)
         return self.ops(embed)(tokens.reshape(-1), self.weight, scale, rows).view(*tokens.shape, -1)
 
 
 class FusedNorm(nn.Module):
-    """The norm behind the last layer."""
+    """The norm after the last layer."""
 
     def __init__(self, gain: Gain, ops: Operations) -> None:
         super().__init__()
@@ -150,36 +163,49 @@ class FusedLayer(nn.Module):
         """hidden, normed [T, H] -> the next layer's."""
         parts, ops = self.parts, self.ops
         qkv = ops(linear)(normed, parts.qkv, parts.qkv_bias)
+        if parts.wide_norms is not None:
+            qkv = ops(qk_norm)(qkv, *parts.wide_norms)
         rows = ops(rope_store)(qkv, parts.heads, shared.rotary[parts.kind], specdec_ctx.destination(self.index))
-        attended = specdec_ctx.attend_rows(self.index, *rows, scaling=parts.scaling, sinks=parts.sinks)
+        attended = specdec_ctx.attend_rows(
+            self.index, *rows, scaling=parts.scaling, softcap=parts.softcap, sinks=parts.sinks
+        )
         out = ops(linear)(attended.flatten(1), parts.out, parts.out_bias)
         end: dict[str, Any] = {"scale": parts.scale, "pre": self.next_norm}
         if parts.ple is None or shared.layer_inputs is None:
-            return self._feed_forward(out, hidden, **end)
-        hidden, _ = self._feed_forward(out, hidden)
+            return self._feed_forward(out, hidden, normed, **end)
+        hidden, _ = self._feed_forward(out, hidden, normed)
         gate = ops(linear)(hidden, parts.ple.gate)
         layer_input = shared.layer_inputs[:, self.index]
         added = ops(gated_projection)(gate, layer_input, parts.ple.projection, parts.ple.activation)
         return ops(norm)(added, post=parts.ple.norm, residual=hidden, **end)
 
-    def _feed_forward(self, out: Product, hidden: torch.Tensor, **end: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add what attention gave, then what MLP or experts make of it; `end`: what else the norm behind them does."""
+    def _feed_forward(
+        self, out: Product, hidden: torch.Tensor, x: torch.Tensor, **end: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add what attention gave, then what MLP or experts make of it, or of x, which attention read.
+
+        end: what else the norm after them does.
+        """
         parts, moe, ops = self.parts, self.parts.moe, self.ops
         if moe is not None and parts.mlp is not None:
             return self._branches(moe, out, hidden, **end)
-        hidden, normed = ops(norm)(out, post=parts.attention_norm, residual=hidden, pre=parts.mlp_input_norm)
+        hidden, normed = ops(norm)(
+            out, post=parts.attention_norm, residual=hidden, factor=parts.factor, pre=parts.mlp_input_norm
+        )
+        if parts.parallel:
+            normed = x
         if moe is None:
             added = self._mlp(normed)
         else:
             added = ops(apply_experts)(normed, ops(route)(normed, moe.router), moe.experts)
-        return ops(norm)(added, post=parts.mlp_norm, residual=hidden, **end)
+        return ops(norm)(added, post=parts.mlp_norm, residual=hidden, factor=parts.factor, **end)
 
     def _branches(
         self, moe: MoeParts, out: Product, hidden: torch.Tensor, **end: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same with MLP and experts."""
         parts, ops = self.parts, self.ops
-        assert parts.mlp is not None and parts.attention_norm is not None
+        assert parts.mlp is not None and parts.attention_norm is not None and parts.factor == 1.0
         readers: dict[str, Any] = {"mlp": parts.mlp_input_norm, "experts": moe.input_norm, "router": moe.router.gain}
         fork = ops(fork_norm)(out, post=parts.attention_norm, residual=hidden, **readers, factor=moe.router.factor)
         dense, chosen = ops(mlp_and_experts)(fork, parts.mlp, moe.router, moe.experts)
@@ -239,7 +265,9 @@ class FusedDecoder(nn.Module):
             for kind, (frequencies, factor) in self.parts.rotary.items()
         }
         shared = Shared(tables, self._layer_inputs(hidden, input_ids))
-        _, normed = self.ops(norm)(Product.of(hidden), pre=self.parts.layers[0].input_norm)
+        hidden, normed = self.ops(norm)(
+            Product.of(hidden), factor=self.parts.factor, pre=self.parts.layers[0].input_norm
+        )
         for layer in self.layers:
             hidden, normed = layer(hidden, normed, shared, specdec_ctx=specdec_ctx)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden).view(inputs_embeds.shape))

@@ -16,13 +16,13 @@ BLOCK = 512
 
 
 def reference_embed(
-    tokens: torch.Tensor, table: torch.Tensor, scale: torch.Tensor | None = None, beside: torch.Tensor | None = None
+    tokens: torch.Tensor, table: torch.Tensor, scale: torch.Tensor | None = None, right: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `embed`."""
     rows = F.embedding(tokens, table)
     if scale is not None:
         rows = rows * scale.to(table.dtype)
-    return rows if beside is None else torch.cat([rows, beside], dim=-1)
+    return rows if right is None else torch.cat([rows, right], dim=-1)
 
 
 @triton.jit(do_not_specialize=["s_tokens"])
@@ -30,12 +30,12 @@ def _embed_kernel(
     p_tokens: tl.tensor,  # [T]
     p_table: tl.tensor,  # [V, H]
     p_scale: tl.tensor,  # one number, or None
-    p_beside: tl.tensor,  # [T, Z] or None
+    p_right: tl.tensor,  # [T, Z] or None
     p_out: tl.tensor,  # [T, H + Z]
     H: tl.tensor,
     Z: tl.tensor,
     s_tokens: tl.tensor,
-    s_beside: tl.tensor,
+    s_right: tl.tensor,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -53,12 +53,12 @@ def _embed_kernel(
             scale = tl.load(p_scale).to(DTYPE).to(tl.float32)
             b_row = (b_row.to(tl.float32) * scale).to(DTYPE)
         tl.store(p_out + o_h, b_row, mask=o_h < H, eviction_policy=KEEP)
-    if p_beside is not None:  # noqa: SIM102 - this is decided when the kernel is compiled
+    if p_right is not None:  # noqa: SIM102 - this is decided when the kernel is compiled
         if i_block >= num_blocks:
             o_z = (i_block - num_blocks) * BLOCK + tl.arange(0, BLOCK)
             tl.store(
                 p_out + H + o_z,
-                tl.load(p_beside + i_t * s_beside + o_z, mask=o_z < Z, other=0.0),
+                tl.load(p_right + i_t * s_right + o_z, mask=o_z < Z, other=0.0),
                 mask=o_z < Z,
                 eviction_policy=KEEP,
             )
@@ -66,19 +66,19 @@ def _embed_kernel(
 
 @op(reference=reference_embed)
 def embed(
-    tokens: torch.Tensor, table: torch.Tensor, scale: torch.Tensor | None = None, beside: torch.Tensor | None = None
+    tokens: torch.Tensor, table: torch.Tensor, scale: torch.Tensor | None = None, right: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """tokens [T], table [V, H], scale of one number, beside [T, Z] -> [T, H], or [T, H + Z]."""
+    """tokens [T], table [V, H], scale of one number, right [T, Z] -> [T, H], or [T, H + Z]."""
     (num_rows,), width = tokens.shape, table.shape[1]
-    beside_width = 0 if beside is None else beside.shape[1]
+    right_width = 0 if right is None else right.shape[1]
     assert table.is_contiguous() and (scale is None or scale.numel() == 1), f"{table.stride()=} {scale=}"
-    assert beside is None or (len(beside) == num_rows and beside.dtype == table.dtype), f"{num_rows=}"
-    assert beside is None or beside.stride(1) == 1, "rows of what stands beside have gaps"
-    out = torch.empty((num_rows, width + beside_width), dtype=table.dtype, device=table.device)
+    assert right is None or (len(right) == num_rows and right.dtype == table.dtype), f"{num_rows=}"
+    assert right is None or right.stride(1) == 1, "rows of what stands to the right have gaps"
+    out = torch.empty((num_rows, width + right_width), dtype=table.dtype, device=table.device)
     if num_rows:
-        _embed_kernel[(num_rows, triton.cdiv(width, BLOCK) + triton.cdiv(beside_width, BLOCK))](
-            *(tokens, table, scale, beside, out, width, beside_width),
-            *(tokens.stride(0), 0 if beside is None else beside.stride(0)),
+        _embed_kernel[(num_rows, triton.cdiv(width, BLOCK) + triton.cdiv(right_width, BLOCK))](
+            *(tokens, table, scale, right, out, width, right_width),
+            *(tokens.stride(0), 0 if right is None else right.stride(0)),
             BLOCK=BLOCK,
             num_warps=2,
             **pdl_options(out.device),

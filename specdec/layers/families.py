@@ -1,12 +1,13 @@
-"""How each family's Hugging Face text model reads as `DecoderParts`: where its weights are, and what it does to them.
+"""The families that run fused, and how each one's Hugging Face text model reads as `DecoderParts`.
 
+A family like Llama is one line of `FAMILIES`: where it differs from Llama in what its modules do not say themselves.
 A model is described only as it is: whatever the description could not say raises `Unfusable` with the reason, and the
 model runs as Hugging Face wrote it. Describing a model merges its QKV and gate / up weights in place (`merge.py`).
 """
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,23 +27,135 @@ STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 
 PLAIN_MODULES = frozenset(
     {"torch.nn.modules.linear", "torch.nn.modules.container", "torch.nn.modules.sparse", "torch.nn.modules.activation"}
-    | {"transformers.activations"}
+    | {"torch.nn.modules.dropout", "transformers.activations"}  # private copies do not train: dropout does nothing
 )
 """Where the classes inside a text model come from, besides the file of the model itself."""
 
+SCALED_EMBEDDINGS = frozenset(
+    {"gemma2.Gemma2TextScaledWordEmbedding", "gemma3.Gemma3TextScaledWordEmbedding"}
+    | {"gemma4.Gemma4TextScaledWordEmbedding", "gemma4_unified.Gemma4UnifiedTextScaledWordEmbedding"}
+)
+"""Embeddings [V, H] times the number in their `embed_scale`, by `family_name`."""
+
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+Groups = list[tuple[torch.Tensor, ...]]
+"""Parameters that were merged, as they are gathered."""
 
 
 class Unfusable(UnsupportedModelError):
     """This instance does something that its fused form would not."""
 
 
-Groups = list[tuple[torch.Tensor, ...]]
-"""Parameters that were merged, as they are gathered."""
+class NormNames(NamedTuple):
+    """Attributes of a layer that are its norms: before and after attention, before and after the MLP."""
+
+    input: str | None
+    attention: str | None
+    mlp_input: str | None
+    mlp: str | None
+
+
+PRE_NORMS = NormNames("input_layernorm", None, "post_attention_layernorm", None)
+POST_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+ONE_NORM = NormNames("input_layernorm", None, None, None)
+GEMMA_NORMS = NormNames(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+GLM4_NORMS = NormNames("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+
+ROUNDED = Gain(None, 0.0, round_first=True)
+FLOAT = Gain(None, 0.0)
+PLUS_ONE = Gain(None, 0.0, plus_one=True)
+CENTRED = Gain(None, 0.0, centred=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaLike:
+    """Llama's layer (norm, attention, residual, norm, gated MLP or experts, residual), and where a family differs.
+
+    What modules say themselves is read off them: biases, q/k norms, experts, sinks, merged weights, partial rotary,
+    multipliers of embeddings and residuals, rotary tables by kind of layer. The default is Llama.
+
+    gain: the form of its norms.   norms: where they are.   parallel: the MLP reads what attention reads.
+    interleaved: the rotary embedding turns channels 2 j and 2 j + 1.   rotates: whether a layer's attention turns any.
+    softcaps: attention scores are capped at `attn_logit_softcapping`.
+    """
+
+    gain: Gain = ROUNDED
+    norms: NormNames = PRE_NORMS
+    parallel: bool = False
+    interleaved: bool = False
+    rotates: Callable[[Any], bool] = lambda attention: getattr(attention, "use_rope", True)
+    softcaps: bool = False
+
+    def __call__(self, model: Any) -> DecoderParts:
+        """The description of a text model. Raises Unfusable."""
+        _check_tree(model)
+        merged: Groups = []
+        layers = tuple(self._layer(layer, model, merged) for layer in model.layers)
+        return DecoderParts(
+            layers=layers,
+            final_norm=self._gain(model.norm),
+            rotary=_rotary(model.rotary_emb, {layer.kind for layer in layers}),
+            merged=_checked(merged),
+            factor=float(getattr(model, "embedding_multiplier", 1.0)),
+        )
+
+    def _layer(self, layer: Any, model: Any, merged: Groups) -> LayerParts:
+        attention, mlp = layer.self_attn, layer.mlp
+        mixed = hasattr(mlp, "experts")
+        products = _attention_products(attention, merged)
+        heads, wide_norms = self._heads(attention, len(products["qkv"]))
+        kinds = isinstance(model.rotary_emb.rope_type, dict)
+        norms: dict[str, Any] = {
+            f"{place}_norm": None if name is None else self._gain(getattr(layer, name))
+            for place, name in self.norms._asdict().items()
+        }
+        activation = getattr(model.config, "hidden_activation", None) or model.config.hidden_act
+        return LayerParts(
+            kind=UNROTATED if not self.rotates(attention) else attention.layer_type if kinds else "",
+            heads=heads,
+            wide_norms=wide_norms,
+            scaling=attention.scaling,
+            sinks=getattr(attention, "sinks", None),
+            softcap=attention.attn_logit_softcapping if self.softcaps else None,
+            **products,
+            **norms,
+            parallel=self.parallel,
+            factor=float(getattr(layer, "residual_multiplier", 1.0)),
+            mlp=None if mixed else _mlp(mlp, activation, merged),
+            moe=_moe(mlp.router if hasattr(mlp, "router") else mlp.gate, mlp.experts) if mixed else None,
+        )
+
+    def _heads(self, attention: Any, width: int) -> tuple[Heads, tuple[Gain, Gain] | None]:
+        """How a product of `width` columns divides, and norms over all heads of its queries and its keys."""
+        head_dim = attention.head_dim
+        num_q = attention.o_proj.in_features // head_dim
+        heads = Heads(
+            num_q=num_q, num_kv=(width // head_dim - num_q) // 2, head_dim=head_dim, interleaved=self.interleaved
+        )
+        if getattr(attention, "q_norm", None) is None:
+            return heads, None
+        gains = self._gain(attention.q_norm), self._gain(attention.k_norm)
+        shapes = [gain.weight.shape for gain in gains if gain.weight is not None]
+        if shapes == [(head_dim,)] * 2:
+            return heads._replace(q_norm=gains[0], k_norm=gains[1]), None
+        if shapes == [(heads.num_q * head_dim,), (heads.num_kv * head_dim,)]:
+            return heads, gains
+        raise Unfusable(f"its norms of queries and keys have weights {[list(shape) for shape in shapes]}")
+
+    def _gain(self, norm: Any) -> Gain:
+        eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+        return self.gain._replace(weight=norm.weight, eps=eps)
+
+
+UNROTATED = "unrotated"
+"""The kind of layers without a rotary embedding."""
 
 
 def describe_gemma4(model: Any) -> DecoderParts:
-    """Gemma 4's text model: with or without per-layer embeddings, shared K/V, keys as values, experts beside an MLP."""
+    """Gemma 4's text model: with or without per-layer embeddings, shared K/V, keys as values, experts."""
     _check_tree(model)
     merged: Groups = []
     layers = tuple(_gemma4_layer(layer, model.config.hidden_activation, merged) for layer in model.layers)
@@ -56,15 +169,10 @@ def describe_gemma4(model: Any) -> DecoderParts:
             context_scale=model.per_layer_model_projection_scale,
             table_scale=float(embedding.embed_scale.to(embedding.weight.dtype)),
         )
-    rotary = {}
-    for kind in {layer.kind for layer in layers}:
-        _check_rope(model.rotary_emb.rope_type.get(kind))
-        frequencies = getattr(model.rotary_emb, f"{kind}_inv_freq")
-        rotary[kind] = frequencies, float(getattr(model.rotary_emb, f"{kind}_attention_scaling"))
     return DecoderParts(
         layers=layers,
         final_norm=_float_gain(model.norm),
-        rotary=rotary,
+        rotary=_rotary(model.rotary_emb, {layer.kind for layer in layers}),
         merged=_checked(merged),
         embeddings=embeddings,
     )
@@ -82,7 +190,6 @@ def _gemma4_layer(layer: Any, activation: str, merged: Groups) -> LayerParts:
         v_norm=None if shared else _float_gain(attention.v_norm),
         values_are_keys=not shared and attention.v_proj is None,
     )
-    projections = [attention.q_proj] if shared else [attention.q_proj, attention.k_proj, attention.v_proj]
     ple = moe = None
     if getattr(layer, "hidden_size_per_layer_input", 0):
         ple = PleParts(
@@ -103,7 +210,7 @@ def _gemma4_layer(layer: Any, activation: str, merged: Groups) -> LayerParts:
         kind=attention.layer_type,
         heads=heads,
         scaling=attention.scaling,
-        **_attention_products(attention, [p for p in projections if p is not None], merged),
+        **_attention_products(attention, merged),
         input_norm=_float_gain(layer.input_layernorm),
         attention_norm=_float_gain(layer.post_attention_layernorm),
         mlp_input_norm=_float_gain(layer.pre_feedforward_layernorm),
@@ -115,56 +222,13 @@ def _gemma4_layer(layer: Any, activation: str, merged: Groups) -> LayerParts:
     )
 
 
-def describe_llama(model: Any) -> DecoderParts:
-    """Llama and its kin: norm, attention, residual, norm, gated MLP or experts, residual."""
-    return _describe_llama(model, _rounding_gain)
-
-
-def describe_gpt_oss(model: Any) -> DecoderParts:
-    """GPT-OSS: the same with attention sinks, biases, experts, and norms in float32 throughout."""
-    return _describe_llama(model, lambda norm: Gain(norm.weight, norm.variance_epsilon))
-
-
-def _describe_llama(model: Any, gain: Callable[[Any], Gain]) -> DecoderParts:
-    _check_tree(model)
-    _check_rope(model.rotary_emb.rope_type)
-    merged: Groups = []
-    layers = []
-    for layer in model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        normed, mixed = hasattr(attention, "q_norm"), hasattr(mlp, "experts")
-        heads = Heads(
-            num_q=attention.q_proj.out_features // attention.head_dim,
-            num_kv=attention.k_proj.out_features // attention.head_dim,
-            head_dim=attention.head_dim,
-            q_norm=gain(attention.q_norm) if normed else None,
-            k_norm=gain(attention.k_norm) if normed else None,
-        )
-        layers.append(
-            LayerParts(
-                kind="",
-                heads=heads,
-                scaling=attention.scaling,
-                sinks=getattr(attention, "sinks", None),
-                **_attention_products(attention, [attention.q_proj, attention.k_proj, attention.v_proj], merged),
-                input_norm=gain(layer.input_layernorm),
-                attention_norm=None,
-                mlp_input_norm=gain(layer.post_attention_layernorm),
-                mlp=None if mixed else _mlp(mlp, model.config.hidden_act, merged),
-                mlp_norm=None,
-                moe=_moe(mlp.router if hasattr(mlp, "router") else mlp.gate, mlp.experts) if mixed else None,
-            )
-        )
-    return DecoderParts(
-        layers=tuple(layers),
-        final_norm=gain(model.norm),
-        rotary={"": (model.rotary_emb.inv_freq, float(model.rotary_emb.attention_scaling))},
-        merged=_checked(merged),
-    )
-
-
-def _attention_products(attention: Any, projections: list[Any], merged: Groups) -> dict[str, Any]:
+def _attention_products(attention: Any, merged: Groups) -> dict[str, Any]:
     """The weights of a layer's attention, QKV merged; adds what was merged to `merged`."""
+    if hasattr(attention, "qkv_proj"):
+        projections = [attention.qkv_proj]
+    else:
+        names = ["q_proj"] if getattr(attention, "is_kv_shared_layer", False) else ["q_proj", "k_proj", "v_proj"]
+        projections = [p for name in names if (p := getattr(attention, name)) is not None]
     weights = tuple(p.weight for p in projections)
     biases = tuple(p.bias for p in projections if p.bias is not None)
     if len(biases) not in (0, len(weights)):
@@ -180,12 +244,12 @@ def _attention_products(attention: Any, projections: list[Any], merged: Groups) 
 
 def _mlp(mlp: Any, activation: str, merged: Groups) -> Mlp:
     """An MLP, gate and up merged."""
-    if any(linear.bias is not None for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
+    halves = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
+    if any(linear.bias is not None for linear in (*halves, mlp.down_proj)):
         raise Unfusable("its MLP has biases")
-    merged.append((mlp.gate_proj.weight, mlp.up_proj.weight))
-    return Mlp(
-        gate_up=merge_rows(merged[-1]), activation=_activation(mlp.act_fn, activation), down=mlp.down_proj.weight
-    )
+    merged.append(tuple(linear.weight for linear in halves))
+    act_fn = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
+    return Mlp(gate_up=merge_rows(merged[-1]), activation=_activation(act_fn, activation), down=mlp.down_proj.weight)
 
 
 def _moe(router: nn.Module, experts: nn.Module) -> MoeParts:
@@ -207,11 +271,6 @@ def _float_gain(norm: Any) -> Gain:
     return Gain(norm.weight if norm.with_scale else None, norm.eps)
 
 
-def _rounding_gain(norm: Any) -> Gain:
-    """A Llama norm: rounded to the model's dtype before the weight."""
-    return Gain(norm.weight, norm.variance_epsilon, round_first=True)
-
-
 def _activation(act_fn: nn.Module, name: str) -> str:
     """The kernels' name of an activation, if it computes what its name says."""
     if name not in ACTIVATIONS:
@@ -222,9 +281,19 @@ def _activation(act_fn: nn.Module, name: str) -> str:
     return ACTIVATIONS[name]
 
 
-def _check_rope(rope_type: str | None) -> None:
-    if rope_type not in STATIC_ROPE:
-        raise Unfusable(f"its rotary embedding is of type {rope_type!r}; known: {sorted(STATIC_ROPE)}")
+def _rotary(module: Any, kinds: Iterable[str]) -> dict[str, tuple[torch.Tensor, float]]:
+    """Frequencies and attention factor by kind of layer; one module may have a table for each kind."""
+    tables = {}
+    for kind in kinds:
+        prefix, rope_type = "", module.rope_type
+        if isinstance(rope_type, dict):
+            prefix, rope_type = f"{kind}_", rope_type.get(kind)
+        if rope_type not in STATIC_ROPE:
+            raise Unfusable(f"its rotary embedding is of type {rope_type!r}; known: {sorted(STATIC_ROPE)}")
+        frequencies: torch.Tensor = getattr(module, f"{prefix}inv_freq")
+        factor = float(getattr(module, f"{prefix}attention_scaling"))
+        tables[kind] = frequencies[:0] if kind == UNROTATED else frequencies, factor
+    return tables
 
 
 def _check_tree(model: nn.Module) -> None:
@@ -256,3 +325,37 @@ def is_untouched(module: nn.Module) -> bool:
 def is_plain(param: torch.Tensor) -> bool:
     """A dense floating tensor: not quantised, not sharded."""
     return type(param.data) is torch.Tensor and param.layout == torch.strided and param.is_floating_point()
+
+
+def family_name(module: nn.Module) -> str:
+    """The exact class of a module of transformers, as the keys of `FAMILIES` have it; "" for any other class."""
+    kind = type(module)
+    folder = kind.__module__.removeprefix("transformers.models.").partition(".")[0]
+    known = kind.__module__ == f"transformers.models.{folder}.modeling_{folder}"
+    return f"{folder}.{kind.__qualname__}" if known else ""
+
+
+FAMILIES: dict[str, Callable[[Any], DecoderParts]] = {
+    "cohere.CohereModel": LlamaLike(gain=CENTRED, norms=ONE_NORM, parallel=True, interleaved=True),
+    "cohere2.Cohere2Model": LlamaLike(
+        gain=CENTRED, norms=ONE_NORM, parallel=True, interleaved=True, rotates=lambda a: a.sliding_window is not None
+    ),
+    "gemma2.Gemma2Model": LlamaLike(gain=PLUS_ONE, norms=GEMMA_NORMS, softcaps=True),
+    "gemma3.Gemma3TextModel": LlamaLike(gain=PLUS_ONE, norms=GEMMA_NORMS),
+    "gemma4.Gemma4TextModel": describe_gemma4,
+    "gemma4_unified.Gemma4UnifiedTextModel": describe_gemma4,
+    "glm.GlmModel": LlamaLike(interleaved=True),
+    "glm4.Glm4Model": LlamaLike(norms=GLM4_NORMS, interleaved=True),
+    "gpt_oss.GptOssModel": LlamaLike(gain=FLOAT),
+    "granite.GraniteModel": LlamaLike(),
+    "llama.LlamaModel": LlamaLike(),
+    "mistral.MistralModel": LlamaLike(),
+    "mixtral.MixtralModel": LlamaLike(),
+    "olmo2.Olmo2Model": LlamaLike(gain=FLOAT, norms=POST_NORMS),
+    "phi3.Phi3Model": LlamaLike(),
+    "qwen2.Qwen2Model": LlamaLike(),
+    "qwen3.Qwen3Model": LlamaLike(),
+    "qwen3_moe.Qwen3MoeModel": LlamaLike(),
+    "smollm3.SmolLM3Model": LlamaLike(),
+}
+"""The one table of what runs fused: text model of transformers -> how it is described to `FusedDecoder`."""

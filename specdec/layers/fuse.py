@@ -1,9 +1,9 @@
-"""The one table of what replaces what: Hugging Face text model -> how it is described to `FusedDecoder`.
+"""What stands in the place of Hugging Face modules that run fused, and of their weights when these change.
 
     fuse(text_model, KERNELS) -> a FusedDecoder over the same weights, called with the same keywords
 
-The caller's own module: an engine fuses its private copy, never the user's. Classes are matched exactly, since a
-subclass may compute something else. Describing one merges weights in place: one thread at a time.
+The caller's own module: an engine fuses its private copy, never the user's. Classes are matched exactly (`FAMILIES`),
+since a subclass may compute something else. Describing one merges weights in place: one thread at a time.
 """
 
 import threading
@@ -11,48 +11,16 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel, Gemma4TextScaledWordEmbedding
-from transformers.models.gemma4_unified.modeling_gemma4_unified import (
-    Gemma4UnifiedTextModel,
-    Gemma4UnifiedTextScaledWordEmbedding,
-)
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssModel
-from transformers.models.llama.modeling_llama import LlamaModel
-from transformers.models.mistral.modeling_mistral import MistralModel
-from transformers.models.mixtral.modeling_mixtral import MixtralModel
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel
 
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import DecoderParts, FusedDecoder, FusedEmbedding
-from specdec.layers.families import (
-    Unfusable,
-    describe_gemma4,
-    describe_gpt_oss,
-    describe_llama,
-    is_plain,
-    is_untouched,
-)
-from specdec.layers.linear import finish, linear
-from specdec.layers.merge import MERGING, Watch, unmerge_rows
+from specdec.layers.families import FAMILIES, SCALED_EMBEDDINGS, Unfusable, family_name, is_plain, is_untouched
+from specdec.layers.linear import linear
+from specdec.layers.merge import MERGING, Watch
+from specdec.layers.product import finish
 from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.weights_lock import holds_weights_lock
-
-FUSED: dict[type[nn.Module], Callable[[nn.Module], DecoderParts]] = {
-    Gemma4TextModel: describe_gemma4,
-    Gemma4UnifiedTextModel: describe_gemma4,
-    GptOssModel: describe_gpt_oss,
-    LlamaModel: describe_llama,
-    MistralModel: describe_llama,
-    MixtralModel: describe_llama,
-    Qwen2Model: describe_llama,
-    Qwen3Model: describe_llama,
-    Qwen3MoeModel: describe_llama,
-}
-
-EMBEDDINGS = (nn.Embedding, Gemma4TextScaledWordEmbedding, Gemma4UnifiedTextScaledWordEmbedding)
 
 
 def fuse(source: nn.Module, ops: Operations) -> FusedDecoder:
@@ -86,7 +54,8 @@ def fuse_linear(module: nn.Module, ops: Operations) -> nn.Module:
 
 def fuse_embedding(module: nn.Module, ops: Operations) -> nn.Module:
     """The same rows by `ops`; the module itself where it is no embedding known here, or does more than look up."""
-    if type(module) not in EMBEDDINGS or not isinstance(module, nn.Embedding):
+    known = type(module) is nn.Embedding or family_name(module) in SCALED_EMBEDDINGS
+    if not known or not isinstance(module, nn.Embedding):
         return module
     plain = is_untouched(module) and is_plain(module.weight) and module.weight.is_contiguous()
     return FusedEmbedding(module, ops) if plain and module.max_norm is None else module
@@ -96,7 +65,7 @@ class Weights:
     """The weights that one or more modules read, where others may re-point them at any time.
 
     Kept in step by asking for `generation` before each forward: a fused decoder is described again when they have
-    moved. Whoever holds addresses, as a captured graph does, remembers the number that it was made at.
+    moved. A holder of addresses, such as a captured graph, remembers the number it was made at.
 
     original: of modules that are a private copy, the user's modules. When these change (another active adapter, a hook,
     a sub-module in the place of another), `copy_again` replaces the copy, and returns its weights.
@@ -194,20 +163,10 @@ def _shown(placement: set[tuple[torch.dtype, torch.device]]) -> str:
 
 
 @holds_weights_lock
-def unfuse(decoder: FusedDecoder) -> nn.Module:
-    """The Hugging Face module back, each weight in a storage of its own: for when no other engine runs on them."""
-    with MERGING, torch.inference_mode(False), torch.no_grad():
-        for params in decoder.parts.merged:
-            unmerge_rows(params)
-    source: nn.Module = decoder.source
-    return source
-
-
-@holds_weights_lock
 def _described(source: nn.Module) -> DecoderParts:
-    describe = FUSED.get(type(source))
+    describe = FAMILIES.get(family_name(source))
     if describe is None:
-        known = ", ".join(sorted(kind.__name__ for kind in FUSED))
+        known = ", ".join(sorted(name.partition(".")[2] for name in FAMILIES))
         raise Unfusable(f"{type(source).__name__} has no fused form; {known} have one")
     # outside inference mode, where a parameter cannot be given other data
     with MERGING, torch.inference_mode(False), torch.no_grad():

@@ -8,8 +8,8 @@ meets another. The sum over K is cut once per weight (`choose_cut`), whatever th
 
     y = ((0 + p_0) + p_1) + ... + p_{S-1},      p_s = sum over the s-th range of K, in ascending order
 
-so a row's result has the same bits beside any number of others. At few rows the S ranges are programs of their own,
-which leave p_s in float32 [S, M, N] to whoever reads the product next; at many, one program adds them up. Where a range
+so a row's result has the same bits next to any number of others. At few rows the S ranges are programs of their own,
+which leave p_s in float32 [S, M, N] to the reader of the product; at many, one program adds them up. Where a range
 is one tile of the weight (`held`: small weights), its program asks for it while the kernel before still runs.
 """
 
@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from specdec.gpu.dependent_launch import pdl_options
+from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
-from specdec.gpu.triton_shim import triton
-from specdec.layers.linear_kernels import finish_kernel, gate_kernel, linear_kernel
+from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.layers.product import Product
 from specdec.layers.tiling import FEW_ROWS, Cut, Tiles, can_hold, choose_cut, choose_tiles
 
 ACTIVATIONS = ("gelu_tanh", "silu")
@@ -30,23 +30,7 @@ FEW_PROGRAMS = 256
 """With more of them, or more rows, a program adds the ranges up: parts would be more bytes than they are worth."""
 
 VENDOR_ROWS = 64
-"""Up to so many rows `linear` is faster than the vendor's library; with weights that programs hold, at more."""
-
-
-class Product(NamedTuple):
-    """x W^T before its last sum: y = sum_s parts[s] + bias, rounded to `dtype`.
-
-    parts: [S, M, N] float32, or [1, M, N] in `dtype` with nothing left to add.
-    """
-
-    parts: torch.Tensor
-    bias: torch.Tensor | None
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, value: torch.Tensor) -> "Product":
-        """What is already a sum [M, N]."""
-        return cls(value[None], None, value.dtype)
+"""Up to this number of rows `linear` is faster than the vendor's library; with weights that programs hold, at more."""
 
 
 class Mlp(NamedTuple):
@@ -72,12 +56,196 @@ def reference_activate(x: torch.Tensor, activation: str) -> torch.Tensor:
     return F.gelu(x, approximate="tanh") if activation == "gelu_tanh" else F.silu(x)
 
 
-def reference_finish(product: Product) -> torch.Tensor:
-    """The product's value [M, N]."""
-    value = torch.zeros_like(product.parts[0], dtype=torch.float32)
-    for part in product.parts:
-        value = value + part
-    return (value if product.bias is None else value + product.bias).to(product.dtype)
+@triton.jit
+def activate(b_x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
+    """float32 in and out."""
+    b_u = b_x
+    if ACTIVATION == "gelu_tanh":  # 1 + tanh(u) = 2 sigmoid(2 u), and 1.59.. = 2 sqrt(2 / pi)
+        b_u = 1.5957691216057308 * (b_x + 0.044715 * b_x * b_x * b_x)
+    return b_x * tl.sigmoid(tl.maximum(b_u, -80.0))  # e^80 is a float32
+
+
+@triton.jit
+def _multiply_range(
+    p_w: tl.tensor,  # [BN, 1]
+    p_x: tl.tensor,  # [1, BM]
+    m_w: tl.tensor,
+    m_x: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    b_acc: tl.tensor,
+    EVEN_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """b_acc plus the products over columns [begin, end) of K."""
+    for i_k in range(begin, end, BLOCK_K):
+        o_k = i_k + tl.arange(0, BLOCK_K)
+        m_k = o_k < (i_k + BLOCK_K if EVEN_K else end)
+        b_w = tl.load(p_w + o_k[None, :], mask=m_w & m_k[None, :], other=0.0)  # [BN, BK]
+        b_x = tl.load(p_x + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
+        b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")
+    return b_acc
+
+
+@triton.jit
+def _multiply_both(
+    p_w: tl.tensor,  # [BN, 1]
+    p_x: tl.tensor,  # [1, BM]
+    p_tail: tl.tensor,  # [1, BT]
+    m_w: tl.tensor,
+    m_x: tl.tensor,
+    m_tail: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    b_acc: tl.tensor,
+    b_tail: tl.tensor,
+    EVEN_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """`_multiply_range` of two tiles of x, for which the weight's is loaded once."""
+    for i_k in range(begin, end, BLOCK_K):
+        o_k = i_k + tl.arange(0, BLOCK_K)
+        m_k = o_k < (i_k + BLOCK_K if EVEN_K else end)
+        b_w = tl.load(p_w + o_k[None, :], mask=m_w & m_k[None, :], other=0.0)  # [BN, BK]
+        b_x = tl.load(p_x + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
+        b_y = tl.load(p_tail + o_k[:, None], mask=m_k[:, None] & m_tail, other=0.0)  # [BK, BT]
+        b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")
+        b_tail = tl.dot(b_w, b_y, b_tail, input_precision="ieee")
+    return b_acc, b_tail
+
+
+@triton.jit
+def _store_tile(
+    b_sum: tl.tensor,  # [BN, BM]
+    p_bias: tl.tensor,  # [N] or None
+    p_out: tl.tensor,
+    o_row: tl.tensor,  # [1, BM]
+    m_x: tl.tensor,
+    i_n: tl.tensor,
+    i_split: tl.tensor,
+    num_rows: tl.tensor,
+    tile_rows: tl.tensor,
+    N: tl.tensor,
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """What a program has summed, as part `i_split` of the product, or activated."""
+    if ACTIVATION is None:
+        o_n = i_n * tile_rows + tl.arange(0, BLOCK_N)
+        m_n = (tl.arange(0, BLOCK_N) < tile_rows) & (o_n < N)
+        if p_bias is not None:
+            b_sum += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
+        p_out += (i_split * num_rows + o_row) * N + o_n[:, None]
+        tl.store(p_out, b_sum.to(p_out.dtype.element_ty), mask=m_x & m_n[:, None], eviction_policy=KEEP)
+    else:
+        BLOCK_M: tl.constexpr = b_sum.shape[1]
+        b_gate, b_up = tl.split(tl.permute(tl.reshape(b_sum, (2, BLOCK_N // 2, BLOCK_M)), (1, 2, 0)))
+        b_out = activate(b_gate, ACTIVATION) * b_up
+        o_half = tl.arange(0, BLOCK_N // 2)
+        o_out = i_n * tile_rows + o_half
+        m_out = (o_half < tile_rows) & (o_out < N // 2)
+        p_out += o_row * (N // 2) + o_out[:, None]
+        tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_x & m_out[:, None], eviction_policy=KEEP)
+
+
+@triton.jit(do_not_specialize=["num_rows", "tile_rows"])
+def linear_kernel(
+    row_tile: tl.tensor,  # of this program where another kernel calls; None where launched
+    weight_tile: tl.tensor,
+    split: tl.tensor,
+    p_x: tl.tensor,  # [M, K]
+    p_w: tl.tensor,  # [N, K]
+    p_bias: tl.tensor,  # [N] or None
+    p_out: tl.tensor,  # [S, M, N] float32, [1, M, N] or, gated, [M, N / 2]
+    num_rows: tl.tensor,
+    tile_rows: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    split_len: tl.tensor,
+    s_x: tl.tensor,
+    s_w: tl.tensor,
+    SPLIT: tl.constexpr,  # the ranges of K are programs of their own; otherwise a program sums them
+    HELD: tl.constexpr,  # and each is one tile
+    WHOLE: tl.constexpr,  # there is one range
+    ACTIVATION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TAIL_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    START: tl.constexpr,  # "usual", or "holds" or "early" (`dependent_launch.py`)
+    PDL: tl.constexpr,
+) -> None:
+    """grid (row tiles, weight tiles, ranges of K): a tile of the weight times a tile of rows."""
+    if weight_tile is None:  # row tiles of one weight tile are neighbours, so that it is read from memory once
+        i_m, i_n, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    else:
+        i_m, i_n, i_split = row_tile, weight_tile, split
+    if START != "holds":
+        trigger_next(PDL)
+    PARTS: tl.constexpr = 1 if ACTIVATION is None else 2  # of a tile: gates, then what they gate
+    o_n = tl.arange(0, BLOCK_N)
+    o_part = i_n * tile_rows + o_n % (BLOCK_N // PARTS)  # row of its part of the weight
+    m_n = (o_n % (BLOCK_N // PARTS) < tile_rows) & (o_part < N // PARTS)
+    p_w += (o_part + o_n // (BLOCK_N // PARTS) * (N // PARTS)).to(tl.int64)[:, None] * s_w
+    m_w = m_n[:, None]
+    begin = i_split * split_len
+    end = tl.minimum(begin + split_len, K) if SPLIT else K
+    o_k = begin + tl.arange(0, BLOCK_K)
+    m_k = o_k < end
+    if HELD:
+        b_w = tl.load(p_w + o_k[None, :], mask=m_w & m_k[None, :], other=0.0)  # [BN, BK]
+    if START != "early":
+        wait_for_previous(PDL)
+    if START == "holds":
+        trigger_next(PDL)
+
+    o_m = i_m * (BLOCK_M + TAIL_M) + tl.arange(0, BLOCK_M)
+    o_row = o_m.to(tl.int64)[None, :]
+    m_x = (o_m < num_rows)[None, :]
+    b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if TAIL_M:
+        o_t = i_m * (BLOCK_M + TAIL_M) + BLOCK_M + tl.arange(0, TAIL_M)
+        o_tail = o_t.to(tl.int64)[None, :]
+        m_tail = (o_t < num_rows)[None, :]
+        b_tail = tl.zeros([BLOCK_N, TAIL_M], tl.float32)
+        b_sum, b_tail = _multiply_both(
+            *(p_w, p_x + o_row * s_x, p_x + o_tail * s_x, m_w, m_x, m_tail, begin, end, b_sum, b_tail, EVEN_K, BLOCK_K)
+        )
+        _store_tile(*(b_tail, p_bias, p_out, o_tail, m_tail, i_n, i_split, num_rows, tile_rows, N, ACTIVATION, BLOCK_N))
+    elif HELD:
+        b_x = tl.load(p_x + o_row * s_x + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
+        b_sum = tl.dot(b_w, b_x, b_sum, input_precision="ieee")
+    elif SPLIT or WHOLE:
+        b_sum = _multiply_range(p_w, p_x + o_row * s_x, m_w, m_x, begin, end, b_sum, EVEN_K, BLOCK_K)
+    else:
+        for i_k in range(begin, end, split_len):
+            b_part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            i_end = tl.minimum(i_k + split_len, end)
+            b_sum += _multiply_range(p_w, p_x + o_row * s_x, m_w, m_x, i_k, i_end, b_part, EVEN_K, BLOCK_K)
+    _store_tile(*(b_sum, p_bias, p_out, o_row, m_x, i_n, i_split, num_rows, tile_rows, N, ACTIVATION, BLOCK_N))
+    if START == "early":
+        wait_for_previous(PDL)
+
+
+@triton.jit
+def _gate_kernel(
+    p_merged: tl.tensor,  # [M, 2 I]
+    p_out: tl.tensor,  # [M, I]
+    width: tl.tensor,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    i_row = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m = o < width
+    wait_for_previous(PDL)
+    b_gate = tl.load(p_merged + i_row * 2 * width + o, mask=m, other=0.0).to(tl.float32)
+    b_up = tl.load(p_merged + i_row * 2 * width + width + o, mask=m, other=0.0).to(tl.float32)
+    b_out = activate(b_gate, ACTIVATION) * b_up
+    tl.store(p_out + i_row * width + o, b_out.to(p_out.dtype.element_ty), mask=m, eviction_policy=KEEP)
 
 
 def vendor_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
@@ -93,7 +261,7 @@ def vendor_gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) 
         return gated_linear(x, weight, activation)
     merged = F.linear(x, weight)
     out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
-    gate_kernel[(len(x), triton.cdiv(out.shape[1], 1024))](
+    _gate_kernel[(len(x), triton.cdiv(out.shape[1], 1024))](
         *(merged, out, out.shape[1]),
         ACTIVATION=activation,
         BLOCK=1024,
@@ -115,7 +283,7 @@ def linear(
 ) -> Product:
     """x [M, K], weight [N, K] (rows of both at any stride), bias [N] or None -> their product.
 
-    apart: its ranges of K are parts whatever the number of rows. holds: no kernel behind it starts before x is there.
+    apart: its ranges of K are parts whatever the number of rows. holds: no later kernel starts before x is written.
     """
     cut = choose_cut(*weight.shape)
     tiles = tiles or choose_tiles(len(x), len(weight), cut, x)
@@ -136,21 +304,6 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str, *, tile
     cut = Cut(1, weight.shape[1])
     tiles = tiles or choose_tiles(len(x), len(weight), cut, x, gated=True)
     _launch(x, weight, None, out, activation, cut, tiles, split=False)
-    return out
-
-
-@op(reference=reference_finish)
-def finish(product: Product) -> torch.Tensor:
-    """The product's value [M, N], for a consumer that is no kernel of this folder."""
-    parts, bias, dtype = product
-    if len(parts) == 1 and bias is None and parts.dtype == dtype:
-        return parts[0]
-    out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
-    if out.numel():
-        options = pdl_options(out.device)
-        finish_kernel[(triton.cdiv(out.numel(), 512),)](
-            parts, bias, out, out.numel(), out.shape[1], SPLITS=len(parts), BLOCK=512, num_warps=4, **options
-        )
     return out
 
 
@@ -178,6 +331,7 @@ def _launch(
     row_tiles = triton.cdiv(num_rows, tiles.block_m + tiles.tail_m)
     grid = (row_tiles, triton.cdiv(num_columns, tile_rows), cut.splits if split else 1)
     linear_kernel[grid](
+        *(None, None, None),
         x,
         weight,
         bias,

@@ -58,12 +58,6 @@ def held_storages(module: nn.Module) -> list[torch.Tensor]:
     return [param.detach() for param in module.parameters() if param.device.type == "cpu"]
 
 
-def unmerge_rows(params: Sequence[torch.Tensor]) -> None:
-    """Each of `params` in a storage of its own again, with the values it has now."""
-    for param in params:
-        param.data = param.detach().clone()
-
-
 class Watch:
     """Are the parameters and buffers of some modules the tensors that they were, in the memory that they had?
 

@@ -1,11 +1,13 @@
 r"""What stands between two products of a decoder layer, in one launch: the last sum, norms, residual, scale.
 
     y = dtype(sum_s parts[s] + bias)           the product before                           [H]
-    h = (r + post(y)) c                        each of post, r and c may be absent
+    h = (r + f post(y)) c                      each of post, r, f and c may be absent
     x = pre(h)                                 the input of the next product; may be absent
 
     norm(z) = z (mean(z^2) + eps)^(-1/2) w     in float32, rounded once to the model's dtype (Gemma 4)
-                                               or before w as well (`round_first`; Llama and its kin)
+                                               or before w as well (`round_first`; Llama and most others)
+                                               times 1 + w (`plus_one`; Gemma 2 and 3)
+                                               of z - mean(z) (`centred`; Cohere)
 
 So post_attention_norm + residual + pre_feedforward_norm of Gemma 4 is one call, as are residual + norm of Llama and, at
 the end of a layer, scale and the next layer's input_layernorm. Whatever transformers would hold in the
@@ -19,26 +21,37 @@ import torch
 from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.linear import Product, reference_finish
-from specdec.layers.linear_kernels import sum_parts
+from specdec.layers.product import Product, reference_finish, sum_parts
 
 NUMBERS_A_WARP = 256
 
 
 class Gain(NamedTuple):
-    """An RMSNorm: weight [H], or None for a norm without one."""
+    """An RMSNorm: weight [H], or None for a norm without one. How it differs from y = z / rms(z) w: see above."""
 
     weight: torch.Tensor | None
     eps: float
     round_first: bool = False
+    plus_one: bool = False
+    centred: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Does it only scale: the one form that every kernel computes?"""
+        return not (self.plus_one or self.centred)
 
 
 def reference_rms_norm(x: torch.Tensor, gain: Gain) -> torch.Tensor:
     """x [..., H] -> [..., H] in x's dtype."""
-    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + gain.eps)
+    wide = x.float()
+    if gain.centred:
+        wide = wide - wide.mean(-1, keepdim=True)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + gain.eps)
     if gain.weight is None:
         return normed.to(x.dtype)
-    return gain.weight * normed.to(x.dtype) if gain.round_first else (normed * gain.weight.float()).to(x.dtype)
+    if gain.round_first:
+        return gain.weight * normed.to(x.dtype)
+    return (normed * (1.0 + gain.weight.float() if gain.plus_one else gain.weight.float())).to(x.dtype)
 
 
 def reference_norm(
@@ -46,6 +59,7 @@ def reference_norm(
     *,
     post: Gain | None = None,
     residual: torch.Tensor | None = None,
+    factor: float = 1.0,
     scale: torch.Tensor | None = None,
     pre: Gain | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,6 +67,8 @@ def reference_norm(
     hidden = reference_finish(product)
     if post is not None:
         hidden = reference_rms_norm(hidden, post)
+    if factor != 1.0:
+        hidden = hidden * factor
     if residual is not None:
         hidden = residual + hidden
     if scale is not None:
@@ -89,6 +105,18 @@ def rms_norm(
     return scale_row(b_x, b_w, tl.sum(b_x * b_x, 0) / num_columns, eps, ROUND_FIRST, DTYPE)
 
 
+@triton.jit
+def _load_gain(p_gain: tl.tensor, o_h: tl.tensor, m_h: tl.tensor, PLUS_ONE: tl.constexpr) -> tl.tensor:
+    b_gain = tl.load(p_gain + o_h, mask=m_h, other=0.0).to(tl.float32)
+    return 1.0 + b_gain if PLUS_ONE else b_gain
+
+
+@triton.jit
+def _centred(b_x: tl.tensor, m_h: tl.tensor, num_columns: tl.tensor, CENTRED: tl.constexpr) -> tl.tensor:
+    """b_x less its mean where CENTRED, 0 past `num_columns`."""
+    return tl.where(m_h, b_x - tl.sum(b_x, 0) / num_columns, 0.0) if CENTRED else b_x
+
+
 @triton.jit(do_not_specialize=["num_rows", "eps_post", "eps_pre"])
 def _norm_kernel(
     p_parts: tl.tensor,  # [S, M, H]
@@ -108,6 +136,9 @@ def _norm_kernel(
     PRE: tl.constexpr,
     POST_ROUNDS: tl.constexpr,
     PRE_ROUNDS: tl.constexpr,
+    PLUS_ONE: tl.constexpr,  # of both norms, as the next
+    CENTRED: tl.constexpr,
+    FACTOR: tl.constexpr,
     DTYPE: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -117,8 +148,8 @@ def _norm_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK)
     m_h = o_h < H
-    b_post = tl.load(p_post + o_h, mask=m_h, other=0.0).to(tl.float32) if p_post is not None else 1.0
-    b_pre = tl.load(p_pre + o_h, mask=m_h, other=0.0).to(tl.float32) if p_pre is not None else 1.0
+    b_post = _load_gain(p_post, o_h, m_h, PLUS_ONE) if p_post is not None else 1.0
+    b_pre = _load_gain(p_pre, o_h, m_h, PLUS_ONE) if p_pre is not None else 1.0
     b_scale = tl.load(p_scale).to(tl.float32) if p_scale is not None else 1.0
     wait_for_previous(PDL)
 
@@ -127,7 +158,9 @@ def _norm_kernel(
     part_len = num_rows.to(tl.int64) * H  # a multiple of what H is one of: wide loads of every part
     b_h = sum_parts(p_parts, p_bias, i_row * H + o_h, o_h, m_h, part_len, SPLITS, DTYPE)
     if POST:
-        b_h = rms_norm(b_h, b_post, H, eps_post, POST_ROUNDS, DTYPE)
+        b_h = rms_norm(_centred(b_h, m_h, H, CENTRED), b_post, H, eps_post, POST_ROUNDS, DTYPE)
+    if FACTOR != 1.0:
+        b_h = (b_h * FACTOR).to(DTYPE).to(tl.float32)
     if p_residual is not None:
         b_h = (b_residual + b_h).to(DTYPE).to(tl.float32)
     if p_scale is not None:
@@ -135,7 +168,7 @@ def _norm_kernel(
     if p_hidden is not None:
         tl.store(p_hidden + i_row * H + o_h, b_h.to(DTYPE), mask=m_h, eviction_policy=KEEP)
     if PRE:
-        b_h = rms_norm(b_h, b_pre, H, eps_pre, PRE_ROUNDS, DTYPE)
+        b_h = rms_norm(_centred(b_h, m_h, H, CENTRED), b_pre, H, eps_pre, PRE_ROUNDS, DTYPE)
         tl.store(p_normed + i_row * H + o_h, b_h.to(DTYPE), mask=m_h, eviction_policy=KEEP)
 
 
@@ -151,22 +184,25 @@ def norm(
     *,
     post: Gain | None = None,
     residual: torch.Tensor | None = None,
+    factor: float = 1.0,
     scale: torch.Tensor | None = None,
     pre: Gain | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> h, x [M, H]; without `pre`, x is h. residual: [M, H], rows of any stride; scale: [1].
+    """-> h, x [M, H]; without `pre`, x is h. residual: [M, H], rows of any stride; factor: f; scale: c [1].
 
     Where nothing happens before `pre`, h is the product's own value.
     """
     parts, bias, dtype = product
     splits, num_rows, width = parts.shape
     assert parts.is_contiguous(), f"{parts.stride()=}"
-    for gain in (post, pre):
-        assert gain is None or gain.weight is None or gain.weight.shape == (width,), f"{gain} for {width=}"
+    gains = [gain for gain in (post, pre) if gain is not None]
+    for gain in gains:
+        assert gain.weight is None or gain.weight.shape == (width,), f"{gain} for {width=}"
+        assert gain[3:] == gains[0][3:] and not (gain.plus_one and gain.round_first), f"{gains=}"
     assert residual is None or (residual.shape == (num_rows, width) and residual.stride(1) == 1), f"{parts.shape=}"
     assert residual is None or residual.dtype == dtype, f"{residual.dtype=} {dtype=}"
     whole = splits == 1 and parts.dtype == dtype and bias is None
-    changed = not whole or any(x is not None for x in (post, residual, scale))
+    changed = not whole or factor != 1.0 or any(x is not None for x in (post, residual, scale))
     hidden = parts.new_empty((num_rows, width), dtype=dtype) if changed else parts[0]
     normed = hidden if pre is None else torch.empty_like(hidden)
     if num_rows == 0 or not (changed or pre is not None):
@@ -189,6 +225,9 @@ def norm(
         PRE=pre is not None,
         POST_ROUNDS=post is not None and post.round_first,
         PRE_ROUNDS=pre is not None and pre.round_first,
+        PLUS_ONE=any(gain.plus_one for gain in gains),
+        CENTRED=any(gain.centred for gain in gains),
+        FACTOR=factor,
         DTYPE=TL_DTYPES[dtype],
         SPLITS=splits,
         enable_fp_fusion=False,  # a product that is rounded and then added would be one operation, which rounds once

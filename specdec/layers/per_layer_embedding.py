@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.linear import Product, linear, reference_activate, reference_finish
-from specdec.layers.linear_kernels import activate, sum_parts
+from specdec.layers.linear import activate, linear, reference_activate
 from specdec.layers.norm import Gain, reference_rms_norm, rms_norm
+from specdec.layers.product import Product, reference_finish, sum_parts
 from specdec.layers.tiling import MANY_ROWS, Tiles, choose_cut
 
 FEW_ROWS = 64
@@ -213,5 +213,5 @@ def gated_projection(gate: Product, inputs: torch.Tensor, weight: torch.Tensor, 
 
 
 def _width(gain: Gain) -> int:
-    assert gain.weight is not None
+    assert gain.weight is not None and gain.is_plain, f"{gain}"
     return len(gain.weight)

@@ -1,13 +1,15 @@
 r"""From the merged QKV product to queries that can attend and keys and values that are stored, in one launch.
 
     q_h = rope(q_norm(y_q,h)),   k_h = rope(k_norm(y_k,h)),   v_h = v_norm(y_v,h)         each norm may be absent
-    rope(z)_j = z_j cos_j - z_{j+R/2} sin_j,   rope(z)_{j+R/2} = z_{j+R/2} cos_j + z_j sin_j,   j < R/2
+    rope(z)_a = z_a cos_j - z_b sin_j,   rope(z)_b = z_b cos_j + z_a sin_j
+                                         a, b = j, j + R/2, or 2 j, 2 j + 1 (`interleaved`);   j < R/2
     pool_k[slots[t]] = k[t],   pool_v[slots[t]] = v[t]
 
 y is the product [T, (Hq + 2 Hkv) D]: query heads, key heads, value heads. Layers whose K/V are another layer's have
 query heads only; layers that use their keys as values have no value heads, and v_norm reads the raw keys. Rotation
-covers the first R <= D channels. Slots are in the space of the pools; padded rows carry slot 0. Keys and values
-are returned as well, for an attention that reads a forward's own rows from there. One program a row and head.
+covers the first R <= D channels, none where R is 0. Slots are in the space of the pools; padded rows carry slot 0. Keys
+and values are returned as well, for an attention that reads a forward's own rows from there. One program a row and
+head.
 """
 
 from typing import NamedTuple
@@ -19,9 +21,8 @@ from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.store import reference_store_kv
-from specdec.layers.linear import Product, reference_finish
-from specdec.layers.linear_kernels import sum_parts
 from specdec.layers.norm import Gain, reference_rms_norm
+from specdec.layers.product import Product, reference_finish, sum_parts
 from specdec.layers.rotary import Rotary
 
 
@@ -35,6 +36,7 @@ class Heads(NamedTuple):
     k_norm: Gain | None = None
     v_norm: Gain | None = None
     values_are_keys: bool = False
+    interleaved: bool = False
 
     @property
     def width(self) -> int:
@@ -60,7 +62,7 @@ def reference_rope_store(
         x if gain is None else reference_rms_norm(x, gain)
         for x, gain in ((q, heads.q_norm), (k, heads.k_norm), (v, heads.v_norm))
     )
-    q, k = reference_rotate(q, rotary), reference_rotate(k, rotary)
+    q, k = (reference_rotate(x, rotary, interleaved=heads.interleaved) for x in (q, k))
     if not heads.num_kv:
         return Attended(q, None, None)
     if destination is not None:
@@ -68,12 +70,14 @@ def reference_rope_store(
     return Attended(q, k, v)
 
 
-def reference_rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+def reference_rotate(x: torch.Tensor, rotary: Rotary, *, interleaved: bool = False) -> torch.Tensor:
     """x [T, heads, D]."""
     cos, sin = (table.float()[:, None] for table in rotary)  # [T, 1, R / 2]
     half = cos.shape[-1]
-    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
-    return torch.cat([(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), x[..., 2 * half :]], dim=-1)
+    turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
+    rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1 if interleaved else -2).flatten(-2)
+    return torch.cat([rotated.to(x.dtype), rest], dim=-1)
 
 
 @triton.jit
@@ -116,6 +120,8 @@ def _rope_store_kernel(
     K_NORM: tl.constexpr,
     V_NORM: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     DTYPE: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -132,11 +138,12 @@ def _rope_store_kernel(
     o_h = i_h + tl.zeros([BLOCK], tl.int32)  # masks of vectors: the interpreter cannot mix in scalars
     m_q, m_v = m & (o_h < NUM_Q), m & (o_h >= NUM_Q + NUM_KV)
     m_k = m & (o_h >= NUM_Q) & (o_h < NUM_Q + NUM_KV)
-    if REST == 0:
-        o_a, o_b = o, HALF + o
-    else:
-        o_a = tl.where(o < HALF, o, HALF + o)
-        o_b = tl.where(o < HALF, HALF + o, HALF + REST + o)
+    o_a, o_b = o, HALF + o
+    if INTERLEAVED:
+        o_a, o_b = 2 * o, 2 * o + 1
+    if REST > 0:
+        o_a = tl.where(o < HALF, o_a, HALF + o)
+        o_b = tl.where(o < HALF, o_b, HALF + REST + o)
     b_wa, b_wb = tl.full([BLOCK], 1.0, tl.float32), tl.full([BLOCK], 1.0, tl.float32)
     if p_q_norm is not None:
         b_wa *= tl.load(p_q_norm + o_a, mask=m_q, other=1.0).to(tl.float32)
@@ -147,6 +154,8 @@ def _rope_store_kernel(
     if p_v_norm is not None:
         b_wa *= tl.load(p_v_norm + o_a, mask=m_v, other=1.0).to(tl.float32)
         b_wb *= tl.load(p_v_norm + o_b, mask=m_v, other=1.0).to(tl.float32)
+    if PLUS_ONE:  # of heads without a norm, whose weights are not read, too
+        b_wa, b_wb = 1.0 + b_wa, 1.0 + b_wb
     wait_for_previous(PDL)
 
     m_rotated = (o < HALF) & (o_h < NUM_Q + NUM_KV)
@@ -195,11 +204,13 @@ def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Dest
     splits, num_rows, width = parts.shape
     rotated = 2 * rotary.cos.shape[1]
     gains = (heads.q_norm, heads.k_norm, heads.v_norm)
+    given = [gain for gain in gains if gain is not None]
     assert parts.is_contiguous() and width == heads.width, f"{parts.shape=} {heads=}"
     assert rotary.cos.shape == rotary.sin.shape and len(rotary.cos) == num_rows, f"{rotary.cos.shape=} {parts.shape=}"
     assert rotated <= heads.head_dim and heads.head_dim % 2 == 0, f"{rotated=} {heads=}"
     assert rotary.cos.stride(1) == rotary.sin.stride(1) == 1, f"{rotary.cos.stride()=}"
-    assert len({gain.round_first for gain in gains if gain is not None}) <= 1, f"{gains=}"
+    assert len({gain[2:] for gain in given}) <= 1 and not any(gain.centred for gain in given), f"{gains=}"
+    assert not any(gain.plus_one and (gain.weight is None or gain.round_first) for gain in given), f"{gains=}"
     q = parts.new_empty((num_rows, heads.num_q, heads.head_dim), dtype=dtype)
     k, v = parts.new_empty((2, num_rows, heads.num_kv, heads.head_dim), dtype=dtype)
     pool_k, pool_v, slots = (None, None, None) if destination is None or not heads.num_kv else destination
@@ -225,7 +236,9 @@ def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Dest
         Q_NORM=heads.q_norm is not None,
         K_NORM=heads.k_norm is not None,
         V_NORM=heads.v_norm is not None,
-        ROUND_FIRST=any(gain.round_first for gain in gains if gain is not None),
+        ROUND_FIRST=any(gain.round_first for gain in given),
+        PLUS_ONE=any(gain.plus_one for gain in given),
+        INTERLEAVED=heads.interleaved,
         DTYPE=TL_DTYPES[dtype],
         SPLITS=splits,
         BLOCK=triton.next_power_of_2(heads.head_dim // 2),

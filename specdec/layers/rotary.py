@@ -56,7 +56,7 @@ def rotary(positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dt
     """positions [T], frequencies [R / 2]."""
     num_rows, half = len(positions), len(frequencies)
     cos, sin = torch.empty((2, num_rows, half), dtype=dtype, device=positions.device)
-    if num_rows:
+    if cos.numel():  # no frequencies: nothing rotates
         _rotary_kernel[(num_rows, triton.cdiv(half, 64))](
             *(positions, frequencies.contiguous(), cos, sin, half, positions.stride(0), factor),
             DTYPE=TL_DTYPES[dtype],

@@ -15,13 +15,13 @@ RANGE = 128
 """Ranges of K begin at multiples of this."""
 
 SPLITS, SPLIT_ROWS = 4, 8192
-"""A weight of at most so many rows is cut into so many ranges of K: otherwise it would be too few programs."""
+"""A weight of at most SPLIT_ROWS rows is cut into SPLITS ranges of K: otherwise it would be too few programs."""
 
 SMALL_ROWS, SMALL_RANGE = 512, 512
-"""Of a smaller weight a range is at most so many columns: a program can hold its tile of one."""
+"""A weight of at most SMALL_ROWS rows has ranges of at most SMALL_RANGE columns: a program can hold its tile of one."""
 
 HELD_ROWS, FEW_ROWS = 32, 512
-"""It does, beside a tile of so many rows of x at most, up to so many in all."""
+"""It does, with a tile of at most HELD_ROWS rows of x, up to FEW_ROWS rows in all."""
 
 MIN_TILE_ROWS = 32
 """Fewer rows a program than this read x more often than they gain."""
@@ -34,10 +34,10 @@ MANY_WAVES = 2
 """A weight of more waves of tiles than this waits for their loading: more rows of x a program, loaded once for all."""
 
 TWO_TILES = 192
-"""Up to so many rows of x a program can take all of them, as two tiles for which it loads its weight once."""
+"""Up to this number of rows of x a program can take all of them, as two tiles for which it loads its weight once."""
 
 MANY_ROWS = 256
-"""Above so many rows of x a product computes, and waits for memory no longer: the largest tiles that fit registers."""
+"""Above this number of rows of x a product is bound by arithmetic, not memory: the largest tiles that fit registers."""
 
 
 class Cut(NamedTuple):
@@ -56,7 +56,7 @@ class Tiles(NamedTuple):
     num_warps: int
     num_stages: int
     rows: int
-    tail_m: int = 0  # rows of x behind those block_m, which the same program multiplies with what it has loaded
+    tail_m: int = 0  # rows of x after those block_m, which the same program multiplies with what it has loaded
 
 
 def choose_cut(n: int, k: int) -> Cut:
@@ -92,7 +92,7 @@ def choose_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor, *, gated: boo
 
 
 def tiles_of_some(num_rows: int, n: int, splits: int, wave: int, *, gated: bool) -> Tiles:
-    """65 to 192 rows, beside a weight of n rows, on a device that runs `wave` programs of 128 of them at once."""
+    """65 to 192 rows of x and a weight of n rows, on a device that runs `wave` programs of 128 of them at once."""
     block_m, tail_m = two_tiles(num_rows)
     weight_tiles = triton.cdiv(n, 128) * splits
     if gated or weight_tiles > MANY_WAVES * wave:

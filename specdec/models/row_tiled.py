@@ -10,7 +10,7 @@ import torch
 
 from specdec.attention.bridge import ForwardContext
 from specdec.attention.row_tiles import ROWS, TileContext, pad_rows, row_tiles
-from specdec.layers.rowwise import ByVectors
+from specdec.layers.batch_invariant_torch import ByVectors
 from specdec.models.probe import Run
 
 

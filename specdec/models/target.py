@@ -21,10 +21,10 @@ from specdec.errors import SpecDecError, UnsupportedModelError
 from specdec.gpu.operations import KERNELS, Operations
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout, layout_from_config
+from specdec.layers.batch_invariant_torch import rowwise, run_experts_by_row
 from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights, fuse, fuse_linear
 from specdec.layers.merge import held_storages
-from specdec.layers.rowwise import rowwise, run_experts_by_row
 from specdec.models.batch_invariance import depends_on_others
 from specdec.models.context_length import ContextLength, context_length
 from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing

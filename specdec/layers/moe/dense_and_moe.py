@@ -1,13 +1,13 @@
-r"""A dense MLP and a mixture of experts beside each other (Gemma 4): two launches for the products of both.
+r"""A dense MLP and a mixture of experts that read one residual stream (Gemma 4): two launches for the products of both.
 
-    fork     the residual stream's three norms (`branches.py`)
+    fork     the residual stream's three norms (`fork_join.py`)
     route    two launches, of one multiprocessor in five and of a warp a row, which read next to nothing
     1        act(x_mlp W_gate) (x_mlp W_up)  |  the same of every chosen expert
     2        times W_down, in its ranges     |  the same, times the routing weight
 
-Launch 1 starts `early` (`launch.py`): its dense programs wait for nothing but the fork, and read their weight while the
-router is read and picks. The sums are those of `gated_linear`, `linear` and `apply_experts`, to the bit; where
-assignments are many it is these that run, since a tile that holds all rows would keep programs off a multiprocessor.
+Launch 1 starts `early` (`dependent_launch.py`): its dense programs wait for nothing but the fork, and read their weight
+while the router is read and picks. The sums have the bits of `gated_linear`, `linear` and `apply_experts`. These run
+where assignments are many, since a tile that holds all rows would keep programs off a multiprocessor.
 """
 
 from collections.abc import Callable
@@ -16,30 +16,29 @@ from typing import Any
 import torch
 
 from specdec.gpu.operations import op
-from specdec.gpu.triton_shim import triton
-from specdec.layers.branches import Fork
+from specdec.gpu.triton_shim import tl, triton
 from specdec.layers.linear import (
     Mlp,
-    Product,
     gated_linear,
     linear,
+    linear_kernel,
     reference_gated_linear,
     reference_linear,
     vendor_gated_linear,
     vendor_linear,
 )
-from specdec.layers.moe.mixture import (
+from specdec.layers.moe.experts import (
     ExpertLaunch,
     Experts,
-    Router,
     apply_experts,
     are_few,
     list_products,
+    product_kernel,
     reference_apply_experts,
-    reference_route,
-    route,
 )
-from specdec.layers.moe.moe_kernels import beside_kernel
+from specdec.layers.moe.fork_join import Fork
+from specdec.layers.moe.routing import Router, reference_route, route
+from specdec.layers.product import Product
 from specdec.layers.tiling import Cut, choose_cut
 
 
@@ -47,6 +46,71 @@ def reference_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Exp
     """-> what the MLP and what the experts make of the fork, each [T, H]."""
     dense = reference_linear(reference_gated_linear(fork.mlp, mlp.gate_up, mlp.activation), mlp.down)
     return dense, reference_apply_experts(fork.experts, reference_route(fork.router, router), experts)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_dense", "num_slots"])
+def _both_kernel(
+    p_dense_x: tl.tensor,  # [T, K'], and so on: what `linear_kernel` is given
+    p_dense_w: tl.tensor,
+    p_dense_out: tl.tensor,
+    num_rows: tl.tensor,
+    num_dense: tl.tensor,  # programs of the dense product
+    dense_tiles: tl.tensor,  # those of one range of its K
+    dense_n: tl.tensor,
+    dense_k: tl.tensor,
+    split_len: tl.tensor,
+    s_dense_x: tl.tensor,
+    s_dense_w: tl.tensor,
+    p_x: tl.tensor,  # what `product_kernel` is given
+    p_w: tl.tensor,
+    p_bias: tl.tensor,
+    p_experts: tl.tensor,
+    p_first: tl.tensor,
+    p_order: tl.tensor,
+    p_weights: tl.tensor,
+    p_out: tl.tensor,
+    num_slots: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    s_x: tl.tensor,
+    s_we: tl.tensor,
+    s_wn: tl.tensor,
+    s_wk: tl.tensor,
+    alpha: tl.tensor,
+    limit: tl.tensor,
+    DENSE_ACT: tl.constexpr,  # None: the ranges of K are programs of their own
+    DENSE_WHOLE: tl.constexpr,  # there is one range
+    DENSE_EVEN_K: tl.constexpr,
+    START: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ACT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LONE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    if program < num_dense:
+        TILE_ROWS: tl.constexpr = BLOCK_N if DENSE_ACT is None else BLOCK_N // 2
+        linear_kernel(
+            *(0, program % dense_tiles, program // dense_tiles),
+            *(p_dense_x, p_dense_w, None, p_dense_out, num_rows, TILE_ROWS, dense_n, dense_k, split_len),
+            *(s_dense_x, s_dense_w, DENSE_ACT is None, False, DENSE_WHOLE, DENSE_ACT, DENSE_EVEN_K),
+            *(BLOCK_N, BLOCK_M, 0, BLOCK_K, START, PDL),
+        )
+    else:
+        program -= num_dense
+        tiles = tl.cdiv(N, BLOCK_N)
+        product_kernel(
+            *(program % tiles, program // tiles),
+            *(p_x, p_w, p_bias, p_experts, p_first, p_order, p_weights, p_out, num_slots, N, K, s_x, s_we, s_wn, s_wk),
+            *(alpha, limit, TOP_K, ACT, INTERLEAVED, EVEN_N, EVEN_K, SLOTS, LONE, BLOCK_N, BLOCK_M, BLOCK_K, PDL),
+        )
 
 
 def vendor_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Experts) -> tuple[Product, Product]:
@@ -72,34 +136,36 @@ def mlp_and_experts(
         routing = route(fork.router, router)
         dense = linear(gated_linear(fork.mlp, mlp.gate_up, mlp.activation), mlp.down)
         return dense, apply_experts(fork.experts, routing, experts)
-    # an early program may write while the router is still read: memory that nobody gave back since the fork
+    # an early program may write while the router is still read: memory that was not freed since the fork
     gated = torch.empty((num_rows, width), dtype=fork.mlp.dtype, device=fork.mlp.device)
     products = list_products(fork.experts, route(fork.router, router, holds=True), experts, few=True)
-    _launch(fork.mlp, mlp.gate_up, gated, mlp.activation, Cut(1, hidden), products.gate_up, start="early")
+    _launch_both(fork.mlp, mlp.gate_up, gated, mlp.activation, Cut(1, hidden), products.gate_up, start="early")
     cut = choose_cut(hidden, width)
     parts = torch.empty((cut.splits, num_rows, hidden), dtype=torch.float32, device=fork.mlp.device)
-    _launch(gated, mlp.down, parts, None, cut, products.down, start="usual")
+    _launch_both(gated, mlp.down, parts, None, cut, products.down, start="usual")
     return Product(parts, None, fork.mlp.dtype), products.result
 
 
-def _launch(
+def _launch_both(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
     activation: str | None,
     cut: Cut,
-    beside: ExpertLaunch,
+    experts: ExpertLaunch,
     start: str,
 ) -> None:
     n, k = weight.shape
     assert x.dtype == weight.dtype and x.stride(1) == weight.stride(1) == 1, f"{x.dtype=} {weight.dtype=}"
-    assert x.shape[1] == k and (cut.splits == 1 or cut.split_len % beside.options["BLOCK_K"] == 0), f"{x.shape=} {cut=}"
-    options: dict[str, Any] = beside.options
+    assert x.shape[1] == k and (cut.splits == 1 or cut.split_len % experts.options["BLOCK_K"] == 0), (
+        f"{x.shape=} {cut=}"
+    )
+    options: dict[str, Any] = experts.options
     tiles = triton.cdiv(n, options["BLOCK_N"])
     num_dense = tiles * cut.splits
-    beside_kernel[(num_dense + beside.tiles * beside.lists,)](
+    _both_kernel[(num_dense + experts.tiles * experts.lists,)](
         *(x, weight, out, len(x), num_dense, tiles, n, k, cut.split_len, x.stride(0), weight.stride(0)),
-        *beside.arguments,
+        *experts.arguments,
         DENSE_ACT=activation,
         DENSE_WHOLE=cut.splits == 1,
         DENSE_EVEN_K=k % options["BLOCK_K"] == 0,

@@ -1,4 +1,4 @@
-"""The mixtures of transformers' models as `mixture` wants them: views of their parameters, nothing copied.
+"""The routers and experts of transformers' models as `route` and `apply_experts` take them: views, nothing copied.
 
 Experts are stored alike in every family and say how (`is_transposed`, `is_concatenated`, `has_bias`); routers differ.
 """
@@ -12,15 +12,15 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTo
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
-from specdec.layers.moe.mixture import Experts, Router
+from specdec.layers.moe.experts import Experts
+from specdec.layers.moe.routing import Router
 from specdec.layers.norm import Gain
 
 EXPERT_CLASSES = (Gemma4TextExperts, GptOssExperts, MixtralExperts, Qwen3MoeExperts)
-ROUTER_CLASSES = (Gemma4TextRouter, GptOssTopKRouter, MixtralTopKRouter, Qwen3MoeTopKRouter)
 
 
 def router_of(module: nn.Module) -> Router | None:
-    """None: not a router that `mixture` knows."""
+    """None: not a router of a family known here."""
     m: Any = module
     if isinstance(module, Gemma4TextRouter):
         gain = Gain(m.scale, m.norm.eps, round_first=True)
@@ -36,7 +36,7 @@ def router_of(module: nn.Module) -> Router | None:
 
 
 def experts_of(module: nn.Module) -> Experts | None:
-    """None: not experts that `mixture` knows, or with another activation."""
+    """None: not experts of a family known here, or with another activation."""
     m: Any = module
     if not isinstance(module, EXPERT_CLASSES):
         return None

@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.linear import Product, reference_finish
-from specdec.layers.linear_kernels import sum_parts
 from specdec.layers.norm import Gain, reference_rms_norm, rms_norm, row_block
+from specdec.layers.product import Product, reference_finish, sum_parts
 
 
-def reference_pair_norm(
+def reference_embed_and_norm(
     tokens: torch.Tensor, table: torch.Tensor, product: Product, token_gain: Gain, state_gain: Gain
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """tokens [T], table [V, H], product [T, H] -> h [T, H], x [T, 2H]."""
@@ -27,7 +26,7 @@ def reference_pair_norm(
 
 
 @triton.jit(do_not_specialize=["part_len", "eps_token", "eps_state"])
-def _pair_norm_kernel(
+def _embed_and_norm_kernel(
     p_tokens: tl.tensor,  # [T]
     p_table: tl.tensor,  # [V, H]
     p_parts: tl.tensor,  # [S, T, H]
@@ -79,8 +78,8 @@ def _pair_norm_kernel(
         )
 
 
-@op(reference=reference_pair_norm)
-def pair_norm(
+@op(reference=reference_embed_and_norm)
+def embed_and_norm(
     tokens: torch.Tensor, table: torch.Tensor, product: Product, token_gain: Gain, state_gain: Gain
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """tokens [T], table [V, H] with rows of any stride, product [T, H] -> h [T, H], x [T, 2H]."""
@@ -90,13 +89,13 @@ def pair_norm(
     assert table.shape[1] == width and table.stride(1) == 1 and table.dtype == dtype, f"{table.shape=} {parts.shape=}"
     assert parts.is_contiguous(), f"{parts.stride()=}"
     for gain in (token_gain, state_gain):
-        assert gain.weight is not None and gain.weight.shape == (width,), f"{gain} for {width=}"
+        assert gain.weight is not None and gain.weight.shape == (width,) and gain.is_plain, f"{gain} for {width=}"
     whole = splits == 1 and parts.dtype == dtype and bias is None
     hidden = parts[0] if whole else parts.new_empty((num_rows, width), dtype=dtype)
     normed = parts.new_empty((num_rows, 2 * width), dtype=dtype)
     if num_rows == 0:
         return hidden, normed
-    _pair_norm_kernel[(num_rows, 2)](
+    _embed_and_norm_kernel[(num_rows, 2)](
         *(tokens, table, parts, bias, token_gain.weight, state_gain.weight, None if whole else hidden, normed),
         *(num_rows * width, width, token_gain.eps, state_gain.eps, tokens.stride(0), table.stride(0)),
         TOKEN_ROUNDS=token_gain.round_first,

@@ -1,4 +1,4 @@
-r"""A layer whose MLP has experts beside it (Gemma 4): where the residual stream forks, and where the branches join.
+r"""A layer with an MLP and experts (Gemma 4): the norms where the residual stream forks, and where the branches join.
 
     fork    h = r + post(y);   x_mlp, x_experts, x_router = norm_m(h), norm_e(h), norm_r(h) f
     join    h = (r + post(norm_d(y_mlp) + norm_c(y_experts))) c;   x = pre(h)               c and pre may be absent
@@ -15,9 +15,8 @@ import torch
 from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.linear import Product
-from specdec.layers.linear_kernels import sum_parts
 from specdec.layers.norm import Gain, reference_norm, reference_rms_norm, rms_norm, row_block, scale_row
+from specdec.layers.product import Product, sum_parts
 
 
 class Fork(NamedTuple):
@@ -218,4 +217,4 @@ def _check(product: Product, residual: torch.Tensor, *gains: Gain) -> None:
     assert residual.dtype == dtype, f"{residual.dtype=} {dtype=}"
     for gain in gains:
         assert gain.weight is not None and gain.weight.shape == residual.shape[1:], f"{gain} for {residual.shape=}"
-        assert not gain.round_first, f"{gain}"
+        assert gain.is_plain and not gain.round_first, f"{gain}"

@@ -1,4 +1,4 @@
-"""What keeps a row's bits its own where torch computes several rows at once, of a fixed number and shape.
+"""Batch-invariant forms of what torch computes: a row has the same bits whatever the other rows of its tile are.
 
     functions   torch computes most elements of a tensor by vectors, and the last ones, and those where a thread's share
                 ends, one by one: exponentials of the two differ in the last bit. `ByVectors` pads and cuts, so that
@@ -19,14 +19,15 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE, Operations
-from specdec.layers.linear import Product
-from specdec.layers.moe.mixture import Experts, Routing, apply_experts, reference_apply_experts
+from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
+from specdec.layers.moe.routing import Routing
+from specdec.layers.product import Product
 
 VECTOR = 64
 """A multiple of what torch takes at once, of any dtype."""
 
 SHARE = 1 << 14
-"""Up to so many elements torch gives to one thread."""
+"""The most elements that torch gives to one thread."""
 
 FEW_COLUMNS = 16
 
@@ -116,9 +117,9 @@ def rowwise_apply_experts(x: torch.Tensor, routing: Routing, experts: Experts) -
 
 
 ROWWISE = REFERENCE.replacing({apply_experts: rowwise_apply_experts})
-"""`REFERENCE`, where rows that come in tiles, and under `ByVectors`, keep their bits."""
+"""`REFERENCE` in a batch-invariant form, for rows in tiles of a fixed size and under `ByVectors`."""
 
 
 def rowwise(ops: Operations | None) -> Operations | None:
-    """The same operations by which a row keeps its bits."""
+    """The same operations in their batch-invariant form."""
     return KERNELS if ops is FAST else ROWWISE if ops is REFERENCE else ops

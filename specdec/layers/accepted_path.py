@@ -1,10 +1,10 @@
 r"""From the nodes of a tree to the rows of its accepted path, and from those to the last of them.
 
-    path_rows    rows[b, d]    = x[b, path[b, d]]
-                 behind[b, d]  = tokens[b, path[b, d + 1]]    d + 1 < length_b: the token behind each
-                               = next_token[b]                on
-    keep_last    kept[row_b]   = rows[b, length_b - 1]        rows that appear twice keep one of theirs
-                               = x[b, path[b, length_b - 1]]  the same of what has not been gathered
+    path_rows    rows[b, d]       = x[b, path[b, d]]
+                 following[b, d]  = tokens[b, path[b, d + 1]]    d + 1 < length_b: the token after each
+                                  = next_token[b]                later
+    keep_last    kept[row_b]      = rows[b, length_b - 1]        of equal row_b one is kept
+                                  = x[b, path[b, length_b - 1]]  the same, of rows that were not gathered
 
 One launch each. Of a path [B, D] the first `length` entries count, a length of 0 as 1; the others name any node.
 """
@@ -21,7 +21,7 @@ BLOCK = 2048
 def reference_path_rows(
     x: torch.Tensor, tokens: torch.Tensor, path: torch.Tensor, length: torch.Tensor, next_token: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [B, N, F], tokens [B, N], path [B, D], length and next_token [B] -> rows [B, D, F], behind [B, D]."""
+    """x [B, N, F], tokens [B, N], path [B, D], length and next_token [B] -> rows [B, D, F], following [B, D]."""
     rows = x.gather(1, path[:, :, None].expand(-1, -1, x.shape[-1]))
     following = tokens.gather(1, path).roll(-1, dims=1)
     steps = torch.arange(1, path.shape[1] + 1, device=path.device)
@@ -46,7 +46,7 @@ def _path_rows_kernel(
     p_length: tl.tensor,  # [B]
     p_next: tl.tensor,  # [B]
     p_rows: tl.tensor,  # [B, D, F]
-    p_behind: tl.tensor,  # [B, D]
+    p_following: tl.tensor,  # [B, D]
     num_steps: tl.tensor,
     width: tl.tensor,
     s_x_b: tl.tensor,
@@ -69,7 +69,7 @@ def _path_rows_kernel(
         token = tl.load(p_next + i_b).to(tl.int64)
         if i_step + 1 < tl.load(p_length + i_b):
             token = tl.load(p_tokens + i_b * s_tokens + tl.load(p_path + 1)).to(tl.int64)
-        tl.store(p_behind + i_row, token)
+        tl.store(p_following + i_row, token)
 
 
 @triton.jit(do_not_specialize=["s_path"])
@@ -101,24 +101,24 @@ def _keep_last_kernel(
 def path_rows(
     x: torch.Tensor, tokens: torch.Tensor, path: torch.Tensor, length: torch.Tensor, next_token: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [B, N, F], tokens [B, N], path [B, D], length and next_token [B] -> rows [B, D, F], behind [B, D]."""
+    """x [B, N, F], tokens [B, N], path [B, D], length and next_token [B] -> rows [B, D, F], following [B, D]."""
     (batch, num_nodes, width), num_steps = x.shape, path.shape[1]
     assert tokens.shape == (batch, num_nodes) and path.shape == (batch, num_steps), f"{tokens.shape=} {path.shape=}"
     assert length.shape == next_token.shape == (batch,), f"{length.shape=} {next_token.shape=}"
     assert length.is_contiguous() and next_token.is_contiguous(), f"{length.stride()=} {next_token.stride()=}"
     assert x.stride(2) == tokens.stride(1) == 1 and (num_steps == 1 or path.stride(1) == 1), f"{x.stride()=}"
     rows = x.new_empty((batch, num_steps, width))
-    behind = tokens.new_empty((batch, num_steps))
+    following = tokens.new_empty((batch, num_steps))
     if rows.numel():
         block = min(BLOCK, triton.next_power_of_2(width))
         _path_rows_kernel[(batch * num_steps, triton.cdiv(width, block))](
-            *(x, tokens, path, length, next_token, rows, behind, num_steps, width),
+            *(x, tokens, path, length, next_token, rows, following, num_steps, width),
             *(x.stride(0), x.stride(1), tokens.stride(0), path.stride(0)),
             BLOCK=block,
             num_warps=4,
             **pdl_options(x.device),
         )
-    return rows, behind
+    return rows, following
 
 
 @op(reference=reference_keep_last)

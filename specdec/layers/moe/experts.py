@@ -1,0 +1,354 @@
+r"""The experts of a mixture: for each token the gated products of those it was sent to, and one weighted sum.
+
+    y = sum_j w_j ( D_{e_j} act(G_{e_j} x, U_{e_j} x) + b )       over the k experts e_j in the order of their rank
+
+Two launches, or three with more than FEW_SLOTS assignments (token, expert). The last sum is left to the reader of the
+result, a `Product` whose parts are float32 and in rank order: a row has the same bits next to any other rows.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.operations import op
+from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.layers.linear import activate
+from specdec.layers.moe.routing import Routing
+from specdec.layers.product import Product
+
+ACTIVATIONS = ("gelu_tanh", "silu", "swiglu_clamped")
+
+FEW_SLOTS = 256
+"""Up to this number of assignments every program finds those of its expert itself; more are listed first."""
+
+FEW_ROWS = 64
+"""And up to this number of rows: all must fit the tile of an expert that all of them choose."""
+
+
+STAGES = {128: 4, 64: 6, 32: 6}
+FEW_STAGES = STAGES | {128: 5}
+"""Columns a tile -> tiles on their way, such that two programs fit a multiprocessor; FEW: of 16 rows."""
+
+
+class Experts(NamedTuple):
+    """gate_up [E, 2 I, H] and down [E, H, I], views at any strides; biases [E, 2 I] and [E, H].
+
+    interleaved: rows 2 i and 2 i + 1 of gate_up are gate and up of i; otherwise all gates come first.
+    swiglu_clamped: (clamp(u, -limit, limit) + 1) g sigmoid(alpha g), g the gate, at most `limit`.
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    activation: str
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    interleaved: bool = False
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+def reference_apply_experts(x: torch.Tensor, routing: Routing, experts: Experts) -> Product:
+    """x [T, H] -> [T, H], expert by expert."""
+    parts = torch.zeros((*routing.experts.shape, x.shape[1]), device=x.device)  # [T, k, H]
+    for expert in routing.experts.unique().tolist():
+        row, rank = (routing.experts == expert).nonzero(as_tuple=True)
+        up_bias, down_bias = (None if b is None else b[expert] for b in (experts.gate_up_bias, experts.down_bias))
+        hidden = F.linear(x[row], experts.gate_up[expert], up_bias).float()
+        gate, up = (hidden[:, ::2], hidden[:, 1::2]) if experts.interleaved else hidden.chunk(2, dim=-1)
+        hidden = reference_gate(gate, up, experts).to(x.dtype)
+        parts[row, rank] = F.linear(hidden, experts.down[expert], down_bias).float()
+    return Product((parts * routing.weights[..., None]).transpose(0, 1), None, x.dtype)
+
+
+def reference_gate(gate: torch.Tensor, up: torch.Tensor, experts: Experts) -> torch.Tensor:
+    if experts.activation == "swiglu_clamped":
+        gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
+        return (up + 1) * gate * torch.sigmoid(experts.alpha * gate)
+    return (F.silu(gate) if experts.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def list_kernel(
+    p_experts: tl.tensor,  # [T * top_k]
+    p_first: tl.tensor,  # [E + 1] out: where the list of each expert begins
+    p_order: tl.tensor,  # [T * top_k] out: assignments by expert
+    num_slots: tl.tensor,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    i_expert = tl.program_id(0)
+    wait_for_previous(PDL)
+    b_before, b_mine = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    for i_slot in range(0, num_slots, BLOCK):
+        o_slot = i_slot + tl.arange(0, BLOCK)
+        b_expert = tl.load(p_experts + o_slot, mask=o_slot < num_slots, other=0x7FFFFFFF)
+        b_before += (b_expert < i_expert).to(tl.int32)
+        b_mine += (b_expert == i_expert).to(tl.int32)
+    first, count = tl.sum(b_before), tl.sum(b_mine)
+    tl.store(p_first + i_expert, first)
+    tl.store(p_first + i_expert + 1, first + count, mask=i_expert == tl.num_programs(0) - 1)
+    for i_slot in range(0, num_slots, BLOCK):
+        o_slot = i_slot + tl.arange(0, BLOCK)
+        m_mine = tl.load(p_experts + o_slot, mask=o_slot < num_slots, other=0x7FFFFFFF) == i_expert
+        b_mine = m_mine.to(tl.int32)
+        tl.store(p_order + first + tl.cumsum(b_mine) - 1, o_slot, mask=m_mine)
+        first += tl.sum(b_mine)
+
+
+@triton.jit
+def _gate(b_gate: tl.tensor, b_up: tl.tensor, alpha: tl.tensor, limit: tl.tensor, ACT: tl.constexpr) -> tl.tensor:
+    """float32 in and out."""
+    if ACT == "swiglu_clamped":
+        b_gate = tl.minimum(b_gate, limit)
+        b_sigmoid = tl.sigmoid(tl.maximum(alpha * b_gate, -80.0))  # e^80 is a float32
+        return (tl.clamp(b_up, -limit, limit) + 1.0) * b_gate * b_sigmoid
+    return activate(b_gate, ACT) * b_up
+
+
+@triton.jit
+def _multiply(
+    p_x: tl.tensor,
+    p_w: tl.tensor,  # [BN, 1]
+    p_bias: tl.tensor,
+    p_weights: tl.tensor,  # [A], or None where activated
+    p_out: tl.tensor,  # [top_k, T, N], or [A, N / 2] where activated
+    b_slot: tl.tensor,  # [BM] assignments
+    m_slot: tl.tensor,
+    num_slots: tl.tensor,
+    o_bias: tl.tensor,  # [BN]
+    i_n: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    s_x: tl.tensor,
+    s_wk: tl.tensor,
+    alpha: tl.tensor,
+    limit: tl.tensor,
+    TOP_K: tl.constexpr,
+    ACT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """One tile of an expert's weight times BLOCK_M assignments, and what follows the product."""
+    b_row = b_slot // TOP_K
+    p_x += (b_slot if ACT is None else b_row).to(tl.int64)[None, :] * s_x
+    b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for i_k in range(0, K, BLOCK_K):
+        o_k = i_k + tl.arange(0, BLOCK_K)
+        if EVEN_K:
+            b_w = tl.load(p_w + o_k[None, :] * s_wk)  # [BN, BK]
+            b_x = tl.load(p_x + o_k[:, None], mask=m_slot[None, :], other=0.0)  # [BK, BM]
+        else:
+            m_k = o_k < K
+            b_w = tl.load(p_w + o_k[None, :] * s_wk, mask=m_k[None, :], other=0.0)
+            b_x = tl.load(p_x + o_k[:, None], mask=m_k[:, None] & m_slot[None, :], other=0.0)
+        b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")
+    if p_bias is not None:
+        b_acc += tl.load(p_bias + o_bias).to(tl.float32)[:, None]
+    if ACT is None:
+        o_out = (b_slot % TOP_K * (num_slots // TOP_K) + b_row).to(tl.int64)[None, :]
+        b_acc *= tl.load(p_weights + b_slot, mask=m_slot, other=0.0)[None, :]
+        o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+        tl.store(p_out + o_out * N + o_n, b_acc, mask=m_slot[None, :] & (o_n < N), eviction_policy=KEEP)
+    else:
+        HALF: tl.constexpr = BLOCK_N // 2
+        if INTERLEAVED:
+            b_pair = tl.permute(tl.reshape(b_acc, (HALF, 2, BLOCK_M)), (0, 2, 1))
+        else:
+            b_pair = tl.permute(tl.reshape(b_acc, (2, HALF, BLOCK_M)), (1, 2, 0))
+        b_gate, b_up = tl.split(b_pair)
+        o_n = i_n * HALF + tl.arange(0, HALF)[:, None]
+        b_out = _gate(b_gate, b_up, alpha, limit, ACT).to(p_out.dtype.element_ty)
+        tl.store(
+            p_out + b_slot.to(tl.int64)[None, :] * (N // 2) + o_n,
+            b_out,
+            mask=m_slot[None, :] & (o_n < N // 2),
+            eviction_policy=KEEP,
+        )
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def product_kernel(
+    tile: tl.tensor,  # of this program where another kernel calls; None where launched
+    slot: tl.tensor,
+    p_x: tl.tensor,  # [T, K], or [A, K] after the first product
+    p_w: tl.tensor,  # [E, N, K] at any strides
+    p_bias: tl.tensor,  # [E, N] or None
+    p_experts: tl.tensor,  # [A], or None with a list
+    p_first: tl.tensor,  # [E + 1], or None
+    p_order: tl.tensor,  # [A], or None
+    p_weights: tl.tensor,  # [A], or None where activated
+    p_out: tl.tensor,  # [top_k, T, N] float32, or [A, N / 2] where activated
+    num_slots: tl.tensor,  # A = T * top_k
+    N: tl.tensor,
+    K: tl.tensor,
+    s_x: tl.tensor,
+    s_we: tl.tensor,
+    s_wn: tl.tensor,
+    s_wk: tl.tensor,
+    alpha: tl.tensor,
+    limit: tl.tensor,
+    TOP_K: tl.constexpr,
+    ACT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SLOTS: tl.constexpr,  # A, rounded up to a power of 2; unused with a list
+    LONE: tl.constexpr,  # one row, so no expert has two assignments; unused with a list
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """grid (weight tiles, slots): weight rows as M operand, assignments of one expert as N operand.
+
+    A slot is an expert with a list. At few rows it is an assignment, and needs no list: the program of an expert's
+    first assignment multiplies for all of them, and the others leave. Either way a weight is read once, and an
+    assignment is a column of its own in a product whose sum over K is never cut: no other assignment changes its bits.
+    """
+    trigger_next(PDL)
+    if tile is None:
+        i_n, i_slot = tl.program_id(0), tl.program_id(1)
+    else:
+        i_n, i_slot = tile, slot
+    o_n = tl.arange(0, BLOCK_N)
+    if ACT is None or INTERLEAVED:
+        o_w = i_n * BLOCK_N + o_n
+        if not EVEN_N:  # a minimum hides from the compiler that neighbours are
+            o_w = tl.minimum(o_w, N - 1)
+    else:  # half a tile of gates, then what they gate
+        o_w = tl.minimum(i_n * (BLOCK_N // 2) + o_n % (BLOCK_N // 2), N // 2 - 1) + o_n // (BLOCK_N // 2) * (N // 2)
+    wait_for_previous(PDL)
+    if p_order is not None:
+        begin, end = tl.load(p_first + i_slot), tl.load(p_first + i_slot + 1)
+        p_tile = p_w + i_slot.to(tl.int64) * s_we + o_w.to(tl.int64)[:, None] * s_wn
+        for i_first in range(begin, end, BLOCK_M):
+            o_list = i_first + tl.arange(0, BLOCK_M)
+            b_slot = tl.load(p_order + o_list, mask=o_list < end, other=0)
+            _multiply(
+                *(p_x, p_tile, p_bias, p_weights, p_out, b_slot, o_list < end, num_slots, i_slot * N + o_w, i_n, N, K),
+                *(s_x, s_wk, alpha, limit, TOP_K, ACT, INTERLEAVED, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K),
+            )
+    else:
+        i_expert = tl.load(p_experts + i_slot)
+        o_slot, o_m = tl.arange(0, SLOTS), tl.arange(0, BLOCK_M)
+        first = i_slot
+        if not LONE:
+            m_same = tl.load(p_experts + o_slot, mask=o_slot < num_slots, other=-1) == i_expert
+            first = tl.min(tl.where(m_same, o_slot, SLOTS))
+        if first == i_slot:
+            b_slot = tl.where(o_m == 0, i_slot, -1)  # [BM]
+            if not LONE:
+                b_rank = tl.where(m_same, tl.cumsum(m_same.to(tl.int32)) - 1, -1)
+                b_slot = tl.max(tl.where(b_rank[:, None] == o_m[None, :], o_slot[:, None], -1), 0)
+            p_tile = p_w + i_expert.to(tl.int64) * s_we + o_w.to(tl.int64)[:, None] * s_wn
+            o_bias = i_expert * N + o_w
+            _multiply(
+                *(p_x, p_tile, p_bias, p_weights, p_out, tl.maximum(b_slot, 0), b_slot >= 0, num_slots, o_bias, i_n, N),
+                *(K, s_x, s_wk, alpha, limit, TOP_K, ACT, INTERLEAVED, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K),
+            )
+
+
+@op(reference=reference_apply_experts)
+def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: bool | None = None) -> Product:
+    """x [T, H] -> [T, H]. `few`: without a list; None: as `are_few` says."""
+    products = list_products(x, routing, experts, are_few(*routing.experts.shape) if few is None else few)
+    if len(x):
+        for launch in (products.gate_up, products.down):
+            product_kernel[(launch.tiles, launch.lists)](None, None, *launch.arguments, **launch.options)
+    return products.result
+
+
+class ExpertLaunch(NamedTuple):
+    """A product of the experts: `tiles` programs for each of `lists` lists, or assignments where there are none."""
+
+    tiles: int
+    lists: int
+    arguments: tuple[Any, ...]  # of `product_kernel`, after its place, up to the constants
+    options: dict[str, Any]
+
+
+class ExpertProducts(NamedTuple):
+    """Two launches, one after the other, and their result."""
+
+    gate_up: ExpertLaunch
+    down: ExpertLaunch
+    result: Product
+
+
+def are_few(num_rows: int, top_k: int) -> bool:
+    """Whether programs find their expert's assignments themselves."""
+    return num_rows * top_k <= FEW_SLOTS and num_rows <= FEW_ROWS
+
+
+def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool) -> ExpertProducts:
+    """What is to be launched for x [T, H]; assignments are listed at once, unless they are few."""
+    num_rows, hidden = x.shape
+    num_experts, width = len(experts.gate_up), experts.gate_up.shape[1]
+    top_k = routing.experts.shape[1]
+    slots = num_rows * top_k
+    assert experts.gate_up.shape == (num_experts, width, hidden), f"{experts.gate_up.shape=} {x.shape=}"
+    assert experts.down.shape == (num_experts, hidden, width // 2), f"{experts.down.shape=} {experts.gate_up.shape=}"
+    assert experts.activation in ACTIVATIONS and x.stride(1) == 1, f"{experts.activation=} {x.stride()=}"
+    assert x.dtype == experts.gate_up.dtype == experts.down.dtype, f"{x.dtype=} {experts.gate_up.dtype=}"
+    gated = torch.empty((slots, width // 2), dtype=x.dtype, device=x.device)
+    parts = torch.empty((top_k, num_rows, hidden), dtype=torch.float32, device=x.device)
+    first = order = None
+    if not few:
+        first = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
+        order = torch.empty(slots, dtype=torch.int32, device=x.device)
+        if slots:
+            options = pdl_options(x.device)
+            list_kernel[(num_experts,)](routing.experts, first, order, slots, BLOCK=1024, num_warps=4, **options)
+
+    def launch(
+        source: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_weight: torch.Tensor | None,
+        target: torch.Tensor,
+    ) -> ExpertLaunch:
+        _, n, k = weight.shape
+        block_n, block_m, block_k, num_warps, num_stages = _tiles(num_rows, slots, num_experts, k, x.dtype, first)
+        arguments = (
+            *(source, weight, bias, routing.experts if first is None else None, first, order, out_weight, target),
+            *(slots, n, k, source.stride(0), *weight.stride(), experts.alpha, experts.limit),
+        )
+        options = {
+            "TOP_K": top_k,
+            "ACT": experts.activation if out_weight is None else None,
+            "INTERLEAVED": experts.interleaved,
+            "EVEN_N": n % block_n == 0,
+            "EVEN_K": k % block_k == 0,
+            "SLOTS": triton.next_power_of_2(slots) if first is None else 1,
+            "LONE": first is None and num_rows == 1,
+            "BLOCK_N": block_n,
+            "BLOCK_M": block_m,
+            "BLOCK_K": block_k,
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+            **pdl_options(x.device),
+        }
+        return ExpertLaunch(triton.cdiv(n, block_n), slots if first is None else num_experts, arguments, options)
+
+    return ExpertProducts(
+        launch(x, experts.gate_up, experts.gate_up_bias, None, gated),
+        launch(gated, experts.down, experts.down_bias, routing.weights, parts),
+        Product(parts, None, x.dtype),
+    )
+
+
+def _tiles(
+    num_rows: int, slots: int, num_experts: int, k: int, dtype: torch.dtype, listed: torch.Tensor | None
+) -> tuple[int, int, int, int, int]:
+    """(BLOCK_N, BLOCK_M, BLOCK_K, warps, stages). BLOCK_K is part of the bits: a function of the weight alone."""
+    block_k = 32 if dtype == torch.float32 else 128 if k % 128 == 0 else 64
+    expected = num_rows if listed is None else 2 * slots // num_experts
+    block_m = min(max(16, triton.next_power_of_2(expected)), 64 if listed is not None else 256)
+    stages = (FEW_STAGES if block_m == 16 else STAGES)[block_k] if block_m <= 32 else 3
+    return 64, block_m, block_k, 4, stages
