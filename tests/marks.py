@@ -5,6 +5,7 @@ takes a second: `make test-fast` leaves it out.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -35,6 +36,30 @@ def quick(cases: Iterable[tuple[Any, ...]], wanted: Callable[..., bool]) -> list
 def usual(cases: Iterable[Any], wanted: Callable[..., bool]) -> list[Any]:
     """The cases, quick and slow; those that are not wanted in `make test` are deep."""
     return [case if wanted(*_values(case)) else deep(*_values(case)) for case in cases]
+
+
+def each_value(cases: Iterable[Any]) -> list[Any]:
+    """The cases; deep are all but the few among which every value of every parameter comes, as evenly as may be."""
+    cases = list(cases)
+    every = [list(enumerate(map(repr, _values(case)))) for case in cases]
+    met: Counter[tuple[int, str]] = Counter()
+    kept: set[int] = set()
+
+    def worth(number: int) -> tuple[int, bool, int]:
+        return (
+            sum(not met[value] for value in every[number]),
+            _is_quick(cases[number]),
+            -sum(map(met.__getitem__, every[number])),
+        )
+
+    while worth(best := max(range(len(cases)), key=worth))[0]:
+        kept.add(best)
+        met.update(every[best])
+    return [case if number in kept else deep(*_values(case)) for number, case in enumerate(cases)]
+
+
+def _is_quick(case: Any) -> bool:
+    return not getattr(case, "marks", ())
 
 
 def _values(case: Any) -> tuple[Any, ...]:
