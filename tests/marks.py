@@ -25,7 +25,12 @@ def deep(*values: Any) -> Any:
 
 def examples(count: int, in_depth: int) -> int:
     """How many examples a property is tried on: `in_depth` of them with `make test-deep`."""
-    return in_depth if settings.get_current_profile_name() == "deep" else count
+    return in_depth if is_deep() else count
+
+
+def is_deep() -> bool:
+    """Is this `make test-deep`? For a test whose cases are not parameters."""
+    return settings.get_current_profile_name() == "deep"
 
 
 def quick(cases: Iterable[tuple[Any, ...]], wanted: Callable[..., bool]) -> list[Any]:

@@ -30,7 +30,7 @@ from specdec.layers.norm import norm
 from specdec.layers.rotary import rotary
 from specdec.models.target import TargetModel
 
-from marks import pairs, quick, slow
+from marks import deep, each_value, pairs, quick, slow
 
 NEW = 12
 CPU = torch.device("cpu")
@@ -64,9 +64,11 @@ def generate(make_engine: Callable[..., Engine]) -> Callable[..., list[list[int]
 
 @pytest.mark.parametrize(
     ("family", "shape", "page_size"),
-    quick(
-        pairs([*FUSABLE, *SLOW], ["chain", "tree"], [1, 4]),
-        lambda family, shape, _: (family, shape) in (("llama", "chain"), ("gpt_oss", "tree")),
+    each_value(
+        quick(
+            pairs([*FUSABLE, *SLOW], ["chain", "tree"], [1, 4]),
+            lambda family, shape, _: (family, shape) in (("llama", "chain"), ("gpt_oss", "tree")),
+        )
     ),
 )
 def test_tokens_are_those_of_unfused_layers(
@@ -108,9 +110,9 @@ def test_states_that_drafters_ask_for_are_those_of_unfused_layers(family, make_t
 @pytest.mark.parametrize(
     ("family", "shape", "ordered"),
     [
-        slow("llama", "chain", False),
+        deep("llama", "chain", False),
         slow("gemma4-e2b", "tree", True),
-        slow("gemma4-moe", "tree", False),
+        deep("gemma4-moe", "tree", False),
         slow("gpt_oss", "chain", False),
     ],
 )
