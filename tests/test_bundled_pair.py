@@ -22,6 +22,8 @@ from specdec.kvcache.index_spaces import SlotTable, Space, SwaLoc
 from specdec.models.bundled import BUNDLED_DIR, BUNDLED_NAMES, HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import read_prompts
 
+from marks import deep
+
 SOLVED = 12
 MTP_ACCEPTANCE = 4.5  # of 5; all 200 held-out problems give 4.80
 EAGLE3_ACCEPTANCE, TOLERANCE = 2.928, 0.015  # of the first 24, in float32; other kernels may flip a tie or two
@@ -160,7 +162,7 @@ def eagle3_text(problems):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [[3, 16, 28], [1, 14, 26]], ids=["one later", "one earlier"])
+@pytest.mark.parametrize("layers", [[3, 16, 28], deep([1, 14, 26])], ids=["one later", "one earlier"])
 def test_wrong_aux_layers_fail_the_acceptance_check(layers, problems, eagle3_text, tmp_path):
     """A head that is fed other layers' states drafts worse, and says nothing. One layer off is the mistake of the field
     (an id names a layer's output or its input); it costs this head little, so the check is narrow."""

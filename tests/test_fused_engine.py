@@ -365,8 +365,7 @@ def test_captured_prompts_see_changed_weights(make_target, make_engine, hf_forwa
 
 
 @interpreted
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma4-e2b", "gpt_oss"])
+@pytest.mark.parametrize("family", [slow("gemma4-e2b"), deep("gpt_oss")])
 def test_rounds_on_the_kernels_can_be_captured(
     family, make_target, make_assistant, make_engine, random_prompt, monkeypatch
 ):

@@ -22,12 +22,13 @@ from specdec.layers.merge import is_merged
 from specdec.layers.rope_store import Destination
 from specdec.modules.private_copy import private_copy
 
-from marks import slow
+from marks import deep, slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DENSE = ["gemma4-e2b", "gemma4-31b", "gemma4-multimodal", "llama", "qwen2", "qwen3", "mistral"]
 MIXED = ["gemma4-moe", "gpt_oss", "qwen3_moe", "mixtral"]
 OTHERS = ["gemma3", "gemma2"]
+ON_KERNELS = ["gemma4-moe", "attention biases", "qwen3"]  # besides gemma4-e2b: experts, biases, norms of q and k
 
 pytestmark = pytest.mark.usefixtures("poison_empty")
 
@@ -155,7 +156,8 @@ def tokens(num_rows: int) -> torch.Tensor:
     ("ops", "name"),
     [(REFERENCE, name) for name in [*DENSE, *MIXED, "gemma4-unified", *VARIANTS]]
     + [
-        (KERNELS, name) if name == "gemma4-e2b" else slow(KERNELS, name)  # gpt_oss: test_fused_engine.py
+        # gpt_oss: test_fused_engine.py; the kernels are compared with the reference in test_layers_kernels.py, too
+        (KERNELS, name) if name == "gemma4-e2b" else slow(KERNELS, name) if name in ON_KERNELS else deep(KERNELS, name)
         for name in [*DENSE, *MIXED, "gemma4-unified", *VARIANTS]
     ],
     ids=lambda x: x if isinstance(x, str) else "kernels" if x is KERNELS else "reference",
