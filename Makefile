@@ -16,7 +16,7 @@ PYTEST := $(TEST_ENV) $(BIN)/pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-latest gpu-test check lint format types api size layout dist clean
+.PHONY: help demo test test-deep test-fast test-latest gpu-test check lint format types api size layout dist clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1/p' $(MAKEFILE_LIST) | awk '{ name = $$1; $$1 = ""; printf "%-12s%s\n", name, $$0 }'
@@ -26,6 +26,9 @@ demo: $(VENV)/.run  ## install into .venv and run examples/demo.py
 
 test: $(VENV)/.test  ## install with the test extra and run the tests (JOBS=2 processes)
 	$(PYTEST) $(ARGS)
+
+test-deep: $(VENV)/.test  ## all of them: every combination, more examples of each property
+	$(PYTEST) --deep $(ARGS)
 
 test-fast: $(VENV)/.test  ## the tests without the slow ones, of every subsystem
 	$(PYTEST) -q -m "not slow" $(ARGS)

@@ -14,22 +14,38 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+from marks import leave_out_deep
 
 PLUGINS = ["devices", "tiny_models", "stand_ins"]  # tests/ is on the path: see pyproject.toml
 if os.environ["TRITON_INTERPRET"] == "1":
     PLUGINS[:0] = ["quick_interpreter", "even_dots"]
 ROOT = Path(__file__).resolve().parent.parent
 
+# How many examples a property without a number of its own has; `examples` of marks.py goes by the profile, too. The
+# default ones are the same each time, those in depth are not.
+settings.register_profile("default", max_examples=25, deadline=None, derandomize=True, database=None)
+settings.register_profile("deep", max_examples=100, deadline=None, print_blob=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--deep", action="store_true", help="also the cases marked `deep`, and more examples of each property"
+    )
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("deep" if config.getoption("--deep") else "default")
     # the process that only hands tests to others (pytest -n) needs no torch: they start seconds sooner
     if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):
         for plugin in PLUGINS:
             config.pluginmanager.import_plugin(plugin)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     os.environ.pop("TRITON_INTERPRET", None)
+    leave_out_deep(config, items)
     if addresses := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"{addresses[0]}: an address makes another name in every process; give ids")
 

@@ -1,10 +1,16 @@
-"""Which cases of a test there are, and which of them `make test-fast` leaves out."""
+"""Which cases of a test there are, and which of them `make test` and `make test-fast` leave out.
+
+`deep` is for a case that others imply: only `make test-deep` runs it. `slow` is for one that no other implies and that
+takes a second: `make test-fast` leaves it out.
+"""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def slow(*values: Any) -> Any:
@@ -12,9 +18,58 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def deep(*values: Any) -> Any:
+    """A case that `make test-deep` alone runs."""
+    return pytest.param(*values, marks=pytest.mark.deep)
+
+
+def examples(count: int, in_depth: int) -> int:
+    """How many examples a property is tried on: `in_depth` of them with `make test-deep`."""
+    return in_depth if is_deep() else count
+
+
+def is_deep() -> bool:
+    """Is this `make test-deep`? For a test whose cases are not parameters."""
+    return settings.get_current_profile_name() == "deep"
+
+
 def quick(cases: Iterable[tuple[Any, ...]], wanted: Callable[..., bool]) -> list[Any]:
     """The cases; those that are not wanted in `make test-fast` are slow."""
     return [case if wanted(*case) else slow(*case) for case in cases]
+
+
+def usual(cases: Iterable[Any], wanted: Callable[..., bool]) -> list[Any]:
+    """The cases, quick and slow; those that are not wanted in `make test` are deep."""
+    return [case if wanted(*_values(case)) else deep(*_values(case)) for case in cases]
+
+
+def each_value(cases: Iterable[Any]) -> list[Any]:
+    """The cases; deep are all but the few among which every value of every parameter comes, as evenly as may be."""
+    cases = list(cases)
+    every = [list(enumerate(map(repr, _values(case)))) for case in cases]
+    met: Counter[tuple[int, str]] = Counter()
+    kept: set[int] = set()
+
+    def worth(number: int) -> tuple[int, bool, int]:
+        return (
+            sum(not met[value] for value in every[number]),
+            _is_quick(cases[number]),
+            -sum(map(met.__getitem__, every[number])),
+        )
+
+    while worth(best := max(range(len(cases)), key=worth))[0]:
+        kept.add(best)
+        met.update(every[best])
+    return [case if number in kept else deep(*_values(case)) for number, case in enumerate(cases)]
+
+
+def _is_quick(case: Any) -> bool:
+    return not getattr(case, "marks", ())
+
+
+def _values(case: Any) -> tuple[Any, ...]:
+    """Of a tuple or of what `pytest.param` made of one."""
+    return case.values if hasattr(case, "marks") else case
 
 
 def pairs(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -31,3 +86,15 @@ def pairs(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
         left -= cases[best]
         chosen.append(tuple(choice[i] for choice, i in zip(choices, best, strict=True)))
     return chosen
+
+
+def leave_out_deep(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Cases marked `deep` run with `--deep`, where -m asks for them, and where one is named in full."""
+    if config.getoption("--deep") or "deep" in config.option.markexpr:
+        return
+    named = set(config.args)
+    deep = [item for item in items if item.get_closest_marker("deep") and item.nodeid not in named]
+    if deep:
+        config.hook.pytest_deselected(items=deep)
+        left_out = set(deep)
+        items[:] = [item for item in items if item not in left_out]

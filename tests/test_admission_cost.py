@@ -26,6 +26,8 @@ from specdec.runtime.scheduler import Scheduler, rank
 from specdec.runtime.settling import commit_chunks
 from specdec.text.detokenize import Detokenizer
 
+from marks import examples
+
 
 def make(
     rows: int, pages: int, *, window: int | None = None, max_len: int = 600, chunk: int = 64, page_size: int = 1
@@ -236,7 +238,7 @@ def test_a_salt_that_looks_like_a_page_names_another_text():
 # nobody starves, whatever is shared
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(8, 25), deadline=None, derandomize=True, database=None)
 @given(st.integers(0, 2**32 - 1))
 def test_every_request_gets_its_turn_and_the_books_hold(seed: int):
     """Salts, priorities at both ends, common beginnings, little room: each is passed by a bounded number of later ones,

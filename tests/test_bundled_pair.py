@@ -17,10 +17,12 @@ from specdec.attention.plan import plan_frozen
 from specdec.attention.torch_backend import SlotTables
 from specdec.draft_models import gemma4_mtp
 from specdec.draft_models.gemma4_mtp import constructible_assistants
-from specdec.evaluation.data import read_prompts
 from specdec.evaluation.scoring import final_number
-from specdec.kvcache.spaces import SlotTable, Space, SwaLoc
+from specdec.kvcache.index_spaces import SlotTable, Space, SwaLoc
 from specdec.models.bundled import BUNDLED_DIR, BUNDLED_NAMES, HELD_OUT_PROBLEMS
+from specdec.text.prompt_files import read_prompts
+
+from marks import deep
 
 SOLVED = 12
 MTP_ACCEPTANCE = 4.5  # of 5; all 200 held-out problems give 4.80
@@ -160,7 +162,7 @@ def eagle3_text(problems):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [[3, 16, 28], [1, 14, 26]], ids=["one later", "one earlier"])
+@pytest.mark.parametrize("layers", [[3, 16, 28], deep([1, 14, 26])], ids=["one later", "one earlier"])
 def test_wrong_aux_layers_fail_the_acceptance_check(layers, problems, eagle3_text, tmp_path):
     """A head that is fed other layers' states drafts worse, and says nothing. One layer off is the mistake of the field
     (an id names a layer's output or its input); it costs this head little, so the check is narrow."""

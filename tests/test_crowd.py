@@ -15,6 +15,7 @@ import specdec.engine
 from specdec import Engine, SpecConfig
 from specdec.runtime.scheduler import slots_needed
 
+from marks import deep, each_value
 from tiny_models import random_eagle3
 
 VOCAB = 24  # so few that random drafts are right now and then
@@ -74,7 +75,7 @@ FULL = os.environ.get("SPECDEC_CROWD") == "full"  # takes six minutes
 @pytest.mark.parametrize(
     ("name", "size", "checks"),
     [
-        *((name, SMALL, checks) for name in CASES for checks in ("", "sanitized")),
+        *each_value((name, SMALL, checks) for name in CASES for checks in ("", "sanitized")),
         *((name, LARGE, checks) for name in CASES if FULL for checks in ("", "sanitized")),
     ],
 )
@@ -97,7 +98,9 @@ def test_each_of_a_crowd_gets_what_it_gets_alone(name, size, checks, crowd, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "checks"), [("mtp-tree", "sanitized"), ("eagle3-tree", ""), ("plain", "sanitized")])
+@pytest.mark.parametrize(
+    ("name", "checks"), [("mtp-tree", "sanitized"), deep("eagle3-tree", ""), deep("plain", "sanitized")]
+)
 def test_a_crowd_of_captured_rounds_too(name, checks, crowd, monkeypatch) -> None:
     """A tape in the place of graphs: launched before the round in front has been settled."""
     requests = crowd(20, 12)

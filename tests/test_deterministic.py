@@ -28,7 +28,7 @@ from specdec.models.target import TargetModel
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import ReferenceSampler
 
-from marks import slow
+from marks import deep, slow
 from tiny_models import FAMILIES, VOCAB, random_eagle3
 
 NEW = 12
@@ -110,10 +110,14 @@ def requests(
     return [random_prompt(length, seed=i) for i, length in enumerate(lengths)], params
 
 
+# full attention alone; shared K/V and an embedding a layer; sinks; experts
+USUAL = [("llama", torch.float32), ("gemma4-e2b", BF16), ("gpt_oss", torch.float32), ("gemma4-moe", torch.float32)]
+
+
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        (family, dtype) if (family, dtype) in (("llama", torch.float32), ("gemma4-e2b", BF16)) else slow(family, dtype)
+        (family, dtype) if (family, dtype) in USUAL else deep(family, dtype)
         for i, family in enumerate([*FAMILIES, "mixtral"])
         for dtype in ((torch.float32, BF16) if family in ("llama", "gemma4-e2b", "gpt_oss") else (DTYPES[i % 2],))
     ],
@@ -140,7 +144,7 @@ def test_bits_are_those_of_a_request_alone(
     assert seen.again > 60
 
 
-@pytest.mark.parametrize("fused", [slow("auto"), True])
+@pytest.mark.parametrize("fused", [deep("auto"), True])
 def test_many_requests_that_join_and_leave(fused, make_target, engine, random_prompt, seen):
     model = make_target("gemma4-e2b")
     prompts, params = requests(random_prompt, [1 + 7 * i % 45 for i in range(70)], new=5)
@@ -155,11 +159,11 @@ def test_many_requests_that_join_and_leave(fused, make_target, engine, random_pr
     ("drafter", "spec"),
     [
         ("mtp", SpecConfig(4)),
-        slow("mtp", SpecConfig(4, 4, 16)),
+        deep("mtp", SpecConfig(4, 4, 16)),
         slow("mtp-centroids", SpecConfig(6, 5, 100)),
-        slow("eagle3", SpecConfig(4)),
+        deep("eagle3", SpecConfig(4)),
         ("eagle3", SpecConfig(4, 4, 16)),
-        slow("eagle3", SpecConfig(5, 8, 200)),
+        deep("eagle3", SpecConfig(5, 8, 200)),
     ],
     ids=str,
 )
@@ -362,8 +366,7 @@ def test_attention_of_some_rows_is_that_of_all(
 
 
 @interpreted
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma4-moe", "gpt_oss"])
+@pytest.mark.parametrize("family", [deep("gemma4-moe"), slow("gpt_oss")])
 def test_kernels(family, make_target, random_prompt, scripted, tree_script, seen, monkeypatch):
     """Alone, in a batch, in chunks of a few tokens, chains and trees, in captured rounds and not."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -12,7 +12,7 @@ from specdec import SamplingParams
 from specdec.runtime.request import Request
 from specdec.text.detokenize import Detokenizer
 
-from marks import slow
+from marks import deep, examples
 
 SPECIAL = ["<s>", "<|im_end|>"]
 BYTES = [f"<0x{value:02X}>" for value in range(256)]
@@ -139,7 +139,7 @@ def expected(tokenizer, ids, stops):
     return len(ids), tokenizer.decode(ids, skip_special_tokens=True)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(15, 60), deadline=None, derandomize=True)
 @given(data=st.data())
 @pytest.mark.parametrize("name", list(MAKERS))
 def test_deltas_joined_are_the_final_text(name, data):
@@ -163,7 +163,7 @@ def test_deltas_joined_are_the_final_text(name, data):
     assert out.text == want or (want.startswith(out.text) and not any(stop in want for stop in stops))
 
 
-@pytest.mark.parametrize("seed", [seed if seed < 8 else slow(seed) for seed in range(40)])
+@pytest.mark.parametrize("seed", [seed if seed < 8 else deep(seed) for seed in range(40)])
 def test_without_stop_strings_the_text_is_one_decode(tokenizer, seed):
     """Longer ones than above, with every token as likely as any other."""
     rng = random.Random(seed)

@@ -7,7 +7,7 @@ import pytest
 
 from specdec import SamplingParams, SpecConfig
 
-from marks import pairs
+from marks import each_value, pairs
 from tiny_models import FAMILIES, GEMMA4_FAMILIES, random_eagle3
 
 SPECS = [SpecConfig(3, 2), SpecConfig(10, 3, 16), SpecConfig(2, 8, 64)]
@@ -54,7 +54,9 @@ def test_trees_of_200_nodes_equal_the_eager_forward(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "spec", "page_size"),
-    [(family, spec, (1, 4, 16)[(i + j) % 3]) for i, family in enumerate(FAMILIES) for j, spec in enumerate(SPECS[:2])],
+    each_value(
+        (family, spec, (1, 4, 16)[(i + j) % 3]) for i, family in enumerate(FAMILIES) for j, spec in enumerate(SPECS[:2])
+    ),
     ids=spec_id,
 )
 def test_eagle3_trees_equal_the_eager_forward(
@@ -73,8 +75,12 @@ def test_eagle3_trees_equal_the_eager_forward(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pair", "spec", "temperature"),
-    pairs(
-        ["gemma4-e2b mtp", "gemma4-e2b eagle3", "gpt_oss eagle3", "llama eagle3", "qwen2 eagle3"], SPECS[:2], [0.7, 1.3]
+    each_value(
+        pairs(
+            ["gemma4-e2b mtp", "gemma4-e2b eagle3", "gpt_oss eagle3", "llama eagle3", "qwen2 eagle3"],
+            SPECS[:2],
+            [0.7, 1.3],
+        )
     ),
     ids=spec_id,
 )

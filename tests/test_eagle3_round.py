@@ -25,7 +25,7 @@ from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.kvcache.table import Rows
 from specdec.models.target import TargetModel
 
-from marks import slow
+from marks import deep, slow
 
 VOCAB, DRAFT_VOCAB = 24, 17
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -215,10 +215,10 @@ def model(make_target: Callable[..., Any]) -> Any:
     [
         ("one level", (5,), 4),
         slow("chain", (None, 2), 4),
-        slow("two levels", (2,), 1),
+        deep("two levels", (2,), 1),
         slow("tree", (3, None, 2), 4),
-        slow("tree", (None,), 1),
-        slow("chain", (5,), 1),
+        deep("tree", (None,), 1),
+        deep("chain", (5,), 1),
     ],
     ids=str,
 )

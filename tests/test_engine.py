@@ -11,7 +11,7 @@ from specdec import SamplingParams, SpecDecError
 from specdec.errors import CapacityError, ConfigError
 from specdec.runtime.scheduler import slots_needed
 
-from marks import pairs, slow
+from marks import each_value, pairs, slow
 
 NEW = 16
 
@@ -544,7 +544,8 @@ def test_a_prompt_may_be_any_kind_of_row_of_ids(given, make_target, make_engine)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "page_size", "num_steps"), pairs(["gpt_oss", "gemma4-e2b", "mistral", "llama"], [1, 8, 32], [1, 9])
+    ("family", "page_size", "num_steps"),
+    each_value(pairs(["gpt_oss", "gemma4-e2b", "mistral", "llama"], [1, 8, 32], [1, 9])),
 )
 def test_pools_sized_by_the_engine_serve_the_longest_request(family, page_size, num_steps, make_target, make_engine):
     """A one-request engine with small windows and large pages once made an SWA pool that no request fitted."""

@@ -16,7 +16,7 @@ from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.models.target import TargetModel
 
-from marks import quick, slow
+from marks import deep, each_value, quick
 
 VOCAB, WINDOW, NEW = 96, 8, 12
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
@@ -154,7 +154,7 @@ def is_fast(name, *_):
     ("name", "way", "page_size"),
     [
         *quick(((name, "tree", (1, 4)[i % 2]) for i, name in enumerate(SERVED)), is_fast),
-        *(slow(name, ("plain", "ngram")[i // 2 % 2], (4, 1)[i % 2]) for i, name in enumerate(SERVED)),
+        *(deep(name, ("plain", "ngram")[i // 2 % 2], (4, 1)[i % 2]) for i, name in enumerate(SERVED)),
     ],
 )
 def test_tokens_are_the_models_own(
@@ -171,9 +171,11 @@ def test_tokens_are_the_models_own(
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    quick(
-        ((name, dtype) for name in SERVED for dtype in HALVES),
-        lambda name, dtype: is_fast(name) and dtype == HALVES[list(SERVED).index(name) // 4 % 2],
+    each_value(
+        quick(
+            ((name, dtype) for name in SERVED for dtype in HALVES),
+            lambda name, dtype: is_fast(name) and dtype == HALVES[list(SERVED).index(name) // 4 % 2],
+        )
     ),
     ids=str,
 )

@@ -30,7 +30,7 @@ from specdec.layers.norm import norm
 from specdec.layers.rotary import rotary
 from specdec.models.target import TargetModel
 
-from marks import pairs, quick, slow
+from marks import deep, each_value, pairs, quick, slow
 
 NEW = 12
 CPU = torch.device("cpu")
@@ -65,9 +65,11 @@ def generate(make_engine: Callable[..., Engine]) -> Callable[..., list[list[int]
 
 @pytest.mark.parametrize(
     ("family", "shape", "page_size"),
-    quick(
-        pairs([*FUSABLE, *SLOW], ["chain", "tree"], [1, 4]),
-        lambda family, shape, _: (family, shape) in (("llama", "chain"), ("gpt_oss", "tree")),
+    each_value(
+        quick(
+            pairs([*FUSABLE, *SLOW], ["chain", "tree"], [1, 4]),
+            lambda family, shape, _: (family, shape) in (("llama", "chain"), ("gpt_oss", "tree")),
+        )
     ),
 )
 def test_tokens_are_those_of_unfused_layers(
@@ -124,9 +126,9 @@ def test_states_that_drafters_ask_for_are_those_of_unfused_layers(family, make_t
 @pytest.mark.parametrize(
     ("family", "shape", "ordered"),
     [
-        slow("llama", "chain", False),
+        deep("llama", "chain", False),
         slow("gemma4-e2b", "tree", True),
-        slow("gemma4-moe", "tree", False),
+        deep("gemma4-moe", "tree", False),
         slow("gpt_oss", "chain", False),
     ],
 )
@@ -379,8 +381,7 @@ def test_captured_prompts_see_changed_weights(make_target, make_engine, hf_forwa
 
 
 @interpreted
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma4-e2b", "gpt_oss"])
+@pytest.mark.parametrize("family", [slow("gemma4-e2b"), deep("gpt_oss")])
 def test_rounds_on_the_kernels_can_be_captured(
     family, make_target, make_assistant, make_engine, random_prompt, monkeypatch
 ):

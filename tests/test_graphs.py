@@ -68,13 +68,12 @@ def captured_batches(engine: Engine) -> set[int]:
 @pytest.mark.parametrize(
     ("drafter", "spec", "pool"),
     [
-        (None, None, {}),
-        ("mtp", TREE, {}),
-        ("ngram", None, SHORT_POOLS),
-        ("mtp", None, SHORT_POOLS),
-        ("eagle3", TREE, SHORT_POOLS),
+        pytest.param(None, None, {}, marks=pytest.mark.deep, id="plain"),
+        pytest.param("mtp", TREE, {}, id="mtp-tree"),
+        pytest.param("ngram", None, SHORT_POOLS, id="ngram-short"),
+        pytest.param("mtp", None, SHORT_POOLS, marks=pytest.mark.deep, id="mtp-chain-short"),
+        pytest.param("eagle3", TREE, SHORT_POOLS, id="eagle3-tree-short"),
     ],
-    ids=["plain", "mtp-tree", "ngram-short", "mtp-chain-short", "eagle3-tree-short"],
 )
 def test_captured_rounds_give_the_same_tokens(drafter, spec, pool, graphs) -> None:
     """Twelve requests join and leave four rows; the short pools preempt some of them, with rounds under way."""

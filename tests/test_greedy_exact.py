@@ -11,7 +11,7 @@ from specdec import SamplingParams
 from specdec.errors import CapacityError
 from specdec.runtime.scheduler import slots_needed
 
-from marks import pairs, quick, slow
+from marks import each_value, pairs, quick, slow, usual
 from tiny_models import FAMILIES, FAST_FAMILIES, GEMMA4_FAMILIES
 
 LENGTHS = (1, 5, 13, 40, 60)
@@ -49,7 +49,9 @@ def test_the_oracle_wanders(family, make_target, greedy_oracle, prompts):
     assert len({token for prompt in prompts for token in greedy_oracle(make_target(family), prompt, NEW)}) > 20
 
 
-@pytest.mark.parametrize(("family", "drafter", "page_size"), quick(pairs(FAMILIES, [None, "ngram"], [1, 4]), is_fast))
+@pytest.mark.parametrize(
+    ("family", "drafter", "page_size"), each_value(quick(pairs(FAMILIES, [None, "ngram"], [1, 4]), is_fast))
+)
 def test_families(family, drafter, page_size, make_target, make_engine, greedy_oracle, prompts):
     model = make_target(family)
     outputs = run(make_engine(model, drafter, page_size=page_size, max_batch_size=3), prompts)
@@ -59,7 +61,7 @@ def test_families(family, drafter, page_size, make_target, make_engine, greedy_o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "ordered", "page_size"), pairs(GEMMA4_FAMILIES, [False, True], [1, 4]))
+@pytest.mark.parametrize(("family", "ordered", "page_size"), each_value(pairs(GEMMA4_FAMILIES, [False, True], [1, 4])))
 def test_mtp(family, ordered, page_size, make_target, make_assistant, make_engine, greedy_oracle, prompts):
     model = make_target(family)
     engine = make_engine(model, make_assistant(model, ordered), page_size=page_size, max_batch_size=3)
@@ -68,10 +70,7 @@ def test_mtp(family, ordered, page_size, make_target, make_assistant, make_engin
 
 @pytest.mark.parametrize(
     ("family", "page_size"),
-    quick(
-        [(family, size) for i, family in enumerate(FAMILIES) for size in (1, 3 + i % 2)],
-        lambda family, size: is_fast(family) and (size == 1) == (family in ("gemma2", "llama")),
-    ),
+    each_value(quick([(family, size) for i, family in enumerate(FAMILIES) for size in (1, 3 + i % 2)], is_fast)),
 )
 def test_random_trees(family, page_size, make_target, make_engine, greedy_oracle, prompts, scripted, tree_script):
     """Branches of which some are right, in any order: the accepted nodes are scattered over the tree."""
@@ -84,7 +83,7 @@ def test_random_trees(family, page_size, make_target, make_engine, greedy_oracle
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_steps", "name", "page_size"), pairs([3, 12], SOME, [1, 4]))
+@pytest.mark.parametrize(("num_steps", "name", "page_size"), each_value(pairs([3, 12], SOME, [1, 4])))
 def test_right_drafts_are_all_accepted(
     name, num_steps, page_size, make_target, make_engine, greedy_oracle, prompts, scripted
 ):
@@ -107,7 +106,7 @@ def test_right_drafts_are_all_accepted(
 
 @pytest.mark.parametrize(
     ("name", "page_size"),
-    quick(itertools.product(SOME, [1, 4]), lambda name, size: size == (1, 4)[SOME.index(name) % 2]),
+    usual(itertools.product(SOME, [1, 4]), lambda name, size: size == (1, 4)[SOME.index(name) % 2]),
 )
 def test_wrong_drafts_are_never_accepted(name, page_size, make_target, make_engine, greedy_oracle, prompts, scripted):
     model = make_target(name)
@@ -125,7 +124,8 @@ def test_wrong_drafts_are_never_accepted(name, page_size, make_target, make_engi
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "page_size", "chunk"), pairs(["gemma4-e2b", "gemma4-31b", "gpt_oss", "qwen3"], [1, 4], [1, 7, 512])
+    ("name", "page_size", "chunk"),
+    each_value(pairs(["gemma4-e2b", "gemma4-31b", "gpt_oss", "qwen3"], [1, 4], [1, 7, 512])),
 )
 def test_prefill_chunks(name, page_size, chunk, make_target, make_engine, greedy_oracle, prompts):
     model = make_target(name)
@@ -147,8 +147,10 @@ def just_enough(engine, prompt_len, new, factor=1.0):
 @pytest.mark.parametrize(
     ("name", "new", "page_size", "length"),
     [
-        *quick(itertools.product(["gemma4-e2b"], [1, 2, NEW], [1, 3, 4], LENGTHS), lambda *case: case in FEW_POOLS),
-        *(slow(name, *case) for name in ("llama", "mistral") for case in pairs([1, 2, NEW], [1, 3, 4], LENGTHS)),
+        *usual(itertools.product(["gemma4-e2b"], [1, 2, NEW], [1, 3, 4], LENGTHS), lambda *case: case in FEW_POOLS),
+        *each_value(
+            slow(name, *case) for name in ("llama", "mistral") for case in pairs([1, 2, NEW], [1, 3, 4], LENGTHS)
+        ),
     ],
 )
 def test_pools_just_large_enough(
@@ -173,7 +175,7 @@ def test_pools_just_large_enough(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "page_size", "factor"), pairs(SOME, [1, 4], [1.0, 1.5]))
+@pytest.mark.parametrize(("name", "page_size", "factor"), each_value(pairs(SOME, [1, 4], [1.0, 1.5])))
 def test_preemption(name, page_size, factor, make_target, make_engine, greedy_oracle, prompts, scripted, tree_script):
     """Rows for all, slots for little more than one: requests throw each other out, and nothing shows."""
     model = make_target(name)

@@ -11,6 +11,8 @@ from specdec import SamplingParams
 from specdec.kvcache.page_pool import PagedAllocator
 from specdec.runtime.engine_stats import ENOUGH_DRAFTS, PoolUse
 
+from marks import deep
+
 NEW = 12
 
 
@@ -176,7 +178,7 @@ def test_memory_is_level_over_2000_requests(make_target, make_assistant, make_en
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("page_size", [deep(1), 4])
 def test_8000_tokens_hold_a_window_of_swa_slots(page_size, make_target, make_engine, random_prompt) -> None:
     """However long a request is: its window, a chunk on its way, a page of slack at both ends."""
     model = make_target("gemma4-e2b", max_position_embeddings=8192)

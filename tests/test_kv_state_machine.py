@@ -24,6 +24,7 @@ from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.table import Move
 
+from marks import examples
 from snapshots import kv_contents
 
 WINDOW, NODES, ROWS, MAX_LEN = 4, 4, 3, 40
@@ -371,7 +372,7 @@ def test_random_histories(page_size: int, pairs: bool, window: int | None):
     name = f"KVMachine{page_size}{'Hybrid' if window else 'Full'}{'Pairs' if pairs else ''}"
     machine = type(name, (KVMachine,), {"page_size": page_size, "window": window, "pairs": pairs})
     machine.TestCase.settings = settings(
-        max_examples=60 if window else 20,
+        max_examples=examples(12, 60) if window else examples(4, 20),
         stateful_step_count=50,
         deadline=None,
         derandomize=True,

@@ -23,7 +23,7 @@ from specdec.layers.merge import is_merged
 from specdec.layers.rope_store import Destination
 from specdec.modules.private_copy import private_copy
 
-from marks import slow
+from marks import deep, slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DENSE = [
@@ -31,6 +31,11 @@ DENSE = [
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "glm", "glm4", "smollm3", "granite", "cohere", "cohere2"),
 ]
 MIXED = ["gemma4-moe", "gpt_oss", "qwen3_moe", "mixtral"]
+ON_KERNELS = [
+    "gemma4-moe",
+    "attention biases",
+    "qwen3",
+]  # besides those of every run: experts, biases, norms of q and k
 
 pytestmark = pytest.mark.usefixtures("poison_empty")
 
@@ -161,7 +166,12 @@ def tokens(num_rows: int) -> torch.Tensor:
     ("ops", "name"),
     [(REFERENCE, name) for name in [*DENSE, *MIXED, "gemma4-unified", *VARIANTS]]
     + [
-        (KERNELS, name) if name in ("gemma4-e2b", "glm4") else slow(KERNELS, name)  # gpt_oss: test_fused_engine.py
+        # gpt_oss: test_fused_engine.py; the kernels are compared with the reference in test_layers_kernels.py, too
+        (KERNELS, name)
+        if name in ("gemma4-e2b", "glm4")
+        else slow(KERNELS, name)
+        if name in ON_KERNELS
+        else deep(KERNELS, name)
         for name in [*DENSE, *MIXED, "gemma4-unified", *VARIANTS]
     ],
     ids=lambda x: x if isinstance(x, str) else "kernels" if x is KERNELS else "reference",

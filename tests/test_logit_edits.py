@@ -15,7 +15,7 @@ from specdec.sampling.kernel_sampler import KernelSampler
 from specdec.sampling.reference_sampler import MaskedFirstLevel, Past, ReferenceSampler, output_counts
 from specdec.sampling.sampling_table import SamplingTable, Uses, bias_room, pack_bias, unpack_bias
 
-from marks import slow
+from marks import deep
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SETTINGS = {
@@ -190,7 +190,7 @@ def test_nobody_else_pays():
 
 
 @pytest.mark.parametrize(
-    "setting", ["all", "sampled", *(slow(name) for name in SETTINGS if name not in ("all", "sampled"))]
+    "setting", ["all", "sampled", *(deep(name) for name in SETTINGS if name not in ("all", "sampled"))]
 )
 def test_same_tokens_with_and_without_speculation(
     setting, make_target, make_assistant, make_engine, random_prompt, scripted, tree_script

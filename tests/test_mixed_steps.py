@@ -9,7 +9,7 @@ import specdec.engine
 from specdec import Engine, SamplingParams, SpecConfig
 from specdec.runtime.request import RequestState
 
-from marks import slow
+from marks import deep, slow
 from tiny_models import random_eagle3
 
 NEW = 12
@@ -102,7 +102,7 @@ def test_where_nobody_decodes_prompts_of_a_few_steps_are_read_in_one(engine_for,
 
 
 @BOTH
-@pytest.mark.parametrize("drafter", [None, "ngram", slow("mtp"), slow("eagle3")])
+@pytest.mark.parametrize("drafter", [None, deep("ngram"), deep("mtp"), slow("eagle3")])
 def test_prompts_under_way_settle_nothing_but_what_is_due(
     captured, drafter, engine_for, make_target, make_assistant, greedy_oracle, random_prompt
 ):

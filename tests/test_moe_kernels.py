@@ -24,7 +24,7 @@ from specdec.layers.moe.routing import Router, Routing, pick_kernel, reference_r
 from specdec.layers.norm import reference_rms_norm
 from specdec.layers.product import finish, reference_finish
 
-from marks import slow
+from marks import deep, slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FAMILIES = ["gemma4", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe-raw"]
@@ -293,8 +293,10 @@ def test_an_early_product_writes_to_memory_that_was_free_before_the_router_began
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("num_rows", [1, 7, slow(70)])
-@pytest.mark.parametrize(("hidden", "dense_width"), [(40, 36), slow(520, 600)])
+@pytest.mark.parametrize(
+    ("hidden", "dense_width", "num_rows"),
+    [(40, 36, 1), (40, 36, 7), slow(520, 600, 7), deep(520, 600, 1), slow(40, 36, 70), deep(520, 600, 70)],
+)
 def test_a_dense_mlp_beside_experts_has_the_bits_that_it_has_alone(hidden, dense_width, num_rows, poison_empty):
     """600 channels are several ranges of the dense product; 70 rows are launched one by one."""
     router_module, experts_module, _ = build("gemma4", hidden=hidden)

@@ -3,6 +3,7 @@
 What the tree does with pages is in `test_prefix_cache.py`; float32 on the CPU, so that ties do not matter.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from specdec.errors import ConfigError
 from specdec.kvcache.index_spaces import Space
 from specdec.runtime.scheduler import slots_needed
 
-from marks import slow
+from marks import each_value, slow
 from tiny_models import random_eagle3
 
 NEW = 8
@@ -82,10 +83,10 @@ def ends(engine: Engine, prompt: list[int], new: int = NEW, **params: Any) -> tu
 # the same tokens
 
 
-@EACH_DRAFTER
-@PAGE_SIZES
-def test_a_hit_changes_no_token(case, page_size, build, greedy_oracle, random_prompt):
+@pytest.mark.parametrize(("name", "page_size"), each_value(itertools.product(DRAFTERS, [1, 4, 16])))
+def test_a_hit_changes_no_token(name, page_size, build, greedy_oracle, random_prompt):
     """Another end, the same prompt, its next turn, a part of it; EAGLE-3 finds a token less where it looks ahead."""
+    case = DRAFTERS[name]
     engine = build(case, page_size=page_size)
     model, look = engine.target.model, case[1] == "eagle3"
     prompt, other = random_prompt(40), random_prompt(9)
@@ -105,15 +106,14 @@ def test_a_hit_changes_no_token(case, page_size, build, greedy_oracle, random_pr
     assert engine.stats().cached_tokens == pages(39) + pages(33 - look) + pages(47) + pages(20)
 
 
-@EACH_DRAFTER
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_a_draft_behind_a_hit_is_the_same(case, page_size, build, random_prompt):
+@pytest.mark.parametrize(("name", "page_size"), each_value(itertools.product(DRAFTERS, [1, 16])))
+def test_a_draft_behind_a_hit_is_the_same(name, page_size, build, random_prompt):
     """What a drafter reads of the prefix is what it would have made: as many drafts are accepted, round by round."""
     prompts = [random_prompt(40), random_prompt(40)[:25] + random_prompt(20, seed=3)]
     params = SamplingParams(max_new_tokens=24)
     seen = []
     for prefix_cache in (True, False):
-        engine = build(case, page_size=page_size, prefix_cache=prefix_cache)
+        engine = build(DRAFTERS[name], page_size=page_size, prefix_cache=prefix_cache)
         outs = [engine.generate(prompt, params)[0] for prompt in [*prompts, *prompts]]
         seen.append([(out.token_ids, out.drafted, out.stats.accepted_counts) for out in outs])
         assert any(out.stats.cached_tokens for out in outs) is prefix_cache

@@ -41,7 +41,7 @@ from specdec.runtime.scheduler import Scheduler, rank
 from specdec.runtime.settling import commit_chunks
 from specdec.text.detokenize import Detokenizer
 
-from marks import slow
+from marks import deep
 
 WINDOW, NODES, ROWS, CHUNK, GROUP, MAX_LEN, VOCAB = 4, 4, 4, 8, 18, 60, 50
 SLIDING_LAYER, FULL_LAYER = 0, 1
@@ -320,7 +320,7 @@ def run(page_size: int, cached: bool, examples: int, *, shrink: bool = True) -> 
 
 @pytest.mark.parametrize(
     ("page_size", "cached", "examples"),
-    [(1, True, 15), (4, True, 15), (4, False, 10), slow(1, True, 60), slow(4, True, 60), slow(1, False, 60)],
+    [(1, True, 15), (4, True, 15), (4, False, 10), deep(1, True, 60), deep(4, True, 60), deep(1, False, 60)],
 )
 def test_random_histories(page_size: int, cached: bool, examples: int) -> None:
     # how many depends on what else is imported: hypothesis draws constants of all modules there are

@@ -14,7 +14,7 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPWorker
 from specdec.errors import ConfigError
 from specdec.runtime.rounds.decode_round import DecodeRound
 
-from marks import slow
+from marks import deep, slow
 from tiny_models import random_eagle3
 
 NEW = 14
@@ -40,8 +40,13 @@ def engine_for(make_target, make_assistant, make_engine, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("captured", [False, slow(True)], ids=["eager", "captured"])
-@pytest.mark.parametrize(("drafter", "page_size"), [("mtp", 1), slow("mtp", 4), ("eagle3", 4), slow("ngram", 1)])
+@pytest.mark.parametrize(
+    ("drafter", "page_size", "captured"),
+    [
+        *(("mtp", 1, False), ("eagle3", 4, False), slow("mtp", 4, True), slow("ngram", 1, True)),
+        *(deep("mtp", 1, True), deep("eagle3", 4, True), deep("mtp", 4, False), deep("ngram", 1, False)),
+    ],
+)
 def test_tokens_depend_on_none_of_it(drafter, page_size, captured, engine_for, random_prompt):
     """Seven requests, greedy and sampled, through four rows: each as it is with no drafter at all."""
     prompts = [random_prompt(n) for n in (5, 21, 9, 30, 2, 13, 17)]

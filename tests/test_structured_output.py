@@ -25,7 +25,7 @@ from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.sampling.grammars import grammar
 from specdec.sampling.reference_sampler import MaskedFirstLevel
 
-from marks import quick, slow
+from marks import deep, each_value, quick, slow
 
 EOS, VOCAB = 256, 300  # byte_tokenizer, under a head that is wider
 MANY = int(os.environ.get("SPECDEC_SCHEMAS", "24"))
@@ -98,8 +98,11 @@ def test_what_comes_out_follows(alone):
 
 @pytest.mark.parametrize(
     ("kind", "batch"),
-    quick(
-        itertools.product(KINDS, (1, 4)), lambda kind, batch: (kind, batch) in {(None, 4), ("tree", 4), ("ngram", 4)}
+    each_value(
+        quick(
+            itertools.product(KINDS, (1, 4)),
+            lambda kind, batch: (kind, batch) in {(None, 4), ("tree", 4), ("ngram", 4)},
+        )
     ),
     ids=str,
 )
@@ -352,7 +355,7 @@ def test_deterministic_engines_follow_too(engine_of, prompts, params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [None, "tree", "eagle3"], ids=str)
+@pytest.mark.parametrize("kind", [deep(None), "tree", deep("eagle3")], ids=str)
 def test_captured_rounds_give_the_same_tokens(kind, engine_of, prompts, params, alone, monkeypatch):
     """Draft, verify and draw are captured, each with the next one's inputs; masks are data."""
     monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)

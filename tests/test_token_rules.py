@@ -19,7 +19,7 @@ from specdec.sampling.grammars.grammar_bounds import ONE_LINE, is_plain
 from specdec.text.detokenize import Detokenizer
 from specdec.text.stop_strings import StopStrings, cut, find_first
 
-from marks import quick
+from marks import each_value, quick
 
 EOS, VOCAB = 256, 300  # byte_tokenizer, under a head that is wider
 LETTERS = tuple(range(60, 90))
@@ -72,9 +72,11 @@ def test_min_tokens_and_allowed_token_ids_are_kept(alone):
 
 @pytest.mark.parametrize(
     ("kind", "batch"),
-    quick(
-        itertools.product(KINDS, (1, 4)),
-        lambda kind, batch: (kind, batch) in {(None, 4), ("tree", 4), ("scripted", 1), ("ngram", 4)},
+    each_value(
+        quick(
+            itertools.product(KINDS, (1, 4)),
+            lambda kind, batch: (kind, batch) in {(None, 4), ("tree", 4), ("scripted", 1), ("ngram", 4)},
+        )
     ),
     ids=str,
 )

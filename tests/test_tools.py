@@ -13,6 +13,8 @@ from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.serving.tools.tool_parsers import PARSERS, ContentPiece, ToolCallPiece, ToolReader, tool_parser_for
 from specdec.text.detokenize import Detokenizer
 
+from marks import examples
+
 
 def gathered(pieces):
     """(content, [(name, arguments), ...]), with the order in which pieces may come checked."""
@@ -177,7 +179,7 @@ NAMES = st.sampled_from(sorted(PARSERS))
 
 
 @given(name=NAMES, pieces=st.lists(FRAGMENTS, max_size=14), data=st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(100, 400), deadline=None)
 def test_no_cut_changes_anything_and_no_character_is_lost(name, pieces, data):
     text = "".join(pieces)
     content, calls = parsed(name, [text])
@@ -229,7 +231,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("name", WRITERS)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(15, 60), deadline=None)
 def test_what_a_template_writes_is_read_back(name, data):
     keys = GEMMA_KEYS if name == "gemma4" else st.text(max_size=6)
     values = JSON if name != "gemma4" else st.recursive(

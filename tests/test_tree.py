@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import reference_accept as accept
 
-QUICK = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+from marks import examples
+
+QUICK = settings(max_examples=examples(60, 300), deadline=None, derandomize=True, database=None)
 
 
 def matrix(*rows: str) -> torch.Tensor:

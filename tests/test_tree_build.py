@@ -15,10 +15,10 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import reference_accept, reference_tree_fields, tree_fields
 from specdec.attention.triton_backend import TritonBackend
 
-from marks import slow
+from marks import examples, slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-QUICK = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+QUICK = settings(max_examples=examples(10, 40), deadline=None, derandomize=True, database=None)
 INF, NAN = float("inf"), float("nan")
 
 
@@ -146,7 +146,7 @@ def test_select_is_a_naive_best_first_search(forest: tuple[list[list[float]], li
 
 
 @pytest.mark.slow
-@settings(QUICK, max_examples=20)
+@settings(QUICK, max_examples=examples(6, 20))
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000), st.booleans())
 def test_growth_keeps_the_best_paths(topk: int, levels: int, seed: int, ties: bool):
     """Expanding with a table of log-probabilities: beams are the best of their level, scores sum along paths."""
