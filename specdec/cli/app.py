@@ -67,24 +67,7 @@ class Command(TyperCommand):
                 raise SpecDecError(
                     "--topk is now --draft-topk, the branches of a draft tree; --top-k keeps the k most likely tokens"
                 )
-        rest = super().parse_args(ctx, args)
-        with shell_errors():
-            self._require_one_measurement(ctx)
-        return rest
-
-    def _require_one_measurement(self, ctx: Any) -> None:
-        """Options of a load on a server and those of an engine of our own are not for one run."""
-        given = {each.name: each for each in self.params if ctx.get_parameter_source(each.name).name == "COMMANDLINE"}
-        serves = ctx.params.get("serve") is not None
-        odd = [
-            each.opts[0]
-            for name, each in given.items()
-            if (name not in WITH_SERVE if serves else getattr(each, "rich_help_panel", None) == LOAD)
-        ]
-        if odd and serves:
-            raise SpecDecError(f"{', '.join(odd)} is for an engine, not for a server; leave it out beside --serve")
-        if odd:
-            raise SpecDecError(f"{', '.join(odd)} is for a server; name one with --serve, or leave it out")
+        return super().parse_args(ctx, args)
 
 
 def _version(asked: bool) -> None:
@@ -94,9 +77,6 @@ def _version(asked: bool) -> None:
 
 
 PHASES = "Phases of a round"
-LOAD = "Load on a server"
-WITH_SERVE = {"serve", "rate", "concurrency", "model", "api_key", "body", "timeout", "data", "limit"}
-WITH_SERVE |= {"max_new_tokens", "temperature", "seed", "raw", "json_file"}
 Task = Literal["gsm8k", "mt-bench", "humaneval", "spec-bench"]
 app = typer.Typer(
     help="Speculative decoding for transformers models.",
@@ -198,39 +178,10 @@ def bench(
             rich_help_panel=PHASES,
         ),
     ] = None,
-    serve: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Ask any OpenAI-compatible server instead of a target.", rich_help_panel=LOAD),
-    ] = None,
-    rate: Annotated[
-        float | None, typer.Option(help="Requests a second, as a Poisson process of --seed.", rich_help_panel=LOAD)
-    ] = None,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(min=1, help="Requests at a time; default: 8, with --rate any number.", rich_help_panel=LOAD),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Default: the first that the server lists.", rich_help_panel=LOAD)
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="SPECDEC_API_KEY", help="Sent as a bearer token.", rich_help_panel=LOAD)
-    ] = None,
-    body: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON",
-            help="Fields to put into every request; null takes one out.",
-            rich_help_panel=LOAD,
-        ),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds without a byte until a request is given up.", rich_help_panel=LOAD)
-    ] = 300.0,
 ) -> None:
     """Measure tokens/s with and without the drafter; refuses to print figures if any output differs.
 
     With --shape or --phases: milliseconds of each phase of a round, and how many times the memory floor that is.
-    With --serve: time to first token, time between tokens and throughput of a server (--raw: /v1/completions).
     """
 
 

@@ -1,10 +1,9 @@
-"""`specdec bench`: tokens per second with and without a drafter, milliseconds of a round, or load on a server."""
+"""`specdec bench`: tokens per second with and without a drafter, or milliseconds of a round."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
 
-from specdec.cli.load_options import load
 from specdec.cli.options import PairOptions
 from specdec.cli.phases import phases as run_phases_command
 from specdec.cli.settings import drafter_name, engine_config, log_to_stderr, quiet_libraries, spec_config
@@ -46,34 +45,9 @@ def bench(
     shrink: int,
     profile: bool,
     plot_file: Path | None,
-    serve: str | None,
-    rate: float | None,
-    concurrency: int | None,
-    model: str | None,
-    api_key: str | None,
-    body: str | None,
-    timeout: float,
 ) -> None:
     quiet_libraries()
     log_to_stderr(pair)
-    if serve is not None:
-        load(
-            serve=serve,
-            data=data,
-            limit=limit,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            raw=raw,
-            json_file=json_file,
-            rate=rate,
-            concurrency=concurrency,
-            model=model,
-            api_key=api_key,
-            body=body,
-            timeout=timeout,
-        )
-        return
     if shape is not None or phases:
         run_phases_command(
             shape=shape,
