@@ -79,7 +79,7 @@ def shortened(body: SamplingFields, engine: AsyncEngine, ids: list[int], max_new
     most = body.truncate_prompt_tokens
     if most is None:
         return ids
-    longest = engine.engine.max_model_len
+    longest = engine.max_model_len
     if not (most == -1 or 1 <= most <= longest):
         raise ApiError(
             400,
@@ -113,7 +113,7 @@ def _speculation(body: SamplingFields, engine: AsyncEngine) -> SpecConfig | bool
     sizes = asked.num_steps, asked.topk, asked.num_draft_tokens
     if sizes == (None, None, None):
         return None
-    own = engine.engine.spec
+    own = engine.spec
     num_steps = own.num_steps if asked.num_steps is None else asked.num_steps
     topk = own.topk if asked.topk is None else asked.topk
     wanted = SpecConfig(num_steps, topk, asked.num_draft_tokens)
