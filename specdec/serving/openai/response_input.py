@@ -18,11 +18,10 @@ from specdec.serving.openai.protocol import (
     Strings,
 )
 
-SAME = (
+SAME_AS_CHAT = (
     "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed", "stop", "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
-    "chat_template_kwargs", "stream", "top_logprobs", "max_tokens",
-    "cache_salt",
+    "chat_template_kwargs", "stream", "top_logprobs", "cache_salt",
 )  # fmt: skip
 """Fields that chats have too."""
 LOGPROBS = "message.output_text.logprobs"
@@ -91,7 +90,7 @@ class ResponsesRequest(RequestFields):
 
 def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
     """The chat that it stands for; messages: the whole of it."""
-    asked = {name: value for name in SAME if (value := getattr(body, name, None)) is not None}
+    asked = {name: value for name in SAME_AS_CHAT if (value := getattr(body, name)) is not None}
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     asked |= {"messages": instructions + messages, "priority": body.priority}
     if body.max_output_tokens is not None:
