@@ -1,5 +1,6 @@
 """From the fields of a body to `SamplingParams`: names, defaults, and nothing else; ranges are checked there."""
 
+from dataclasses import fields
 from typing import Any
 
 from specdec.config import GRAMMARS, MAX_SALT, SamplingParams, SpecConfig
@@ -11,23 +12,10 @@ from specdec.serving.openai.protocol import SamplingFields, Speculation
 from specdec.serving.server_settings import ServeSettings
 
 MOST_LOGPROBS = 20
-SAME = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "allowed_token_ids",
-    "include_stop_str_in_output",
-    "n",
-)
-"""Fields that the Python API has under the same name, where None says nothing."""
+TRANSLATED = {"top_k", "logprobs", "logit_bias", "prompt_logprobs", "cache_salt", "speculation"}
+"""Fields of a body that `sampling_params` reads each in its own way."""
+SAME = {each.name for each in fields(SamplingParams)} & SamplingFields.model_fields.keys() - TRANSLATED
+"""Fields that `SamplingParams` has under the same name, where None says nothing."""
 
 
 def sampling_params(
