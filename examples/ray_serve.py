@@ -52,7 +52,7 @@ class Replica:
             config=EngineConfig(max_batch_size=options.batch_size),
             max_waiting=options.max_waiting,
         )
-        defaults = sampling_defaults(self.engine.engine.target.model.generation_config)
+        defaults = sampling_defaults(self.engine.generation_config)
         self.settings = ServeSettings(model_names=[options.target], api_keys=options.api_key, defaults=defaults)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -13,6 +13,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -50,7 +51,7 @@ from specdec.runtime.request import GenerationOutput, Request, StreamDelta
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_sizes, capture_for
 from specdec.runtime.rounds.round import Round
-from specdec.runtime.scheduler import Scheduler
+from specdec.runtime.scheduler import Scheduler, slots_needed
 from specdec.runtime.sizing import make_cache
 from specdec.runtime.steps import Steps
 from specdec.runtime.thread_modes import with_modes_restored
@@ -278,6 +279,32 @@ class Engine:
     def stats(self) -> EngineStats:
         """Sums over all requests that finished in this engine."""
         return self._turns.run(self.steps.health.stats)
+
+    def running_ids(self) -> set[int]:
+        """Ids (`Handle.id`) of the requests that have a row."""
+        return {request.number for request in self.scheduler.running}
+
+    def most_new_tokens(self, prompt_len: int) -> int:
+        """The largest `max_new_tokens` that fits a prompt of that length; at least 1, which may be too many too."""
+        most = self.max_model_len - prompt_len
+        slots = self.table.allocator.full.capacity * self.config.page_size
+        if most > 1 and slots_needed(self.table, prompt_len, most)[0] > slots:
+            most = slots - prompt_len + 2 - self.table.lookahead
+        return max(most, 1)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all K/V pools together."""
+        return sum(self.cache.bytes_by_space().values())
+
+    @contextmanager
+    def prompts_only(self) -> Iterator[None]:
+        """Inside, steps read prompts and launch no rounds: a request gets its first token, and no more."""
+        self.scheduler.rounds_held = True
+        try:
+            yield
+        finally:
+            self.scheduler.rounds_held = False
 
     def clear_prefix_cache(self) -> None:
         """Forget the K/V that are kept for later requests, and keep none of what running ones have made: for changes of

@@ -23,11 +23,20 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from specdec.evaluation.load_test.sse import events
-
 PATIENCE = 120.0
 """Seconds after which a client takes a server for dead."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+async def events(blocks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The data of every server-sent event, however the bytes were cut into blocks."""
+    rest = b""
+    async for block in blocks:
+        *whole, rest = (rest + block).split(b"\n\n")
+        for each in whole:
+            if each.startswith(b"data: "):
+                yield each.removeprefix(b"data: ")
+    assert not rest, rest
 
 
 @dataclass(frozen=True, eq=False)

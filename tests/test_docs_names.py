@@ -37,7 +37,7 @@ FILE = re.compile(
 )  # data.jsonl:7 is a place in somebody's file
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 FILLED_IN = re.compile(r"\.\.\.|\bN\b|\bM\b|\[|\]|'[^']*'")  # places in a message
-FOREIGN = re.compile(r"^(pip|git|accelerate|torchrun|pre-commit|pytest)\b")  # options of other programs
+FOREIGN = re.compile(r"^(pip|git|accelerate|torchrun|pre-commit|pytest|vllm|guidellm)\b")  # options of other programs
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="needs the checkout")
 

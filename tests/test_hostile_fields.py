@@ -1,6 +1,7 @@
 """Single fields of a request that mean harm: stop strings, grammars with no way on."""
 
 import asyncio
+import gc
 
 import httpx
 import pytest
@@ -10,10 +11,12 @@ from specdec import SamplingParams
 from specdec.config import MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS
 from specdec.errors import ConfigError, QueueFullError
 from specdec.sampling.grammars.grammar import Place
+from specdec.serving.admission import Admission
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.fair_pool import CLIENT
 from specdec.serving.http.faults import as_api_error
-from specdec.serving.openai.response_input import ResponsesRequest
+from specdec.serving.openai.protocol import Body, ChatRequest
+from specdec.serving.openai.response_input import SAME_AS_CHAT, ResponsesRequest
 
 from served_engine import served
 
@@ -46,6 +49,43 @@ def test_two_million_zeros_in_a_field_of_a_response_are_one_error_and_no_error_e
         answer = httpx.post(f"{url}/v1/responses", json=body, timeout=20)
     refusal = answer.json()["error"]
     assert answer.status_code == 400 and refusal["param"].startswith(field) and len(refusal["message"]) < 500
+
+
+def bodies(kind: type[Body] = Body) -> list[type[Body]]:
+    return [kind, *(below for each in kind.__subclasses__() for below in bodies(each))]
+
+
+@pytest.mark.parametrize("kind", bodies(), ids=lambda kind: kind.__name__)
+def test_no_list_of_any_body_makes_an_error_of_each_member(kind):
+    """`allowed_token_ids` and `prediction.content` made half a million error objects of half a million mistakes."""
+    for name, field in kind.model_fields.items():
+        with pytest.raises(ValidationError) as error:
+            kind.model_validate({field.alias or name: [None] * 3000})
+        assert error.value.error_count() < 20, name
+
+
+def test_what_a_response_has_in_common_with_a_chat_are_fields_of_both():
+    for kind in (ResponsesRequest, ChatRequest):
+        assert set(SAME_AS_CHAT) <= set(kind.model_fields)
+
+
+def test_the_share_of_a_client_comes_back_when_its_event_loop_is_closed_while_it_waits():
+    """It was kept: a client whose loop had gone was refused for ever."""
+    admission = Admission(1, 0, per_client=1)
+    asyncio.run(admission.take(1, "other"))
+    loop = asyncio.new_event_loop()
+    waiting = loop.create_task(admission.take(1, "client", wait=True))
+    loop.run_until_complete(asyncio.sleep(0))
+    with pytest.raises(QueueFullError, match="1 of your samples"):
+        admission.require(1, "client")
+    loop.close()
+    admission.give_back(1, "other")
+    admission.require(1, "client")
+    waiting._log_destroy_pending = False
+    del waiting, loop
+    gc.collect()  # ends the task: it has no places to give back
+    assert admission.out == 0
+    admission.require(1, "client")
 
 
 def test_a_grammar_with_no_way_on_is_a_mistake_of_the_request_and_no_503(engine, monkeypatch):

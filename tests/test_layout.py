@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 import tomllib
@@ -42,6 +43,9 @@ NEVER = (  # what a room does not know, beyond its floor
         for heavy in ("specdec.cli.bodies", "specdec.engine", "specdec.config", "torch", "transformers", "numpy")
     ),
 )
+ASKS_THE_ENGINE = ("specdec.serving", "specdec.evaluation")
+"""Rooms that use an engine through its public answers (`Engine.running_ids`, `AsyncEngine.tokenizer`, ...)."""
+REACHES_THROUGH = re.compile(r"\.(engine\.engine|table\.allocator|cache\.allocator|scheduler\.\w+)$")
 ROOT_MODULE = "specdec"  # its names are looked up when they are used: to a type checker it imports them all the same
 LAZY = "specdec.lazy"  # help and `import specdec` must not import torch
 LAZY_USERS = ("specdec", "specdec.cli.app", *COMMAND_FILES)
@@ -91,6 +95,19 @@ def broken_walls(graph: dict[str, set[str]]) -> list[str]:
         if is_within(module, room)
         for name in sorted(names)
         if is_within(name, never) and not is_within(name, room)
+    ]
+
+
+def reaching(sources: dict[str, str]) -> list[str]:
+    """Attributes of attributes of an engine, in rooms that ask the engine itself."""
+    return [
+        f"{module}: {text}"
+        for module, source in sources.items()
+        if any(is_within(module, room) for room in ASKS_THE_ENGINE)
+        for node in ast.walk(parsed(source))
+        if isinstance(node, ast.Attribute)
+        for text in [ast.unparse(node)]
+        if REACHES_THROUGH.search(text)
     ]
 
 
@@ -174,6 +191,10 @@ def test_imports_point_down_and_stand_at_the_top():
 
 def test_no_wall_is_broken():
     assert broken_walls(every_import(product_sources())) == []
+
+
+def test_serving_and_evaluation_ask_the_engine_and_do_not_reach_through_it():
+    assert reaching(product_sources()) == []
 
 
 def test_no_file_name_stands_twice():
@@ -270,6 +291,15 @@ def test_broken_walls_finds():
     assert "specdec.runtime.rounds.x imports specdec.runtime.request" in error
     [error] = broken_walls({"specdec.sampling.grammars.x": {"torch.nn", "specdec.sampling"}})
     assert "imports torch.nn" in error
+
+
+def test_reaching_finds():
+    texts = {"specdec.serving.x": "f(a.engine.engine.tokenizer)", "specdec.cli": "a.engine.engine.b"}
+    assert reaching(texts) == ["specdec.serving.x: a.engine.engine"]
+    assert reaching({"specdec.evaluation.x": "engine.scheduler.next_decode = list"}) == [
+        "specdec.evaluation.x: engine.scheduler.next_decode"
+    ]
+    assert reaching({"specdec.serving.x": "import specdec.runtime.scheduler\nself.engine.stats()"}) == []
 
 
 def test_rooms_of_one_floor_do_not_import_each_other():

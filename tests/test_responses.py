@@ -206,6 +206,8 @@ def test_what_is_stored_is_bounded_in_number_and_bytes_for_each_key_and_in_all()
     ("change", "param"),
     [
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": 5}, "input"),
+        ({"input": ""}, "input"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"input": [{"type": "function_call", "call_id": "x"}]}, "input[0].name"),

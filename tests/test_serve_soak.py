@@ -23,7 +23,7 @@ from server_process import ServerProcess, running_server
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.models.bundled import HELD_OUT_PROBLEMS
-from specdec.serving.async_engine import Streams
+from specdec.serving.streams import Streams
 from specdec.text.prompt_files import read_prompts
 
 from http_crowd import Crowd, Job, Probe

@@ -18,10 +18,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_setup import DEVICE, Row, device_option, machine, require_device  # isort: skip - before triton
+from gpu_setup import DEVICE, device_option, machine, require_device  # isort: skip - before triton
 import torch
 import torch.nn.functional as F
 from gpu_attention import bandwidth
+from result_table import ResultTable, Row
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from specdec.attention.bridge import AttentionCall
@@ -380,24 +381,18 @@ def main() -> int:
     begin = time.perf_counter()
     warmers = [subprocess.Popen([sys.executable, __file__, "--warm", str(n)]) for n in bucket_heads(options.rows)]
     read, copy = bandwidth()
-    rows = [Row(machine(), "", f"read {read / 1e9:.0f} GB/s, copy {copy / 1e9:.0f} GB/s")]
     for warmer in warmers:
         warmer.wait()
     print(f"compiled after {time.perf_counter() - begin:.0f} s", flush=True)
+    results = ResultTable(f"{machine()}, read {read / 1e9:.0f} GB/s, copy {copy / 1e9:.0f} GB/s")
     with torch.no_grad():
         if not options.no_checks:
-            rows += [*check_products(), *check_small()]
-            print(f"checked after {time.perf_counter() - begin:.0f} s", flush=True)
-        failed = [row for row in rows if not row.ok]
-        if not failed:
-            rows += product_rows(read, options.products) if options.products else []
-            rows += forward_rows(read, options.rows, options.peers) if options.rows else []
-    failed = [row for row in rows if not row.ok]
-    lines = [f"| {' | '.join([*row[:3], 'ok' if row.ok else '**FAILED**'])} |" for row in rows]
-    print("\n".join([f"{time.perf_counter() - begin:.0f} s", "| what | error | time | |", "|---|---|---|---|", *lines]))
-    if options.out is not None:
-        options.out.write_text("\n".join(lines) + "\n", "utf-8")
-    return 1 if failed else 0
+            results.add([*check_products(), *check_small()])
+        if not results.failed and options.products:
+            results.add(product_rows(read, options.products))
+        if not results.failed and options.rows:
+            results.add(forward_rows(read, options.rows, options.peers))
+    return results.finish(options.out)
 
 
 def bucket_heads(row_counts: Sequence[int]) -> list[int]:

@@ -9,6 +9,7 @@ is printed only if the chain's and the tree's outputs are those of plain decodin
 import argparse
 from pathlib import Path
 
+from result_table import table_head, table_row
 from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
@@ -36,8 +37,8 @@ def main() -> None:
     config = EngineConfig(max_batch_size=1, prefix_cache=False)
     plain = Engine.from_pretrained(args.target, config=config)
     drafter = load_any_drafter(args.drafter, plain.target)
-    print("| prompts | T | draft | acceptance length | by position | tokens/s | plain | transformers | vs plain |")
-    print("|---|---:|---|---:|---|---:|---:|---:|---:|")
+    heads = "prompts", "T", "draft", "acceptance length", "by position", "tokens/s", "plain", "transformers", "vs plain"
+    print(table_head(*heads))
     for path in args.data:
         prompts = read_prompts(path)
         chosen = prompts[:: max(1, len(prompts) // args.limit)][: args.limit]
@@ -62,7 +63,7 @@ def main() -> None:
                 cells = [f"{path.resolve().parent.name}/{path.stem} ({len(ids)})", f"{temperature:g}", name]
                 cells += [f"{stats.acceptance_length:.2f}", positions]
                 cells += [f"{mine:.1f}", f"{base:.1f}", f"{peer:.1f}", f"{mine / base:.2f}x"]
-                print(f"| {' | '.join(cells)} |", flush=True)
+                print(table_row(cells), flush=True)
                 engine.close()
     print(f"\n{hardware(plain.target.device)}, {VERSIONS}, batch 1, at most {args.max_new_tokens} new tokens")
 

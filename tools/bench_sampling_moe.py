@@ -18,6 +18,7 @@ from gpu_setup import DEVICE, ON_CPU, device_option, machine, require_device  # 
 import numpy as np
 import torch
 from gpu_attention import bandwidth, graph_time
+from result_table import ResultTable, Row
 from transformers import Gemma4TextConfig, GptOssConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts, Gemma4TextRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
@@ -47,15 +48,13 @@ SETTINGS = {
     "T 1, min-p .05": SamplingParams(temperature=1.0, min_p=0.05),
     "T 1, top-n-sigma 1": SamplingParams(temperature=1.0, top_n_sigma=1.0),
 }
-LINES: list[str] = []
-BAD: list[str] = []
+
+
+RESULTS = ResultTable("sampling, centroid head and mixtures of experts")
 
 
 def line(name: str, text: str, ok: bool = True) -> None:
-    LINES.append(f"{name:58} {text}{'' if ok else '  FAILED'}")
-    print(LINES[-1], flush=True)
-    if not ok:
-        BAD.append(name)
+    RESULTS.add([Row(name, text, ok=ok)])
 
 
 def logits_of(kind: str, rows: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
@@ -179,7 +178,7 @@ def centroid_part(read: float, args: Any) -> None:
     differ = int((centroid_sample(hidden, positions, fast, head) != expected).sum())
     # sums in another order round some logits otherwise, and then a draw is another
     line("centroid: tokens of the dense path", f"{differ} of {expected.numel()} differ", ok=differ <= 2)
-    if ON_CPU or BAD:
+    if ON_CPU or RESULTS.failed:
         return
     for rows in (1, 8, 32, 128):
         hidden = (torch.randn(rows, 1, width, device=DEVICE) * 0.2).to(DTYPE)
@@ -249,7 +248,7 @@ def moe_part(read: float, args: Any) -> None:
         hidden = views[0][0].weight.shape[1]
         check_moe(family, *views[0], hidden)
         check_router(family, layers[0][0], views[0][0], hidden)
-        if ON_CPU or BAD:
+        if ON_CPU or RESULTS.failed:
             continue
         for tokens in TOKENS:
             xs = [torch.randn(tokens, hidden, device=DEVICE, dtype=DTYPE) for _ in layers]
@@ -339,13 +338,11 @@ def main() -> int:
         moe_part(read, args)
     if "sampling" in wanted:
         check_sampling()
-        if not (ON_CPU or BAD):
+        if not (ON_CPU or RESULTS.failed):
             time_sampling(read, args)
     if "centroid" in wanted:
         centroid_part(read, args)
-    print("\n" + "\n".join(LINES))
-    print(f"FAILED: {', '.join(BAD)}" if BAD else "ALL CHECKS PASSED")
-    return bool(BAD)
+    return RESULTS.finish()
 
 
 if __name__ == "__main__":

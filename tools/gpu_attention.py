@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu_setup import DEVICE, ON_CPU, Row, device_option, machine, require_device  # isort: skip - before triton
+from gpu_setup import DEVICE, ON_CPU, device_option, machine, require_device  # isort: skip - before triton
 import torch
 import triton
 import triton.language as tl
+from result_table import Row, table_head, table_row
 
 from specdec.attention.kernels import paged_attention as pa
 from specdec.attention.kernels import paged_attention_kernels as kernels
@@ -327,14 +328,13 @@ def main() -> int:
         tune(name, read)
     if options.tune:
         return 0
-    print(f"{'case, bf16':24} {'MB of K, V':>10} {'us':>9} {'GB/s':>7} {'of read':>8} {'TFLOP/s':>8}")
+    print(table_head("case, bf16", "MB of K, V", "us", "GB/s", "of read", "TFLOP/s"))
     figures = []
     for figure in timed(read):
-        speed = f"{figure['flops'] / figure['seconds'] / 1e12:8.0f}" if figure["flops"] else ""
-        print(
-            f"{figure['case']:24} {figure['bytes'] / 1e6:10.1f} {figure['seconds'] * 1e6:9.1f} "
-            f"{figure['bytes'] / figure['seconds'] / 1e9:7.0f} {figure['of_read']:8.1%} {speed}"
-        )
+        speed = f"{figure['flops'] / figure['seconds'] / 1e12:.0f}" if figure["flops"] else ""
+        cells = [figure["case"], f"{figure['bytes'] / 1e6:.1f}", f"{figure['seconds'] * 1e6:.1f}"]
+        cells += [f"{figure['bytes'] / figure['seconds'] / 1e9:.0f}", f"{figure['of_read']:.1%}", speed]
+        print(table_row(cells))
         figures.append(figure)
     if options.json:
         options.json.write_text(json.dumps({"read": read, "copy": copy, "cases": figures}, indent=1))

@@ -20,8 +20,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_setup import DEVICE, ON_CPU, Row, device_option, machine, require_device  # isort: skip - before triton
+from gpu_setup import DEVICE, ON_CPU, device_option, machine, require_device  # isort: skip - before triton
 import torch
+from result_table import ResultTable, Row
 
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.paged_attention import paged_attention
@@ -377,25 +378,19 @@ def main() -> int:
     options = parser.parse_args()
     require_device()
     torch.manual_seed(0)
-    begin = time.perf_counter()
-    rows = [Row(machine(), "")]
     parts: list[Callable[[], list[Row]]] = []
     if not options.no_times:
         parts.append(time_rows)
     parts += [lambda name=name: bits_of_shape(name, SHAPES[name]) for name in options.shapes]
     if options.sweep:
         parts += [product_rows, prompt_attention_rows]
+    results = ResultTable(machine())
     for part in parts:
         with torch.no_grad():
-            rows += part()
-        print(f"{time.perf_counter() - begin:.0f} s: {rows[-1][0]}", flush=True)
+            results.add(part())
         if not ON_CPU:
             torch.cuda.empty_cache()
-    lines = [f"| {' | '.join([*row[:3], 'ok' if row.ok else '**FAILED**'])} |" for row in rows]
-    print("\n".join(["| what | wanted or found | | |", "|---|---|---|---|", *lines]))
-    if options.out is not None:
-        options.out.write_text("\n".join(lines) + "\n", "utf-8")
-    return 0 if all(row.ok for row in rows) else 1
+    return results.finish(options.out)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ from gpu_setup import (  # isort: skip - before triton
     DEVICE,
     ON_CPU,
     ROOT,
-    Row,
     device_option,
     machine,
     require_device,
     waiting_row,
 )
 import torch
+from result_table import ResultTable, Row
 
 import specdec.engine
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
@@ -331,30 +331,23 @@ def main() -> int:
     require_device()
     if ON_CPU:
         sys.path.insert(0, str(ROOT / "tests"))
-    print(machine(), flush=True)
-    begin = time.perf_counter()
     bench = Bench(arguments.layers, 16 if ON_CPU else 1)
     checks: list[Callable[[], Iterator[Row]]] = [
         lambda: steady_rows(bench),
         lambda: memory_rows(bench),
         lambda: random_rows(bench, arguments.requests),
     ]
-    rows = [Row("grammars", "llguidance is there" if HAS_GRAMMARS else "llguidance is not there: left out")]
+    results = ResultTable(machine())
+    results.add([Row("grammars", "llguidance is there" if HAS_GRAMMARS else "llguidance is not there: left out")])
     for check in checks:
         try:
-            for row in check():
-                rows.append(row)
-                print(f"{time.perf_counter() - begin:5.0f} s  {'ok  ' if row.ok else 'FAIL'}  {row}", flush=True)
+            results.add(check())
         except Exception as exception:  # every check, then the verdict
             import traceback
 
             traceback.print_exc()
-            rows.append(Row("a check ended", f"{type(exception).__name__} {str(exception)[:300]}", ok=False))
-    print("\n| check | result | time | |\n|---|---|---|---|")
-    for check_name, error, seconds, ok in rows:
-        print(f"| {check_name} | {error} | {seconds} | {'pass' if ok else 'FAIL'} |")
-    print(f"\n{sum(not row.ok for row in rows)} of {len(rows)} rows fail, {time.perf_counter() - begin:.0f} s")
-    return 1 if any(not row.ok for row in rows) else 0
+            results.add([Row("a check ended", f"{type(exception).__name__} {str(exception)[:300]}", ok=False)])
+    return results.finish()
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from gpu_setup import DEVICE, ON_CPU, ROOT, Row  # isort: skip - before triton
+from gpu_setup import DEVICE, ON_CPU, ROOT  # isort: skip - before triton
 import gpu_engine
 import torch
 from gpu_engine import CHAIN, TREE, VOCAB, Setting
 from gpu_graphs import engine_of
+from result_table import Row
 
 from specdec.engine import Engine
 from specdec.gpu.operations import choose_operations

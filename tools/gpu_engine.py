@@ -9,8 +9,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from gpu_setup import DEVICE, ON_CPU, Row  # isort: skip - before triton
+from gpu_setup import DEVICE, ON_CPU  # isort: skip - before triton
 import torch
+from result_table import Row
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,

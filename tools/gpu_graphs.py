@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from gpu_setup import DEVICE, ON_CPU, ROOT, Row, waiting_row  # isort: skip - before triton
+from gpu_setup import DEVICE, ON_CPU, ROOT, waiting_row  # isort: skip - before triton
 import gpu_engine
 import torch
 from gpu_engine import CHAIN, TREE, VOCAB, Setting
+from result_table import Row
 
 import specdec.engine
 from specdec.config import EngineConfig, SamplingParams

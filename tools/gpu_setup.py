@@ -10,8 +10,9 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 from unittest.mock import MagicMock
+
+from result_table import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,15 +34,6 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 
 DEVICE = torch.device("cpu" if ON_CPU else "cuda")
-
-
-class Row(NamedTuple):
-    """One line of the table of results."""
-
-    check: str
-    error: str
-    time: str = ""
-    ok: bool = True
 
 
 def require_device() -> None:

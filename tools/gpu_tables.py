@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gpu_setup import DEVICE, ON_CPU, Row, device_option, machine, require_device  # isort: skip - before triton
+from gpu_setup import DEVICE, ON_CPU, device_option, machine, require_device  # isort: skip - before triton
 import torch
 import triton
+from result_table import ResultTable, Row, table_head, table_row
 
 from specdec.attention.kernels.page_table import build_page_tables, reference_build_page_tables
 from specdec.attention.torch_backend import TorchBackend
@@ -302,18 +303,15 @@ def main() -> int:
     argparse.ArgumentParser(description=__doc__.splitlines()[0], parents=[device_option]).parse_args()
     require_device()
     torch.manual_seed(0)
-    print(machine())
-    good = True
-    for row in check_rows():
-        print(f"{row.check}: {row.error}{'' if row.ok else '  FAILED'}")
-        good &= row.ok
-    if ON_CPU or not good:
-        return 0 if good else 1
+    results = ResultTable(machine())
+    results.add(check_rows())
+    if ON_CPU or results.failed:
+        return results.finish()
     print(f"batch {BATCH}, {NODES} nodes, {RETAIN} keys kept in SWA space; us per call, median of CUDA-graph replays")
-    print(f"{'':62}{'us':>8}{'SWA part':>10}{'torch':>10}")
+    print(table_head("call", "us", "SWA part", "torch"))
     slowest = 0.0
     for what, us, swa, reference in timed_rows():
-        print(f"{what:62}{us:8.2f}" + "".join(f"{'' if x is None else f'{x:.2f}':>10}" for x in (swa, reference)))
+        print(table_row([what, f"{us:.2f}", *("" if x is None else f"{x:.2f}" for x in (swa, reference))]))
         slowest = slowest if swa is None else max(slowest, us)
     if slowest >= LIMIT_US:
         print(f"build_page_tables: {slowest:.2f} us, at most {LIMIT_US} wanted", file=sys.stderr)

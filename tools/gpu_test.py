@@ -17,17 +17,17 @@ the sanitizer:
 import argparse
 import itertools
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gpu_setup import ON_CPU, Row, device_option, machine, require_device  # isort: skip - before triton
+from gpu_setup import ON_CPU, device_option, machine, require_device  # isort: skip - before triton
 import gpu_attention
 import gpu_crowd
 import gpu_engine
 import gpu_graphs
 import gpu_tables
 import torch
+from result_table import ResultTable, Row
 
 PARTS: dict[str, Callable[[bool], Iterator[Row]]] = {
     "attention": gpu_attention.check_rows,
@@ -68,30 +68,11 @@ def main() -> int:
     torch.manual_seed(0)
     parts = ["attention", "tables"] if options.kernels else options.parts
     sources = [rows(quick) for part, rows in PARTS.items() if part in parts]
-    lines: list[str] = []
-    failed: list[str] = []
-
-    def write(line: str) -> None:
-        print(line, flush=True)
-        lines.append(line)
-
-    def write_rows(rows: Iterable[Row]) -> None:
-        for row in rows:
-            cells = (*(cell.replace("|", "/") for cell in row[:3]), "ok" if row.ok else "**FAILED**")
-            write(f"| {' | '.join(cells)} |")
-            failed.extend([] if row.ok else [row.check])
-
-    begin = time.perf_counter()
-    write(f"{machine()}{', small shapes' if quick else ''}\n")
-    write("| check | worst error | time | |")
-    write("|---|---|---|---|")
-    write_rows(itertools.chain(*sources))
-    if not failed and not quick and len(parts) == len(PARTS):  # no figure of what is wrong
-        write_rows(timing_rows())
-    write(f"\n{len(lines) - 3} rows, {len(failed)} failed, {time.perf_counter() - begin:.0f} s")
-    if options.out is not None:
-        options.out.write_text("\n".join(lines) + "\n", "utf-8")
-    return 1 if failed else 0
+    results = ResultTable(f"{machine()}{', small shapes' if quick else ''}")
+    results.add(itertools.chain(*sources))
+    if not results.failed and not quick and len(parts) == len(PARTS):  # no figure of what is wrong
+        results.add(timing_rows())
+    return results.finish(options.out)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu_setup import DEVICE, ON_CPU, Row, device_option, machine, require_device  # isort: skip - before triton
+from gpu_setup import DEVICE, ON_CPU, device_option, machine, require_device  # isort: skip - before triton
 import gpu_attention
 import torch
+from result_table import ResultTable, Row
 
 from specdec.attention.kernels.own_keys import OwnKeys, own_keys
 from specdec.attention.kernels.paged_attention import paged_attention
@@ -447,35 +448,16 @@ def main() -> int:
         return 0
     if not ON_CPU:
         warm(options)
-    lines: list[str] = []
-    failed: list[str] = []
-    begin = time.perf_counter()
-
-    def write(line: str) -> None:
-        print(line, flush=True)
-        lines.append(line)
-
-    def write_rows(rows: Iterator[Row]) -> None:
-        for row in rows:
-            cells = (*(cell.replace("|", "/") for cell in row[:3]), "ok" if row.ok else "**FAILED**")
-            write(f"| {' | '.join(cells)} |")
-            failed.extend([] if row.ok else [row.check])
-
-    write(f"{machine()}\n")
-    write("| check | worst error | time | |")
-    write("|---|---|---|---|")
+    results = ResultTable(machine())
     if "closeness" in options.parts:
-        write_rows(closeness_rows(options.quick or ON_CPU))
+        results.add(closeness_rows(options.quick or ON_CPU))
     if "bits" in options.parts:
-        write_rows(bit_rows(options.quick, options.bits_of))
+        results.add(bit_rows(options.quick, options.bits_of))
     for name in options.tune:
         tune(name)
-    if "timings" in options.parts and not (failed or options.quick or ON_CPU):
-        write_rows(timing_rows(options.only))
-    write(f"\n{len(lines) - 3} rows, {len(failed)} failed, {time.perf_counter() - begin:.0f} s")
-    if options.out is not None:
-        options.out.write_text("\n".join(lines) + "\n", "utf-8")
-    return 1 if failed else 0
+    if "timings" in options.parts and not (results.failed or options.quick or ON_CPU):
+        results.add(timing_rows(options.only))
+    return results.finish(options.out)
 
 
 if __name__ == "__main__":

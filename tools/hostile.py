@@ -42,6 +42,7 @@ from specdec.text.prompt_files import read_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from hostile_kinds import CHAT, KINDS, Attacker
+from result_table import table_head, table_row
 
 ROOT = Path(__file__).resolve().parent.parent
 GREETING = "specdec serve: "
@@ -384,21 +385,21 @@ def in_ms(seconds: Sequence[float]) -> str:
 
 def report(record: Record, given: argparse.Namespace) -> bool:
     """Print it. -> does all hold?"""
-    print("| kind | answers | good streams | slower: median | worst | /health p50 | p99 | most, ms | MB |")
-    print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
+    numbers = "good streams", "slower: median", "worst", "/health p50", "p99", "most, ms", "MB"
+    print(table_head("kind", "answers", *numbers, numbers=numbers))
     for phase in record.phases:
         figures = figures_of(record, phase)
         total: Counter[str] = sum((Counter(each) for each in phase.got.values()), Counter())
         said = ", ".join(f"{count} x {name}" for name, count in total.most_common())
-        health = " | ".join(f"{1e3 * each:.0f}" for each in figures.health)
-        row = f"| {figures.streams} | {figures.median:.2f} | {figures.worst:.2f} | {health} | {figures.memory:.0f} |"
-        print(f"| {' + '.join(phase.kinds) or f'(quiet, load {phase.load:.1f})'} | {said} {row}")
+        cells = [" + ".join(phase.kinds) or f"(quiet, load {phase.load:.1f})", said, figures.streams]
+        cells += [f"{figures.median:.2f}", f"{figures.worst:.2f}", *(f"{1e3 * each:.0f}" for each in figures.health)]
+        print(table_row([*cells, f"{figures.memory:.0f}"]))
     first = record.phases[0]
     before = statistics.median(probed.memory for probed in record.probed if first.holds(probed.at)) / 1e6
     lines = verdicts(record, before)
-    print("\n| line | found | holds |\n|---|---|---|")
+    print("\n" + table_head("line", "found", "holds"))
     for line, found, holds in lines:
-        print(f"| {line} | {found} | {'yes' if holds else '**no**'} |")
+        print(table_row([line, found, "yes" if holds else "**no**"]))
     known = conditions(pick_device("cpu"), shlex.join(sys.argv))
     print("\n" + ", ".join(f"{name} {value}" for name, value in known.items() if value))
     if given.out:

@@ -1,9 +1,8 @@
-"""What `specdec bench` takes. It has three measurements: of a pair (bodies/bench_pair.py), of the phases of a round
-(bodies/bench_rounds.py) and of a server under load (bodies/bench_server.py).
+"""What `specdec bench` takes. It has two measurements: of a pair (bodies/bench_pair.py), and of the phases of a round
+(bodies/bench_rounds.py).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,12 +10,11 @@ import typer
 
 from specdec.cli.command import command
 from specdec.cli.options import BatchSize, JsonFile, Limit, MaxNewTokens, PairOptions, Raw, Temperature, output_file
-from specdec.errors import ConfigError, SpecDecError
+from specdec.errors import ConfigError
 from specdec.lazy import load
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 
 PHASES = "Phases of a round"
-LOAD = "Load on a server"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,40 +74,6 @@ class PhaseOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoadOptions:
-    """A server, and the requests that it is sent."""
-
-    serve: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Ask any OpenAI-compatible server instead of a target.", rich_help_panel=LOAD),
-    ] = None
-    rate: Annotated[
-        float | None, typer.Option(help="Requests a second, as a Poisson process of --seed.", rich_help_panel=LOAD)
-    ] = None
-    concurrency: Annotated[
-        int | None,
-        typer.Option(min=1, help="Requests at a time; default: 8, with --rate any number.", rich_help_panel=LOAD),
-    ] = None
-    model: Annotated[
-        str | None, typer.Option(help="Default: the first that the server lists.", rich_help_panel=LOAD)
-    ] = None
-    api_key: Annotated[
-        str | None, typer.Option(envvar="SPECDEC_API_KEY", help="Sent as a bearer token.", rich_help_panel=LOAD)
-    ] = None
-    body: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON",
-            help="Fields to put into every request; null takes one out.",
-            rich_help_panel=LOAD,
-        ),
-    ] = None
-    timeout: Annotated[
-        float, typer.Option(help="Seconds without a byte until a request is given up.", rich_help_panel=LOAD)
-    ] = 300.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class BenchOptions:
     pair: PairOptions
     data: Annotated[
@@ -124,30 +88,12 @@ class BenchOptions:
     raw: Raw = False
     json_file: JsonFile = None
     timing: PhaseOptions
-    server: LoadOptions
 
 
-OF_A_SERVER = {each.name for each in fields(LoadOptions)}
-WITH_SERVER = OF_A_SERVER | {"data", "limit", "max_new_tokens", "temperature", "seed", "raw", "json_file"}
-
-
-def require_one_measurement(named: Mapping[str, str]) -> None:
-    """Raises SpecDecError where options of a load on a server and those of an engine are given together."""
-    if "serve" in named:
-        if odd := [option for name, option in named.items() if name not in WITH_SERVER]:
-            raise SpecDecError(f"{', '.join(odd)} is for an engine, not for a server; leave it out with --serve")
-    elif odd := [option for name, option in named.items() if name in OF_A_SERVER]:
-        raise SpecDecError(f"{', '.join(odd)} is for a server; name one with --serve, or leave it out")
-
-
-@command(check=require_one_measurement)
+@command()
 def bench(options: BenchOptions) -> None:
-    """With --shape or --phases: milliseconds of each phase of a round, and how many times the memory floor that is.
-    With --serve: time to first token, time between tokens and throughput of a server (--raw: /v1/completions).
-    """
-    if options.server.serve is not None:
-        load("specdec.cli.bodies.bench_server", "bench_server")(options)
-    elif options.timing.shape is not None or options.timing.phases:
+    """With --shape or --phases: milliseconds of each phase of a round, and how many times the memory floor that is."""
+    if options.timing.shape is not None or options.timing.phases:
         load("specdec.cli.bodies.bench_rounds", "bench_rounds")(options)
     else:
         load("specdec.cli.bodies.bench_pair", "bench_pair")(options)

@@ -27,27 +27,20 @@ MakeCommand: TypeAlias = Callable[[str, str], TyperCommand]
 """Takes a command's name and its first line of help."""
 
 
-def command(
-    check: Callable[[Mapping[str, str]], None] | None = None, **settings: Any
-) -> Callable[[Callable[[Any], None]], MakeCommand]:
+def command(**settings: Any) -> Callable[[Callable[[Any], None]], MakeCommand]:
     """Decorates the body of a command; the docstring is its help after the first line.
 
-    check: receives the options that the command line names (field: option) before the body runs, and may raise
-    SpecDecError. settings: typer's, such as no_args_is_help.
+    settings: typer's, such as no_args_is_help.
     """
 
     def with_body(body: Callable[[Any], None]) -> MakeCommand:
         [options] = [kind for name, kind in get_type_hints(body).items() if name != "return"]
 
-        def run(context: typer.Context, **given: Any) -> None:
+        def run(**given: Any) -> None:
             with shell_errors():
-                if check is not None:
-                    check(named_options(context))
                 body(gathered(options, given))
 
-        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what typer reads
-            [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context), *spread(options)]
-        )
+        run.__signature__ = inspect.Signature([*spread(options)])  # type: ignore[attr-defined]  # what typer reads
 
         def make(name: str, line: str) -> TyperCommand:
             single = typer.Typer(add_completion=False)
@@ -119,12 +112,3 @@ def gathered(options: type[Any], given: Mapping[str, Any]) -> Any:
             for each in fields(options)
         }
     )
-
-
-def named_options(context: typer.Context) -> dict[str, str]:
-    """The options that the command line names, as it writes them; not those of the environment or a file."""
-    return {
-        each.name: each.opts[0]
-        for each in context.command.params
-        if each.name and getattr(context.get_parameter_source(each.name), "name", None) == "COMMANDLINE"
-    }

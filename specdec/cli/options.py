@@ -151,12 +151,12 @@ class PairOptions:
         return {} if self.drafter_revision is None else {"revision": self.drafter_revision}
 
 
-def json_object(option: str, words: str, example: str = "") -> dict[str, Any]:
-    """The JSON object that an option gives. Raises ConfigError, whose message ends with `example`."""
+def json_object(option: str, words: str) -> dict[str, Any]:
+    """The JSON object that an option gives. Raises ConfigError."""
     try:
         value = json.loads(words)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise ConfigError(f"{option} is {shown(words)}; a JSON object is expected{example}")
+        raise ConfigError(f"{option} is {shown(words)}; a JSON object is expected")
     return value

@@ -47,6 +47,7 @@ class Scheduler:
         self.prompt_room = prompt_room
         self.waiting: list[Request] = []  # both by rank
         self.running: list[Request] = []
+        self.rounds_held = False  # next_decode names no request
 
     @property
     def idle(self) -> bool:
@@ -158,6 +159,8 @@ class Scheduler:
 
         Or more, if there is room, for tokens that somebody's grammar forces: rounds are as wide as all of them allow.
         """
+        if self.rounds_held:
+            return []
         while True:
             decoding = [request for request in self.running if request.state is RequestState.DECODE]
             rows, wanted = self._lookahead(decoding)

@@ -18,11 +18,13 @@ from specdec.errors import ConfigError, QueueFullError
 
 @dataclass(eq=False)
 class Waiter:
-    """Somebody who waits for `count` places, on their own loop."""
+    """A caller that waits for `count` places, on its own event loop. admitted: it has them."""
 
     count: int
+    client: str
     future: "asyncio.Future[None]"
     loop: asyncio.AbstractEventLoop
+    admitted: bool = False
 
 
 class Admission:
@@ -60,7 +62,7 @@ class Admission:
                 self._out += count
                 return
             loop = asyncio.get_running_loop()
-            waiter = Waiter(count, loop.create_future(), loop)
+            waiter = Waiter(count, client, loop.create_future(), loop)
             self._waiters.append(waiter)
         try:
             await waiter.future
@@ -70,7 +72,7 @@ class Admission:
                 if waiting:
                     self._waiters.remove(waiter)
                     self._note(client, -count)
-            if not waiting:
+            if waiter.admitted:
                 self.give_back(count, client)
             raise
 
@@ -90,10 +92,13 @@ class Admission:
             while self._waiters and self._out + self._waiters[0].count <= self.most:
                 waiter = self._waiters.popleft()
                 self._out += waiter.count
+                waiter.admitted = True
                 try:
                     waiter.loop.call_soon_threadsafe(_admit, waiter.future)
-                except RuntimeError:  # its loop is closed, and it with it
+                except RuntimeError:  # its loop is closed: no caller will ever give these back
                     self._out -= waiter.count
+                    self._note(waiter.client, -waiter.count)
+                    waiter.admitted = False
 
     def _note(self, client: str, count: int) -> None:
         if self._per_client:

@@ -29,7 +29,7 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
         docs_url=None,  # pages that load scripts from elsewhere; the description itself is at /openapi.json
         redoc_url=None,
     )
-    parser = tool_parser_for(engine.engine.tokenizer, name=settings.tool_parser)
+    parser = tool_parser_for(engine.tokenizer, name=settings.tool_parser)
     app.state.serve = ServeState(engine, settings, parser)
     app.state.metrics = metrics.Metrics(engine, settings.model_names[0])
     app.state.responses = ResponseStore()

@@ -12,7 +12,6 @@ import asyncio
 import os
 import time
 import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
@@ -21,17 +20,17 @@ from typing import Any, NoReturn, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.config import SamplingParams, require_int
+from specdec.config import EngineConfig, SamplingParams, SpecConfig, require_int
 from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError, SpecDecError, StoppingError, shown
 from specdec.runtime.arguments import params_for, require_one_sample, require_type
 from specdec.runtime.engine_stats import EngineStats
-from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
-from specdec.runtime.scheduler import slots_needed
+from specdec.runtime.request import GenerationOutput, StreamDelta
 from specdec.serving.admission import Admission, Places
 from specdec.serving.engine_thread import BROKEN, EngineThread, Observer, Sample
 from specdec.serving.fair_pool import CLIENT, FairPool, Job
+from specdec.serving.streams import Streams, tell_readers
 from specdec.serving.text_bound import TextBound
 from specdec.text.prompts import Prompt, as_prompt_list
 
@@ -39,97 +38,6 @@ T = TypeVar("T")
 READERS = 4
 """Threads that read prompts, and as many that compile grammars."""
 INTAKE_SECONDS = 30.0
-
-
-class Streams:
-    """The samples of one submission as they come, in whatever order: `async for index, delta in streams`.
-
-    Belongs to the event loop that it was made on. Leaving `async with` aborts what has not ended. A sample that fails
-    ends all of them, with its error raised to the reader.
-    """
-
-    def __init__(self, thread: EngineThread) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.samples: list[Sample] = []
-        self._thread = thread
-        self._news = asyncio.Event()
-        self._posted = False  # the loop is about to be told of news
-        self._ready: deque[tuple[int, StreamDelta]] = deque()
-        self._left: set[int] = set()  # samples whose last delta was not read
-
-    def begin(self, samples: Sequence[Sample]) -> None:
-        """These are its samples."""
-        self.samples = list(samples)
-        self._left = set(range(len(samples)))
-
-    def stats(self, index: int) -> RequestStats:
-        """What speculation has done for a sample so far."""
-        return self.samples[index].handle.stats
-
-    def __aiter__(self) -> "Streams":
-        return self
-
-    async def __anext__(self) -> tuple[int, StreamDelta]:
-        while not self._ready:
-            if not self._left:
-                raise StopAsyncIteration
-            self._news.clear()
-            self._collect()
-            if not self._ready and self._left:
-                await self._news.wait()
-        return self._ready.popleft()
-
-    async def outputs(self) -> list[GenerationOutput]:
-        """Every sample's whole output, once all have ended."""
-        while True:
-            self._news.clear()
-            self._raise_failure()
-            if all(sample.handle.finished for sample in self.samples):
-                self._raise_failure()  # one may have failed between
-                return [sample.handle.output() for sample in self.samples]
-            await self._news.wait()
-
-    def abort(self) -> None:
-        """End what has not ended, before the next step. From any thread; does not wait."""
-        self._thread.abort(self.samples)
-
-    async def __aenter__(self) -> "Streams":
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
-
-    def post(self) -> bool:
-        """From the engine's thread: is the loop still to be told?"""
-        told, self._posted = self._posted, True
-        return not told
-
-    def wake(self) -> None:
-        """On the loop: there is news."""
-        self._posted = False
-        self._news.set()
-
-    def _collect(self) -> None:
-        """Read what is new of every sample."""
-        for index in sorted(self._left):
-            sample = self.samples[index]
-            delta = sample.handle.read()
-            if sample.error is not None:
-                self._left.clear()
-                self.abort()
-                raise sample.error
-            if delta is not None:
-                self._ready.append((index, delta))
-                if delta.output is not None:
-                    self._left.discard(index)
-
-    def _raise_failure(self) -> None:
-        for sample in self.samples:
-            if sample.error is not None:
-                self.abort()
-                raise sample.error
 
 
 class AsyncEngine:
@@ -163,7 +71,7 @@ class AsyncEngine:
         self._pid = os.getpid()
         self._admission = Admission(engine.config.max_batch_size, max_waiting, per_client)
         places = Places(self._admission)
-        self._thread = EngineThread(engine, _tell, [places, *observers])
+        self._thread = EngineThread(engine, tell_readers, [places, *observers])
         self._intake_seconds = intake_seconds
         self._bound = TextBound(engine.tokenizer, engine.max_model_len)
         # apart, so that slow grammars hold up no prompt
@@ -286,13 +194,51 @@ class AsyncEngine:
         self._admission.require(count, CLIENT.get())
 
     def most_new_tokens(self, prompt_len: int) -> int:
-        """How many tokens a prompt of that length leaves room for; at least 1, which may be too many too."""
-        engine = self.engine
-        most = engine.max_model_len - prompt_len
-        pool = engine.table.allocator.full.capacity * engine.config.page_size
-        if most > 1 and slots_needed(engine.table, prompt_len, most)[0] > pool:
-            most = pool - prompt_len + 2 - engine.table.lookahead
-        return max(most, 1)
+        """As `Engine.most_new_tokens`."""
+        return self.engine.most_new_tokens(prompt_len)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """As `Engine.decode`, on the caller's thread."""
+        return self.engine.decode(token_ids)
+
+    def stats_now(self) -> EngineStats:
+        """As `Engine.stats`, on the caller's thread, which waits for the step under way."""
+        return self.engine.stats()
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.engine.tokenizer
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.engine.config
+
+    @property
+    def spec(self) -> SpecConfig:
+        return self.engine.spec
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self.engine.drafter
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its output together."""
+        return self.engine.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self.engine.target.vocab_size
+
+    @property
+    def generation_config(self) -> Any:
+        """The target's, as transformers loaded it."""
+        return self.engine.target.model.generation_config
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all K/V pools together."""
+        return self.engine.kv_bytes
 
     @property
     def open_requests(self) -> int:
@@ -371,25 +317,6 @@ class AsyncEngine:
             raise SpecDecError("this engine was made in another process, and its thread is there; make one here")
         if self._closing:
             raise StoppingError("this engine is closed; make a new one")
-
-
-def _tell(samples: Sequence[Sample]) -> None:
-    """Wake the readers of these, with one call a loop. A loop that is closed reads nothing any more."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Streams]] = {}
-    for streams in {sample.owner for sample in samples}:
-        if streams.post():
-            by_loop.setdefault(streams.loop, []).append(streams)
-    for loop, readers in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_wake, readers)
-        except RuntimeError:
-            for streams in readers:
-                streams.abort()
-
-
-def _wake(readers: Sequence[Streams]) -> None:
-    for streams in readers:
-        streams.wake()
 
 
 def _stop(thread: EngineThread, pools: Sequence[FairPool], pid: int) -> None:

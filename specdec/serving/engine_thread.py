@@ -199,7 +199,7 @@ class EngineThread:
     def _round_failed(self, error: Exception) -> None:
         """Those in it fail if it is not the first time; the engine begins again with the others."""
         logger.warning("a round failed: %s", _said(error), exc_info=error)
-        seated = {request.number for request in self.engine.scheduler.running}
+        seated = self.engine.running_ids()
         there = self.open
         in_round = [sample for sample in there if sample.handle.id in seated] or there
         again = [sample for sample in in_round if sample.failed_at == sample.handle.num_output]

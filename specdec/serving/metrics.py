@@ -154,7 +154,7 @@ class Metrics:
         )
 
     def _take(self) -> Snapshot:
-        total, stats, samples = self._ended.copy(), self._engine.engine.stats(), self._engine.samples
+        total, stats, samples = self._ended.copy(), self._engine.stats_now(), self._engine.samples
         for sample in samples:
             self._count(total, sample)
         stats.waiting = max(stats.waiting, len(samples) - stats.running)  # some wait to be let in
@@ -164,7 +164,7 @@ class Metrics:
         """Once its prompt has been read, and from then on, so that no sum falls."""
         if sample.handle.num_output:
             stats = sample.handle.stats.copy()
-            stats.cached_tokens = in_blocks(stats.cached_tokens, self._engine.engine.config.page_size)
+            stats.cached_tokens = in_blocks(stats.cached_tokens, self._engine.config.page_size)
             total.add(stats)
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:

@@ -28,7 +28,7 @@ class ServeState:
     @property
     def tokenizer(self) -> Any:
         """The engine's; a server is not made without one."""
-        return self.engine.engine.tokenizer
+        return self.engine.tokenizer
 
     def model_name(self, asked: str | None) -> str:
         """What the answer calls the model. Raises ApiError (404) for a name that it does not go by."""

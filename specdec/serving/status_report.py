@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 
-from specdec.engine import Engine
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.metrics import Metrics, Snapshot
 from specdec.serving.state import ServeState
@@ -14,28 +13,22 @@ logger = logging.getLogger("specdec.serving")
 
 def describe(state: ServeState) -> str:
     """Context, slots, memory, drafter and parser of a server, in one line."""
-    engine = state.engine.engine
-    config, pools = engine.config, engine.table.allocator
-    slots = f"{pools.full.capacity * config.page_size} KV slots"
-    if pools.swa is not None:
-        slots += f" and {pools.swa.capacity * config.page_size} of sliding windows"
-    parser = state.tool_parser
+    engine, parser = state.engine, state.tool_parser
+    stats = engine.stats_now()
+    slots, sliding = f"{stats.full_slots.capacity} KV slots", stats.swa_slots.capacity
+    if sliding:
+        slots += f" and {sliding} of sliding windows"
     return (
         f"serving {', '.join(state.settings.model_names)}: context {engine.max_model_len} tokens, "
-        f"{config.max_batch_size} requests at a time, {slots} ({_gigabytes(engine)}), drafter {_drafter(engine)}, "
-        f"tool parser {'none' if parser is None else parser.__name__}"
+        f"{engine.config.max_batch_size} requests at a time, {slots} ({engine.kv_bytes / 1e9:.2f} GB), "
+        f"drafter {_drafter(engine)}, tool parser {'none' if parser is None else parser.__name__}"
     )
 
 
-def _gigabytes(engine: Engine) -> str:
-    return f"{sum(engine.cache.bytes_by_space().values()) / 1e9:.2f} GB"
-
-
-def _drafter(engine: Engine) -> str:
-    if engine.drafter is None or engine.spec is None:
+def _drafter(engine: AsyncEngine) -> str:
+    if engine.drafter is None:
         return "none"
-    spec = engine.spec
-    return f"{type(engine.drafter).__name__} ({spec.num_steps} steps, {spec.num_nodes} nodes)"
+    return f"{type(engine.drafter).__name__} ({engine.spec.num_steps} steps, {engine.spec.num_nodes} nodes)"
 
 
 class Reporter:

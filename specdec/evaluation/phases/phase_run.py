@@ -171,8 +171,7 @@ def _driven(
 
 def _require_room(engine: Engine, batch: int, max_len: int) -> None:
     """Raises CapacityError where not all of the batch fit at a time: some would wait, and rounds be smaller."""
-    allocator, page_size = engine.cache.allocator, engine.config.page_size
-    there = allocator.num_slots(Space.FULL) - page_size
+    there = engine.stats().full_slots.capacity
     if there >= batch * max_len:
         return
     item = torch.empty((), dtype=engine.target.dtype).element_size()

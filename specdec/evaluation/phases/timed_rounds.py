@@ -4,8 +4,8 @@
 the host waited for it, and the stages that the device stamped. What is launched, and how, it does not change.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from statistics import median
@@ -109,7 +109,7 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: 
     outputs: list[list[int]] = [[] for _ in prompts]
     idle = None
     try:
-        with _prompts_only(engine):
+        with engine.prompts_only():  # so that every timed round is one of all requests
             for stream, output in zip(streams, outputs, strict=True):
                 output += next(stream).token_ids
         leader = streams[0]  # the others' requests are in the same rounds; what they gained is taken at the end
@@ -129,17 +129,6 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: 
     if idle is not None:
         idle += median(time.wall - time.draft - time.verify - time.other for time in times)
     return Driven(times, outputs, idle)
-
-
-@contextmanager
-def _prompts_only(engine: Engine) -> Iterator[None]:
-    """No rounds meanwhile, so that each of those behind is one of everybody, with as many tokens behind them."""
-    chosen = engine.scheduler.next_decode
-    engine.scheduler.next_decode = list  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        engine.scheduler.next_decode = chosen  # type: ignore[method-assign]
 
 
 def round_time(before: float, one: _Passed, on_cpu: bool) -> RoundTime:

@@ -17,8 +17,8 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specdec.errors import SpecDecError
-from specdec.serving.async_engine import Streams
 from specdec.serving.http.faults import as_api_error
+from specdec.serving.streams import Streams
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"

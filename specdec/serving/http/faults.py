@@ -28,7 +28,7 @@ from specdec.serving.http.wording import sentence
 
 logger = logging.getLogger(__name__)
 
-TYPES = ("str", "int", "float", "bool", "none", "dict", "list")
+TYPES = ("str", "constrained-str", "int", "float", "bool", "none", "dict", "list")
 """Parts of a place in a body that name a member of a union, and no field."""
 
 

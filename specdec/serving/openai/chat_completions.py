@@ -12,7 +12,6 @@ from fastapi.responses import Response
 from specdec.config import SamplingParams
 from specdec.errors import ConfigError
 from specdec.runtime.request import GenerationOutput
-from specdec.serving.async_engine import Streams
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import EventStream, json_response, off_loop, while_connected
 from specdec.serving.http.faults import ApiError
@@ -24,6 +23,7 @@ from specdec.serving.openai.sampling_fields import blaming, require_logprobs, sa
 from specdec.serving.openai.template_options import template_options
 from specdec.serving.openai.usage import chat_logprobs, so_far, totals
 from specdec.serving.state import ServeState, State
+from specdec.serving.streams import Streams
 from specdec.serving.tools.reasoning import opened_by, reasoning_format
 from specdec.serving.tools.tool_choice import ToolChoice
 

@@ -11,7 +11,6 @@ from fastapi.responses import Response
 from specdec.config import SamplingParams
 from specdec.errors import ConfigError
 from specdec.runtime.request import GenerationOutput
-from specdec.serving.async_engine import Streams
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import EventStream, json_response, off_loop, while_connected
 from specdec.serving.http.faults import ApiError
@@ -21,6 +20,7 @@ from specdec.serving.openai.reply import Reply, Wanted
 from specdec.serving.openai.sampling_fields import blaming, sampling_params, shortened
 from specdec.serving.openai.usage import completion_logprobs, so_far, totals
 from specdec.serving.state import ServeState, State
+from specdec.serving.streams import Streams
 
 router = APIRouter(route_class=BodyRoute)
 MAX_TOKENS = 16
@@ -43,7 +43,7 @@ class Completion:
         self.state = state
         self.engine = state.engine
         self.settings = state.settings
-        self.tokenizer = state.engine.engine.tokenizer
+        self.tokenizer = state.tokenizer
         self.prompts: list[list[int]] = []
         self.echoes: list[str] = []  # of each prompt; empty without `echo`
         self.n = 1 if body.n is None else body.n
@@ -87,9 +87,7 @@ class Completion:
             if not self.body.echo:
                 self.echoes.append("")
             else:
-                self.echoes.append(
-                    prompt if isinstance(prompt, str) and len(ids) == whole else self.engine.engine.decode(ids)
-                )
+                self.echoes.append(prompt if isinstance(prompt, str) and len(ids) == whole else self.engine.decode(ids))
 
     def _whole(self, outputs: list[GenerationOutput], wanted: Wanted) -> dict[str, Any]:
         answer = self.head | {"choices": [self._choice(i, output, wanted) for i, output in enumerate(outputs)]}

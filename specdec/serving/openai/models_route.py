@@ -31,5 +31,5 @@ def _card(state: ServeState, name: str) -> dict[str, Any]:
         "object": "model",
         "created": state.started,
         "owned_by": "specdec",
-        "max_model_len": state.engine.engine.max_model_len,
+        "max_model_len": state.engine.max_model_len,
     }

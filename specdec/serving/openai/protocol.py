@@ -54,8 +54,8 @@ def _one(value: float) -> float:
 
 
 MAX_MESSAGES = 16384
-MAX_STOPS = 1024
-"""Checked before the members are: what the Python API allows is less."""
+MAX_STOP_MEMBERS = 1024
+"""Of `stop`, checked before its members are; `SamplingParams` then allows `specdec.config.MAX_STOPS`."""
 MAX_BIASES = 4096
 
 
@@ -140,7 +140,7 @@ class RequestFields(NumberFields):
 
     model: str | None = None
     seed: int | None = None
-    stop: Annotated[str | Strings | None, at_most(MAX_STOPS)] = None
+    stop: Annotated[str | Strings | None, at_most(MAX_STOP_MEMBERS)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int = 0
@@ -163,7 +163,7 @@ class SamplingFields(RequestFields):
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
@@ -261,7 +261,7 @@ class Prediction(Body):
     """A guess at the answer, for speed: this server drafts by other means."""
 
     type: Literal["content"]
-    content: str | list[dict[str, Any]]
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 class ChatRequest(SamplingFields):

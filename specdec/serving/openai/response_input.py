@@ -4,7 +4,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from specdec.sampling_numbers import NUMBERS
 from specdec.serving.http.faults import ApiError, invalid_body
 from specdec.serving.openai.protocol import (
     Body,
@@ -19,11 +18,6 @@ from specdec.serving.openai.protocol import (
     Strings,
 )
 
-SAME = (
-    *NUMBERS, "model", "seed", "stop", "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-    "parallel_tool_calls", "chat_template_kwargs", "stream", "top_logprobs", "max_tokens", "cache_salt",
-)  # fmt: skip
-"""Fields that chats have too."""
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -88,11 +82,16 @@ class ResponsesRequest(RequestFields):
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
 
+OF_RESPONSES = {"tools", "tool_choice", "stream_options", "store"}
+"""Fields of chats too, which say something else here, or are read before the chat is."""
+SAME_AS_CHAT = ResponsesRequest.model_fields.keys() & ChatRequest.model_fields.keys() - OF_RESPONSES
+
+
 def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
     """The chat that it stands for; messages: the whole of it."""
-    asked = {name: value for name in SAME if (value := getattr(body, name, None)) is not None}
+    asked = {name: value for name in SAME_AS_CHAT if (value := getattr(body, name)) is not None}
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    asked |= {"messages": instructions + messages, "priority": body.priority}
+    asked["messages"] = instructions + messages
     if body.max_output_tokens is not None:
         asked["max_tokens"] = body.max_output_tokens
     if body.wants_logprobs:

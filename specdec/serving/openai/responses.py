@@ -11,7 +11,6 @@ from fastapi.responses import Response
 
 from specdec.errors import ConfigError, SpecDecError
 from specdec.runtime.request import GenerationOutput, RequestStats
-from specdec.serving.async_engine import Streams
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import EventStream, event, json_response, while_connected
 from specdec.serving.http.faults import ApiError, as_api_error
@@ -24,6 +23,7 @@ from specdec.serving.openai.response_store import ResponseStore, Stored
 from specdec.serving.openai.sampling_fields import blaming
 from specdec.serving.openai.usage import chat_logprobs, usage_of
 from specdec.serving.state import ServeState, State
+from specdec.serving.streams import Streams
 
 router = APIRouter(route_class=BodyRoute)
 

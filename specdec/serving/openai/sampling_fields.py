@@ -1,10 +1,10 @@
 """From the fields of a body to `SamplingParams`: names, defaults, and nothing else; ranges are checked there."""
 
+from dataclasses import fields
 from typing import Any
 
 from specdec.config import GRAMMARS, MAX_SALT, SamplingParams, SpecConfig
 from specdec.errors import ConfigError
-from specdec.sampling_numbers import NUMBERS
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http.faults import ApiError
 from specdec.serving.http.sharing import require_priority, salt_for
@@ -12,18 +12,10 @@ from specdec.serving.openai.protocol import SamplingFields, Speculation
 from specdec.serving.server_settings import ServeSettings
 
 MOST_LOGPROBS = 20
-SAME = (
-    *NUMBERS,
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "allowed_token_ids",
-    "include_stop_str_in_output",
-    "n",
-)
-"""Fields that the Python API has under the same name, where None says nothing."""
+TRANSLATED = {"logprobs", "logit_bias", "prompt_logprobs", "cache_salt", "speculation"}
+"""Fields of a body that `sampling_params` reads each in its own way."""
+SAME = {each.name for each in fields(SamplingParams)} & SamplingFields.model_fields.keys() - TRANSLATED
+"""Fields that `SamplingParams` has under the same name, where None says nothing."""
 
 
 def sampling_params(
@@ -75,7 +67,7 @@ def shortened(body: SamplingFields, engine: AsyncEngine, ids: list[int], max_new
     most = body.truncate_prompt_tokens
     if most is None:
         return ids
-    longest = engine.engine.max_model_len
+    longest = engine.max_model_len
     if not (most == -1 or 1 <= most <= longest):
         raise ApiError(
             400,
@@ -109,7 +101,7 @@ def _speculation(body: SamplingFields, engine: AsyncEngine) -> SpecConfig | bool
     sizes = asked.num_steps, asked.topk, asked.num_draft_tokens
     if sizes == (None, None, None):
         return None
-    own = engine.engine.spec
+    own = engine.spec
     num_steps = own.num_steps if asked.num_steps is None else asked.num_steps
     topk = own.topk if asked.topk is None else asked.topk
     wanted = SpecConfig(num_steps, topk, asked.num_draft_tokens)

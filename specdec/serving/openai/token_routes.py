@@ -52,7 +52,7 @@ async def tokenize(body: TokenizeRequest, state: State) -> dict[str, Any]:
     written = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
     return {
         "count": len(tokens),
-        "max_model_len": engine.engine.max_model_len,
+        "max_model_len": engine.max_model_len,
         "tokens": tokens,
         "token_strs": written,
     }
@@ -62,7 +62,7 @@ async def tokenize(body: TokenizeRequest, state: State) -> dict[str, Any]:
 async def detokenize(body: DetokenizeRequest, state: State) -> dict[str, Any]:
     """{"prompt"}: the text, special tokens written out."""
     state.model_name(body.model)
-    vocab_size, tokenizer = state.engine.engine.target.vocab_size, state.tokenizer
+    vocab_size, tokenizer = state.engine.vocab_size, state.tokenizer
     outside = next((token for token in body.tokens if not 0 <= token < vocab_size), None)
     if outside is not None:
         raise ApiError(
@@ -87,7 +87,7 @@ async def _chat_tokens(body: TokenizeRequest, state: ServeState) -> list[int]:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
     )
-    options = template_options(chat, getattr(state.engine.engine.tokenizer, "chat_template", None)) | options
+    options = template_options(chat, getattr(state.tokenizer, "chat_template", None)) | options
     if body.tools:
         options["tools"] = [
             {"type": "function", "function": tool.function.model_dump(exclude_none=True)} for tool in body.tools

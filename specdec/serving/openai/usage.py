@@ -19,7 +19,7 @@ def usage_of(prompts: Sequence[Sequence[int]], stats: Sequence[RequestStats], st
     whole blocks."""
     prompt_len = sum(map(len, prompts))
     completion = sum(one.output_tokens for one in stats)
-    page_size = state.engine.engine.config.page_size
+    page_size = state.engine.config.page_size
     cached = sum(in_blocks(one.cached_tokens, page_size) for one in stats[:: len(stats) // len(prompts)])
     return {
         "prompt_tokens": prompt_len,

@@ -1,0 +1,122 @@
+"""What the samples of one submission gain, read on an event loop, and how the engine's thread tells the loop of news.
+
+Nothing is queued per token: a reader that is slow holds up no other, and a delta is all that is new when it is read.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+
+from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
+from specdec.serving.engine_thread import EngineThread, Sample
+
+
+class Streams:
+    """The samples of one submission as they come, in whatever order: `async for index, delta in streams`.
+
+    Belongs to the event loop that it was made on. Leaving `async with` aborts what has not ended. A sample that fails
+    ends all of them, with its error raised to the reader.
+    """
+
+    def __init__(self, thread: EngineThread) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.samples: list[Sample] = []
+        self._thread = thread
+        self._news = asyncio.Event()
+        self._posted = False  # the loop is about to be told of news
+        self._ready: deque[tuple[int, StreamDelta]] = deque()
+        self._left: set[int] = set()  # samples whose last delta was not read
+
+    def begin(self, samples: Sequence[Sample]) -> None:
+        """These are its samples."""
+        self.samples = list(samples)
+        self._left = set(range(len(samples)))
+
+    def stats(self, index: int) -> RequestStats:
+        """What speculation has done for a sample so far."""
+        return self.samples[index].handle.stats
+
+    def __aiter__(self) -> "Streams":
+        return self
+
+    async def __anext__(self) -> tuple[int, StreamDelta]:
+        while not self._ready:
+            if not self._left:
+                raise StopAsyncIteration
+            self._news.clear()
+            self._collect()
+            if not self._ready and self._left:
+                await self._news.wait()
+        return self._ready.popleft()
+
+    async def outputs(self) -> list[GenerationOutput]:
+        """Every sample's whole output, once all have ended."""
+        while True:
+            self._news.clear()
+            self._raise_failure()
+            if all(sample.handle.finished for sample in self.samples):
+                self._raise_failure()  # one may have failed between
+                return [sample.handle.output() for sample in self.samples]
+            await self._news.wait()
+
+    def abort(self) -> None:
+        """End what has not ended, before the next step. From any thread; does not wait."""
+        self._thread.abort(self.samples)
+
+    async def __aenter__(self) -> "Streams":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def post(self) -> bool:
+        """From the engine's thread: is the loop still to be told?"""
+        told, self._posted = self._posted, True
+        return not told
+
+    def wake(self) -> None:
+        """On the loop: there is news."""
+        self._posted = False
+        self._news.set()
+
+    def _collect(self) -> None:
+        """Read what is new of every sample."""
+        for index in sorted(self._left):
+            sample = self.samples[index]
+            delta = sample.handle.read()
+            if sample.error is not None:
+                self._left.clear()
+                self.abort()
+                raise sample.error
+            if delta is not None:
+                self._ready.append((index, delta))
+                if delta.output is not None:
+                    self._left.discard(index)
+
+    def _raise_failure(self) -> None:
+        for sample in self.samples:
+            if sample.error is not None:
+                self.abort()
+                raise sample.error
+
+
+def tell_readers(samples: Sequence[Sample]) -> None:
+    """Wake the readers of these, with one call a loop. A loop that is closed reads nothing any more."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Streams]] = {}
+    for streams in {sample.owner for sample in samples}:
+        if streams.post():
+            by_loop.setdefault(streams.loop, []).append(streams)
+    for loop, readers in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_wake, readers)
+        except RuntimeError:
+            for streams in readers:
+                streams.abort()
+
+
+def _wake(readers: Sequence[Streams]) -> None:
+    for streams in readers:
+        streams.wake()
