@@ -18,7 +18,7 @@ from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.kvcache.table import row_cells
 from specdec.runtime.request import Request
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
-from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_sizes, nothing, run_programs
+from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, batch_sizes, nothing, run_programs
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
 from specdec.runtime.rounds.grouping import WORTH_A_FORWARD, WORTH_ON_CPU, group_chunks, padded_size
 from specdec.runtime.rounds.prompt_scoring import Scoring, Span, score_chunk
@@ -188,7 +188,7 @@ class Launcher:
                 tokens = np.array([count, *request.forced[:count]], dtype=np.int64)
                 self.round.forced[request.row, : 1 + count] = tokens
         self.round.flush()
-        between = nothing
+        between: Between = nothing
         if masked:
             between = GrammarSteps(self.round, shape, places).between
         if self.graphs is None:
