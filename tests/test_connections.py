@@ -157,7 +157,7 @@ def test_running_out_of_files_is_said_once_and_keeps_no_client_out(tmp_path):
         ConnectionLimits(most=1_000_000_000).resolved_most()
 
 
-@pytest.mark.parametrize("kind", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.deep)])
 def test_a_signal_lets_streams_end_drops_half_sent_bodies_in_time_and_leaves_with_0(kind):
     with (
         running_server("--stop-seconds", "3600") as server,

@@ -24,6 +24,8 @@ from specdec.errors import ConfigError
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.training.target_answers import read_prompt_file
 
+from marks import deep
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text("utf-8"))
 
@@ -69,10 +71,10 @@ ELSEWHERE = {
 }
 COMPARING = (
     "demo.py --count 1",
-    "gemma4_mtp.py --compare",
-    "eagle3.py --compare",
+    deep("gemma4_mtp.py --compare"),
+    deep("eagle3.py --compare"),
     "hf_drop_in.py",
-    "batch_stream.py --compare --limit 3 --batch-size 2 --max-new-tokens 40",
+    deep("batch_stream.py --compare --limit 3 --batch-size 2 --max-new-tokens 40"),
 )
 
 pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="needs the checkout")

@@ -25,10 +25,10 @@ from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.sampling.grammars import grammar
 from specdec.sampling.reference_sampler import MaskedFirstLevel
 
-from marks import deep, each_value, quick, slow
+from marks import deep, each_value, examples, quick, slow
 
 EOS, VOCAB = 256, 300  # byte_tokenizer, under a head that is wider
-MANY = int(os.environ.get("SPECDEC_SCHEMAS", "24"))
+MANY = int(os.environ.get("SPECDEC_SCHEMAS", examples(8, 24)))
 """Random schemas of the long run; SPECDEC_SCHEMAS=200 takes two minutes."""
 
 MOST = 120

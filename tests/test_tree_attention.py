@@ -26,7 +26,7 @@ from specdec.attention.kernels.tree_attention import (
     tree_attention,
 )
 
-from marks import slow
+from marks import deep, slow
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -431,7 +431,7 @@ BITS = pytest.mark.parametrize(
 
 
 @BITS
-@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize("window", [deep(None), 21])
 def test_a_row_has_the_bits_of_plain_decoding_in_any_company(
     attend: Run, dtype: torch.dtype, window: int | None
 ) -> None:
