@@ -248,8 +248,10 @@ class BenchContext:
         v: torch.Tensor | None,
         *,
         scaling: float,
+        softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert softcap is None, "no model measured here has a softcap on its attention"
         spec = self.layout.layers[layer]
         if k is not None and v is not None:
             self.lent[layer] = k, v
