@@ -288,7 +288,7 @@ def test_missing_names_and_files_finds():
 
 ```text
 kvcache/   table.py, tables.py
-           paged.py        pages of `Nothing`
+           page_pool.py    pages of `Nothing`
 ```
 
 ```python
