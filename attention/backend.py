@@ -4,7 +4,7 @@
     torch     slots, by indexing   index_copy_ by slot   SDPA, by a gather   SDPA, one copy a draft  sorts, gathers
     triton    pages, one launch    store_kv, move_kv     paged_attention     the same                one launch each
 
-Every plan refers to the backend that made it, every worker is handed it; nothing further down asks which one it is.
+Every plan refers to the backend that made it, and every worker is given it: code below asks no flag which one it is.
 """
 
 from typing import Protocol

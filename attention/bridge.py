@@ -182,21 +182,21 @@ class ForwardContext:
 
 
 def record_states(layers: Sequence[nn.Module]) -> None:
-    """Let the layers of a private copy tell each forward's context what enters them, and what leaves the last.
+    """Hook the layers of a private copy: each forward's context gets the states that it asks for in `states`.
 
-    The hooks stay for good; a context that asks for no state costs a look-up.
+    The hooks are never removed; a context that asks for no state costs one look-up a layer.
     """
 
     def entering(layer: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states = _wanted_states(kwargs)
+            states = _states_asked_for(kwargs)
             if layer in states:
                 states[layer] = args[0] if args else kwargs["hidden_states"]
 
         return hook
 
     def leaving(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        states = _wanted_states(kwargs)
+        states = _states_asked_for(kwargs)
         if len(layers) in states:
             states[len(layers)] = out[0] if isinstance(out, tuple) else out
 
@@ -205,7 +205,7 @@ def record_states(layers: Sequence[nn.Module]) -> None:
     layers[-1].register_forward_hook(leaving, with_kwargs=True)
 
 
-def _wanted_states(kwargs: dict[str, Any]) -> dict[int, torch.Tensor | None]:
+def _states_asked_for(kwargs: dict[str, Any]) -> dict[int, torch.Tensor | None]:
     """`states` of the context of a layer's call; empty where it asks for none."""
     states: dict[int, torch.Tensor | None] = getattr(kwargs.get("specdec_ctx"), "states", {})
     return states

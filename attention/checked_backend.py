@@ -1,6 +1,6 @@
 """A backend that compares every plan with the request table before a forward uses it: see `kvcache/sanitize.py`.
 
-It stands in front of the backend that computes, and changes nothing of that. For B rows with S tokens committed:
+It wraps the backend that computes, and changes none of its results. For B rows with S tokens committed:
 
     write[b, n]   the slot of position S + n of the row, in the space asked for; the null slot on padding; of one owner
     pages[b, j]   the page of position start + j * page_size of the row, as far as that is below S
@@ -22,21 +22,21 @@ from specdec.attention.plan import Attend, KVPlan, Located
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space, SwaLoc
-from specdec.kvcache.sanitize import Capture, Fault, Sanitizer, sanitize_wanted
+from specdec.kvcache.sanitize import Capture, Fault, Sanitizer, sanitize_requested
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
 
 
 def sanitized(cache: KVCache, backend: Backend, capture: Capture | None) -> tuple[Backend, Capture | None]:
-    """What an engine is to use in their place: themselves, unless the environment asks for checks."""
-    if not sanitize_wanted():
+    """The backend and the capture that an engine should use: these two, or checked ones if the environment asks."""
+    if not sanitize_requested():
         return backend, capture
     cache.sanitizer = sanitizer = Sanitizer(cache.table)
     return CheckedBackend(backend, sanitizer), None if capture is None else sanitizer.blind(capture)
 
 
 class CheckedBackend:
-    """`backend`, watched by `sanitizer`."""
+    """A backend whose plans and answers `sanitizer` checks."""
 
     def __init__(self, backend: Backend, sanitizer: Sanitizer) -> None:
         self.backend = backend
@@ -77,7 +77,7 @@ class CheckedBackend:
         return self.backend.select_tree(root, tokens, scores, parents, num_nodes=num_nodes, num_levels=num_levels)
 
     def _check_lengths(self, plan: KVPlan) -> None:
-        """A run may begin anywhere in what is committed, trees and frozen drafts stand right behind it."""
+        """A run may begin anywhere in what is committed; trees and frozen drafts begin right after it."""
         planned, committed = plan.committed_len, self.sanitizer.table.committed_len.tensor[plan.rows]
         wrong = planned > committed if plan.block_len is not None else planned != committed
         wrong &= self._real(plan)
@@ -91,23 +91,23 @@ class CheckedBackend:
         steps = torch.arange(write.shape[1], device=write.device)
         positions = plan.committed_len[:, None] + steps  # node n lies at S + n, whatever its depth
         inside = positions < slots.shape[1]
-        wanted = slots.gather(1, positions.clamp(max=slots.shape[1] - 1))
+        expected = slots.gather(1, positions.clamp(max=slots.shape[1] - 1))
         own = self._own(plan)
-        wanted = torch.where(own & inside, wanted, NULL_SLOT)
-        wrong = (write != wanted) | (own & (write == NULL_SLOT))
-        self.sanitizer.note(Fault.WRITE, space, wrong, plan.rows, positions, write, wanted)
+        expected = torch.where(own & inside, expected, NULL_SLOT)
+        wrong = (write != expected) | (own & (write == NULL_SLOT))
+        self.sanitizer.note(Fault.WRITE, space, wrong, plan.rows, positions, write, expected)
         owners = self.sanitizer.owners.tensor[plan.write_slots(Space.FULL).view_as(write) // plan.page_size]
-        self.sanitizer.note(Fault.SHARED, space, own & (owners > 1), plan.rows, positions, write, wanted)
+        self.sanitizer.note(Fault.SHARED, space, own & (owners > 1), plan.rows, positions, write, expected)
 
     def _check_reads(self, plan: KVPlan, space: Space, slots: torch.Tensor) -> None:
         page_size, length = plan.page_size, plan.committed_len[:, None]
         pages, start = plan.prefix.pages(space)  # [B, P], [B]
         columns = torch.arange(pages.shape[1], device=pages.device)
         positions = start[:, None] + columns * page_size
-        wanted = slots.gather(1, positions.clamp(max=slots.shape[1] - 1)) // page_size
+        expected = slots.gather(1, positions.clamp(max=slots.shape[1] - 1)) // page_size
         read = (positions < length) & self._real(plan)[:, None]
-        wrong = read & ((pages != wanted) | (pages == NULL_SLOT))
-        self.sanitizer.note(Fault.READ, space, wrong, plan.rows, positions, pages * page_size, wanted * page_size)
+        wrong = read & ((pages != expected) | (pages == NULL_SLOT))
+        self.sanitizer.note(Fault.READ, space, wrong, plan.rows, positions, pages * page_size, expected * page_size)
 
         retain = self.sanitizer.table.retain
         oldest = torch.zeros_like(length)

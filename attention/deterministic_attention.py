@@ -3,10 +3,10 @@
     tiles   BLOCK_K keys at multiples of BLOCK_K by position, each a softmax of its own: maximum, sum, accumulator
     a row   its tiles scaled to their common maximum, added up in ascending order, then the sink
 
-A product is always [ROWS, D] x [D, BLOCK_K] or [ROWS, BLOCK_K] x [BLOCK_K, D], batched: its bits depend on neither the
-number of products nor a row's place among ROWS. The rest is one operation an element, no fused or vectorised sums.
-Complete committed tiles are shared by all rows of a request; the nodes of a tree gather what lies behind them each by
-itself. Computes in float32, or in float64 for float64. The host reads lengths: it is not for capturing.
+A product is always [ROWS, D] x [D, BLOCK_K] or [ROWS, BLOCK_K] x [BLOCK_K, D], batched: its bits depend neither on the
+number of products nor on the place of a row among ROWS. Everything else is one operation per element, without fused or
+vectorised sums. Complete committed tiles are shared by all rows of a request; each node of a tree gathers the keys
+after them by itself. Computes in float32, or in float64 for float64. The host reads lengths, so it cannot be captured.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""Attention of one forward in which every row is a function of its own path: what both backends attend by.
+"""Attention of one forward in which every row is a function of its own path: both backends use it.
 
-The own keys are found once a forward, space and window; layers then only name their pools. Rows of a forward may be
-asked for in parts, in any order in which a row's ancestors are stored when it asks: the answer is the same, to the bit.
+The own keys are found once per forward, space and window; layers then only pass their pools. Rows of a forward may be
+computed in parts, in any order in which a row's ancestors are stored before it: the result is the same, to the bit.
 """
 
 from collections.abc import Callable

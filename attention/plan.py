@@ -3,11 +3,11 @@
 Both write locations are looked up once, here; no layer translates anything, and nothing outlives the step. A plan is
 made on the device from the request table by one of three builders:
 
-    plan_chunk    B runs of tokens behind their prefixes, causal, padded to the longest; padding writes to the null slot
-    plan_verify   B trees of N nodes behind their committed prefixes
+    plan_chunk    B runs of tokens after their prefixes, causal, padded to the longest; padding writes to the null slot
+    plan_verify   B trees of N nodes after their committed prefixes
     plan_frozen   queries on the committed prefix only: what a frozen-KV drafter reads
 
-A plan refers to the backend that made it and is computed by that one: it holds that backend's tables.
+A plan refers to the backend that made it and holds that backend's tables: no other backend can compute under it.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class PrefixTables(Protocol):
     """A backend's tables of the committed prefixes; only that backend reads them."""
 
     def pages(self, space: Space) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page ids [B, P] of the prefixes in one space, and the position [B] of each first page. For showing."""
+        """Page ids [B, P] of the prefixes in one space, and the position [B] of each first page. For checks."""
 
 
 class Located(NamedTuple):
@@ -46,7 +46,7 @@ class PlanBackend(KVOperations, Protocol):
     """What makes a plan and computes under it."""
 
     def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> Located:
-        """Tables of the prefixes [0, committed_len [B]) and slots of the `num_queries` positions behind each."""
+        """Tables of the prefixes [0, committed_len [B]) and slots of the `num_queries` positions after each."""
 
     def attention(self, plan: "KVPlan", space: Space, window: int | None) -> Attend:
         """Attention under `plan` on layers whose K/V live in `space`, through `window` (None: full attention)."""
@@ -92,7 +92,7 @@ def plan_chunk(
     *,
     start: torch.Tensor | None = None,
 ) -> KVPlan:
-    """Runs of `block_len` [B] tokens, at most `width`, from position `start` [B] on; None: behind what is committed."""
+    """Runs of `block_len` [B] tokens, at most `width`, from position `start` [B] on; None: after what is committed."""
     committed_len = table.committed_len.tensor[rows.index] if start is None else start
     steps = torch.arange(width, device=committed_len.device)
     prefix, full, swa = backend.locate(table, rows, committed_len, width)
@@ -122,7 +122,7 @@ def plan_verify(
 ) -> KVPlan:
     """One tree a request. Node n writes to the slot of position S + n and sits at position S + depth[n].
 
-    committed_len: S [B]; located: of these prefixes and so many nodes; positions: [B, N] of them; if they are at hand.
+    Computed here unless given: committed_len, S [B]; located, for these prefixes and N nodes; positions [B, N].
     """
     if committed_len is None:
         committed_len = table.committed_len.tensor[rows.index]
@@ -156,7 +156,7 @@ def plan_frozen(
 ) -> KVPlan:
     """Queries that all sit at S + `position_offset`, on the committed prefix [0, S) and nothing else.
 
-    committed_len: S [B]; prefix: the backend's tables of it; if they are at hand.
+    Computed here unless given: committed_len, S [B], and prefix, the backend's tables of it.
     """
     assert window_shift - position_offset <= table.extra_keys, f"eviction keeps too little for {window_shift=}"
     if committed_len is None:

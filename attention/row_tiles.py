@@ -1,12 +1,13 @@
-"""A forward in tiles of ROWS rows, so that no operator of a library ever sees another number of them.
+"""A forward in tiles of ROWS rows, so that a library's operators always see the same number of rows.
 
     tile     columns [c, c') of requests [b, b'), at most ROWS rows, packed, and padded to ROWS
-    order    by columns first: when a row runs, its ancestors have run, or do in the same tile
+    order    by columns first: when a row runs, its ancestors have run, or run in the same tile
 
     3 requests of 20 columns     |0: 0..15|  |1: 0..15|  |2: 0..15|  |0..2: 16..19|
 
-For modules that others wrote: of equal shapes a library makes equal sums. What is left is that a row's bits do not
-depend on its place in the tile nor on the rows beside it: `models/batch_invariance.py` asks the model itself.
+For modules of other libraries, whose order of summation may depend on the shape. With one shape, what remains to be
+shown is that a row's bits depend neither on its place in the tile nor on the other rows: `models/batch_invariance.py`
+tests the model itself.
 """
 
 from collections.abc import Iterator
@@ -44,12 +45,12 @@ def row_tiles(batch: int, num_columns: int) -> Iterator[Tile]:
 
 
 def pad_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [T, ...], T <= ROWS -> [ROWS, ...], zeros behind: token 0, position 0, the null slot."""
+    """x [T, ...], T <= ROWS -> [ROWS, ...], zeros after them: token 0, position 0, the null slot."""
     return pad(x, (0, 0) * (x.dim() - 1) + (0, ROWS - len(x)))
 
 
 class TileContext:
-    """What the layers of a forward ask of, while they run one tile of it.
+    """The `LayerContext` of one tile of a forward.
 
     `states`: see `ForwardContext`.
     """

@@ -1,4 +1,4 @@
-"""The backend that runs anywhere, and the oracle of the other: plain torch over tables of slots."""
+"""The backend that runs anywhere, and the oracle of the Triton backend: plain torch over tables of slots."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ class SlotTables:
 
 @dataclass(frozen=True, slots=True)
 class TorchBackend:
-    """Index, gather, attend: every step as torch operators.
+    """Every step as torch operators.
 
     deterministic: keys are cut by absolute position.
     """

@@ -39,9 +39,9 @@ class PrefixPages:
 
 @dataclass(frozen=True, slots=True)
 class TritonBackend:
-    """One launch for tables and write locations, one for each store, attention, move, tree and walk.
+    """One launch for tables and write locations, one for each store and tree; attention and moves take two.
 
-    deterministic: prompts are cut as chains and trees are, by absolute position.
+    deterministic: the keys of prompts, too, are cut by absolute position, as those of chains and trees always are.
     """
 
     name = "triton"

@@ -5,13 +5,13 @@ resolved from it), and the holder of the FROZEN state. Paging is in lockstep: a 
 once it is evicted. Invariants (`check`):
 
     1. free + held + cached = capacity, per pool; what a page is claimed by is counted exactly (`PagedAllocator`).
-    2. full_to_swa[slot] is 0 where nobody claims the SWA peer; non-zero entries are distinct and never free.
+    2. full_to_swa[slot] is 0 where the SWA peer is not claimed; non-zero entries are distinct and never free.
     4. alloc takes from both pools or from neither.
     5. free: read mapping, free SWA, clear mapping, free full; freeing twice raises.
     6. evict frees SWA slots only.        (3, windows stay mapped, needs lengths: `RequestTable.check`)
 
 A page may be held by several rows and kept by the prefix cache, its SWA peer by some of them: each gives up its own
-claim, and what nobody claims any more is free. Pages that only the cache claims are available: alloc takes them back.
+claim, and a page without claims is free. Pages that only the cache claims are available: alloc takes them back.
 """
 
 from typing import Protocol
@@ -26,10 +26,10 @@ from specdec.kvcache.page_pool import BoolArray, PagedAllocator
 
 
 class PageCache(Protocol):
-    """Keeps pages that rows have given back, until they are wanted again (`PrefixCache`)."""
+    """Keeps pages that rows have given back, until they are needed elsewhere (`PrefixCache`)."""
 
     def release(self, full_pages: int, swa_pages: int) -> None:
-        """Make that many more pages of each pool free, or as many as it alone claims."""
+        """Free this many more pages of each pool, or all that only the cache claims."""
 
     def reset(self) -> None:
         """Forget everything: the pools have."""
@@ -65,7 +65,7 @@ class HybridAllocator:
         return bool(self._frozen_for)
 
     def freeze(self, worker: object) -> None:
-        """From now on nothing may change, for `worker` reads. Raises FrozenKVError when it already does."""
+        """No change is allowed from now on, since `worker` reads. Raises FrozenKVError when it already does."""
         if any(worker is other for other in self._frozen_for):
             raise FrozenKVError(f"{type(worker).__name__} already holds a frozen view; views do not nest on one worker")
         self._frozen_for.append(worker)
@@ -100,7 +100,7 @@ class HybridAllocator:
         if num_pages > self.available_pages:
             pools = [(self.full, "full")] + ([] if self.swa is None else [(self.swa, "SWA")])
             there = ", ".join(f"{pool.available_pages} of {pool.capacity} in the {name} pool" for pool, name in pools)
-            raise OutOfSlotsError(f"{num_pages} pages wanted; free: {there}")
+            raise OutOfSlotsError(f"{num_pages} pages needed; free: {there}")
         full_short = num_pages - self.full.free_pages
         swa_short = 0 if self.swa is None else num_pages - self.swa.free_pages
         if self.cache is not None and (full_short > 0 or swa_short > 0):
@@ -183,7 +183,7 @@ class HybridAllocator:
         return np.zeros(len(pages), dtype=np.bool_) if self.swa is None else self.swa.is_kept(self._swa_peers(pages))
 
     def is_idle_in_swa(self, pages: IntArray) -> BoolArray:
-        """Of which pages nobody but the cache claims the SWA peer."""
+        """Of which pages only the cache claims the SWA peer."""
         kept = self.is_kept_in_swa(pages)
         return kept if self.swa is None else kept & ~self.swa.is_held(self._swa_peers(pages))
 

@@ -1,7 +1,7 @@
-"""All that one engine keeps about KV: who owns which slots, and every model's tensors behind them.
+"""All that one engine keeps about KV: which request owns which slots, and every model's tensors at those slots.
 
     allocator   slots of both spaces            table    which request owns which, and how many are committed
-    stores      one per model that keeps K/V    move     visits every store, so no model's K/V can stay behind
+    stores      one per model that keeps K/V    move     visits every store, so that no model's K/V is left out
 
 It computes nothing itself: storing and moving are the backend's.
 """

@@ -37,7 +37,7 @@ class SlotTable(Generic[Loc]):
     """Pages of each request's committed prefix, in one space.
 
     `slots`: [B, L] int64, the slot of every key the table covers, in position order, 0 where there is none.
-    `start`: [B] int64, the position of column 0 (0 in the full space; page-aligned and behind the window in SWA,
+    `start`: [B] int64, the position of column 0 (0 in the full space; page-aligned and before the window in SWA,
     so that the table is O(window) wide and never O(context)).
     """
 
@@ -51,6 +51,6 @@ class SlotTable(Generic[Loc]):
         return self.slots[:, :: self.page_size] // self.page_size
 
     def positions(self) -> torch.Tensor:
-        """[B, L] int64: the position in its sequence of the key behind each column."""
+        """[B, L] int64: the position in its sequence of the key in each column."""
         columns = torch.arange(self.slots.shape[1], device=self.slots.device)
         return self.start[:, None] + columns[None, :]

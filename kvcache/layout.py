@@ -46,7 +46,7 @@ class KVLayout:
         return tuple(spec for spec in self.layers if spec.owner == spec.layer and spec.space is space)
 
     def last_owner(self, layer_type: str) -> LayerSpec | None:
-        """The owner behind the last layer of this type: what a frozen-KV drafter layer of that type reads."""
+        """The owner that the last layer of this type reads, as a frozen-KV drafter layer of that type does."""
         of_type = [spec for spec in self.layers if spec.layer_type == layer_type]
         return self.layers[of_type[-1].owner] if of_type else None
 

@@ -1,10 +1,10 @@
-"""Pages of one pool: a stack of the free ones, and who claims the others. It knows nothing of slots or the other pool.
+"""Pages of one pool: a stack of the free ones, and the claims on the others. It knows no slots and no other pool.
 
-    free     nobody claims it                     alloc: held by one row
-    held     by one row or more, whoever else     share, free: one row more, one less      keep: by the cache as well
+    free     without a claim                      alloc: held by one row
+    held     by one row or more                   share, free: one row more, one less      keep: by the cache as well
     cached   by the prefix cache alone            forget: the cache gives it up
 
-Page 0 takes the writes of padding: nobody ever claims it. Invariant: free + held + cached = capacity.
+Page 0 takes the writes of padding and is never claimed. Invariant: free + held + cached = capacity.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ class PagedAllocator:
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
         self.capacity = capacity
-        self.peak_pages = 0  # most that rows ever held at a time
-        self.on_free: Callable[[IntArray], None] | None = None  # told of every page that nobody claims any more
+        self.peak_pages = 0  # the largest number that rows held at a time
+        self.on_free: Callable[[IntArray], None] | None = None  # called with the pages that have lost their last claim
         self.reset()
 
     def reset(self) -> None:
@@ -51,7 +51,7 @@ class PagedAllocator:
 
     @property
     def kept_pages(self) -> int:
-        """Pages that the cache claims, whoever else does."""
+        """Pages that the cache claims, held by rows or not."""
         return int(np.count_nonzero(self._kept))
 
     @property
@@ -70,14 +70,14 @@ class PagedAllocator:
         return self._held[pages]
 
     def owners(self, pages: IntArray) -> IntArray:
-        """How many claim each of these pages, rows and the cache: with two, nobody may write there."""
+        """Claims on each of these pages, of rows and of the cache. With more than one, no row may write there."""
         return self._held[pages] + self._kept[pages]
 
     def alloc(self, count: int) -> IntArray:
         """Take `count` pages, [count] int64. Raises OutOfSlotsError and takes none when fewer are free."""
         assert count >= 0, f"{count=}"
         if count > self._free:
-            raise OutOfSlotsError(f"{self.name} pool: {count} pages wanted, {self._free} of {self.capacity} free")
+            raise OutOfSlotsError(f"{self.name} pool: {count} pages needed, {self._free} of {self.capacity} free")
         pages = self._stack[self._free - count : self._free][::-1].copy()
         self._free -= count
         self._held[pages] = 1
@@ -85,7 +85,7 @@ class PagedAllocator:
         return pages
 
     def share(self, pages: IntArray) -> None:
-        """One more row holds `pages`, which somebody claims already."""
+        """One more row holds `pages`, which have a claim already."""
         self._require(self.is_held(pages) | self._kept[pages], pages, "free")
         self._cached -= int(np.count_nonzero(self._held[pages] == 0))
         self._held[pages] += 1
@@ -131,7 +131,7 @@ class PagedAllocator:
             order = np.argsort(first)
             distinct, times = ordered[order], counts[order]
         in_range = (distinct >= 1) & (distinct <= self.capacity)
-        holders = self._held[np.where(in_range, distinct, 0)]  # nobody holds page 0
+        holders = self._held[np.where(in_range, distinct, 0)]  # no row holds page 0
         if (holders < times).any() or (once is not None and _named_twice(once)):
             bad = distinct[holders == 0].tolist() or pages.tolist()
             raise DoubleFreeError(f"{self.name} pool: pages {bad} are not held, or named twice")

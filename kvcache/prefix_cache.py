@@ -1,4 +1,4 @@
-"""Pages that are kept after their request, to be adopted by the next one that begins with the same tokens.
+"""Pages that outlive their request, so that the next one that begins with the same tokens can adopt them.
 
 A radix tree: an edge is a run of whole pages, named by what their K/V depend on. All lengths count slots (tokens).
 
@@ -8,7 +8,7 @@ A radix tree: an edge is a run of whole pages, named by what their K/V depend on
 Every page of the tree is claimed in the full pool, its SWA peer only while there is room: SWA peers die first. A match
 ends where a row could go on: the `retain` tokens before its end are mapped, or all of them. What no row holds is given
 up, least recently used leaf first, when a pool runs short. It knows no request. Invariant: rows and tree each have
-claims of their own, so nothing that it gives up is taken from anybody.
+claims of their own, so nothing that it gives up is taken from a row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ BATCH = 64
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Node:
-    """An edge of the tree and what lies behind it: key [n * page_size], pages [n]; num_swa: SWA peers kept of them."""
+    """An edge of the tree and the subtree after it: key [n * page_size], pages [n]; num_swa: SWA peers kept of them."""
 
     key: IntArray
     pages: IntArray
@@ -36,9 +36,9 @@ class _Node:
 
 
 class PrefixCache:
-    """The cache of the allocator behind `table`.
+    """The cache of the allocator of `table`.
 
-    pairs: some K/V of a slot depend on the token behind it as well (a drafter's own). A run of n tokens then names the
+    pairs: some K/V of a slot depend on the token after it as well (a drafter's own). A run of n tokens then names the
     K/V of its first n - 1 slots only.
     `salt` arguments: texts of different salts share no page, as if their first tokens were different.
     """
@@ -109,14 +109,14 @@ class PrefixCache:
         self._forget([self._cut(node, 0) for node in list(self._by_age)])
 
     def reset(self) -> None:
-        """Forget everything: the pools have."""
+        """Forget everything, as the pools have done."""
         none = np.zeros(0, dtype=np.int64)
         self._unclaimed: list[tuple[IntArray, IntArray]] = []  # pages of the tree: evicted ones, and the others
         self._root = _Node(none, none, None)
         self._by_age: dict[_Node, None] = {}  # used longest ago first; a node comes before its parent
 
     def release(self, full_pages: int, swa_pages: int) -> None:
-        """Make that many more pages of each pool free, or as many as it alone claims."""
+        """Free this many more pages of each pool, or all that only the cache claims."""
         full, swa = self.allocator.full, self.allocator.swa
         least_swa = 0 if swa is None else swa.free_pages + swa_pages
         if full_pages:
@@ -129,7 +129,7 @@ class PrefixCache:
                 given_up.append(self._trim(node, short))
                 short -= len(given_up[-1])
             self._forget(given_up)
-            for node in self._leaves():  # what is left lies in front of pages that rows hold
+            for node in self._leaves():  # what is left comes before pages that rows hold
                 if full.free_pages >= least:
                     break
                 self._forget([self._cut(node, 0)])
@@ -194,7 +194,7 @@ class PrefixCache:
         return pages[: ends[-1] + 1] if len(ends) else pages[:0]
 
     def _append(self, parent: _Node, key: IntArray, pages: IntArray, num_evicted: int, salt: bytes) -> _Node:
-        """Keep `pages` behind a node, to be claimed: a longer leaf, or a new one. salt: only below the root."""
+        """Keep `pages` after a node, to be claimed: a longer leaf, or a new one. salt: only below the root."""
         num_evicted = max(num_evicted, 0)
         self._unclaimed.append((pages[:num_evicted], pages[num_evicted:]))
         if parent is self._root or parent.children:
@@ -215,7 +215,7 @@ class PrefixCache:
             self.allocator.keep(np.concatenate(evicted + mapped), sum(map(len, evicted)))
 
     def _split(self, node: _Node, count: int) -> _Node:
-        """A node of the first `count` pages, in front of what remains."""
+        """A node of the first `count` pages, before what remains."""
         parent = node.parent
         assert parent is not None
         self._claim()

@@ -1,8 +1,8 @@
-"""`SPECDEC_SANITIZE=1`: what nobody owns holds NaN, and locations are checked before a forward uses them.
+"""`SPECDEC_SANITIZE=1`: slots without an owner hold NaN, and locations are checked before a forward uses them.
 
     before every launch    `check`: slots in the table exist, are held, have peers, and no more owners than they may
     while planning         `note`: a plan differs from the table (`attention/checked_backend.py` compares the two)
-    when a page is freed   its K/V become NaN in every store, so that whoever still reads it shows
+    when a page is freed   its K/V become NaN in every store, so that a stale read shows
 
 Page 0, which takes the writes of padding, stays finite: kernels read it where a table has nothing. What a plan does
 wrong is found by tensor operations alone and written to a record on the device, so that captured rounds are checked at
@@ -30,7 +30,7 @@ BLAME = f"(found by {SETTING}=1; this is a defect of specdec or of a drafter, no
 
 
 class Fault(IntEnum):
-    """What a plan can do wrong; its text goes on behind "row 3, position 17: "."""
+    """What a plan can do wrong; its text follows "row 3, position 17: "."""
 
     WRITE = 1
     SHARED = 2
@@ -41,22 +41,22 @@ class Fault(IntEnum):
 
 
 TEXTS = {
-    Fault.WRITE: "would write to {slot}, where the request table has {wanted}",
+    Fault.WRITE: "would write to {slot}, where the request table has {expected}",
     Fault.SHARED: "would write to {slot}, which has several owners",
-    Fault.READ: "would read {slot}, where the request table has {wanted}",
-    Fault.COVER: "would not see {wanted}: its page table does not cover the prefix, or not the window",
-    Fault.LENGTH: "is planned behind a prefix of {wanted_number} tokens, while {number} are committed",
+    Fault.READ: "would read {slot}, where the request table has {expected}",
+    Fault.COVER: "would not see {expected}: its page table does not cover the prefix, or not the window",
+    Fault.LENGTH: "is planned after a prefix of {expected_number} tokens, while {number} are committed",
     Fault.POISON: "attends to a {space} slot that holds no key of its request: finite queries came out as NaN",
 }
 
 
-def sanitize_wanted() -> bool:
+def sanitize_requested() -> bool:
     """Is the environment variable set? Engines ask once, when they are made."""
     return os.environ.get(SETTING, "") not in ("", "0")
 
 
 class Sanitizer:
-    """Watches one table, its allocator and the stores behind its slots."""
+    """Watches one table, its allocator and the stores that its slots index."""
 
     def __init__(self, table: RequestTable) -> None:
         self.table = table
@@ -82,7 +82,7 @@ class Sanitizer:
         self.stores.clear()
 
     def blind(self, capture: Capture) -> Capture:
-        """The same capture; within, nothing is read back: faults stay in the record until somebody asks."""
+        """The same capture; within, nothing is read back: faults stay in the record until `verdict` is called."""
 
         def captured(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
             self._capturing = True
@@ -101,16 +101,16 @@ class Sanitizer:
         rows: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        wanted: torch.Tensor,
+        expected: torch.Tensor,
     ) -> None:
-        """Report the first place where `found` [B, M], if any: its row [B], position, slot and wanted slot [B, M]."""
+        """Report the first place where `found` [B, M], if any: its row [B], position, slot and expected slot [B, M]."""
         if found.numel() == 0:
             return
         flat = found.reshape(-1)
         first = flat.long().argmax()[None]
         code = torch.full_like(first, fault * len(SPACES) + SPACES.index(space))
         of_row = rows[:, None].expand_as(found)
-        values = [x.expand_as(found).reshape(-1).index_select(0, first) for x in (of_row, positions, slots, wanted)]
+        values = [x.expand_as(found).reshape(-1).index_select(0, first) for x in (of_row, positions, slots, expected)]
         fresh = torch.cat([code, *(value.long() for value in values)])
         self._record.copy_(torch.where(flat.any() & (self._record[0] == 0), fresh, self._record))
         if not self._capturing:
@@ -118,17 +118,17 @@ class Sanitizer:
 
     def verdict(self) -> None:
         """Raise LocationError for the first fault in the record. Waits for the device."""
-        code, row, position, slot, wanted = self._record.tolist()
+        code, row, position, slot, expected = self._record.tolist()
         if code == 0:
             return
         self._record.zero_()
         fault, space = Fault(code // len(SPACES)), SPACES[code % len(SPACES)]
         text = TEXTS[fault].format(
             slot=self._slot(space, slot),
-            wanted=self._slot(space, wanted),
+            expected=self._slot(space, expected),
             space=space.value,
             number=slot,
-            wanted_number=wanted,
+            expected_number=expected,
         )
         raise LocationError(f"row {row}, position {position}: {text} {BLAME}")
 

@@ -68,7 +68,7 @@ class KVStore:
         self.layout = layout
         self.dtype = dtype
         self.layers: dict[int, LayerKV] = {}
-        with torch.inference_mode(False):  # ordinary tensors, whoever makes the store
+        with torch.inference_mode(False):  # ordinary tensors, in whatever mode the store is made
             for spec in layout.layers:
                 if spec.owner == spec.layer:
                     shape = (allocator.num_slots(spec.space), spec.num_kv_heads, spec.head_dim)  # [slots, Hkv, D]

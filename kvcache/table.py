@@ -6,7 +6,7 @@ One row, by position:
     |-- SWA freed --|-- page slack ------|-- SWA window ------|-- speculative ------|-- page rounding --|
     |------------------ committed ----------------------------|------------ not committed -------------|
 
-Committed slots hold the K/V of tokens that are final. The slots behind them are the request's lookahead: the next
+Committed slots hold the K/V of tokens that are final. The slots after them are the request's lookahead: the next
 verify writes its tree nodes there, and a commit brings the accepted path to the front of it. With one slot a page the
 row is permuted and no K/V moves; with larger pages the accepted K/V move instead. Rejection costs nothing.
 
@@ -49,7 +49,7 @@ class Move(NamedTuple):
 
 
 def swa_slots_held(retain: int, num_nodes: int, page_size: int) -> int:
-    """Fewest SWA slots a decoding request can do with: retained keys, its lookahead, rounding to pages at both ends."""
+    """SWA slots that a decoding request needs: retained keys, its lookahead, rounding to pages at both ends."""
     return retain + num_nodes + 2 * page_size - 2
 
 
@@ -174,7 +174,7 @@ class RequestTable:
         width = self.slots.host.shape[1]
         if (length > width).any():
             widest = int(length.argmax())
-            raise OutOfSlotsError(f"row {rows[widest]}: {length[widest]} slots wanted, a row has {width}")
+            raise OutOfSlotsError(f"row {rows[widest]}: {length[widest]} slots needed, a row has {width}")
         needed = self.pages_needed(rows, length)
         if not needed.any():
             return
@@ -198,7 +198,7 @@ class RequestTable:
         return move
 
     def _bring_forward(self, rows: Rows, start: torch.Tensor, length: torch.Tensor, path: torch.Tensor) -> Move | None:
-        """The slots of the path come first behind `start` [B], or what they hold is to be moved there."""
+        """The slots of the path come first from `start` [B] on, or what they hold is to be moved there."""
         columns = torch.arange(path.shape[1], device=path.device)
         taken = columns < length[:, None]  # [B, N]
         cells = start[:, None] + columns
@@ -242,7 +242,7 @@ class RequestTable:
     def evict(self, rows: IntArray, *, slack_pages: int = 1) -> int:
         """Free the SWA slots of tokens that no future query can see; returns how many pages that were.
 
-        `slack_pages` pages behind the window stay: one in the usual course, none when the pool is short.
+        `slack_pages` pages before the window stay: usually one, none when the pool is short.
         """
         self.allocator.require_unfrozen("evict")
         if self.retain is None:
@@ -271,7 +271,7 @@ class RequestTable:
             capacity, length, evicted = (
                 int(x[row]) for x in (self.capacity, self.committed_len.host, self.evicted_len)
             )
-            assert (slots[capacity:] == 0).all(), f"{row=}: slots behind its capacity"
+            assert (slots[capacity:] == 0).all(), f"{row=}: slots past its capacity"
             if not self._active[row]:
                 assert capacity == length == evicted == 0, f"{row=} is closed but owns something"
                 continue
@@ -308,19 +308,19 @@ class RequestTable:
 
 
 def row_cells(rows: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
-    """Positions from `start` [R] to `end` [R] of each of rows [R], one behind the other: rows [M] and positions [M].
+    """Positions from `start` [R] to `end` [R] of each of rows [R], one after the other: rows [M] and positions [M].
 
     rows 4 7, from 0 5 to 2 6     ->     rows 4 4 7, positions 0 1 5
     """
     count = end - start
-    before = np.cumsum(count) - count  # [R] cells of the rows in front
+    before = np.cumsum(count) - count  # [R] cells of the rows before each
     return np.repeat(rows, count), np.arange(count.sum()) + np.repeat(start - before, count)
 
 
 def path_order(path: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
     """[B, N]: which of N nodes comes at each place once the `taken` [B, N] entries of path [B, N] come first.
 
-    Nodes off the path keep their order, behind it:   path 0 2, of 4 nodes   ->   0 2 1 3
+    Nodes off the path keep their order, after it:   path 0 2, of 4 nodes   ->   0 2 1 3
     """
     batch, width = path.shape
     columns = torch.arange(width, device=path.device)

@@ -64,7 +64,7 @@ def test_alloc_takes_from_both_or_neither(full: int, swa: int):
     before = contents(a)
     with pytest.raises(
         OutOfSlotsError,
-        match=rf"3 pages wanted; free: {full} of {full} in the full pool, {swa} of {swa} in the SWA pool",
+        match=rf"3 pages needed; free: {full} of {full} in the full pool, {swa} of {swa} in the SWA pool",
     ):
         a.alloc(3)
     assert contents(a) == before

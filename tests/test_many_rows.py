@@ -95,7 +95,7 @@ def test_when_one_is_short_nobody_takes_anything(swa_pages: int | None):
     table = make(page_size=4, pages=3 if swa_pages is None else 20, swa_pages=swa_pages)
     table.ensure(1, 4)
     before = contents(table)
-    with pytest.raises(OutOfSlotsError, match=r"3 pages wanted; free: .*2 of 3"):
+    with pytest.raises(OutOfSlotsError, match=r"3 pages needed; free: .*2 of 3"):
         table.ensure_all(ints(0, 1, 2), ints(1, 4, 5))
     assert contents(table) == before
     table.ensure_all(ints(0, 1, 2), ints(1, 4, 4))
@@ -106,7 +106,7 @@ def test_a_row_that_is_too_long_or_closed_is_named_and_nobody_takes_anything():
     table = make()
     table.close(1)
     before = contents(table)
-    with pytest.raises(OutOfSlotsError, match="row 2: 25 slots wanted, a row has 24"):
+    with pytest.raises(OutOfSlotsError, match="row 2: 25 slots needed, a row has 24"):
         table.ensure_all(ints(0, 2), ints(3, 25))
     for row in (1, 3, 4, -1):
         with pytest.raises(KVStateError, match=f"row {row} is not open"):

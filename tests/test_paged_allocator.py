@@ -42,7 +42,7 @@ def test_alloc_of_none_and_free_of_none_change_nothing():
 def test_an_empty_pool_gives_nothing():
     pool = PagedAllocator("swa", 0)
     pool.check()
-    with pytest.raises(OutOfSlotsError, match="swa pool: 1 pages wanted, 0 of 0 free"):
+    with pytest.raises(OutOfSlotsError, match="swa pool: 1 pages needed, 0 of 0 free"):
         pool.alloc(1)
 
 
@@ -50,7 +50,7 @@ def test_too_many_pages_wanted_takes_none():
     pool = PagedAllocator("full", 4)
     pool.alloc(2)
     before = contents(pool)
-    with pytest.raises(OutOfSlotsError, match="full pool: 3 pages wanted, 2 of 4 free"):
+    with pytest.raises(OutOfSlotsError, match="full pool: 3 pages needed, 2 of 4 free"):
         pool.alloc(3)
     assert contents(pool) == before
     assert pool.alloc(2).tolist() == [3, 4]

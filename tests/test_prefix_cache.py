@@ -315,7 +315,7 @@ def test_what_is_cached_is_there_for_whoever_wants_it():
     rig.fill(row, 25)
     assert rig.counts() == (0, 25, 5)
     assert rig.found(list(range(21))) == 5  # the first of them are left
-    with pytest.raises(OutOfSlotsError, match="6 pages wanted; free: 5 of 30 in the full pool"):
+    with pytest.raises(OutOfSlotsError, match="6 pages needed; free: 5 of 30 in the full pool"):
         rig.table.ensure(row, 31)
     rig.table.ensure(row, 30)
     assert rig.counts() == (0, 30, 0)

@@ -112,9 +112,9 @@ def test_ensure_beyond_the_pool_or_the_row_takes_nothing():
     row = table.open()
     table.ensure(row, 4)
     before = kv_contents(table)
-    with pytest.raises(OutOfSlotsError, match="3 pages wanted; free: 2 of 3"):
+    with pytest.raises(OutOfSlotsError, match="3 pages needed; free: 2 of 3"):
         table.ensure(row, 16)
-    with pytest.raises(OutOfSlotsError, match="row 0: 25 slots wanted, a row has 24"):
+    with pytest.raises(OutOfSlotsError, match="row 0: 25 slots needed, a row has 24"):
         table.ensure(row, 25)
     assert kv_contents(table) == before
     table.ensure(row, 12)
@@ -479,16 +479,16 @@ def one_slot_four_times(table: KVRig) -> None:
     ("corrupt", "message"),
     [
         (one_page_in_two_rows, "a page is owned by two rows"),
-        (slots_behind_capacity, "slots behind its capacity"),
+        (slots_behind_capacity, "slots past its capacity"),
         (longer_than_capacity, "evicted=8 length=29 capacity=28"),
         (page_0_in_a_row, "not whole pages"),
-        (closed_but_owning, "slots behind its capacity|closed but owns"),
+        (closed_but_owning, "slots past its capacity|closed but owns"),
         (leaked_page, "a held page belongs to no row"),
         (freed_page, "unmapped|a row owns a free page"),
         (evicted_too_far, "evicted 14, but the window starts at 13"),
         (evicted_yet_mapped, "an evicted token is mapped"),
         (in_the_window_but_unmapped, "a token in the window is unmapped"),
-        (padding_row_with_slots, "row=3: slots behind its capacity"),
+        (padding_row_with_slots, "row=3: slots past its capacity"),
         (disordered, "not whole pages in order"),
         (disordered_across_pages, "not whole pages in order"),
         (one_slot_four_times, "not whole pages in order"),

@@ -174,7 +174,7 @@ def test_a_stale_plan_is_named(rig) -> None:
     row = opened(rig, 6)
     plan = chain(rig, row)
     rig.commit(ints(row), ints(1), np.array([[0]]))
-    with pytest.raises(LocationError, match=f"^row {row}, position 6: is planned behind a prefix of 6 tokens, while 7"):
+    with pytest.raises(LocationError, match=f"^row {row}, position 6: is planned after a prefix of 6 tokens, while 7"):
         attend(rig, plan, Space.FULL)
 
 

@@ -1,11 +1,11 @@
-"""K/V of one draft in progress, and the attention of its newest level: to the committed prefix and its own ancestors.
+"""K/V of a draft in progress, and attention of its newest level to the committed prefix and its own ancestors.
 
     level 0     level 1     level 2          K nodes a level, all of level l at position S + l, children of level l - 1
-    |0 .. K-1|  |K .. 2K-1| |2K .. 3K-1|     node numbers of a request: a scratch key each, gone when the draft is done
+    |0 .. K-1|  |K .. 2K-1| |2K .. 3K-1|     node numbers of a request: a scratch key each, until the draft is done
 
-A drafter with K/V of its own enters a level, writes the keys of its nodes at `destination`, then attends. `prefix` is
-its store, read by the target's slots over [0, S), all in full space; it is never written. Invariant: what a level sees
-is the prefix and its ancestors among the keys written so far, each layer through its own window.
+A drafter with K/V of its own enters a level, writes the keys of its nodes at `destination`, then attends. The prefix is
+its store over [0, S), read through the target's slots, all in full space, and never written. Invariant: a level sees
+the prefix and its ancestors among the keys written so far, each layer through its own window.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ from specdec.kvcache.table import RequestTable, Rows
 
 
 class Draft(NamedTuple):
-    """What is drafted: K = `topk` nodes a level and request, on `num_levels` levels at `positions` [levels, B].
+    """The shape of a draft: K = `topk` nodes per level and request, on `num_levels` levels at `positions` [levels, B].
 
-    windows: of each layer of the drafter, None: full attention.
+    windows: one per layer of the drafter, None: full attention.
     """
 
     table: RequestTable
@@ -43,11 +43,11 @@ class Draft(NamedTuple):
 
     @property
     def committed_len(self) -> torch.Tensor:
-        """[B] int64: the first node stands behind the prefix."""
+        """[B] int64: the first node's position is the length of the prefix."""
         return self.positions[0]
 
     def key_positions(self) -> torch.Tensor:
-        """[B, M] of all nodes."""
+        """[B, M]: the position of each node."""
         return self.positions.t()[:, :, None].expand(-1, -1, self.topk).reshape(-1, self.num_nodes)
 
 
@@ -65,7 +65,7 @@ class DraftBlock(Protocol):
 
 
 class CopiedDraft:
-    """In plain torch: for each layer a copy of the committed keys in sight, with room for the draft's behind them."""
+    """In plain torch: for each layer a copy of the visible committed keys, followed by room for the draft's keys."""
 
     def __init__(self, store: KVStore, draft: Draft) -> None:
         self.draft, self.level = draft, -1
@@ -124,9 +124,9 @@ class CopiedDraft:
 
 
 class PagedDraft:
-    """By the paged kernels, over the store itself: nothing of the prefix is copied, and a level costs what it reads.
+    """By the paged kernels, over the store itself: the prefix is not copied, and a level costs what it reads.
 
-    The scratch keys lie beside it, [B * M, Hkv, D] a layer, and are the block of `paged_attention`.
+    The scratch keys, [B * M, Hkv, D] a layer, are the block of `paged_attention`.
     """
 
     def __init__(self, store: KVStore, draft: Draft) -> None:

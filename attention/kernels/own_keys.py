@@ -19,7 +19,7 @@ from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.kvcache.index_spaces import NULL_SLOT
 
 ALIGN = 64
-"""The largest BLOCK_K: tiles of every layer's size begin at or behind base_b."""
+"""The largest BLOCK_K: tiles of every layer's size begin at or after base_b."""
 
 BLOCK = 512
 

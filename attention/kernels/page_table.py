@@ -148,7 +148,7 @@ def build_page_tables(
     full_width: int,
     swa_width: int,
 ) -> PageTables:
-    """Page tables of the committed prefixes and write locations of N draft nodes behind them.
+    """Page tables of the committed prefixes and write locations of the N draft nodes after them.
 
     req_to_slot [R, W] int64: full slots by position, the last row is for padding; full_to_swa [slots] int64, None
     without SWA layers (and then retain is None); rows, committed_len [B] int64; widths in pages. A width too small for

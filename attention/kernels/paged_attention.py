@@ -104,13 +104,13 @@ def paged_attention(
 
     query: [B, Hq, N, D], any strides.             block_k, block_v: [B, Hkv, M, D], any strides, or None.
     pool_k, pool_v: [slots, Hkv, D], any strides.  pages: [B, P] page ids of the space of these pools.
-    start: [B], the position of the first key of the table; page-aligned, behind every window.
+    start: [B], the position of the first key of the table; page-aligned, before every window.
     committed_len: [B], keys of the prefix.        positions: [B, N] of the queries.
     ancestors: int64 bits of the block's keys, [B, N, words] or [B, N]; None: the block is causal, M
     is N, and positions rise by one a row.
     block_positions: [B, M] of the block's keys; None: they are the queries' own.
-    block_len: [B], rows of the block that exist (None: all N); the others see nothing and nobody sees them.
-    window: keys fewer than this many positions behind are visible.  softcap: c above.  sinks: [Hq] logits.
+    block_len: [B], rows of the block that exist (None: all N); the others see nothing, and no row sees them.
+    window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
     """
     batch, num_heads, num_rows, head_dim = query.shape
     kv_heads, num_pages = pool_k.shape[1], pages.shape[1]
@@ -143,7 +143,7 @@ def paged_attention(
     if num_splits > 1:
         part = torch.empty((num_splits, *out.shape), dtype=torch.float32, device=query.device)
         lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=query.device)
-    # a load behind a page lookup takes two stages for each tile on its way; the block's loads take one
+    # a load that follows a page lookup takes two stages for each tile in flight; the block's loads take one
     block_stages = (tiles.num_stages + 1) // 2 if ancestors is None else 1
     attend_kernel[(row_tiles, batch * kv_heads, num_splits)](
         query,

@@ -1,4 +1,4 @@
-"""The Triton kernels behind `paged_attention`, which holds the math, the reference and the launch.
+"""The Triton kernels of `paged_attention`, which holds the math, the reference and the launch.
 
     grid of attend_kernel (row tiles, B * Hkv, splits)
 
@@ -145,7 +145,7 @@ def attend_kernel(
     hi = tl.minimum(committed_len, start + num_pages * PAGE_SIZE)
     hi = tl.where((i_tile * BLOCK_M < valid_rows * GROUP) & (lo < hi), hi, 0)
     begin = lo // BLOCK_K * BLOCK_K
-    spare = 0 if p_block_k is None else 4 * BLOCK_K  # so many keys fewer for split 0, which has the block
+    spare = 0 if p_block_k is None else 4 * BLOCK_K  # keys that split 0 takes fewer, since it has the block
     chunk = tl.cdiv(tl.cdiv(tl.maximum(hi - begin, 0) + spare, num_splits), BLOCK_K) * BLOCK_K
     begin += i_split * chunk - spare
     end = tl.minimum(begin + chunk, hi)
@@ -189,7 +189,7 @@ def attend_kernel(
             if window is not None:
                 b_key_pos = tl.load(p_key_pos + i_b * s_key_b + o_key * s_key, mask=m_key, other=0).to(tl.int32)
                 m_seen = m_seen & (b_pos[:, None] - b_key_pos[None, :] < window)
-            if p_ancestors is not None:  # a row that nobody sees may hold anything
+            if p_ancestors is not None:  # a key that no row sees may hold anything
                 m_key = tl.max(m_seen.to(tl.int32), 0) > 0
             o_kv = o_key[:, None].to(tl.int64)
             m_kv = m_key[:, None] & m_d[None, :]
@@ -234,7 +234,9 @@ def merge_kernel(
         b_lse = tl.load(p_lse + o_part, mask=o_split < num_splits, other=float("-inf"))
         m_part = (o_split < num_splits)[:, None] & m_d[None, :]
         b_part = tl.load(p_part + o_part[:, None] * HEAD_DIM + o_d[None, :], mask=m_part, other=0.0)
-        b_part = tl.where((b_lse > float("-inf"))[:, None], b_part, 0.0)  # loaded beside its lse, not after it
+        b_part = tl.where(
+            (b_lse > float("-inf"))[:, None], b_part, 0.0
+        )  # loaded at the same time as its lse, not after it
         b_new = tl.maximum(b_max, tl.max(b_lse, 0))
         b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_decay, b_weight = tl.exp2(b_max - b_shift), tl.exp2(b_lse - b_shift)

@@ -6,7 +6,7 @@ Query n of request b sits at position q = S + depth, S = committed_len[b], and s
                   = start_b <= p < S    and q - p < window     where the queries bring no keys (a frozen drafter)
     out_n = sum_p e^{x_np} v_p / (e^{sink} + sum_p e^{x_np}),   x_np = cap(scaling * q_n . k_p),  cap(x) = c tanh(x / c)
 
-The cut is by absolute position, so it is the same whoever computes the row:
+The cut is by absolute position, so it is the same in every launch that computes the row:
 
     tiles    |t|t|t|t|t|t|t|t|t|t|t|t|      BLOCK_K keys, at multiples of BLOCK_K; a split is a chain of tiles
     splits   |split 0|split 1|split 2|      folded in ascending order: decay the total, add the split
@@ -18,8 +18,8 @@ chunks or the row tile show in the result. The block's K and V are read from the
 them: then a key is loaded by the same code whether it is committed or not, layers that share the K/V of another need
 nothing else, and a fused rotation can store and forget them. The launcher reads nothing back.
 
-Rows that do not exist and slots that nobody wrote may hold anything. A NaN or infinity in the K or V of a row that does
-exist may reach all rows of its row tile.
+Rows that do not exist and slots that were never written may hold anything. A NaN or infinity in the K or V of a row
+that does exist may reach all rows of its row tile.
 """
 
 from typing import NamedTuple, Unpack
@@ -40,7 +40,7 @@ PART_BYTES = 1 << 30
 
 
 MANY_HEADS = 8
-"""Of so many heads for K and V of 256 numbers, splits are twice as long as of fewer."""
+"""From this number of heads for K and V on, splits of 256 channels are twice as long."""
 
 
 class Cut(NamedTuple):
@@ -117,10 +117,10 @@ def tree_attention(
 
     query: [B, Hq, N, D], any strides.      pool_k, pool_v: [slots, Hkv, D], any strides; the block is stored in them.
     own: of this step, in the space of these pools.           pages: [B, P] page ids; wide enough for every prefix.
-    start: [B], the position of the first key of the table, page-aligned, behind every window; None: 0.
+    start: [B], the position of the first key of the table, page-aligned, before every window; None: 0.
     committed_len: [B], keys of the prefix.                   positions: [B, N] of the queries, the root's the smallest.
-    block_len: [B], rows of the block that exist (None: all N); the others are 0 and nobody sees them.
-    window: keys fewer than this many positions behind are visible.  softcap: c above.  sinks: [Hq] logits.
+    block_len: [B], rows of the block that exist (None: all N); the others are 0, and no row sees them.
+    window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
     cut, tiles: chosen by `choose_cut` and `choose_rows`, given by hand only in tests and when tuning.
     """
     batch, num_heads, num_rows, head_dim = query.shape
@@ -233,7 +233,7 @@ def fit_rows(tiles: RowTiles, cut: Cut, block_d: int, item_size: int, shared: in
 
 
 def count_splits(num_keys: int, window: int | None, path_len: int, cut: Cut, *, grows: bool) -> int:
-    """The most splits that one request can have."""
+    """Upper bound of the splits of one request."""
     if grows:
         units = -(-num_keys // cut.split_len)
         short: int = SHORT_SPLITS.value

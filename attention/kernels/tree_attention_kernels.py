@@ -1,4 +1,4 @@
-"""The Triton kernels behind `tree_attention`, which holds the math, the reference and the launch.
+"""The Triton kernels of `tree_attention`, which holds the math, the reference and the launch.
 
     grid of attend_kernel (row tiles, B * Hkv, Z): program z takes the splits z, z + Z, ... of its request, newest first
 
@@ -13,7 +13,7 @@ a tile that a row does not see leaves its state as it was, to the bit. That, the
 fused multiply-adds (no other contraction is left to the compiler) make a row's bits a function of the row alone.
 
 Under programmatic dependent launch both kernels read the plan (lengths, positions, tables) before they wait for the
-kernel in front: plans are written by kernels that let nothing start before they end.
+kernel before them: plans are written by kernels that let nothing start before they end.
 """
 
 from specdec.attention.kernels.key_tiles import LOG2E, NOWHERE, load_keys, page_slots

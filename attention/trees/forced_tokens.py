@@ -1,4 +1,4 @@
-"""Tokens that are certain, in the place of a drafter's: what a grammar leaves no choice for.
+"""Tokens that a grammar leaves no choice for, in place of a drafter's.
 
     tree of the drafter      0 - 1 - 2       forced  7 8       0 - 7 - 8   3      3: blank, in no path
                              ` - 3
@@ -18,7 +18,7 @@ BLANK = -1
 
 
 def graft(tree: DraftTree, forced: torch.Tensor, length: torch.Tensor, num_nodes: int) -> DraftTree:
-    """Trees of `num_nodes` nodes, N: the first `length` [B] of forced [B, F] behind the root, where there are any."""
+    """Trees of `num_nodes` nodes, N: the first `length` [B] of forced [B, F] after the root, where there are any."""
     nodes = torch.arange(num_nodes, device=length.device)
     extra = num_nodes - tree.num_nodes
     blank_path = (nodes == 0) | (nodes[:, None] == nodes)  # [N, N]: the root and itself
