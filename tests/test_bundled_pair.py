@@ -17,10 +17,10 @@ from specdec.attention.plan import plan_frozen
 from specdec.attention.torch_backend import SlotTables
 from specdec.draft_models import gemma4_mtp
 from specdec.draft_models.gemma4_mtp import constructible_assistants
-from specdec.evaluation.data import read_prompts
 from specdec.evaluation.scoring import final_number
-from specdec.kvcache.spaces import SlotTable, Space, SwaLoc
+from specdec.kvcache.index_spaces import SlotTable, Space, SwaLoc
 from specdec.models.bundled import BUNDLED_DIR, BUNDLED_NAMES, HELD_OUT_PROBLEMS
+from specdec.text.prompt_files import read_prompts
 
 SOLVED = 12
 MTP_ACCEPTANCE = 4.5  # of 5; all 200 held-out problems give 4.80
