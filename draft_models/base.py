@@ -1,8 +1,8 @@
-"""What a drafter is: it proposes a tree behind each request's committed prefix, and is told what was accepted.
+"""What a drafter is: it proposes a tree after each request's committed prefix, and is told what was accepted.
 
-    Drafter       weights fitted to a target; no state of any engine, so any number of engines may share it
+    Drafter       weights fitted to a target; it holds no state of an engine, so any number of engines may share it
       .bind() ->
-    DraftWorker   the same with one engine's state: its rows, its K/V store, its view
+    DraftWorker   a drafter with the state of one engine: its rows, its K/V store, its view
 
 A worker sees KV only through its view and its own store, and never decides anything about correctness: any tree gives
 the same output, better trees give it sooner. `specdec.draft_models.conformance` checks an implementation against these
@@ -64,7 +64,7 @@ class TargetInfo(Protocol):
 
 
 class Fit(NamedTuple):
-    """What of a target the shapes of a drafter depend on: fitted to one, it does not run beside another."""
+    """The properties of a target that a fitted drafter depends on. It runs only with a target that has the same."""
 
     layout: KVLayout
     hidden_size: int
@@ -83,13 +83,13 @@ class DraftBatch:
 
     rows: their rows of the request table.
     root: [B] the previous bonus token, at position S, whose K/V does not exist yet.
-    num_steps, topk, num_nodes: levels, branches and size (with the root) of the tree that is wanted; topk 1 is a chain.
-    history: [B, L] every token of each request by position (root at index S), copied for who asks within `propose`;
+    num_steps, topk, num_nodes: levels, branches and size (with the root) of the requested tree; topk 1 is a chain.
+    history: [B, L] every token of each request by position (root at index S), copied when `propose` reads it;
     history_len: [B], S + 1.
-    prefix: the backend's tables of the committed prefixes, if they are at hand.
-    level_pos: `positions`, if they are at hand.
-    params: what `sample` and `best` draw with, for operations that draw without a row of the vocabulary; None:
-    draw through those.
+    prefix: the backend's tables of the committed prefixes, if they exist already.
+    level_pos: the result of `positions`, if it exists already.
+    params: sampling parameters behind `sample` and `best`, for operations that draw without a row of the vocabulary;
+    None: draw through `sample` and `best`.
     """
 
     rows: Rows
@@ -114,13 +114,13 @@ class DraftBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What the target made of the last forward (a verify, or a prefill chunk), once the device has committed it.
+    """The target's results of the last forward (a verify, or a prefill chunk), after the device has committed it.
 
     rows: the rows of the request table; start: [B] S before the commit.
     tokens: [B, N] what was fed; hidden: [B, N, H] target states after the final norm; aux_states: [B, N, A * H] the
     states that the drafter asked for, side by side, or None.
     path: [B, D] accepted nodes in order, root first; length: [B] how many of them count, now committed at start, ...
-    next_token: [B] the token behind the last of them: the new bonus, or the next one of the prompt.
+    next_token: [B] the token after the last of them: the new bonus token, or the next one of the prompt.
     """
 
     rows: Rows
@@ -134,7 +134,7 @@ class Observation:
 
 
 class Binding(NamedTuple):
-    """What an engine hands to the drafters that it binds: its KV, what it computes with, and the target's K/V."""
+    """What an engine gives to the drafters that it binds: its KV cache, its backend, and the target's K/V."""
 
     cache: KVCache
     backend: Backend
@@ -142,27 +142,27 @@ class Binding(NamedTuple):
 
 
 class DraftWorker(Protocol):
-    """A drafter at work in one engine. `view`: the KV of others that it may read just now (None: none)."""
+    """A drafter bound to one engine. `view`: KV of other models that it may read now; None: none."""
 
     view: KVView | None
 
     def propose(self, batch: DraftBatch) -> DraftTree:
-        """Guess: a tree of at most `num_nodes` nodes and `num_steps` levels a request, whose root is `batch.root`."""
+        """A tree per request, of at most `num_nodes` nodes and `num_steps` levels, whose root is `batch.root`."""
 
     def observe(self, seen: Observation) -> None:
-        """Learn what was committed, all but the tokens of a prompt whose K/V came out of the prefix cache."""
+        """Learn which tokens were committed. Prompt tokens whose K/V the prefix cache supplied are not reported."""
 
 
 class Drafter(Protocol):
-    """One way of guessing. A class that names this one as its base inherits the defaults.
+    """One way of drafting. Subclasses inherit the defaults.
 
-    `aux_layers`: target states it wants to see besides the final one, each named by the layer it enters (`num_layers`:
+    `aux_layers`: target states that it reads besides the final one, each named by the layer it enters (`num_layers`:
     what leaves the last layer, before the final norm). `kv_layout`: K/V of its own, in full space, by the target's
-    slots; None: it keeps none. They follow from the tokens up to the next one and from nothing else, for the prefix
-    cache gives them to others. `extra_keys`: committed keys on sliding layers that it reads beyond the target's own
-    window. `fit`: of the target that it was fitted to; None: it runs beside any. `unfused`: why its layers run as they
-    were written although fused ones were asked for; None: they do not, or it has none. `weights`: what it reads and
-    others may re-point, None: nothing.
+    slots; None: it keeps none. They must depend only on the tokens up to the next one, since the prefix cache shares
+    them between requests. `extra_keys`: committed keys on sliding layers that it reads beyond the target's own window.
+    `fit`: the target that it was fitted to; None: it runs with any. `unfused`: why its own modules run although fused
+    layers were requested; None: fused layers run, or it has no layers. `weights`: parameters that it reads and that
+    callers may re-point; None: it has none.
     """
 
     name: str
@@ -178,7 +178,7 @@ class Drafter(Protocol):
 
 
 class StatelessDrafter(Drafter, Protocol):
-    """A drafter that needs no more than each batch says: it is its own worker, in every engine."""
+    """A drafter that needs only what each batch says: it is its own worker, in every engine."""
 
     view: KVView | None = None
 
@@ -186,7 +186,7 @@ class StatelessDrafter(Drafter, Protocol):
         return self
 
     def propose(self, batch: DraftBatch) -> DraftTree:
-        """Guess: see `DraftWorker`."""
+        """See `DraftWorker`."""
 
     def observe(self, seen: Observation) -> None:
-        """Nothing to learn: the history says it all."""
+        """Nothing to learn: each batch holds the history."""

@@ -1,6 +1,6 @@
-"""Does an implementation of `Drafter` keep the rules? For tests, also of drafters that live outside this package.
+"""Checks that an implementation of `Drafter` keeps the rules. For tests, also of drafters outside this package.
 
-    worker = drafter.bind(Binding(cache, backend, target_store))   # and told (`observe`) of the last prefill
+    worker = drafter.bind(Binding(cache, backend, target_store))   # after worker.observe(...) of the last prefill
     check_drafter(worker, batch, cache, target)                    # a DraftBatch over rows with committed K/V
 
 The rules hold for any guess. Whether the guesses are good is not checked: an engine's output does not depend on it.
@@ -29,7 +29,7 @@ def check_drafter(
     2. The same batch gives the same tree.
     3. Proposing reads: the batch, the request table and every K/V keep their values, no slot is taken or freed.
     4. Afterwards the cache is not frozen and the worker holds the view that it held before.
-    5. `observe` takes paths of any length, a rejected node behind them, and changes no K/V of the target.
+    5. `observe` takes paths of any length, followed by a rejected node, and changes no K/V of the target.
 
     The observations name the newest committed tokens, with target states of zeros; so does the worker afterwards.
     """
@@ -59,9 +59,9 @@ def _check_tree(name: str, tree: DraftTree, batch: DraftBatch, vocab_size: int) 
     assert 1 <= num_nodes <= batch.num_nodes, f"{name}: {num_nodes} nodes, at most {batch.num_nodes} may be verified"
     for field in ("tokens", "parents", "depth"):
         dtype = getattr(tree, field).dtype
-        assert dtype == torch.int64, f"{name}: {field} is {dtype}, int64 is wanted"
+        assert dtype == torch.int64, f"{name}: {field} is {dtype}, expected int64"
     tree.check()
-    assert int(tree.depth.max()) <= batch.num_steps, f"{name}: deeper than the {batch.num_steps} levels that are wanted"
+    assert int(tree.depth.max()) <= batch.num_steps, f"{name}: deeper than the {batch.num_steps} levels requested"
     assert torch.equal(tree.tokens[:, 0], batch.root), f"{name}: node 0 is not the root of the batch"
     inside = int(tree.tokens.min()) >= 0 and int(tree.tokens.max()) < vocab_size
     assert inside, f"{name}: a token outside the vocabulary"

@@ -7,9 +7,9 @@ sliding one, the last full one, after kv-sharing), over exactly the committed pr
     y_j = layers(x_j)                                 query position S at every step
     t_{j+1} ~ head(y_j),   h_{j+1} = post_projection(y_j)
 
-so one row a request and no KV of its own: nothing to roll back. The head is dense, or picks the best centroids and
-scores only their tokens (`use_ordered_embeddings`). Beside a target made with operations for fused layers it has fused
-layers too. Checkpoints: transformers' Gemma4AssistantForCausalLM.
+so one row per request and no KV of its own: nothing to roll back. The head is dense, or picks the best centroids and
+scores only their tokens (`use_ordered_embeddings`). Its layers are fused if the target's are. Checkpoints:
+transformers' Gemma4AssistantForCausalLM.
 """
 
 import threading
@@ -84,7 +84,7 @@ class Gemma4MTPDrafter(Drafter):
     def step(
         self, tokens: torch.Tensor, hidden: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One draft step of M nodes a request: tokens [B, M], hidden [B, M, Ht] -> the head's states [B, M, H], next
+        """One draft step of M nodes per request: tokens [B, M], hidden [B, M, Ht] -> the head's states [B, M, H], next
         hidden."""
         return self._run(tokens, hidden, context.plan.positions, context)
 
@@ -107,13 +107,13 @@ class Gemma4MTPDrafter(Drafter):
         return out, self.model.post_projection(out)
 
     def draw(self, out: torch.Tensor, positions: torch.Tensor, batch: DraftBatch) -> torch.Tensor:
-        """The token [B, M] behind each state [B, M, H], to stand at positions [B, M]."""
+        """The next token [B, M] of each state [B, M, H]; positions [B, M]: where it will stand."""
         if self._centroids is None or self.ops is None or batch.params is None:
             return batch.sample(self._head(out), positions)
         return self.ops(centroid_sample)(out, positions, batch.params, self._centroids)
 
     def best(self, out: torch.Tensor, positions: torch.Tensor, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `topk` likeliest of them, the noise given, and their log-probabilities: [B, M, K]."""
+        """The `topk` likeliest next tokens under the noise, and their log-probabilities: [B, M, K]."""
         head = self._centroids
         if head is None or self.ops is None or batch.params is None or batch.topk > min(MAX_BEST, head.num_listed):
             return batch.best(self._head(out), positions, batch.topk)
@@ -148,7 +148,7 @@ class Gemma4MTPDrafter(Drafter):
 
     @torch.inference_mode()
     def _probed(self) -> torch.Tensor:
-        """What it makes of six tokens where attention answers with the queries: [6, V + Ht] float32."""
+        """Logits and next states of six tokens under `Echo`: [6, V + Ht] float32."""
         device = self.model.device
         tokens = torch.arange(6, device=device).view(2, 3)
         hidden = self.embed(tokens + 6)
@@ -171,7 +171,7 @@ class Gemma4MTPDrafter(Drafter):
 
 
 class Gemma4MTPWorker:
-    """An assistant at work: the target state that each row's next draft starts from, and a view of the target's K/V."""
+    """An assistant in one engine: per row, the target state that its next draft starts from."""
 
     def __init__(self, drafter: Gemma4MTPDrafter, binding: Binding) -> None:
         self.view: KVView | None = None
@@ -219,7 +219,7 @@ class Gemma4MTPWorker:
         return growth.select(self.binding.backend, batch.num_nodes)
 
     def _context(self, batch: DraftBatch, view: KVView, num_queries: int) -> ForwardContext:
-        """`num_queries` queries a request, all at the same position of the same prefix."""
+        """`num_queries` queries per request, all at the same position of the same prefix."""
         plan = plan_frozen(
             self.binding.backend,
             self.binding.cache.table,

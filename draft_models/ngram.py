@@ -29,7 +29,7 @@ class NgramDrafter(StatelessDrafter):
             starts = columns[: windows.shape[1]]
             suffix_start = (length - size).clamp(min=0)
             suffix = tokens.gather(1, suffix_start[:, None] + columns[:size])  # [B, size]
-            earlier = starts < (length - size)[:, None]  # a proper occurrence, with a token behind it
+            earlier = starts < (length - size)[:, None]  # an earlier occurrence, with a token after it
             match = (windows == suffix[:, None]).all(-1) & earlier
             latest = torch.where(match, starts, -1).amax(-1)
             hit = (latest >= 0) & ~found

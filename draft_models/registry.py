@@ -1,4 +1,4 @@
-"""The drafters there are, in one list: how each is recognised, and how a checkpoint or a loaded module becomes one.
+"""All drafters in one list: how each is recognised, and how a checkpoint or a loaded module becomes one.
 
 To add a drafter, add a line to `FAMILIES` (checkpoints and modules) or to `WORDS` (drafters without a checkpoint).
 """
@@ -25,7 +25,7 @@ from specdec.errors import UnsupportedModelError
 
 
 class DrafterCheckpoint(Protocol):
-    """A checkpoint that a user named, not loaded yet: its name, and what its config.json holds."""
+    """A checkpoint that a user named, not loaded yet: its name, and the content of its config.json."""
 
     @property
     def name(self) -> str: ...
@@ -71,7 +71,7 @@ WORDS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
 
 
 def load_drafter(checkpoint: DrafterCheckpoint, target: TargetInfo) -> Drafter:
-    """The drafter in a checkpoint. Raises UnsupportedModelError for a checkpoint that is none."""
+    """The drafter in a checkpoint. Raises UnsupportedModelError for a checkpoint of another kind."""
     for family in FAMILIES:
         if family.matches(checkpoint.config):
             return family.load(checkpoint, target)
@@ -79,7 +79,7 @@ def load_drafter(checkpoint: DrafterCheckpoint, target: TargetInfo) -> Drafter:
 
 
 def wrap_drafter(module: nn.Module, target: TargetInfo) -> Drafter:
-    """A drafter from a loaded module. Raises UnsupportedModelError for a module that is none."""
+    """A drafter from a loaded module. Raises UnsupportedModelError for a module of another kind."""
     config: Any = getattr(module, "config", None)
     described: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
     for family in FAMILIES:

@@ -22,8 +22,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from specdec.config import MAX_TREE_NODES, EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import ConfigError, shown
-from specdec.loading import load_tokenizer
-from specdec.models.bundled import resolve_name
+from specdec.loading import pick_tokenizer
 from specdec.models.context_length import context_length
 
 HONOURED = frozenset(
@@ -282,9 +281,7 @@ def _stop_criteria(strings: Any, tokenizer: Any) -> StopStringCriteria | None:
         return None
     SamplingParams(stop=strings)  # raises for what is no string or strings
     if isinstance(tokenizer, (str, os.PathLike)):
-        name, tokenizer = os.fspath(tokenizer), load_tokenizer(resolve_name(os.fspath(tokenizer)))
-        if tokenizer is None:
-            raise ConfigError(f"tokenizer={shown(name)}: no tokenizer there; give a folder, a hub id or a tokenizer")
+        tokenizer = pick_tokenizer(tokenizer, None, {})
     if tokenizer is None:
         raise ConfigError(f"stop_strings={shown(strings)} need a tokenizer; pass tokenizer=..., or use eos_token_id")
     try:

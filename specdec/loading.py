@@ -1,8 +1,8 @@
 """Checkpoints from disk or the hub into modules, with nothing silently random.
 
 `from_pretrained` fills tensors that a checkpoint lacks with random numbers and only logs it; here that is an error.
-Everything else (formats, sharding, key mapping, quantisation, the hub) is transformers' work, and its loading arguments
-pass through: revision, token, trust_remote_code, quantization_config, ...
+transformers does everything else (formats, sharding, key mapping, quantisation, the hub). Its loading arguments pass
+through: revision, token, trust_remote_code, quantization_config, ...
 """
 
 import difflib
@@ -39,19 +39,19 @@ from specdec.plain_arguments import OWN_FORMS
 logger = logging.getLogger("specdec")
 
 NO_NAMES = ("", "none", "null", "nan")
-"""What a missing value looks like once it is a string."""
+"""How a missing value reads as a string."""
 
 SHARED_OPTIONS = ("token", "trust_remote_code", "cache_dir", "local_files_only", "force_download", "proxies")
-"""Loading arguments of the target that its drafter takes too, unless it has its own: who asks, not for what."""
+"""Loading arguments of the target that its drafter takes too, unless it has its own: access, not content."""
 HUB_OPTIONS = (*SHARED_OPTIONS, "revision", "subfolder")
-"""Loading arguments that say where a file is; the others say what to make of it."""
+"""Loading arguments that say where a file is; the others say how to load it."""
 SNAPSHOT_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "revision")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a user named: a bundled name, a folder or a hub id, and how transformers is to load it. Nothing is read
-    yet."""
+    """What a user named: a bundled name, a folder or a hub id, and transformers' loading arguments. Nothing is read
+    until a property or method asks for it."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        """What transformers is given: the folder of a bundled name, else the name."""
+        """The name that transformers gets: the folder of a bundled name, else the name."""
         return resolve_name(os.path.expanduser(self.name))
 
     @property
@@ -106,9 +106,7 @@ class Checkpoint:
                 raise
             raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {first_line(error)}") from error
         if not isinstance(config, dict):
-            raise CheckpointError(
-                f"the config.json of {self.name!r} holds {type(config).__name__}, an object is wanted"
-            )
+            raise CheckpointError(f"the config.json of {self.name!r} holds {type(config).__name__}, expected an object")
         return config
 
     def hf_config(self) -> Any:
@@ -154,7 +152,7 @@ class Checkpoint:
             )
         if info["unexpected_keys"]:
             logger.info("%s: %d tensors of the checkpoint are not used", self.name, len(info["unexpected_keys"]))
-        placed = "device_map" in options or getattr(model, "is_quantized", False)  # quantisers place what they make
+        placed = "device_map" in options or getattr(model, "is_quantized", False)  # quantisers place their own modules
         ready: PreTrainedModel = (model if placed else model.to(device=device)).eval()
         return ready
 
@@ -164,7 +162,7 @@ class Checkpoint:
 
 
 def _understood(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Loading arguments with one name for each thing. Raises ConfigError for those that cannot be followed."""
+    """Loading arguments with `torch_dtype` as `dtype`. Raises ConfigError for those that cannot be honoured."""
     if options.get("gguf_file") is not None:
         raise ConfigError(
             f"gguf_file={shown(options['gguf_file'])}: GGUF files are not read; give a checkpoint of safetensors"
@@ -219,7 +217,7 @@ def load_target(
     model = unwrapped(target, "target")
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
-            f"target is {shown(target)}; a hub id, a folder, a bundled name or a transformers model is wanted"
+            f"target is {shown(target)}; expected a hub id, a folder, a bundled name or a transformers model"
         )
     if is_drafter_config(model.config.to_dict()):
         raise ConfigError(
@@ -270,7 +268,7 @@ def load_tokenizer(name: str | os.PathLike[str], options: Mapping[str, Any] | No
 
 
 def pick_tokenizer(asked: Any | None, target: Any, options: Mapping[str, Any]) -> Any | None:
-    """The tokenizer asked for, or that of the name asked for; else the target's, None where that is a loaded module."""
+    """The tokenizer given, or loaded by the name given; else the target's, None if the target is a loaded module."""
     if isinstance(asked, (str, os.PathLike)):
         tokenizer = load_tokenizer(asked, options)
         if tokenizer is None:
@@ -287,12 +285,12 @@ def pick_tokenizer(asked: Any | None, target: Any, options: Mapping[str, Any]) -
             )
         return own
     if not callable(getattr(asked, "decode", None)):
-        raise ConfigError(f"tokenizer is {shown(asked)}; a tokenizer or its name is wanted")
+        raise ConfigError(f"tokenizer is {shown(asked)}; expected a tokenizer or its name")
     return asked
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, else the first GPU, else the CPU. Raises ConfigError for one that is not there."""
+    """The device given, else the first GPU, else the CPU. Raises ConfigError for one that does not exist."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     require_device(device)
@@ -300,7 +298,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
 
 
 def pick_dtype(dtype: torch.dtype | None, device: torch.device, config: Any) -> torch.dtype:
-    """The dtype asked for, else float32 on the CPU (bf16 is slower there), else the checkpoint's."""
+    """The dtype given, else float32 on the CPU (bf16 is slower there), else the checkpoint's."""
     if dtype is not None:
         return dtype
     if device.type == "cpu":
@@ -312,7 +310,8 @@ def pick_dtype(dtype: torch.dtype | None, device: torch.device, config: Any) -> 
 
 
 def unwrapped(model: Any, role: str) -> Any:
-    """A peft model's base, in which its adapters are in place. Raises ConfigError for what cannot be opened."""
+    """The base of a peft model, adapters in place; other models as they are. Raises ConfigError for compiled models and
+    for learned prompts."""
     if hasattr(model, "_orig_mod"):
         raise ConfigError(
             f"{role} is a torch.compile'd {type(model._orig_mod).__name__}; give the model itself, {role}._orig_mod"
@@ -328,8 +327,8 @@ def unwrapped(model: Any, role: str) -> Any:
     return model.get_base_model()
 
 
-def _require_same(name: str, wanted: object, actual: object) -> None:
-    if wanted is not None and wanted != actual:
+def _require_same(name: str, asked: object, actual: object) -> None:
+    if asked is not None and asked != actual:
         raise ConfigError(
-            f"{name}={wanted} in the EngineConfig, but the loaded model has {actual}; convert it, or leave it None"
+            f"{name}={asked} in the EngineConfig, but the loaded model has {actual}; convert it, or leave it None"
         )

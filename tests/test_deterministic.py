@@ -227,7 +227,7 @@ def test_a_layer_that_looks_at_other_rows(make_target, make_engine):
 
     mlp.forward = forward
     assert not make_engine(model).target.deterministic
-    with pytest.raises(UnsupportedModelError, match=r"the queries of layer 2 of a token depend on the rows beside it"):
+    with pytest.raises(UnsupportedModelError, match=r"the queries of layer 2 of a token depend on the other rows"):
         make_engine(model, deterministic=True)
 
 

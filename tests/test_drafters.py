@@ -213,7 +213,7 @@ FAULTS = {
     "wide": "at most 4 may be verified",
     "siblings": "equal siblings",
     "depth": "not the root|depth disagrees",
-    "dtype": "int64 is wanted",
+    "dtype": "expected int64",
     "random": "other tokens for the same batch",
     "frozen": "left the cache frozen",
     "writes": "changed K of layer 1",

@@ -1,7 +1,7 @@
 """The EAGLE-3 drafter: a small transformer over the target's own hidden states, with K/V of its own.
 
 Its K/V are indexed by the target's full slots (shared slots, private storage), so paging, eviction and commit of the
-request table are the whole bookkeeping. Who writes what:
+request table are its only bookkeeping. Who writes what:
 
     positions      [0, S)  committed                             S, S+1, ...  the draft in progress
     K/V in         its own store, slot table.slots[row, p]       a scratch block that lives for one `propose`
@@ -101,7 +101,7 @@ class Eagle3Worker:
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
-        """Level l needs the states of level l - 1, so there are num_steps - 1 forwards, of topk nodes a request."""
+        """Level l needs the states of level l - 1, so there are num_steps - 1 forwards of topk nodes per request."""
         drafter, backend, topk, levels = self.drafter, self.binding.backend, batch.topk, batch.num_steps
         pos = batch.positions()  # [levels + 1, B], S first
         node_pos = pos[:, :, None].expand(-1, -1, topk).contiguous()  # [levels + 1, B, K]

@@ -1,7 +1,7 @@
-"""Does a row have the same bits whatever the rows beside it are? Asked of every model that is to be deterministic.
+"""Does a row have the same bits whatever the other rows of a forward are? Proved for every deterministic model.
 
     all at once    the 12 rows of two texts
-    in pieces      the first tokens of both texts in turn; one row alone; the others from the last to the first, beside
+    in pieces      the first tokens of both texts in turn; one row alone; the others from the last to the first, among
                    rows of neither text
 
 Queries, keys, values, states and logits must be equal, bit by bit. Attention, which is not asked here, sees each row by
@@ -26,7 +26,7 @@ Row = tuple[int, int]
 class RowRecord:
     """Records what each layer asks of attention for rows (text, position), and answers each of them by itself.
 
-    kept: by layer and row, q, k and v [heads, D].   now: the rows of the present forward; what comes behind is padding.
+    kept: by layer and row, q, k and v [heads, D].   now: the rows of this forward; later ones are padding.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -93,7 +93,7 @@ def _record(
     logits: Callable[[torch.Tensor], torch.Tensor],
     forwards: Sequence[list[Row]],
 ) -> dict[str, dict[Row, torch.Tensor]]:
-    """What comes of the rows of each forward: by name and row."""
+    """All recorded results of the rows of each forward, by name and row."""
     record = RowRecord(layout)
     found: dict[str, dict[Row, torch.Tensor]] = {}
     for rows in forwards:

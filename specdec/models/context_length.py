@@ -11,7 +11,8 @@ from specdec.errors import ConfigError
 
 
 class ContextLength(NamedTuple):
-    """`default`: tokens served when nobody asks; `most`: what may be asked for (None: no limit); `why`: its reason."""
+    """default: tokens served if the user sets no length; most: the largest length allowed (None: no limit); why: its
+    reason."""
 
     default: int | None
     most: int | None

@@ -1,4 +1,4 @@
-"""Whether a device is there, asked before anything is loaded onto it."""
+"""Checks that a device exists, before anything is loaded onto it."""
 
 import torch
 
@@ -12,7 +12,8 @@ def require_device(device: str | torch.device | None) -> None:
     try:
         torch.empty(1, device=device)
     except (AssertionError, RuntimeError, NotImplementedError) as error:  # torch has no common base for them
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0].partition(". ")[0]  # torch goes on and on
+        # the first sentence: torch's message continues over many lines
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0].partition(". ")[0]
         there = f"; CUDA devices here: {torch.cuda.device_count()}" if str(device).startswith("cuda") else ""
         raise ConfigError(
             f"device={str(device)!r} cannot be used with torch {torch.__version__} ({reason}){there}; "

@@ -1,4 +1,4 @@
-"""Can a checkpoint that is not on this machine come from the hub? The hub's library would try for half a minute."""
+"""Checks early that the hub can be reached for a checkpoint that is not cached: its library tries for 30 seconds."""
 
 import os
 import socket
@@ -13,14 +13,14 @@ from transformers.utils.hub import cached_file
 from specdec.errors import CheckpointError
 
 PATIENCE = 3.0
-"""Seconds for a first connection."""
+"""Seconds to wait for a first connection."""
 
 
 def require_hub(name: str, options: Mapping[str, Any]) -> None:
     """Raise CheckpointError in one sentence where a checkpoint is not in the cache and the hub cannot be reached.
 
-    options: loading arguments of transformers. Nothing is tried where it is asked to stay offline. Where there is a
-    proxy for the hub, that must be reached.
+    options: loading arguments of transformers. Offline mode skips the check. If there is a proxy for the hub, the proxy
+    must be reached.
     """
     if options.get("local_files_only") or constants.HF_HUB_OFFLINE or _is_cached(name, options):
         return

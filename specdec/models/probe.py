@@ -1,8 +1,8 @@
-"""What a model must prove before it is served: that paged, packed attention computes what its own forward does.
+"""The proof that a model must pass to be served: paged, packed attention computes what its own forward does.
 
 Two short texts go through the model's own forward, then alone through the attention interface, then mixed: rows in any
-order, in two forwards of which the second reads K/V of the first, beside a row of neither text. Queries, keys, values
-and logits must not change. It knows no pools, plans or requests. Invariant: what fails is refused in one sentence.
+order, in two forwards of which the second reads K/V of the first, next to a row of neither text. Queries, keys, values
+and logits must not change. It knows no pools, plans or requests. Invariant: a failure is refused in one sentence.
 """
 
 import math
@@ -26,23 +26,23 @@ PREFIX_LEN = 3
 """Of them, in the first of the two mixed forwards."""
 
 EXACT_BOUND = 1e-3
-"""Largest relative difference of any row where the product of a row does not depend on the rows beside it: unquantised
+"""Largest relative difference of any row where the product of a row does not depend on the other rows: unquantised
 weights of 32 bits or more on a CPU."""
 COARSE_BOUND, COARSE_LOGITS_BOUND = 0.03, 0.2
 """Elsewhere, of the median row: 16 bits, TF32 or a quantised product differ by shape, and a router may then choose
-another expert in a few rows. It grows with the square root of the layers, as rounding does. What is wrong with an
-architecture shows in nearly all rows, and by about 1."""
+another expert in a few rows. The bound grows with the square root of the layers, as rounding does. An unsupported
+architecture differs in nearly all rows, by about 1."""
 
 Run = Callable[[torch.Tensor, torch.Tensor, object], torch.Tensor]
 """tokens [1, T], positions [1, T] and an attention context -> states after the final norm [1, T, H]."""
 
 Softcap = Callable[[torch.Tensor, float], torch.Tensor]
-"""Logits and the cap -> capped logits, in the place of those or not."""
+"""Logits and the cap -> capped logits, in place or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """What a model does to the output of its head: times a number, over a number, then a softcap."""
+    """How a model changes the output of its head: times a number, divided by a number, then a softcap."""
 
     times: float = 1.0
     over: float = 1.0
@@ -77,7 +77,7 @@ def logit_rules(config: Any) -> list[LogitRule]:
 
 
 def probe_texts(config: Any, vocab_size: int) -> torch.Tensor:
-    """Two texts [2, TEXT_LEN] of ordinary tokens: none that the config has a name for, and no random state touched."""
+    """Two texts [2, TEXT_LEN] of tokens that the config gives no name to. Uses no random state."""
     whole = (config, config.get_text_config())
     named = {value for part in whole for key, value in vars(part).items() if "token" in key and isinstance(value, int)}
     ordinary = [token for token in range(min(vocab_size, 4096)) if token not in named] or [0]
@@ -176,27 +176,27 @@ class ProbeContext:
 
 @dataclass(frozen=True, slots=True)
 class Closeness:
-    """How near rows [T, ...] must come to what they were alone. exact: all rows, else the median one."""
+    """How near rows [T, ...] must be to the same rows run alone. exact: all rows, else the median one."""
 
     exact: bool
 
-    def difference(self, found: torch.Tensor, wanted: torch.Tensor) -> float:
-        """Relative to the wanted rows."""
-        found, wanted = (x.flatten(1).float() for x in (found, wanted))
-        error = (found - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-12)
+    def difference(self, found: torch.Tensor, expected: torch.Tensor) -> float:
+        """Relative to the expected rows."""
+        found, expected = (x.flatten(1).float() for x in (found, expected))
+        error = (found - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-12)
         return float(error.max() if self.exact else error.median())
 
-    def holds(self, found: torch.Tensor, wanted: torch.Tensor, depth: int) -> bool:
-        """Behind `depth` layers; NaN is not near anything."""
+    def holds(self, found: torch.Tensor, expected: torch.Tensor, depth: int) -> bool:
+        """After `depth` layers; NaN is not near anything."""
         bound = EXACT_BOUND if self.exact else COARSE_BOUND * math.sqrt(1 + depth)
-        return self.difference(found, wanted) <= bound
+        return self.difference(found, expected) <= bound
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a model was found to compute: its rule of logits, and each text alone, to hold other forms of it against.
+    """What a model was found to compute: its rule of logits, and each text run alone, for comparison with other forms.
 
-    alone: one context a text, with what every layer asked; states [2 * T, H] behind the final norm.
+    alone: one context a text, with what every layer asked; states [2 * T, H] after the final norm.
     """
 
     name: str
@@ -222,8 +222,8 @@ class Proof:
             mixed.verify(self.name)
             for layer in sorted(mixed.rows):
                 for kind, what in enumerate(("queries", "keys", "values")):
-                    wanted = torch.cat([context.rows[layer][kind] for context in self.alone])[rows]
-                    if not self.closeness.holds(mixed.rows[layer][kind][:-1], wanted, layer):
+                    expected = torch.cat([context.rows[layer][kind] for context in self.alone])[rows]
+                    if not self.closeness.holds(mixed.rows[layer][kind][:-1], expected, layer):
                         return f"the {what} of layer {layer}"
             if not self.closeness.holds(found, self.states[rows], len(layout.layers)):
                 return "the final states"
@@ -245,7 +245,7 @@ def prove(
     """The rule by which states and head give the model's own logits; raises UnsupportedModelError when none does.
 
     texts: [2, T] tokens. own_logits: [2, T, V] of the model's own forward over them. exact: the product of a row does
-    not depend on the rows beside it.
+    not depend on the other rows.
     """
     device = texts.device
     steps = torch.arange(texts.shape[1], device=device)

@@ -1,7 +1,7 @@
 """Pairs of targets and drafters by short names: the bundled ones and those published on the hub, with settings.
 
-Steps of Gemma 4: where vLLM's figures for one H100 were best (PR 41745; 12B is not among them). Memory is that of the
-weights of both; the KV cache takes a share of what is left.
+Steps of Gemma 4: the best of vLLM's figures for one H100 (PR 41745; 12B is not among them). Memory is for the weights
+of both models; the KV cache takes a share of the rest.
 """
 
 from collections.abc import Sequence

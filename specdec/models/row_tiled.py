@@ -1,4 +1,4 @@
-"""A model run in tiles of a fixed number of rows (`attention/row_tiles.py`): of states, and of what follows from them.
+"""A model run in tiles of a fixed number of rows (`attention/row_tiles.py`): its states, and its logits.
 
 `run` is a forward over packed rows: (tokens [1, ROWS], positions [1, ROWS], context) -> [1, ROWS, H].
 """
@@ -27,7 +27,7 @@ def forward_in_tiles(
             part = TileContext(context, tile)
             out = run(tile.rows(tokens.flatten(), width)[None], tile.rows(positions, width)[None], part)
             states = [out, *(state for layer in aux_layers if (state := part.states[layer]) is not None)]
-            assert len(states) == 1 + len(aux_layers), f"states of {aux_layers} wanted, {len(states) - 1} came"
+            assert len(states) == 1 + len(aux_layers), f"{len(states) - 1} states of layers {aux_layers}"
             order.append(rows.view(batch, width)[tile].flatten())
             done.append(torch.cat([state.view(ROWS, -1) for state in states], dim=-1)[: len(order[-1])])
     packed = torch.cat(done)

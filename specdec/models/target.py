@@ -1,9 +1,9 @@
 """The target worker: a Hugging Face causal LM run over the paged KV cache.
 
 It knows where the text decoder, the head and the final softcap of a model are, and how to run B * N packed rows through
-them under a plan. It does not know drafters, sampling or requests. Invariant: the user's module is never changed; what
-runs is a private copy over the same weights, which any number of engines and threads may share. With `ops` the copy's
-layers are fused ones (`specdec/layers`), where the family has them and they prove to compute the same.
+them under a plan. It does not know drafters, sampling or requests. Invariant: the user's module is never changed. A
+private copy over the same weights runs, which any number of engines and threads may share. With `ops` the copy has
+fused layers (`specdec/layers`) if its family has any and they prove to compute the same.
 """
 
 import logging
@@ -44,14 +44,14 @@ UNSUPPORTED_ATTRIBUTES = {
 
 
 DYNAMIC_INT8 = ("torch.ao.nn.quantized", "torch.nn.quantized")
-"""Where the modules come from that torch quantises activations with."""
+"""Packages of the modules by which torch quantises activations."""
 
 MANY_ROWS = 80
-"""Of a forward of the kernels: more than their products take in their smallest tiles."""
+"""Rows of a forward on kernels: more than fit the smallest tiles of their products."""
 
 
 class TargetOutput(NamedTuple):
-    """Of one forward: states after the final norm [B, N, H], and the auxiliary ones side by side [B, N, A * H]."""
+    """States of one forward after the final norm [B, N, H], and the auxiliary ones side by side [B, N, A * H]."""
 
     hidden: torch.Tensor
     aux_states: torch.Tensor | None
@@ -65,8 +65,9 @@ class TargetModel:
 
     ops: what fused layers compute with; None: every module runs as Hugging Face wrote it. `unfused` says why they do
     not run here, None when they do.
-    deterministic: a row has the same bits whatever the rows beside it are, which it must prove too: fused layers of the
-    kernels as they are, all others in tiles of a fixed number of rows (`in_tiles`), under a deterministic backend.
+    deterministic: a row has the same bits whatever the other rows of a forward are, also proved at construction.
+    Fused layers on kernels run as they are, all others in tiles of a fixed number of rows (`in_tiles`), under a
+    deterministic backend.
     """
 
     def __init__(self, model: PreTrainedModel, ops: Operations | None = None, *, deterministic: bool = False) -> None:
@@ -106,9 +107,9 @@ class TargetModel:
         return self if self.deterministic else TargetModel(self.model, self.ops, deterministic=True)
 
     def _copy_again(self) -> Weights:
-        """The user's modules are others than those that were copied, or do something else: take over what a new target
-        makes of them, proved like the first one. -> its weights. Raises UnsupportedModelError, and changes nothing,
-        where they cannot be served or the K/V would not fit."""
+        """The user's modules changed after they were copied: copy and prove them again, and return the new weights.
+
+        Raises UnsupportedModelError, and changes nothing, if they cannot be served or the K/V would not fit."""
         logger.info("%s: modules, hooks or adapters have changed; it is copied and proved again", self.name)
         new = TargetModel(self.model, self.given_ops, deterministic=self.deterministic)
         for what, now, before in (
@@ -157,7 +158,7 @@ class TargetModel:
         if not aux_layers:
             return TargetOutput(hidden, None)
         states = [state for layer in aux_layers if (state := context.states[layer]) is not None]
-        assert len(states) == len(aux_layers), f"states of {aux_layers} wanted, {len(states)} came"
+        assert len(states) == len(aux_layers), f"{len(states)} states of layers {aux_layers}"
         return TargetOutput(hidden, torch.cat(states, dim=-1).view(*tokens.shape, -1))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -175,7 +176,7 @@ class TargetModel:
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
         batch, num_rows = tokens.shape
-        if self.context_length.most is not None:  # drafts and padding beyond the end, whose output nobody reads
+        if self.context_length.most is not None:  # drafts and padding beyond the end: their output is not read
             positions = positions.clamp(max=self.context_length.most - 1)
         out = self.decoder(
             input_ids=tokens.reshape(1, -1),
@@ -228,7 +229,7 @@ class TargetModel:
         return found
 
     def _fuse(self, ops: Operations, proof: Proof) -> str | None:
-        """Put fused layers in the place of the decoder's, and the head's product; the reason if they are not."""
+        """Replace the layers of the decoder and the head's product by fused ones; the reason if they cannot be."""
         plain = decoder, head = self.decoder, self.head
         held = held_storages(decoder)  # until the proof is done
         level = logging.WARNING
@@ -251,7 +252,7 @@ class TargetModel:
 
     @torch.inference_mode()
     def _prove_bits(self) -> None:
-        """Raise UnsupportedModelError unless a row has the same bits whatever the rows beside it are."""
+        """Raise UnsupportedModelError unless a row has the same bits whatever the other rows of a forward are."""
         if self.in_tiles and self.device.type != "cpu":
             raise UnsupportedModelError(
                 f"deterministic=True on {self.device} needs fused layers on Triton kernels; {self.name} runs without: "
@@ -265,8 +266,8 @@ class TargetModel:
             what = depends_on_others(self.layout, texts, run, self.logits, ROWS if self.in_tiles else MANY_ROWS)
         if what is not None:
             raise UnsupportedModelError(
-                f"{self.name}: {what} of a token depend on the rows beside it in the last bits, so deterministic=True "
-                "cannot be kept; use deterministic=False"
+                f"{self.name}: {what} of a token depend on the other rows of a forward in the last bits, so "
+                "deterministic=True cannot be kept; use deterministic=False"
             )
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""All weights that one engine reads: its target's and its drafter's. It asks each of them (`Weights`)."""
+"""All weights that one engine reads: its target's and its drafter's."""
 
 import logging
 from typing import Any
@@ -9,13 +9,13 @@ logger = logging.getLogger("specdec")
 
 
 def watched_weights(target: Any, drafter: Any) -> list[Weights]:
-    """Those of a target, and of a drafter if it has any."""
+    """The weights of a target, and of a drafter if it has any."""
     drafts = getattr(drafter, "weights", None)
     return [target.weights] if drafts is None else [target.weights, drafts]
 
 
 def updates_show(target: Any, drafter: Any) -> bool:
-    """Does every update of these weights show in `Weights.version`? Warns where it does not."""
+    """Does every update of these weights change `Weights.version`? Warns if not."""
     blind = [weights.name for weights in watched_weights(target, drafter) if not weights.counts_updates()]
     if blind:
         logger.warning(

@@ -1,11 +1,11 @@
-"""Does the user's module tree still do what it did when the engine copied it (`private_copy.py`)?
+"""Detects changes of the user's module tree after the engine has copied it (`private_copy.py`).
 
     changed()   cheap, before each forward      sub-modules replaced, hooks or attributes added and removed; of adapters
                                                 and others from outside torch and transformers, every attribute
     differs()   thorough, when the user asks    every attribute of every module, configs included
 
-Parameters and buffers are not looked at: `layers/merge.py` watches those. What changes inside a closure that a hook
-calls, or in a global variable, leaves no trace (`untraceable`).
+Parameters and buffers are not compared: `layers/merge.py` watches those. A change inside a closure that a hook calls,
+or of a global variable, cannot be seen (`untraceable`).
 """
 
 import copy
@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 from specdec.modules.private_copy import OFFLOADING
 
 RECORDING_HOOKS = "transformers.utils.output_capturing"
-"""Where the hooks come from that a model keeps after it was asked for hidden states: they record only."""
+"""Module of the hooks that a model keeps after it was asked for hidden states. They only record."""
 
 PLAIN_PACKAGES = ("torch", "transformers")
 """Their modules do not change attributes by themselves, so only `differs` compares those."""
@@ -31,7 +31,7 @@ NOT_COMPARED = frozenset(vars(nn.Module())) | {
     "_attn_implementation_internal",
     "_output_capturing_hooks_installed",
 }
-"""What every module has and is compared otherwise, what a private copy replaces, and a note of transformers."""
+"""Attributes that are compared in another way, that a private copy replaces, or that transformers makes notes in."""
 
 PLAIN_VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
@@ -71,7 +71,7 @@ class ModuleWatch:
 
     @property
     def untraceable(self) -> bool:
-        """Are there hooks or foreign modules, which can do something else without a change that shows?"""
+        """Are there hooks or foreign modules, whose behaviour can change without a visible change?"""
         return bool(self._foreign or self._own_hooks())
 
     def _children_now(self) -> list[nn.Module | None]:
@@ -109,7 +109,7 @@ def _compared_names(state: Mapping[str, Any]) -> list[str]:
 
 
 def _with_copied_containers(values: Any) -> Any:
-    """A container that is changed in place then differs from what is returned here."""
+    """Copies of containers, so that a container changed in place differs from its copy."""
     if type(values) is tuple:
         return tuple(map(_with_copied_containers, values))
     return copy.copy(values) if type(values) in (list, dict, set) else values
@@ -131,7 +131,7 @@ class _Identity:
 
 
 def _described(value: Any, known: dict[int, Any]) -> Any:
-    """What compares equal as long as `value` holds the same. known: descriptions of containers, by id."""
+    """A description that stays equal as long as `value` holds the same. known: descriptions of containers, by id."""
     if isinstance(value, PLAIN_VALUES):
         return type(value), value
     if isinstance(value, torch.Tensor):

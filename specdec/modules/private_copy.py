@@ -26,15 +26,15 @@ HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 OFFLOADING = ("_hf_hook", "_old_forward", "forward")
-"""What accelerate hangs on a module that it moves about: bound to the original, and nothing moves here."""
+"""Attributes that accelerate sets on an offloaded module. They are bound to the original; a copy is never moved."""
 
 GROWING_ROPE = ("dynamic", "longrope")
-"""RoPE that writes new frequencies to its buffer when a forward is long. Within the lengths that are served
-(`models/context_length.py`) they are those it began with; the user's own long forward must not change them here."""
+"""RoPE types that write new frequencies to their buffer in a long forward. Within the lengths that are served
+(`models/context_length.py`) the original frequencies hold; a long forward of the user's must not change them here."""
 
 
 def private_copy(module: nn.Module, attention: str = ATTENTION_NAME) -> nn.Module:
-    """The tree of `module` again, in evaluation mode, its attention ours: parameters and buffers are shared.
+    """A copy of the tree of `module` in evaluation mode, with our attention: parameters and buffers are shared.
 
     Shared sub-modules stay shared, and modules that held one config hold one copy of it.
     """

@@ -1,8 +1,8 @@
-"""Does this thread hold a lock over weights? Then a finalizer must not begin anything that needs one.
+"""Whether this thread holds a lock over weights. If so, a finalizer must not begin anything that needs one.
 
-The garbage collector may run anywhere, within `Weights.generation` too, and there it may close an abandoned stream of
-another engine. What that stream held is then released by that engine's next turn, and not by this thread: releasing
-looks at the weights, so it would wait for a lock that this thread, or one that waits for it, holds.
+The garbage collector may run anywhere, also within `Weights.generation`, and may close an abandoned stream of another
+engine there. That engine's next turn then releases what the stream held: releasing looks at the weights, so in this
+thread it would wait for a lock that this thread, or one that waits for it, holds.
 """
 
 import functools
@@ -22,7 +22,7 @@ _HELD = _Held()
 
 
 def holds_weights_lock(function: Callable[P, T]) -> Callable[P, T]:
-    """For functions that take a lock over weights."""
+    """Decorates functions that take a lock over weights."""
 
     @functools.wraps(function)
     def held(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -36,5 +36,5 @@ def holds_weights_lock(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def weights_lock_held() -> bool:
-    """By this thread."""
+    """Does this thread hold one?"""
     return _HELD.depth > 0
