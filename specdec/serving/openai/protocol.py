@@ -125,8 +125,8 @@ class StructuredOutputs(Body):
 if TYPE_CHECKING:
 
     class NumberFields(Body):  # of its fields, those that answers repeat
-        temperature: float | None
-        top_p: float | None
+        temperature: float | None = None
+        top_p: float | None = None
 
 else:
     NumberFields = create_model(
