@@ -145,7 +145,7 @@ def _nucleus(
         b_mass = tl.maximum(b_mass, tl.where(b_key == border, mass_of(b_s), 0))
     ties, mass = tl.sum(b_ties), tl.max(b_mass)
     before = up_to - ties * mass
-    few, many = 1, ties + 1  # of the equal ones so many stay, at least one; so many do not
+    few, many = 1, ties + 1  # of the equal ones `few` stay, at least one; `many` do not
     while many - few > 1:
         middle = few + (many - few) // 2
         if _share(before + (middle - 1) * mass, whole) < top_p:

@@ -80,17 +80,17 @@ class Candidates(NamedTuple):
 
 
 @triton.jit
-def _floor_of(b_x: tl.tensor, wanted: tl.tensor) -> tl.tensor:
-    """A number that at least `wanted` finite entries reach and, ties aside, few more; -inf if fewer are finite."""
+def _floor_of(b_x: tl.tensor, needed: tl.tensor) -> tl.tensor:
+    """A number that at least `needed` finite entries reach and, ties aside, few more; -inf if fewer are finite."""
     m_finite = b_x > -INF
     count = tl.sum(m_finite.to(tl.int32))
     lo, hi = tl.min(tl.where(m_finite, b_x, INF)), tl.max(b_x)
-    enough = count >= wanted
+    enough = count >= needed
     steps = tl.where(enough, 24, 0)
-    while (steps > 0) & (count > wanted + wanted // 8):
+    while (steps > 0) & (count > needed + needed // 8):
         middle = 0.5 * lo + 0.5 * hi
         reached = tl.sum((b_x >= middle).to(tl.int32))
-        fits = reached >= wanted
+        fits = reached >= needed
         lo, hi = tl.where(fits, middle, lo), tl.where(fits, hi, middle)
         count = tl.where(fits, reached, count)
         steps -= 1

@@ -5,9 +5,9 @@ r"""The target's next token as a pure function of (logits, parameters, seed, pos
     token(p) = argmax_v ( log P_v + g(seed, p, v) )      g: `gumbel_noise`;   T = 0: argmax_v x_v, the lowest id first
 
     top-n-sigma  keeps x_v >= max x - n sigma, sigma the standard deviation of the finite x (Tang et al. 2024)
-    top-k    keeps the k best, and what ties with the k-th
-    top-p    keeps a token while better ones (score, then lower id) weigh less than p, and always the best
-    min-p    keeps what is at least min_p times as likely as the best
+    top-k        keeps the k best, and what ties with the k-th
+    top-p        keeps a token while better ones (score, then lower id) weigh less than p, and always the best
+    min-p        keeps what is at least min_p times as likely as the best
 
 This is a draw from P (the Gumbel-max trick), and the same draw wherever, whenever and in whatever batch it is made: the
 noise is counter-based and has no state. Speculation therefore changes no token: verification computes this function at

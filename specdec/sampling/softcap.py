@@ -1,4 +1,4 @@
-r"""The softcap behind a model's head: y = c tanh(x / c), each of the three results rounded to x's dtype.
+r"""The softcap after a model's head: y = c tanh(x / c), each of the three results rounded to x's dtype.
 
 Three operators of torch would read and write V numbers a row each. Their bits are kept: on a GPU torch divides by a
 number by multiplying with its reciprocal. The tangent of a bfloat16 comes no nearer than 8e-6 (of itself) to where its

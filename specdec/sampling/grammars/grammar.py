@@ -1,9 +1,9 @@
-"""What a text may go on with: a grammar, and where in it a text is.
+"""Which tokens may follow a text under a grammar: compiled grammars, and places in them.
 
-    Grammars    of one engine: the tokenizer as the library wants it, and what has been compiled
-    Place       in a grammar, behind some text: never changed, `after(token)` is another one
+    Grammars    of one engine: the tokenizer in the library's form, and the compiled grammars
+    Place       the state of a grammar after some text. It is immutable: `after(token)` returns another place
 
-A place belongs to the tokens that led to it, so whatever happens to a step, the place of what is settled is right.
+A place belongs to the tokens that led to it, so a step that fails or is repeated never leaves a wrong one.
 Bits of a mask are tokens, bit v % 32 of word v // 32. Tokens that end the text are allowed exactly where the grammar
 may end, other special tokens never. The library (llguidance) is an extra, imported when the first grammar is asked for.
 """
@@ -27,13 +27,13 @@ from specdec.sampling.grammars.grammar_trial import GrammarTrial, with_large_sta
 Words = npt.NDArray[np.int32]
 
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"\x20|\x0A(\x20{0,32}|\x09{0,8})"}
-"""Between the parts of JSON: nothing, a space, or a new line with its indent. A model that is lost would write more for
-ever."""
+"""Between the parts of JSON: nothing, a space, or a new line with its indent. A model that has lost its way would write
+white space for ever."""
 
 COMPILED_BYTES = 32 << 20
-"""Memory of the compiled grammars that are kept for later requests."""
+"""Upper bound on the memory of the compiled grammars that are kept for later requests."""
 BYTES_PER_CHAR = 256
-"""What a compiled grammar takes at least, by the length of what it was compiled from; measured: 30 to 250."""
+"""Estimated memory of a compiled grammar per character of its source, as a lower bound; 30 to 250 were measured."""
 
 
 class Compiled(NamedTuple):
@@ -44,7 +44,10 @@ class Compiled(NamedTuple):
 
 
 class Grammars:
-    """vocab_size: of the model; a tokenizer may have fewer tokens, or more."""
+    """Compiles grammars, and keeps the compiled ones within COMPILED_BYTES, least recently used first out.
+
+    vocab_size: of the model; a tokenizer may have fewer tokens, or more.
+    """
 
     def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -54,7 +57,7 @@ class Grammars:
         self._lock = threading.Lock()  # of what is kept
 
     def start(self, params: SamplingParams, ends: Collection[int], own_ends: Collection[int]) -> "Place | None":
-        """Where a text that follows `params` begins, None: it is free.
+        """The first place of a text that follows `params`; None: the text is free.
 
         ends: tokens that end the text; own_ends: those of them that the model ends it with, whatever they look like.
         Raises ConfigError for a grammar that cannot be followed, with the library's reason.
@@ -83,7 +86,7 @@ class Grammars:
             return sum(one.bytes for one in self._kept.values())
 
     def _compile(self, name: str, value: Any) -> Any:
-        """At the beginning of a grammar; kept as long as there is room."""
+        """The library's matcher at the beginning of a grammar; kept as long as there is room."""
         assert self._library is not None
         with self._lock:
             if (name, value) in self._kept:
@@ -107,7 +110,7 @@ class Library:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         if find_spec("llguidance") is None:
             raise ConfigError('grammars need llguidance: pip install "specdec-runtime[grammar]", or leave them out')
-        # slow to import, and wanted by few
+        # slow to import, and few engines need it
         import llguidance.hf
         import llguidance.numpy
 
@@ -154,7 +157,7 @@ class Library:
         return Compiled(matcher, size), ""
 
     def goes_on(self, matcher: Any) -> bool:
-        """May any token of the model's come next?"""
+        """May any token of the model come next?"""
         twin = matcher.deep_copy()
         bits = np.frombuffer(twin.compute_bitmask(), dtype=np.int32).copy()
         for token in (*self._tokenizer.eos_tokens, *range(self.vocab_size, 32 * len(bits))):
@@ -167,20 +170,21 @@ class Library:
         going_on = [(place.matcher, i) for i, place in enumerate(places)]
         self._llguidance.numpy.fill_next_token_bitmask_par(self._executor, going_on, bits)
         for end in (*self._tokenizer.eos_tokens, *range(self.vocab_size, min(32 * self._width, 32 * self.num_words))):
-            bits[:, end // 32] &= ~token_bit(end)  # those of the library, and what is behind the model's own tokens
+            bits[:, end // 32] &= ~token_bit(end)  # the library's own ends, and ids after the model's last token
         for mask, place in zip(bits, places, strict=True):
             may_end = place.may_end
             for end in place.ends:
                 mask[end // 32] = mask[end // 32] | token_bit(end) if may_end else mask[end // 32] & ~token_bit(end)
             if not mask[: self.num_words].any():
-                mask[:] = -1  # something has to be drawn there; whatever it is, `after` refuses it
+                mask[:] = -1  # some token has to be drawn here, and `after` will refuse it
         return np.ascontiguousarray(bits[:, : self.num_words])
 
 
 class Place:
-    """Behind some text that the grammar allows. ends: tokens that end the text, where it may end; over: one did.
+    """The state of a grammar after some text that it allows.
 
-    fault: what the library raised for the tokens of a round behind it: what is drawn there is not to be believed.
+    ends: tokens that end the text, where it may end; over: one of them did. fault: what the library raised for tokens
+    of a round after this place; the tokens that the round draws are then not valid.
     """
 
     __slots__ = ("_forced", "_mask", "ends", "fault", "library", "matcher", "over")
@@ -209,7 +213,7 @@ class Place:
 
     @property
     def grammar(self) -> "Place | None":
-        """The place whose mask the library makes; None: it takes no part."""
+        """The place whose mask the library makes; None: there is no grammar."""
         return self
 
     @property
@@ -223,7 +227,7 @@ class Place:
         return not self.over and bool(self.matcher.is_accepting()) and not self.matcher.is_error()
 
     def after(self, token: int) -> "Place | None":
-        """Behind one token more; None: the grammar does not allow it."""
+        """The place after one more token; None: the grammar does not allow the token."""
         if token in self.ends:
             return Place(self.matcher, self.library, self.ends, over=True) if self.may_end else None
         if self.over:
@@ -240,7 +244,7 @@ class Place:
 
     @property
     def forced(self) -> tuple[int, ...]:
-        """Tokens that must come next, as long as each is the only one that may."""
+        """The next tokens, as long as the grammar allows exactly one."""
         if self._forced is None:
             tokens: list[int] = []
             place: Place | None = self
@@ -255,7 +259,7 @@ class Place:
 
 
 def make_masks(places: Sequence[Place | None]) -> None:
-    """The masks of these places, all at once where they would be made one by one."""
+    """Make the masks of these places in one call of the library; `mask` then returns them."""
     grammars = [place.grammar for place in places if place is not None]
     missing = {id(place.matcher): place for place in grammars if place is not None and place._mask is None}
     if missing:
@@ -265,10 +269,10 @@ def make_masks(places: Sequence[Place | None]) -> None:
 
 
 def tree_masks(trees: Sequence[tuple[Place, Sequence[int], Sequence[int]]]) -> Words:
-    """[T, N, words], the masks of every node of T trees: of each the place behind its root, tokens [N] and parents [N].
+    """[T, N, words], masks of every node of T trees, each given by the place after its root, tokens and parents [N].
 
-    A node that cannot be reached, since the grammar forbids it or one above it, has all bits set. What the library
-    raises for one tree is noted as the `fault` of its root, and all bits are set there: the other trees go on.
+    A node that cannot be reached, because the grammar forbids it or one of its ancestors, has all bits set. What the
+    library raises for one tree becomes the `fault` of its root, and its bits are all set; other trees are not affected.
     """
     num_nodes = max(len(tokens) for _, tokens, _ in trees)
     masks = np.full((len(trees), num_nodes, trees[0][0].num_words), -1, dtype=np.int32)
@@ -299,7 +303,7 @@ def tree_masks(trees: Sequence[tuple[Place, Sequence[int], Sequence[int]]]) -> W
 def _masks_apart(
     reached: "Sequence[tuple[int, int, Place]]",
 ) -> "list[tuple[int, int, Words | BaseException]]":
-    """The masks of these places, all at once; one by one, where that raises, with what is raised for one."""
+    """The masks of these places, made in one call; where that raises, one by one, with the error in place of a mask."""
     try:
         make_masks([place for _, _, place in reached])
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""The program of `grammar_trial`: compiles grammars where a crash, a hang or a lack of memory ends only this process.
+"""The program of `grammar_trial`: compiles grammars where a crash, a hang or a lack of memory ends this process alone.
 
 It is run as a file by itself and imports nothing of this package, so that it starts in a fraction of a second. Frames
 on standard input and output: eight bytes of length, then JSON.
@@ -20,11 +20,11 @@ except ImportError:  # a system without limits: the parent's clock is the only o
     resource = None  # type: ignore[assignment]
 
 STEPS = 4
-"""Tokens of a text that are tried, so that the states behind the first one are made here too."""
+"""Tokens that are tried, so that the states after the first one are made here too."""
 
 
 def read(stream: BinaryIO) -> Any:
-    """The next frame; None: there are no more."""
+    """The next frame; None: the stream has ended."""
     head = stream.read(8)
     return json.loads(stream.read(int.from_bytes(head, "big"))) if len(head) == 8 else None
 
@@ -36,7 +36,7 @@ def write(stream: BinaryIO, value: Any) -> None:
 
 
 def held_bytes() -> tuple[int, int]:
-    """Of this process: address space, and memory; zeros where the system does not tell."""
+    """Address space and resident memory of this process; zeros where the system does not say."""
     try:
         with open("/proc/self/statm") as file:
             pages, resident = file.read().split()[:2]

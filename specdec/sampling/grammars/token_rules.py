@@ -1,11 +1,11 @@
-"""Which tokens an output may hold whatever its text is: only some token ids, and no end before so many tokens.
+"""Rules about tokens, whatever the text is: `allowed_token_ids`, and no end before `min_tokens`.
 
     output token        0 ... min_tokens - 1        min_tokens ...
     may be drawn        allowed, but no end         allowed
 
-A request with such rules has a place in them, as one has in a grammar, with or without a grammar within: the masks of
-grammars do the rest, on every draft path, at every node of a tree. Where a grammar can only end it ends, however few
-tokens there are. A place that restricts nothing any more is `free`, and its request costs what others cost.
+A request with such rules has a `RuledPlace`, alone or around a place in its grammar, and its masks are used as those
+of grammars are, at every node of a tree. Where a grammar can only end, the text ends, even before min_tokens. A place
+that restricts nothing any more is `free`, and its request then costs no more than one without rules.
 """
 
 from typing import NamedTuple
@@ -18,16 +18,17 @@ from specdec.sampling.grammars.grammar import Place, Words, token_bit, token_bit
 
 
 class Rules(NamedTuple):
-    """Of one request. open, closed: [words] tokens that may come where the output may end, and where it may not."""
+    """The rules of one request. open, closed [words]: tokens allowed where the output may end, and where it may not;
+    anything: every token is in `open`."""
 
     open: Words
     closed: Words
     ends: frozenset[int]
-    anything: bool  # where the output may end
+    anything: bool
 
 
 class RuledPlace(Place):
-    """Behind some output. to_go: tokens before one may end it. inner: the place in the grammar, None: no grammar."""
+    """The place after some output. to_go: tokens until the output may end. inner: the place in the grammar, or None."""
 
     __slots__ = ("inner", "rules", "to_go")
 
@@ -73,9 +74,9 @@ class RuledPlace(Place):
 
 
 def begin(place: Place | None, params: SamplingParams, ends: frozenset[int], vocab_size: int) -> Place | None:
-    """Where an output that follows `params` begins; place: the same in its grammar. None: it is free.
+    """The first place of an output that follows `params`, given its place in a grammar; None: the output is free.
 
-    Raises ConfigError where nothing could be drawn.
+    Raises ConfigError where no token could be drawn.
     """
     allowed = params.allowed_token_ids
     to_go = params.min_tokens if ends else 0

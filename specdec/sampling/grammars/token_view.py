@@ -1,4 +1,4 @@
-"""A part of a list of tokens, without a copy: what reads a long output piece by piece stays linear in its length."""
+"""A part of a list of tokens without a copy, so that reading a long output piece by piece takes linear time."""
 
 from collections.abc import Sequence
 from typing import overload
