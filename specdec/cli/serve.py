@@ -24,9 +24,9 @@ from specdec.cli.options import PairOptions
 from specdec.cli.serve_options import ServerOptions
 from specdec.cli.settings import engine_config, load_engine, quiet_libraries
 from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.http.client_limits import ClientRates
 from specdec.serving.http.connections import ConnectionLimits
 from specdec.serving.http.key_file import read_key_file
-from specdec.serving.http.limits import ClientRates
 from specdec.serving.logs import set_up
 from specdec.serving.server import address, listen, require_certificate, run_app
 from specdec.serving.server_settings import ServeSettings, sampling_defaults

@@ -64,7 +64,7 @@ class Observer(Protocol):
 
 
 class EngineThread:
-    """tell: called with the samples of which there is news, behind each step."""
+    """tell: called with the samples of which there is news, after each step."""
 
     def __init__(self, engine: Engine, tell: Callable[[Sequence[Sample]], None], observers: Sequence[Observer]) -> None:
         self.engine = engine
@@ -225,7 +225,7 @@ class EngineThread:
         for sample in self._with_news():
             if sample.error is None and (grammar := sample.handle.dead_grammar) is not None:
                 sample.error = ConfigError(
-                    f"{grammar} cannot be followed any further: behind {sample.handle.num_output} tokens none may come "
+                    f"{grammar} cannot be followed any further: after {sample.handle.num_output} tokens none may come "
                     "next; change it, or leave it out"
                 )
             finished = sample.handle.finished or sample.error is not None  # before the tokens, which end with it

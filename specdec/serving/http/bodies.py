@@ -118,7 +118,7 @@ async def read_body(request: Request, model: type[Model], max_body_bytes: int) -
     except ClientDisconnect:
         raise ApiError(400, "the body ended before its end", code="invalid_json") from None
     if not raw:
-        message = "the body is missing; a JSON object is wanted"
+        message = "the body is missing; a JSON object is expected"
         raise ApiError(400, message, code="missing_required_parameter")
     if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
         said = f"Content-Type is {kind[:80]!r}" if kind else "there is no Content-Type"

@@ -4,7 +4,7 @@
 
     data: [DONE]
 
-A client that goes away, streaming or not, cancels what is done for it, and that aborts its requests. A failure behind
+A client that goes away, streaming or not, cancels what is done for it, and that aborts its requests. A failure after
 the first event is an event of its own, in the shape of an error, for the status has been sent.
 """
 

@@ -216,7 +216,7 @@ class Message(Body):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    type: Literal["text"] | None = None  # of the content, which some clients say beside it
+    type: Literal["text"] | None = None  # of the content, which some clients say next to it
     # answers that a client sends back have these, with nothing in them
     refusal: None = None
     audio: None = None

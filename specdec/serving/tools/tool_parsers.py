@@ -64,7 +64,7 @@ class HermesParser(JsonToolParser):
 
 
 class LlamaParser(JsonToolParser):
-    """Llama 3: {"name": ..., "parameters": {...}}, several behind semicolons, behind <|python_tag|> or where the answer
+    """Llama 3: {"name": ..., "parameters": {...}}, several after semicolons, after <|python_tag|> or where the answer
     begins."""
 
     special = ("<|python_tag|>",)

@@ -31,7 +31,7 @@ class Peer:
 
 
 class Stamps(StoppingCriteria):
-    """Stops behind `most` stamps. on_look: each look is one."""
+    """Stops after `most` stamps. on_look: each look is one."""
 
     def __init__(self, device: torch.device, most: int, *, on_look: bool) -> None:
         self.at: list[float] = []
@@ -75,7 +75,7 @@ def peers_for(model: PreTrainedModel, drafter: Drafter | None, num_steps: int | 
 
 
 def generate_steps(model: PreTrainedModel, prompts: Sequence[Sequence[int]], count: int, **options: Any) -> list[float]:
-    """Seconds of `count` steps behind the prefill and a few for warming up."""
+    """Seconds of `count` steps after the prefill and a few for warming up."""
     ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
     assistant = options.get("assistant_model")
     stamps = Stamps(model.device, WARM_UP + count + 1, on_look=assistant is None)
