@@ -356,7 +356,7 @@ def test_a_real_pair_from_the_shell():
         (("--shape", "llama-8b", *SMALL, "--drafts", "chain,bush"), "'bush' is not one of plain, chain, tree"),
         (("--shape", "llama-8b", "--batches", "1,x"), "batches='1,x': positive whole numbers are wanted"),
         (("--shape", "llama-8b", "--acceptance", "0.5"), "acceptance='0.5': numbers from 1 on are wanted"),
-        (("--shape", "llama-8b", *SMALL, "--contexts", "200k"), "context=204800 with 50 rounds behind it"),
+        (("--shape", "llama-8b", *SMALL, "--contexts", "200k"), "context=204800 with 50 rounds after it"),
         (("--phases", "--layers", "3"), "--layers and --shrink are for --shape"),
         (("--plot", "o.png"), "--plot belongs to --shape or --phases"),
     ],

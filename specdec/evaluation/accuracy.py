@@ -66,7 +66,7 @@ def evaluate(
     whole report.
 
     data: a JSONL file; for gsm8k also "hub" (its test split), "bundled" (generated; what tiny-gemma4 learned) or "auto"
-    (bundled for tiny-gemma4, else hub). limit: so many problems, the first of every category; 0: all. shots (gsm8k):
+    (bundled for tiny-gemma4, else hub). limit: how many problems, the first of every category; 0: all. shots (gsm8k):
     worked examples before it; None: 0 under a chat template, else 8. instruction: a line after each question. compare:
     also decode without the drafter; None: not for gsm8k, else where there is one. params.seed (default 0) seeds each
     problem by its number. folder: keeps what is finished, to go on from under the same settings and a larger limit.

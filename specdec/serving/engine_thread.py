@@ -37,7 +37,7 @@ BROKEN = 3
 
 @dataclass(eq=False, slots=True)
 class Sample:
-    """One request that this thread looks after. owner: whoever reads it, told when there is news.
+    """One request that this thread looks after. owner: its reader, told when there is news.
 
     client: whose it is. seen: tokens that its owner was told of. failed_at: how many it had when a round failed that
     it was in.
@@ -54,10 +54,10 @@ class Sample:
 
 
 class Observer(Protocol):
-    """Who wants to know how requests fare, such as the metrics. Called on the engine's thread: never waits."""
+    """Is told how requests fare, such as the metrics. Called on the engine's thread: never waits."""
 
     def gained(self, sample: Sample, tokens: int, now: float) -> None:
-        """It has so many tokens more; `seen` and `last_news` are as they were before."""
+        """It gained `tokens` tokens; `seen` and `last_news` are as they were before."""
 
     def ended(self, sample: Sample, now: float) -> None:
         """By itself, aborted or failed."""

@@ -69,7 +69,7 @@ class FairPool:
         return job
 
     def give_up(self, job: "Job[Any]") -> bool:
-        """Nobody waits for it any more. -> was it dropped before it began?"""
+        """Its caller no longer waits for it. -> was it dropped before it began?"""
         with self._changed:
             if job.future.done() or job.given_up:
                 return False
@@ -99,7 +99,7 @@ class FairPool:
         Raises QueueFullError where it has not begun after `seconds`, ConfigError where it has begun and not ended.
         """
         done = asyncio.wrap_future(job.future)
-        done.add_done_callback(lambda late: late.cancelled() or late.exception())  # perhaps nobody asks for it any more
+        done.add_done_callback(lambda late: late.cancelled() or late.exception())  # its caller may have left
         await asyncio.wait({done}, timeout=seconds)
         if done.done():
             return done.result()

@@ -102,12 +102,12 @@ class NonBlockingHandler(logging.Handler):
         return (self.format(record) + "\n").encode()
 
     def _write(self, batch: bytes) -> None:
-        """All of it; where nobody can read any more it is lost."""
+        """All of it; without a reader it is lost."""
         left = memoryview(batch)
         while left:
             try:
                 left = left[os.write(self.descriptor, left) :]
-            except BlockingIOError:  # somebody made the pipe non-blocking
+            except BlockingIOError:  # another process made the pipe non-blocking
                 time.sleep(0.05)
             except OSError:
                 return

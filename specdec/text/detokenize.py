@@ -146,7 +146,7 @@ class Detokenizer:
     def _update(self, tokens: Sequence[int], start: int, reach: int) -> str:
         """Look at the output `tokens[start:]`; returns the text after what was settled before, if it ended here.
 
-        `reach`: characters that a stop string can reach back; 0 if nobody looks for one.
+        `reach`: characters that a stop string can reach back; 0 without stop strings.
         """
         unsettled = self._shown[self._known_len :]
         now = len(tokens) - start

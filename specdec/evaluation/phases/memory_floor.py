@@ -36,7 +36,7 @@ class StepBytes:
 
 
 def step_bytes(target: TargetModel, batch: int, nodes: int, context: int) -> StepBytes:
-    """Of `batch` requests of `nodes` rows each, after `context` committed tokens."""
+    """For `batch` requests of `nodes` rows each, with `context` committed tokens."""
     weights = experts = rows = 0
     head_module: nn.Module = target.model.get_output_embeddings()  # the user's modules: ours may hold weights merged
     head = {id(weight) for weight in head_module.parameters()}

@@ -1,8 +1,8 @@
-"""The phase benchmark: every way of decoding at every batch and context, each timed, judged and set next to its floor.
+"""The phase benchmark: every way of decoding at every batch and context, timed, checked, compared with its floor.
 
     for each context, batch:    plain, chain, tree, [peers]:    prefill -> rounds -> parity -> Cell
 
-The engines are made for a cell and closed after it, so that their K/V are all the memory that is taken next to the
+The engines are made for a cell and closed after it, so that their K/V are all the memory in use in addition to the
 weights. An interruption leaves whole cells.
 """
 
@@ -40,7 +40,7 @@ MakePrompts = Callable[[int, int], list[list[int]]]
 class Subject:
     """What is measured. drafts: by name; plain decoding has none. assumed: acceptance lengths of random weights.
 
-    prepared: seconds that target and drafter took after their weights: fusing, proving, compiling.
+    prepared: seconds of preparing target and drafter once their weights were loaded: fusing, probing, compiling.
     """
 
     name: str

@@ -32,7 +32,7 @@ MAX_CONTAINERS = 1 << 15
 MAX_MEMBERS = 1 << 16
 """Of all objects of a body together: each has a key of its own."""
 BYTES_PER_VALUE = 8
-"""A body has at most one value in so many of the bytes that a body may have at most."""
+"""A body may hold at most `max_body_bytes` / BYTES_PER_VALUE values."""
 MIN_VALUES = 1 << 16
 SMALL = 1 << 15
 """Bytes that are parsed on the loop: in less time than a thread takes to begin."""

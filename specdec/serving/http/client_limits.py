@@ -15,7 +15,7 @@ from specdec.config import require_int
 from specdec.serving.http.faults import ApiError
 
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
-"""Paths behind the API key; whether it is well, and its figures, anybody may ask who reaches it."""
+"""Paths behind the API key; health and metrics need no key."""
 MAX_REMEMBERED = 10_000
 """Clients whose rate is known; beyond these, those that have used nothing lately are forgotten."""
 

@@ -23,11 +23,11 @@ from specdec.serving.streams import Streams
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 CLIENT_GONE = 499
-"""What the log shows of a request whose client went away; nobody receives it."""
+"""What the log shows of a request whose client went away; it is not sent."""
 
 
 class ClientGoneError(Exception):
-    """Nobody is there to answer."""
+    """The client closed the connection before it had its answer."""
 
 
 MANY_TOKENS = 64

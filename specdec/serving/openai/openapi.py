@@ -37,7 +37,7 @@ ASKING = (400, 404, 408, 413, 415, 429, 500, 503)
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """answer: its JSON with status 200. refusals: statuses of errors, next to those of a missing API key."""
+    """answer: its JSON with status 200. refusals: statuses of errors, in addition to 401 of a missing API key."""
 
     answer: type[answers.Answer] | None
     refusals: tuple[int, ...] = ()

@@ -34,7 +34,7 @@ def text_offsets(tokens: Sequence[str], text: str) -> list[int]:
     """Where each token begins in the text of all, given each one's text by itself.
 
     What is not in the text, as special tokens are not, takes no room there. Parts of a character stand where it does;
-    the token after them says where it ends.
+    the next token says where it ends.
     """
     offsets, at, parts = [], 0, 0  # parts: tokens since `at` that are parts of characters
     for token in tokens:

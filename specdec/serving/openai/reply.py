@@ -99,7 +99,7 @@ class Reply:
         return said
 
     def finish_reason(self, output: GenerationOutput) -> str:
-        """ "stop", "length" or "tool_calls". Raises StoppingError for a request that somebody else ended."""
+        """ "stop", "length" or "tool_calls". Raises StoppingError for a request that was aborted."""
         reason = finish_reason(output)
         return "tool_calls" if reason == "stop" and self.num_calls else reason
 
@@ -112,7 +112,7 @@ class Reply:
 
 
 def finish_reason(output: GenerationOutput) -> str:
-    """ "stop" or "length". Raises StoppingError for a request that somebody else ended."""
+    """ "stop" or "length". Raises StoppingError for a request that was aborted."""
     if output.finish_reason == "abort":
         raise StoppingError("this answer was ended before its end; the server is stopping")
     return output.finish_reason

@@ -57,7 +57,7 @@ def totals(
 
 
 def so_far(body: SamplingFields, prompt: Sequence[int], stats: RequestStats, state: ServeState) -> dict[str, Any]:
-    """Of one sample, what a chunk says next to its choice where the request wants it."""
+    """Of one sample, what a chunk says in addition to its choice, if the request asks for it."""
     fields: dict[str, Any] = {"usage": usage_of([prompt], [stats], state)} if body.continuous_usage else {}
     return fields | ({"speculation": speculation_of([stats])} if body.show_drafts else {})
 
