@@ -143,7 +143,8 @@ def test_params(params, parts, engine):
 def test_what_is_no_text_is_not_encoded(text, make_target, make_engine, pair_tokenizer):
     with pytest.raises(ConfigError) as error:
         make_engine(make_target("llama"), tokenizer=pair_tokenizer).encode(text)
-    assert_one_sentence(error, "half a surrogate pair at character 2" if isinstance(text, str) else "string is wanted")
+    said = "half a surrogate pair at character 2" if isinstance(text, str) else "string is expected"
+    assert_one_sentence(error, said)
 
 
 @pytest.mark.parametrize(

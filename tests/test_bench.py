@@ -37,7 +37,7 @@ def test_no_figures_when_an_output_differs():
 
 
 @pytest.mark.parametrize(
-    ("line", "says"), [("{'question': 1}", "not a line of JSON"), ("[1, 2]", "an object is wanted")]
+    ("line", "says"), [("{'question': 1}", "not a line of JSON"), ("[1, 2]", "an object is expected")]
 )
 def test_a_line_that_is_no_record_is_named(line, says, tmp_path):
     path = tmp_path / "data.jsonl"

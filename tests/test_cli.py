@@ -321,7 +321,7 @@ def test_json_goes_to_a_file_beside_the_text_or_alone_to_standard_output(command
 def test_an_option_is_not_taken_for_the_file_of_json(value):
     result = run("bench", "--json", value)
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"specdec: '{value}': a file name or '-' is wanted")
+    assert result.stderr.startswith(f"specdec: '{value}': a file name or '-' is expected")
 
 
 @pytest.mark.slow

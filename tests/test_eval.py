@@ -518,7 +518,7 @@ def test_published_prompts_are_evaluated(task, name, groups, shared_data):
 def test_transcripts_are_a_folder(tmp_path):
     file = tmp_path / "report.csv"
     file.write_text("a,b")
-    with pytest.raises(SpecDecError, match=r"report\.csv' is a file; a folder is wanted"):
+    with pytest.raises(SpecDecError, match=r"report\.csv' is a file; a folder is expected"):
         open_transcripts(file, {"settings": {}}, 0)
 
 

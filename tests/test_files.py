@@ -65,7 +65,7 @@ def test_what_cannot_be_written_is_refused_with_the_reason(tmp_path):
         require_writable(tmp_path / "nowhere" / "x.json")
     with pytest.raises(SpecDecError, match="is a folder"):
         require_writable(tmp_path)
-    with pytest.raises(SpecDecError, match="'--limit': a file name or '-' is wanted"):
+    with pytest.raises(SpecDecError, match="'--limit': a file name or '-' is expected"):
         require_writable(Path("--limit"))
     (tmp_path / "file").write_text("")
     with pytest.raises(SpecDecError, match="cannot be written: Not a directory"):

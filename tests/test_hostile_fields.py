@@ -94,7 +94,7 @@ def test_a_grammar_with_no_way_on_is_a_mistake_of_the_request_and_no_503(engine,
 
     async def run():
         async with AsyncEngine(engine) as served:
-            with pytest.raises(ConfigError, match="regex cannot be followed any further: behind 2 tokens") as error:
+            with pytest.raises(ConfigError, match="regex cannot be followed any further: after 2 tokens") as error:
                 await served.generate([1, 2, 3], SamplingParams(regex="abc", max_new_tokens=9))
             with pytest.raises(ConfigError, match="regex cannot be followed any further"):
                 async for _ in served.stream([1, 2, 3], SamplingParams(regex="abc", max_new_tokens=9)):

@@ -18,10 +18,10 @@ from specdec.evaluation.conditions import conditions
 from specdec.evaluation.phases import phase_run as run_module
 from specdec.evaluation.phases.memory_floor import StepBytes, read_bandwidth
 from specdec.evaluation.phases.parity import Parity, check_parity, output_gaps
-from specdec.evaluation.phases.phase_peers import Peer, peers_for
 from specdec.evaluation.phases.phase_report import Cell, PhaseReport, Spread, table
 from specdec.evaluation.phases.phase_run import Plan, Subject, run_phases
 from specdec.evaluation.phases.timed_rounds import drive, gaps_between_stamps, idle_within, most_new_tokens, round_time
+from specdec.evaluation.phases.transformers_steps import Peer, peers_for
 from specdec.loading import load_any_drafter
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted
@@ -149,7 +149,7 @@ def test_gaps_do_not_depend_on_the_chunks_of_the_reference(make_target, monkeypa
     model = make_target("gemma4-e2b")
     prompt, output = [i % 90 for i in range(60)], [3, 4, 5]
     whole = output_gaps(model, prompt, output)
-    monkeypatch.setattr("specdec.evaluation.phases.parity.MOST_SCORES", 1)  # 16 at a time, across windows of 8
+    monkeypatch.setattr("specdec.evaluation.phases.parity.MAX_SCORES", 1)  # 16 at a time, across windows of 8
     torch.testing.assert_close(output_gaps(model, prompt, output), whole, rtol=1e-4, atol=1e-4)
 
 
@@ -259,7 +259,7 @@ def test_assisted_generation_takes_as_many_steps_as_it_has_rounds(subject, make_
 
 
 def test_a_context_beyond_the_model_is_refused_before_anything_runs(subject):
-    with pytest.raises(ConfigError, match=r"context=4090 with 4 rounds behind it can take .* has 4096"):
+    with pytest.raises(ConfigError, match=r"context=4090 with 4 rounds after it can take .* has 4096"):
         run_phases(subject, plan(contexts=[4090]))
 
 
@@ -356,7 +356,7 @@ def test_a_real_pair_from_the_shell():
         (("--shape", "llama-8b", *SMALL, "--drafts", "chain,bush"), "'bush' is not one of plain, chain, tree"),
         (("--shape", "llama-8b", "--batches", "1,x"), "batches='1,x': positive whole numbers are expected"),
         (("--shape", "llama-8b", "--acceptance", "0.5"), "acceptance='0.5': numbers from 1 on are expected"),
-        (("--shape", "llama-8b", *SMALL, "--contexts", "200k"), "context=204800 with 50 rounds behind it"),
+        (("--shape", "llama-8b", *SMALL, "--contexts", "200k"), "context=204800 with 50 rounds after it"),
         (("--phases", "--layers", "3"), "--layers and --shrink are for --shape"),
         (("--plot", "o.png"), "--plot belongs to --shape or --phases"),
     ],

@@ -66,8 +66,8 @@ def evaluate(
     whole report.
 
     data: a JSONL file; for gsm8k also "hub" (its test split), "bundled" (generated; what tiny-gemma4 learned) or "auto"
-    (bundled for tiny-gemma4, else hub). limit: so many problems, the first of every category; 0: all. shots (gsm8k):
-    worked examples in front; None: 0 under a chat template, else 8. instruction: a line behind each question. compare:
+    (bundled for tiny-gemma4, else hub). limit: how many problems, the first of every category; 0: all. shots (gsm8k):
+    worked examples before it; None: 0 under a chat template, else 8. instruction: a line after each question. compare:
     also decode without the drafter; None: not for gsm8k, else where there is one. params.seed (default 0) seeds each
     problem by its number. folder: keeps what is finished, to go on from under the same settings and a larger limit.
     loading, drafter_options: how target and drafter are loaded, as `Engine.from_pretrained` takes them.
@@ -80,7 +80,7 @@ def evaluate(
     if compare and drafter is None:
         raise ConfigError("compare without a drafter: there is nothing to compare plain decoding with; give a drafter")
     if limit < 0:
-        raise ConfigError(f"limit={limit}: so many problems, or 0 for all, is wanted")
+        raise ConfigError(f"limit={limit}: a number of problems, or 0 for all, is expected")
     require_device(config.device)
     most = context_length(Checkpoint.of(target, loading).hf_config().get_text_config()).most
     tokenizer = load_tokenizer(target, loading)
@@ -185,7 +185,7 @@ class Dialogues:
         return self.prompt(index, [])
 
     def prompt(self, index: int, answers: list[str]) -> list[int]:
-        """The prompt of the turn behind `answers`, which are the model's own."""
+        """The prompt of the turn after `answers`, which are the model's own."""
         return dialogue_ids(self.tokenizer, self.turns[index][: len(answers) + 1], answers, self.chat)
 
     def keys(self, batch: Collection[int]) -> set[tuple[int, int]]:

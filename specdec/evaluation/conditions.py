@@ -64,5 +64,5 @@ def _commit() -> str:
 
 def _name(what: str, value: object) -> str:
     if not isinstance(value, (str, Path)) or not str(value):
-        raise ConfigError(f"{what} is a {type(value).__name__}; a hub id, a folder or a bundled name is wanted here")
+        raise ConfigError(f"{what} is a {type(value).__name__}; a hub id, a folder or a bundled name is expected here")
     return str(value)

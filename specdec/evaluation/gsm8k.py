@@ -13,11 +13,11 @@ from specdec.text.prompt_files import Problem, read_prompts
 
 EXEMPLARS = read_prompts(BUNDLED_DIR / "gsm8k_exemplars.jsonl")
 NEXT_PROBLEM = "Question:"
-"""Ends an answer behind worked examples: without it a model goes on to make up the next problem."""
+"""Ends an answer after worked examples: without it a model goes on to make up the next problem."""
 
 
 def question_text(question: str, chat: bool, shots: int, instruction: str) -> str:
-    """One problem behind `shots` worked examples, with `instruction` on a line behind it; `chat`: as a user's turn."""
+    """One problem after `shots` worked examples, with `instruction` on a line after it; `chat`: as a user's turn."""
     text = f"{question}\n{instruction}" if instruction else question
     if chat and not shots:
         return text
@@ -35,7 +35,7 @@ def load_problems(data: str, limit: int = 0) -> tuple[str, list[Problem]]:
         source, problems = f"file {Path(data).name}", read_prompts(data, limit)
     for number, problem in enumerate(problems, start=1):
         if final_number(problem.answer or "") is None:
-            raise ConfigError(f"{source}: problem {number} has no 'answer' with '#### n'; GSM8K's fields are wanted")
+            raise ConfigError(f"{source}: problem {number} has no 'answer' with '#### n'; GSM8K's fields are expected")
     return source, [Problem(problem.turns[:1], problem.answer) for problem in problems]
 
 

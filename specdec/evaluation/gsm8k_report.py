@@ -17,7 +17,7 @@ Report = dict[str, Any]
 a dialogue, where the data has more than one), comparison (of two runs, else None), timing."""
 
 UNNAMED = "other"
-"""The category of problems without one, beside problems that have one."""
+"""The category of problems without one, in data where others have one."""
 
 
 def make_report(

@@ -25,9 +25,9 @@ from specdec.draft_models.gemma4_mtp import constructible_assistants
 from specdec.errors import ConfigError
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-MOST_SHRUNK = 16
+MAX_SHRINK = 16
 """Narrower heads and windows are no attention."""
-FEWEST_LAYERS = 2
+MIN_LAYERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class Shrink:
     divisor: int = 1
 
     def __post_init__(self) -> None:
-        if self.layers is not None and self.layers < FEWEST_LAYERS:
-            raise ConfigError(f"layers={self.layers}: a target has at least {FEWEST_LAYERS}")
-        if not 1 <= self.divisor <= MOST_SHRUNK or MOST_SHRUNK % self.divisor:
-            raise ConfigError(f"shrink={self.divisor}: widths are divided by 1, 2, 4, 8 or {MOST_SHRUNK}")
+        if self.layers is not None and self.layers < MIN_LAYERS:
+            raise ConfigError(f"layers={self.layers}: a target has at least {MIN_LAYERS}")
+        if not 1 <= self.divisor <= MAX_SHRINK or MAX_SHRINK % self.divisor:
+            raise ConfigError(f"shrink={self.divisor}: widths are divided by 1, 2, 4, 8 or {MAX_SHRINK}")
 
     @property
     def words(self) -> str:
@@ -89,7 +89,7 @@ def _gemma4(
     depth = shrink.depth(layers)
     kinds = [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(depth)]
     kinds[-1] = FULL
-    # an owner of each kind must be left in front of those that share
+    # an owner of each kind must be left before those that share
     num_shared = max(0, min(round(depth * shared / layers), depth - 6))
     return Gemma4TextConfig(
         **shrink.widths(vocab_size=262_144, head_dim=256, global_head_dim=512, **widths),

@@ -1,7 +1,7 @@
 """Files that a user named: checked before the work, and written whole or not at all.
 
-A file is written beside its place and renamed over it, so that a fault leaves the one before as it was. `-` is standard
-output. What is no regular file (a pipe, /dev/null) is written into, never replaced.
+A file is written next to its place and renamed over it, so that a fault leaves the one before as it was. `-` is
+standard output. What is no regular file (a pipe, /dev/null) is written into, never replaced.
 """
 
 import os
@@ -21,9 +21,9 @@ def require_writable(path: Path) -> None:
     if path == STDOUT:
         return
     if str(path).startswith("-"):
-        raise ConfigError(f"{str(path)!r}: a file name or '-' is wanted here; ./{path} is a file of that name")
+        raise ConfigError(f"{str(path)!r}: a file name or '-' is expected here; ./{path} is a file of that name")
     if path.is_dir():
-        raise ConfigError(f"{str(path)!r} is a folder; a file name is wanted")
+        raise ConfigError(f"{str(path)!r} is a folder; a file name is expected")
     if path.exists() and not os.access(path, os.W_OK):
         raise ConfigError(f"{str(path)!r} may not be written; choose another file")
     if _is_device(path):

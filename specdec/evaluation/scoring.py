@@ -1,9 +1,9 @@
 """From transcripts to figures: two ways to read an answer, and the statistics of two runs on the same problems.
 
-    strict       the number behind the first `####` that has one: what the model marked as its answer
+    strict       the number after the first `####` that has one: what the model marked as its answer
     last_number  the last number in the text, marked or not
 
-The first marker counts, as in GSM8K's own scorer and lm-eval's strict-match: what a model writes behind its answer is
+The first marker counts, as in GSM8K's own scorer and lm-eval's strict-match: what a model writes after its answer is
 no second try. Numbers are compared by value: "$1,234.50" is 1234.5, "18.00" and "18 dollars" are 18, "25%" is 25.
 """
 
@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 
-# a minus behind a digit, a word or a bracket subtracts: "10-3" ends in 3, "= -3" in -3
+# a minus after a digit, a word or a bracket subtracts: "10-3" ends in 3, "= -3" in -3
 NUMBER = r"[$€£]?((?<![\w)%])[-−])?[$€£]?(\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
 ANY_NUMBER = re.compile(NUMBER)
 MARKED_NUMBER = re.compile("#### *" + NUMBER)
@@ -20,7 +20,7 @@ Z_95 = 1.959963984540054
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number behind the first `####` that has one."""
+    """The number after the first `####` that has one."""
     found = MARKED_NUMBER.search(text)
     return _value(*found.groups(default="")) if found else None
 

@@ -62,9 +62,9 @@ def read_transcripts(folder: Path, settings: Record, earlier: Earlier | None = N
 
 
 def open_transcripts(folder: Path, settings: Record, rank: int, earlier: Earlier | None = None) -> TranscriptFile:
-    """This process's file, to go on behind its last whole line; its first line holds the settings."""
+    """This process's file, to go on after its last whole line; its first line holds the settings."""
     if folder.is_file():
-        raise ConfigError(f"transcripts={str(folder)!r} is a file; a folder is wanted")
+        raise ConfigError(f"transcripts={str(folder)!r} is a file; a folder is expected")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"transcripts-{rank}.jsonl"
     [*whole] = _whole_lines(path)

@@ -20,15 +20,20 @@ def assisted_peer(engine: Engine, params: SamplingParams, num_steps: int) -> Con
     """The target with the same drafter, where transformers can use it: a Gemma 4 assistant."""
     if not isinstance(engine.drafter, Gemma4MTPDrafter):
         return None
-    assistant = engine.drafter.assistant
-    assistant.generation_config = copy.deepcopy(assistant.generation_config)
-    assistant.generation_config.num_assistant_tokens = num_steps
-    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant = assistant_of(engine.drafter, num_steps)
     return Contestant(
         "transformers, assisted",
         lambda prompts: _generate(engine, params, prompts, assistant_model=assistant),
         judged=False,
     )
+
+
+def assistant_of(drafter: Gemma4MTPDrafter, num_steps: int) -> Any:
+    """Its model, told to draft `num_steps` tokens in every round of assisted generation."""
+    assistant = drafter.assistant
+    config = assistant.generation_config = copy.deepcopy(assistant.generation_config)
+    config.num_assistant_tokens, config.num_assistant_tokens_schedule = num_steps, "constant"
+    return assistant
 
 
 def _generate(engine: Engine, params: SamplingParams, prompts: Prompts, **assistance: Any) -> Prompts:

@@ -1,4 +1,4 @@
-"""How many requests a served engine takes in: a bounded queue, which refuses or lets its callers wait.
+"""How many requests a served engine admits: a bounded queue, which refuses callers or lets them wait.
 
     open requests   | running, at most the engine's rows | waiting, at most `max_waiting` |  refused, or let wait
     of one client   | at most `per_client`, where that is not 0                           |  refused
@@ -49,8 +49,8 @@ class Admission:
         return self._out
 
     async def take(self, count: int, client: str = "", *, wait: bool = False) -> None:
-        """Take `count` places. Raises QueueFullError where there are not so many, or waits until there are; for a
-        client who has too many it always raises."""
+        """Take `count` places. Raises QueueFullError where fewer are free, or waits until they are;
+        for a client that has too many it always raises."""
         self._require_possible(count)
         with self._lock:
             self._require_share(count, client)
@@ -85,7 +85,7 @@ class Admission:
                 raise self._full()
 
     def give_back(self, count: int, client: str = "") -> None:
-        """Places of requests that have ended; whoever waits longest gets them. From any thread."""
+        """Places of requests that have ended; the caller that has waited longest gets them. From any thread."""
         with self._lock:
             self._out -= count
             self._note(client, -count)

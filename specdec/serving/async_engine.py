@@ -5,7 +5,7 @@
     async with await engine.submit(prompts, params) as streams:    several samples as they come: (index, delta)
 
 What takes long (reading a prompt, waiting for a round) happens on other threads than the loop's. A reader that is slow
-holds up nobody and nothing is piled up for it: a delta is all that is new when it is read.
+holds up no other, and nothing is queued for it: a delta is all that is new when it is read.
 """
 
 import asyncio
@@ -190,7 +190,7 @@ class AsyncEngine:
         return await self._prompts.wait_for(self._submit(self._prompts, function), self._intake_seconds)
 
     def require_places(self, count: int) -> None:
-        """Raises what `submit` would for so many samples now: for callers who have yet to read a long prompt."""
+        """Raises what `submit` would for `count` samples now: for callers that have yet to read a long prompt."""
         self._admission.require(count, CLIENT.get())
 
     def most_new_tokens(self, prompt_len: int) -> int:
@@ -252,7 +252,7 @@ class AsyncEngine:
 
     @property
     def trouble(self) -> str | None:
-        """Why nobody should send it more requests; None: it is well."""
+        """Why it should get no more requests; None: it is well."""
         if self._closing or self._thread.stopped:
             return self._thread.stopped or "the engine is closing"
         if self.failing:

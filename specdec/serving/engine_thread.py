@@ -37,7 +37,7 @@ BROKEN = 3
 
 @dataclass(eq=False, slots=True)
 class Sample:
-    """One request that this thread looks after. owner: whoever reads it, told when there is news.
+    """One request that this thread looks after. owner: its reader, told when there is news.
 
     client: whose it is. seen: tokens that its owner was told of. failed_at: how many it had when a round failed that
     it was in.
@@ -54,17 +54,17 @@ class Sample:
 
 
 class Observer(Protocol):
-    """Who wants to know how requests fare, such as the metrics. Called on the engine's thread: never waits."""
+    """Is told how requests fare, such as the metrics. Called on the engine's thread: never waits."""
 
     def gained(self, sample: Sample, tokens: int, now: float) -> None:
-        """It has so many tokens more; `seen` and `last_news` are as they were before."""
+        """It gained `tokens` tokens; `seen` and `last_news` are as they were before."""
 
     def ended(self, sample: Sample, now: float) -> None:
         """By itself, aborted or failed."""
 
 
 class EngineThread:
-    """tell: called with the samples of which there is news, behind each step."""
+    """tell: called with the samples of which there is news, after each step."""
 
     def __init__(self, engine: Engine, tell: Callable[[Sequence[Sample]], None], observers: Sequence[Observer]) -> None:
         self.engine = engine
@@ -225,7 +225,7 @@ class EngineThread:
         for sample in self._with_news():
             if sample.error is None and (grammar := sample.handle.dead_grammar) is not None:
                 sample.error = ConfigError(
-                    f"{grammar} cannot be followed any further: behind {sample.handle.num_output} tokens none may come "
+                    f"{grammar} cannot be followed any further: after {sample.handle.num_output} tokens none may come "
                     "next; change it, or leave it out"
                 )
             finished = sample.handle.finished or sample.error is not None  # before the tokens, which end with it

@@ -3,7 +3,7 @@
     queue      one for each client; the next job is that of the client whose last one began longest ago
     running    at most `threads` jobs, of one client at most one fewer, so that one thread is left for others
     given up   jobs whose client has left, or whose time is over: dropped before they begin; one that has begun runs on,
-               as no thread can be ended, and another thread takes its place, up to MOST_EXTRA times as many
+               as no thread can be ended, and another thread takes its place, up to MAX_EXTRA times as many
 
 Which client a job is for is said by the context variable CLIENT at the time it is handed in. It knows nothing of
 engines.
@@ -22,7 +22,7 @@ from specdec.errors import ConfigError, QueueFullError
 T = TypeVar("T")
 CLIENT: ContextVar[str] = ContextVar("specdec_client", default="")
 """Whose request this task is about: the name of an API key, or an address."""
-MOST_EXTRA = 4
+MAX_EXTRA = 4
 
 
 class Job(Generic[T]):
@@ -69,7 +69,7 @@ class FairPool:
         return job
 
     def give_up(self, job: "Job[Any]") -> bool:
-        """Nobody waits for it any more. -> was it dropped before it began?"""
+        """Its caller no longer waits for it. -> was it dropped before it began?"""
         with self._changed:
             if job.future.done() or job.given_up:
                 return False
@@ -99,7 +99,7 @@ class FairPool:
         Raises QueueFullError where it has not begun after `seconds`, ConfigError where it has begun and not ended.
         """
         done = asyncio.wrap_future(job.future)
-        done.add_done_callback(lambda late: late.cancelled() or late.exception())  # perhaps nobody asks for it any more
+        done.add_done_callback(lambda late: late.cancelled() or late.exception())  # its caller may have left
         await asyncio.wait({done}, timeout=seconds)
         if done.done():
             return done.result()
@@ -122,7 +122,7 @@ class FairPool:
 
     def _staff(self) -> None:
         waiting = sum(map(len, self._queues.values()))
-        if waiting > self._idle and self._alive < self._threads and self._all < MOST_EXTRA * self._threads:
+        if waiting > self._idle and self._alive < self._threads and self._all < MAX_EXTRA * self._threads:
             self._alive += 1
             self._all += 1
             threading.Thread(target=self._work, name=self._name, daemon=True).start()

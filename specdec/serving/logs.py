@@ -15,7 +15,7 @@ from collections import deque
 from typing import Any, Literal
 
 LogFormat = Literal["text", "json"]
-MOST_BYTES = 4 << 20
+MAX_QUEUED_BYTES = 4 << 20
 """Lines that wait to be written; more are dropped."""
 CLOSE_SECONDS = 1.0
 TEXT = "%(asctime)s %(levelname)s %(message)s"
@@ -59,7 +59,7 @@ class NonBlockingHandler(logging.Handler):
             self.handleError(record)
             return
         with self._changed:
-            if self._bytes + len(line) > MOST_BYTES:
+            if self._bytes + len(line) > MAX_QUEUED_BYTES:
                 self.dropped += 1
                 self._unsaid += 1
                 return
@@ -102,12 +102,12 @@ class NonBlockingHandler(logging.Handler):
         return (self.format(record) + "\n").encode()
 
     def _write(self, batch: bytes) -> None:
-        """All of it; where nobody can read any more it is lost."""
+        """All of it; without a reader it is lost."""
         left = memoryview(batch)
         while left:
             try:
                 left = left[os.write(self.descriptor, left) :]
-            except BlockingIOError:  # somebody made the pipe non-blocking
+            except BlockingIOError:  # another process made the pipe non-blocking
                 time.sleep(0.05)
             except OSError:
                 return

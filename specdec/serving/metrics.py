@@ -1,7 +1,7 @@
 """GET /metrics: how requests, rounds and pools fare, for Prometheus, under vLLM's names where they mean the same.
 
 Times are observed on the engine's thread, a few additions a request and round. Counters are sums over the requests that
-ended and those under way, taken when somebody asks, so they never fall. The registry is this application's own.
+ended and those under way, taken at each scrape, so they never fall. The registry is this application's own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import RequestStats
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.engine_thread import Sample
-from specdec.serving.http.sharing import in_blocks
+from specdec.serving.http.client_isolation import in_blocks
 
 router = APIRouter()
 
@@ -60,7 +60,9 @@ class Metrics:
             BETWEEN,
         )
         self._per_token = histogram(
-            "vllm:request_time_per_output_token_seconds", "Of a request that ended, behind its first token.", BETWEEN
+            "vllm:request_time_per_output_token_seconds",
+            "Over the tokens after a request's first.",
+            BETWEEN,
         )
         self._whole = histogram("vllm:e2e_request_latency_seconds", "From when a request came until it ended.", WHOLE)
         self._queue = histogram("vllm:request_queue_time_seconds", "Until a request had a row.", FIRST_TOKEN)

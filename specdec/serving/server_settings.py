@@ -6,8 +6,8 @@ from pathlib import Path
 
 from specdec.config import require_int
 from specdec.errors import ConfigError, shown
+from specdec.serving.http.client_limits import ClientRates
 from specdec.serving.http.connection_limits import ConnectionLimits
-from specdec.serving.http.limits import ClientRates
 from specdec.serving.http.unknown_fields import require_handling
 from specdec.serving.tools.reasoning import reasoning_format
 from specdec.serving.tools.tool_parsers import require_parser
@@ -61,7 +61,9 @@ class ServeSettings:
     def __post_init__(self) -> None:
         require_int("max_body_bytes", self.max_body_bytes, 1, 1 << 40)
         if not self.model_names or not all(self.model_names):
-            raise ConfigError(f"served model names {shown(list(self.model_names))}: at least one is wanted, none empty")
+            raise ConfigError(
+                f"served model names {shown(list(self.model_names))}: at least one is expected, none empty"
+            )
         if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
             raise ConfigError("an API key is empty or holds characters that no HTTP header does; give printable ASCII")
         for key in (*self.api_keys, *self.named_keys.values()):
@@ -82,7 +84,7 @@ class ServeSettings:
         require_handling(self.unknown_fields)
         require_content_handling(self.special_tokens_in_content)
         if not 0 <= self.stop_seconds < float("inf"):
-            raise ConfigError(f"stop_seconds={shown(self.stop_seconds)}: seconds from 0 are wanted")
+            raise ConfigError(f"stop_seconds={shown(self.stop_seconds)}: seconds from 0 are expected")
 
 
 def sampling_defaults(generation_config: object) -> dict[str, float]:

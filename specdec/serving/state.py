@@ -9,8 +9,8 @@ from fastapi import Depends, Request
 
 from specdec import __version__
 from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.http.client_isolation import bearer_token
 from specdec.serving.http.faults import ApiError
-from specdec.serving.http.sharing import bearer_token
 from specdec.serving.server_settings import ServeSettings
 from specdec.serving.tools.tool_parsers import ToolParser
 

@@ -45,7 +45,7 @@ class ContentTokens:
     def broken(self, chat: Sequence[Mapping[str, Any]], others: Mapping[str, Any]) -> tuple[Any, Any, str]:
         """(chat, others, marker) with every control token in them broken; the marker is "" where there is none.
 
-        others: what the template is told beside messages, such as tools.
+        others: what the template is told in addition to messages, such as tools.
         """
         texts = list(_texts([chat, others]))
         if not any(self._all.search(text) for text in texts):

@@ -93,7 +93,7 @@ class Detokenizer:
         special = self._kinds().special
         if special.isdisjoint(tokens[max(start, len(tokens) - reach) :]):
             return False
-        # a few tokens more than the string is long, for those that decode right only behind others
+        # a few tokens more than the string is long, for those that decode right only after others
         written = self._decode(tokens[max(start, len(tokens) - reach - 8) :], skip_special_tokens=False)
         if not any(stop in written for stop in stops):
             return False
@@ -144,9 +144,9 @@ class Detokenizer:
         return find_first(text, stops, since) is not None
 
     def _update(self, tokens: Sequence[int], start: int, reach: int) -> str:
-        """Look at the output `tokens[start:]`; returns the text behind what was settled before, if it ended here.
+        """Look at the output `tokens[start:]`; returns the text after what was settled before, if it ended here.
 
-        `reach`: characters that a stop string can reach back; 0 if nobody looks for one.
+        `reach`: characters that a stop string can reach back; 0 without stop strings.
         """
         unsettled = self._shown[self._known_len :]
         now = len(tokens) - start
@@ -158,7 +158,7 @@ class Detokenizer:
         before, shown_before, self._seen = self._seen, self._shown, now
         self._shown = self._decode(tokens[start + self._prefix :])
         unsettled = self._shown[self._known_len :]
-        # a replacement character that other text came behind is no unfinished character
+        # a replacement character that other text came after is no unfinished character
         followed = self._shown.startswith(shown_before) and len(self._shown) > len(shown_before)
         if not self._shown.endswith(REPLACEMENT) and self._settles(tokens, start, now, self._shown):
             self._settle(now, self._shown, tokens, start, reach)

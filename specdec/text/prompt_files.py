@@ -33,10 +33,12 @@ class Problem:
 def read_prompts(path: str | Path, limit: int = 0) -> list[Problem]:
     """Problems of a JSONL file: 'question' (GSM8K), 'prompt' (HumanEval) or 'turns' (MT-bench); limit 0: all."""
     if limit < 0:
-        raise ConfigError(f"limit={limit}: the first so many prompts, or 0 for all, is wanted")
+        raise ConfigError(f"limit={limit}: a number of prompts, or 0 for all, is expected")
     problems = [_problem(record, f"{path}:{line}") for line, record in islice(json_lines(path), limit or None)]
     if not problems:
-        raise ConfigError(f"data={str(path)!r} holds no prompt; a line of JSON with {_names(QUESTION_KEYS)} is wanted")
+        raise ConfigError(
+            f"data={str(path)!r} holds no prompt; a line of JSON with {_names(QUESTION_KEYS)} is expected"
+        )
     return problems
 
 
@@ -48,7 +50,7 @@ def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     path = Path(path)
     if not path.exists() or path.is_dir():
         what = "is a folder" if path.is_dir() else "no such file"
-        raise ConfigError(f"data={str(path)!r}: {what}; a JSONL file with {_names(QUESTION_KEYS)} is wanted")
+        raise ConfigError(f"data={str(path)!r}: {what}; a JSONL file with {_names(QUESTION_KEYS)} is expected")
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line := (line.removeprefix(BOM) if number == 1 else line).strip():
@@ -66,7 +68,7 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
     except ValueError as error:  # no JSON, or a number of more digits than Python converts
         raise ConfigError(f"{where}: not a line of JSON ({error})") from error
     if not isinstance(record, dict):
-        raise ConfigError(f"{where}: an object is wanted, not {_shown(record)}")
+        raise ConfigError(f"{where}: an object is expected, not {_shown(record)}")
     return record
 
 
@@ -80,7 +82,7 @@ def _problem(record: dict[str, Any], where: str) -> Problem:
         )
     turns = record[key] if key == "turns" else [record[key]]
     if not isinstance(turns, list) or not turns:
-        raise ConfigError(f"{where}: 'turns' is {_shown(turns)}; a list of texts, one for each turn, is wanted")
+        raise ConfigError(f"{where}: 'turns' is {_shown(turns)}; a list of texts, one for each turn, is expected")
     texts = tuple(_text(turn, key if key != "turns" else f"turns[{i}]", where) for i, turn in enumerate(turns))
     return Problem(texts, _optional(record, "answer", where), _optional(record, "category", where))
 
@@ -91,7 +93,7 @@ def _optional(record: dict[str, Any], key: str, where: str) -> str | None:
 
 def _text(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"{where}: '{name}' is {_shown(value)}; text is wanted")
+        raise ConfigError(f"{where}: '{name}' is {_shown(value)}; text is expected")
     try:
         value.encode()
     except UnicodeEncodeError as error:

@@ -34,7 +34,7 @@ def as_prompt_list(prompts: Any) -> list[Prompt]:
     items = _as_list(prompts)
     if items is None:
         raise ConfigError(
-            f"prompts={shown(prompts)}: a string, a list of token ids, or a list of such prompts is wanted"
+            f"prompts={shown(prompts)}: a string, a list of token ids, or a list of such prompts is expected"
         )
     if items and all(_is_scalar(item) for item in items):
         return [[_token_id(item) for item in items]]
@@ -45,7 +45,7 @@ def as_token_ids(value: Any) -> list[int]:
     """Ids to decode. Raises ConfigError, with the value, for anything else."""
     items = _as_list(value)
     if items is None:
-        raise ConfigError(f"token_ids={shown(value)}: a list of token ids is wanted")
+        raise ConfigError(f"token_ids={shown(value)}: a list of token ids is expected")
     ids = [_token_id(item) for item in items]
     for token in ids:
         if token < 0:
@@ -56,7 +56,7 @@ def as_token_ids(value: Any) -> list[int]:
 def require_text(name: str, text: Any) -> str:
     """The text, if a tokenizer can read it: a string without halves of surrogate pairs."""
     if not isinstance(text, str):
-        raise ConfigError(f"{name} is {shown(text)}; a string is wanted")
+        raise ConfigError(f"{name} is {shown(text)}; a string is expected")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -156,7 +156,7 @@ def chat_ids(
 
 def _as_messages(messages: Any) -> list[dict[str, Any]]:
     """The messages of one chat, each with a role and a content of text."""
-    wanted = 'a list of messages {"role": ..., "content": ...} is wanted'
+    wanted = 'a list of messages {"role": ..., "content": ...} is expected'
     if isinstance(messages, (str, bytes, Mapping, torch.Tensor, np.ndarray)) or not isinstance(messages, Iterable):
         raise ConfigError(f"chat={shown(messages)}: {wanted}")
     chat = list(messages)
@@ -168,10 +168,10 @@ def _as_messages(messages: Any) -> list[dict[str, Any]]:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str):
             missing = "has no role" if role is None else f"has role={shown(role)}"
-            raise ConfigError(f"message {index} of the chat {missing}; a string such as 'user' is wanted")
+            raise ConfigError(f"message {index} of the chat {missing}; a string such as 'user' is expected")
         if content is None:
             if not any(str(key).startswith(INSTEAD_OF_CONTENT) and value for key, value in message.items()):
-                raise ConfigError(f"message {index} of the chat has no content; text is wanted")
+                raise ConfigError(f"message {index} of the chat has no content; text is expected")
         elif isinstance(content, str):
             require_text(f"message {index} of the chat", content)
         else:
@@ -195,12 +195,12 @@ def _require_roles(chat: Sequence[Mapping[str, Any]], template: Any) -> None:
 def _require_text_parts(index: int, content: Any) -> None:
     """Content in parts, {"type": "text", "text": ...}: what is no text would become placeholders for nothing."""
     if not isinstance(content, (list, tuple)):
-        raise ConfigError(f"message {index} of the chat has content={shown(content)}; text is wanted")
+        raise ConfigError(f"message {index} of the chat has content={shown(content)}; text is expected")
     for part in content:
         if not isinstance(part, Mapping) or (part.get("type") == "text" and not isinstance(part.get("text"), str)):
             raise ConfigError(
                 f"message {index} of the chat holds the part {shown(part)}; text or "
-                '{"type": "text", "text": ...} is wanted'
+                '{"type": "text", "text": ...} is expected'
             )
         if part.get("type") != "text":
             raise ConfigError(
@@ -213,7 +213,7 @@ def _as_prompt(item: Any) -> Prompt:
         return item
     ids = _as_list(item)
     if ids is None:
-        raise ConfigError(f"prompt {shown(item)}: a string or a list of token ids is wanted")
+        raise ConfigError(f"prompt {shown(item)}: a string or a list of token ids is expected")
     return [token if type(token) is int else _token_id(token) for token in ids]  # no call for what most of them are
 
 

@@ -37,7 +37,7 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
 
 @lru_cache(maxsize=1)
 def _alphabet() -> dict[str, int]:
-    """Byte-level BPE's: printable bytes are themselves, the others are shifted behind 255 in their order."""
+    """Byte-level BPE's: printable bytes are themselves, the others are shifted above 255 in their order."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

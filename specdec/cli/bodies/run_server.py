@@ -24,9 +24,9 @@ from specdec.cli.bodies.settings import engine_config, load_engine, quiet_librar
 from specdec.cli.serve import ServeOptions
 from specdec.config import EngineConfig
 from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.http.client_limits import ClientRates
 from specdec.serving.http.connection_limits import ConnectionLimits
 from specdec.serving.http.key_file import read_key_file
-from specdec.serving.http.limits import ClientRates
 from specdec.serving.http.trimming import few_arenas
 from specdec.serving.logs import set_up
 from specdec.serving.server import address, listen, require_certificate, run_app

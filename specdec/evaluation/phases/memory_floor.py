@@ -17,7 +17,7 @@ from torch import nn
 from specdec.models.target import TargetModel
 
 READ_BYTES = {"cuda": 4 << 30}
-LEAST_READ_BYTES = 256 << 20
+MIN_READ_BYTES = 256 << 20
 READS = 10
 
 
@@ -36,7 +36,7 @@ class StepBytes:
 
 
 def step_bytes(target: TargetModel, batch: int, nodes: int, context: int) -> StepBytes:
-    """Of `batch` requests of `nodes` rows each, behind `context` committed tokens."""
+    """For `batch` requests of `nodes` rows each, with `context` committed tokens."""
     weights = experts = rows = 0
     head_module: nn.Module = target.model.get_output_embeddings()  # the user's modules: ours may hold weights merged
     head = {id(weight) for weight in head_module.parameters()}
@@ -70,9 +70,9 @@ def expected_experts(target: TargetModel, experts: int, rows: int) -> float:
 
 def read_bandwidth(device: torch.device) -> float:
     """Bytes a second, the best of several ways and tries to read more than any cache holds."""
-    size = READ_BYTES.get(device.type, LEAST_READ_BYTES)
+    size = READ_BYTES.get(device.type, MIN_READ_BYTES)
     if device.type == "cuda":
-        size = max(LEAST_READ_BYTES, min(size, torch.cuda.mem_get_info(device)[0] // 4))
+        size = max(MIN_READ_BYTES, min(size, torch.cuda.mem_get_info(device)[0] // 4))
     x = torch.ones(size // 4, device=device)
     y = torch.empty_like(x) if device.type == "cuda" else None
     best = 0.0

@@ -19,7 +19,7 @@ from specdec.modules.private_copy import private_copy
 
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-2}
 LOW_PRECISION_TOLERANCE = 1.0
-MOST_SCORES = 1 << 28
+MAX_SCORES = 1 << 28
 """Attention scores of a layer that are made at a time."""
 
 
@@ -52,7 +52,7 @@ def output_gaps(model: PreTrainedModel, prompt: Sequence[int], output: Sequence[
     reference: Any = private_copy(model, "eager")
     ids = torch.tensor([*prompt, *output], device=model.device)
     config: Any = model.config.get_text_config()
-    chunk = max(16, MOST_SCORES // (len(ids) * int(config.num_attention_heads)))
+    chunk = max(16, MAX_SCORES // (len(ids) * int(config.num_attention_heads)))
     first = len(prompt) - 1  # the row whose logits chose the first token
     cache = None
     for start in range(0, first, chunk):

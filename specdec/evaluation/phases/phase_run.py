@@ -1,8 +1,8 @@
-"""The phase benchmark: every way of decoding at every batch and context, each timed, judged and set beside its floor.
+"""The phase benchmark: every way of decoding at every batch and context, timed, checked, compared with its floor.
 
     for each context, batch:    plain, chain, tree, [peers]:    prefill -> rounds -> parity -> Cell
 
-The engines are made for a cell and closed behind it, so that their K/V are all the memory that is taken beside the
+The engines are made for a cell and closed after it, so that their K/V are all the memory in use in addition to the
 weights. An interruption leaves whole cells.
 """
 
@@ -21,9 +21,9 @@ from specdec.errors import CapacityError, ConfigError, first_line
 from specdec.evaluation.conditions import conditions
 from specdec.evaluation.phases.memory_floor import StepBytes, read_bandwidth, step_bytes
 from specdec.evaluation.phases.parity import Parity, check_parity
-from specdec.evaluation.phases.phase_peers import Peer, peers_for
 from specdec.evaluation.phases.phase_report import Cell, PhaseReport, Spread
 from specdec.evaluation.phases.timed_rounds import Driven, drive, most_new_tokens
+from specdec.evaluation.phases.transformers_steps import Peer, peers_for
 from specdec.kvcache.index_spaces import Space
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted, progress_bar
@@ -40,7 +40,7 @@ MakePrompts = Callable[[int, int], list[list[int]]]
 class Subject:
     """What is measured. drafts: by name; plain decoding has none. assumed: acceptance lengths of random weights.
 
-    prepared: seconds that target and drafter took behind their weights: fusing, proving, compiling.
+    prepared: seconds of preparing target and drafter once their weights were loaded: fusing, probing, compiling.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Plan:
             wanted = context + most_new_tokens(self.rounds, deepest)
             if most is not None and wanted > most:
                 raise ConfigError(
-                    f"context={context} with {self.rounds} rounds behind it can take {wanted} tokens, and "
+                    f"context={context} with {self.rounds} rounds after it can take {wanted} tokens, and "
                     f"{subject.name} has {most}; choose a shorter context or fewer rounds"
                 )
 

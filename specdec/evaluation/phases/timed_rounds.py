@@ -1,6 +1,6 @@
 """Rounds of an engine, one after the other through its own streams, with the times of each.
 
-`WatchedLauncher` stands in front of the engine's own and writes down what passes: when a round was launched, how long
+`WatchedLauncher` wraps the engine's own and writes down what passes: when a round was launched, how long
 the host waited for it, and the stages that the device stamped. What is launched, and how, it does not change.
 """
 

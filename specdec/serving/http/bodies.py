@@ -33,7 +33,7 @@ MAX_CONTAINERS = 1 << 15
 MAX_MEMBERS = 1 << 16
 """Of all objects of a body together: each has a key of its own."""
 BYTES_PER_VALUE = 8
-"""A body has at most one value in so many of the bytes that a body may have at most."""
+"""A body may hold at most `max_body_bytes` / BYTES_PER_VALUE values."""
 MIN_VALUES = 1 << 16
 SMALL = 1 << 15
 """Bytes that are parsed on the loop: in less time than a thread takes to begin."""
@@ -123,7 +123,7 @@ async def read_body(request: Request, model: type[Model], max_body_bytes: int) -
     except ClientDisconnect:
         raise ApiError(400, "the body ended before its end", code="invalid_json") from None
     if not raw:
-        message = "the body is missing; a JSON object is wanted"
+        message = "the body is missing; a JSON object is expected"
         raise ApiError(400, message, code="missing_required_parameter")
     if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
         said = f"Content-Type is {kind[:80]!r}" if kind else "there is no Content-Type"

@@ -4,7 +4,7 @@
 
     data: [DONE]
 
-A client that goes away, streaming or not, cancels what is done for it, and that aborts its requests. A failure behind
+A client that goes away, streaming or not, cancels what is done for it, and that aborts its requests. A failure after
 the first event is an event of its own, in the shape of an error, for the status has been sent.
 """
 
@@ -23,11 +23,11 @@ from specdec.serving.streams import Streams
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 CLIENT_GONE = 499
-"""What the log shows of a request whose client went away; nobody receives it."""
+"""What the log shows of a request whose client went away; it is not sent."""
 
 
 class ClientGoneError(Exception):
-    """Nobody is there to answer."""
+    """The client closed the connection before it had its answer."""
 
 
 MANY_TOKENS = 64

@@ -24,7 +24,7 @@ from specdec.errors import (
     UnsupportedModelError,
     shown,
 )
-from specdec.serving.http.wording import sentence
+from specdec.serving.http.validation_messages import sentence
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def invalid_body(errors: Sequence[Any]) -> ApiError:
             400, f"{param} is no field that this server supports; leave it out", param=param, code="unknown_parameter"
         )
     if error["type"] == "missing":
-        missing = f"{param} is missing; it is required" if param else "the body is missing; a JSON object is wanted"
+        missing = f"{param} is missing; it is required" if param else "the body is missing; a JSON object is expected"
         return ApiError(400, missing, param=param, code="missing_required_parameter")
     here = [each for each in errors if _place(each["loc"]) == param]
     message = f"{param or 'the body'}={shown(error.get('input'))}: {sentence(here)}"

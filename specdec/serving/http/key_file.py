@@ -1,11 +1,11 @@
-"""API keys from a file: one a line, with a name in front for the log.
+"""API keys from a file: one a line, with a name before it for the log.
 
     # team        key
     research      sk-4f1c...
     web           sk-93aa...
     sk-7d20...                    a key without a name is called line-4
 
-Blank lines, lines that begin with # and what follows a # behind white space say nothing. Keys are never in a message.
+Blank lines, lines that begin with # and what follows a # after white space say nothing. Keys are never in a message.
 """
 
 import re

@@ -18,11 +18,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.serving.fair_pool import CLIENT
+from specdec.serving.http.client_isolation import bearer_token
+from specdec.serving.http.client_limits import GUARDED, ClientLimits, route_path
 from specdec.serving.http.events import CLIENT_GONE
 from specdec.serving.http.faults import ApiError, as_api_error
-from specdec.serving.http.limits import GUARDED, ClientLimits, route_path
 from specdec.serving.http.pacing import Paced
-from specdec.serving.http.sharing import bearer_token
 from specdec.serving.server_settings import ServeSettings
 from specdec.serving.tracing import Tracing
 
@@ -92,7 +92,7 @@ def printable(path: str) -> str:
 
 
 class RequestLog:
-    """Outermost: takes or makes the id, returns it as X-Request-Id, and writes one line behind each answer."""
+    """Outermost: takes or makes the id, returns it as X-Request-Id, and writes one line after each answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

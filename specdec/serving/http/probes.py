@@ -25,7 +25,7 @@ router = APIRouter()
 
 PROBE_SECONDS = 2.0
 """Between two requests of our own to an engine whose rounds fail."""
-MOST_FAILED = 3
+MAX_FAILED = 3
 """Of these in a row, after which the engine is dead."""
 
 
@@ -109,5 +109,5 @@ class Watch:
         except SpecDecError as error:
             self._failed += 1
             logger.warning("the engine failed a probe of one token, %d in a row: %s", self._failed, error)
-            if self._failed >= MOST_FAILED:
+            if self._failed >= MAX_FAILED:
                 self.died = f"the engine makes no token any more: {error}"

@@ -24,12 +24,17 @@ def require_handling(name: str) -> None:
         raise ConfigError(f"unknown_fields={shown(name)}: choose one of {', '.join(HANDLING)}")
 
 
+def known_fields(model: type[BaseModel]) -> set[str]:
+    """Names of a body's fields as requests write them."""
+    return {field.alias or name for name, field in model.model_fields.items()}
+
+
 def dropped(data: Any, model: type[BaseModel]) -> Any:
     """The body without fields that the model does not know, where they are not refused."""
     handling = _handling.get()
     if handling == "refuse" or not isinstance(data, dict):
         return data
-    known = {field.alias or name for name, field in model.model_fields.items()}
+    known = known_fields(model)
     unknown = [name for name in data if name not in known]
     if not unknown:
         return data

@@ -18,7 +18,7 @@ from specdec.serving.http.faults import ApiError
 from specdec.serving.openai.messages import template_messages
 from specdec.serving.openai.prompt_logprobs import vllm_prompt_logprobs
 from specdec.serving.openai.protocol import ChatRequest
-from specdec.serving.openai.reply import Reply, Wanted
+from specdec.serving.openai.reply import Reply, ReplyFormat
 from specdec.serving.openai.sampling_fields import blaming, require_logprobs, sampling_params, shortened
 from specdec.serving.openai.template_options import template_options
 from specdec.serving.openai.usage import chat_logprobs, so_far, totals
@@ -56,14 +56,14 @@ class Chat:
 
     async def answer(self) -> Response:
         """The response, whole or begun."""
-        streams, wanted = await self.submit()
+        streams, reply_format = await self.submit()
         if self.body.stream:
-            return EventStream(streams, self._events(streams, wanted))
+            return EventStream(streams, self._events(streams, reply_format))
         async with streams:
             outputs = await streams.outputs()
-            return await asyncio.to_thread(lambda: json_response(self._whole(outputs, wanted)))
+            return await asyncio.to_thread(lambda: json_response(self._whole(outputs, reply_format)))
 
-    async def submit(self) -> tuple[Streams, Wanted]:
+    async def submit(self) -> tuple[Streams, ReplyFormat]:
         """Hand it in. -> what it brings, and how that is read"""
         self.engine.require_places(self.body.n if isinstance(self.body.n, int) and self.body.n > 0 else 1)
         self.prompt = await self._read_prompt()
@@ -71,7 +71,7 @@ class Chat:
         if self.body.truncate_prompt_tokens is not None:
             self.prompt = shortened(self.body, self.engine, self.prompt, params.max_new_tokens)
             params = await asyncio.to_thread(self._params)
-        wanted = Wanted(
+        reply_format = ReplyFormat(
             self.tokenizer,
             params.stop_strings,
             self.body.show_drafts,
@@ -82,8 +82,8 @@ class Chat:
         format = reasoning_format(self.settings.reasoning_parser)
         if format is not None and params.grammar is None:  # a grammar leaves no room for thoughts
             end = self.tokenizer.decode(self.prompt[-PROMPT_END:], skip_special_tokens=False)
-            wanted = replace(wanted, reasoning=format, opened=opened_by(end, format))
-        return await self.engine.submit([self.prompt], params, priority=self.body.priority), wanted
+            reply_format = replace(reply_format, reasoning=format, opened=opened_by(end, format))
+        return await self.engine.submit([self.prompt], params, priority=self.body.priority), reply_format
 
     async def _read_prompt(self) -> list[int]:
         body = self.body
@@ -124,8 +124,8 @@ class Chat:
             body, self.engine, self.settings, most, top, self.choice.grammar, client=self.state.client
         )
 
-    def _whole(self, outputs: list[GenerationOutput], wanted: Wanted) -> dict[str, Any]:
-        answer = self.head | {"choices": [self._choice(i, output, wanted) for i, output in enumerate(outputs)]}
+    def _whole(self, outputs: list[GenerationOutput], reply_format: ReplyFormat) -> dict[str, Any]:
+        answer = self.head | {"choices": [self._choice(i, output, reply_format) for i, output in enumerate(outputs)]}
         if self.body.prompt_logprobs is not None:
             scores = outputs[0].prompt_logprobs or ()
             answer["prompt_logprobs"] = vllm_prompt_logprobs(self.tokenizer, scores, self.body.prompt_logprobs)
@@ -133,8 +133,8 @@ class Chat:
             answer["prompt_token_ids"] = self.prompt
         return answer | totals(self.body, [self.prompt], [output.stats for output in outputs], self.state)
 
-    def _choice(self, index: int, output: GenerationOutput, wanted: Wanted) -> dict[str, Any]:
-        reply = Reply(wanted)
+    def _choice(self, index: int, output: GenerationOutput, reply_format: ReplyFormat) -> dict[str, Any]:
+        reply = Reply(reply_format)
         said = reply.read_whole(output)
         message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
         if said.tool_calls:
@@ -150,12 +150,12 @@ class Chat:
             choice["drafted"] = said.drafted
         return choice
 
-    async def _events(self, streams: Streams, wanted: Wanted) -> AsyncIterator[dict[str, Any]]:
+    async def _events(self, streams: Streams, reply_format: ReplyFormat) -> AsyncIterator[dict[str, Any]]:
         """Chunks: who speaks, what is said, why it ends, each of every choice; then usage."""
         head = self.head | {"object": "chat.completion.chunk"}
         if self.body.include_usage:
             head["usage"] = None
-        replies = [Reply(wanted) for _ in streams.samples]
+        replies = [Reply(reply_format) for _ in streams.samples]
         for index in range(len(replies)):
             first = {"prompt_token_ids": self.prompt} if self.body.return_token_ids else {}
             yield head | {"choices": [_chunk(index, {"role": "assistant", "content": ""})]} | first

@@ -16,7 +16,7 @@ from specdec.serving.http.events import EventStream, json_response, off_loop, wh
 from specdec.serving.http.faults import ApiError
 from specdec.serving.openai.prompt_logprobs import Scores, echoed_logprobs, joined, vllm_prompt_logprobs
 from specdec.serving.openai.protocol import CompletionRequest
-from specdec.serving.openai.reply import Reply, Wanted
+from specdec.serving.openai.reply import Reply, ReplyFormat
 from specdec.serving.openai.sampling_fields import blaming, sampling_params, shortened
 from specdec.serving.openai.usage import completion_logprobs, so_far, totals
 from specdec.serving.state import ServeState, State
@@ -54,13 +54,13 @@ class Completion:
         params = await asyncio.to_thread(self._params)
         self.engine.require_places(max(1, len(self.body.prompt)) * params.n)
         await self._read_prompts(params)
-        wanted = Wanted(self.tokenizer, params.stop_strings, self.body.show_drafts)
+        reply_format = ReplyFormat(self.tokenizer, params.stop_strings, self.body.show_drafts)
         streams = await self.engine.submit(self.prompts, params, priority=self.body.priority)
         if self.body.stream:
-            return EventStream(streams, self._events(streams, wanted))
+            return EventStream(streams, self._events(streams, reply_format))
         async with streams:
             outputs = await streams.outputs()
-            return await asyncio.to_thread(lambda: json_response(self._whole(outputs, wanted)))
+            return await asyncio.to_thread(lambda: json_response(self._whole(outputs, reply_format)))
 
     def _params(self) -> SamplingParams:
         body = self.body
@@ -79,7 +79,7 @@ class Completion:
 
     async def _read_prompts(self, params: SamplingParams) -> None:
         if not self.body.prompt:
-            raise ApiError(400, "prompt=[]: at least one prompt is wanted", param="prompt")
+            raise ApiError(400, "prompt=[]: at least one prompt is expected", param="prompt")
         for prompt in self.body.prompt:
             ids = await self.engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
             whole, ids = len(ids), shortened(self.body, self.engine, ids, params.max_new_tokens)
@@ -89,12 +89,12 @@ class Completion:
             else:
                 self.echoes.append(prompt if isinstance(prompt, str) and len(ids) == whole else self.engine.decode(ids))
 
-    def _whole(self, outputs: list[GenerationOutput], wanted: Wanted) -> dict[str, Any]:
-        answer = self.head | {"choices": [self._choice(i, output, wanted) for i, output in enumerate(outputs)]}
+    def _whole(self, outputs: list[GenerationOutput], reply_format: ReplyFormat) -> dict[str, Any]:
+        answer = self.head | {"choices": [self._choice(i, output, reply_format) for i, output in enumerate(outputs)]}
         return answer | totals(self.body, self.prompts, [output.stats for output in outputs], self.state)
 
-    def _choice(self, index: int, output: GenerationOutput, wanted: Wanted) -> dict[str, Any]:
-        reply = Reply(wanted)
+    def _choice(self, index: int, output: GenerationOutput, reply_format: ReplyFormat) -> dict[str, Any]:
+        reply = Reply(reply_format)
         said = reply.read_whole(output)
         echo = self.echoes[index // self.n]
         choice = _choice(index, echo + said.content, reply.finish_reason(output))
@@ -116,10 +116,10 @@ class Completion:
         prompt, echo = self.prompts[index // self.n], self.echoes[index // self.n]
         return echoed_logprobs(self.tokenizer, prompt, echo, scores, self.body.logprobs or 0)
 
-    async def _events(self, streams: Streams, wanted: Wanted) -> AsyncIterator[dict[str, Any]]:
-        """Chunks: the prompt if it is wanted, what follows it, why that ends; then usage."""
+    async def _events(self, streams: Streams, reply_format: ReplyFormat) -> AsyncIterator[dict[str, Any]]:
+        """Chunks: the prompt if `echo` asks for it, what follows it, why that ends; then usage."""
         head = self.head | ({"usage": None} if self.body.include_usage else {})
-        replies = [Reply(wanted) for _ in streams.samples]
+        replies = [Reply(reply_format) for _ in streams.samples]
         count = len(replies)
         offsets, begun = [len(self.echoes[index // self.n]) for index in range(count)], set[int]()
         scored = self.body.echo and self.body.logprobs is not None

@@ -30,7 +30,9 @@ def _plain(index: int, message: Message) -> dict[str, Any]:
             kinds = [part.get("type") for part in parts if part.get("type") != "text"]
             raise _refused(index, f"a part of type {kinds[0]!r:.80}" if kinds else "a text part with other fields")
     if message.content is None and not message.tool_calls:
-        raise ApiError(400, f"messages[{index}].content is missing; text is wanted", param=f"messages[{index}].content")
+        raise ApiError(
+            400, f"messages[{index}].content is missing; text is expected", param=f"messages[{index}].content"
+        )
     if message.content is None:
         plain["content"] = ""  # templates add it to other text
     for number, call in enumerate(plain.get("tool_calls", ())):
@@ -39,7 +41,7 @@ def _plain(index: int, message: Message) -> dict[str, Any]:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
         except (ValueError, RecursionError):
             place = f"messages[{index}].tool_calls[{number}].function.arguments"
-            raise ApiError(400, f"{place} is not JSON; an object is wanted", param=place) from None
+            raise ApiError(400, f"{place} is not JSON; an object is expected", param=place) from None
     return plain
 
 

@@ -16,10 +16,10 @@ from pydantic.json_schema import models_json_schema
 
 from specdec.config import MAX_PRIORITY, MAX_SALT, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS
 from specdec.sampling_numbers import NUMBERS, Number
-from specdec.serving.http.limits import GUARDED
+from specdec.serving.http.client_limits import GUARDED
 from specdec.serving.openai import documented_answers as answers
 from specdec.serving.openai.protocol import MAX_BIASES, MAX_MESSAGES
-from specdec.serving.openai.sampling_fields import MOST_LOGPROBS
+from specdec.serving.openai.sampling_fields import MAX_LOGPROBS
 from specdec.serving.server_settings import ServeSettings
 
 JSON, EVENTS, METRICS = "application/json", "text/event-stream", "text/plain"
@@ -39,7 +39,7 @@ ASKING = (400, 404, 408, 413, 415, 429, 500, 503)
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """answer: its JSON with status 200. refusals: statuses of errors, beside those of a missing API key."""
+    """answer: its JSON with status 200. refusals: statuses of errors, in addition to 401 of a missing API key."""
 
     answer: type[answers.Answer] | None
     refusals: tuple[int, ...] = ()
@@ -90,8 +90,8 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"minItems": 1, "items": _TOKEN},
     "min_tokens": {"minimum": 0, "maximum": 1 << 30},
     "truncate_prompt_tokens": {"minimum": -1, "not": {"const": 0}},
-    "prompt_logprobs": {"minimum": 0, "maximum": MOST_LOGPROBS},
-    "top_logprobs": {"minimum": 0, "maximum": MOST_LOGPROBS},
+    "prompt_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
     "logit_bias": {
         "maxProperties": MAX_BIASES,
         "propertyNames": {"pattern": "^[0-9]{1,12}$"},

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.sampling.log_probs import TokenLogprob
-from specdec.serving.openai.usage import LEAST_LOGPROB, top_logprobs
+from specdec.serving.openai.usage import MIN_LOGPROB, top_logprobs
 from specdec.text.detokenize import REPLACEMENT
 from specdec.text.token_bytes import token_text
 
@@ -24,7 +24,7 @@ def echoed_logprobs(tokenizer: Any, ids: Sequence[int], text: str, scores: Score
     scored = list(zip(tokens, scores, strict=True))
     return {
         "tokens": tokens,
-        "token_logprobs": [None if one is None else max(one.logprob, LEAST_LOGPROB) for _, one in scored],
+        "token_logprobs": [None if one is None else max(one.logprob, MIN_LOGPROB) for _, one in scored],
         "top_logprobs": [None if one is None else top_logprobs(tokenizer, said, one, count) for said, one in scored],
         "text_offset": offsets,
     }
@@ -34,7 +34,7 @@ def text_offsets(tokens: Sequence[str], text: str) -> list[int]:
     """Where each token begins in the text of all, given each one's text by itself.
 
     What is not in the text, as special tokens are not, takes no room there. Parts of a character stand where it does;
-    the token behind them says where it ends.
+    the next token says where it ends.
     """
     offsets, at, parts = [], 0, 0  # parts: tokens since `at` that are parts of characters
     for token in tokens:
@@ -52,7 +52,7 @@ def text_offsets(tokens: Sequence[str], text: str) -> list[int]:
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Two of the shape of completions, one behind the other."""
+    """Two of the shape of completions, one after the other."""
     return {name: [*first[name], *second[name]] for name in first}
 
 
@@ -64,7 +64,7 @@ def vllm_prompt_logprobs(tokenizer: Any, scores: Scores, count: int) -> list[dic
 
     def entry(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
         return {
-            "logprob": max(logprob, LEAST_LOGPROB),
+            "logprob": max(logprob, MIN_LOGPROB),
             "rank": rank,
             "decoded_token": token_text(tokenizer, token),
         }

@@ -81,7 +81,7 @@ class Body(BaseModel):
         data = unknown_fields.dropped(data, cls)
         if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
             return data
-        known = {field.alias or name for name, field in cls.model_fields.items()}
+        known = unknown_fields.known_fields(cls)
         unknown = next((name for name in data if name not in known), None)
         return {name: value for name, value in data.items() if name in known or name == unknown}
 
@@ -224,7 +224,7 @@ class Message(Body):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    type: Literal["text"] | None = None  # of the content, which some clients say beside it
+    type: Literal["text"] | None = None  # of the content, which some clients send too
     # answers that a client sends back have these, with nothing in them
     refusal: None = None
     audio: None = None

@@ -1,6 +1,6 @@
 """What one choice says, delta by delta: its content, the tools that it calls, and which of its text was drafted.
 
-    reply.read(delta)  ->  Said(content, tool_calls, drafted, reasoning)
+    reply.read(delta)  ->  ReplyDelta(content, tool_calls, drafted, reasoning)
 
 All of `content` joined, or of `drafted`, is the choice's text, apart from what it thought and called. It knows deltas
 of any number of tokens, and no HTTP.
@@ -17,7 +17,7 @@ from specdec.serving.tools.tool_parsers import ContentPiece, MarkedText, Piece, 
 from specdec.text.drafts import DraftColours
 
 
-class Said(NamedTuple):
+class ReplyDelta(NamedTuple):
     """tool_calls: as OpenAI's deltas have them. drafted: [[text, whether out of accepted drafts], ...]; None: not asked
     for."""
 
@@ -28,7 +28,7 @@ class Said(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ReplyFormat:
     """How the replies of a request are read. parser: of tool calls; None: all text is content. max_calls: those beyond,
     and what follows them, are left out. reasoning: how the model writes what it thinks; None: that is content.
     opened: the prompt ends within a thought."""
@@ -46,35 +46,35 @@ class Wanted:
 class Reply:
     """One choice."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, reply_format: ReplyFormat) -> None:
         self.num_calls = 0
-        self._colours = DraftColours(wanted.tokenizer, wanted.stops) if wanted.show_drafts else None
-        self._max_calls = wanted.max_calls
-        self._parser = None if wanted.parser is None else wanted.parser(wanted.parameter_types)
+        self._colours = DraftColours(reply_format.tokenizer, reply_format.stops) if reply_format.show_drafts else None
+        self._max_calls = reply_format.max_calls
+        self._parser = None if reply_format.parser is None else reply_format.parser(reply_format.parameter_types)
         self._reasoning: ReasoningReader | None = None
         special: tuple[str, ...] = () if self._parser is None else self._parser.special
-        if wanted.reasoning is not None:
-            self._reasoning = ReasoningReader(wanted.reasoning, opened=wanted.opened)
-            special += wanted.reasoning.special
+        if reply_format.reasoning is not None:
+            self._reasoning = ReasoningReader(reply_format.reasoning, opened=reply_format.opened)
+            special += reply_format.reasoning.special
         self._text: MarkedText | None = None
         if self._parser is not None or self._reasoning is not None:
-            self._text = MarkedText(wanted.tokenizer, special, wanted.stops)
+            self._text = MarkedText(reply_format.tokenizer, special, reply_format.stops)
 
-    def read(self, delta: StreamDelta) -> Said:
+    def read(self, delta: StreamDelta) -> ReplyDelta:
         """What this delta adds."""
         drafted = None if self._colours is None else self._colours.read(delta)
         if self._text is None:
             content = delta.text if drafted is None else "".join(text for text, _ in drafted)
-            return Said(content, [], drafted)
+            return ReplyDelta(content, [], drafted)
         content, reasoning, finished = self._text.read(delta), "", delta.output is not None
         if self._reasoning is not None:
             reasoning, content = self._reasoning.feed(content, finished=finished)
         if self._parser is None:
-            return Said(content, [], drafted, reasoning)
+            return ReplyDelta(content, [], drafted, reasoning)
         pieces = self._kept(self._parser.feed(content) + (self._parser.finish() if finished else []))
         content = "".join(piece.text for piece in pieces if isinstance(piece, ContentPiece))
         calls = [self._call(piece) for piece in pieces if isinstance(piece, ToolCallPiece)]
-        return Said(content, _one_each(calls), drafted, reasoning)
+        return ReplyDelta(content, _one_each(calls), drafted, reasoning)
 
     def _kept(self, pieces: list[Piece]) -> list[Piece]:
         """Those before the first call that is one too many."""
@@ -87,11 +87,11 @@ class Reply:
             kept.append(piece)
         return kept
 
-    def read_output(self, output: GenerationOutput) -> Said:
+    def read_output(self, output: GenerationOutput) -> ReplyDelta:
         """All that an output says, as one delta."""
         return self.read(StreamDelta(output.text, output.token_ids, output.drafted, output))
 
-    def read_whole(self, output: GenerationOutput) -> Said:
+    def read_whole(self, output: GenerationOutput) -> ReplyDelta:
         """All that an output says; calls as a message has them."""
         said = self.read_output(output)
         for call in said.tool_calls:
@@ -99,7 +99,7 @@ class Reply:
         return said
 
     def finish_reason(self, output: GenerationOutput) -> str:
-        """ "stop", "length" or "tool_calls". Raises StoppingError for a request that somebody else ended."""
+        """ "stop", "length" or "tool_calls". Raises StoppingError for a request that was aborted."""
         reason = finish_reason(output)
         return "tool_calls" if reason == "stop" and self.num_calls else reason
 
@@ -112,7 +112,7 @@ class Reply:
 
 
 def finish_reason(output: GenerationOutput) -> str:
-    """ "stop" or "length". Raises StoppingError for a request that somebody else ended."""
+    """ "stop" or "length". Raises StoppingError for a request that was aborted."""
     if output.finish_reason == "abort":
         raise StoppingError("this answer was ended before its end; the server is stopping")
     return output.finish_reason

@@ -14,7 +14,7 @@ One item is open at a time. A response that is not streamed is built alike, and 
 import uuid
 from typing import Any
 
-from specdec.serving.openai.reply import Said
+from specdec.serving.openai.reply import ReplyDelta
 
 Event = dict[str, Any]
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
@@ -36,7 +36,7 @@ class ResponseBuilder:
             self._event("response.in_progress", response=self._copy()),
         ]
 
-    def add(self, said: Said, logprobs: list[dict[str, Any]] | None = None) -> list[Event]:
+    def add(self, said: ReplyDelta, logprobs: list[dict[str, Any]] | None = None) -> list[Event]:
         """What a delta of the answer adds."""
         events: list[Event] = []
         if said.reasoning:

@@ -12,11 +12,11 @@ from fastapi.responses import Response
 from specdec.errors import ConfigError, SpecDecError
 from specdec.runtime.request import GenerationOutput, RequestStats
 from specdec.serving.http.bodies import BodyRoute
+from specdec.serving.http.client_isolation import bearer_token
 from specdec.serving.http.events import EventStream, event, json_response, while_connected
 from specdec.serving.http.faults import ApiError, as_api_error
-from specdec.serving.http.sharing import bearer_token
 from specdec.serving.openai.chat_completions import Chat
-from specdec.serving.openai.reply import Reply, Wanted
+from specdec.serving.openai.reply import Reply, ReplyFormat
 from specdec.serving.openai.response_events import ResponseBuilder
 from specdec.serving.openai.response_input import ResponsesRequest, chat_request, messages_of
 from specdec.serving.openai.response_store import ResponseStore, Stored
@@ -82,18 +82,18 @@ class ResponseAnswer:
 
     async def answer(self) -> Response:
         """The response, whole or begun."""
-        streams, wanted = await self.chat.submit()
+        streams, reply_format = await self.chat.submit()
         if self.body.stream:
-            return NamedEvents(streams, self._events(streams, wanted))
+            return NamedEvents(streams, self._events(streams, reply_format))
         async with streams:
             [output] = await streams.outputs()
-            reply = Reply(wanted)
+            reply = Reply(reply_format)
             self._builder.add(reply.read_output(output), self._logprobs(output))
             self._end(reply, output, output.stats)
             return json_response(self._builder.response)
 
-    async def _events(self, streams: Streams, wanted: Wanted) -> AsyncIterator[dict[str, Any]]:
-        reply, builder = Reply(wanted), self._builder
+    async def _events(self, streams: Streams, reply_format: ReplyFormat) -> AsyncIterator[dict[str, Any]]:
+        reply, builder = Reply(reply_format), self._builder
         for each in builder.begin():
             yield each
         try:

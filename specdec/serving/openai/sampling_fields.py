@@ -6,12 +6,12 @@ from typing import Any
 from specdec.config import GRAMMARS, MAX_SALT, SamplingParams, SpecConfig
 from specdec.errors import ConfigError
 from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.http.client_isolation import require_priority, salt_for
 from specdec.serving.http.faults import ApiError
-from specdec.serving.http.sharing import require_priority, salt_for
 from specdec.serving.openai.protocol import SamplingFields, Speculation
 from specdec.serving.server_settings import ServeSettings
 
-MOST_LOGPROBS = 20
+MAX_LOGPROBS = 20
 TRANSLATED = {"logprobs", "logit_bias", "prompt_logprobs", "cache_salt", "speculation"}
 """Fields of a body that `sampling_params` reads each in its own way."""
 SAME = {each.name for each in fields(SamplingParams)} & SamplingFields.model_fields.keys() - TRANSLATED
@@ -79,8 +79,8 @@ def shortened(body: SamplingFields, engine: AsyncEngine, ids: list[int], max_new
 
 
 def require_logprobs(count: int, param: str = "logprobs") -> int:
-    if not 0 <= count <= MOST_LOGPROBS:
-        raise ApiError(400, f"{param}={count}: from 0 to {MOST_LOGPROBS} alternatives are given", param=param)
+    if not 0 <= count <= MAX_LOGPROBS:
+        raise ApiError(400, f"{param}={count}: from 0 to {MAX_LOGPROBS} alternatives are given", param=param)
     return count
 
 

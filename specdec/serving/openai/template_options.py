@@ -1,4 +1,4 @@
-"""What the fields of a chat tell its template beside messages and tools."""
+"""What the fields of a chat tell its template in addition to messages and tools."""
 
 from typing import Any
 

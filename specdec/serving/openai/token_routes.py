@@ -17,7 +17,7 @@ router = APIRouter(route_class=BodyRoute)
 
 
 class TokenizeRequest(Body):
-    """A prompt, or messages with what a chat has beside them."""
+    """A prompt, or messages with the fields of a chat that go to its template."""
 
     model: str | None = None
     prompt: str | None = None

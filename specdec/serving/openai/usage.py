@@ -5,12 +5,12 @@ from typing import Any
 
 from specdec.runtime.request import RequestStats
 from specdec.sampling.log_probs import TokenLogprob
-from specdec.serving.http.sharing import in_blocks
+from specdec.serving.http.client_isolation import in_blocks
 from specdec.serving.openai.protocol import SamplingFields
 from specdec.serving.state import ServeState
 from specdec.text.token_bytes import token_bytes, token_text
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """JSON has no infinity."""
 
 
@@ -57,7 +57,7 @@ def totals(
 
 
 def so_far(body: SamplingFields, prompt: Sequence[int], stats: RequestStats, state: ServeState) -> dict[str, Any]:
-    """Of one sample, what a chunk says beside its choice where the request wants it."""
+    """Of one sample, what a chunk says in addition to its choice, if the request asks for it."""
     fields: dict[str, Any] = {"usage": usage_of([prompt], [stats], state)} if body.continuous_usage else {}
     return fields | ({"speculation": speculation_of([stats])} if body.show_drafts else {})
 
@@ -67,7 +67,7 @@ def chat_logprobs(tokenizer: Any, logprobs: Sequence[TokenLogprob]) -> dict[str,
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = token_text(tokenizer, token)
-        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(token_bytes(tokenizer, token))}
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(token_bytes(tokenizer, token))}
 
     content = [
         entry(one.token_id, one.logprob) | {"top_logprobs": [entry(*each) for each in one.top.items()]}
@@ -84,7 +84,7 @@ def completion_logprobs(tokenizer: Any, logprobs: Sequence[TokenLogprob], offset
         offsets.append(offsets[-1] + len(text))
     shape = {
         "tokens": tokens,
-        "token_logprobs": [max(one.logprob, LEAST_LOGPROB) for one in logprobs],
+        "token_logprobs": [max(one.logprob, MIN_LOGPROB) for one in logprobs],
         "top_logprobs": [top_logprobs(tokenizer, text, one) for text, one in zip(tokens, logprobs, strict=True)],
         "text_offset": offsets[:-1],
     }
@@ -94,8 +94,8 @@ def completion_logprobs(tokenizer: Any, logprobs: Sequence[TokenLogprob], offset
 def top_logprobs(tokenizer: Any, text: str, one: TokenLogprob, count: int | None = None) -> dict[str, float]:
     """A token's own log-probability and those of the `count` likeliest (None: all), by their text; of tokens with the
     same text, such as parts of characters, the highest."""
-    top = {text: max(one.logprob, LEAST_LOGPROB)}
+    top = {text: max(one.logprob, MIN_LOGPROB)}
     for token, value in list(one.top.items())[:count]:
         other = token_text(tokenizer, token)
-        top[other] = max(value, top.get(other, LEAST_LOGPROB))
+        top[other] = max(value, top.get(other, MIN_LOGPROB))
     return top

@@ -43,7 +43,7 @@ class JsonToolParser(ToolParser):
         self._held.clear()
 
     def _json_call(self, bare: bool) -> Reading[None]:
-        """The members of a call, in any order, behind its brace."""
+        """The members of a call, in any order, after its brace."""
         name = arguments = None
         begun, char = False, (yield from self._solid())
         while char != "}":
@@ -111,7 +111,7 @@ class JsonToolParser(ToolParser):
         return text
 
     def _json_text(self, most: int = 1 << 30) -> Reading[str]:
-        """The text of a string behind its first quote."""
+        """The text of a string after its first quote."""
         read = ['"']
 
         def sink(text: str) -> None:
@@ -150,7 +150,7 @@ class JsonToolParser(ToolParser):
             sink(word)
 
     def _json_items(self, opened: str, sink: Callable[[str], None], depth: int) -> Reading[None]:
-        """What stands behind a brace or bracket, and the one that closes it."""
+        """What stands after a brace or bracket, and the one that closes it."""
         closing = "}" if opened == "{" else "]"
         char = yield from self._json_solid(sink)
         while char != closing:

@@ -64,8 +64,8 @@ class HermesParser(JsonToolParser):
 
 
 class LlamaParser(JsonToolParser):
-    """Llama 3: {"name": ..., "parameters": {...}}, several behind semicolons, behind <|python_tag|> or where the answer
-    begins."""
+    """Llama 3: {"name": ..., "parameters": {...}}, several separated by semicolons, after <|python_tag|> or where
+    the answer begins."""
 
     special = ("<|python_tag|>",)
 

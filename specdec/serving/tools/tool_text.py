@@ -8,7 +8,7 @@ come. So how the text is cut into pieces cannot matter. What is read is held unt
 
 Invariant: every character is content, or stands in a call's name and arguments, or is the markup of a call. What turns
 out to be no call is content from the first character on that has not been handed out. White space is markup where
-there is nothing else before, between or behind calls.
+there is nothing else before, between or after calls.
 """
 
 import re
@@ -23,7 +23,7 @@ T = TypeVar("T")
 Reading = Generator[None, str, T]  # waits for characters, then returns
 
 END = ""
-"""What is read behind the last character."""
+"""What is read after the last character."""
 
 NAME = re.compile(r"[\w.:/-]{1,128}")
 
@@ -66,7 +66,7 @@ class ToolParser:
     special: tuple[str, ...] = ()
     """Special tokens that the format is written with: the text must have them."""
     begins = "<"
-    """What a call behind text begins with: other characters need no closer look."""
+    """What a call after text begins with: other characters need no closer look."""
 
     def __init__(self, types: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """types: of each tool, the JSON schemas of its parameters, for formats that write values without quotes."""
@@ -75,7 +75,7 @@ class ToolParser:
         self._pieces: list[Piece] = []
         self._unread: deque[str] = deque()  # read before, and to be read again
         self._held: list[str] = []  # read, and not known what it is
-        self._gap: str | None = ""  # white space that may be markup; None: behind text, where it is not
+        self._gap: str | None = ""  # white space that may be markup; None: after text, where it is not
         self._phase = ""  # of a call: "" before it is known to be one, "arguments", "closing"
         self._ended = False
         self._reading = self._parse()
@@ -121,7 +121,7 @@ class ToolParser:
                     if self._phase == "arguments":
                         self._arguments("".join(self._held))
                     return
-                again = len(self._held) if self._phase else len(self._held) - 1  # behind a call another may begin
+                again = len(self._held) if self._phase else len(self._held) - 1  # after a call another may begin
                 for _ in range(again):
                     self._back()
                 if self._held:
@@ -193,7 +193,7 @@ class ToolParser:
                 raise NotACall
 
     def _close(self, *ends: str) -> Reading[None]:
-        """One of these strings, behind white space, ends the call."""
+        """One of these strings, after white space, ends the call."""
         self._phase = "closing"
         self._held.clear()
         read = yield from self._solid()

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.evaluation.transformers_peer import assistant_of
 
 WARM_UP = 4
 
@@ -31,7 +32,7 @@ class Peer:
 
 
 class Stamps(StoppingCriteria):
-    """Stops behind `most` stamps. on_look: each look is one."""
+    """Stops after `most` stamps. on_look: each look is one."""
 
     def __init__(self, device: torch.device, most: int, *, on_look: bool) -> None:
         self.at: list[float] = []
@@ -65,17 +66,14 @@ def peers_for(model: PreTrainedModel, drafter: Drafter | None, num_steps: int | 
         Peer(f"transformers, static cache{compiled}", steps(cache_implementation="static")),
     ]
     if num_steps is not None and batch == 1 and isinstance(drafter, Gemma4MTPDrafter):
-        assistant = drafter.assistant
-        assistant.generation_config = copy.deepcopy(assistant.generation_config)
-        assistant.generation_config.num_assistant_tokens = num_steps
-        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        assistant = assistant_of(drafter, num_steps)
         assistant.generation_config.assistant_confidence_threshold = 0.0  # as many drafts as ours, however unlikely
         peers.append(Peer("transformers, assisted", steps(assistant_model=assistant), 1 + num_steps))
     return peers
 
 
 def generate_steps(model: PreTrainedModel, prompts: Sequence[Sequence[int]], count: int, **options: Any) -> list[float]:
-    """Seconds of `count` steps behind the prefill and a few for warming up."""
+    """Seconds of `count` steps after the prefill and a few for warming up."""
     ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
     assistant = options.get("assistant_model")
     stamps = Stamps(model.device, WARM_UP + count + 1, on_look=assistant is None)

@@ -1,4 +1,4 @@
-"""What one client's request may do to others: who shares cached prompts with it, and whether it may go first.
+"""Isolation of clients from one another: who shares cached prompts, and whether a request may be served first.
 
 It knows settings and what a client sent, no engine. Invariant: requests with different API keys never have the same
 cache salt, unless the server was told that its clients share cached prompts.

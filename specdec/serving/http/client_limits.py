@@ -15,8 +15,8 @@ from specdec.config import require_int
 from specdec.serving.http.faults import ApiError
 
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
-"""Paths behind the API key; whether it is well, and its figures, anybody may ask who reaches it."""
-MOST_REMEMBERED = 10_000
+"""Paths behind the API key; health and metrics need no key."""
+MAX_REMEMBERED = 10_000
 """Clients whose rate is known; beyond these, those that have used nothing lately are forgotten."""
 
 
@@ -92,7 +92,7 @@ class ClientLimits:
             return _refused(f"{most} of your requests are open, as many as may be; wait for one to end", 1.0)
         if not self.rates.per_minute:
             return None
-        if len(self._buckets) >= MOST_REMEMBERED:
+        if len(self._buckets) >= MAX_REMEMBERED:
             self._buckets = {name: each for name, each in self._buckets.items() if now - each.then < 60}
         bucket = self._buckets.setdefault(client, Bucket(self.rates.per_minute, now))
         wait = bucket.take(now)
