@@ -16,8 +16,6 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from marks import leave_out_deep
-
 PLUGINS = ["devices", "tiny_models", "stand_ins"]  # tests/ is on the path: see pyproject.toml
 if os.environ["TRITON_INTERPRET"] == "1":
     PLUGINS[:0] = ["quick_interpreter", "even_dots"]
@@ -44,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    from marks import leave_out_deep  # tools/pytest_forks.py runs this file where tests/ is not on the path
+
     os.environ.pop("TRITON_INTERPRET", None)
     leave_out_deep(config, items)
     if addresses := [item.nodeid for item in items if " at 0x" in item.nodeid]:

@@ -33,7 +33,9 @@ def test_greedy_trees_equal_the_eager_forward(
     engine = make_engine(model, make_assistant(model, ordered), spec=spec, page_size=page_size, max_batch_size=2)
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=NEW))
     engine.table.check()
-    assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    assert [out.token_ids for out in outputs] == [
+        greedy_oracle(model, prompt, NEW, out.token_ids) for prompt, out in zip(prompts, outputs, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -47,7 +49,9 @@ def test_trees_of_200_nodes_equal_the_eager_forward(
     engine = make_engine(model, make_assistant(model), spec=spec, page_size=page_size)
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=NEW))
     engine.table.check()
-    assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    assert [out.token_ids for out in outputs] == [
+        greedy_oracle(model, prompt, NEW, out.token_ids) for prompt, out in zip(prompts, outputs, strict=True)
+    ]
     assert sum(sum(out.stats.accepted_counts) for out in outputs) > 0
 
 
@@ -67,7 +71,9 @@ def test_eagle3_trees_equal_the_eager_forward(
     engine = make_engine(model, random_eagle3(model), spec=spec, page_size=page_size, max_batch_size=2)
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=NEW))
     engine.table.check()
-    assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    assert [out.token_ids for out in outputs] == [
+        greedy_oracle(model, prompt, NEW, out.token_ids) for prompt, out in zip(prompts, outputs, strict=True)
+    ]
     if spec.topk == 3:
         assert sum(sum(out.stats.accepted_counts) for out in outputs) > 0
 

@@ -45,8 +45,23 @@ def accepted(outputs):
     return sum(sum(out.stats.accepted_counts) for out in outputs)
 
 
-def test_the_oracle_wanders(family, make_target, greedy_oracle, prompts):
-    assert len({token for prompt in prompts for token in greedy_oracle(make_target(family), prompt, NEW)}) > 20
+def test_the_oracle_wanders(family, make_target, make_engine, greedy_oracle, prompts):
+    model = make_target(family)
+    guesses = tokens(make_engine(model).generate(prompts, GREEDY))
+    seen = [greedy_oracle(model, *each) for each in zip(prompts, [NEW] * len(prompts), guesses, strict=True)]
+    assert len({token for each in seen for token in each}) > 20
+
+
+@pytest.mark.parametrize("right", [0, 1, 7, 11, 12])
+def test_the_oracle_believes_no_guess(right, make_target, random_prompt, greedy_oracle, hf_forward):
+    """12 tokens of which so many are right: the others, and what comes after them, are computed again."""
+    model, prompt = make_target("gemma4-e2b", seed=8), random_prompt(9, seed=right)
+    want = []
+    for _ in range(14):
+        want.append(int(hf_forward(model, [*prompt, *want]).logits[0, -1].argmax()))
+    guess = [*want[:right], *((token + 1) % 96 for token in want[right:12])]
+    assert greedy_oracle(model, prompt, 5, guess) == want[:5]
+    assert greedy_oracle(model, prompt, 14) == want
 
 
 @pytest.mark.parametrize(
@@ -55,7 +70,9 @@ def test_the_oracle_wanders(family, make_target, greedy_oracle, prompts):
 def test_families(family, drafter, page_size, make_target, make_engine, greedy_oracle, prompts):
     model = make_target(family)
     outputs = run(make_engine(model, drafter, page_size=page_size, max_batch_size=3), prompts)
-    assert tokens(outputs) == [greedy_oracle(model, p, NEW) for p in prompts]
+    assert tokens(outputs) == [
+        greedy_oracle(model, p, NEW, out.token_ids) for p, out in zip(prompts, outputs, strict=True)
+    ]
     assert [out.prompt_token_ids for out in outputs] == prompts
     assert {out.finish_reason for out in outputs} == {"length"}
 

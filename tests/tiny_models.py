@@ -346,14 +346,23 @@ def hf_forward() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def greedy_oracle(hf_forward: Callable[..., Any]) -> Callable[[PreTrainedModel, Sequence[int], int], list[int]]:
-    """greedy_oracle(model, ids, n): the n tokens of greedy decoding, one full HF forward each."""
+def greedy_oracle(hf_forward: Callable[..., Any]) -> Callable[..., list[int]]:
+    """greedy_oracle(model, ids, n, guess=()): the n tokens of greedy decoding, by full HF forwards without a cache.
+
+    One forward for each token, or one over `ids` and a guess (what an engine says) for all of it that is right: the
+    tokens are the same whatever the guess is.
+    """
     known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     alive: list[PreTrainedModel] = []  # an id is only a key while its model lives
 
-    def oracle(model: PreTrainedModel, ids: Sequence[int], n: int) -> list[int]:
+    def oracle(model: PreTrainedModel, ids: Sequence[int], n: int, guess: Sequence[int] = ()) -> list[int]:
         out = known.setdefault((id(model), tuple(ids)), [])
         alive.append(model)
+        if len(out) < len(guess):
+            best = hf_forward(model, [*ids, *guess]).logits[0, len(ids) - 1 : -1].argmax(-1).tolist()
+            wrong = (i for i, (token, guessed) in enumerate(zip(best, guess, strict=True)) if token != guessed)
+            right = best[: next(wrong, len(best)) + 1]  # the first wrong guess shows the right token, none after it
+            out += right[len(out) :]
         while len(out) < n:
             out.append(int(hf_forward(model, [*ids, *out]).logits[0, -1].argmax()))
         return out[:n]
