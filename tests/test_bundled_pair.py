@@ -105,7 +105,7 @@ def test_the_drafter_is_accepted(solved):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "value"), [("WINDOW_SHIFT", -44), ("QUERY_POSITION_OFFSET", -9)])
+@pytest.mark.parametrize(("name", "value"), [deep("WINDOW_SHIFT", -44), ("QUERY_POSITION_OFFSET", -9)])
 def test_a_wrong_convention_costs_acceptance(name, value, problems, solved, monkeypatch):
     """Seeded defects, so that the check above can fail."""
     monkeypatch.setattr(gemma4_mtp, name, value)
