@@ -160,7 +160,9 @@ def test_memory_is_level_over_2000_requests(make_target, make_assistant, make_en
     def level() -> tuple[int, int, int]:
         gc.collect()
         objects = gc.get_objects()
-        tensors = sum(isinstance(thing, torch.Tensor) for thing in objects)
+        tensors = sum(
+            issubclass(type(thing), torch.Tensor) for thing in objects
+        )  # some of torch's warn when asked for a class
         return len(objects), tensors, tracemalloc.get_traced_memory()[0]
 
     serve(300, 0)
@@ -183,7 +185,7 @@ def test_8000_tokens_hold_a_window_of_swa_slots(page_size, make_target, make_eng
     """However long a request is: its window, a chunk on its way, a page of slack at both ends."""
     model = make_target("gemma4-e2b", max_position_embeddings=8192)
     sizes = {"max_model_len": 8100, "prefill_chunk": 256, "page_size": page_size, "max_batch_size": 3}
-    engine = make_engine(model, "ngram", **sizes, full_slots=3 * 8192, swa_slots=8192)
+    engine = make_engine(model, "ngram", **sizes, full_slots=3 * 8192, swa_slots=8192, max_prefill_tokens=768)
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     [out] = engine.generate(random_prompt(8000), params)
     alone = engine.stats()

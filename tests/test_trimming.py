@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from specdec.cli import serve as serve_command
+from specdec.cli.bodies import run_server
 from specdec.serving import server as serving
 from specdec.serving.http import trimming
 from specdec.serving.http.trimming import (
@@ -143,5 +143,5 @@ def test_a_server_has_few_arenas_before_it_has_threads(monkeypatch) -> None:
     monkeypatch.setattr(trimming.sys, "platform", "linux")
     trimming.few_arenas()
     assert asked == [(-8, trimming.ARENAS)]
-    source = inspect.getsource(serve_command)
-    assert 0 < source.index("few_arenas()") < source.index("engine_config(")
+    source = inspect.getsource(run_server)
+    assert 0 < source.index("few_arenas()") < source.index("config = engine_config(")
