@@ -35,7 +35,7 @@ def tool():
 @pytest.fixture(scope="module")
 def record(tool):
     """One server, four good streams, eight kinds at once."""
-    given = ["--streams", "4", "--new", "8", "--seconds", "1", "--quiet", "0.1", "--together"]
+    given = ["--streams", "4", "--new", "8", "--seconds", "1", "--quiet", "0.1", "--settle", "0", "--together"]
     with tool.running_server(tool.OPTIONS) as served:
         return asyncio.run(tool.hold_under_attack(tool.options(given), KINDS, served))
 

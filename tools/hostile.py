@@ -293,6 +293,8 @@ async def hold_under_attack(given: argparse.Namespace, kinds: Sequence[str], ser
         for together in group:
             await phase(together, given.seconds, 2 if len(together) > 1 else given.attackers)
         await phase((), given.quiet)
+    if given.settle:
+        await phase((), given.settle)  # the server asks memory back for 32 s after it grew
     ended.set()
     await asyncio.gather(*going)
     probing.set()
@@ -343,7 +345,7 @@ def verdicts(record: Record, before: float) -> list[tuple[str, str, bool]]:
     late = quantiles([p.late for p in record.probed])[1]
     trouble = [p.trouble for p in record.probed if p.trouble]
     last = record.phases[-1]
-    after = statistics.median(p.memory for p in record.probed if last.holds(p.at)) / 1e6
+    after = statistics.median(p.memory for p in record.probed if last.holds(p.at) and p.at >= last.ended - 5) / 1e6
     peak = max(p.memory for p in record.probed) / 1e6
     got = [name for phase in attacked for each in phase.got.values() for name in each]
     bad = sorted({name for name in got if (name[0] == "5" and name != "503") or name == "leak"})
@@ -413,6 +415,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", help="kinds whose name has one of these words in it")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each kind")
     parser.add_argument("--quiet", type=float, default=4.0, help="seconds of each quiet phase")
+    parser.add_argument("--settle", type=float, default=40.0, help="seconds of quiet at the end, before memory is read")
     parser.add_argument("--group", type=int, default=5, help="kinds between two quiet phases")
     parser.add_argument("--mixed", type=int, default=6, help=f"times that {BESIDE} kinds go on at once")
     parser.add_argument("--attackers", type=int, default=4, help="hostile clients at a time")
