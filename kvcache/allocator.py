@@ -183,7 +183,7 @@ class HybridAllocator:
         return np.zeros(len(pages), dtype=np.bool_) if self.swa is None else self.swa.is_kept(self._swa_peers(pages))
 
     def is_idle_in_swa(self, pages: IntArray) -> BoolArray:
-        """Of which pages only the cache claims the SWA peer."""
+        """Whether the cache alone claims the SWA peer of each page."""
         kept = self.is_kept_in_swa(pages)
         return kept if self.swa is None else kept & ~self.swa.is_held(self._swa_peers(pages))
 

@@ -99,7 +99,7 @@ def walk(
     num_nodes: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Of one tree: path [BLOCK], then 0s; the place of each node on the path [BLOCK], BLOCK for the others; length."""
+    """Walk one tree -> path [BLOCK], then 0s; each node's place on it [BLOCK], BLOCK where it is not on it; length."""
     o_node = tl.arange(0, BLOCK).to(tl.int64)
     m_node = o_node < num_nodes
     b_tokens = tl.load(p_tokens + o_node, mask=m_node, other=0)

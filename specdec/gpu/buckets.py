@@ -4,3 +4,10 @@
 def next_power_of_two(size: int) -> int:
     """The least power of two that is not below `size`."""
     return 1 << (size - 1).bit_length()
+
+
+def step_up(size: int, least: int, factor: int) -> int:
+    """The first of least, least * factor, least * factor^2, ... that is not below `size`."""
+    while least < size:
+        least *= factor
+    return least

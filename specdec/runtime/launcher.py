@@ -16,7 +16,7 @@ from specdec.config import MAX_FORCED_TOKENS, SamplingParams, SpecConfig
 from specdec.gpu.captures import CaptureUse
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.kvcache.table import row_cells
-from specdec.runtime.request import Request
+from specdec.runtime.request import Request, rows_of
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, batch_sizes, nothing, run_programs
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
@@ -289,11 +289,6 @@ class GrammarSteps:
         held = [(i, place) for i, place in enumerate(self._places) if place is not None]
         found = tree_masks([(place, tokens[i], parents[i]) for i, place in held])
         write_masks(self._allowed, RowMasks(np.array([i for i, _ in held], dtype=np.int64), found))
-
-
-def rows_of(requests: Sequence[Request]) -> IntArray:
-    """[B]: the rows of these requests."""
-    return np.array([request.row for request in requests], dtype=np.int64)
 
 
 def _root_masks(places: Sequence[Place | None]) -> RowMasks | None:

@@ -10,6 +10,8 @@ from enum import Enum
 from operator import attrgetter
 from typing import NamedTuple
 
+import numpy as np
+
 from specdec.config import SamplingParams, SpecConfig
 from specdec.errors import RequestFailedError, SpecDecError, first_line, is_fault
 from specdec.gpu.mirrored_array import IntArray
@@ -400,6 +402,11 @@ class Request:
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
         )
+
+
+def rows_of(requests: Sequence[Request]) -> IntArray:
+    """[B]: the rows of these requests."""
+    return np.array([request.row for request in requests], dtype=np.int64)
 
 
 def _failed(called: str, error: BaseException) -> RequestFailedError:

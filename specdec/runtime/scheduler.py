@@ -22,7 +22,7 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.table import RequestTable, swa_slots_held
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.prompt_shares import Prompt, PromptRoom, shares
-from specdec.runtime.request import Request, RequestState
+from specdec.runtime.request import Request, RequestState, rows_of
 
 PATIENCE = 64
 """Admissions past a waiting request for which it rises by a level of priority."""
@@ -186,7 +186,7 @@ class Scheduler:
         if leaving:
             self.running = [request for request in self.running if request not in gone]
             self.prefixes.leave(leaving)
-            self.table.close_all(np.array([request.row for request in leaving], dtype=np.int64))
+            self.table.close_all(rows_of(leaving))
         for request in leaving:
             request.row, request.state = -1, RequestState.WAITING
             request.row_epoch += 1
@@ -200,8 +200,8 @@ class Scheduler:
         return chosen
 
     def _lookahead(self, decoding: Sequence[Request]) -> tuple[IntArray, IntArray]:
-        """The rows [B] of those who decode, and the slots [B] that each must own for a round."""
-        rows = np.array([request.row for request in decoding], dtype=np.int64)
+        """The rows [B] of requests that decode, and the slots [B] that each must own for a round."""
+        rows = rows_of(decoding)
         return rows, self.table.committed_len.host[rows] + self.table.lookahead
 
     def _pages_to_come(self, requests: Sequence[Request]) -> tuple[int, int]:

@@ -12,9 +12,8 @@ import numpy as np
 
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
 from specdec.kvcache.table import RequestTable
-from specdec.runtime.launcher import rows_of
 from specdec.runtime.prefixes import Prefixes
-from specdec.runtime.request import Request, RequestState
+from specdec.runtime.request import Request, RequestState, rows_of
 from specdec.runtime.rounds.result import RoundResult
 
 

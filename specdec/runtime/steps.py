@@ -23,8 +23,8 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.progress import progress_bar
 from specdec.runtime.chunk_scores import scoring_of, settle_scores
 from specdec.runtime.engine_stats import Health
-from specdec.runtime.launcher import LaunchedStep, Launcher, rows_of
-from specdec.runtime.request import Request, RequestState
+from specdec.runtime.launcher import LaunchedStep, Launcher
+from specdec.runtime.request import Request, RequestState, rows_of
 from specdec.runtime.rounds.captured_rounds import batch_sizes
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.settling import commit_chunks, settle_first, settle_round

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from specdec.config import SamplingParams
+from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
 from specdec.gpu.triton_shim import tl
 from specdec.sampling_numbers import NUMBERS
@@ -166,7 +167,7 @@ def _tuple(values: object) -> tuple[object, ...]:
 
 def bias_room(entries: int) -> int:
     """Room for this many entries of a bias: 0, 16, 32, 64, ..., so that few rounds differ by it."""
-    return max(16, 1 << (entries - 1).bit_length()) if entries else 0
+    return max(16, next_power_of_two(entries)) if entries else 0
 
 
 def pack_bias(bias: Mapping[int, float], room: int) -> IntArray:

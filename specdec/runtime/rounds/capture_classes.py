@@ -13,6 +13,7 @@ that does not use what its class can do has the same token: penalties of 1 and 0
 bit of a logit. More entries of a bias come in steps of eight times as many, more alternatives in powers of two.
 """
 
+from specdec.gpu.buckets import next_power_of_two, step_up
 from specdec.runtime.rounds.result import RoundShape
 from specdec.sampling.sampling_table import SAMPLED, Uses
 
@@ -32,23 +33,16 @@ def share(uses: Uses, logprobs: int | None, *, on_kernels: bool) -> tuple[Uses, 
     return edited, None if logprobs is None else _alternatives(logprobs)
 
 
-def step_up(size: int, least: int, factor: int) -> int:
-    """The first of least, least * factor, least * factor^2, ... that is no smaller than `size`."""
-    while least < size:
-        least *= factor
-    return least
-
-
 def is_large(shape: RoundShape) -> bool:
     """Does a round change or report logits, or graft tokens of a grammar? Such rounds have fewer sizes."""
     return shape.uses.edits or shape.uses.penalty or shape.logprobs is not None or shape.forced > 0
 
 
 def _room(bias: int) -> int:
-    """Of 512, 4096, ... entries: a few hundred are nothing beside a vocabulary."""
+    """Of 512, 4096, ... entries: a few hundred are nothing next to a vocabulary."""
     return step_up(bias, BIAS_ENTRIES, 8)
 
 
 def _alternatives(count: int) -> int:
     """Of 20, 32, 64, ..., 1024."""
-    return FEW_ALTERNATIVES if count <= FEW_ALTERNATIVES else 1 << (count - 1).bit_length()
+    return FEW_ALTERNATIVES if count <= FEW_ALTERNATIVES else next_power_of_two(count)

@@ -19,9 +19,9 @@ import torch
 
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, FrozenKVError, first_line
-from specdec.gpu.buckets import next_power_of_two
+from specdec.gpu.buckets import next_power_of_two, step_up
 from specdec.gpu.captures import Capture, Captured, CaptureStore, CudaCapture, Program, is_out_of_memory
-from specdec.runtime.rounds.capture_classes import is_large, share, step_up
+from specdec.runtime.rounds.capture_classes import is_large, share
 from specdec.runtime.rounds.decode_round import decode_programs
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.round import Round

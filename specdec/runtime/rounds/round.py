@@ -1,11 +1,8 @@
-"""The device's part: a group of prompt chunks, or one speculative round of all seated requests.
+"""The state that rounds and prompt chunks read and change on the device, and what a group of prompt chunks does.
 
-    draft -> verify (one target forward) -> sample and match -> commit -> observe -> one packed result
-
-What a round reads and changes lies on the device, by row of the request table: slots, committed lengths, tokens,
-sampling parameters, the drafter's state. `decode` is a program over that: nothing in it comes from the host but a
-`RoundShape`, and nothing goes back but what it returns. So it can be captured once a shape and replayed (`launch.py`);
-the host settles what came out afterwards (`settling.py`). It knows no request.
+The state lies by row of the request table: slots, committed lengths, tokens, sampling parameters, the drafter's own. A
+round (`decode_round.py`) is a program over it; the launcher starts programs and the host settles what comes out. It
+knows no request.
 """
 
 from collections.abc import Iterator

@@ -176,11 +176,6 @@ class ToolParser:
         """The last character is to be read again."""
         self._unread.appendleft(self._held.pop())
 
-    def _peek(self) -> Reading[str]:
-        char = yield from self._next()
-        self._back()
-        return char
-
     def _solid(self) -> Reading[str]:
         """The next character that is no white space."""
         while (char := (yield from self._next())).isspace():
