@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 from specdec.cli.options import PairOptions
 from specdec.config import EngineConfig, SpecConfig
 from specdec.engine import Engine
-from specdec.models.devices import require_device
+from specdec.loading import require_device
 from specdec.progress import Interrupted, working
 
 
