@@ -62,7 +62,7 @@ class DecodeRound:
         opened = (opening if round.on_kernels else reference_opening)(rows.index, *state, depth=shape.num_steps + 1)
         self.opened, root, history_len = opened, opened.root, opened.history_len
         self.located = round.backend.locate(table, rows, opened.committed_len, shape.width)
-        sampler = round.sampler(*round.sampling.with_vectors(rows.index, shape.uses, opened.params))
+        sampler = round.sampler(*round.sampling.at(rows.index, shape.uses, opened.params))
         depth = max(shape.num_steps + 1, shape.depth)
         self.sampler = sampler = sampler.ahead(history_len, depth, round.target.vocab_size)
 
