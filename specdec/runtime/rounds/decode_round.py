@@ -122,11 +122,13 @@ class DecodeRound:
         drawn = self.sampler.draw(self.logits, drawn_pos, past, self.softcap)
         numbers, packed, stamps = empty_result(shape, len(DECODE_STAGES) + 1, round.device)
         close = closing if round.on_kernels else reference_closing
-        length, bonus = close(
-            *(tree, drawn, self.max_path, rows, opened.committed_len, round.cache, round.tokens.tensor, packed),
+        length, bonus, move = close(
+            *(tree, drawn, self.max_path, rows, opened.committed_len, round.cache.table, round.tokens.tensor, packed),
             width=shape.width,
             depth=shape.depth,
         )
+        if move is not None:
+            round.cache.move(move)
         _, nodes, tokens = packed.split([1, shape.width, shape.depth], dim=1)
         path = nodes[:, : shape.depth]  # none is longer
         if round.seen_bits is not None and shape.uses.penalty:
