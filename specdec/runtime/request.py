@@ -305,8 +305,8 @@ class Request:
         """
         start, place = self.settled.num_tokens, self.settled.place
         prompt_len, tokens = len(self.prompt), self._tokens
-        # that of what is settled does not move
-        reader = copy.copy(self.settled.reader) if self.params.stop_strings else None
+        stops = self.params.stop_strings or None
+        reader = copy.copy(self.settled.reader) if stops else None  # that of what is settled does not move
         kept, longest = start - prompt_len, prompt_len + self.params.max_new_tokens
         del tokens[start:], self._drafted[kept:], self._logprobs[kept:]  # of a step that was interrupted
         finish_reason, taken, called = "", 0, "grammar"
@@ -325,9 +325,7 @@ class Request:
                 tokens.append(token)
                 self._drafted.append(num_forced < taken < len(emitted))
                 called = "tokenizer"
-                if token in self.end_tokens or (
-                    reader is not None and reader.find_stop(tokens, self.params.stop_strings, prompt_len)
-                ):
+                if token in self.end_tokens or (stops and reader and reader.find_stop(tokens, stops, prompt_len)):
                     finish_reason = "stop"
                     break
                 if len(tokens) >= longest:
