@@ -164,16 +164,12 @@ _31B_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 16, "num_global_
 _GPT_OSS = {"vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880, "sliding_window": 128}
 _GPT_OSS_HEADS = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}
 _GPT_OSS_EXPERTS = {"num_local_experts": 32, "num_experts_per_tok": 4}
-_LLAMA: dict[str, Any] = {
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "max_position_embeddings": 131_072,
-}
+_LLAMA: dict[str, Any] = {"vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336}
 _LLAMA_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 _LLAMA_ROPE: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0}
 _LLAMA_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_LLAMA_REST = {"rms_norm_eps": 1e-5, "rope_parameters": _LLAMA_ROPE, "bos_token_id": None, "eos_token_id": None}
+_LLAMA_REST = {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_parameters": _LLAMA_ROPE}
+_LLAMA |= {"bos_token_id": None, "eos_token_id": None}
 
 SHAPES = {
     shape.name: shape

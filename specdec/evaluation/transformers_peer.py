@@ -17,12 +17,12 @@ def plain_peer(engine: Engine, params: SamplingParams) -> Contestant:
     return Contestant("transformers, plain", partial(_generate, engine, params), judged=False)
 
 
-def assisted_peer(engine: Engine, params: SamplingParams, num_steps: int) -> Contestant | None:
-    """The target with the same drafter, where transformers can use it: a Gemma 4 assistant."""
+def assisted_peer(engine: Engine, params: SamplingParams, num_steps: int) -> list[Contestant]:
+    """The target with the same drafter, if transformers can use it: a Gemma 4 assistant."""
     if not isinstance(engine.drafter, Gemma4MTPDrafter):
-        return None
+        return []
     run = partial(_generate, engine, params, assistant_model=assistant_of(engine.drafter, num_steps))
-    return Contestant("transformers, assisted", run, judged=False)
+    return [Contestant("transformers, assisted", run, judged=False)]
 
 
 def assistant_of(drafter: Gemma4MTPDrafter, num_steps: int) -> Any:
