@@ -25,19 +25,16 @@ from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.store import StoreAddresses, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
 from specdec.layers.accepted_path import keep_last, path_rows
-from specdec.layers.embed_and_norm import embed_and_norm
-from specdec.layers.embedding import embed
+from specdec.layers.embedding import embed, embed_and_norm
 from specdec.layers.linear import Mlp, gated_linear, linear, vendor_gated_linear
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts
 from specdec.layers.moe.fork_join import Fork, fork_norm, join_norm
 from specdec.layers.moe.routing import Router, Routing, route
-from specdec.layers.norm import Gain, norm
+from specdec.layers.norm import Gain, norm, qk_norm
 from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
 from specdec.layers.product import Product, finish
-from specdec.layers.qk_norm import qk_norm
-from specdec.layers.rope_store import Heads, rope_store
-from specdec.layers.rotary import Rotary, rotary
+from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
 from specdec.runtime.rounds.closing import closing
 from specdec.runtime.rounds.opening import opening
 from specdec.sampling.kernel_sampler import best_tokens, sample

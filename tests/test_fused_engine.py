@@ -27,7 +27,7 @@ from specdec.layers.merge import is_merged, merge_rows
 from specdec.layers.moe import dense_and_moe
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.norm import norm
-from specdec.layers.rotary import rotary
+from specdec.layers.rope_store import rotary
 from specdec.models.target import TargetModel
 
 from marks import deep, each_value, pairs, quick, slow
