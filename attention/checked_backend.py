@@ -18,7 +18,7 @@ import torch
 from specdec.attention.backend import Backend
 from specdec.attention.kernels.draft_block import Draft, DraftBlock
 from specdec.attention.path_attention import part_of
-from specdec.attention.plan import Attend, KVPlan, Located
+from specdec.attention.plan import Attend, KVPlan, PrefixTables
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space, SwaLoc
@@ -43,7 +43,7 @@ class CheckedBackend:
         self.sanitizer = sanitizer
         self.name = backend.name
 
-    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> Located:
+    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PrefixTables:
         return self.backend.locate(table, rows, committed_len, num_queries)
 
     def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:

@@ -245,6 +245,8 @@ class Scheduler:
     def _prompt_shares(self) -> list[tuple[Request, int]]:
         """Who reads how many tokens of its prompt in this step, as far as there are pages, by rank."""
         reading = [request for request in self.running if request.state is RequestState.PREFILL]
+        if not reading:
+            return []
         done = [int(self.table.committed_len.host[request.row]) for request in reading]
         prompts = [Prompt(rank(r)[0], r.prefill_target - n) for r, n in zip(reading, done, strict=True)]
         to_come = sum(each.to_go for each in prompts)
