@@ -29,9 +29,7 @@ class PagedAllocator:
 
     def reset(self) -> None:
         """All pages are free."""
-        self._stack: IntArray = np.arange(
-            self.capacity, 0, -1, dtype=np.int64
-        )  # the free ones come first, the top last
+        self._stack: IntArray = np.arange(self.capacity, 0, -1, dtype=np.int64)  # free ones first, the top last
         self.free_pages = self.capacity
         self._held: IntArray = np.zeros(self.capacity + 1, dtype=np.int64)  # how many rows hold each page
         self._kept = np.zeros(self.capacity + 1, dtype=np.bool_)  # does the cache
