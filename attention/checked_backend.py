@@ -21,6 +21,7 @@ from specdec.attention.path_attention import part_of
 from specdec.attention.plan import Attend, KVPlan, PrefixTables
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.cache import KVCache
+from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space, SwaLoc
 from specdec.kvcache.sanitize import Capture, Fault, Sanitizer, sanitize_requested
 from specdec.kvcache.store import KVStore, LayerKV
@@ -55,8 +56,8 @@ class CheckedBackend:
         self._check_reads(plan, space, slots)
         return CheckedAttention(self, self.backend.attention(plan, space, window), plan, space)
 
-    def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
-        return CheckedDraft(self.backend.draft_block(store, draft), draft, self.sanitizer)
+    def draft_block(self, view: KVView, draft: Draft) -> DraftBlock:
+        return CheckedDraft(self.backend.draft_block(view, draft), draft, self.sanitizer)
 
     def store(self, layer: LayerKV, slots: FullLoc | SwaLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         self.backend.store(layer, slots, k, v)
