@@ -34,7 +34,7 @@ class Admission:
         self._rows = rows
         self._max_waiting = max_waiting
         self._per_client = per_client
-        self._out = 0
+        self.out = 0  # requests that are open
         self._of: Counter[str] = Counter()  # places that each client has or waits for, where they are limited
         self._lock = threading.Lock()
         self._waiters: deque[Waiter] = deque()
@@ -43,23 +43,18 @@ class Admission:
     def most(self) -> int:
         return self._rows + self._max_waiting
 
-    @property
-    def out(self) -> int:
-        """Requests that are open."""
-        return self._out
-
     async def take(self, count: int, client: str = "", *, wait: bool = False) -> None:
         """Take `count` places. Raises QueueFullError where fewer are free, or waits until they are;
         for a client that has too many it always raises."""
         self._require_possible(count)
         with self._lock:
             self._require_share(count, client)
-            free = not self._waiters and self._out + count <= self.most
+            free = not self._waiters and self.out + count <= self.most
             if not (free or wait):
                 raise self._full()
             self._note(client, count)
             if free:
-                self._out += count
+                self.out += count
                 return
             loop = asyncio.get_running_loop()
             waiter = Waiter(count, client, loop.create_future(), loop)
@@ -68,8 +63,7 @@ class Admission:
             await waiter.future
         except BaseException:
             with self._lock:
-                waiting = waiter in self._waiters
-                if waiting:
+                if waiter in self._waiters:
                     self._waiters.remove(waiter)
                     self._note(client, -count)
             if waiter.admitted:
@@ -81,24 +75,31 @@ class Admission:
         self._require_possible(count)
         with self._lock:
             self._require_share(count, client)
-            if self._waiters or self._out + count > self.most:
+            if self._waiters or self.out + count > self.most:
                 raise self._full()
 
     def give_back(self, count: int, client: str = "") -> None:
         """Places of requests that have ended; the caller that has waited longest gets them. From any thread."""
         with self._lock:
-            self._out -= count
+            self.out -= count
             self._note(client, -count)
-            while self._waiters and self._out + self._waiters[0].count <= self.most:
+            while self._waiters and self.out + self._waiters[0].count <= self.most:
                 waiter = self._waiters.popleft()
-                self._out += waiter.count
+                self.out += waiter.count
                 waiter.admitted = True
                 try:
                     waiter.loop.call_soon_threadsafe(_admit, waiter.future)
                 except RuntimeError:  # its loop is closed: no caller will ever give these back
-                    self._out -= waiter.count
+                    self.out -= waiter.count
                     self._note(waiter.client, -waiter.count)
                     waiter.admitted = False
+
+    def gained(self, sample: Any, tokens: int, now: float) -> None:
+        """As an observer: a request that gained tokens keeps its place."""
+
+    def ended(self, sample: Any, now: float) -> None:
+        """As an observer: a request that has ended gives its place back."""
+        self.give_back(1, sample.client)
 
     def _note(self, client: str, count: int) -> None:
         if self._per_client:
@@ -114,34 +115,20 @@ class Admission:
             )
 
     def _require_possible(self, count: int) -> None:
+        many = f"{count} samples at once are more than the"
         if self._per_client and count > self._per_client:
-            raise ConfigError(
-                f"{count} samples at once are more than the {self._per_client} that one client may have; ask for fewer"
-            )
+            raise ConfigError(f"{many} {self._per_client} that one client may have; ask for fewer")
         if count > self.most:
             raise ConfigError(
-                f"{count} samples at once are more than the {self.most} that this engine takes in: {self._rows} run "
-                f"at a time and {self._max_waiting} wait; ask for fewer, or raise max_batch_size or max_waiting"
+                f"{many} {self.most} that this engine takes in: {self._rows} run at a time and {self._max_waiting} "
+                "wait; ask for fewer, or raise max_batch_size or max_waiting"
             )
 
     def _full(self) -> QueueFullError:
         return QueueFullError(
-            f"{max(0, self._out - self._rows)} requests wait behind {min(self._out, self._rows)} that run, and "
+            f"{max(0, self.out - self._rows)} requests wait behind {min(self.out, self._rows)} that run, and "
             f"at most {self._max_waiting} may; try again later, or raise max_waiting"
         )
-
-
-class Places:
-    """Observes: a request that has ended gives its place back."""
-
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
-
-    def gained(self, sample: Any, tokens: int, now: float) -> None:
-        """Keeps its place."""
-
-    def ended(self, sample: Any, now: float) -> None:
-        self._admission.give_back(1, sample.client)
 
 
 def _admit(future: "asyncio.Future[None]") -> None:

@@ -14,22 +14,21 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from os import PathLike
-from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.config import EngineConfig, SamplingParams, SpecConfig, require_int
+from specdec.config import SamplingParams, require_int
 from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError, SpecDecError, StoppingError, shown
 from specdec.runtime.arguments import params_for, require_one_sample, require_type
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import GenerationOutput, StreamDelta
-from specdec.serving.admission import Admission, Places
+from specdec.serving.admission import Admission
 from specdec.serving.engine_thread import BROKEN, EngineThread, Observer, Sample
-from specdec.serving.fair_pool import CLIENT, FairPool, Job
+from specdec.serving.fair_pool import CLIENT, FairPool
 from specdec.serving.streams import Streams, tell_readers
 from specdec.serving.text_bound import TextBound
 from specdec.text.prompts import Prompt, as_prompt_list
@@ -66,12 +65,17 @@ class AsyncEngine:
         if not 0 < intake_seconds < float("inf"):
             raise ConfigError(f"intake_seconds={shown(intake_seconds)}: a number of seconds above 0 is required")
         self.engine = engine
+        self.config, self.spec = engine.config, engine.spec
+        self.tokenizer: Any = engine.tokenizer
+        self.drafter: Drafter | None = engine.drafter
+        self.max_model_len: int = engine.max_model_len  # tokens of a prompt and its output together
+        self.vocab_size: int = engine.target.vocab_size
+        self.kv_bytes: int = engine.kv_bytes  # of all K/V pools together
         self._owns_engine = False
         self._closing = False
         self._pid = os.getpid()
         self._admission = Admission(engine.config.max_batch_size, max_waiting, per_client)
-        places = Places(self._admission)
-        self._thread = EngineThread(engine, tell_readers, [places, *observers])
+        self._thread = EngineThread(engine, tell_readers, [self._admission, *observers])
         self._intake_seconds = intake_seconds
         self._bound = TextBound(engine.tokenizer, engine.max_model_len)
         # apart, so that slow grammars hold up no prompt
@@ -148,7 +152,7 @@ class AsyncEngine:
 
         pool = self._grammars if any(one.grammar is not None for one in each) else self._prompts
         try:
-            handed_in = self._submit(pool, hand_in)
+            handed_in = pool.submit(hand_in)
         except StoppingError:
             self._admission.give_back(count, client)
             raise
@@ -187,7 +191,7 @@ class AsyncEngine:
     async def off_loop(self, function: Callable[[], T]) -> T:
         """Have it called on another thread, for what would hold up the loop."""
         self._require_open()
-        return await self._prompts.wait_for(self._submit(self._prompts, function), self._intake_seconds)
+        return await self._prompts.wait_for(self._prompts.submit(function), self._intake_seconds)
 
     def require_places(self, count: int) -> None:
         """Raises what `submit` would for `count` samples now: for callers that have yet to read a long prompt."""
@@ -206,39 +210,9 @@ class AsyncEngine:
         return self.engine.stats()
 
     @property
-    def tokenizer(self) -> Any:
-        return self.engine.tokenizer
-
-    @property
-    def config(self) -> EngineConfig:
-        return self.engine.config
-
-    @property
-    def spec(self) -> SpecConfig:
-        return self.engine.spec
-
-    @property
-    def drafter(self) -> Drafter | None:
-        return self.engine.drafter
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a prompt and its output together."""
-        return self.engine.max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        return self.engine.target.vocab_size
-
-    @property
     def generation_config(self) -> Any:
         """The target's, as transformers loaded it."""
         return self.engine.target.model.generation_config
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of all K/V pools together."""
-        return self.engine.kv_bytes
 
     @property
     def open_requests(self) -> int:
@@ -291,9 +265,7 @@ class AsyncEngine:
     async def __aenter__(self) -> "AsyncEngine":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
     def __reduce__(self) -> NoReturn:
@@ -305,12 +277,6 @@ class AsyncEngine:
         async with await self.submit(prompts, params, priority=priority, wait=wait) as streams:
             async for _, delta in streams:
                 yield delta
-
-    def _submit(self, pool: FairPool, function: Callable[[], T]) -> Job[T]:
-        try:
-            return pool.submit(function)
-        except RuntimeError as error:  # closed meanwhile
-            raise StoppingError("this engine is closed; make a new one") from error
 
     def _require_open(self) -> None:
         if os.getpid() != self._pid:

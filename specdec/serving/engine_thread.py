@@ -27,6 +27,7 @@ import torch
 from specdec.engine import Engine
 from specdec.errors import ConfigError, RoundFailedError, SpecDecError, StoppingError
 from specdec.runtime.handle import Handle
+from specdec.serving.fair_pool import settle
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -80,14 +81,9 @@ class EngineThread:
         self._drained: list[SimpleQueue[None]] = []  # of those who wait until none is open
         self._more = False  # the engine may have something to do
         self._stopping = False
-        self._stopped: str | None = None  # why
+        self.stopped: str | None = None  # why it takes no more; None while it does
         self._thread = threading.Thread(target=self._run, name="specdec-engine", daemon=True)
         self._thread.start()
-
-    @property
-    def stopped(self) -> str | None:
-        """Why it takes no more; None while it does."""
-        return self._stopped
 
     @property
     def open(self) -> list[Sample]:
@@ -98,18 +94,17 @@ class EngineThread:
     def watch(self, samples: Sequence[Sample]) -> None:
         """Look after submitted requests. Raises SpecDecError, and aborts them, when the thread has stopped."""
         with self._guard:
-            taken = not (self._stopping or self._stopped)
+            taken = not (self._stopping or self.stopped)
             if taken:
                 self._open.update((sample.handle.id, sample) for sample in samples)
                 self._more = True
-        if taken:
+        if not taken:
             for sample in samples:
-                sample.handle.tell(self._news)
-            self._wake.put(None)
-            return
+                sample.handle.abort()
+            raise StoppingError(self.stopped or "this engine is closing; make a new one")
         for sample in samples:
-            sample.handle.abort()
-        raise StoppingError(self._stopped or "this engine is closing; make a new one")
+            sample.handle.tell(self._news)
+        self._wake.put(None)
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
         """Have it called between two steps; at once, by the caller, when the thread has stopped."""
@@ -117,13 +112,10 @@ class EngineThread:
 
         def work() -> None:
             if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function())
-                except BaseException as error:
-                    future.set_exception(error)
+                settle(future, function)
 
         with self._guard:
-            if queued := not self._stopped:
+            if queued := not self.stopped:
                 self._calls.append(work)
         if queued:
             self._wake.put(None)
@@ -190,7 +182,7 @@ class EngineThread:
         except Exception as error:
             self._round_failed(error)
             more, lacked_memory = bool(self._open), isinstance(error, torch.OutOfMemoryError)
-        if lacked_memory:  # and the error's frames have let go of their tensors
+        if lacked_memory:  # the error's frames have released their tensors
             torch.cuda.empty_cache()
         self._report()
         with self._guard:
@@ -213,10 +205,7 @@ class EngineThread:
         for sample in samples:
             sample.error = RoundFailedError(reason)  # before it is seen to have ended
             self._news.append(sample.handle.id)
-            try:
-                sample.handle.abort()
-            except Exception:  # beginning again failed too; it is released when that succeeds
-                logger.warning("request %d is released later", sample.handle.id, exc_info=True)
+            _abort(sample)
 
     def _report(self) -> None:
         """Tell of those that gained tokens or ended."""
@@ -267,19 +256,23 @@ class EngineThread:
 
     def _end(self, reason: str) -> None:
         with self._guard:
-            self._stopped = reason
+            self.stopped = reason
             calls = list(self._calls)
             self._calls.clear()
         for work in calls:
             work()
         for sample in self.open:
-            try:
-                sample.handle.abort()
-            except Exception:
-                logger.warning("request %d was not released", sample.handle.id, exc_info=True)
+            _abort(sample)
             sample.error = sample.error if sample.handle.finished else StoppingError(reason)
             self._news.append(sample.handle.id)
         self._report()
+
+
+def _abort(sample: Sample) -> None:
+    try:
+        sample.handle.abort()
+    except Exception:  # the engine failed to begin again; the request is released when that succeeds
+        logger.warning("request %d is not released yet", sample.handle.id, exc_info=True)
 
 
 def _said(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
-from specdec.errors import ConfigError, QueueFullError
+from specdec.errors import ConfigError, QueueFullError, StoppingError
 
 T = TypeVar("T")
 CLIENT: ContextVar[str] = ContextVar("specdec_client", default="")
@@ -35,11 +35,13 @@ class Job(Generic[T]):
         self.begun = False
         self.given_up = False
 
-    def run(self) -> None:
-        try:
-            self.future.set_result(self.function())
-        except BaseException as error:
-            self.future.set_exception(error)
+
+def settle(future: Future[T], function: Callable[[], T]) -> None:
+    """Give the future what this function returns or raises."""
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 class FairPool:
@@ -58,11 +60,11 @@ class FairPool:
         self._changed = threading.Condition()
 
     def submit(self, function: Callable[[], T]) -> "Job[T]":
-        """Raises RuntimeError when it is closed."""
+        """Raises StoppingError when it is closed."""
         job = Job(function, CLIENT.get())
         with self._changed:
             if self._closed:
-                raise RuntimeError("this pool is closed")
+                raise StoppingError("this engine is closed; make a new one")
             self._queues.setdefault(job.client, deque()).append(job)
             self._staff()
             self._changed.notify_all()
@@ -145,7 +147,7 @@ class FairPool:
                 job.begun = job.future.set_running_or_notify_cancel()
                 self._running[client] += 1
             if job.begun:
-                job.run()
+                settle(job.future, job.function)
             if self._end(job):
                 return
             del job  # and with it what its function holds
@@ -153,14 +155,14 @@ class FairPool:
     def _end(self, job: "Job[Any]") -> bool:
         """-> is this thread one too many, as another took its place?"""
         with self._changed:
-            if job.given_up:
-                if self._alive < self._threads:
-                    self._alive += 1
-                    return False
+            if not job.given_up:
+                self._forget_running(job.client)
+                self._changed.notify_all()
+            elif self._alive < self._threads:
+                self._alive += 1
+            else:
                 self._all -= 1
                 return True
-            self._forget_running(job.client)
-            self._changed.notify_all()
             return False
 
     def _next_client(self) -> str | None:

@@ -156,16 +156,15 @@ class Server(uvicorn.Server):
         """SIGHUP too, unless it is to be ignored (nohup)."""
         hangup = getattr(signal, "SIGHUP", None)
         here = threading.current_thread() is threading.main_thread()
-        if hangup is None or not here or signal.getsignal(hangup) is signal.SIG_IGN:
-            with super().capture_signals():
+        with super().capture_signals():
+            if hangup is None or not here or signal.getsignal(hangup) is signal.SIG_IGN:
                 yield
-            return
-        before = signal.signal(hangup, self.handle_exit)
-        try:
-            with super().capture_signals():
+                return
+            before = signal.signal(hangup, self.handle_exit)
+            try:
                 yield
-        finally:
-            signal.signal(hangup, before)
+            finally:
+                signal.signal(hangup, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit and sig != getattr(signal, "SIGHUP", None):  # a terminal may hang up twice

@@ -19,44 +19,29 @@ DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """model_names: what requests may call the model; the first is what answers call it.
+    """Trailing comments say what a field means; the first model name is what answers call the model."""
 
-    api_keys: any of these as a bearer token lets a request in; none: everybody. cors_origins: whose pages may ask from
-    a browser; "*" is everybody's. max_body_bytes: of one request. stop_seconds: for streams to end when the server
-    stops. defaults: sampling parameters of requests that do not say. tool_parser: how the model writes tool calls;
-    "auto": as its chat template teaches. allow_priority: requests may have a priority other than 0. share_prefix_cache:
-    clients with different API keys share cached prompts, which lets one find out what another sent.
-    show_cached_tokens: usage says how much of a prompt was cached.
-    named_keys: further keys, by the name that the log has for them. rates: of one
-    key. connections: bounds of all. ssl_certfile, ssl_keyfile: PEM files, for HTTPS. root_path: under which a proxy
-    shows this server. liveness_seconds: a step of the engine that takes longer is taken for one that hangs.
-    stats_seconds: between two lines of throughput in the log, 0: none.
-    reasoning_parser: how the model writes what it thinks. unknown_fields: "refuse", "warn" or "ignore" those of a body
-    that no part of it knows. special_tokens_in_content: "escape" makes control tokens in messages plain text,
-    "allow" lets them be control tokens.
-    """
-
-    model_names: Sequence[str]
-    api_keys: Sequence[str] = ()
-    cors_origins: Sequence[str] = ()
-    max_body_bytes: int = 4 << 20
-    stop_seconds: float = 30.0
-    defaults: Mapping[str, float] = field(default_factory=dict)
-    tool_parser: str = "auto"
-    allow_priority: bool = False
-    share_prefix_cache: bool = False
-    show_cached_tokens: bool = True
-    named_keys: Mapping[str, str] = field(default_factory=dict)
-    rates: ClientRates = field(default_factory=ClientRates)
-    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
-    ssl_certfile: Path | None = None
+    model_names: Sequence[str]  # what requests may call the model
+    api_keys: Sequence[str] = ()  # bearer tokens, each of which lets a request in; none: no key is needed
+    cors_origins: Sequence[str] = ()  # whose pages may ask from a browser; "*": all
+    max_body_bytes: int = 4 << 20  # of one request
+    stop_seconds: float = 30.0  # for streams to end when the server stops
+    defaults: Mapping[str, float] = field(default_factory=dict)  # sampling parameters of requests that do not say
+    tool_parser: str = "auto"  # how the model writes tool calls; "auto": as its chat template teaches
+    allow_priority: bool = False  # requests may have a priority other than 0
+    share_prefix_cache: bool = False  # clients share cached prompts, and so one can find out what another sent
+    show_cached_tokens: bool = True  # usage says how much of a prompt was cached
+    named_keys: Mapping[str, str] = field(default_factory=dict)  # further keys, by the name that the log has for them
+    rates: ClientRates = field(default_factory=ClientRates)  # of one key
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)  # of all clients together
+    ssl_certfile: Path | None = None  # PEM files, for HTTPS
     ssl_keyfile: Path | None = None
-    root_path: str = ""
-    liveness_seconds: float = 120.0
-    stats_seconds: float = 10.0
-    reasoning_parser: str = "none"
-    unknown_fields: str = "refuse"
-    special_tokens_in_content: str = "escape"
+    root_path: str = ""  # under which a proxy shows this server
+    liveness_seconds: float = 120.0  # a step of the engine that takes longer counts as one that hangs
+    stats_seconds: float = 10.0  # between two lines of throughput in the log; 0: none
+    reasoning_parser: str = "none"  # how the model writes what it thinks
+    unknown_fields: str = "refuse"  # or "warn", "ignore": those of a body that no part of it knows
+    special_tokens_in_content: str = "escape"  # control tokens in messages are plain text; "allow": control tokens
 
     def __post_init__(self) -> None:
         require_int("max_body_bytes", self.max_body_bytes, 1, 1 << 40)
@@ -78,13 +63,12 @@ class ServeSettings:
             )
         if not 0 < self.liveness_seconds < float("inf"):
             raise ConfigError(f"liveness_seconds={shown(self.liveness_seconds)}: seconds above 0 are required")
-        if not 0 <= self.stats_seconds < float("inf"):
-            raise ConfigError(f"stats_seconds={shown(self.stats_seconds)}: seconds from 0 are required")
+        for name, seconds in (("stats_seconds", self.stats_seconds), ("stop_seconds", self.stop_seconds)):
+            if not 0 <= seconds < float("inf"):
+                raise ConfigError(f"{name}={shown(seconds)}: seconds from 0 are required")
         reasoning_format(self.reasoning_parser)
         require_handling(self.unknown_fields)
         require_content_handling(self.special_tokens_in_content)
-        if not 0 <= self.stop_seconds < float("inf"):
-            raise ConfigError(f"stop_seconds={shown(self.stop_seconds)}: seconds from 0 are expected")
 
 
 def sampling_defaults(generation_config: object) -> dict[str, float]:

@@ -6,7 +6,6 @@ Nothing is queued per token: a reader that is slow holds up no other, and a delt
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
 
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.serving.engine_thread import EngineThread, Sample
@@ -67,9 +66,7 @@ class Streams:
     async def __aenter__(self) -> "Streams":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         self.abort()
 
     def post(self) -> bool:
@@ -89,8 +86,7 @@ class Streams:
             delta = sample.handle.read()
             if sample.error is not None:
                 self._left.clear()
-                self.abort()
-                raise sample.error
+                self._raise_failure()
             if delta is not None:
                 self._ready.append((index, delta))
                 if delta.output is not None:

@@ -1,4 +1,4 @@
-"""What answers look like, for `/openapi.json`: no answer is built from these, and tests hold real ones against them.
+"""What answers look like, for `/openapi.json`; tests hold real answers against these.
 
 A field without a default is always there; one with a default is there when the request asks for it.
 """
@@ -72,7 +72,7 @@ class Usage(Answer):
 
 
 class SpeculationFigures(Answer):
-    """What drafts did for all samples together."""
+    """What drafts did for all samples together: figures of `RequestStats`, which answers take by these names."""
 
     rounds: int
     acceptance_length: float
@@ -131,13 +131,16 @@ class MessageAnswer(Answer):
     reasoning_content: str | None = None
 
 
-class ChatChoice(Answer):
+class Choice(Answer):
     index: int
+    token_ids: list[int] | None = None
+    drafted: Drafted | None = None
+
+
+class ChatChoice(Choice):
     message: MessageAnswer
     finish_reason: Literal["stop", "length", "tool_calls"]
     logprobs: ChatLogprobs | None
-    token_ids: list[int] | None = None
-    drafted: Drafted | None = None
 
 
 class Head(Answer):
@@ -163,15 +166,12 @@ class CompletionLogprobs(Answer):
     text_offset: list[int]
 
 
-class CompletionChoice(Answer):
-    index: int
+class CompletionChoice(Choice):
     text: str
     finish_reason: Literal["stop", "length"]
     logprobs: CompletionLogprobs | None
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
-    token_ids: list[int] | None = None
-    drafted: Drafted | None = None
 
 
 class Completion(Head):
@@ -186,29 +186,28 @@ class OutputText(Answer):
     logprobs: list[TokenLikelihood] | None = None
 
 
-class OutputMessage(Answer):
-    type: Literal["message"]
+class OutputItem(Answer):
     id: str
-    role: Literal["assistant"]
     status: Literal["completed", "incomplete"]
+
+
+class OutputMessage(OutputItem):
+    type: Literal["message"]
+    role: Literal["assistant"]
     content: list[OutputText]
 
 
-class OutputReasoning(Answer):
+class OutputReasoning(OutputItem):
     type: Literal["reasoning"]
-    id: str
-    status: Literal["completed", "incomplete"]
     summary: list[Any]
     content: list[OutputText]
 
 
-class OutputCall(Answer):
+class OutputCall(OutputItem):
     type: Literal["function_call"]
-    id: str
     call_id: str
     name: str
     arguments: str
-    status: Literal["completed", "incomplete"]
 
 
 class InputTokensDetails(Answer):

@@ -5,6 +5,7 @@ that the Python API checks: JSON Schema says them to clients, and bodies are not
 its line in OPERATIONS.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,7 +47,6 @@ class Operation:
     kinds: tuple[str, ...] = (JSON,)
 
 
-_HEALTH = Operation(answers.Health, (503,))
 OPERATIONS = {
     ("post", "/v1/chat/completions"): Operation(answers.ChatCompletion, ASKING, (JSON, EVENTS)),
     ("post", "/v1/completions"): Operation(answers.Completion, ASKING, (JSON, EVENTS)),
@@ -58,10 +58,7 @@ OPERATIONS = {
     ("get", "/v1/models/{name}"): Operation(answers.ModelCard, (404,)),
     ("post", "/tokenize"): Operation(answers.Tokenized, ASKING),
     ("post", "/detokenize"): Operation(answers.Detokenized, ASKING),
-    ("get", "/live"): _HEALTH,
-    ("get", "/ready"): _HEALTH,
-    ("get", "/health"): _HEALTH,
-    ("get", "/ping"): _HEALTH,
+    **{("get", path): Operation(answers.Health, (503,)) for path in ("/live", "/ready", "/health", "/ping")},
     ("get", "/version"): Operation(answers.Version),
     ("get", "/metrics"): Operation(None, (500,), (METRICS,)),
 }
@@ -102,26 +99,14 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "length_penalty": {"const": 1},
 }
 """Of fields by their name, in whatever body they are."""
-PROMPTS = {
-    "anyOf": [
-        {"type": "string"},
-        _TOKENS,
-        {"type": "array", "items": {"anyOf": [{"type": "string"}, _TOKENS]}, "minItems": 1},
-    ]
-}
+_ONE_PROMPT = [{"type": "string"}, _TOKENS]
+PROMPTS = {"anyOf": [*_ONE_PROMPT, {"type": "array", "items": {"anyOf": _ONE_PROMPT}, "minItems": 1}]}
 """A text, token ids, or a list of these."""
 
 
 def install(app: FastAPI, settings: ServeSettings) -> None:
     """The application describes itself as this module does."""
-    whole: dict[str, Any] = {}
-
-    def openapi() -> dict[str, Any]:
-        if not whole:
-            whole.update(described(app, settings))
-        return whole
-
-    app.openapi = openapi  # type: ignore[method-assign]
+    app.openapi = functools.cache(lambda: described(app, settings))  # type: ignore[method-assign]
 
 
 def described(app: FastAPI, settings: ServeSettings) -> dict[str, Any]:
@@ -163,12 +148,11 @@ def _bound(schema: Mapping[str, Any], settings: ServeSettings) -> None:
 
 
 def _responses(operation: Operation, guarded: bool) -> dict[str, Any]:
-    refusals = {*operation.refusals, *((401,) if guarded else ())}
     schema = {} if operation.answer is None else _ref(operation.answer)
     schemas = {JSON: {"schema": schema}, METRICS: {"schema": {"type": "string"}}, EVENTS: {}}
     content = {kind: schemas[kind] for kind in operation.kinds}
     found = {"200": {"description": "The answer.", "content": content, "headers": _headers()}}
-    for status in sorted(refusals):
+    for status in sorted((*operation.refusals, *((401,) if guarded else ()))):
         kind = operation.answer if operation.answer is answers.Health else answers.Error
         assert kind is not None
         headers = {401: ["WWW-Authenticate"], 429: ["Retry-After"]}.get(status, [])

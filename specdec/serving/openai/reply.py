@@ -50,15 +50,16 @@ class Reply:
         self.num_calls = 0
         self._colours = DraftColours(reply_format.tokenizer, reply_format.stops) if reply_format.show_drafts else None
         self._max_calls = reply_format.max_calls
-        self._parser = None if reply_format.parser is None else reply_format.parser(reply_format.parameter_types)
+        self._parser: ToolParser | None = None
         self._reasoning: ReasoningReader | None = None
-        special: tuple[str, ...] = () if self._parser is None else self._parser.special
+        special: tuple[str, ...] = ()
+        if reply_format.parser is not None:
+            self._parser = reply_format.parser(reply_format.parameter_types)
+            special += reply_format.parser.special
         if reply_format.reasoning is not None:
             self._reasoning = ReasoningReader(reply_format.reasoning, opened=reply_format.opened)
             special += reply_format.reasoning.special
-        self._text: MarkedText | None = None
-        if self._parser is not None or self._reasoning is not None:
-            self._text = MarkedText(reply_format.tokenizer, special, reply_format.stops)
+        self._text = MarkedText(reply_format.tokenizer, special, reply_format.stops) if special else None
 
     def read(self, delta: StreamDelta) -> ReplyDelta:
         """What this delta adds."""
@@ -78,14 +79,12 @@ class Reply:
 
     def _kept(self, pieces: list[Piece]) -> list[Piece]:
         """Those before the first call that is one too many."""
-        kept: list[Piece] = []
-        for piece in pieces:
-            if self._max_calls is not None and isinstance(piece, ToolCallPiece) and piece.index >= self._max_calls:
+        for at, piece in enumerate(pieces):
+            if isinstance(piece, ToolCallPiece) and self._max_calls is not None and piece.index >= self._max_calls:
                 self._max_calls = -1
             if self._max_calls == -1:
-                break
-            kept.append(piece)
-        return kept
+                return pieces[:at]
+        return pieces
 
     def read_output(self, output: GenerationOutput) -> ReplyDelta:
         """All that an output says, as one delta."""
@@ -100,8 +99,9 @@ class Reply:
 
     def finish_reason(self, output: GenerationOutput) -> str:
         """ "stop", "length" or "tool_calls". Raises StoppingError for a request that was aborted."""
-        reason = finish_reason(output)
-        return "tool_calls" if reason == "stop" and self.num_calls else reason
+        if output.finish_reason == "abort":
+            raise StoppingError("this answer was ended before its end; the server is stopping")
+        return "tool_calls" if output.finish_reason == "stop" and self.num_calls else output.finish_reason
 
     def _call(self, piece: ToolCallPiece) -> dict[str, Any]:
         if piece.name is None:
@@ -111,19 +111,11 @@ class Reply:
         return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
-def finish_reason(output: GenerationOutput) -> str:
-    """ "stop" or "length". Raises StoppingError for a request that was aborted."""
-    if output.finish_reason == "abort":
-        raise StoppingError("this answer was ended before its end; the server is stopping")
-    return output.finish_reason
-
-
 def _one_each(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The parts of each call in one, in their order."""
     whole: dict[int, dict[str, Any]] = {}
     for call in calls:
-        if call["index"] in whole:
-            whole[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-        else:
-            whole[call["index"]] = call
+        first = whole.setdefault(call["index"], call)
+        if first is not call:
+            first["function"]["arguments"] += call["function"]["arguments"]
     return list(whole.values())
