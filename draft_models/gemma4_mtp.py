@@ -33,8 +33,7 @@ from specdec.gpu.operations import REFERENCE, Operations
 from specdec.kvcache.frozen import KVView, frozen_kv
 from specdec.kvcache.layout import SLIDING_ATTENTION
 from specdec.layers.accepted_path import keep_last
-from specdec.layers.decoder import FusedEmbedding
-from specdec.layers.fuse import Weights, fuse, fuse_embedding, fuse_linear
+from specdec.layers.fuse import FusedEmbedding, Weights, fuse, fuse_embedding, fuse_linear
 from specdec.modules.private_copy import private_copy
 from specdec.sampling.kernel_sampler import MAX_BEST
 

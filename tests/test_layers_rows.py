@@ -8,9 +8,8 @@ from torch import nn
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextScaledWordEmbedding
 
 from specdec.gpu.operations import KERNELS, REFERENCE
-from specdec.layers.decoder import FusedEmbedding
 from specdec.layers.embedding import embed, reference_embed
-from specdec.layers.fuse import fuse_embedding
+from specdec.layers.fuse import FusedEmbedding, fuse_embedding
 from specdec.sampling import softcap as softcap_module
 from specdec.sampling.softcap import _cheap_tanh, reference_softcap, softcap
 

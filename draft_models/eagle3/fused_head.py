@@ -81,7 +81,7 @@ class FusedHead(PlainHead):
             state, x = layer(state, x, Shared({"": angles}, None), specdec_ctx=context)
         return HeadOutput(state.view(*tokens.shape, -1), x.view(*tokens.shape, -1))
 
-    @holds_weights_lock
+    @holds_weights_lock()
     def _describe(self) -> None:
         """Merge the weights and note their addresses, which may have changed."""
         head: Any = self.head

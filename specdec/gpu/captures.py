@@ -70,24 +70,13 @@ class CaptureMemory(Protocol):
         """Of this pool nothing is captured any more: give its memory back."""
 
 
-class CudaReplay:
-    """A CUDA graph, and the bytes that its instance takes beside the pool."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, num_bytes: int) -> None:
-        self._graph = graph
-        self.num_bytes = num_bytes
-
-    def __call__(self) -> None:
-        self._graph.replay()
-
-
 class CudaCapture:
     """Captures into CUDA graphs; those of one `pool` share its memory."""
 
     def __init__(self) -> None:
         self.pool = ""
         self._pools: dict[str, Any] = {}
-        self._alive: weakref.WeakSet[CudaReplay] = weakref.WeakSet()
+        self._beside: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int] = weakref.WeakKeyDictionary()
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, program: Program) -> tuple[Replay, torch.Tensor]:
@@ -102,9 +91,8 @@ class CudaCapture:
         # another thread may use the device meanwhile
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             out = program()
-        replay = CudaReplay(graph, max(_taken_beside_torch() - before, 0))
-        self._alive.add(replay)
-        return replay, out
+        self._beside[graph] = max(_taken_beside_torch() - before, 0)
+        return graph.replay, out
 
     def _warm_stream(self) -> torch.cuda.Stream:
         """The stream that programs are recorded on. cuBLAS has its workspace for this thread and stream before one is,
@@ -117,7 +105,7 @@ class CudaCapture:
         return self._stream
 
     def held_bytes(self) -> int:
-        return sum(map(pool_bytes, self._pools.values())) + sum(replay.num_bytes for replay in self._alive)
+        return sum(map(pool_bytes, self._pools.values())) + sum(self._beside.values())
 
     def wait(self) -> None:
         torch.cuda.synchronize()

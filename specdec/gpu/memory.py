@@ -35,14 +35,10 @@ def all_bytes(device: torch.device) -> int:
 
 def _available() -> int:
     """The page cache counts: it is given up when memory is asked for, and it may be most of the memory."""
-    try:
-        for line in Path(ROOT, "proc/meminfo").read_text("ascii").splitlines():
-            name, _, value = line.partition(":")
-            if name == "MemAvailable":
-                return int(value.split()[0]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass  # not Linux
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    kibibytes = _field(Path(ROOT, "proc/meminfo"), "MemAvailable:")
+    if kibibytes is None:  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return kibibytes * 1024
 
 
 def _limits() -> Iterator[tuple[int, int]]:
@@ -69,7 +65,7 @@ def _limits_above(mount: str, path: str, limit: str, usage: str, cache: str) -> 
     while True:
         most = _number(group / limit)
         if most is not None and most < UNLIMITED:
-            yield most, max(0, (_number(group / usage) or 0) - _stat(group / "memory.stat", cache))
+            yield most, max(0, (_number(group / usage) or 0) - (_field(group / "memory.stat", cache) or 0))
         if group == base or base not in group.parents:
             return
         group = group.parent
@@ -83,9 +79,10 @@ def _number(path: Path) -> int | None:
         return None
 
 
-def _stat(path: Path, name: str) -> int:
+def _field(path: Path, name: str) -> int | None:
+    """The number after a name at the beginning of a line; None where there is none."""
     try:
-        lines = path.read_text("ascii").splitlines()
-    except (OSError, ValueError):
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
+        lines = map(str.split, path.read_text("ascii").splitlines())
+        return next((int(line[1]) for line in lines if line[:1] == [name]), None)
+    except (OSError, ValueError, IndexError):
+        return None

@@ -26,7 +26,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import LayerContext
-from specdec.layers.embedding import embed
 from specdec.layers.linear import Mlp, gated_linear, linear
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts
@@ -113,24 +112,6 @@ class Shared(NamedTuple):
 
     rotary: dict[str, Rotary]
     layer_inputs: torch.Tensor | None
-
-
-class FusedEmbedding(nn.Module):
-    """Stands where an embedding stood, scaled or not; weight and scale are looked up at each call."""
-
-    def __init__(self, source: nn.Embedding, ops: Operations) -> None:
-        super().__init__()
-        self.source, self.ops = source, ops
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.source.weight
-
-    def forward(self, tokens: torch.Tensor, right: torch.Tensor | None = None) -> torch.Tensor:
-        """tokens [...] -> [..., H]; with right [..., Z]: [..., H + Z], the embeddings first."""
-        scale: torch.Tensor | None = getattr(self.source, "embed_scale", None)
-        rows = None if right is None else right.reshape(tokens.numel(), -1)
-        return self.ops(embed)(tokens.reshape(-1), self.weight, scale, rows).view(*tokens.shape, -1)
 
 
 class FusedLayer(nn.Module):

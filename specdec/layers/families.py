@@ -19,8 +19,8 @@ from specdec.layers.merge import is_merged, merge_rows
 from specdec.layers.moe.moe_families import experts_of, router_of
 from specdec.layers.norm import Gain
 from specdec.layers.rope_store import Heads
-from specdec.modules.hf_norms import fused_rms_norm
 from specdec.modules.module_watch import RECORDING_HOOKS
+from specdec.modules.private_copy import fused_rms_norm
 
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 """Kinds of rotary embedding whose frequencies do not depend on the sequence."""

@@ -8,13 +8,15 @@ since a subclass may compute something else. Describing one merges weights in pl
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import Operations
-from specdec.layers.decoder import DecoderParts, FusedDecoder, FusedEmbedding
+from specdec.layers.decoder import DecoderParts, FusedDecoder
+from specdec.layers.embedding import embed
 from specdec.layers.families import FAMILIES, SCALED_EMBEDDINGS, Unfusable, family_name, is_plain, is_untouched
 from specdec.layers.linear import linear
 from specdec.layers.merge import MERGING, Watch
@@ -29,27 +31,43 @@ def fuse(source: nn.Module, ops: Operations) -> FusedDecoder:
     return FusedDecoder(source, embedding, _described(source), ops)
 
 
-class FusedLinear(nn.Module):
-    """Stands where an `nn.Linear` stood; `weight` is looked up at each call."""
+class StandIn(nn.Module):
+    """Stands where a module stood whose weights it reads, looked up at each call."""
 
-    def __init__(self, source: nn.Linear, ops: Operations) -> None:
+    def __init__(self, source: nn.Module, ops: Operations) -> None:
         super().__init__()
-        self.source, self.ops = source, ops
+        self.source: Any = source
+        self.ops = ops
 
     @property
     def weight(self) -> torch.Tensor:
-        return self.source.weight
+        weight: torch.Tensor = self.source.weight
+        return weight
+
+
+class FusedLinear(StandIn):
+    """An `nn.Linear`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> [..., N]."""
-        rows = self.ops(linear)(x.reshape(-1, x.shape[-1]), self.source.weight, self.source.bias)
+        rows = self.ops(linear)(x.reshape(-1, x.shape[-1]), self.weight, self.source.bias)
         return self.ops(finish)(rows).view(*x.shape[:-1], -1)
+
+
+class FusedEmbedding(StandIn):
+    """An embedding, scaled or not."""
+
+    def forward(self, tokens: torch.Tensor, right: torch.Tensor | None = None) -> torch.Tensor:
+        """tokens [...] -> [..., H]; with right [..., Z]: [..., H + Z], the embeddings first."""
+        scale: torch.Tensor | None = getattr(self.source, "embed_scale", None)
+        rows = None if right is None else right.reshape(tokens.numel(), -1)
+        return self.ops(embed)(tokens.reshape(-1), self.weight, scale, rows).view(*tokens.shape, -1)
 
 
 def fuse_linear(module: nn.Module, ops: Operations) -> nn.Module:
     """The same product by `ops`; the module itself where it is more than a product."""
     plain = type(module) is nn.Linear and is_untouched(module) and all(map(is_plain, module.parameters()))
-    return FusedLinear(module, ops) if plain else module  # type: ignore[arg-type]
+    return FusedLinear(module, ops) if plain else module
 
 
 def fuse_embedding(module: nn.Module, ops: Operations) -> nn.Module:
@@ -89,7 +107,7 @@ class Weights:
         self._watch = Watch(*modules)
         self._placement, self._sizes = self._where(), self._shapes()
 
-    @holds_weights_lock
+    @holds_weights_lock()
     def generation(self) -> int:
         """Incremented when the weights were found elsewhere, or modules were copied again. Raises UnsupportedModelError
         while that is not possible: weights of another dtype or on another device, for which K/V would not fit, or
@@ -99,7 +117,7 @@ class Weights:
                 self._stale = True
             return self._bring_in_step()
 
-    @holds_weights_lock
+    @holds_weights_lock()
     def look_closely(self) -> None:
         """Find what `generation` has no time to look for: see `ModuleWatch.differs`. Modules that could have changed
         without a trace are copied again. Raises as `generation` does."""
@@ -162,7 +180,7 @@ def _shown(placement: set[tuple[torch.dtype, torch.device]]) -> str:
     return " and ".join(sorted(f"{dtype} on {device}" for dtype, device in placement))
 
 
-@holds_weights_lock
+@holds_weights_lock()
 def _described(source: nn.Module) -> DecoderParts:
     describe = FAMILIES.get(family_name(source))
     if describe is None:

@@ -115,29 +115,17 @@ def _with_copied_containers(values: Any) -> Any:
     return copy.copy(values) if type(values) in (list, dict, set) else values
 
 
-class _Identity:
-    """Equal to that of the same object only, which it keeps alive."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
 def _described(value: Any, known: dict[int, Any]) -> Any:
-    """A description that stays equal as long as `value` holds the same. known: descriptions of containers, by id."""
+    """A description that stays equal as long as `value` holds the same. known: descriptions of containers, by id.
+
+    Objects are kept alive next to their id: tuples of equal ids hold one object, which compares equal to itself.
+    """
     if isinstance(value, PLAIN_VALUES):
         return type(value), value
     if isinstance(value, torch.Tensor):
-        return _Identity(value), value.data_ptr(), None if value.is_inference() else value._version
+        return id(value), value, value.data_ptr(), None if value.is_inference() else value._version
     if not isinstance(value, Mapping | list | tuple | set | frozenset | PreTrainedConfig):
-        return _Identity(value)
+        return id(value), value
     if id(value) not in known:
         known[id(value)] = "a circle"  # until it is described
         known[id(value)] = _described_container(value, known)

@@ -12,10 +12,12 @@ import copy
 from types import MethodType
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
-
-from specdec.modules.hf_norms import DECOMPOSED_NORMS, fused_rms_norm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4UnifiedRMSNorm
 
 ATTENTION_NAME = "specdec"
 HOOKS = (
@@ -31,6 +33,20 @@ OFFLOADING = ("_hf_hook", "_old_forward", "forward")
 GROWING_ROPE = ("dynamic", "longrope")
 """RoPE types that write new frequencies to their buffer in a long forward. Within the lengths that are served
 (`models/context_length.py`) the original frequencies hold; a long forward of the user's must not change them here."""
+
+
+DECOMPOSED_NORMS = (Gemma4RMSNorm, Gemma4UnifiedRMSNorm)
+"""transformers writes these out (float, pow, mean, pow, mul, mul, cast), seven times a layer."""
+
+
+def fused_rms_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Their `forward` as one operator over hidden_states [..., D]: the same arithmetic in the same order, in float32.
+
+    y = x * (mean(x^2) + eps)^(-1/2) * w,  cast back to the input's dtype
+    """
+    weight = self.weight.float() if self.with_scale else None
+    normed = F.rms_norm(hidden_states.float(), hidden_states.shape[-1:], weight, self.eps)
+    return normed.type_as(hidden_states)
 
 
 def private_copy(module: nn.Module, attention: str = ATTENTION_NAME) -> nn.Module:

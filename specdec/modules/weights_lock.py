@@ -5,13 +5,9 @@ engine there. That engine's next turn then releases what the stream held: releas
 thread it would wait for a lock that this thread, or one that waits for it, holds.
 """
 
-import functools
 import threading
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class _Held(threading.local):
@@ -21,18 +17,14 @@ class _Held(threading.local):
 _HELD = _Held()
 
 
-def holds_weights_lock(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorates functions that take a lock over weights."""
-
-    @functools.wraps(function)
-    def held(*args: P.args, **kwargs: P.kwargs) -> T:
-        _HELD.depth += 1
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _HELD.depth -= 1
-
-    return held
+@contextmanager
+def holds_weights_lock() -> Iterator[None]:
+    """Around what takes a lock over weights, or as a decorator of it."""
+    _HELD.depth += 1
+    try:
+        yield
+    finally:
+        _HELD.depth -= 1
 
 
 def weights_lock_held() -> bool:
