@@ -52,11 +52,7 @@ class AttentionCall(NamedTuple):
         return q, k, v
 
     def answer(
-        self,
-        forward: LayerContext,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
+        self, forward: LayerContext, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None
     ) -> torch.Tensor:
         """[X, T, Hq, D] by what attends packed rows."""
         out = forward.attend_rows(self.layer, q, k, v, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks)
@@ -90,23 +86,13 @@ def specdec_attention(
             "the attention implementation 'specdec' works inside a specdec engine only; "
             "restore the model with model.set_attn_implementation('sdpa') to call it yourself"
         )
-    call = AttentionCall(
-        layer=int(getattr(module, "layer_idx", -1)),
-        query=query,
-        key=key,
-        value=value,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
-        sinks=s_aux,
-        softcap=softcap,
-        extra=extra,
-    )
+    layer = int(getattr(module, "layer_idx", -1))
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = AttentionCall(layer, query, key, value, scaling, sliding_window, s_aux, softcap, extra)
     return specdec_ctx.attend(call).contiguous(), None  # some models take a view of it
 
 
 AttentionInterface.register(ATTENTION_NAME, specdec_attention)
-
-
 Window = int | None
 
 
@@ -139,15 +125,14 @@ class ForwardContext:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """For a layer of Hugging Face: its K/V are stored here, unless they are another layer's."""
         q, k, v = call.rows()
-        own: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-        if self.plan.write_full is not None and self.view.owns(call.layer):
-            kept = self.view.writable_layer(call.layer)
-            self.plan.backend.store(kept, self.plan.write_slots(kept.space), k, v)
-            own = k, v
-        return call.answer(self, q, *own)
+        destination = self.destination(call.layer)
+        if destination is None:
+            return call.answer(self, q, None, None)
+        self.plan.backend.store(self.view.writable_layer(call.layer), destination.slots, k, v)
+        return call.answer(self, q, k, v)
 
     def destination(self, layer: int) -> Destination | None:
-        """Where this layer's new K/V go; None when it stores none: it shares another's, or reads a frozen cache."""
+        """See `LayerContext`."""
         if self.plan.write_full is None or not self.view.owns(layer):
             return None
         kept = self.view.writable_layer(layer)
@@ -164,12 +149,12 @@ class ForwardContext:
         """See `LayerContext`."""
         block = None
         if self.plan.write_full is not None:
-            if k is not None and v is not None:
+            if k is None or v is None:
+                block = self.lent[self.view.layer_map[layer]]
+            else:
                 block = self._by_request(k), self._by_request(v)
                 if layer in self.lent:
                     self.lent[layer] = block
-            else:
-                block = self.lent[self.view.layer_map[layer]]
         block_k, block_v = block or (None, None)
         kept_k, kept_v, space = self.view.layer(layer)
         attend = self.attention[space, self.windows[layer]]

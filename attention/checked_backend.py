@@ -18,14 +18,12 @@ import torch
 from specdec.attention.backend import Backend
 from specdec.attention.kernels.draft_block import Draft, DraftBlock
 from specdec.attention.path_attention import part_of
-from specdec.attention.plan import Attend, KVPlan, PrefixTables
-from specdec.attention.trees.tree import DraftTree
+from specdec.attention.plan import Attend, KVPlan
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space, SwaLoc
+from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space
 from specdec.kvcache.sanitize import Capture, Fault, Sanitizer, sanitize_requested
-from specdec.kvcache.store import KVStore, LayerKV
-from specdec.kvcache.table import RequestTable, Rows
+from specdec.kvcache.store import LayerKV
 
 
 def sanitized(cache: KVCache, backend: Backend, capture: Capture | None) -> tuple[Backend, Capture | None]:
@@ -43,9 +41,8 @@ class CheckedBackend:
         self.backend = backend
         self.sanitizer = sanitizer
         self.name = backend.name
-
-    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PrefixTables:
-        return self.backend.locate(table, rows, committed_len, num_queries)
+        self.locate, self.select_tree = backend.locate, backend.select_tree
+        self.store, self.move = backend.store, backend.move
 
     def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:
         self._check_lengths(plan)
@@ -58,24 +55,6 @@ class CheckedBackend:
 
     def draft_block(self, view: KVView, draft: Draft) -> DraftBlock:
         return CheckedDraft(self.backend.draft_block(view, draft), draft, self.sanitizer)
-
-    def store(self, layer: LayerKV, slots: FullLoc | SwaLoc, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.backend.store(layer, slots, k, v)
-
-    def move(self, store: KVStore, space: Space, source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc) -> None:
-        self.backend.move(store, space, source, destination)
-
-    def select_tree(
-        self,
-        root: torch.Tensor,
-        tokens: torch.Tensor,
-        scores: torch.Tensor,
-        parents: torch.Tensor,
-        *,
-        num_nodes: int,
-        num_levels: int,
-    ) -> DraftTree:
-        return self.backend.select_tree(root, tokens, scores, parents, num_nodes=num_nodes, num_levels=num_levels)
 
     def _check_lengths(self, plan: KVPlan) -> None:
         """A run may begin anywhere in what is committed; trees and frozen drafts begin right after it."""
@@ -106,17 +85,17 @@ class CheckedBackend:
         columns = torch.arange(pages.shape[1], device=pages.device)
         positions = start[:, None] + columns * page_size
         expected = slots.gather(1, positions.clamp(max=slots.shape[1] - 1)) // page_size
-        read = (positions < length) & self._real(plan)[:, None]
-        wrong = read & ((pages != expected) | (pages == NULL_SLOT))
+        real = self._real(plan)[:, None]
+        wrong = real & (positions < length) & ((pages != expected) | (pages == NULL_SLOT))
         self.sanitizer.note(Fault.READ, space, wrong, plan.rows, positions, pages * page_size, expected * page_size)
 
         retain = self.sanitizer.table.retain
         oldest = torch.zeros_like(length)
         if space is Space.SWA and retain is not None:
             oldest = (length - retain).clamp(min=0)
-        end = start[:, None] + pages.shape[1] * page_size
-        short = ((start[:, None] > oldest) | (end < length)) & self._real(plan)[:, None]
-        missing = torch.where(start[:, None] > oldest, oldest, end)
+        begin, end = start[:, None], start[:, None] + pages.shape[1] * page_size
+        short = real & ((begin > oldest) | (end < length))
+        missing = torch.where(begin > oldest, oldest, end)
         lost = slots.gather(1, missing.clamp(max=slots.shape[1] - 1))
         self.sanitizer.note(Fault.COVER, space, short, plan.rows, missing, lost, lost)
 
@@ -124,10 +103,9 @@ class CheckedBackend:
         self, query: torch.Tensor, out: torch.Tensor, plan: KVPlan, space: Space, part: tuple[slice, slice]
     ) -> None:
         """query [B, Hq, N, D], out [B, N, Hq, D] of a part of the requests and columns of a plan."""
-        broken = _broken(query, out)
-        null = torch.zeros_like(plan.positions[part])
-        broken &= self._own(plan)[part]
-        self.sanitizer.note(Fault.POISON, space, broken, plan.rows[part[0]], plan.positions[part], null, null)
+        broken, positions = _broken(query, out) & self._own(plan)[part], plan.positions[part]
+        null = torch.zeros_like(positions)
+        self.sanitizer.note(Fault.POISON, space, broken, plan.rows[part[0]], positions, null, null)
 
     def _real(self, plan: KVPlan) -> torch.Tensor:
         """[B]: no padding."""
@@ -178,9 +156,8 @@ class CheckedDraft:
 
     def attend(self, layer: int, query: torch.Tensor, *, scaling: float) -> torch.Tensor:
         out = self.block.attend(layer, query, scaling=scaling)  # [B, K, Hq, D]
-        broken = _broken(query, out)
         rows = self.draft.rows.index
-        broken &= (rows != self.sanitizer.table.padding_row)[:, None]
+        broken = _broken(query, out) & (rows != self.sanitizer.table.padding_row)[:, None]
         positions = self.draft.positions[self.level][:, None]
         null = torch.zeros_like(positions)
         self.sanitizer.note(Fault.POISON, Space.FULL, broken, rows, positions, null, null)

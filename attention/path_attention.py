@@ -6,29 +6,13 @@ computed in parts, in any order in which a row's ancestors are stored before it:
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from specdec.attention.kernels.own_keys import OwnKeys
 from specdec.attention.plan import Attend, KVPlan
 from specdec.kvcache.index_spaces import Space
-
-
-class FindOwnKeys(Protocol):
-    """`own_keys` and its reference."""
-
-    def __call__(
-        self,
-        pages: torch.Tensor,
-        start: torch.Tensor | None,
-        committed_len: torch.Tensor,
-        write: torch.Tensor | None,
-        parents: torch.Tensor | None = None,
-        *,
-        page_size: int,
-        max_depth: int | None = None,
-    ) -> OwnKeys: ...
 
 
 def part_of(attend: Attend, requests: slice, columns: slice) -> Attend:
@@ -59,13 +43,13 @@ class PathAttention:
     def of(
         cls,
         function: Callable[..., torch.Tensor],
-        find_own_keys: FindOwnKeys,
+        find_own_keys: Callable[..., OwnKeys],
         plan: KVPlan,
         table: tuple[torch.Tensor, torch.Tensor | None],
         space: Space,
         window: int | None,
     ) -> "PathAttention":
-        """table: page ids [B, P] in the space, and the position [B] of each first page (None: 0)."""
+        """find_own_keys: `own_keys` or its reference; table: the arguments `pages` and `start` of both."""
         pages, start = table
         write = None if plan.write_full is None else plan.write_slots(space).view(plan.positions.shape)
         tree = plan.tree
@@ -81,14 +65,7 @@ class PathAttention:
         self, query: torch.Tensor, _k: object, _v: object, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any
     ) -> torch.Tensor:
         return self.function(
-            query,
-            pool_k,
-            pool_v,
-            self.own,
-            self.pages,
-            self.start,
-            self.committed_len,
-            self.positions,
+            *(query, pool_k, pool_v, self.own, self.pages, self.start, self.committed_len, self.positions),
             page_size=self.page_size,
             block_len=self.block_len,
             window=self.window,

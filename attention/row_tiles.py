@@ -50,10 +50,7 @@ def pad_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 class TileContext:
-    """The `LayerContext` of one tile of a forward.
-
-    `states`: see `ForwardContext`.
-    """
+    """The `LayerContext` of one tile of a forward. `states`: see `ForwardContext`."""
 
     def __init__(self, whole: ForwardContext, tile: Tile) -> None:
         self.whole, self.tile = whole, tile
@@ -73,7 +70,7 @@ class TileContext:
         return call.answer(self, q, k, v)
 
     def destination(self, layer: int) -> Destination | None:
-        """Where this layer's new K/V go, padding to the sink; None when it stores none."""
+        """See `LayerContext`; padding goes to the null slot."""
         if not self.whole.view.owns(layer):
             return None
         kept = self.whole.view.writable_layer(layer)

@@ -12,7 +12,6 @@ from specdec.attention.kernels.own_keys import reference_own_keys
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan
 from specdec.attention.trees.growth import reference_select_tree
-from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import FullLoc, SlotTable, Space, SwaLoc
 from specdec.kvcache.store import KVStore, LayerKV, reference_move_kv, reference_store_kv
@@ -35,10 +34,7 @@ class SlotTables(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TorchBackend:
-    """Every step as torch operators.
-
-    deterministic: keys are cut by absolute position.
-    """
+    """Every step as torch operators. deterministic: keys are cut by absolute position."""
 
     name = "torch"
     deterministic: bool = False
@@ -79,14 +75,4 @@ class TorchBackend:
     def move(self, store: KVStore, space: Space, source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc) -> None:
         reference_move_kv(store.tensors(space), source, destination)
 
-    def select_tree(
-        self,
-        root: torch.Tensor,
-        tokens: torch.Tensor,
-        scores: torch.Tensor,
-        parents: torch.Tensor,
-        *,
-        num_nodes: int,
-        num_levels: int,
-    ) -> DraftTree:
-        return reference_select_tree(root, tokens, scores, parents, num_nodes=num_nodes, num_levels=num_levels)
+    select_tree = staticmethod(reference_select_tree)

@@ -34,11 +34,9 @@ class TritonBackend:
     def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PageTables:
         page_size, retain = table.allocator.page_size, table.retain
         full_width = -(-rows.longest // page_size)
+        full_to_swa = None if retain is None else table.allocator.full_to_swa.tensor
         return build_page_tables(
-            table.slots.tensor,
-            None if retain is None else table.allocator.full_to_swa.tensor,
-            rows.index,
-            committed_len,
+            *(table.slots.tensor, full_to_swa, rows.index, committed_len),
             num_nodes=num_queries,
             retain=retain,
             page_size=page_size,

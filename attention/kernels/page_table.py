@@ -114,12 +114,8 @@ def _page_tables_kernel(
         o_page = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         o_pos = o_page * PAGE_SIZE
         slot = tl.load(p_req_to_slot + o_pos, mask=o_pos < tl.minimum(length, row_end), other=0)
-        tl.store(
-            p_full_pages + i_request * full_width + o_page,
-            slot // PAGE_SIZE,
-            mask=o_page < full_width,
-            eviction_policy=KEEP,
-        )
+        p_page = p_full_pages + i_request * full_width + o_page
+        tl.store(p_page, slot // PAGE_SIZE, mask=o_page < full_width, eviction_policy=KEEP)
     if HAS_SWA:  # noqa: SIM102 - a constexpr: without SWA the body does not compile
         if (i_block >= full_blocks) & (i_block < full_blocks + swa_blocks):  # the newest of it in SWA space
             o_page = (i_block - full_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -127,12 +123,8 @@ def _page_tables_kernel(
             m_page = (o_page < swa_width) & (o_pos < tl.minimum(length, row_end))
             slot = tl.load(p_req_to_slot + o_pos, mask=m_page, other=0)
             swa_slot = tl.load(p_full_to_swa + slot, mask=m_page, other=0)
-            tl.store(
-                p_swa_pages + i_request * swa_width + o_page,
-                swa_slot // PAGE_SIZE,
-                mask=o_page < swa_width,
-                eviction_policy=KEEP,
-            )
+            p_page = p_swa_pages + i_request * swa_width + o_page
+            tl.store(p_page, swa_slot // PAGE_SIZE, mask=o_page < swa_width, eviction_policy=KEEP)
     if i_block >= full_blocks + swa_blocks:  # the draft nodes, in both
         o_node = (i_block - full_blocks - swa_blocks) * BLOCK + tl.arange(0, BLOCK)
         m_node = o_node < num_nodes
@@ -168,34 +160,17 @@ def build_page_tables(
     assert committed_len.shape == rows.shape == (batch,), f"{rows.shape=} {committed_len.shape=}"
     assert req_to_slot.is_contiguous() and rows.is_contiguous() and committed_len.is_contiguous(), "not contiguous"
     assert (full_to_swa is None) == (retain is None), f"{full_to_swa is None=} {retain=}"
-    full_pages = req_to_slot.new_empty((batch, full_width))
-    write_full = req_to_slot.new_empty((batch, num_nodes))
+    full_pages, write_full = (req_to_slot.new_empty((batch, width)) for width in (full_width, num_nodes))
     swa_pages = swa_start = write_swa = None
     if full_to_swa is not None:
-        swa_pages = req_to_slot.new_empty((batch, swa_width))
+        swa_pages, write_swa = (req_to_slot.new_empty((batch, width)) for width in (swa_width, num_nodes))
         swa_start = req_to_slot.new_empty((batch,))
-        write_swa = req_to_slot.new_empty((batch, num_nodes))
     full_blocks = triton.cdiv(full_width, BLOCK)
     swa_blocks = 0 if swa_pages is None else triton.cdiv(swa_width, BLOCK)
     node_blocks = max(triton.cdiv(num_nodes, BLOCK), 1)  # one in any case: it says where the SWA part starts
     _page_tables_kernel[(batch, full_blocks + swa_blocks + node_blocks)](
-        req_to_slot,
-        full_to_swa,
-        rows,
-        committed_len,
-        full_pages,
-        swa_pages,
-        swa_start,
-        write_full,
-        write_swa,
-        num_rows - 1,
-        row_width,
-        num_nodes,
-        retain or 0,
-        full_width,
-        swa_width,
-        full_blocks,
-        swa_blocks,
+        *(req_to_slot, full_to_swa, rows, committed_len, full_pages, swa_pages, swa_start, write_full, write_swa),
+        *(num_rows - 1, row_width, num_nodes, retain or 0, full_width, swa_width, full_blocks, swa_blocks),
         PAGE_SIZE=page_size,
         HAS_SWA=full_to_swa is not None,
         BLOCK=BLOCK,

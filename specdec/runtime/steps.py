@@ -37,9 +37,10 @@ from specdec.runtime.rounds.grouping import WORTH_A_FORWARD, WORTH_ON_CPU, group
 from specdec.runtime.rounds.prompt_scoring import Scoring, score_chunk
 from specdec.runtime.rounds.result import RoundResult, RoundShape
 from specdec.runtime.rounds.round import PREFILL_STAGES, Chunk, Round
-from specdec.runtime.rounds.round_shapes import NO_DRAFT, max_logprobs, round_shape, whole_draft, with_forced
+from specdec.runtime.rounds.round_shapes import NO_DRAFT, round_shape, whole_draft, with_forced
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.settling import commit_chunks, settle_chunks, settle_round
+from specdec.sampling.log_probs import max_logprobs
 from specdec.sampling.sampling_table import Uses
 
 
@@ -210,10 +211,9 @@ class Steps:
         ]
         drawn = [requests[i] for i in drawing]
         params = [request.params for request in drawn]
-        uses, logprobs = Uses.of(params), max_logprobs([p.logprobs for p in params])
-        shape = RoundShape(len(drawn), 0, 0, 1, 1, uses, logprobs)
+        shape = RoundShape(len(drawn), 0, 0, 1, 1, Uses.of(params), max_logprobs(params))
         chosen = np.array(drawing, dtype=np.int64)
-        self.round.sampling.load_biases(rows[chosen], params, uses)
+        self.round.sampling.load_biases(rows[chosen], params, shape.uses)
         self.round.flush()
         self.round.clock.start(*PREFILL_STAGES)
         chunk = self._read(rows, chunk_len)
@@ -221,7 +221,7 @@ class Steps:
         if scoring := scoring_of([request.scores for request in requests], done, chunk_len):
             cells = upload(scoring.cells(), self.round.device)
             scores = scoring, copy_to_host(score_chunk(self.round, chunk, cells, scoring.alternatives))
-        packed = self.round.prefill(chunk, chosen, uses, logprobs, root_masks([request.place for request in drawn]))
+        packed = self.round.prefill(chunk, chosen, shape, root_masks([request.place for request in drawn]))
         forced = np.zeros(len(drawn), dtype=np.int64)
         self._launched(requests, drawing, shape, PREFILL_STAGES, packed, forced, scores)
         commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)

@@ -8,6 +8,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from specdec.config import SamplingParams
+
 
 class TokenLogprob(NamedTuple):
     """Log-probability of an emitted token under the unmodified logits, and of the most likely alternatives."""
@@ -86,3 +88,8 @@ class LogProbs(NamedTuple):
         log_p = logits.log_softmax(dim=-1)[:, :vocab_size]
         best = best_of(log_p, min(count, vocab_size))
         return cls(log_p.gather(1, tokens[:, None])[:, 0], best.scores, best.tokens)
+
+
+def max_logprobs(params: Sequence[SamplingParams]) -> int | None:
+    """Most alternatives that any of these requests asks for; None: none asks for log-probabilities."""
+    return max((p.logprobs for p in params if p.logprobs is not None), default=None)

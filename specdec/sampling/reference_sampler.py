@@ -52,10 +52,14 @@ class Past:
 
     history: OnDemand = OnDemand()
     length: torch.Tensor
-    tree: NodePaths | None
+    tree: NodePaths | None = None
     prompt_len: torch.Tensor | None = None
     allowed: torch.Tensor | None = None
     seen: torch.Tensor | None = None
+
+    def before(self, tree: NodePaths | None, allowed: torch.Tensor | None) -> "Past":
+        """The same histories, with these drafts after them and these masks."""
+        return Past(lambda: self.history, self.length, tree, self.prompt_len, allowed, self.seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class ReferenceSampler:
     """Draws tokens of B requests with their parameters.
 
     params, uses, bias: of `SamplingTable.at`. noise: [B, W, V] of positions first [B] and after, made once for all that
-    draws there (`ahead`); None: made as needed.
+    draws there (`ahead`); None: made as needed. past: the histories of the requests.
     """
 
     params: ParamVectors
@@ -71,6 +75,7 @@ class ReferenceSampler:
     bias: torch.Tensor | None = None
     first: torch.Tensor | None = None
     noise: torch.Tensor | None = None
+    past: Past | None = None
 
     def ahead(self, first: torch.Tensor, count: int, vocab_size: int) -> "ReferenceSampler":
         """The same for `count` positions from first [B] on: nodes of a tree and steps of a draft share their noise."""
@@ -88,6 +93,18 @@ class ReferenceSampler:
     ) -> torch.Tensor:
         """The target's tokens [B, N]: `sample` after `edited`. softcap: one that the logits have not had yet."""
         return self.sample(self.edited(logits, past, softcap), positions)
+
+    def draw_after(
+        self,
+        tree: NodePaths | None,
+        allowed: torch.Tensor | None,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """`draw` after the requests' own histories and these drafts, under these masks (see `Past`)."""
+        assert self.past is not None, "a sampler without histories"
+        return self.draw(logits, positions, self.past.before(tree, allowed), softcap)
 
     def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best:
         """The `count` best of `log_scores`, a node's children; where the filters leave fewer tokens, the lowest ids

@@ -15,7 +15,7 @@ import torch
 from specdec.attention.plan import plan_verify
 from specdec.attention.trees.forced_tokens import graft, without_blanks
 from specdec.attention.trees.tree import DraftTree
-from specdec.draft_models.base import DraftBatch
+from specdec.draft_models.base import DraftBatch, Observation
 from specdec.kvcache.table import Rows
 from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.opening import opening, reference_opening
@@ -62,7 +62,7 @@ class DecodeRound:
         opened = (opening if round.on_kernels else reference_opening)(rows.index, *state, depth=shape.num_steps + 1)
         self.opened, root, history_len = opened, opened.root, opened.history_len
         self.prefix = round.backend.locate(table, rows, opened.committed_len, shape.width)
-        sampler = round.sampler(*round.sampling.at(rows.index, shape.uses, opened.params))
+        sampler = round.sampler_of(rows, history_len, shape, opened)
         depth = max(shape.num_steps + 1, shape.depth)
         self.sampler = sampler = sampler.ahead(history_len, depth, round.target.vocab_size)
 
@@ -101,11 +101,17 @@ class DecodeRound:
         """Run the target over all nodes: `self.out` and `self.logits`."""
         round, shape, opened, tree = self.round, self.shape, self.opened, self.tree
         round.clock.mark("verify")
-        # a drafter may propose less than it was asked for
-        prefix = self.prefix if tree.num_nodes == shape.width else None
-        positions = opened.chain_pos if opened.fits(tree) else None
-        known = {"committed_len": opened.committed_len, "positions": positions}
-        self.plan = plan_verify(round.backend, round.cache.table, self.rows, tree, prefix=prefix, **known)
+        self.plan = plan_verify(
+            round.backend,
+            round.cache.table,
+            self.rows,
+            tree,
+            committed_len=opened.committed_len,
+            prefix=self.prefix
+            if tree.num_nodes == shape.width
+            else None,  # a drafter may propose less than it was asked
+            positions=opened.chain_pos if opened.fits(tree) else None,
+        )
         self.fed = without_blanks(tree) if shape.forced else tree  # a token at every node
         self.out = round.target.forward(self.fed.tokens, self.plan, round.view, round.aux_layers)  # [B, N, H]
         self.logits, self.softcap = round.logits(self.out.hidden, shape.logprobs)  # [B, N, V]
@@ -117,9 +123,8 @@ class DecodeRound:
         round, shape, rows, opened, tree = self.round, self.shape, self.rows, self.opened, self.tree
         round.clock.mark("other")
         allowed = round.allowed(shape) if shape.uses.masked else None
-        past = round.past(rows, opened.history_len, self.fed, shape.uses, allowed)
         drawn_pos = opened.drawn_pos if opened.fits(tree) else self.plan.positions + 1
-        drawn = self.sampler.draw(self.logits, drawn_pos, past, self.softcap)
+        drawn = self.sampler.draw_after(self.fed, allowed, self.logits, drawn_pos, self.softcap)
         numbers, packed, stamps = empty_result(shape, len(DECODE_STAGES) + 1, round.device)
         close = closing if round.on_kernels else reference_closing
         length, bonus, move = close(
@@ -133,7 +138,18 @@ class DecodeRound:
         path = nodes[:, : shape.depth]  # none is longer
         if round.seen_bits is not None and shape.uses.penalty:
             round.seen_bits.add(rows.index, tokens, length)
-        round.observe(rows, opened.committed_len, self.fed.tokens, self.out, path, length, bonus)
+        if round.worker is not None:
+            seen = Observation(
+                rows=rows,
+                start=opened.committed_len,
+                tokens=self.fed.tokens,
+                hidden=self.out.hidden,
+                aux_states=self.out.aux_states,
+                path=path,
+                length=length,
+                next_token=bonus,
+            )
+            round.worker.observe(seen)
         if shape.logprobs is None:
             round.clock.stop(stamps)
             return numbers

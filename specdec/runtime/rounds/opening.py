@@ -4,7 +4,7 @@
     most[b]         = 1 + max_drafts[row]      longest path that the request may accept
     level_pos[l, b] = S + l                    position of the tokens on level l of a draft, 0 <= l <= D
     chain_pos[b, n] = S + n                    of the nodes of a chain, 0 <= n < D;   drawn_pos: of what is drawn behind
-    whole, real                                the row's sampling parameters, a vector each (`ParamVectors`)
+    params                                     the row's sampling parameters, a vector each (`ParamVectors`)
 
 A lane reads a row. Padding seats read the padding row, which has nothing committed.
 """
@@ -21,16 +21,14 @@ LANES = 32
 
 
 class Opening(NamedTuple):
-    """level_pos [D + 1, B], chain_pos and drawn_pos [B, D], root and most [B], whole [WHOLE, B]: int64.
-    real [REAL, B] float32."""
+    """level_pos [D + 1, B], chain_pos and drawn_pos [B, D], root and most [B]: int64."""
 
     level_pos: torch.Tensor
     chain_pos: torch.Tensor
     drawn_pos: torch.Tensor
     root: torch.Tensor
     most: torch.Tensor
-    whole: torch.Tensor
-    real: torch.Tensor
+    params: ParamVectors
 
     @property
     def committed_len(self) -> torch.Tensor:
@@ -41,10 +39,6 @@ class Opening(NamedTuple):
     def history_len(self) -> torch.Tensor:
         """[B]: S + 1, with the root."""
         return self.level_pos[1]
-
-    @property
-    def params(self) -> ParamVectors:
-        return ParamVectors(self.whole, self.real)
 
     def fits(self, tree: DraftTree) -> bool:
         """Are chain_pos and drawn_pos those of this tree?"""
@@ -69,7 +63,7 @@ def reference_opening(
         by_request[:, 1:].contiguous(),
         tokens[seats, start],
         1 + max_drafts[seats],
-        *split_cells(cells[seats]),
+        split_cells(cells[seats]),
     )
 
 
@@ -133,11 +127,13 @@ def opening(
         seats.new_empty((batch, depth)),
         seats.new_empty((batch,)),
         seats.new_empty((batch,)),
-        seats.new_empty((len(WHOLE), batch)),
-        seats.new_empty((num_cells - len(WHOLE), batch), dtype=torch.float32),
+        ParamVectors(
+            seats.new_empty((len(WHOLE), batch)),
+            seats.new_empty((num_cells - len(WHOLE), batch), dtype=torch.float32),
+        ),
     )
     _opening_kernel[(triton.cdiv(batch, LANES),)](
-        *(*given, *opened, batch, row_width, depth),
+        *(*given, *opened[:-1], *opened.params, batch, row_width, depth),
         WHOLE=len(WHOLE),
         CELLS=num_cells,
         LANES=LANES,

@@ -14,7 +14,6 @@ import torch
 
 from specdec.attention.backend import Backend
 from specdec.attention.plan import plan_chunk
-from specdec.attention.trees.tree import DraftTree
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.draft_models.base import Binding, Drafter, Observation
 from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
@@ -24,11 +23,12 @@ from specdec.kvcache.frozen import own_view
 from specdec.kvcache.table import Rows
 from specdec.models.target import TargetModel, TargetOutput
 from specdec.models.watched_weights import watched_weights
+from specdec.runtime.rounds.opening import Opening
 from specdec.runtime.rounds.result import RoundShape, pack
 from specdec.sampling.kernel_sampler import KernelSampler
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import Past, ReferenceSampler
-from specdec.sampling.sampling_table import SamplingTable, Uses
+from specdec.sampling.sampling_table import SamplingTable
 from specdec.sampling.token_bitmaps import MaskBuffer, RowMasks, SeenBits, write_masks
 
 PREFILL_STAGES = ("prefill",)
@@ -143,11 +143,10 @@ class Round:
         self,
         chunk: "Chunk",
         through: IntArray,
-        uses: Uses,
-        logprobs: int | None,
+        shape: RoundShape,
         allowed: RowMasks | None,
     ) -> torch.Tensor:
-        """Behind what the target has read: those numbered `through` [T] draw a token, and the drafter observes.
+        """After what the target has read: those numbered `through` [T] draw a token, and the drafter observes.
 
         allowed: what grammars let those of them draw that have one. -> the packed result of T rounds of one node. What
         they draw is in its place in `tokens`, so a round may follow. The host commits the chunks, from its own side,
@@ -160,23 +159,33 @@ class Round:
         first, scores = behind.new_zeros((0, 1)), None
         if len(through):
             chosen = upload(through, self.device)
-            logits, softcap = self.logits(out.hidden[chosen, length[chosen] - 1][:, None], logprobs)  # [T, 1, V]
+            logits, softcap = self.logits(out.hidden[chosen, length[chosen] - 1][:, None], shape.logprobs)  # [T, 1, V]
             drawing = Rows(rows.index[chosen], rows.longest + width - 1)
             history_len = (committed + length)[chosen]
-            sampler = self.sampler(*self.sampling.at(drawing.index, uses))
             bits = None
             if allowed is not None:
                 bits = chosen.new_empty((len(through), 1, self.masks.num_words), dtype=torch.int32)
                 write_masks(bits, allowed)
-            past = self.past(drawing, history_len, None, uses, bits)
-            first = sampler.draw(logits, history_len[:, None], past, softcap)  # [T, 1]
+            sampler = self.sampler_of(drawing, history_len, shape)
+            first = sampler.draw_after(None, bits, logits, history_len[:, None], softcap)  # [T, 1]
             behind = behind.index_copy(0, chosen, first[:, 0])
             self.tokens.tensor[drawing.index, history_len] = first[:, 0]
-            if self.seen_bits is not None and uses.penalty:
+            if self.seen_bits is not None and shape.uses.penalty:
                 self.seen_bits.add(drawing.index, first, torch.ones_like(first[:, 0]))
-            scores = None if logprobs is None else LogProbs.of(logits, first, logprobs)
+            scores = None if shape.logprobs is None else LogProbs.of(logits, first, shape.logprobs)
         steps = torch.arange(width, device=self.device).expand(len(fed), width)
-        self.observe(rows, committed, fed, out, steps, length, behind)
+        if self.worker is not None:
+            seen = Observation(
+                rows=rows,
+                start=committed,
+                tokens=fed,
+                hidden=out.hidden,
+                aux_states=out.aux_states,
+                path=steps,
+                length=length,
+                next_token=behind,
+            )
+            self.worker.observe(seen)
         one_node = torch.cat([torch.ones_like(first), torch.zeros_like(first), first], dim=1)
         return pack(one_node, scores, self.clock.stop())
 
@@ -188,18 +197,17 @@ class Round:
         """[B, L] tokens by position, a root behind the longest prefix included."""
         return self.tokens.tensor[rows.index, : rows.longest + 1]
 
-    def past(
-        self,
-        rows: Rows,
-        history_len: torch.Tensor,
-        tree: DraftTree | None,
-        uses: Uses,
-        allowed: torch.Tensor | None,
-    ) -> Past:
-        """What draws of these uses depend on."""
-        prompt_len = self.prompt_len.tensor[rows.index] if uses.counts else None
-        seen = self.seen_bits.of(rows.index) if self.seen_bits is not None and uses.penalty else None
-        return Past(lambda: self.history(rows), history_len, tree, prompt_len, allowed, seen)
+    def sampler_of(
+        self, rows: Rows, history_len: torch.Tensor, shape: RoundShape, opened: Opening | None = None
+    ) -> ReferenceSampler:
+        """Draws the tokens of these rows, which have `history_len` [B] tokens, as far as the shape says they can ask
+        for. opened: holds their parameters already."""
+        prompt_len = self.prompt_len.tensor[rows.index] if shape.uses.counts else None
+        seen = self.seen_bits.of(rows.index) if self.seen_bits is not None and shape.uses.penalty else None
+        return self.sampler(
+            *self.sampling.at(rows.index, shape.uses, opened and opened.params),
+            past=Past(lambda: self.history(rows), history_len, prompt_len=prompt_len, seen=seen),
+        )
 
     def logits(self, hidden: torch.Tensor, logprobs: int | None) -> tuple[torch.Tensor, float | None]:
         """Logits, and the softcap that they are still to get: kernels that draw cap what they read, in passing, and may
@@ -207,28 +215,3 @@ class Round:
         if self.on_kernels and logprobs is None and not self.target.deterministic:
             return self.target.uncapped_logits(hidden)
         return self.target.logits(hidden), None
-
-    def observe(
-        self,
-        rows: Rows,
-        start: torch.Tensor,
-        tokens: torch.Tensor,
-        out: TargetOutput,
-        path: torch.Tensor,
-        length: torch.Tensor,
-        next_token: torch.Tensor,
-    ) -> None:
-        """Show the drafter what the target saw at the `length` [B] tokens behind `start` [B], and what comes next."""
-        if self.worker is None:
-            return
-        seen = Observation(
-            rows=rows,
-            start=start,
-            tokens=tokens,
-            hidden=out.hidden,
-            aux_states=out.aux_states,
-            path=path,
-            length=length,
-            next_token=next_token,
-        )
-        self.worker.observe(seen)

@@ -16,6 +16,7 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.rounds.captured_rounds import RoundGraphs
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.round import Round
+from specdec.sampling.log_probs import max_logprobs
 
 NO_DRAFT = (0, 1, 1)
 """Steps, topk and nodes of a draft that is the root alone."""
@@ -38,8 +39,8 @@ def round_shape(
     knows."""
     num_steps, topk, num_nodes = (max(size) for size in zip(NO_DRAFT, *drafts, strict=True))
     longest = int(round.cache.table.committed_len.host[rows].max(initial=0)) + unsettled_nodes
-    uses, logprobs = round.sampling.uses(params), max_logprobs([p.logprobs for p in params])
-    return RoundShape(len(rows), longest, num_steps, topk, num_nodes, uses, logprobs)
+    asked = round.sampling.uses(params), max_logprobs(params)
+    return RoundShape(len(rows), longest, num_steps, topk, num_nodes, *asked)
 
 
 def with_forced(
@@ -53,8 +54,3 @@ def with_forced(
     if graphs is not None:
         width = graphs.forced_width(width, room, shape.num_nodes)
     return shape._replace(forced=max(shape.num_nodes, width))
-
-
-def max_logprobs(asked: Sequence[int | None]) -> int | None:
-    """Most alternatives that any request asks for; None: none asks for log-probabilities."""
-    return max((count for count in asked if count is not None), default=None)
