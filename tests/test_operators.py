@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from specdec.cli.app import app as shell
 from specdec.cli.app import load_command
 from specdec.errors import CapacityError, ConfigError, QueueFullError
+from specdec.serving.async_engine import TextBound
 from specdec.serving.fair_pool import CLIENT, FairPool
 from specdec.serving.http.client_limits import ClientLimits, ClientRates
 from specdec.serving.http.key_file import read_key_file
 from specdec.serving.http.middleware import Guard, RequestLog
 from specdec.serving.logs import JsonFormatter, NonBlockingHandler
-from specdec.serving.text_bound import TextBound
 
 from served_engine import until
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from specdec.config import SamplingParams, require_int
 from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
-from specdec.errors import ConfigError, SpecDecError, StoppingError, shown
+from specdec.errors import CapacityError, ConfigError, SpecDecError, StoppingError, shown
 from specdec.runtime.arguments import params_for, require_one_sample, require_type
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import GenerationOutput, StreamDelta
@@ -30,7 +30,6 @@ from specdec.serving.admission import Admission
 from specdec.serving.engine_thread import BROKEN, EngineThread, Observer, Sample
 from specdec.serving.fair_pool import CLIENT, FairPool
 from specdec.serving.streams import Streams, tell_readers
-from specdec.serving.text_bound import TextBound
 from specdec.text.prompts import Prompt, as_prompt_list
 
 T = TypeVar("T")
@@ -107,7 +106,13 @@ class AsyncEngine:
         input raises at the first delta.
         """
         require_one_sample(params, "a stream")
-        return self._deltas([prompt], params, priority, wait)
+
+        async def deltas() -> AsyncIterator[StreamDelta]:
+            async with await self.submit([prompt], params, priority=priority, wait=wait) as streams:
+                async for _, delta in streams:
+                    yield delta
+
+        return deltas()
 
     async def generate(
         self,
@@ -271,13 +276,6 @@ class AsyncEngine:
     def __reduce__(self) -> NoReturn:
         raise SpecDecError("an engine is not copied or pickled; make another in the process that uses it")
 
-    async def _deltas(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None, priority: int, wait: bool
-    ) -> AsyncIterator[StreamDelta]:
-        async with await self.submit(prompts, params, priority=priority, wait=wait) as streams:
-            async for _, delta in streams:
-                yield delta
-
     def _require_open(self) -> None:
         if os.getpid() != self._pid:
             raise SpecDecError("this engine was made in another process, and its thread is there; make one here")
@@ -291,3 +289,23 @@ def _stop(thread: EngineThread, pools: Sequence[FairPool], pid: int) -> None:
         for pool in pools:
             pool.shutdown()
         thread.stop()
+
+
+class TextBound:
+    """Of one engine: no token stands for more characters than the longest of the vocabulary has."""
+
+    def __init__(self, tokenizer: Any, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        vocabulary: Mapping[str, int] = getattr(tokenizer, "get_vocab", dict)()
+        self.most = max_model_len * max(map(len, vocabulary), default=0) or None  # characters; None: not known
+
+    def require(self, chat: str | Sequence[Mapping[str, Any]]) -> None:
+        """Raises CapacityError for a text, or for messages with more text, than any number of tokens that fits."""
+        messages: Sequence[Any] = [{"content": chat}] if isinstance(chat, str) else chat  # or what is refused later
+        texts = [each.get("content") for each in messages if isinstance(each, Mapping)]
+        count = sum(len(text) for text in texts if isinstance(text, str))
+        if self.most is not None and count > self.most:
+            raise CapacityError(
+                f"this prompt has {count} characters, more than the {self.most} that max_model_len="
+                f"{self._max_model_len} tokens can hold; shorten it"
+            )

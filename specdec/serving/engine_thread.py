@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -129,18 +130,15 @@ class EngineThread:
             if not sample.handle.finished:
                 self.call(sample.handle.abort)
 
-    def drain(self, timeout: float | None) -> bool:
-        """Wait until all have ended. -> have they?"""
+    def drain(self, timeout: float | None) -> None:
+        """Wait until all have ended, at most for `timeout` seconds."""
         ended: SimpleQueue[None] = SimpleQueue()
         with self._guard:
             if not self._open:
-                return True
+                return
             self._drained.append(ended)
-        try:
+        with suppress(Empty):
             ended.get(timeout=timeout)
-        except Empty:
-            return not self._open
-        return True
 
     def stop(self) -> None:
         """Abort what is open, end the thread, and wait for that: at most a step."""

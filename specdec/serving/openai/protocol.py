@@ -106,11 +106,14 @@ class Speculation(Body):
     show_drafts: bool = False
 
 
-class JsonSchema(Body):
-    name: str = ""
+class Schema(Body):
     description: str | None = None
     json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
+
+
+class JsonSchema(Schema):
+    name: str = ""
 
 
 class ResponseFormat(Body):
@@ -196,12 +199,9 @@ class SamplingFields(RequestFields):
     vllm_xargs: None = None
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def continuous_usage(self) -> bool:
-        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+    def usage(self) -> StreamOptions:
+        """Which chunks say it."""
+        return self.stream_options or StreamOptions()
 
     @property
     def show_drafts(self) -> bool:
@@ -243,8 +243,11 @@ class OfFunction(Body):
     type: Literal["function"]
 
 
-class Function(Body):
+class FunctionName(Body):
     name: str
+
+
+class Function(FunctionName):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -252,10 +255,6 @@ class Function(Body):
 
 class Tool(OfFunction):
     function: Function
-
-
-class FunctionName(Body):
-    name: str
 
 
 class NamedTool(OfFunction):

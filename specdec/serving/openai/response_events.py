@@ -12,7 +12,7 @@ One item is open at a time. A response that is not streamed is built alike, and 
 """
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.serving.openai.reply import ReplyDelta
@@ -23,10 +23,11 @@ PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class ResponseBuilder:
-    """response: as it is so far, with its `output`."""
+    """response: as it is so far, with its `output`. details: lists that a message's part has next to its text."""
 
-    def __init__(self, response: dict[str, Any]) -> None:
+    def __init__(self, response: dict[str, Any], details: Sequence[str]) -> None:
         self.response = response
+        self._details = details
         self.output: list[dict[str, Any]] = response["output"]
         self._open: dict[str, Any] = {}  # the item that grows; empty: none
         self._sequence = 0
@@ -35,7 +36,7 @@ class ResponseBuilder:
         return [self._whole("response.created"), self._whole("response.in_progress")]
 
     def add(self, said: ReplyDelta, details: Mapping[str, list[Any]]) -> list[Event]:
-        """What a delta of the answer adds. details: what a message's part has for its text, by name."""
+        """What a delta of the answer adds. details: members for the lists of a message's part, by name."""
         events: list[Event] = []
         if said.reasoning:
             events += self._text("reasoning", said.reasoning, {})
@@ -73,7 +74,7 @@ class ResponseBuilder:
         parts: list[dict[str, Any]] = []
         if kind == "message":
             item |= {"role": "assistant", "content": parts}
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            part = {"type": "output_text", "text": "", "annotations": [], **{name: [] for name in self._details}}
         elif kind == "reasoning":
             item |= {"summary": [], "content": parts}
             part = {"type": "reasoning_text", "text": ""}

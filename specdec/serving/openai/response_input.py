@@ -15,6 +15,7 @@ from specdec.serving.openai.protocol import (
     OfFunction,
     OnlyFalse,
     RequestFields,
+    Schema,
     Strings,
     Verbosity,
     refused,
@@ -23,12 +24,9 @@ from specdec.serving.openai.protocol import (
 LOGPROBS = "message.output_text.logprobs"
 
 
-class TextFormat(Body):
+class TextFormat(Schema):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
-    description: str | None = None
-    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
 
 
 class Text(Body):

@@ -7,7 +7,7 @@ What one key has stored no other key can read, continue or delete. Nothing outli
 """
 
 import json
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,15 +39,13 @@ class ResponseStore:
     ) -> None:
         self._limits = max_per_key, max_key_bytes, max_responses, max_bytes
         self._kept: OrderedDict[tuple[str, str], tuple[Stored, int]] = OrderedDict()  # by key and id, oldest first
-        self._count: Counter[str] = Counter()
-        self._bytes: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._kept)
 
     @property
     def num_bytes(self) -> int:
-        return sum(self._bytes.values())
+        return sum(size for _, size in self._kept.values())
 
     def get(self, key: str, response_id: str) -> Stored | None:
         found = self._kept.get((key, response_id))
@@ -63,24 +61,17 @@ class ResponseStore:
         if size > min(key_bytes, most_bytes):
             return
         self._kept[key, stored.response["id"]] = stored, size
-        self._count[key] += 1
-        self._bytes[key] += size
-        while self._count[key] > per_key or self._bytes[key] > key_bytes:
-            self._drop(next(place for place in self._kept if place[0] == key))
-        while len(self._kept) > most or self.num_bytes > most_bytes:
-            self._drop(next(iter(self._kept)))
+        self._make_room([place for place in self._kept if place[0] == key], per_key, key_bytes)
+        self._make_room(list(self._kept), most, most_bytes)
 
     def delete(self, key: str, response_id: str) -> bool:
         """-> was it there?"""
-        there = (key, response_id) in self._kept
-        if there:
-            self._drop((key, response_id))
-        return there
+        return self._kept.pop((key, response_id), None) is not None
 
-    def _drop(self, place: tuple[str, str]) -> None:
-        _, size = self._kept.pop(place)
-        key = place[0]
-        self._count[key] -= 1
-        self._bytes[key] -= size
-        if not self._count[key]:
-            del self._count[key], self._bytes[key]
+    def _make_room(self, places: list[tuple[str, str]], most: int, most_bytes: int) -> None:
+        """Drop the first of these until that many, and that many bytes, are left."""
+        count, left = len(places), sum(self._kept[place][1] for place in places)
+        for place in places:
+            if count <= most and left <= most_bytes:
+                return
+            count, left = count - 1, left - self._kept.pop(place)[1]

@@ -34,6 +34,8 @@ from specdec.serving.state import ServeState, State
 from specdec.serving.streams import Streams
 
 router = APIRouter(route_class=BodyRoute)
+DETAILS = ("logprobs",)
+"""Lists that a message has next to its text; `ResponseAnswer` says what a delta adds to each."""
 
 
 @router.post("/v1/responses", response_model=None)
@@ -80,7 +82,7 @@ class ResponseAnswer:
             self._messages += before.messages
         self._messages += messages_of(body.items)
         self.chat = Chat(chat_request(body, self._messages), state)
-        self._builder = ResponseBuilder(self._head(state))
+        self._builder = ResponseBuilder(self._head(state), DETAILS)
 
     async def answer(self) -> Response:
         """The response, whole or begun."""
@@ -121,7 +123,7 @@ class ResponseAnswer:
         return events
 
     def _details(self, of: GenerationOutput | StreamDelta) -> dict[str, list[Any]]:
-        """What the part of a message has for its text, by name: each delta adds to it."""
+        """What a delta adds to each of DETAILS."""
         wanted = self.body.wants_logprobs and of.logprobs
         return {"logprobs": chat_logprobs(self.chat.tokenizer, of.logprobs or ())["content"] if wanted else []}
 

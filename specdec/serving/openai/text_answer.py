@@ -101,7 +101,7 @@ class TextAnswer(ABC):
         return self.head | {"choices": choices} | self._totals([output.stats for output in outputs])
 
     async def _events(self, streams: Streams, reply_format: ReplyFormat) -> AsyncIterator[dict[str, Any]]:
-        head = self.head | {"object": self.chunk_kind} | ({"usage": None} if self.body.include_usage else {})
+        head = self.head | {"object": self.chunk_kind} | ({"usage": None} if self.body.usage.include_usage else {})
         replies = [Reply(reply_format) for _ in streams.samples]
         for opening in map(self._opening, range(len(replies))):
             if opening is not None:
@@ -109,7 +109,7 @@ class TextAnswer(ABC):
         async for index, delta in streams:
             async for chunk in self._grown(index, delta, replies[index], streams):
                 yield head | chunk
-        if self.body.include_usage or self.body.show_drafts:
+        if self.body.usage.include_usage or self.body.show_drafts:
             stats = [streams.stats(index) for index in range(len(replies))]
             yield head | {"choices": []} | self._totals(stats)
 
@@ -120,7 +120,8 @@ class TextAnswer(ABC):
     def _so_far(self, index: int, stats: RequestStats) -> dict[str, Any]:
         """What a chunk says of its sample's tokens, if the request asks for it."""
         prompt = self.prompts[index // self.n]
-        usage = {"usage": usage_of([prompt], [stats], self.state)} if self.body.continuous_usage else {}
+        wanted = self.body.usage.include_usage and self.body.usage.continuous_usage_stats
+        usage = {"usage": usage_of([prompt], [stats], self.state)} if wanted else {}
         return usage | self._speculation([stats])
 
     def _speculation(self, stats: Sequence[RequestStats]) -> dict[str, Any]:

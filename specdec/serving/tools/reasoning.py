@@ -8,7 +8,6 @@ The markers, and the white space around them, belong to neither. Text that never
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from specdec.errors import ConfigError, shown
 
@@ -37,13 +36,6 @@ REASONING: dict[str, ReasoningFormat] = {
 """What `--reasoning-parser` takes."""
 
 
-class Split(NamedTuple):
-    """What a piece of text adds to each."""
-
-    reasoning: str
-    content: str
-
-
 def reasoning_format(name: str) -> ReasoningFormat | None:
     """By its name; None for "none". Raises ConfigError for one that is unknown."""
     if name == "none":
@@ -68,14 +60,14 @@ class ReasoningReader:
         self._fresh = True  # nothing was said since the last marker
         self._held = ""
 
-    def feed(self, text: str, *, finished: bool = False) -> Split:
-        """What more of the text adds; what may be the beginning of a marker waits."""
+    def feed(self, text: str, *, finished: bool = False) -> tuple[str, str]:
+        """(reasoning, content) that more of the text adds; what may be the beginning of a marker waits."""
         self._held += text
         reasoning: list[str] = []
         content: list[str] = []
         while self._step(reasoning, content, finished):
             pass
-        return Split("".join(reasoning), "".join(content))
+        return "".join(reasoning), "".join(content)
 
     def _step(self, reasoning: list[str], content: list[str], finished: bool) -> bool:
         """Take what is certain out of what is held. -> a marker was read, so look again"""
@@ -118,11 +110,10 @@ class ReasoningReader:
         """Characters that are no beginning of a marker."""
         if finished:
             return len(self._held)
-        longest = max(map(len, markers), default=1)
-        for size in range(min(longest - 1, len(self._held)), 0, -1):
-            if any(marker.startswith(self._held[-size:]) for marker in markers):
-                return len(self._held) - size
-        return len(self._held)
+        longest, count = max(map(len, markers), default=1), len(self._held)
+        sizes = range(min(longest - 1, count), 0, -1)
+        begun = (size for size in sizes if any(marker.startswith(self._held[-size:]) for marker in markers))
+        return count - next(begun, 0)
 
     def _taken(self, ready: int, *, keep_space: bool = False) -> str:
         """The first `ready` characters; of thoughts, not the white space at their end, which a marker may follow."""

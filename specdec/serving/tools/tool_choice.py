@@ -79,8 +79,8 @@ class ToolChoice:
     @property
     def parameter_types(self) -> dict[str, dict[str, Any]]:
         """Of each tool, the schemas of its parameters by name."""
-        functions = [tool.function for tool in self.tools]
-        return {function.name: (function.parameters or {}).get("properties", {}) for function in functions}
+        found = {tool.function.name: (tool.function.parameters or {}).get("properties") for tool in self.tools}
+        return {name: types for name, types in found.items() if isinstance(types, dict)}
 
 
 def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
