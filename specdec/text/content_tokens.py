@@ -32,9 +32,8 @@ class ContentTokens:
         self._tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {})
         known = {token_id: (token.content, bool(token.special)) for token_id, token in added.items()}
-        special = {text for text, is_special in known.values() if is_special} | set(
-            getattr(tokenizer, "all_special_tokens", ())
-        )
+        special = {text for text, is_special in known.values() if is_special}
+        special.update(getattr(tokenizer, "all_special_tokens", ()))
         # other added tokens are often ordinary text, such as runs of spaces; what the template writes is not
         others = {text for text, is_special in known.values() if not is_special}
         pairs = {text.replace("/", "") for text in others if text in template}  # "<think>" with "</think>"
@@ -52,15 +51,11 @@ class ContentTokens:
             return chat, others, ""
         there = set().union(*texts)
         marker = next(chr(code) for code in PRIVATE_USE if chr(code) not in there)
-        messages = [
-            {
-                key: value
-                if key == "role"
-                else _mapped(value, self._special if each.get("role") in WRITTEN_BY_MODELS else self._all, marker)
-                for key, value in each.items()
-            }
-            for each in chat
-        ]
+        messages = []
+        for each in chat:
+            pattern = self._special if each.get("role") in WRITTEN_BY_MODELS else self._all
+            role = {"role": each["role"]} if "role" in each else {}
+            messages.append({key: _mapped(value, pattern, marker) for key, value in each.items()} | role)
         return messages, _mapped(others, self._all, marker), marker
 
     def ids(self, rendered: str, marker: str) -> list[int]:

@@ -11,6 +11,7 @@ What is streamed, joined, is the final text: one decode of the whole output, cut
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -33,40 +34,25 @@ class Kinds(NamedTuple):
     cleans_up: bool
 
 
+@dataclass(slots=True, eq=False)
 class Detokenizer:
     """The text of one request's output. Without a tokenizer all text is empty.
 
     written: special tokens that are text all the same, as those that a tool call is written with.
     """
 
-    __slots__ = (
-        "_context",
-        "_final",
-        "_known_len",
-        "_num_sent",
-        "_pending",
-        "_prefix",
-        "_read",
-        "_seen",
-        "_sent",
-        "_shown",
-        "_tokenizer",
-        "_written",
-    )
-
-    def __init__(self, tokenizer: Any | None, written: frozenset[int] = frozenset()) -> None:
-        self._tokenizer = tokenizer
-        self._written = written
-        self._prefix = 0  # first token of the decode context
-        self._read = 0  # tokens whose text is settled
-        self._seen = 0  # tokens looked at
-        self._known_len = 0  # characters of the context
-        self._shown = ""  # context and unsettled text, as if the output ended at `seen`
-        self._context = ""  # the end of the settled text, as long as a stop string can reach back
-        self._pending = ""  # settled text not handed out yet
-        self._sent: list[str] = []  # what `stream` handed out; a copy shares it, and counts its own part
-        self._num_sent = 0
-        self._final: str | None = None  # the whole text, once it was
+    tokenizer: Any | None
+    written: frozenset[int] = frozenset()
+    _prefix: int = field(default=0, init=False)  # first token of the decode context
+    _read: int = field(default=0, init=False)  # tokens whose text is settled
+    _seen: int = field(default=0, init=False)  # tokens looked at
+    _known_len: int = field(default=0, init=False)  # characters of the context
+    _shown: str = field(default="", init=False)  # context and unsettled text, as if the output ended at `seen`
+    _context: str = field(default="", init=False)  # end of the settled text, as long as a stop string can reach back
+    _pending: str = field(default="", init=False)  # settled text not handed out yet
+    _sent: list[str] = field(default_factory=list, init=False)  # what `stream` handed out; copies share it
+    _num_sent: int = field(default=0, init=False)  # pieces of it that this copy handed out
+    _final: str | None = field(default=None, init=False)  # the whole text, once it was
 
     def __copy__(self) -> "Detokenizer":
         """What `copy.copy` would do by way of pickling, which takes four times as long: one a request and round."""
@@ -80,7 +66,7 @@ class Detokenizer:
 
         In the text, or in the text with special tokens written out: "<end_of_turn>" can be given as a string.
         """
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return False
         reach = max(map(len, stops), default=0)
         text = self._context + self._update(tokens, start, reach)
@@ -88,20 +74,23 @@ class Detokenizer:
         least = min_tokens_of(stops)
         if len(tokens) - start <= least:
             return False
-        if any(stop in text for stop in stops):
-            return not least or self._counts(tokens[start:], stops, skip_special_tokens=True)
-        special = self._kinds().special
-        if special.isdisjoint(tokens[max(start, len(tokens) - reach) :]):
-            return False
-        # a few tokens more than the string is long, for those that decode right only after others
-        written = self._decode(tokens[max(start, len(tokens) - reach - 8) :], skip_special_tokens=False)
-        if not any(stop in written for stop in stops):
-            return False
-        return not least or self._counts(tokens[start:], stops, skip_special_tokens=False)
+        in_text = any(stop in text for stop in stops)
+        if not in_text:
+            if self._kinds().special.isdisjoint(tokens[max(start, len(tokens) - reach) :]):
+                return False
+            # a few tokens more than the string is long, for those that decode right only after others
+            written = self._decode(tokens[max(start, len(tokens) - reach - 8) :], skip_special_tokens=False)
+            if not any(stop in written for stop in stops):
+                return False
+        if not least:
+            return True
+        output = tokens[start:]
+        since = self._since(output, stops, skip_special_tokens=in_text)
+        return find_first(self._decode(output, skip_special_tokens=in_text), stops, since) is not None
 
     def stream(self, output_ids: Sequence[int], stops: Sequence[str], *, finished: bool) -> str:
         """Text not handed out before; what may be the start of a stop string waits until it is known not to be."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return ""
         if finished:
             self._final = self.final_text(output_ids, stops)
@@ -118,7 +107,7 @@ class Detokenizer:
 
     def final_text(self, output_ids: Sequence[int], stops: Sequence[str]) -> str:
         """The whole text, cut before the first stop string."""
-        if self._tokenizer is None or self._final is not None:
+        if self.tokenizer is None or self._final is not None:
             return self._final or ""
         whole = self._decode(output_ids)
         text = cut(whole, stops, self._since(output_ids, stops))
@@ -136,12 +125,6 @@ class Detokenizer:
         """Characters of the output that no stop string may lie in as a whole: see `StopStrings.min_tokens`."""
         least = min_tokens_of(stops)
         return len(self._decode(output_ids[:least], skip_special_tokens=skip_special_tokens)) if least else 0
-
-    def _counts(self, output_ids: Sequence[int], stops: Sequence[str], *, skip_special_tokens: bool) -> bool:
-        """Does any stop string in the whole text count?"""
-        text = self._decode(output_ids, skip_special_tokens=skip_special_tokens)
-        since = self._since(output_ids, stops, skip_special_tokens=skip_special_tokens)
-        return find_first(text, stops, since) is not None
 
     def _update(self, tokens: Sequence[int], start: int, reach: int) -> str:
         """Look at the output `tokens[start:]`; returns the text after what was settled before, if it ended here.
@@ -200,22 +183,22 @@ class Detokenizer:
             end -= 1
             head = self._decode(output_ids[:end], skip_special_tokens=False)
         text = self._decode(output_ids[:end])
-        inside = end < len(output_ids) and output_ids[end] not in self._kinds().special
-        text = text + written[len(head) : at] if inside else text
-        keep = found is not None and isinstance(stops, StopStrings) and stops.included
-        return text + written[found.begin : found.end] if keep and found is not None else text
+        if end < len(output_ids) and output_ids[end] not in self._kinds().special:
+            text += written[len(head) : at]
+        included = isinstance(stops, StopStrings) and stops.included
+        return text + written[found.begin : found.end] if found is not None and included else text
 
     def _kinds(self) -> Kinds:
-        tokenizer: Any = self._tokenizer
+        tokenizer: Any = self.tokenizer
         kinds = _kinds(tokenizer, len(tokenizer) if hasattr(tokenizer, "__len__") else 0)
-        return kinds._replace(special=kinds.special - self._written) if self._written else kinds
+        return kinds._replace(special=kinds.special - self.written) if self.written else kinds
 
     def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        assert self._tokenizer is not None
-        if self._written and skip_special_tokens:
+        assert self.tokenizer is not None
+        if self.written and skip_special_tokens:
             special, skip_special_tokens = self._kinds().special, False
             ids = [token for token in ids if token not in special]
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
 

@@ -1,6 +1,8 @@
 """Which text came out of accepted drafts."""
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Protocol
 
 from specdec.text.detokenize import Detokenizer
@@ -27,19 +29,13 @@ class DraftColours:
 
     def read(self, delta: Delta) -> list[tuple[str, bool]]:
         """(text, drafted) of the tokens of this delta, as far as their text is settled."""
-        pieces: list[tuple[str, bool]] = []
+        texts: list[tuple[str, bool]] = []
         last = len(delta.token_ids) - 1
         for place, (token, drafted) in enumerate(zip(delta.token_ids, delta.drafted, strict=True)):
             self._ids.append(token)
             finished = delta.output is not None and place == last
-            self._add(pieces, self._reader.stream(self._ids, self._stops, finished=finished), drafted)
+            texts.append((self._reader.stream(self._ids, self._stops, finished=finished), drafted))
         if delta.output is not None and last < 0:  # it ended without a token more, as by an abort
-            self._add(pieces, self._reader.stream(self._ids, self._stops, finished=True), False)
-        return pieces
-
-    @staticmethod
-    def _add(pieces: list[tuple[str, bool]], text: str, drafted: bool) -> None:
-        if text and pieces and pieces[-1][1] == drafted:
-            pieces[-1] = (pieces[-1][0] + text, drafted)
-        elif text:
-            pieces.append((text, drafted))
+            texts.append((self._reader.stream(self._ids, self._stops, finished=True), False))
+        runs = groupby((each for each in texts if each[0]), key=itemgetter(1))
+        return [("".join(text for text, _ in run), drafted) for drafted, run in runs]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import ConfigError
+from specdec.text.prompts import require_text
 
 BOM = b"\xef\xbb\xbf"
 QUESTION_KEYS = ("question", "prompt", "turns")
@@ -75,11 +76,8 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
 def _problem(record: dict[str, Any], where: str) -> Problem:
     key = next((key for key in QUESTION_KEYS if record.get(key) is not None), None)
     if key is None:
-        keys = sorted(record)
-        more = ", ..." if len(keys) > 8 else ""
-        raise ConfigError(
-            f"{where}: no {_names(QUESTION_KEYS)}; keys are {', '.join(_shown(key) for key in keys[:8])}{more}"
-        )
+        keys = [*map(_shown, sorted(record)[:8]), *(["..."] if len(record) > 8 else [])]
+        raise ConfigError(f"{where}: no {_names(QUESTION_KEYS)}; keys are {', '.join(keys)}")
     turns = record[key] if key == "turns" else [record[key]]
     if not isinstance(turns, list) or not turns:
         raise ConfigError(f"{where}: 'turns' is {_shown(turns)}; a list of texts, one for each turn, is expected")
@@ -94,11 +92,7 @@ def _optional(record: dict[str, Any], key: str, where: str) -> str | None:
 def _text(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(f"{where}: '{name}' is {_shown(value)}; text is expected")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{where}: '{name}' holds half a surrogate pair at character {error.start + 1}") from error
-    return value
+    return require_text(f"{where}: '{name}'", value)
 
 
 def _shown(value: Any, most: int = 40) -> str:

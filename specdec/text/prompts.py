@@ -20,6 +20,7 @@ FIXED_BY_THE_ENGINE = frozenset(
 )
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles that every template may be given; it raises for those that it does not take."""
+A_LIST = 'a list of messages {"role": ..., "content": ...} is expected'
 INSTEAD_OF_CONTENT = ("tool", "function", "reasoning", "thinking")
 """How the keys begin that can make a message without content."""
 
@@ -33,9 +34,8 @@ def as_prompt_list(prompts: Any) -> list[Prompt]:
         return [prompts]
     items = _as_list(prompts)
     if items is None:
-        raise ConfigError(
-            f"prompts={shown(prompts)}: a string, a list of token ids, or a list of such prompts is expected"
-        )
+        wanted = "a string, a list of token ids, or a list of such prompts is expected"
+        raise ConfigError(f"prompts={shown(prompts)}: {wanted}")
     if items and all(_is_scalar(item) for item in items):
         return [[_token_id(item) for item in items]]
     return [_as_prompt(item) for item in items]
@@ -136,8 +136,7 @@ def chat_ids(
     if fixed:
         raise ConfigError(f"{fixed[0]} is no argument of a chat template here: the result is one list of token ids")
     # the last message is either continued or answered
-    answered = {"add_generation_prompt": not template_kwargs.get("continue_final_message")}
-    options = answered | template_kwargs
+    options = {"add_generation_prompt": not template_kwargs.get("continue_final_message"), **template_kwargs}
     own = {} if chat_template is None else {"chat_template": chat_template}
     try:
         if special_tokens_in_content == "escape":
@@ -156,27 +155,40 @@ def chat_ids(
 
 def _as_messages(messages: Any) -> list[dict[str, Any]]:
     """The messages of one chat, each with a role and a content of text."""
-    wanted = 'a list of messages {"role": ..., "content": ...} is expected'
     if isinstance(messages, (str, bytes, Mapping, torch.Tensor, np.ndarray)) or not isinstance(messages, Iterable):
-        raise ConfigError(f"chat={shown(messages)}: {wanted}")
+        raise ConfigError(f"chat={shown(messages)}: {A_LIST}")
     chat = list(messages)
     if not chat:
-        raise ConfigError(f"chat=[] is empty; {wanted}")
+        raise ConfigError(f"chat=[] is empty; {A_LIST}")
     for index, message in enumerate(chat):
-        if not isinstance(message, Mapping):
-            raise ConfigError(f"message {index} of the chat is {shown(message)}; {wanted}")
-        role, content = message.get("role"), message.get("content")
-        if not isinstance(role, str):
-            missing = "has no role" if role is None else f"has role={shown(role)}"
-            raise ConfigError(f"message {index} of the chat {missing}; a string such as 'user' is expected")
-        if content is None:
-            if not any(str(key).startswith(INSTEAD_OF_CONTENT) and value for key, value in message.items()):
-                raise ConfigError(f"message {index} of the chat has no content; text is expected")
-        elif isinstance(content, str):
-            require_text(f"message {index} of the chat", content)
-        else:
-            _require_text_parts(index, content)
+        if fault := _fault(message):
+            raise ConfigError(f"message {index} of the chat {fault}")
+        if isinstance(message.get("content"), str):
+            require_text(f"message {index} of the chat", message["content"])
     return [dict(message) for message in chat]
+
+
+def _fault(message: Any) -> str:
+    """What is wrong with a message; empty for one that has a role and a text, or what may stand in its place."""
+    if not isinstance(message, Mapping):
+        return f"is {shown(message)}; {A_LIST}"
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        missing = "has no role" if role is None else f"has role={shown(role)}"
+        return f"{missing}; a string such as 'user' is expected"
+    if content is None:
+        instead = any(str(key).startswith(INSTEAD_OF_CONTENT) and value for key, value in message.items())
+        return "" if instead else "has no content; text is expected"
+    if isinstance(content, str):
+        return ""
+    if not isinstance(content, (list, tuple)):
+        return f"has content={shown(content)}; text is expected"
+    for part in content:  # what is no text would become placeholders for nothing
+        if not isinstance(part, Mapping) or (part.get("type") == "text" and not isinstance(part.get("text"), str)):
+            return f'holds the part {shown(part)}; text or {{"type": "text", "text": ...}} is expected'
+        if part.get("type") != "text":
+            return f"holds a part of type {shown(part.get('type'))}; only text is read"
+    return ""
 
 
 def _require_roles(chat: Sequence[Mapping[str, Any]], template: Any) -> None:
@@ -189,22 +201,6 @@ def _require_roles(chat: Sequence[Mapping[str, Any]], template: Any) -> None:
             raise ConfigError(
                 f"message {index} of the chat has role={shown(role)}, which the chat template does not know; give one "
                 f"of {', '.join(ROLES)}, or a template that has it as chat_template=..."
-            )
-
-
-def _require_text_parts(index: int, content: Any) -> None:
-    """Content in parts, {"type": "text", "text": ...}: what is no text would become placeholders for nothing."""
-    if not isinstance(content, (list, tuple)):
-        raise ConfigError(f"message {index} of the chat has content={shown(content)}; text is expected")
-    for part in content:
-        if not isinstance(part, Mapping) or (part.get("type") == "text" and not isinstance(part.get("text"), str)):
-            raise ConfigError(
-                f"message {index} of the chat holds the part {shown(part)}; text or "
-                '{"type": "text", "text": ...} is expected'
-            )
-        if part.get("type") != "text":
-            raise ConfigError(
-                f"message {index} of the chat holds a part of type {shown(part.get('type'))}; only text is read"
             )
 
 

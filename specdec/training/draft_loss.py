@@ -6,8 +6,11 @@ target's distribution of that token is the one of its own row i + ahead + t - 1.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -23,30 +26,33 @@ TargetStates = dict[str, torch.Tensor]
 """What a drafter reads of the target over a batch; "hidden" [B, T, H], after the final norm, is always among it."""
 
 
-class TrainableDrafter(Protocol):
-    """target_ids: the drafter's vocabulary as token ids of the target, [draft V], ascending; None: the target's.
+@dataclass
+class TrainableDrafter(ABC):
+    """The weights that are trained, and the frozen target that they learn from.
 
+    target_ids: the drafter's vocabulary as token ids of the target, [draft V], ascending; None: the target's.
     ahead: distance from a row to the token that it predicts in the first draft step.
     """
 
+    module: nn.Module
     target: TargetModel
-    target_ids: torch.Tensor | None
-    ahead: int
+    target_ids: torch.Tensor | None = None
+    ahead: ClassVar[int]
 
-    @property
-    def module(self) -> nn.Module:
-        """The weights that are trained."""
-
+    @abstractmethod
     def target_states(self, batch: PackedRows) -> TargetStates:
         """Run the target over a batch and keep what the drafter reads."""
 
+    @abstractmethod
     def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
         """States [B, T, H] of each draft step, with the true tokens as input (teacher forcing)."""
 
+    @abstractmethod
     def score(self, states: torch.Tensor) -> torch.Tensor:
         """States [..., H] -> logits [..., draft V]."""
 
-    def save(self, folder: Any) -> None:
+    @abstractmethod
+    def save(self, folder: Path) -> None:
         """Write a checkpoint that `Engine.from_pretrained(target, drafter=folder)` reads."""
 
 
@@ -68,14 +74,9 @@ def run_target(
     if getattr(target.config, "layer_types", None) is None:
         mask = mask[FULL_ATTENTION if window is None else SLIDING_ATTENTION]
     cache: Any = DynamicCache() if owners else None  # without a config it drops no key of a sliding layer
+    given = {"input_ids": batch.ids, "position_ids": batch.pos, "attention_mask": mask, "past_key_values": cache}
     try:
-        hidden = decoder(
-            input_ids=batch.ids,
-            position_ids=batch.pos,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=cache is not None,
-        ).last_hidden_state
+        hidden = decoder(**given, use_cache=cache is not None).last_hidden_state
     finally:
         for hook in hooks:
             hook.remove()

@@ -16,7 +16,6 @@ Invariant: the states equal those of the head run one row at a time, as the draf
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ import torch
 from specdec.draft_models.eagle3.checkpoint import TargetShape, write_head
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, embed_raw
 from specdec.models.target import TargetModel
-from specdec.training.draft_loss import TargetStates, run_target
+from specdec.training.draft_loss import TargetStates, TrainableDrafter, run_target
 from specdec.training.packed_rows import Document, PackedRows, same_document
 
 
@@ -39,14 +38,11 @@ def draft_vocabulary(documents: list[Document], size: int, vocab_size: int) -> t
     return torch.from_numpy(ids), float(counts[ids].sum() / counts.sum())
 
 
-@dataclass
-class TrainableEagle3:
+class TrainableEagle3(TrainableDrafter):
     """A head and its target. Row i reads the token after it and predicts the next one, hence two ahead."""
 
     module: Eagle3Head
-    target: TargetModel
-    target_ids: torch.Tensor | None
-    ahead: int = 2
+    ahead = 2
 
     @classmethod
     def new(cls, target: TargetModel, documents: list[Document], spec: Eagle3Spec, draft_vocab: int) -> TrainableEagle3:
@@ -98,22 +94,20 @@ class ChainAttention:
         self.seen = same & (self.distance >= 0)  # [B, T, T]
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        group = q.shape[1] // k.shape[1]
+        group, length = q.shape[1] // k.shape[1], q.shape[2]
         ks, vs = self.k[layer], self.v[layer]
         ks.append(k.repeat_interleave(group, 1))  # [B, Hq, T, D]
         vs.append(v.repeat_interleave(group, 1))
-        window = self.windows[layer]
-        first = 1  # the earliest step after 0 within the window
-        seen = self.seen
+        window, seen = self.windows[layer], self.seen
+        own = range(1, self.step + 1)  # steps after 0 within the window
         if window is not None:
             seen = seen & (self.distance + self.step < window)
-            first = max(1, self.step - window + 1)
+            own = range(max(1, self.step - window + 1), self.step + 1)
         q = q * self.scaling
-        scores = (q @ ks[0].mT).masked_fill_(~seen[:, None], -torch.inf)
-        own = [(q * ks[s]).sum(-1, keepdim=True) for s in range(first, self.step + 1)]
-        weights = torch.cat([scores, *own], dim=-1).softmax(-1, dtype=torch.float32).to(v.dtype)
-        length = scores.shape[-1]
+        scores = [(q @ ks[0].mT).masked_fill_(~seen[:, None], -torch.inf)]
+        scores += [(q * ks[s]).sum(-1, keepdim=True) for s in own]
+        weights = torch.cat(scores, dim=-1).softmax(-1, dtype=torch.float32).to(v.dtype)
         out = weights[..., :length] @ vs[0]
-        for i, s in enumerate(range(first, self.step + 1)):
-            out = out + weights[..., length + i, None] * vs[s]
+        for column, s in enumerate(own, start=length):
+            out = out + weights[..., column, None] * vs[s]
         return out.transpose(1, 2)

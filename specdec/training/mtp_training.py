@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from specdec.errors import UnsupportedModelError
 from specdec.kvcache.layout import FULL_ATTENTION as FULL
 from specdec.kvcache.layout import SLIDING_ATTENTION as SLIDING
 from specdec.models.target import TargetModel
-from specdec.training.draft_loss import TargetStates, run_target
+from specdec.training.draft_loss import TargetStates, TrainableDrafter, run_target
 from specdec.training.packed_rows import PackedRows, additive, same_document
 
 
@@ -66,9 +65,7 @@ def new_assistant(
         rope_parameters={kind: dict(by_kind[kind]) for kind in {*kinds}},
         max_position_embeddings=target.max_position_embeddings or 4096,
         tie_word_embeddings=True,
-        pad_token_id=getattr(target.config, "pad_token_id", None),
-        bos_token_id=getattr(target.config, "bos_token_id", None),
-        eos_token_id=getattr(target.config, "eos_token_id", None),
+        **{name: getattr(target.config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
     )
     with constructible_assistants():
         model: Any = Gemma4AssistantForCausalLM(
@@ -91,33 +88,26 @@ def _initialise(model: Any, target: TargetModel) -> None:
             weight.fill_(weight.numel() ** -0.5)
         elif "post_" in name and name.endswith("norm.weight"):
             weight.fill_(0.2)
-    head_weight: Any = target.head.weight
-    table = head_weight.float().cpu()
+    head: Any = target.head
+    table = head.weight.float().cpu()
     hidden = model.config.get_text_config().hidden_size
     if hidden <= table.shape[1]:
-        _, vectors = torch.linalg.eigh(table.T @ table)
-        directions = vectors[:, -hidden:]  # [H target, H], the strongest last
-        model.lm_head.weight.copy_(table @ directions)
+        _, directions = torch.linalg.eigh(table.T @ table)  # [H target, H target], the strongest last
+        model.lm_head.weight.copy_(table @ directions[:, -hidden:])
 
 
 def drafter_masks(pos: torch.Tensor, window: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Row S sees keys [0, S), in a sliding layer the newest window + 1; S = 0 sees itself to stay finite, unused."""
     same, distance = same_document(pos)
-    lone = (pos == 0)[:, :, None] & (distance == 0)
-    return {
-        FULL: additive(same & (distance >= 1) | lone, dtype),
-        SLIDING: additive(same & (distance >= 1) & (distance <= window + 1) | lone, dtype),
-    }
+    lone, earlier = (pos == 0)[:, :, None] & (distance == 0), same & (distance >= 1)
+    return {FULL: additive(earlier | lone, dtype), SLIDING: additive(earlier & (distance <= window + 1) | lone, dtype)}
 
 
-@dataclass
-class TrainableMTP:
+class TrainableMTP(TrainableDrafter):
     """An assistant and its target. Row S predicts the token after its own, hence one ahead."""
 
     module: Gemma4AssistantForCausalLM
-    target: TargetModel
-    target_ids: torch.Tensor | None = None
-    ahead: int = 1
+    ahead = 1
 
     def target_states(self, batch: PackedRows) -> TargetStates:
         kinds = sorted(set(self.module.config.get_text_config().layer_types))

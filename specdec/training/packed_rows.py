@@ -31,11 +31,10 @@ def pack(documents: list[Document], length: int) -> list[list[Document]]:
     room: list[int] = []
     first = 0  # rows before it have less than MIN_ROOM
     for doc in sorted(documents, key=lambda d: -len(d[0])):
-        row = next((i for i in range(first, len(rows)) if room[i] >= len(doc[0])), None)
-        if row is None:
+        row = next((i for i in range(first, len(rows)) if room[i] >= len(doc[0])), len(rows))
+        if row == len(rows):
             rows.append([])
             room.append(length)
-            row = len(rows) - 1
         rows[row].append(doc)
         room[row] -= len(doc[0])
         while first < len(rows) and room[first] < MIN_ROOM:
@@ -68,21 +67,17 @@ def pack_rows(documents: list[Document], length: int) -> PackedRows:
 
 def predicted_rows(batch: PackedRows, steps: int, ahead: int) -> list[torch.Tensor]:
     """[B, T] for each draft step t: is token i + ahead + t, which row i predicts, of an answer in its own document?"""
-    found = []
-    for shift in range(ahead, ahead + steps):
-        inside = batch.pos.roll(-shift, 1) == batch.pos + shift
-        found.append(inside & (batch.kind.roll(-shift, 1) == ANSWER))
-    return found
+    return [
+        (batch.pos.roll(-shift, 1) == batch.pos + shift) & (batch.kind.roll(-shift, 1) == ANSWER)
+        for shift in range(ahead, ahead + steps)
+    ]
 
 
 def causal_masks(pos: torch.Tensor, window: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Additive masks [B, 1, T, T] of packed rows; a sliding layer sees `window` keys including itself."""
     same, distance = same_document(pos)
     full = same & (distance >= 0)
-    return {
-        FULL_ATTENTION: additive(full, dtype),
-        SLIDING_ATTENTION: additive(full & (distance < window), dtype),
-    }
+    return {FULL_ATTENTION: additive(full, dtype), SLIDING_ATTENTION: additive(full & (distance < window), dtype)}
 
 
 def same_document(pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

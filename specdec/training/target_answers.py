@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from accelerate import PartialState
 
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.text.prompt_files import json_lines
 from specdec.training.packed_rows import Document
+from specdec.training.train_settings import TrainSettings
 from specdec.training.training_progress import Stage
 
 PROMPT_KEYS = ("question", "prompt", "turns", "messages")
@@ -51,9 +53,9 @@ def read_prompt_file(path: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"--prompts {path}: no such file")
     prompts: list[dict[str, Any]] = []
     for number, record in json_lines(path):
-        if not any(record.get(key) for key in PROMPT_KEYS):
-            expected = f"an object with one of {', '.join(PROMPT_KEYS)} is expected"
-            raise ConfigError(f"{path}:{number}: {expected}; keys are {sorted(record)}")
+        if not any(map(record.get, PROMPT_KEYS)):
+            keys = f"{', '.join(PROMPT_KEYS)} is expected; keys are {sorted(record)}"
+            raise ConfigError(f"{path}:{number}: an object with one of {keys}")
         prompts.append(record)
     if len(prompts) < 2:
         raise ConfigError(f"{path} holds {len(prompts)} prompts; one is kept aside for the report, so 2 are the least")
@@ -68,41 +70,32 @@ def encode(engine: Engine, prompt: dict[str, Any]) -> list[int]:
     return engine.chat_prompt((text or prompt["messages"][-1]["content"]).strip())
 
 
-def collect_answers(
-    engine: Engine,
-    prompts: Iterator[dict[str, Any]],
-    path: Path,
-    *,
-    count: int,
-    seconds: float,
-    length: int,
-    max_new: int,
-    temperature: float,
-    seed: int,
-    stage: Stage,
-) -> None:
-    """Append the target's answers to `path` until it holds `count` or they took `seconds`, earlier calls included."""
+def collect_answers(engine: Engine, prompts: Iterator[dict[str, Any]], settings: TrainSettings, stage: Stage) -> None:
+    """Let each process append the answers to its share of the prompts to a file of its own, until the file has its
+    share of `settings.answers` or they took `settings.answer_minutes`, earlier calls included."""
+    state = PartialState()
+    path = settings.out / "training" / f"answers-{state.process_index}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
+    count, seconds = -(-settings.answers // state.num_processes), 60 * settings.answer_minutes
     lines = _whole_lines(path)
     done, spent = len(lines), json.loads(lines[-1])["seconds"] if lines else 0.0
     # prompts have one order, so the first `done` of them have their answers
-    waiting = itertools.islice(_fitting(engine, prompts, length), done, None)
+    mine = itertools.islice(prompts, state.process_index, None, state.num_processes)
+    waiting = itertools.islice(_fitting(engine, mine, settings.length), done, None)
     began = time.perf_counter() - spent
-    chunk = engine.config.max_batch_size
     stage.update(max(done / count, spent / seconds), f"{done} answers")
     with path.open("a", encoding="utf-8") as file:
         while done < count and time.perf_counter() - began < seconds:
-            ids = list(itertools.islice(waiting, min(chunk, count - done)))
+            ids = list(itertools.islice(waiting, min(settings.batch, count - done)))
             if not ids:
                 break
-            sampled = [(done + i) % SAMPLED_EVERY == SAMPLED_EVERY - 1 for i in range(len(ids))]
             params = [
                 SamplingParams(
-                    max_new_tokens=min(max_new, length - len(p)),
-                    temperature=temperature if hot else 0.0,
-                    seed=seed + done + i,
+                    max_new_tokens=min(settings.max_new, settings.length - len(prompt)),
+                    temperature=settings.temperature if number % SAMPLED_EVERY == SAMPLED_EVERY - 1 else 0.0,
+                    seed=settings.seed + state.process_index * 10**6 + number,
                 )
-                for i, (p, hot) in enumerate(zip(ids, sampled, strict=True))
+                for number, prompt in enumerate(ids, start=done)
             ]
             for out in engine.generate(ids, params, progress=False):
                 took = round(time.perf_counter() - began, 1)

@@ -14,7 +14,6 @@ The drafter is saved in a published format (SpecForge's EAGLE-3, or transformers
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import time
 from dataclasses import asdict
@@ -22,6 +21,8 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate import PartialState
+from accelerate.utils import gather
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.eagle3.head import Eagle3Spec
@@ -36,7 +37,7 @@ from specdec.training.packed_rows import Document
 from specdec.training.target_answers import MIN_ANSWER, collect_answers, encode, prompt_source, read_answers
 from specdec.training.train_settings import TrainSettings
 from specdec.training.training_batches import TrainingBatches
-from specdec.training.training_optimizer import MixedOptimizer, Processes, schedule
+from specdec.training.training_optimizer import MixedOptimizer, average_gradients, schedule
 from specdec.training.training_progress import Stage
 
 SAVE_EVERY = 60.0  # seconds
@@ -47,9 +48,7 @@ FREE_SETTINGS = frozenset(
 SHAPES = {"chain of 4": SpecConfig(4), "tree, topk 4, 16 nodes": SpecConfig(4, 4, 16)}
 
 
-def train(
-    drafter: TrainableDrafter, batches: TrainingBatches, settings: TrainSettings, processes: Processes, stage: Stage
-) -> dict[str, Any]:
+def train(drafter: TrainableDrafter, batches: TrainingBatches, settings: TrainSettings, stage: Stage) -> dict[str, Any]:
     """Train for --minutes or --steps, whichever ends first; the learning rate follows the one nearer its end."""
     named = dict(drafter.module.named_children())
     optimizer = MixedOptimizer(torch.nn.ModuleDict(named), settings.lr, settings.muon_lr, settings.optimizer == "muon")
@@ -63,7 +62,7 @@ def train(
         print(f"going on from step {step}, {spent:.0f} s of training", flush=True)
 
     def save(seconds: float) -> None:
-        if processes.main:
+        if PartialState().is_main_process:
             drafter.save(settings.out)
             part = state_file.with_suffix(".part")
             record = {"step": step, "seconds": seconds, "loss": value, "target_ids": drafter.target_ids}
@@ -71,10 +70,10 @@ def train(
             part.replace(state_file)  # whole or not at all
 
     def fraction() -> float:
+        """The largest over all processes, so that all decide alike."""
         seconds = time.perf_counter() - start
-        return processes.largest(
-            max(seconds / (60 * settings.minutes), step / settings.steps if settings.steps else 0.0)
-        )
+        ours = max(seconds / (60 * settings.minutes), step / settings.steps if settings.steps else 0.0)
+        return float(gather(torch.tensor([ours], dtype=torch.float64, device=PartialState().device)).max())
 
     drafter.module.train()
     start = time.perf_counter() - spent
@@ -87,22 +86,19 @@ def train(
             batch, known = next(upcoming)
             loss = draft_loss(drafter, batch, known, settings.draft_steps)
             loss.backward()
-            processes.average_gradients(optimizer.parameters)
+            average_gradients(optimizer.parameters)
             optimizer.step(schedule(done))
             step, value, now = step + 1, loss.item(), time.perf_counter()
-            if now - saved > SAVE_EVERY:
+            done = fraction()
+            stage.update(done, f"step {step}, loss {value:.4f}, epoch {step * batches.width / batches.count:.2f}")
+            if done >= 1 or now - saved > SAVE_EVERY:
                 save(now - start)
                 saved = now
-            done = fraction()
-            epoch = step * batches.rows * processes.size / batches.count
-            stage.update(done, f"step {step}, loss {value:.4f}, epoch {epoch:.2f}")
-            if done >= 1:
-                save(now - start)
     except KeyboardInterrupt:
         save(time.perf_counter() - start)
         raise
     drafter.module.eval()
-    processes.wait()
+    PartialState().wait_for_everyone()
     return {"steps": step, "loss": round(value, 4), "rows": batches.count}
 
 
@@ -111,19 +107,18 @@ def measure(
 ) -> dict[str, Any]:
     """Acceptance of the saved drafter in an engine, greedy, on prompts kept aside."""
     found: dict[str, Any] = {}
+    config = EngineConfig(max_batch_size=settings.batch, max_model_len=settings.length)
     for turn, (name, spec) in enumerate(SHAPES.items()):
         stage.update(turn / len(SHAPES), name)
-        config = EngineConfig(max_batch_size=settings.batch, max_model_len=settings.length)
-        with Engine(
-            target, load_any_drafter(str(settings.out), target), tokenizer=tokenizer, spec=spec, config=config
-        ) as engine:
+        drafter = load_any_drafter(str(settings.out), target)
+        with Engine(target, drafter, tokenizer=tokenizer, spec=spec, config=config) as engine:
             ids = [p for prompt in prompts if len(p := encode(engine, prompt)) + MIN_ANSWER <= settings.length]
             for first in range(0, len(ids), settings.batch):
                 part = ids[first : first + settings.batch]
                 params = [SamplingParams(max_new_tokens=min(settings.max_new, settings.length - len(p))) for p in part]
                 engine.generate(part, params, progress=False)
-                answered = first + len(part)
-                stage.update((turn + answered / len(ids)) / len(SHAPES), f"{name}, {answered} prompts")
+                done = first + len(part)
+                stage.update((turn + done / len(ids)) / len(SHAPES), f"{name}, {done} prompts")
             stats = engine.stats()
         found[name] = {
             "prompts": len(ids),
@@ -218,52 +213,37 @@ def remember_settings(settings: TrainSettings) -> None:
 
 def train_drafter(settings: TrainSettings) -> None:
     """All stages. Raises SpecDecError for a drafter that cannot be made; after Ctrl-C the finished work is kept."""
-    processes = Processes(cpu=settings.device == "cpu" or not torch.cuda.is_available())
+    state = PartialState(cpu=settings.device == "cpu" or not torch.cuda.is_available())
     torch.manual_seed(settings.seed)
     source, kept = prompt_source(settings.prompts, settings.seed)
     asked = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(processes.state.device if asked == "cuda" else asked)
+    device = torch.device(state.device if asked == "cuda" else asked)
     model = load_model(settings.target, dtype=getattr(torch, settings.dtype), device=device).requires_grad_(False)
     tokenizer, target = load_tokenizer(settings.tokenizer or settings.target), TargetModel(model)
     if tokenizer is None:
         raise ConfigError(f"{settings.tokenizer or settings.target!r} holds no tokenizer; give --tokenizer")
     check_shape(target, settings)
-    if processes.main:
+    if state.is_main_process:
         remember_settings(settings)
-    processes.wait()
+    state.wait_for_everyone()
     config = EngineConfig(max_batch_size=settings.batch, max_model_len=settings.length)
-    with (
-        Engine(target, None, tokenizer=tokenizer, config=config) as engine,
-        Stage("answers", every=settings.log_every, show=processes.main) as stage,
-    ):
-        collect_answers(
-            engine,
-            itertools.islice(source, processes.rank, None, processes.size),
-            settings.out / "training" / f"answers-{processes.rank}.jsonl",
-            count=-(-settings.answers // processes.size),
-            seconds=60 * settings.answer_minutes,
-            length=settings.length,
-            max_new=settings.max_new,
-            temperature=settings.temperature,
-            seed=settings.seed + processes.rank * 10**6,
-            stage=stage,
-        )
-    processes.wait()
+    shown: dict[str, Any] = {"every": settings.log_every, "show": state.is_main_process}
+    with Engine(target, None, tokenizer=tokenizer, config=config) as engine, Stage("answers", **shown) as stage:
+        collect_answers(engine, source, settings, stage)
+    state.wait_for_everyone()
     documents = read_answers(settings.out / "training", settings.length)
     tokens = sum(len(d) - cut for d, cut in documents)
     drafter = new_drafter(target, documents, settings)
     parameters = sum(p.numel() for p in drafter.module.parameters())
-    if processes.main:
-        print(
-            f"{len(documents)} answers, {tokens} tokens; {parameters / 1e6:.2f} million parameters to train", flush=True
-        )
+    sizes = f"{len(documents)} answers, {tokens} tokens; {parameters / 1e6:.2f} million parameters to train"
+    state.print(sizes, flush=True)
     result: dict[str, Any] = {"target": settings.target, "kind": settings.kind, "parameters": parameters}
-    result |= {"answers": len(documents), "answer_tokens": tokens, "processes": processes.size}
-    with Stage("training", every=settings.log_every, show=processes.main) as stage:
-        result |= train(drafter, TrainingBatches(drafter, documents, settings, processes), settings, processes, stage)
-    if processes.main:
-        with Stage("report", every=settings.log_every) as stage:
+    result |= {"answers": len(documents), "answer_tokens": tokens, "processes": state.num_processes}
+    with Stage("training", **shown) as stage:
+        result |= train(drafter, TrainingBatches(drafter, documents, settings), settings, stage)
+    if state.is_main_process:
+        with Stage("report", **shown) as stage:
             result["held_out"] = measure(target, tokenizer, settings, kept[: settings.report_count], stage)
         result |= {"device": str(device), "torch": torch.__version__, "transformers": transformers.__version__}
         (settings.out / "training" / "report.json").write_text(json.dumps(result, indent=2) + "\n", "utf-8")
-    processes.wait()
+    state.wait_for_everyone()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import reduce
 from torch import nn
 
 
@@ -36,25 +37,17 @@ class MixedOptimizer:
         decayed: list[nn.Parameter] = []
         plain: list[nn.Parameter] = []
         for name, weight in model.named_parameters():
-            table = "embed" in name or "lm_head" in name
-            if weight.ndim == 2 and not table and muon:
-                by_shape[weight.shape].append(weight)
-            elif weight.ndim == 2 and not table:
-                decayed.append(weight)
-            else:
-                plain.append(weight)
+            matrix = weight.ndim == 2 and "embed" not in name and "lm_head" not in name
+            group = plain if not matrix else by_shape[weight.shape] if muon else decayed
+            group.append(weight)
         self.lr, self.muon_lr = lr, muon_lr
         self.stacks = [(ws, torch.stack([w.detach().float() for w in ws])) for ws in by_shape.values()]
         self.momenta = [torch.zeros_like(master) for _, master in self.stacks]
         self.weights = [*decayed, *plain]
         self.masters = [nn.Parameter(w.detach().float()) for w in self.weights]
-        cuda = self.weights[0].is_cuda
-        groups = [
-            {"params": self.masters[: len(decayed)], "weight_decay": 0.1},
-            {"params": self.masters[len(decayed) :], "weight_decay": 0.0},
-        ]
-        groups = [g for g in groups if g["params"]]
-        self.adam = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-10, fused=cuda)
+        parts = ((self.masters[: len(decayed)], 0.1), (self.masters[len(decayed) :], 0.0))
+        groups = [{"params": masters, "weight_decay": decay} for masters, decay in parts if masters]
+        self.adam = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-10, fused=self.weights[0].is_cuda)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -112,30 +105,9 @@ def schedule(fraction: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (fraction - 0.02) / 0.98)))
 
 
-class Processes:
-    """The processes that `accelerate launch` started, or this one alone."""
-
-    def __init__(self, cpu: bool) -> None:
-        self.state = PartialState(cpu=cpu)
-        self.rank, self.size = self.state.process_index, self.state.num_processes
-        self.main = self.rank == 0
-
-    def average_gradients(self, parameters: list[nn.Parameter]) -> None:
-        if self.size == 1:
-            return
-        flat = torch.cat([_grad(p).flatten().float() for p in parameters])
-        torch.distributed.all_reduce(flat)
-        flat /= self.size
-        for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            _grad(p).copy_(part.view_as(p))
-
-    def largest(self, value: float) -> float:
-        """The largest value over all processes, so that all decide alike."""
-        if self.size == 1:
-            return value
-        shared = torch.tensor([value], dtype=torch.float64, device=self.state.device)
-        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX)
-        return float(shared)
-
-    def wait(self) -> None:
-        self.state.wait_for_everyone()
+def average_gradients(weights: list[nn.Parameter]) -> None:
+    """Over the processes that `accelerate launch` started."""
+    if PartialState().num_processes > 1:
+        mean = reduce(torch.cat([_grad(weight).flatten().float() for weight in weights]), "mean")
+        for weight, part in zip(weights, mean.split([weight.numel() for weight in weights]), strict=True):
+            _grad(weight).copy_(part.view_as(weight))
