@@ -1,6 +1,7 @@
 """Fixtures shared by the tests. Nothing here reaches the network; one CPU thread per test process."""
 
 import os
+import sys
 
 # read at import by the libraries below
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -39,6 +40,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):
         for plugin in PLUGINS:
             config.pluginmanager.import_plugin(plugin)
+
+
+def pytest_unconfigure() -> None:
+    if "processes" in sys.modules:
+        sys.modules["processes"].stop()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

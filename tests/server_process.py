@@ -8,14 +8,15 @@ Its standard error (the log) is in `server.log()`, and printed when it does not 
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE
+
+from processes import Process, start
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 300.0
@@ -27,7 +28,7 @@ GREETING = "specdec serve: "
 class ServerProcess:
     """url: without a slash at its end, such as http://127.0.0.1:41231."""
 
-    process: subprocess.Popen[str]
+    process: Process
     url: str
     log_path: Path
 
@@ -46,26 +47,21 @@ class ServerProcess:
 
 @contextmanager
 def running_server(
-    *options: str, env: Mapping[str, str] | None = None, log_to: int | None = None
+    *options: str, env: Mapping[str, str] | None = None, log_to: int | None = None, real: bool = False
 ) -> Iterator[ServerProcess]:
     """`python -m specdec.cli serve --port 0 OPTIONS`, by default the bundled pair; ready when this yields.
 
     log_to: a file descriptor for its standard error, in the place of the file that `log` reads.
+    real: no fork of a process that has everything imported (see processes.py).
     """
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "specdec.cli", "serve", "--port", "0", *options]
+    command = ["-m", "specdec.cli", "serve", "--port", "0", *options]
     with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder, "log.txt")
         with log_path.open("w") as log:
-            process = subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=log if log_to is None else log_to,
-                text=True,
-                env=variables,
-                cwd=folder,
-            )
+            errors = log if log_to is None else log_to
+            process = start(command, real=real, stdout=PIPE, stderr=errors, env=variables, cwd=folder)
         server = ServerProcess(process, "", log_path)
         try:
             server.url = _read_address(server)

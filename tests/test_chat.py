@@ -1,15 +1,11 @@
 """`specdec chat`: in a pseudo-terminal, as somebody types, and behind a pipe; what becomes of long conversations."""
 
-import fcntl
 import io
 import os
 import pty
 import re
 import select
 import signal
-import subprocess
-import sys
-import termios
 import time
 
 import pytest
@@ -21,6 +17,8 @@ from specdec.cli.bodies.conversation import Conversation, Session
 from specdec.errors import CapacityError, ConfigError
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.text.drafts import DraftColours
+
+from processes import start
 
 TOM = "Tom has 3 apples and buys 5 more. How many apples does he have?"
 ANN = "Ann has 4 boxes of 6 eggs. She eats 3 eggs. How many eggs are left?"
@@ -38,21 +36,8 @@ class Terminal:
         self.end, its_end = pty.openpty()
         environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM_PROGRAM")}
         environment |= {"TERM": "xterm", "COLUMNS": "300", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "specdec.cli", "chat", *options]
-
-        def at_the_terminal():  # whose Ctrl-C it heeds, whatever shell runs the tests
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-        self.process = subprocess.Popen(
-            command,
-            stdin=its_end,
-            stdout=its_end,
-            stderr=its_end,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=at_the_terminal,
-        )
+        command = ["-m", "specdec.cli", "chat", *options]
+        self.process = start(command, terminal=True, stdin=its_end, stdout=its_end, stderr=its_end, env=environment)
         os.close(its_end)
         self.unread = ""
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
-from functools import partial
+from subprocess import PIPE
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from specdec.sampling_numbers import SamplingNumbers
 from specdec.serving.server_settings import ServeSettings
 
 from marks import slow
+from processes import start
 
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
 
@@ -189,10 +190,6 @@ def test_eval_says_no_before_it_works(tmp_path, monkeypatch):
 # what needs no model
 
 
-def shell(*args):
-    return subprocess.run([sys.executable, "-m", "specdec.cli", *args], capture_output=True, text=True, check=False)
-
-
 @pytest.mark.parametrize(
     ("args", "code"),
     [
@@ -215,8 +212,8 @@ def shell(*args):
 def test_help_and_shell_errors_import_nothing_heavy(args, code):
     """The modules that a run imported, as it lists them itself."""
     listing = "import atexit, sys; atexit.register(lambda: print(*sys.modules, sep='\\n', file=sys.stderr));"
-    start = f"{listing} sys.argv = {['specdec', *args]!r}; from specdec.cli.app import main; main()"
-    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, check=False)
+    program = f"{listing} sys.argv = {['specdec', *args]!r}; from specdec.cli.app import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     loaded = set(done.stderr.splitlines())
     assert "specdec.cli" in loaded
@@ -265,9 +262,9 @@ def test_the_list_of_commands_loads_no_command_and_help_loads_one():
     """Files of the folder that a run imported, beyond those that any run needs."""
 
     def files(*args):
-        start = f"import sys; sys.argv = {['specdec', *args]!r}; from specdec.cli.app import app; "
-        end = "app(standalone_mode=False); print(*sys.modules, sep=chr(10), file=sys.stderr)"
-        done = subprocess.run([sys.executable, "-c", start + end], capture_output=True, text=True, check=True)
+        program = f"import sys; sys.argv = {['specdec', *args]!r}; from specdec.cli.app import app; "
+        program += "app(standalone_mode=False); print(*sys.modules, sep=chr(10), file=sys.stderr)"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         found = {name.removeprefix("specdec.cli.") for name in done.stderr.split() if name.startswith("specdec.cli.")}
         return found - {"app", "command"}
 
@@ -349,10 +346,8 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_finished(tmp_path):
     report.write_text("before")
     # 200 long answers: on a machine however busy they are not done before four are seen
     args = ["eval", "gsm8k", "--limit", "200", "--batch-size", "1", "--max-new-tokens", "96"]
-    command = [sys.executable, "-m", "specdec.cli", *args, "--transcripts", str(folder), "--json", str(report)]
-    # a shell that runs the tests in the background has its programs ignore Ctrl-C
-    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeding)
+    command = ["-m", "specdec.cli", *args, "--transcripts", str(folder), "--json", str(report)]
+    process = start(command, stdout=PIPE, stderr=PIPE)
     path = folder / "transcripts-0.jsonl"
     while process.poll() is None and not (path.exists() and path.read_bytes().count(b"\n") > 3):
         time.sleep(0.02)
@@ -398,8 +393,7 @@ def test_ctrl_c_while_an_answer_streams(monkeypatch):
     "command", ["models", "generate --help", slow("bench --limit 1 --max-new-tokens 2 --drafter none")]
 )
 def test_a_reader_who_has_gone_ends_it_quietly(command):
-    arguments = [sys.executable, "-m", "specdec.cli", *command.split()]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with start(["-m", "specdec.cli", *command.split()], real=True, stdout=PIPE, stderr=PIPE) as process:
         process.stdout.close()  # before anything is written
         assert process.stderr.read() == ""
     assert process.returncode == 1

@@ -5,11 +5,11 @@ import json
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +28,9 @@ from specdec.loading import load_tokenizer
 from specdec.models.bundled import HELD_OUT_PROBLEMS, resolve_name
 from specdec.progress import Interrupted
 from specdec.text.prompt_files import Problem, read_prompts
+
+from marks import deep
+from processes import run, run_ranks, start
 
 PAIR = ("tiny-gemma4", "tiny-gemma4-mtp")
 SMALL = {"limit": 7, "compare": True, "params": SamplingParams(16), "config": EngineConfig(max_batch_size=2)}
@@ -659,32 +662,32 @@ def test_killed_twice_it_ends_with_the_same_report(report, tmp_path):
     rng = random.Random(4)
     for _ in range(2):
         wanted = rng.randint(finished(tmp_path), 4)
-        command = [sys.executable, "-m", "specdec.cli", *COMMAND, "--transcripts", str(tmp_path)]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        command = ["-m", "specdec.cli", *COMMAND, "--transcripts", str(tmp_path)]
+        process = start(command, stdout=DEVNULL, stderr=PIPE)
         while finished(tmp_path) < wanted and process.poll() is None:
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.1))
         process.kill()
         errors = process.communicate()[1]
-        assert process.returncode == -signal.SIGKILL, errors.decode()
+        assert process.returncode == -signal.SIGKILL, errors
     assert 0 < finished(tmp_path) < 7
     again = evaluate_gsm8k(*PAIR, folder=tmp_path, **SMALL)
     assert without_timing(again) == without_timing(report)
 
 
-@pytest.mark.slow
-def test_two_processes_make_the_same_report(report, tmp_path):
+def launched(arguments):
     one_machine = ("--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", *one_machine, "--num_processes", "2"]
-    files = ["--transcripts", str(tmp_path), "--json", "-"]
-    run = subprocess.run(
-        [*launch, "--main_process_port", "0", "-m", "specdec.cli", *COMMAND, *files, "--device", "cpu"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    both = json.loads(run.stdout)
+    launch = ["-m", "accelerate.commands.launch", *one_machine, "--num_processes", "2", "--main_process_port", "0"]
+    return [run([*launch, *arguments], real=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [lambda arguments: run_ranks(arguments, 2), deep(launched)], ids=["ranks", "launch"])
+def test_two_processes_make_the_same_report(ranks, report, tmp_path):
+    """Those that `accelerate launch` starts, with or without itself."""
+    done = ranks(["-m", "specdec.cli", *COMMAND, "--transcripts", str(tmp_path), "--json", "-", "--device", "cpu"])
+    assert [each.returncode for each in done] == [0] * len(done), [each.stderr for each in done]
+    both = json.loads("".join(each.stdout for each in done))
     assert without_timing(both) == without_timing(report)
     assert both["timing"]["hardware"].endswith("2 process(es)")
     assert len(list(tmp_path.glob("transcripts-[01].jsonl"))) == 2

@@ -7,7 +7,6 @@ an entry in RUNS or ELSEWHERE fails.
 import importlib
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +24,7 @@ from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.training.target_answers import read_prompt_file
 
 from marks import deep
+from processes import run as start_program
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text("utf-8"))
@@ -155,13 +155,7 @@ def test_every_program_has_help_and_usage_lines(name, run):
 
 @pytest.mark.slow
 def test_a_script_starts_from_any_folder(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "gemma4_mtp.py"), "--max-new-tokens", "8"],
-        cwd=tmp_path,  # not the checkout
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = start_program([str(EXAMPLES / "gemma4_mtp.py"), "--max-new-tokens", "8"], cwd=tmp_path)  # not the checkout
     assert done.returncode == 0, done.stderr
     assert "acceptance length" in done.stdout
 

@@ -5,12 +5,9 @@ import gc
 import json
 import logging
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
-from server_process import ROOT
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
@@ -24,6 +21,7 @@ from specdec.serving.http.key_file import read_key_file
 from specdec.serving.http.middleware import Guard, RequestLog
 from specdec.serving.logs import JsonFormatter, NonBlockingHandler
 
+from processes import run
 from served_engine import until
 
 # intake
@@ -353,11 +351,8 @@ sys.exit(1 if died else 0)
     ],
 )
 def test_an_engine_that_dies_or_only_fails_ends_the_process_and_one_that_hangs_is_not_live(how, code, said):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    run = subprocess.run(
-        [sys.executable, "-c", DIES, how], capture_output=True, text=True, timeout=300, check=False, env=env
-    )
-    assert run.returncode == code and said in run.stdout, (run.stdout, run.stderr[-2000:])
+    done = run(["-c", DIES, how])
+    assert done.returncode == code and said in done.stdout, (done.stdout, done.stderr[-2000:])
 
 
 def test_an_open_address_without_a_key_is_a_warning(caplog):

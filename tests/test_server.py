@@ -24,7 +24,8 @@ PROMPTS = ["Tom has 3 apples and", "Ann buys 12"]
 
 @pytest.fixture(scope="module")
 def server():
-    with running_server("--served-model-name", "tiny", "--served-model-name", "small") as server:
+    names = ("--served-model-name", "tiny", "--served-model-name", "small")
+    with running_server(*names, real=True) as server:
         yield server
 
 

@@ -3,9 +3,7 @@ leave loads and drafts."""
 
 import io
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,9 @@ from specdec.training.eagle3_training import TrainableEagle3
 from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
 from specdec.training.training_progress import Stage
 
-from marks import slow
+from marks import deep, slow
+from processes import run as run_python
+from processes import run_ranks
 
 
 def documents(lengths: list[tuple[int, int]]) -> list[tuple[np.ndarray, int]]:
@@ -424,15 +424,20 @@ def test_an_interrupted_run_keeps_what_it_has(monkeypatch, checkpoint, prompts, 
     assert "going on from step 2" in capsys.readouterr().out
 
 
+def launched(arguments):
+    return [run_python(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *arguments], real=True)]
+
+
 @pytest.mark.slow
-def test_two_processes_train_one_head(checkpoint, prompts, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "ranks", [lambda arguments: run_ranks(arguments, 2), deep(launched)], ids=["ranks", "torchrun"]
+)
+def test_two_processes_train_one_head(ranks, checkpoint, prompts, tmp_path) -> None:
     """Each takes its own prompts and rows; averaged gradients keep one set of weights, which the first one saves."""
     out = tmp_path / "pair"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     argv = f"-m specdec.cli train --target {checkpoint} --prompts {prompts} --out {out} {SMALL}"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launch, *argv.split()], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = ranks(argv.split())
+    assert [each.returncode for each in done] == [0] * len(done), [each.stderr[-2000:] for each in done]
     report = json.loads((out / "training" / "report.json").read_text())
     assert report["processes"] == 2 and report["answers"] == 24 and report["steps"] == 4
     parts = [(out / f"training/answers-{rank}.jsonl").read_text().splitlines() for rank in range(2)]

@@ -4,8 +4,6 @@ The kernels have tests of their own; here each serves real forwards: chunks of a
 verification, frozen drafting, EAGLE-3's own pool. On a GPU `make gpu-test` does the same.
 """
 
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from specdec.kvcache.index_spaces import Space
 from specdec.models.target import TargetModel
 
 from marks import deep, slow
+from processes import run
 from tiny_models import random_eagle3
 
 VOCAB, NEW, LENGTHS = 12, 7, (13, 1)
@@ -270,5 +269,5 @@ def test_the_gpu_script_says_that_there_is_no_gpu():
     script = Path(__file__).resolve().parent.parent / "tools" / "gpu_test.py"
     if not script.exists():
         pytest.skip("needs the checkout")
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stderr.splitlines()[-1]) == (2, "no CUDA device: nothing was checked")
+    done = run([str(script)])
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "no CUDA device: nothing was checked")
