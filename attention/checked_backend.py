@@ -20,7 +20,6 @@ from specdec.attention.kernels.draft_block import Draft, DraftBlock
 from specdec.attention.path_attention import part_of
 from specdec.attention.plan import Attend, KVPlan
 from specdec.kvcache.cache import KVCache
-from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space
 from specdec.kvcache.sanitize import Capture, Fault, Sanitizer, sanitize_requested
 from specdec.kvcache.store import LayerKV
@@ -53,8 +52,8 @@ class CheckedBackend:
         self._check_reads(plan, space, slots)
         return CheckedAttention(self, self.backend.attention(plan, space, window), plan, space)
 
-    def draft_block(self, view: KVView, draft: Draft) -> DraftBlock:
-        return CheckedDraft(self.backend.draft_block(view, draft), draft, self.sanitizer)
+    def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
+        return CheckedDraft(self.backend.draft_block(store, draft), draft, self.sanitizer)
 
     def _check_lengths(self, plan: KVPlan) -> None:
         """A run may begin anywhere in what is committed; trees and frozen drafts begin right after it."""

@@ -12,7 +12,6 @@ from specdec.attention.kernels.own_keys import reference_own_keys
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan
 from specdec.attention.trees.growth import reference_select_tree
-from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import FullLoc, SlotTable, Space, SwaLoc
 from specdec.kvcache.store import KVStore, LayerKV, reference_move_kv, reference_store_kv
 from specdec.kvcache.table import RequestTable, Rows
@@ -66,8 +65,8 @@ class TorchBackend:
             return PathAttention.of(deterministic_attention, find, plan, located, space, window)
         return VisibleKeys.of(plan, table, space, window).attend
 
-    def draft_block(self, view: KVView, draft: Draft) -> DraftBlock:
-        return CopiedDraft(view, draft)
+    def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
+        return CopiedDraft(store, draft)
 
     def store(self, layer: LayerKV, slots: FullLoc | SwaLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         reference_store_kv(k, v, slots, layer.k, layer.v)

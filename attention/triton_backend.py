@@ -1,12 +1,11 @@
 """The backend of NVIDIA GPUs: Triton kernels over page tables. The interpreter runs it on a CPU, slowly, for tests."""
 
-import os
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from specdec.attention.kernels.draft_block import Draft, DraftBlock, LookaheadDraft, PagedDraft
+from specdec.attention.kernels.draft_block import Draft, DraftBlock, PagedDraft
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.page_table import PageTables, build_page_tables
 from specdec.attention.kernels.paged_attention import paged_attention
@@ -15,7 +14,6 @@ from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan
 from specdec.attention.trees.growth import MAX_CANDIDATES, reference_select_tree, select_tree
 from specdec.attention.trees.tree import DraftTree
-from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
 from specdec.kvcache.store import KVStore, LayerKV, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
@@ -61,8 +59,8 @@ class TritonBackend:
             window=window,
         )
 
-    def draft_block(self, view: KVView, draft: Draft) -> DraftBlock:
-        return (PagedDraft if os.environ.get("SPECDEC_DRAFT") == "scratch" else LookaheadDraft)(view, draft)
+    def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
+        return PagedDraft(store, draft)
 
     def store(self, layer: LayerKV, slots: FullLoc | SwaLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         store_kv(k, v, slots, layer.k, layer.v)

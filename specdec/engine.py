@@ -95,11 +95,7 @@ class Engine:
         backend = choose_backend(config.attention, *where, deterministic=target.deterministic)
         capture = capture_for(target.device, self.config.cuda_graphs)
         rounds_ahead = 1 if capture is None else 2  # slots for a round that starts before the one in front is settled
-        width = most = 1
-        if drafter is not None:
-            width = self.spec.num_nodes
-            most = max(width, drafter.draft_slots(self.spec.depth, self.spec.topk))
-        lookahead = (rounds_ahead - 1) * width + most
+        lookahead = rounds_ahead * (self.spec.num_nodes if drafter is not None else 1)
         self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)
         self.table = self.cache.table
         memory = capture  # before anything is put in front of it

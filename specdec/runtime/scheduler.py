@@ -86,7 +86,7 @@ class Scheduler:
         for name, need, pool in (("full", full, allocator.full), ("swa", swa, allocator.swa)):
             if pool is not None and need > pool.capacity * allocator.page_size:
                 raise CapacityError(
-                    f"{asked} needs {need} {name} KV slots (with {self.table.lookahead} lookahead slots and page "
+                    f"{asked} needs {need} {name} KV slots (with {self.table.lookahead} nodes a verify step and page "
                     f"size {allocator.page_size}), but the {name} pool has {pool.capacity * allocator.page_size}; "
                     f"raise {name}_slots or ask for less"
                 )
