@@ -22,7 +22,7 @@ from specdec.attention.plan import Attend, KVPlan
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space
 from specdec.kvcache.sanitize import Capture, Fault, Sanitizer, sanitize_requested
-from specdec.kvcache.store import LayerKV
+from specdec.kvcache.store import KVStore, LayerKV
 
 
 def sanitized(cache: KVCache, backend: Backend, capture: Capture | None) -> tuple[Backend, Capture | None]:
