@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.product import Product
-from specdec.layers.tiling import FEW_ROWS, Cut, Tiles, can_hold, choose_cut, choose_tiles
+from specdec.layers.product import FEW_ROWS, Cut, Product, Tiles, can_hold, choose_cut, choose_tiles
 
 ACTIVATIONS = ("gelu_tanh", "silu")
 
