@@ -17,11 +17,9 @@ from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.trees.growth import select_tree
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import tree_fields
-from specdec.attention.triton_backend import TritonBackend
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import FullLoc
 from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.store import StoreAddresses, move_kv, store_kv
@@ -308,14 +306,13 @@ def centroids(dtype: torch.dtype, *, best: bool = False) -> None:
 def open_and_close(batch: int, num_nodes: int, page_size: int, *, chain: bool) -> None:
     allocator = HybridAllocator(full_pages=99, swa_pages=None, page_size=page_size, device=numbers(1).device)
     table = RequestTable(allocator, max_requests=batch, max_len=256, lookahead=num_nodes, window=None)
-    cache = KVCache(allocator, table, TritonBackend())
     seats, tokens = integers(batch), integers(*table.slots.host.shape)
     cells = integers(batch + 1, len(WHOLE) + len(REAL))
     opened = opening(seats, table.committed_len.tensor, tokens, integers(batch + 1), cells, depth=num_nodes)
     parents = integers(batch, num_nodes)
     tree = DraftTree(integers(batch, num_nodes), parents, parents, parents, is_chain=chain)
     closing(
-        tree, integers(batch, num_nodes), opened.most, Rows(seats, 99), opened.committed_len, cache, tokens,
+        tree, integers(batch, num_nodes), opened.most, Rows(seats, 99), opened.committed_len, table, tokens,
         integers(batch, 1 + 2 * num_nodes), width=num_nodes, depth=num_nodes,
     )  # fmt: skip
 

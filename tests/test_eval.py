@@ -525,12 +525,12 @@ def test_transcripts_are_a_folder(tmp_path):
 def test_a_line_without_its_line_feed_is_dropped_and_written_over(tmp_path):
     settings = {"a": 1}
     with open_transcripts(tmp_path, settings, 0) as file:
-        file.write('{"index": 0}\n{"index": 1')
+        file.append('{"index": 0}\n{"index": 1')
     assert read_transcripts(tmp_path, settings) == [{"index": 0}]
     with open_transcripts(tmp_path, settings, 0) as file:
-        file.write('{"index": 2}\n')
+        file.append('{"index": 2}\n')
     with open_transcripts(tmp_path, settings, 3) as file:
-        file.write('{"index": 5}\n')
+        file.append('{"index": 5}\n')
     (tmp_path / "transcripts-4.jsonl").write_text('{"a"')  # killed while it wrote its settings
     assert read_transcripts(tmp_path, settings) == [{"index": 0}, {"index": 2}, {"index": 5}]
     assert (tmp_path / "transcripts-0.jsonl").read_text() == '{"a": 1}\n{"index": 0}\n{"index": 2}\n'

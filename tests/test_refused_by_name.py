@@ -267,15 +267,13 @@ def test_a_disk_that_is_full_later_names_the_file(tmp_path, monkeypatch):
 
 
 def test_transcripts_on_a_full_disk_name_their_file(tmp_path):
-    class Full:
-        def write(self, data: bytes) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def full(data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with open_transcripts(tmp_path, {}, 0) as file:
-        kept, file._file = file._file, Full()
+        file.write = full
         with pytest.raises(OSError, match=r"cannot be written: No space left on device: '.*transcripts-0\.jsonl'"):
-            file.write(json.dumps({"index": 0}))
-        file._file = kept
+            file.append(json.dumps({"index": 0}))
 
 
 def test_a_pipe_that_is_closed_is_no_full_disk(tmp_path):

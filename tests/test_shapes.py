@@ -116,7 +116,7 @@ def llama(**more):
 
 def target_of(config):
     torch.manual_seed(0)
-    return TargetModel(weights._target_module(config, CPU, torch.float32))
+    return TargetModel(weights._model(config, CPU, torch.float32))
 
 
 def test_floor_of_a_llama_by_hand():

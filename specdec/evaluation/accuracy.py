@@ -32,9 +32,8 @@ from specdec.evaluation.gsm8k_report import Report, make_report
 from specdec.evaluation.scoring import SCORES, is_correct
 from specdec.evaluation.tasks import Task, choose, cut, dialogue_ids, find_task
 from specdec.evaluation.transcripts import Record, open_transcripts, read_transcripts
-from specdec.loading import Checkpoint, load_tokenizer, pick_device
+from specdec.loading import Checkpoint, load_tokenizer, pick_device, require_device
 from specdec.models.context_length import context_length
-from specdec.models.devices import require_device
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted, progress_bar, working
 from specdec.text.prompt_files import Problem
@@ -88,10 +87,14 @@ def evaluate(
         raise ConfigError(f"{target!r} holds no tokenizer, and the problems are text; add the tokenizer's files")
     chat = bool(getattr(tokenizer, "chat_template", None))
     shots = _shots(chosen_task, shots, chat)
-    source, problems = chosen_task.load(_data(chosen_task, str(data), target))
-    count = min(limit, len(problems)) if limit else len(problems)
-    chosen, batches = choose(problems, count), cut(problems, choose(problems, count), config.max_batch_size)
-    ask = Dialogues(tokenizer, chat, {i: _turns(chosen_task, problems[i], chat, shots, instruction) for i in chosen})
+    if data == "auto" and chosen_task.graded:
+        data = "bundled" if target == "tiny-gemma4" else "hub"
+    source, problems = chosen_task.load(str(data))
+    chosen = choose(problems, limit or len(problems))
+    batches = cut(problems, chosen, config.max_batch_size)
+    bare = chat or not chosen_task.graded  # as the user's own words
+    turns = {i: [question_text(turn, bare, shots, instruction) for turn in problems[i].turns] for i in chosen}
+    ask = Dialogues(tokenizer, chat, turns)
     ends = (NEXT_PROBLEM,) if chosen_task.graded and (shots or not chat) else ()
     params = replace(params, seed=params.seed or 0, stop=(*params.stop_strings, *ends))
 
@@ -101,24 +104,17 @@ def evaluate(
     if most is not None:
         ask.require_fits(most, params.max_new_tokens)
     room = config.max_model_len or ask.room(params.max_new_tokens)
+    config = replace(config, device=device, max_model_len=room)
+    given: dict[str, Any] = {"tokenizer": tokenizer, "spec": spec, "config": config, "drafter_options": drafter_options}
     with working(f"loading {target}"):
-        config = replace(config, device=device, max_model_len=room)
-        engine = Engine.from_pretrained(
-            target,
-            drafter,
-            tokenizer=tokenizer,
-            spec=spec,
-            config=config,
-            drafter_options=drafter_options,
-            **loading,
-        )
+        engine = Engine.from_pretrained(target, drafter, **given, **loading)
     ask.require_fits(engine.max_model_len, params.max_new_tokens)
     engines = {"plain" if drafter is None else "speculative": engine}
     if compare:
         engines["plain"] = Engine(engine.target, None, tokenizer=tokenizer, config=config)
 
     settings: Record = {"task": task, "target": target, "drafter": drafter, "compare": compare}
-    settings |= {"data": source, "problems": count, "sha256": fingerprint(problems, chosen)}
+    settings |= {"data": source, "problems": len(chosen), "sha256": fingerprint(problems, chosen)}
     settings |= {"chat_template": chat, "shots": shots, "instruction": instruction, "versions": VERSIONS}
     settings |= asdict(params) | asdict(spec) | asdict(config)
     settings |= {"loading": repr(loading), "drafter_options": repr(dict(drafter_options or {}))}
@@ -128,15 +124,14 @@ def evaluate(
     def earlier(fewer: int) -> tuple[str, set[int]]:
         before = choose(problems, fewer)
         same = set(cut(problems, before, config.max_batch_size)) & set(batches)
-        return fingerprint(problems, before), {index for batch in same for index in batch}
+        return fingerprint(problems, before), set().union(*same)
 
     def report(records: Collection[Record]) -> Report:
         place = f"{hardware(engine.target.device)}, {state.num_processes} process(es)"
         ordered = sorted(records, key=lambda record: (record["index"], record["turn"]))
-        done = len({record["index"] for record in ordered})
+        finished = settings | {"problems": len({record["index"] for record in ordered})}
         answers = [problem.answer or "" for problem in problems] if chosen_task.graded else None
-        categories = [problem.category for problem in problems]
-        return make_report(settings | {"problems": done}, answers, ordered, place, categories, chosen_task.note)
+        return make_report(finished, answers, ordered, place, [each.category for each in problems], chosen_task.note)
 
     with ExitStack() as stack:
         keep = Path(folder or stack.enter_context(TemporaryDirectory()))
@@ -150,24 +145,23 @@ def evaluate(
             with working("warming up"):  # allocations, thread pools, kernels
                 short = replace(params, max_new_tokens=min(8, params.max_new_tokens))
                 for one in engines.values():
-                    one.generate([ask.first(mine[0][0])], short)
+                    one.generate([ask.prompt(mine[0][0], [])], short)
         total = sum(len(turns) for turns in ask.turns.values())
         update = stack.enter_context(progress_bar(task, total, len(records), enabled=state.is_main_process))
         try:
             for batch in mine:
                 for record in solve(engines, ask, batch, params):
                     if (record["index"], record["turn"]) not in records:
-                        file.write(json.dumps(record) + "\n")
+                        file.append(json.dumps(record) + "\n")
                         records[record["index"], record["turn"]] = record
                 scores = running_scores(records.values(), problems) if chosen_task.graded else None
                 update(len(records), scores)
         except KeyboardInterrupt as stop:
-            whole = [batch for batch in batches if records.keys() >= ask.keys(batch)]
-            done = {index for batch in whole for index in batch}
+            done = set().union(*(batch for batch in batches if records.keys() >= ask.keys(batch)))
             where = f", kept in {folder}: the same command goes on" if folder else ""
             partial = [record for record in records.values() if record["index"] in done]
             made = report(partial) if partial and state.num_processes == 1 else None
-            raise Interrupted(f"{len(done)} of {count} problems are finished{where}", made) from stop
+            raise Interrupted(f"{len(done)} of {len(chosen)} problems are finished{where}", made) from stop
         records = {(record["index"], record["turn"]): record for record in gather_object(list(records.values()))}
     return report(records.values())
 
@@ -179,10 +173,6 @@ class Dialogues:
     tokenizer: Any
     chat: bool
     turns: dict[int, list[str]]
-
-    def first(self, index: int) -> list[int]:
-        """The prompt of a problem's first turn."""
-        return self.prompt(index, [])
 
     def prompt(self, index: int, answers: list[str]) -> list[int]:
         """The prompt of the turn after `answers`, which are the model's own."""
@@ -196,7 +186,7 @@ class Dialogues:
         """Tokens of the longest dialogue; None where it depends on how an answer is tokenised again."""
         if any(len(turns) > 1 for turns in self.turns.values()):
             return None
-        return max(len(self.first(index)) for index in self.turns) + max_new_tokens
+        return max(len(self.prompt(index, [])) for index in self.turns) + max_new_tokens
 
     def require_fits(self, max_model_len: int, max_new_tokens: int) -> None:
         """Before an hour's work: raises CapacityError at a dialogue that is too long."""
@@ -228,29 +218,25 @@ def solve(engines: dict[str, Engine], ask: Dialogues, batch: Collection[int], pa
                 record["runs"][name] = {**kept, "stats": asdict(out.stats), "seconds": seconds}
                 answers[name][record["index"]].append(out.text)
         if len(engines) == 2:
-            for record, *asked_of in zip(made, *prompts.values(), strict=True):
-                record["parting"] = compare_outputs(engines["plain"].target, asked_of, record["runs"])
+            for record, prompt, other in zip(made, *prompts.values(), strict=True):
+                found = (run["token_ids"] for run in record["runs"].values())
+                after_unequal = {"position": None, "logit_margin": None}
+                same = prompt == other
+                record["parting"] = find_parting(engines["plain"].target, prompt, *found) if same else after_unequal
         records += made
     return records
 
 
-def compare_outputs(target: TargetModel, prompts: Sequence[list[int]], runs: dict[str, Record]) -> Record | None:
-    """Where the outputs of two runs part; None when they are equal. Behind unequal answers a turn has no parting."""
-    first, second = (run["token_ids"] for run in runs.values())
-    if prompts[0] != prompts[1]:
-        return {"position": None, "logit_margin": None}
-    return None if first == second else find_parting(target, prompts[0], first, second)
-
-
 @torch.inference_mode()
-def find_parting(target: TargetModel, prompt: list[int], first: list[int], second: list[int]) -> Record:
-    """Where two outputs part, and how far apart the target's logits of their two tokens are there.
+def find_parting(target: TargetModel, prompt: list[int], first: list[int], second: list[int]) -> Record | None:
+    """Where two outputs part, and how far apart the target's logits of their two tokens are there; None: nowhere.
 
     The logits are those of one forward of the bare model over the prompt and what the outputs share, widened to fp32.
     The margin is None where one output ends and the other goes on.
     """
     position = first_difference(first, second)
-    assert position is not None, "equal outputs do not part"
+    if position is None:
+        return None
     if position == min(len(first), len(second)):
         return {"position": position, "logit_margin": None}
     tokens = torch.tensor([prompt + first[:position]], device=target.device)
@@ -279,24 +265,10 @@ def running_scores(records: Collection[Record], problems: Sequence[Problem]) -> 
 
 
 def _shots(task: Task, shots: int | None, chat: bool) -> int:
-    if not task.graded:
-        if shots:
-            raise ConfigError(f"shots={shots}: {task.name} has no worked examples; leave it out")
-        return 0
     if shots is None:
-        return 0 if chat else len(EXEMPLARS)
+        return 0 if chat or not task.graded else len(EXEMPLARS)
+    if shots and not task.graded:
+        raise ConfigError(f"shots={shots}: {task.name} has no worked examples; leave it out")
     if not 0 <= shots <= len(EXEMPLARS):
         raise ConfigError(f"shots={shots}: there are {len(EXEMPLARS)} worked examples; give 0 to {len(EXEMPLARS)}")
     return shots
-
-
-def _data(task: Task, data: str, target: str) -> str:
-    if data != "auto" or not task.graded:
-        return data
-    return "bundled" if target == "tiny-gemma4" else "hub"
-
-
-def _turns(task: Task, problem: Problem, chat: bool, shots: int, instruction: str) -> list[str]:
-    if task.graded:
-        return [question_text(problem.text, chat, shots, instruction)]
-    return [f"{turn}\n{instruction}" if instruction else turn for turn in problem.turns]

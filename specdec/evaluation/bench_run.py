@@ -14,9 +14,10 @@ from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.contest import Contestant, engine_contestant, require_parity, take_turns
+from specdec.evaluation.gsm8k_report import table_lines
 from specdec.evaluation.scoring import final_number, is_correct
 from specdec.evaluation.transformers_peer import assisted_peer, plain_peer
-from specdec.models.devices import require_device
+from specdec.loading import require_device
 from specdec.progress import Interrupted, progress_bar, working
 from specdec.text.prompt_files import Problem
 
@@ -54,9 +55,8 @@ def run_bench(
 ) -> BenchReport:
     """Run every contestant on every prompt. Raises SpecDecError when an output is not plain decoding's.
 
-    params: with a temperature above 0 they need a seed, without which no two outputs would be alike.
-    loading: other arguments of `Engine.from_pretrained`. Ctrl-C raises
-    Interrupted with the report of the prompts that all contestants have done.
+    params: with a temperature above 0 they need a seed, without which no two outputs would be alike. loading: other
+    arguments of `Engine.from_pretrained`. Ctrl-C raises Interrupted with the report of what all contestants have done.
     """
     if params.temperature > 0 and params.seed is None:
         raise ConfigError(f"temperature={params.temperature} without a seed: outputs could not be compared; give one")
@@ -72,8 +72,7 @@ def run_bench(
     if drafter is not None:
         contestants.append(engine_contestant(f"specdec, {drafter}", engine, params))
     if peer:
-        assisted = assisted_peer(engine, params, spec.num_steps)
-        contestants += [plain_peer(engine, params), *([assisted] if assisted else [])]
+        contestants += [plain_peer(engine, params), *assisted_peer(engine, params, spec.num_steps)]
     ids = [engine.encode(problem.text) if raw else engine.chat_prompt(problem.text) for problem in prompts]
     with working("warming up"):  # allocations, thread pools, kernels
         for contestant in contestants:
@@ -112,12 +111,13 @@ def run_bench(
 
 def markdown_table(report: BenchReport) -> str:
     """The report as a Markdown table with one line of context."""
-    base = next(iter(report.tokens_per_second.values()))
-    lines = ["| run | tokens/s | vs no drafter |", "| --- | ---: | ---: |"]
-    lines += [f"| {name} | {speed:.1f} | {speed / base:.2f}x |" for name, speed in report.tokens_per_second.items()]
+    speeds = report.tokens_per_second
+    base = next(iter(speeds.values()))
+    rows = [{"run": name, "tokens/s": f"{x:.1f}", "vs no drafter": f"{x / base:.2f}x"} for name, x in speeds.items()]
     positions = ", ".join(f"{share:.2f}" for share in report.accepted_per_position)
     accuracy = "" if report.accuracy is None else f"; accuracy {100 * report.accuracy:.1f} %"
-    lines += [
+    lines = [
+        *table_lines(rows),
         "",
         f"{report.target}, {report.prompts} prompts, batch {report.batch_size}, temperature {report.temperature:g}, "
         f"{report.spec.num_steps} steps of topk {report.spec.topk}, {report.spec.num_nodes} nodes: "
@@ -129,8 +129,6 @@ def markdown_table(report: BenchReport) -> str:
 
 def _accuracy(engine: Engine, plain: Contestant, prompts: Sequence[Problem]) -> float | None:
     """The share of right answers among the prompts that have a reference answer; None where none has."""
-    graded: list[bool] = []
-    for tokens, problem in zip(plain.outputs, prompts, strict=False):  # interrupted: fewer outputs than prompts
-        if final_number(problem.answer or "") is not None:
-            graded.append(is_correct(engine.decode(tokens), problem.answer or ""))
+    answered = zip(plain.outputs, (problem.answer or "" for problem in prompts), strict=False)  # fewer if interrupted
+    graded = [is_correct(engine.decode(ids), answer) for ids, answer in answered if final_number(answer) is not None]
     return sum(graded) / len(graded) if graded else None

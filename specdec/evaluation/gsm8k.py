@@ -6,7 +6,7 @@ examples are of our own making, in the style of the data: a line a step, then `#
 
 from pathlib import Path
 
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, first_line
 from specdec.evaluation.scoring import final_number
 from specdec.models.bundled import BUNDLED_DIR, HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import Problem, read_prompts
@@ -48,6 +48,5 @@ def _from_hub(limit: int) -> list[Problem]:
         wanted = "needs the package datasets: pip install 'specdec-runtime[datasets]'"
         raise ConfigError(f"data='hub' {wanted}, or give a JSONL file") from error
     except Exception as error:  # no network, a broken cache, ...: they have no common base
-        reason = (str(error) or type(error).__name__).partition("\n")[0]
-        raise ConfigError(f"data='hub': openai/gsm8k did not load ({reason}); give a JSONL file") from error
+        raise ConfigError(f"data='hub': openai/gsm8k did not load ({first_line(error)}); give a JSONL file") from error
     return [Problem((row["question"],), row["answer"]) for row in rows[: limit or None]]

@@ -23,10 +23,10 @@ def save_plot(report: Report, file: str | BinaryIO) -> None:
     """Accuracy with intervals where answers are graded, acceptance, and tokens per second, side by side, as a PNG."""
     from matplotlib.figure import Figure
 
-    graded = "strict" in next(iter(report["runs"].values()))
-    panels = [_accuracy] if graded else []
-    panels += [_acceptance_by_position] if _drafted(report) else []
-    panels += [_acceptance_by_category] if report["categories"] and _drafted(report) else []
+    first, drafted = _first_run(report), bool(_first_run(report)["accepted_per_position"])
+    panels = [_accuracy] if "strict" in first else []
+    panels += [_acceptance_by_position] if drafted else []
+    panels += [_acceptance_by_category] if report["categories"] and drafted else []
     panels += [_speed] if speeds_may_be_shown(report) else []
     figure = Figure(figsize=(4.2 * max(len(panels), 2), 4.2), layout="constrained")
     figure.suptitle(title(report))
@@ -37,16 +37,15 @@ def save_plot(report: Report, file: str | BinaryIO) -> None:
 
 def title(report: Report) -> str:
     """Task, pair and what was found, on two lines."""
-    settings, drafted, comparison = report["settings"], _drafted(report), report["comparison"]
+    settings, first, comparison = report["settings"], _first_run(report), report["comparison"]
     drafter = f"drafter {_short(settings['drafter'])}" if settings.get("drafter") else "no drafter"
     pair = f"{_short(settings['target'])}, {drafter}"
-    found = [f"acceptance length {drafted['acceptance_length']:.2f}"] if drafted else []
-    if "speed_up" in report["timing"]:
-        found.insert(0, f"speed-up {report['timing']['speed_up']:.2f}x")
+    found = [f"speed-up {report['timing']['speed_up']:.2f}x"] if "speed_up" in report["timing"] else []
+    found += [f"acceptance length {first['acceptance_length']:.2f}"] if first["accepted_per_position"] else []
     if comparison is not None:
         found.append(f"{comparison['equal']} of {comparison['equal'] + len(comparison['unequal'])} outputs equal")
-    second_line = ", ".join(found) or report["timing"]["hardware"]
-    return f"{settings['task']}, {settings['problems']} problems: {pair}\n{second_line}"
+    found = found or [report["timing"]["hardware"]]
+    return f"{settings['task']}, {settings['problems']} problems: {pair}\n{', '.join(found)}"
 
 
 def _short(name: str, most: int = 48) -> str:
@@ -54,10 +53,10 @@ def _short(name: str, most: int = 48) -> str:
     return name if len(name) <= most else f"...{name[-most:]}"
 
 
-def _drafted(report: Report) -> dict[str, Any] | None:
-    """The run with a drafter, if there is one."""
-    run = next(iter(report["runs"].values()))
-    return run if run["accepted_per_position"] else None
+def _first_run(report: Report) -> dict[str, Any]:
+    """The run with a drafter, if there is one: it has an acceptance by position."""
+    run: dict[str, Any] = next(iter(report["runs"].values()))
+    return run
 
 
 def _accuracy(axes: Any, report: Report) -> None:
@@ -74,27 +73,22 @@ def _accuracy(axes: Any, report: Report) -> None:
 
 
 def _acceptance_by_position(axes: Any, report: Report) -> None:
-    run = _drafted(report)
-    assert run is not None, "drawn of a run with a drafter"
-    shares = run["accepted_per_position"]
+    shares = _first_run(report)["accepted_per_position"]
     axes.bar(range(1, len(shares) + 1), shares, color=COLOURS["speculative"])
     axes.set_xticks(range(1, len(shares) + 1))
     axes.set(title="rounds that accept the draft", xlabel="draft position", ylabel="share of rounds", ylim=(0, 1))
 
 
 def _acceptance_by_category(axes: Any, report: Report) -> None:
-    names, run = list(report["categories"]), _drafted(report)
-    assert run is not None, "drawn of a run with a drafter"
-    first = next(iter(report["runs"]))
-    lengths = [report["categories"][name]["runs"][first]["acceptance_length"] for name in names]
-    axes.barh(names, lengths, color=COLOURS["speculative"])
+    most = 1 + len(_first_run(report)["accepted_per_position"])
+    lengths = {name: _first_run(group)["acceptance_length"] for name, group in report["categories"].items()}
+    axes.barh([*lengths], [*lengths.values()], color=COLOURS["speculative"])
     axes.invert_yaxis()
-    axes.set(title="acceptance length", xlabel="tokens a forward", xlim=(1, 1 + len(run["accepted_per_position"])))
+    axes.set(title="acceptance length", xlabel="tokens a forward", xlim=(1, most))
 
 
 def _speed(axes: Any, report: Report) -> None:
-    for name in report["runs"]:
-        speed = report["timing"][name]["tokens_per_second"]
+    speeds = {name: report["timing"][name]["tokens_per_second"] for name in report["runs"]}
+    for name, speed in speeds.items():
         axes.bar_label(axes.bar(name, speed, 0.6, color=COLOURS[name]), fmt="%.1f", padding=2)
-    fastest = max(report["timing"][name]["tokens_per_second"] for name in report["runs"])
-    axes.set(title="speed", ylabel="tokens/s", ylim=(0, 1.1 * fastest))  # room for the figure above the bar
+    axes.set(title="speed", ylabel="tokens/s", ylim=(0, 1.1 * max(speeds.values())))  # room for the figure above

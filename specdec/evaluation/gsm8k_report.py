@@ -5,7 +5,7 @@ often it was interrupted and however many processes shared it.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specdec.evaluation.scoring import SCORES, is_correct, mcnemar_p, wilson_interval
@@ -16,6 +16,9 @@ Report = dict[str, Any]
 """settings, note, runs (scores, tokens, acceptance by name), categories and turns (the same by category and by turn of
 a dialogue, where the data has more than one), comparison (of two runs, else None), timing."""
 
+SCORE_HEADS = {"strict": "strict accuracy (Wilson 95 %)", "last_number": "last number"}
+WORDS = ("run", "category", "by position")
+"""Headings of columns that hold no single figure."""
 UNNAMED = "other"
 """The category of problems without one, in data where others have one."""
 
@@ -34,31 +37,25 @@ def make_report(
     per second are those of one process.
     """
     names = list(records[0]["runs"])
-    runs: dict[str, Any] = {name: _run(records, name) for name in names}
-    timing: dict[str, Any] = {"hardware": hardware, **{name: _speed(records, name) for name in names}}
-    graded: dict[str, dict[str, list[bool]]] = {}
-    if answers is not None:
-        graded = {name: _grade(records, name, answers) for name in names}
+    graded = {} if answers is None else {name: _grade(records, name, answers) for name in names}
+    comparison = _compare(records) if len(names) == 2 else None
+    if comparison is not None and graded:
+        comparison |= {score: _split(names, *(graded[name][score] for name in names)) for score in SCORES}
+    # an accuracy vouches for outputs that part; where there is none, a figure needs equal outputs
+    comparable = comparison is not None and (bool(graded) or not comparison["unequal"])
+    whole = _figures(records, comparable)
     for name, scores in graded.items():
-        runs[name] |= {score: _share(right) for score, right in scores.items()}
-    comparison: dict[str, Any] | None = None
-    if len(names) == 2:
-        comparison = _compare(records)
-        if graded:
-            first, second = graded.values()
-            comparison |= {score: _split(names, first[score], second[score]) for score in SCORES}
-        # an accuracy vouches for outputs that part; where there is none, a figure needs equal outputs
-        if answers is not None or not comparison["unequal"]:
-            timing["speed_up"] = _speed_up(timing, names)
-    comparable = "speed_up" in timing
+        whole["runs"][name] |= {score: _share(right) for score, right in scores.items()}
     return {
         "settings": settings,
         "note": note,
-        "runs": runs,
-        "categories": _by_category(records, categories, comparable),
-        "turns": _by_turn(records, comparable),
+        "runs": whole["runs"],
+        "categories": _grouped(records, comparable, lambda one: categories[one["index"]] or UNNAMED, any(categories)),
+        "turns": _grouped(
+            records, comparable, lambda one: f"turn {one['turn'] + 1}", any(one["turn"] for one in records)
+        ),
         "comparison": comparison,
-        "timing": timing,
+        "timing": {"hardware": hardware, **whole["timing"]},
     }
 
 
@@ -77,29 +74,43 @@ def speeds_may_be_shown(report: Report) -> bool:
     return report["comparison"] is None or "speed_up" in report["timing"]
 
 
-def _run(records: Sequence[Record], name: str) -> dict[str, Any]:
-    """Tokens and acceptance of one run over some records."""
-    stats = RequestStats()
-    for record in records:
-        stats.add(RequestStats(**record["runs"][name]["stats"]))
-    return {
-        "output_tokens": stats.output_tokens,
-        "cut_off": sum(record["runs"][name]["finish_reason"] == "length" for record in records),
-        "acceptance_length": stats.acceptance_length,
-        "accepted_per_position": stats.accepted_per_position,
-    }
+def table_lines(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Rows, by heading, as the lines of a Markdown table; figures stand to the right."""
+    rule = ["---" if head in WORDS else "---:" for head in rows[0]]
+    return [f"| {' | '.join(cells)} |" for cells in (rows[0], rule, *(row.values() for row in rows))]
 
 
-def _speed(records: Sequence[Record], name: str) -> dict[str, float]:
-    seconds = sum(record["runs"][name]["seconds"] for record in records)
-    tokens = sum(record["runs"][name]["stats"]["output_tokens"] for record in records)
-    return {"seconds": seconds, "tokens_per_second": tokens / seconds}
+def _figures(records: Sequence[Record], comparable: bool) -> dict[str, Any]:
+    """Tokens, acceptance and speed of each run over some records."""
+    runs: dict[str, Any] = {}
+    timing: dict[str, Any] = {}
+    for name in records[0]["runs"]:
+        made = [record["runs"][name] for record in records]
+        stats = RequestStats()
+        for one in made:
+            stats.add(RequestStats(**one["stats"]))
+        seconds = sum(one["seconds"] for one in made)
+        timing[name] = {"seconds": seconds, "tokens_per_second": stats.output_tokens / seconds}
+        runs[name] = {
+            "output_tokens": stats.output_tokens,
+            "cut_off": sum(one["finish_reason"] == "length" for one in made),
+            "acceptance_length": stats.acceptance_length,
+            "accepted_per_position": stats.accepted_per_position,
+        }
+    if comparable:
+        first, second = (each["tokens_per_second"] for each in timing.values())
+        timing["speed_up"] = first / second
+    return {"problems": len({record["index"] for record in records}), "runs": runs, "timing": timing}
 
 
-def _speed_up(timing: dict[str, Any], names: Sequence[str]) -> float:
-    """Of the first run over the second."""
-    first, second = (timing[name]["tokens_per_second"] for name in names)
-    return float(first / second)
+def _grouped(
+    records: Sequence[Record], comparable: bool, group_of: Callable[[Record], str], grouped: bool
+) -> dict[str, Any]:
+    """Figures by group; empty where the data has no groups."""
+    groups: dict[str, list[Record]] = {}
+    for record in records if grouped else ():
+        groups.setdefault(group_of(record), []).append(record)
+    return {name: _figures(members, comparable) for name, members in groups.items()}
 
 
 def _grade(records: Sequence[Record], name: str, answers: Sequence[str]) -> dict[str, list[bool]]:
@@ -133,45 +144,15 @@ def _split(names: Sequence[str], first: Sequence[bool], second: Sequence[bool]) 
     }
 
 
-def _by_category(records: Sequence[Record], categories: Sequence[str | None], comparable: bool) -> dict[str, Any]:
-    """Figures by category; empty where the data has none."""
-    groups: dict[str, list[Record]] = {}
-    if any(categories):
-        for record in records:
-            groups.setdefault(categories[record["index"]] or UNNAMED, []).append(record)
-    return {name: _group(members, comparable) for name, members in groups.items()}
-
-
-def _by_turn(records: Sequence[Record], comparable: bool) -> dict[str, Any]:
-    """Figures by turn of the dialogues; empty where all have one."""
-    turns = sorted({record["turn"] for record in records})
-    groups = {f"turn {turn + 1}": [record for record in records if record["turn"] == turn] for turn in turns}
-    return {name: _group(members, comparable) for name, members in groups.items()} if len(turns) > 1 else {}
-
-
-def _group(records: Sequence[Record], comparable: bool) -> dict[str, Any]:
-    names = list(records[0]["runs"])
-    timing: dict[str, Any] = {name: _speed(records, name) for name in names}
-    if comparable:
-        timing["speed_up"] = _speed_up(timing, names)
-    problems = len({record["index"] for record in records})
-    return {"problems": problems, "runs": {name: _run(records, name) for name in names}, "timing": timing}
-
-
 def _run_table(report: Report) -> list[str]:
-    graded = "strict" in next(iter(report["runs"].values()))
-    score_heads = "strict accuracy (Wilson 95 %) | last number | " if graded else ""
-    lines = [
-        f"| run | {score_heads}cut off | acceptance length | by position | tokens/s |",
-        f"| --- | {'---: | ---: | ' if graded else ''}---: | ---: | --- | ---: |",
-    ]
+    rows: list[dict[str, str]] = []
     for name, run in report["runs"].items():
-        cells = [name, *(_percentage(run[score]) for score in SCORES if score in run)]
         speed = f"{report['timing'][name]['tokens_per_second']:.1f}" if speeds_may_be_shown(report) else "withheld"
-        positions = ", ".join(f"{x:.2f}" for x in run["accepted_per_position"])
-        cells += [str(run["cut_off"]), f"{run['acceptance_length']:.2f}", positions, speed]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        row = {"run": name} | {head: _percentage(run[score]) for score, head in SCORE_HEADS.items() if score in run}
+        row |= {"cut off": str(run["cut_off"]), "acceptance length": f"{run['acceptance_length']:.2f}"}
+        row |= {"by position": ", ".join(f"{x:.2f}" for x in run["accepted_per_position"]), "tokens/s": speed}
+        rows.append(row)
+    return table_lines(rows)
 
 
 def _percentage(score: dict[str, Any]) -> str:
@@ -180,22 +161,25 @@ def _percentage(score: dict[str, Any]) -> str:
 
 
 def _comparison_lines(report: Report) -> list[str]:
-    comparison, timing = report["comparison"], report["timing"]
+    comparison, speed_up = report["comparison"], report["timing"].get("speed_up")
     if comparison is None:
         return []
     differ, total = len(comparison["unequal"]), comparison["equal"] + len(comparison["unequal"])
-    if "speed_up" in timing:
-        first, second = report["runs"]
-        differing = f"; {differ} of {total} outputs differ" if differ else ""
-        lines = ["", f"- speed-up: {timing['speed_up']:.2f}x ({first} over {second}, tokens/s{differing})"]
-    else:
-        lines = ["", f"- no speed-up: {differ} of {total} outputs differ from plain decoding"]
-    lines.append(f"- equal transcripts: {comparison['equal']} of {total}")
-    lines += [_parting_line(one) for one in comparison["unequal"]]
-    for score in SCORES:
-        if score in comparison:
-            lines.append(f"- {score}: " + ", ".join(f"{key} {value:.3g}" for key, value in comparison[score].items()))
-    return lines
+    found = f"{differ} of {total} outputs differ"
+    runs = f"{' over '.join(report['runs'])}, tokens/s"
+    return [
+        "",
+        f"- no speed-up: {found} from plain decoding"
+        if speed_up is None
+        else f"- speed-up: {speed_up:.2f}x ({runs}{f'; {found}' if differ else ''})",
+        f"- equal transcripts: {comparison['equal']} of {total}",
+        *(_parting_line(one) for one in comparison["unequal"]),
+        *(
+            f"- {score}: " + ", ".join(f"{key} {value:.3g}" for key, value in comparison[score].items())
+            for score in SCORES
+            if score in comparison
+        ),
+    ]
 
 
 def _parting_line(one: Record) -> str:
@@ -208,19 +192,14 @@ def _parting_line(one: Record) -> str:
 
 
 def _category_table(report: Report) -> list[str]:
-    groups = {**report["categories"], **report["turns"]}
-    if not groups:
-        return []
-    names = list(report["runs"])
-    speed_up = "speed_up" in report["timing"]
-    heads = ["category", "problems", *(f"{name}: acceptance length" for name in names[:1])]
-    heads += [f"{name}: tokens/s" for name in names if speeds_may_be_shown(report)] + ["speed-up"] * speed_up
-    lines = ["", f"| {' | '.join(heads)} |", f"| --- |{' ---: |' * (len(heads) - 1)}"]
-    for category, group in groups.items():
-        cells = [category, str(group["problems"]), f"{group['runs'][names[0]]['acceptance_length']:.2f}"]
+    rows: list[dict[str, str]] = []
+    first, *_ = names = list(report["runs"])
+    for category, group in (report["categories"] | report["turns"]).items():
+        row = {"category": category, "problems": str(group["problems"])}
+        row[f"{first}: acceptance length"] = f"{group['runs'][first]['acceptance_length']:.2f}"
         if speeds_may_be_shown(report):
-            cells += [f"{group['timing'][name]['tokens_per_second']:.1f}" for name in names]
-        if speed_up:
-            cells.append(f"{group['timing']['speed_up']:.2f}x")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+            row |= {f"{name}: tokens/s": f"{group['timing'][name]['tokens_per_second']:.1f}" for name in names}
+        if "speed_up" in group["timing"]:
+            row["speed-up"] = f"{group['timing']['speed_up']:.2f}x"
+        rows.append(row)
+    return ["", *table_lines(rows)] if rows else []

@@ -46,21 +46,18 @@ def require_distinct(paths: Sequence[Path | None]) -> None:
 
 def write_file(path: Path, content: str | bytes) -> None:
     """The whole content of a file; text is written in UTF-8, with a line feed at its end."""
+    data = f"{content}\n".encode() if isinstance(content, str) else content
     if path == STDOUT and isinstance(content, str):
         print(content)
-        return
-    data = f"{content}\n".encode() if isinstance(content, str) else content
-    if path == STDOUT:
+    elif path == STDOUT:
         sys.stdout.buffer.write(data)
-        return
-    with naming_file(path):
-        _write(path, data)
+    else:
+        with naming_file(path):
+            write = Path.write_bytes if _is_device(path) else _replace
+            write(path, data)
 
 
-def _write(path: Path, data: bytes) -> None:
-    if _is_device(path):
-        path.write_bytes(data)
-        return
+def _replace(path: Path, data: bytes) -> None:
     place = _place(path)
     beside = place.with_name(f".{place.name[:50]}.{os.getpid()}.tmp")
     try:

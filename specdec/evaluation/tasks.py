@@ -4,8 +4,10 @@ Only GSM8K's answers are graded. HumanEval's programs are not executed and MT-be
 tasks, and Spec-Bench, are prompts on which speed and acceptance are measured.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +29,23 @@ class Task:
     note: str = ""
 
 
-def _from_file(name: str) -> Callable[[str], tuple[str, list[Problem]]]:
-    def load(data: str) -> tuple[str, list[Problem]]:
-        if data == "auto":
-            raise ConfigError(f"{name} needs its prompts: give data, a JSONL file with 'turns', 'prompt' or 'question'")
-        return f"file {Path(data).name}", read_prompts(data)
-
-    return load
-
-
-def _spec_bench(data: str) -> tuple[str, list[Problem]]:
-    """Six groups, as Spec-Bench reports them: MT-bench's eight categories are one."""
-    source, problems = _from_file("spec-bench")(data)
-    grouped = [replace(p, category="mt_bench") if p.category in MT_BENCH_CATEGORIES else p for p in problems]
-    return source, grouped
+def _from_file(name: str, data: str) -> tuple[str, list[Problem]]:
+    """Spec-Bench has six groups, as it reports them: MT-bench's eight categories are one."""
+    if data == "auto":
+        raise ConfigError(f"{name} needs its prompts: give data, a JSONL file with 'turns', 'prompt' or 'question'")
+    joined = MT_BENCH_CATEGORIES if name == "spec-bench" else ()
+    problems = [replace(p, category="mt_bench") if p.category in joined else p for p in read_prompts(data)]
+    return f"file {Path(data).name}", problems
 
 
-TASKS = {
-    task.name: task
-    for task in (
-        Task("gsm8k", load_problems, graded=True),
-        Task("mt-bench", _from_file("mt-bench"), note="answers are not judged: speed and acceptance only"),
-        Task("humaneval", _from_file("humaneval"), note="programs are not executed: speed and acceptance only"),
-        Task("spec-bench", _spec_bench, note="answers are not graded: speed and acceptance only"),
-    )
+UNGRADED = {
+    "mt-bench": "answers are not judged",
+    "humaneval": "programs are not executed",
+    "spec-bench": "answers are not graded",
+}
+TASKS = {"gsm8k": Task("gsm8k", load_problems, graded=True)} | {
+    name: Task(name, partial(_from_file, name), note=f"{reason}: speed and acceptance only")
+    for name, reason in UNGRADED.items()
 }
 
 
@@ -66,10 +61,10 @@ def choose(problems: list[Problem], count: int) -> list[int]:
 
     So a small evaluation has something of every category, and a larger one has all that a smaller one had.
     """
-    seen: dict[str | None, int] = {}
+    seen: Counter[str | None] = Counter()
     places: list[tuple[int, int]] = []
     for index, problem in enumerate(problems):
-        seen[problem.category] = seen.get(problem.category, 0) + 1
+        seen[problem.category] += 1
         places.append((seen[problem.category], index))
     return sorted(index for _, index in sorted(places)[:count])
 

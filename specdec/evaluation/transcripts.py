@@ -6,8 +6,8 @@ taken over is what the present settings would give again; settings that would no
 
 import json
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from specdec.errors import ConfigError, naming_file
@@ -24,41 +24,20 @@ Earlier = Callable[[int], tuple[str, set[int]]]
 """Of an evaluation of fewer problems: the sum of their text, and those whose batch would still be the same."""
 
 
-class TranscriptFile:
-    """Lines go to the system as they are written, after those that are there; errors name the file."""
+class TranscriptFile(FileIO):
+    """Lines go to the system as they are written, without a buffer: closing has nothing left to write."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = path.open("ab", buffering=0)  # no buffer: closing has nothing left to write
-
-    def truncated(self) -> int:
-        """Its size, once the beginning of a line that a kill cut short is taken away."""
-        return self._file.truncate(self._path.read_bytes().rfind(b"\n") + 1)
-
-    def write(self, text: str) -> None:
-        with naming_file(self._path):
+    def append(self, text: str) -> None:
+        with naming_file(str(self.name)):
             left = text.encode()
             while left:
-                left = left[self._file.write(left) :]
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> "TranscriptFile":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+                left = left[self.write(left) :]
 
 
 def read_transcripts(folder: Path, settings: Record, earlier: Earlier | None = None) -> list[Record]:
     """What is finished in `folder`, by whichever process. Raises ConfigError where it was made with other settings."""
-    records: list[Record] = []
-    for path in sorted(folder.glob("transcripts-*.jsonl")):
-        records += _usable(path, settings, earlier)
-    return records
+    files = sorted(folder.glob("transcripts-*.jsonl"))
+    return [record for path in files for record in _usable(path, settings, earlier)]
 
 
 def open_transcripts(folder: Path, settings: Record, rank: int, earlier: Earlier | None = None) -> TranscriptFile:
@@ -67,13 +46,12 @@ def open_transcripts(folder: Path, settings: Record, rank: int, earlier: Earlier
         raise ConfigError(f"transcripts={str(folder)!r} is a file; a folder is expected")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"transcripts-{rank}.jsonl"
-    [*whole] = _whole_lines(path)
+    whole = _whole_lines(path)
     if whole and whole[0].get("problems") != settings.get("problems"):  # extended: what counts no longer goes
-        lines = [settings, *_usable(path, settings, earlier)]
-        write_file(path, "\n".join(map(json.dumps, lines)))
-    file = TranscriptFile(path)
-    if not file.truncated():
-        file.write(json.dumps(settings) + "\n")
+        write_file(path, "\n".join(map(json.dumps, [settings, *_usable(path, settings, earlier)])))
+    file = TranscriptFile(path, "ab")
+    if not file.truncate(path.read_bytes().rfind(b"\n") + 1):  # the beginning of a line that a kill cut short goes
+        file.append(json.dumps(settings) + "\n")
     return file
 
 

@@ -1,6 +1,7 @@
 """transformers' own generate as contestants: on the same weights, one prompt at a time. Measured, not judged."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,19 +14,15 @@ from specdec.evaluation.contest import Contestant, Prompts
 
 def plain_peer(engine: Engine, params: SamplingParams) -> Contestant:
     """The target alone."""
-    return Contestant("transformers, plain", lambda prompts: _generate(engine, params, prompts), judged=False)
+    return Contestant("transformers, plain", partial(_generate, engine, params), judged=False)
 
 
-def assisted_peer(engine: Engine, params: SamplingParams, num_steps: int) -> Contestant | None:
-    """The target with the same drafter, where transformers can use it: a Gemma 4 assistant."""
+def assisted_peer(engine: Engine, params: SamplingParams, num_steps: int) -> list[Contestant]:
+    """The target with the same drafter, if transformers can use it: a Gemma 4 assistant."""
     if not isinstance(engine.drafter, Gemma4MTPDrafter):
-        return None
-    assistant = assistant_of(engine.drafter, num_steps)
-    return Contestant(
-        "transformers, assisted",
-        lambda prompts: _generate(engine, params, prompts, assistant_model=assistant),
-        judged=False,
-    )
+        return []
+    run = partial(_generate, engine, params, assistant_model=assistant_of(engine.drafter, num_steps))
+    return [Contestant("transformers, assisted", run, judged=False)]
 
 
 def assistant_of(drafter: Gemma4MTPDrafter, num_steps: int) -> Any:

@@ -9,15 +9,15 @@ Activations, what a drafter reads and the K/V of the new rows are left out: noth
 """
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import nn
 
 from specdec.models.target import TargetModel
 
-READ_BYTES = {"cuda": 4 << 30}
-MIN_READ_BYTES = 256 << 20
+MIN_READ_BYTES, MAX_READ_BYTES = 256 << 20, 4 << 30
 READS = 10
 
 
@@ -32,7 +32,7 @@ class StepBytes:
 
     @property
     def total(self) -> int:
-        return self.weights + self.experts + self.rows + self.kv
+        return sum(astuple(self))
 
 
 def step_bytes(target: TargetModel, batch: int, nodes: int, context: int) -> StepBytes:
@@ -40,22 +40,17 @@ def step_bytes(target: TargetModel, batch: int, nodes: int, context: int) -> Ste
     weights = experts = rows = 0
     head_module: nn.Module = target.model.get_output_embeddings()  # the user's modules: ours may hold weights merged
     head = {id(weight) for weight in head_module.parameters()}
-    seen: set[int] = set()
-    for part in [*target.user_decoder.modules(), *head_module.modules()]:
-        for weight in part.parameters(recurse=False):
-            if id(weight) in seen:
-                continue
-            seen.add(id(weight))
-            if isinstance(part, nn.Embedding) and id(weight) not in head:
-                rows += batch * nodes * weight.nbytes // len(weight)
-            elif type(part).__name__.endswith("Experts") and len(weight) == getattr(part, "num_experts", None):
-                experts += round(expected_experts(target, len(weight), batch * nodes) * weight.nbytes / len(weight))
-            else:
-                weights += weight.nbytes
-    keys = 0
-    for spec in target.layout.layers:
-        visible = context if spec.window is None else min(context, spec.window)
-        keys += visible * 2 * spec.num_kv_heads * spec.head_dim
+    parts = [*target.user_decoder.modules(), *head_module.modules()]
+    owners = {weight: part for part in reversed(parts) for weight in part.parameters(recurse=False)}
+    for weight, part in owners.items():
+        if isinstance(part, nn.Embedding) and id(weight) not in head:
+            rows += batch * nodes * weight.nbytes // len(weight)
+        elif type(part).__name__.endswith("Experts") and len(weight) == getattr(part, "num_experts", None):
+            experts += round(expected_experts(target, len(weight), batch * nodes) * weight.nbytes / len(weight))
+        else:
+            weights += weight.nbytes
+    layers = target.layout.layers
+    keys = sum(min(context, spec.window or context) * 2 * spec.num_kv_heads * spec.head_dim for spec in layers)
     return StepBytes(weights, experts, rows, batch * keys * target.dtype.itemsize)
 
 
@@ -70,21 +65,18 @@ def expected_experts(target: TargetModel, experts: int, rows: int) -> float:
 
 def read_bandwidth(device: torch.device) -> float:
     """Bytes a second, the best of several ways and tries to read more than any cache holds."""
-    size = READ_BYTES.get(device.type, MIN_READ_BYTES)
-    if device.type == "cuda":
-        size = max(MIN_READ_BYTES, min(size, torch.cuda.mem_get_info(device)[0] // 4))
+    size, on_gpu = MIN_READ_BYTES, device.type == "cuda"
+    if on_gpu:
+        size = max(size, min(MAX_READ_BYTES, torch.cuda.mem_get_info(device)[0] // 4))
     x = torch.ones(size // 4, device=device)
-    y = torch.empty_like(x) if device.type == "cuda" else None
-    best = 0.0
-    for _ in range(READS):
-        best = max(best, x.nbytes / _seconds(lambda: x.sum(), device), x.nbytes / _seconds(lambda: x.amax(), device))
-        if y is not None:
-            best = max(best, 2 * x.nbytes / _seconds(lambda: torch.mul(x, 1.5, out=y), device))
-    return best
+    ways: list[tuple[int, Callable[[], object]]] = [(1, x.sum), (1, x.amax)]
+    if on_gpu:
+        y = torch.empty_like(x)
+        ways.append((2, lambda: torch.mul(x, 1.5, out=y)))  # reads and writes
+    return max(count * x.nbytes / _seconds(call, device) for _ in range(READS) for count, call in ways)
 
 
-def _seconds(call: "object", device: torch.device) -> float:
-    assert callable(call)
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
     if device.type != "cuda":
         start = time.perf_counter()
         call()

@@ -51,8 +51,7 @@ def output_gaps(model: PreTrainedModel, prompt: Sequence[int], output: Sequence[
     """[len(output)] on the CPU: how far each token is from the best one of its place, in deviations."""
     reference: Any = private_copy(model, "eager")
     ids = torch.tensor([*prompt, *output], device=model.device)
-    config: Any = model.config.get_text_config()
-    chunk = max(16, MAX_SCORES // (len(ids) * int(config.num_attention_heads)))
+    chunk = max(16, MAX_SCORES // (len(ids) * int(reference.config.get_text_config().num_attention_heads)))
     first = len(prompt) - 1  # the row whose logits chose the first token
     cache = None
     for start in range(0, first, chunk):

@@ -14,12 +14,10 @@ def save_phase_plot(report: PhaseReport, file: str | BinaryIO) -> None:
 
     shown = [cell for cell in report.cells if cell.shown]
     figure = Figure(figsize=(11, 5), layout="constrained")
-    figure.suptitle(_wrapped(title(report)), fontsize=8)
-    left, right = figure.subplots(1, 2)
-    context = min((cell.context for cell in shown), default=0)
-    batch = min((cell.batch for cell in shown), default=0)
-    _panel(left, [cell for cell in shown if cell.context == context], "batch", f"context {context}")
-    _panel(right, [cell for cell in shown if cell.batch == batch], "context", f"batch {batch}")
+    figure.suptitle(title(report).replace("; ", "\n"), fontsize=8)
+    for axes, over, fixed in zip(figure.subplots(1, 2), ("batch", "context"), ("context", "batch"), strict=True):
+        least = min((getattr(cell, fixed) for cell in shown), default=0)
+        _panel(axes, [cell for cell in shown if getattr(cell, fixed) == least], over, f"{fixed} {least}")
     figure.savefig(file, format="png", dpi=120)
 
 
@@ -42,7 +40,3 @@ def _panel(axes: Any, cells: Sequence[Cell], over: str, at: str) -> None:
         axes.set_xticks(places, [str(place) for place in places])
         axes.minorticks_off()
         axes.legend(frameon=False, fontsize=8)
-
-
-def _wrapped(text: str) -> str:
-    return text.replace("; ", "\n")

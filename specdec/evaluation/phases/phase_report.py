@@ -18,6 +18,7 @@ from specdec.evaluation.phases.memory_floor import StepBytes
 from specdec.evaluation.phases.parity import Parity
 
 STAGES = ("draft", "verify", "other", "host")
+NO_KERNEL = "no kernel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,8 @@ class Cell:
         return "round" in self.ms
 
     @property
-    def x_floor(self) -> float:
-        return self.ms["round"].median / self.floor_ms
+    def x_floor(self) -> float | None:
+        return self.ms["round"].median / self.floor_ms if self.shown else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,26 +87,23 @@ class PhaseReport:
     def as_json(self) -> dict[str, Any]:
         record = asdict(self)
         for cell, plain in zip(self.cells, record["cells"], strict=True):
-            plain["x_floor"] = cell.x_floor if cell.shown else None
+            plain["x_floor"] = cell.x_floor
         return record
 
 
 def table(report: PhaseReport) -> Table:
     """A row a cell."""
     lengths = list(dict.fromkeys(length for cell in report.cells for length in cell.tokens_per_second))
-    idle = any(cell.idle_ms is not None for cell in report.cells)
+    rows = [_row(cell, lengths) for cell in report.cells]
+    *heads, last = rows[0]
+    if not any(row[NO_KERNEL] for row in rows):
+        heads.remove(NO_KERNEL)
     made = Table(box=box.MARKDOWN, title=title(report), title_justify="left", title_style="")
-    for head in ("run", "batch", "context"):
+    for head in heads:
         made.add_column(head, justify="left" if head == "run" else "right", no_wrap=True)
-    for head in ("ms (p10 to p90)", "x floor", "floor", *STAGES, *(["no kernel"] if idle else [])):
-        made.add_column(head, justify="right", no_wrap=True)
-    made.add_column("even at", justify="right", no_wrap=True)
-    for length in lengths:
-        made.add_column(f"tokens/s {length}", justify="right", no_wrap=True)
-    made.add_column("ready s", justify="right", no_wrap=True)
-    made.add_column("parity: best of checked, worst gap", overflow="fold")
-    for cell in report.cells:
-        made.add_row(*_row(cell, lengths, idle))
+    made.add_column(last, overflow="fold")
+    for row in rows:
+        made.add_row(*(row[head] for head in (*heads, last)))
     return made
 
 
@@ -119,18 +117,22 @@ def title(report: PhaseReport) -> str:
     return f"{report.subject}{shrunk}; {weights}, {read}; {known}{supposed}"
 
 
-def _row(cell: Cell, lengths: Sequence[str], idle: bool) -> list[str]:
-    cells = [cell.run, str(cell.batch), str(cell.context)]
-    floor = f"{cell.floor_ms:.2f}" if cell.floor_ms else ""
-    if not cell.shown:
-        blank = [""] * (len(STAGES) + idle + 2 + len(lengths))
-        return [*cells, "", "", floor, *blank, cell.note]
-    times = cell.ms["round"]
-    cells += [f"{times.median:.2f} ({times.p10:.2f} to {times.p90:.2f})", f"{cell.x_floor:.2f}", floor]
-    cells += [f"{cell.ms[stage].median:.2f}" if stage in cell.ms else "" for stage in STAGES]
-    if idle:
-        cells.append("" if cell.idle_ms is None else f"{cell.idle_ms:.2f}")
-    cells.append("" if cell.break_even is None else f"{cell.break_even:.2f}")
-    cells += [f"{cell.tokens_per_second[length]:.1f}" if length in cell.tokens_per_second else "" for length in lengths]
-    cells.append("" if cell.ready_s is None else f"{cell.ready_s:.1f}")
-    return [*cells, "not judged" if cell.parity is None else cell.parity.words]
+def _row(cell: Cell, lengths: Sequence[str]) -> dict[str, str]:
+    """By heading; empty where the cell has no such figure."""
+    times = cell.ms.get("round")
+    stages = {stage: cell.ms[stage].median if stage in cell.ms else None for stage in STAGES}
+    figures = {"x floor": cell.x_floor, "floor": cell.floor_ms or None, **stages, NO_KERNEL: cell.idle_ms}
+    speeds = {f"tokens/s {length}": cell.tokens_per_second.get(length) for length in lengths}
+    return {
+        "run": cell.run,
+        "batch": str(cell.batch),
+        "context": str(cell.context),
+        "ms (p10 to p90)": f"{times.median:.2f} ({times.p10:.2f} to {times.p90:.2f})" if times else "",
+        **{head: _rounded(figure, 2) for head, figure in {**figures, "even at": cell.break_even}.items()},
+        **{head: _rounded(figure, 1) for head, figure in {**speeds, "ready s": cell.ready_s}.items()},
+        "parity: best of checked, worst gap": cell.note or ("not judged" if cell.parity is None else cell.parity.words),
+    }
+
+
+def _rounded(figure: float | None, digits: int) -> str:
+    return "" if figure is None else f"{figure:.{digits}f}"

@@ -4,8 +4,7 @@ Scales are such that activations stay near 1 through all layers: products keep t
 attention scores are about 1, since with large ones every softmax picks one key and rounding picks which.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,8 +24,7 @@ META = torch.device("meta")
 ROUTER_SCORES, MIXTURE_GAIN = 4.0, 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Parameters:
+class Parameters(NamedTuple):
     """How many numbers the two models of a shape hold."""
 
     target: int
@@ -35,16 +33,14 @@ class Parameters:
 
 def count_parameters(shape: Shape, shrink: Shrink) -> Parameters:
     """Counted on `meta`, where nothing is allocated."""
-    config: Any = shape.target(shrink)
-    target = _target_module(config, META, torch.float32)
-    drafter = _drafter_module(shape.drafter(config, shrink), META, torch.float32)
-    return Parameters(*(sum(weight.numel() for weight in module.parameters()) for module in (target, drafter)))
+    config = shape.target(shrink)
+    models = [_model(described, META, torch.float32) for described in (config, shape.drafter(config, shrink))]
+    return Parameters(*(sum(weight.numel() for weight in model.parameters()) for model in models))
 
 
-def require_room(shape: Shape, shrink: Shrink, device: torch.device, dtype: torch.dtype) -> Parameters:
+def require_room(shape: Shape, shrink: Shrink, device: torch.device, dtype: torch.dtype) -> None:
     """Raises CapacityError with the numbers where the weights leave no room on the device."""
-    parameters = count_parameters(shape, shrink)
-    needed = (parameters.target + parameters.drafter) * dtype.itemsize
+    needed = sum(count_parameters(shape, shrink)) * dtype.itemsize
     there = free_bytes(device)
     if needed > there * MEMORY_SHARE.get(device.type, 0.5):
         raise CapacityError(
@@ -52,11 +48,10 @@ def require_room(shape: Shape, shrink: Shrink, device: torch.device, dtype: torc
             f"{there / 1e9:.1f} GB are free on {device}, of which K/V need a part; make it smaller with --layers or "
             "--shrink, or use another device"
         )
-    return parameters
 
 
 def make_target(shape: Shape, shrink: Shrink, device: torch.device, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    model = _target_module(shape.target(shrink), device, dtype)
+    model: PreTrainedModel = _model(shape.target(shrink), device, dtype)
     randomise(model, seed)
     model.generation_config.eos_token_id = None  # random tokens end no text
     return model
@@ -64,40 +59,34 @@ def make_target(shape: Shape, shrink: Shrink, device: torch.device, dtype: torch
 
 def make_drafter(shape: Shape, shrink: Shrink, target: TargetModel, seed: int) -> Drafter:
     described = shape.drafter(target.config, shrink)
-    module = _drafter_module(described, target.device, target.dtype)
-    randomise(module, seed)
+    model = _model(described, target.device, target.dtype)
+    randomise(model, seed)
     if isinstance(described, Eagle3Spec):
-        assert isinstance(module, Eagle3Head) and described.draft_vocab_size is not None
-        head = module.place(target.device, target.dtype)
+        assert described.draft_vocab_size is not None
         step = described.vocab_size / described.draft_vocab_size
         ids = (torch.arange(described.draft_vocab_size, device=target.device) * step).long()  # ascending, distinct
-        return Eagle3Drafter(head, ids, target)
-    centroids = getattr(module, "masked_embedding", None)
-    if centroids is not None:
-        ordering: torch.Tensor = centroids.token_ordering
+        return Eagle3Drafter(model.place(target.device, target.dtype), ids, target)
+    if model.masked_embedding is not None:
+        ordering: torch.Tensor = model.masked_embedding.token_ordering
         ordering.copy_(torch.randperm(len(ordering), device=ordering.device))
-    return Gemma4MTPDrafter(module, target)
+    return Gemma4MTPDrafter(model, target)
 
 
 @torch.no_grad()
 def randomise(module: nn.Module, seed: int) -> None:
     """Fill every parameter in place, on its device."""
-    done: set[int] = set()
-    for part in module.modules():
-        for name, weight in part.named_parameters(recurse=False):
-            if id(weight) in done:  # a tied head is its embedding
-                continue
-            done.add(id(weight))
-            generator = torch.Generator(weight.device).manual_seed(seed + len(done))
-            if weight.dim() > 1:
-                plain = isinstance(part, nn.Embedding) and not hasattr(part, "embed_scale")
-                weight.normal_(std=1.0 if plain else weight.shape[-1] ** -0.5, generator=generator)
-            elif name == "sinks":
-                weight.normal_(generator=generator)
-            elif name.endswith("bias"):
-                weight.normal_(std=0.02, generator=generator)
-            else:  # gains of norms, scales of routers
-                weight.normal_(mean=1.0, std=0.05, generator=generator)
+    for number, (path, weight) in enumerate(module.named_parameters(), start=1):  # a tied head is its embedding
+        owner, _, name = path.rpartition(".")
+        mean, std = 1.0, 0.05  # gains of norms, scales of routers
+        if weight.dim() > 1:
+            part = module.get_submodule(owner)
+            plain = isinstance(part, nn.Embedding) and not hasattr(part, "embed_scale")
+            mean, std = 0.0, 1.0 if plain else weight.shape[-1] ** -0.5
+        elif name == "sinks":
+            mean, std = 0.0, 1.0
+        elif name.endswith("bias"):
+            mean, std = 0.0, 0.02
+        weight.normal_(mean, std, generator=torch.Generator(weight.device).manual_seed(seed + number))
     parts: list[Any] = list(module.modules())
     for part in parts:
         if getattr(part, "scaling", None) == 1.0 and hasattr(part, "q_norm"):
@@ -109,16 +98,9 @@ def randomise(module: nn.Module, seed: int) -> None:
             part.post_feedforward_layernorm_2.weight.mul_(MIXTURE_GAIN)
 
 
-def _target_module(config: Any, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    with device:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    return model
-
-
-def _drafter_module(described: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    with device:
+def _model(described: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """A transformers model of a config, or the head of an `Eagle3Spec`."""
+    with device, constructible_assistants():
         if isinstance(described, Eagle3Spec):
             return Eagle3Head(described).eval()
-        with constructible_assistants():
-            module: nn.Module = AutoModelForCausalLM.from_config(described, dtype=dtype).eval()
-    return module
+        return AutoModelForCausalLM.from_config(described, dtype=dtype).eval()

@@ -1,7 +1,7 @@
 """Rounds of an engine, one after the other through its own streams, with the times of each.
 
-`WatchedLauncher` wraps the engine's own and writes down what passes: when a round was launched, how long
-the host waited for it, and the stages that the device stamped. What is launched, and how, it does not change.
+`WatchedSteps` takes the place of the engine's own and writes down when each round ended, how long the host waited for
+it, and the stages that the device stamped. What is launched, and how, it does not change.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -18,10 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.gpu.stage_clock import STAMP
-from specdec.runtime.launcher import LaunchedStep, Launcher
-from specdec.runtime.request import StreamDelta
+from specdec.runtime.launched_step import LaunchedStep
+from specdec.runtime.request import Request, StreamDelta
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.result import RoundResult
+from specdec.runtime.steps import Steps
 
 WARM_UP = 6
 """Rounds before the first that counts: kernels compile, a round is captured."""
@@ -30,8 +31,7 @@ UNSETTLED = 4
 """More rounds than are ever under way."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoundTime:
+class RoundTime(NamedTuple):
     """Seconds of one round. wall: from the end of the round before to its own end.
 
     host: of the wall, what the host did not spend waiting for the device; on a CPU, what was not spent in a stage.
@@ -45,8 +45,7 @@ class RoundTime:
     emitted: int
 
 
-@dataclass(frozen=True, slots=True)
-class Driven:
+class Driven(NamedTuple):
     """What some rounds took and gave. outputs: tokens of each request, those of warm-up included.
 
     idle: seconds a round in which no kernel of its own runs; None where that was not measured.
@@ -57,42 +56,38 @@ class Driven:
     idle: float | None
 
 
-@dataclass(slots=True)
-class _Passed:
-    """One round that was settled."""
+class _Passed(NamedTuple):
+    """A round whose result has arrived: when, and after how many seconds of waiting for it."""
 
     at: float
-    launching: float
     waiting: float
     result: RoundResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WatchedRound(LaunchedStep):
-    launching: float
     passed: list[_Passed]
 
     def result(self) -> RoundResult:
         start = perf_counter()
         result = LaunchedStep.result(self)
         end = perf_counter()
-        self.passed.append(_Passed(end, self.launching, end - start, result))
+        self.passed.append(_Passed(end, end - start, result))
         return result
 
 
-class WatchedLauncher(Launcher):
-    """The launcher it is made from, and a note of every round that it launches. `passed`: those settled."""
+class WatchedSteps(Steps):
+    """The steps it is made from, and a note of every round that it launches: in `passed`, once it is over."""
 
-    def __init__(self, launcher: Launcher) -> None:
-        self.__dict__.update(vars(launcher))
+    def __init__(self, steps: Steps) -> None:
+        self.__dict__.update(vars(steps))
         self.passed: list[_Passed] = []
 
-    def decode(self, *args: Any, **kwargs: Any) -> LaunchedStep:
-        start = perf_counter()
-        step = super().decode(*args, **kwargs)
-        launching = perf_counter() - start
-        inherited = {name.name: getattr(step, name.name) for name in fields(step)}
-        return _WatchedRound(**inherited, launching=launching, passed=self.passed)
+    def launch_round(self, requests: Sequence[Request], to_go: Sequence[int]) -> None:
+        super().launch_round(requests, to_go)
+        step = self.under_way.pop()
+        inherited = {each.name: getattr(step, each.name) for each in fields(step)}
+        self.under_way.append(_WatchedRound(**inherited, passed=self.passed))
 
 
 def most_new_tokens(rounds: int, depth: int) -> int:
@@ -102,8 +97,7 @@ def most_new_tokens(rounds: int, depth: int) -> int:
 
 def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: int, *, profiled: bool) -> Driven:
     """Prefill the prompts, then time `rounds` rounds of all of them together, greedy, end tokens ignored."""
-    watched = WatchedLauncher(engine.steps.launcher)
-    engine.steps.launcher = watched
+    watched = engine.steps = WatchedSteps(engine.steps)
     params = SamplingParams(max_new_tokens=most_new_tokens(rounds, depth), ignore_eos=True)
     streams = [engine.stream(list(prompt), params) for prompt in prompts]
     outputs: list[list[int]] = [[] for _ in prompts]
@@ -116,16 +110,15 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: 
         while len(watched.passed) < WARM_UP + 1 + rounds:
             outputs[0] += _next(leader).token_ids
         if profiled and engine.target.device.type == "cuda":
-            idle = _gaps_within_rounds(watched, leader, outputs[0])
+            idle = _gaps_within_rounds(watched.passed, leader, outputs[0])
         for stream, output in zip(streams[1:], outputs[1:], strict=True):
             output += next(stream).token_ids
     finally:
         for stream in streams:
             with suppress(RuntimeError):  # of a generator that is running: an interruption within it
                 stream.close()  # type: ignore[attr-defined]
-    on_cpu = engine.target.device.type == "cpu"
-    passed = watched.passed[WARM_UP : WARM_UP + 1 + rounds]
-    times = [round_time(before.at, one, on_cpu) for before, one in pairwise(passed)]
+    timed = pairwise(watched.passed[WARM_UP : WARM_UP + 1 + rounds])
+    times = [round_time(before.at, one, engine.target.device.type == "cpu") for before, one in timed]
     if idle is not None:
         idle += median(time.wall - time.draft - time.verify - time.other for time in times)
     return Driven(times, outputs, idle)
@@ -135,14 +128,7 @@ def round_time(before: float, one: _Passed, on_cpu: bool) -> RoundTime:
     """Of a round, when the one before it ended at `before`."""
     seconds, wall = one.result.seconds, one.at - before
     busy = sum(seconds.values()) if on_cpu else one.waiting
-    return RoundTime(
-        wall=wall,
-        draft=seconds["draft"],
-        verify=seconds["verify"],
-        other=seconds["other"],
-        host=max(0.0, wall - busy),
-        emitted=int(one.result.length.sum()),
-    )
+    return RoundTime(wall=wall, host=max(0.0, wall - busy), emitted=int(one.result.length.sum()), **seconds)
 
 
 def _next(stream: Any) -> StreamDelta:
@@ -151,16 +137,16 @@ def _next(stream: Any) -> StreamDelta:
     return delta
 
 
-def _gaps_within_rounds(watched: WatchedLauncher, leader: Any, output: list[int]) -> float:
+def _gaps_within_rounds(passed: Sequence[_Passed], leader: Any, output: list[int]) -> float:
     """Seconds a round without a kernel, between its first and its last stamp, over some rounds under the profiler.
 
     Not between rounds, where the profiler itself keeps the host from launching: what lies there is the wall time of
     rounds without it, less their stages.
     """
     torch.cuda.synchronize()
-    before = len(watched.passed)
+    last = len(passed) + PROFILED
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        while len(watched.passed) < before + PROFILED:
+        while len(passed) < last:
             output += _next(leader).token_ids
         torch.cuda.synchronize()
     events = [event for event in profiler.events() or [] if event.device_type.name == "CUDA"]
@@ -172,8 +158,8 @@ def gaps_between_stamps(spans: Sequence[tuple[str, float, float]], stamps: int) 
     """Mean time that no span covers from the first to the last of each `stamps` spans that are the clock's."""
     taken = sorted((begin, end) for name, begin, end in spans if STAMP in name)
     rounds = [(taken[i][0], taken[i + stamps - 1][1]) for i in range(0, len(taken) - stamps + 1, stamps)]
-    within = [[(b, e) for _, b, e in spans if first <= b and e <= last] for first, last in rounds]
-    return sum(idle_within(inside) for inside in within) / max(1, len(rounds))
+    idle = (idle_within([(b, e) for _, b, e in spans if first <= b and e <= last]) for first, last in rounds)
+    return sum(idle) / max(1, len(rounds))
 
 
 def idle_within(spans: Sequence[tuple[float, float]]) -> float:

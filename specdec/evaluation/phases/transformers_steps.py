@@ -8,6 +8,7 @@ has its own ideas of hooks, is not assisted.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -21,13 +22,16 @@ from specdec.evaluation.transformers_peer import assistant_of
 
 WARM_UP = 4
 
+Run = Callable[[Sequence[Sequence[int]], int], list[float]]
+"""(prompts, steps) -> seconds of each step."""
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """run(prompts, steps) -> seconds of each step. rows: that one of its steps verifies, of each request."""
+    """rows: that one of its steps verifies, of each request."""
 
     name: str
-    run: Callable[[Sequence[Sequence[int]], int], list[float]]
+    run: Run
     rows: int = 1
 
 
@@ -36,39 +40,30 @@ class Stamps(StoppingCriteria):
 
     def __init__(self, device: torch.device, most: int, *, on_look: bool) -> None:
         self.at: list[float] = []
-        self.device = device
-        self.most = most
-        self.on_look = on_look
+        self.device, self.most, self.on_look = device, most, on_look
 
-    def stamp(self) -> None:
+    def stamp(self, *_: Any) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.at.append(perf_counter())
 
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
         if self.on_look:
             self.stamp()
-        done: torch.BoolTensor = torch.full(  # type: ignore[assignment]
-            input_ids.shape[:1], len(self.at) >= self.most, device=input_ids.device
-        )
-        return done
+        return torch.full(input_ids.shape[:1], len(self.at) >= self.most, device=input_ids.device)
 
 
 def peers_for(model: PreTrainedModel, drafter: Drafter | None, num_steps: int | None, batch: int) -> list[Peer]:
     """num_steps: of the chain that assisted generation drafts, None: it does not run."""
 
-    def steps(**options: Any) -> Callable[[Sequence[Sequence[int]], int], list[float]]:
-        return lambda prompts, count: generate_steps(model, prompts, count, **options)
-
+    steps = partial(generate_steps, model)
     compiled = ", compiled" if model.device.type == "cuda" else ""  # transformers compiles it there, by itself
-    peers = [
-        Peer("transformers, plain", steps()),
-        Peer(f"transformers, static cache{compiled}", steps(cache_implementation="static")),
-    ]
+    static = Peer(f"transformers, static cache{compiled}", partial(steps, cache_implementation="static"))
+    peers = [Peer("transformers, plain", steps), static]
     if num_steps is not None and batch == 1 and isinstance(drafter, Gemma4MTPDrafter):
         assistant = assistant_of(drafter, num_steps)
         assistant.generation_config.assistant_confidence_threshold = 0.0  # as many drafts as ours, however unlikely
-        peers.append(Peer("transformers, assisted", steps(assistant_model=assistant), 1 + num_steps))
+        peers.append(Peer("transformers, assisted", partial(steps, assistant_model=assistant), 1 + num_steps))
     return peers
 
 
@@ -79,10 +74,9 @@ def generate_steps(model: PreTrainedModel, prompts: Sequence[Sequence[int]], cou
     stamps = Stamps(model.device, WARM_UP + count + 1, on_look=assistant is None)
     config = copy.deepcopy(model.generation_config)
     assert config is not None
-    config.eos_token_id = None
-    config.pad_token_id = 0
+    config.eos_token_id, config.pad_token_id = None, 0
     a_step = 1 if assistant is None else 1 + assistant.generation_config.num_assistant_tokens
-    hook = None if assistant is None else model.register_forward_pre_hook(lambda *_: stamps.stamp())
+    hook = None if assistant is None else model.register_forward_pre_hook(stamps.stamp)
     try:
         model.generate(  # type: ignore[operator]
             ids,
