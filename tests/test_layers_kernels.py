@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from specdec.kvcache.index_spaces import FullLoc
 from specdec.layers import linear as linear_module
-from specdec.layers import tiling
+from specdec.layers import product as products
 from specdec.layers.linear import (
     gated_linear,
     linear,
@@ -28,7 +28,7 @@ from specdec.layers.per_layer_embedding import (
     reference_gated_projection,
     reference_layer_inputs,
 )
-from specdec.layers.product import Product, finish, reference_finish
+from specdec.layers.product import Cut, Product, Tiles, balanced_rows, choose_cut, finish, reference_finish
 from specdec.layers.rope_store import (
     Destination,
     Heads,
@@ -38,7 +38,6 @@ from specdec.layers.rope_store import (
     rope_store,
     rotary,
 )
-from specdec.layers.tiling import Cut, Tiles, balanced_rows, choose_cut
 
 from marks import slow
 
@@ -198,7 +197,7 @@ def test_two_tiles_of_rows_in_one_program(rows: int):
 
 
 def test_two_tiles_hold_the_rows():
-    assert [tiling.two_tiles(rows) for rows in (65, 96, 97, 128, 160)] == [
+    assert [products.two_tiles(rows) for rows in (65, 96, 97, 128, 160)] == [
         (64, 16),
         (64, 32),
         (128, 0),
@@ -206,13 +205,13 @@ def test_two_tiles_hold_the_rows():
         (128, 32),
     ]
     for rows in range(65, 193):
-        first, second = tiling.two_tiles(rows)
+        first, second = products.two_tiles(rows)
         assert first in (64, 128) and second in (0, 16, 32, 64) and rows <= first + second < rows + 32
 
 
 def test_tiles_of_some_rows():
     """160 rows of Gemma 4 E4B on 132 multiprocessors: gate/up and head load a weight once, q/k/v are one wave."""
-    some = functools.partial(tiling.tiles_of_some, 160, wave=264)
+    some = functools.partial(products.tiles_of_some, 160, wave=264)
     assert some(20480, 1, gated=True) == Tiles(128, 128, 64, 8, 3, 128, tail_m=32)
     assert some(262144, 1, gated=False) == Tiles(128, 128, 64, 8, 4, 128, tail_m=32)
     assert some(3072, 4, gated=False) == Tiles(64, 128, 64, 4, 3, 64, tail_m=32)  # 192 programs, where 288 were
@@ -238,12 +237,12 @@ def test_balanced_rows_fill_the_multiprocessors(n: int, splits: int):
 @pytest.mark.parametrize("shared_memory", [99, 163, 227], ids=lambda kilobytes: f"{kilobytes} KiB")
 def test_tiles_fit_the_shared_memory(shared_memory: int, monkeypatch: pytest.MonkeyPatch):
     """Of an A10, an A100 and an H200; a program that waits for no load of its own has one tile of each at least."""
-    monkeypatch.setattr(tiling, "device_limits", lambda device: (108, shared_memory << 10))
+    monkeypatch.setattr(products, "device_limits", lambda device: (108, shared_memory << 10))
     x = torch.empty(0, dtype=torch.float16, device=DEVICE)
     for n, k in ((128, 2816), (256, 2560), (4224, 2816), (2560, 10240), (20480, 2560), (262144, 2560)):
         for cut in (choose_cut(n, k), Cut(1, k)):
             for rows in (1, 8, 17, 33, 64, 65, 160, 192, 500, 2048):
-                tiles = tiling.choose_tiles(rows, n, cut, x, gated=cut.splits == 1)
+                tiles = products.choose_tiles(rows, n, cut, x, gated=cut.splits == 1)
                 assert tiles.num_stages >= 1
                 taken = tiles.num_stages * (tiles.block_n + tiles.block_m + tiles.tail_m) * tiles.block_k * 2
                 assert taken <= shared_memory << 10, f"{n=} {k=} {rows=} {tiles=}"

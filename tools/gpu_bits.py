@@ -36,8 +36,7 @@ from specdec.evaluation.model_shapes import Shrink, find_shape
 from specdec.evaluation.phases.random_weights import make_drafter, make_target
 from specdec.gpu.operations import FAST
 from specdec.layers.linear import gated_linear, linear
-from specdec.layers.product import finish
-from specdec.layers.tiling import Tiles
+from specdec.layers.product import Tiles, finish
 from specdec.models.target import TargetModel
 from specdec.runtime.request import GenerationOutput
 

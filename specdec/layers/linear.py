@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.product import Product
-from specdec.layers.tiling import FEW_ROWS, Cut, Tiles, can_hold, choose_cut, choose_tiles
+from specdec.layers.product import FEW_ROWS, Cut, Product, Tiles, can_hold, choose_cut, choose_tiles
 
 ACTIVATIONS = ("gelu_tanh", "silu")
 
@@ -100,8 +99,7 @@ def _multiply_both(
     EVEN_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """`_multiply_range` of two tiles of x, for which the weight's is loaded once. (One function with None for the
-    second tile does not compile with Triton 3.6.)"""
+    """`_multiply_range` of two tiles of x, for which the weight's is loaded once."""
     for i_k in range(begin, end, BLOCK_K):
         o_k = i_k + tl.arange(0, BLOCK_K)
         m_k = o_k < (i_k + BLOCK_K if EVEN_K else end)
@@ -203,27 +201,25 @@ def linear_kernel(
     o_row = o_m.to(tl.int64)[None, :]
     m_x = (o_m < num_rows)[None, :]
     b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    p_tile = p_x + o_row * s_x
     if TAIL_M:
         o_t = i_m * (BLOCK_M + TAIL_M) + BLOCK_M + tl.arange(0, TAIL_M)
         o_tail = o_t.to(tl.int64)[None, :]
         m_tail = (o_t < num_rows)[None, :]
         b_tail = tl.zeros([BLOCK_N, TAIL_M], tl.float32)
-        p_tail = p_x + o_tail * s_x
         b_sum, b_tail = _multiply_both(
-            p_w, p_tile, p_tail, m_w, m_x, m_tail, begin, end, b_sum, b_tail, EVEN_K, BLOCK_K
+            *(p_w, p_x + o_row * s_x, p_x + o_tail * s_x, m_w, m_x, m_tail, begin, end, b_sum, b_tail, EVEN_K, BLOCK_K)
         )
         _store_tile(*(b_tail, p_bias, p_out, o_tail, m_tail, i_n, i_split, num_rows, tile_rows, N, ACTIVATION, BLOCK_N))
     elif HELD:
-        b_x = tl.load(p_tile + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
+        b_x = tl.load(p_x + o_row * s_x + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
         b_sum = tl.dot(b_w, b_x, b_sum, input_precision="ieee")
     elif SPLIT or WHOLE:
-        b_sum = _multiply_range(p_w, p_tile, m_w, m_x, begin, end, b_sum, EVEN_K, BLOCK_K)
+        b_sum = _multiply_range(p_w, p_x + o_row * s_x, m_w, m_x, begin, end, b_sum, EVEN_K, BLOCK_K)
     else:
         for i_k in range(begin, end, split_len):
             b_part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             i_end = tl.minimum(i_k + split_len, end)
-            b_sum += _multiply_range(p_w, p_tile, m_w, m_x, i_k, i_end, b_part, EVEN_K, BLOCK_K)
+            b_sum += _multiply_range(p_w, p_x + o_row * s_x, m_w, m_x, i_k, i_end, b_part, EVEN_K, BLOCK_K)
     _store_tile(*(b_sum, p_bias, p_out, o_row, m_x, i_n, i_split, num_rows, tile_rows, N, ACTIVATION, BLOCK_N))
     if START == "early":
         wait_for_previous(PDL)

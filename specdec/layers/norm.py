@@ -15,6 +15,7 @@ OLMo 2 does. Whatever transformers would hold in the model's dtype is rounded to
 row's queries, keys or values: no result depends on the number of rows.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -220,10 +221,14 @@ def _qk_norm_kernel(
 
 def row_options(product: Product, width: int) -> dict[str, Any]:
     """The launch options of programs that finish a product and hold `width` columns of it."""
+    return _row_options(product.dtype, len(product.parts), width, product.parts.device)
+
+
+@cache
+def _row_options(dtype: torch.dtype, splits: int, width: int, device: torch.device) -> dict[str, Any]:
     block = triton.next_power_of_2(width)
     warps = min(16, max(1, block // NUMBERS_A_WARP))
-    form = {"DTYPE": TL_DTYPES[product.dtype], "SPLITS": len(product.parts), "BLOCK": block, "num_warps": warps}
-    return form | pdl_options(product.parts.device)
+    return {"DTYPE": TL_DTYPES[dtype], "SPLITS": splits, "BLOCK": block, "num_warps": warps, **pdl_options(device)}
 
 
 @op(reference=reference_norm)

@@ -23,8 +23,7 @@ from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.linear import activate, linear, reference_activate
 from specdec.layers.norm import Gain, reference_rms_norm, rms_norm
-from specdec.layers.product import Product, reference_finish, sum_parts
-from specdec.layers.tiling import MANY_ROWS, Tiles, choose_cut
+from specdec.layers.product import MANY_ROWS, Product, Tiles, choose_cut, reference_finish, sum_parts
 
 FEW_ROWS = 64
 SOME_ROWS_TILES = Tiles(64, 32, 64, 4, 4, 64)

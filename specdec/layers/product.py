@@ -1,8 +1,10 @@
-r"""A product before its last sum, which the kernel that reads it next computes on the way.
+r"""A product before its last sum, which the kernel that reads it next computes on the way; and how it is cut.
 
     y = dtype(((0 + p_0) + p_1) + ... + p_{S-1} + bias)          p_s [M, N] float32: sums over ranges of K
 
-Kernels of this folder call `sum_parts`; `finish` is a launch for any other reader.
+Kernels of this folder call `sum_parts`; `finish` is a launch for any other reader. The cut of K is part of the result's
+bits: a function of the weight's shape alone, never of the device or the number of rows. Tiles have no effect on bits.
+They are what was fastest in a whole forward on an H200, not product by product.
 """
 
 from typing import NamedTuple
@@ -11,7 +13,36 @@ import torch
 
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
+from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import KEEP, tl, triton
+
+RANGE = 128
+"""Ranges of K begin at multiples of this."""
+
+SPLITS, SPLIT_ROWS = 4, 8192
+"""A weight of at most SPLIT_ROWS rows is cut into SPLITS ranges of K: otherwise it would be too few programs."""
+
+SMALL_ROWS, SMALL_RANGE = 512, 512
+"""A weight of at most SMALL_ROWS rows has ranges of at most SMALL_RANGE columns: a program can hold its tile of one."""
+
+HELD_ROWS, FEW_ROWS = 32, 512
+"""It does, with a tile of at most HELD_ROWS rows of x, up to FEW_ROWS rows in all."""
+
+MIN_TILE_ROWS = 32
+"""Fewer rows a program than this read x more often than they gain."""
+
+DEPTH = {1: (128, 6), 2: (128, 4), 3: (128, 3), 4: (128, 2)}
+DEPTH_MANY = {1: (128, 5), 2: (128, 3), 3: (64, 4), 4: (64, 3)}
+"""Programs a multiprocessor -> columns a tile, tiles on their way in each: they share 227 KiB. MANY: above 32 rows."""
+
+MANY_WAVES = 2
+"""A weight of more waves of tiles than this waits for their loading: more rows of x a program, loaded once for all."""
+
+TWO_TILES = 192
+"""Up to this number of rows of x a program can take all of them, as two tiles for which it loads its weight once."""
+
+MANY_ROWS = 256
+"""Above this number of rows of x a product is bound by arithmetic, not memory: the largest tiles that fit registers."""
 
 
 class Product(NamedTuple):
@@ -33,6 +64,25 @@ class Product(NamedTuple):
     def is_value(self) -> bool:
         """Is parts[0] the value, with nothing left to add or to round?"""
         return len(self.parts) == 1 and self.bias is None and self.parts.dtype == self.dtype
+
+
+class Cut(NamedTuple):
+    """`splits` ranges of `split_len` columns of K, the last of what is left."""
+
+    splits: int
+    split_len: int
+
+
+class Tiles(NamedTuple):
+    """One launch. A program has `rows` <= `block_n` rows of the weight."""
+
+    block_n: int
+    block_m: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    rows: int
+    tail_m: int = 0  # rows of x after those block_m, which the same program multiplies with what it has loaded
 
 
 def reference_finish(product: Product) -> torch.Tensor:
@@ -97,3 +147,73 @@ def finish(product: Product) -> torch.Tensor:
             parts, bias, out, out.numel(), out.shape[1], SPLITS=len(parts), BLOCK=512, num_warps=4, **options
         )
     return out
+
+
+def choose_cut(n: int, k: int) -> Cut:
+    """The ranges of K for a weight [n, k]."""
+    steps = triton.cdiv(k, RANGE)
+    split_steps = max(2, triton.cdiv(steps, SPLITS)) if n <= SPLIT_ROWS else steps
+    if n <= SMALL_ROWS:
+        split_steps = min(split_steps, SMALL_RANGE // RANGE)
+    return Cut(triton.cdiv(steps, split_steps), split_steps * RANGE)
+
+
+def choose_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor, *, gated: bool = False) -> Tiles:
+    """Tiles for `num_rows` rows of x and a weight of n rows."""
+    if x.dtype == torch.float32:  # multiplies without tensor cores
+        return Tiles(64, 16 if num_rows <= 16 else 64, 32, 4, 3, 64)
+    multiprocessors, shared_memory = device_limits(x.device)
+    rows, programs = balanced_rows(n, cut.splits, multiprocessors)
+    block_m = max(16, triton.next_power_of_2(num_rows))
+    if can_hold(n, cut, num_rows, x.dtype):
+        return Tiles(64, min(block_m, HELD_ROWS), cut.split_len, 4, 1, rows if num_rows <= 64 else 64)
+    if num_rows > MANY_ROWS and n > SMALL_ROWS:
+        block_m = 256 if gated else 128  # a range has an accumulator of its own, and what is stored has its addresses
+        return Tiles(128, block_m, 64, 8, min(4, shared_memory // ((128 + block_m) * 64 * x.element_size())), 128)
+    if num_rows > TWO_TILES:
+        return Tiles(128, 64, 64, 8, 4, 128)
+    if num_rows > 64:
+        tiles = tiles_of_some(num_rows, n, cut.splits, 2 * multiprocessors, gated=gated)
+        stage = (tiles.block_n + tiles.block_m + tiles.tail_m) * tiles.block_k * x.element_size()
+        return tiles._replace(num_stages=min(tiles.num_stages, shared_memory // stage))
+    block_k, stages = (DEPTH if num_rows <= 32 else DEPTH_MANY)[programs]
+    stages = min(stages, shared_memory // ((64 + block_m) * block_k * x.element_size()))
+    return Tiles(64, block_m, block_k, 4, stages, rows)
+
+
+def tiles_of_some(num_rows: int, n: int, splits: int, wave: int, *, gated: bool) -> Tiles:
+    """65 to 192 rows of x and a weight of n rows, on a device that runs `wave` programs of 128 of them at once."""
+    block_m, tail_m = two_tiles(num_rows)
+    weight_tiles = triton.cdiv(n, 128) * splits
+    if gated or weight_tiles > MANY_WAVES * wave:
+        return Tiles(128, block_m, 64, 8, 3 if gated else 4, 128, tail_m)
+    if splits > 1 and 2 * weight_tiles <= wave < weight_tiles * triton.cdiv(num_rows, 64):
+        return Tiles(64, block_m, 64, 4, 3, 64, tail_m)  # one wave of programs, not one and a little
+    return Tiles(128, 64, 64, 8, 4, 128)
+
+
+def two_tiles(num_rows: int) -> tuple[int, int]:
+    """Powers of two that together hold 65 to 192 rows of x, the second 0 or more: 160 are 128 and 32, not 256."""
+    block_m = 64 if num_rows <= 96 else 128
+    return block_m, max(16, triton.next_power_of_2(num_rows - block_m)) if num_rows > block_m else 0
+
+
+def can_hold(n: int, cut: Cut, num_rows: int, dtype: torch.dtype) -> bool:
+    """Whether a range of a weight of n rows is one tile of a program, for `num_rows` rows of x."""
+    small = n <= SMALL_ROWS and cut.splits > 1 and cut.split_len in (256, 512)
+    return small and num_rows <= FEW_ROWS and dtype != torch.float32
+
+
+def balanced_rows(n: int, splits: int, multiprocessors: int) -> tuple[int, int]:
+    """Rows of a weight tile, and programs a multiprocessor, such that all of them have as many programs.
+
+    They share the memory's bandwidth evenly, so the one with most programs ends last: full tiles of 64 rows would leave
+    a quarter of it unused where there are 2.4 of them for each. Rows that a tile has not are not read.
+    """
+    for programs in (2, 3, 4):
+        tiles = max(1, programs * multiprocessors // splits)
+        rows = 2 * triton.cdiv(n, 2 * tiles)
+        if rows <= 64:
+            rows = max(rows, MIN_TILE_ROWS)
+            return rows, triton.cdiv(triton.cdiv(n, rows) * splits, multiprocessors)
+    return 64, 2

@@ -11,7 +11,6 @@ where assignments are many, since a tile that holds all rows would keep programs
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -38,8 +37,7 @@ from specdec.layers.moe.experts import (
 )
 from specdec.layers.moe.fork_join import Fork
 from specdec.layers.moe.routing import Router, reference_route, route
-from specdec.layers.product import Product
-from specdec.layers.tiling import Cut, choose_cut
+from specdec.layers.product import Cut, Product, choose_cut
 
 
 def reference_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Experts) -> tuple[Product, Product]:
@@ -159,15 +157,14 @@ def _launch_both(
     assert x.shape[1] == k and (cut.splits == 1 or cut.split_len % experts.options["BLOCK_K"] == 0), (
         f"{x.shape=} {cut=}"
     )
-    options: dict[str, Any] = experts.options
-    tiles = triton.cdiv(n, options["BLOCK_N"])
+    tiles = triton.cdiv(n, experts.options["BLOCK_N"])
     num_dense = tiles * cut.splits
     _both_kernel[(num_dense + experts.tiles * experts.lists,)](
         *(x, weight, out, len(x), num_dense, tiles, n, k, cut.split_len, x.stride(0), weight.stride(0)),
         *experts.arguments,
         DENSE_ACT=activation,
         DENSE_WHOLE=cut.splits == 1,
-        DENSE_EVEN_K=k % options["BLOCK_K"] == 0,
+        DENSE_EVEN_K=k % experts.options["BLOCK_K"] == 0,
         START=start,
-        **options,
+        **experts.options,
     )

@@ -26,13 +26,9 @@ def router_of(module: nn.Module) -> Router | None:
         gain = Gain(m.scale, m.norm.eps, round_first=True)
         options = {"gain": gain, "factor": m.scalar_root_size, "expert_scale": m.per_expert_scale}
         return Router(m.proj.weight, m.config.top_k_experts, **options)
-    if isinstance(module, GptOssTopKRouter):
-        return Router(m.weight, m.top_k, bias=m.bias)
-    if isinstance(module, MixtralTopKRouter):
-        return Router(m.weight, m.top_k)
-    if isinstance(module, Qwen3MoeTopKRouter):
-        return Router(m.weight, m.top_k, normalised=m.norm_topk_prob)
-    return None
+    if not isinstance(module, GptOssTopKRouter | MixtralTopKRouter | Qwen3MoeTopKRouter):
+        return None
+    return Router(m.weight, m.top_k, getattr(m, "bias", None), normalised=getattr(m, "norm_topk_prob", True))
 
 
 def experts_of(module: nn.Module) -> Experts | None:
@@ -42,10 +38,8 @@ def experts_of(module: nn.Module) -> Experts | None:
         return None
     if isinstance(module, GptOssExperts):
         activation = "swiglu_clamped"
-    elif isinstance(m.act_fn, GELUTanh):
-        activation = "gelu_tanh"
-    elif isinstance(m.act_fn, nn.SiLU | SiLUActivation):
-        activation = "silu"
+    elif isinstance(m.act_fn, GELUTanh | nn.SiLU | SiLUActivation):
+        activation = "gelu_tanh" if isinstance(m.act_fn, GELUTanh) else "silu"
     else:
         return None
     gate_up, down = (p.transpose(1, 2) if m.is_transposed else p for p in (m.gate_up_proj, m.down_proj))
