@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from specdec.attention.plan import Attend, KVPlan
@@ -158,12 +159,13 @@ class ForwardContext:
         block_k, block_v = block or (None, None)
         kept_k, kept_v, space = self.view.layer(layer)
         attend = self.attention[space, self.windows[layer]]
-        out = attend(self._by_request(q), block_k, block_v, kept_k, kept_v, **options)  # [B, N, Hq, D]
-        return out.reshape(q.shape)
+        out = attend(self._by_request(q), block_k, block_v, kept_k, kept_v, **options).flatten(0, 1)  # [B * N, Hq, D]
+        return out if len(out) == len(q) else pad(out, (0, 0, 0, 0, 0, len(q) - len(out)))
 
     def _by_request(self, packed: torch.Tensor) -> torch.Tensor:
-        """[B*N, H, D] -> [B, H, N, D], a view."""
-        return packed.view(*self.plan.positions.shape, *packed.shape[1:]).transpose(1, 2)
+        """[T, H, D] -> [B, H, N, D], a view; of a tile T may be more than B * N, and the rest is padding."""
+        shape = self.plan.positions.shape
+        return packed[: shape.numel()].view(*shape, *packed.shape[1:]).transpose(1, 2)
 
 
 def record_states(layers: Sequence[nn.Module]) -> None:

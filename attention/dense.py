@@ -9,14 +9,8 @@ Query i of a forward sees key j under one rule, whatever the forward is:
 tree, the rows up to its own in a chunk. Windows count positions: depth in a tree, never the node's index. A model with
 attention sinks adds one learnt logit per head to the softmax's denominator.
 
-`dense_attention` is the one implementation; the others choose its keys:
-
-    VisibleKeys          a plan's, gathered from the pools
-    paged_reference      a page table's and a block's, as the Triton kernels take them
-    draft_block.py       those of a draft in progress
-    models/probe.py      rows of two texts
-
-`deterministic_attention.py` is apart: it cuts the keys by absolute position.
+`dense_attention` is the one implementation, `VisibleKeys` and others choose its keys; `deterministic_attention.py` is
+apart: it cuts the keys by absolute position.
 """
 
 from dataclasses import dataclass
@@ -160,8 +154,7 @@ def known_in_block(plan: KVPlan) -> torch.Tensor:
 
 def in_order(num_rows: int, device: torch.device) -> torch.Tensor:
     """[1, N, N] bool: row j exists for row i if j <= i."""
-    steps = torch.arange(num_rows, device=device)
-    return (steps[:, None] >= steps)[None]
+    return torch.ones((1, num_rows, num_rows), dtype=torch.bool, device=device).tril()
 
 
 def newest(slots: torch.Tensor, committed_len: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,8 +17,7 @@ from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
 BLOCK_K = ALIGN
 ROWS = 16
 
-_SMALLEST = {torch.float32: -87.0, torch.float64: -708.0}
-"""Scores below give subnormal weights."""
+_SMALLEST = {torch.float32: -87.0, torch.float64: -708.0}  # scores below give subnormal weights
 
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Of J tiles: maximum and sum [J, B, Hkv, R], accumulator [J, B, Hkv, R, D]."""
@@ -61,7 +60,8 @@ def deterministic_attention(
     num_tiles = int((shared_newest // BLOCK_K - first_tile).amax()) + 1 if batch else 0
     key_pos = (first_tile[:, None] + torch.arange(max(num_tiles, 0), device=query.device))[:, :, None] * BLOCK_K
     key_pos = key_pos + torch.arange(BLOCK_K, device=query.device)  # [B, J, BLOCK_K]
-    slots = _slots(key_pos, oldest, shared_newest, own, pages, start, own_base, page_size)
+    pos = torch.maximum(torch.minimum(key_pos.flatten(1), shared_newest[:, None]), oldest[:, None])  # or the nearest
+    slots = _slots(pos, own, pages, start, own_base, page_size).view_as(key_pos)
     keys, values = (_tiles(pool, slots, shared_newest >= oldest, dtype) for pool in (pool_k, pool_v))
 
     q = query.to(dtype).unflatten(1, (kv_heads, group)).transpose(2, 3)  # [B, Hkv, N, G, D]
@@ -77,9 +77,8 @@ def deterministic_attention(
         tiles = slice(None)
         if not is_tree:  # the tiles that some row here sees; the others would change nothing
             from_tile = int((row_low[:, some].amin(1) // BLOCK_K - first_tile).amin().clamp(min=0))
-            tiles = slice(
-                from_tile, max(from_tile, int((row_high[:, some].amax(1) // BLOCK_K - first_tile).amax()) + 1)
-            )
+            to_tile = int((row_high[:, some].amax(1) // BLOCK_K - first_tile).amax()) + 1
+            tiles = slice(from_tile, max(from_tile, to_tile))
         pos = key_pos.transpose(0, 1)[tiles, :, None, None]  # [J, B, 1, 1, BLOCK_K]
         visible = (pos >= row_low[:, None, some, None]) & (pos <= row_high[:, None, some, None])
         if is_tree:
@@ -100,22 +99,14 @@ def deterministic_attention(
 
 
 def _slots(
-    key_pos: torch.Tensor,
-    oldest: torch.Tensor,
-    newest: torch.Tensor,
-    own: OwnKeys,
-    pages: torch.Tensor,
-    start: torch.Tensor,
-    own_base: torch.Tensor,
-    page_size: int,
+    pos: torch.Tensor, own: OwnKeys, pages: torch.Tensor, start: torch.Tensor, own_base: torch.Tensor, page_size: int
 ) -> torch.Tensor:
-    """The slots of key_pos [B, J, BLOCK_K]; outside [oldest, newest] those of the nearest key inside."""
-    pos = torch.maximum(torch.minimum(key_pos.flatten(1), newest[:, None]), oldest[:, None])
+    """The slots of the keys at positions [B, L]."""
     pages = pages if pages.shape[1] else pages.new_zeros(len(pages), 1)
     column = (pos - start[:, None]).clamp(0, pages.shape[1] * page_size - 1)
     committed = pages.long().gather(1, column // page_size) * page_size + column % page_size
     owned = own.slots[:, 0].long().gather(1, (pos - own_base[:, None]).clamp(0, own.slots.shape[2] - 1))
-    return torch.where(pos < own_base[:, None], committed, owned).view_as(key_pos)
+    return torch.where(pos < own_base[:, None], committed, owned)
 
 
 def _tiles(pool: torch.Tensor, slots: torch.Tensor, exist: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -141,7 +132,7 @@ def _own_states(
     num_tiles = max(1, int(((high - own_base[:, None]) // BLOCK_K).amax()) + 1)
     columns = torch.arange(num_tiles * BLOCK_K, device=q.device)
     exist = high >= own_base[:, None]  # [B, N]
-    oldest = torch.maximum(low - own_base[:, None], torch.zeros_like(low))[:, :, None]
+    oldest = (low - own_base[:, None]).clamp(min=0)[:, :, None]
     column = torch.minimum(columns, (high - own_base[:, None])[:, :, None]).maximum(oldest)  # [B, N, W]
     slots = own.slots.long().gather(2, column.clamp(0, own.slots.shape[2] - 1)).view(-1, num_tiles, BLOCK_K)
     keys, values = (_tiles(pool, slots, exist.flatten(), q.dtype) for pool in (pool_k, pool_v))
@@ -149,10 +140,7 @@ def _own_states(
     visible = (pos >= low[:, :, None]) & (pos <= high[:, :, None])  # [B, N, W]
     visible = visible.view(-1, num_tiles, BLOCK_K).transpose(0, 1)[:, :, None, None]
     rows = _pad_rows(q.transpose(1, 2).flatten(0, 1), 2)  # [B * N, Hkv, R, D]
-    parts = [
-        _tile_states(rows[:, :, i : i + ROWS], keys, values, visible, scaling, softcap)
-        for i in range(0, rows.shape[2], ROWS)
-    ]
+    parts = [_tile_states(some, keys, values, visible, scaling, softcap) for some in rows.split(ROWS, 2)]
 
     def by_request(x: torch.Tensor) -> torch.Tensor:
         """[J, B * N, Hkv, R, ...] -> [J, B, Hkv, N * G, ...]"""

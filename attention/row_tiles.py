@@ -11,15 +11,15 @@ tests the model itself.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, Unpack
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
-from specdec.attention.bridge import AttentionCall, ForwardContext
+from specdec.attention.bridge import ForwardContext
 from specdec.attention.path_attention import part_of
-from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
-from specdec.kvcache.layer_context import Destination, ScoreOptions
+from specdec.kvcache.index_spaces import FullLoc, SwaLoc
 
 ROWS = 16
 
@@ -49,45 +49,18 @@ def pad_rows(x: torch.Tensor) -> torch.Tensor:
     return pad(x, (0, 0) * (x.dim() - 1) + (0, ROWS - len(x)))
 
 
-class TileContext:
-    """The `LayerContext` of one tile of a forward. `states`: see `ForwardContext`."""
+def tile_context(whole: ForwardContext, tile: Tile) -> ForwardContext:
+    """A forward of one tile, over ROWS packed rows: its own come first, and what padding writes goes to the null slot.
 
-    def __init__(self, whole: ForwardContext, tile: Tile) -> None:
-        self.whole, self.tile = whole, tile
-        self.states: dict[int, torch.Tensor | None] = dict.fromkeys(whole.states)
-        self._shape = whole.plan.positions[tile].shape  # [B', N']
-        self._attention = {kind: part_of(attend, *tile) for kind, attend in whole.attention.items()}
-        plan, width = whole.plan, whole.plan.positions.shape[1]
-        self._full = None if plan.write_full is None else FullLoc(tile.rows(plan.write_full, width))
-        self._swa = None if plan.write_swa is None else SwaLoc(tile.rows(plan.write_swa, width))
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        """For a layer of Hugging Face: its K/V are stored here, unless they are another layer's."""
-        q, k, v = call.rows()
-        destination = self.destination(call.layer)
-        if destination is not None:
-            self.whole.plan.backend.store(self.whole.view.writable_layer(call.layer), destination.slots, k, v)
-        return call.answer(self, q, k, v)
-
-    def destination(self, layer: int) -> Destination | None:
-        """See `LayerContext`; padding goes to the null slot."""
-        if not self.whole.view.owns(layer):
-            return None
-        kept = self.whole.view.writable_layer(layer)
-        slots = self._full if kept.space is Space.FULL else self._swa
-        return None if slots is None else Destination(kept.k, kept.v, slots)
-
-    def attend_rows(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        **options: Unpack[ScoreOptions],
-    ) -> torch.Tensor:
-        """q [ROWS, Hq, D] -> [ROWS, Hq, D]; k, v: the rows' own, stored already."""
-        kept_k, kept_v, space = self.whole.view.layer(layer)
-        attend = self._attention[space, self.whole.windows[layer]]
-        query = q[: self._shape.numel()].unflatten(0, self._shape).transpose(1, 2)  # [B', Hq, N', D]
-        out = attend(query, None, None, kept_k, kept_v, **options)
-        return pad_rows(out.flatten(0, 1))
+    Attention is part of the whole forward's, so the K/V of ancestors in other tiles are found.
+    """
+    plan, width = whole.plan, whole.plan.positions.shape[1]
+    full = None if plan.write_full is None else FullLoc(tile.rows(plan.write_full, width))
+    swa = None if plan.write_swa is None else SwaLoc(tile.rows(plan.write_swa, width))
+    return replace(
+        whole,
+        plan=replace(plan, positions=plan.positions[tile], write_full=full, write_swa=swa),
+        attention={kind: part_of(attend, *tile) for kind, attend in whole.attention.items()},
+        lent=dict.fromkeys(whole.lent),
+        states=dict.fromkeys(whole.states),
+    )

@@ -71,14 +71,7 @@ class TritonBackend:
             move_kv(addresses, source, destination)
 
     def select_tree(
-        self,
-        root: torch.Tensor,
-        tokens: torch.Tensor,
-        scores: torch.Tensor,
-        parents: torch.Tensor,
-        *,
-        num_nodes: int,
-        num_levels: int,
+        self, root: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, **size: int
     ) -> DraftTree:
         choose = select_tree if tokens.shape[1] <= MAX_CANDIDATES else reference_select_tree
-        return choose(root, tokens, scores, parents, num_nodes=num_nodes, num_levels=num_levels)
+        return choose(root, tokens, scores, parents, **size)

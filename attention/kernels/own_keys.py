@@ -68,11 +68,9 @@ def reference_own_keys(
         slots = torch.where(((depth >= 0) & (depth < num_nodes))[:, None], at_depth[:, None], slots)
         return OwnKeys(slots.int(), None)
     nodes = torch.arange(num_nodes, device=device)
-    above = nodes.expand(batch, num_nodes)
-    path = [above]  # path[h]: the ancestor h levels above each node, -1 past the root
+    path = [nodes.expand(batch, num_nodes)]  # path[h]: the ancestor h levels above each node, -1 past the root
     for _ in range(path_len - 1):
-        above = torch.where(above >= 0, parents.long().gather(1, above.clamp(min=0)), -1)
-        path.append(above)
+        path.append(torch.where(path[-1] >= 0, parents.long().gather(1, path[-1].clamp(min=0)), -1))
     hops = torch.stack(path, 2)  # [B, N, path_len]
     node_depth = (hops >= 0).sum(2, keepdim=True) - 1  # [B, N, 1]
     hop = node_depth - depth[:, None]  # [B, N, W]
@@ -130,11 +128,8 @@ def _own_keys_kernel(
             if i_block == 0:
                 m_break = (o_node > i_row) & (o_node < num_nodes)
                 m_break &= tl.load(p_parents + o_node, mask=m_break, other=-1).to(tl.int32) != o_node - 1
-                tl.store(
-                    p_run_end + i_b * num_nodes + i_row,
-                    tl.min(tl.where(m_break, o_node, num_nodes), 0) - 1,
-                    eviction_policy=KEEP,
-                )
+                last = tl.min(tl.where(m_break, o_node, num_nodes), 0) - 1
+                tl.store(p_run_end + i_b * num_nodes + i_row, last, eviction_policy=KEEP)
             depth = -1
             node = i_row
             while node >= 0:  # ends: parents come before their children

@@ -234,9 +234,8 @@ def merge_kernel(
         b_lse = tl.load(p_lse + o_part, mask=o_split < num_splits, other=float("-inf"))
         m_part = (o_split < num_splits)[:, None] & m_d[None, :]
         b_part = tl.load(p_part + o_part[:, None] * HEAD_DIM + o_d[None, :], mask=m_part, other=0.0)
-        b_part = tl.where(
-            (b_lse > float("-inf"))[:, None], b_part, 0.0
-        )  # loaded at the same time as its lse, not after it
+        # loaded at the same time as its lse, not after it
+        b_part = tl.where((b_lse > float("-inf"))[:, None], b_part, 0.0)
         b_new = tl.maximum(b_max, tl.max(b_lse, 0))
         b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_decay, b_weight = tl.exp2(b_max - b_shift), tl.exp2(b_lse - b_shift)

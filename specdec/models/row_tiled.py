@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from specdec.attention.bridge import ForwardContext
-from specdec.attention.row_tiles import ROWS, TileContext, pad_rows, row_tiles
+from specdec.attention.row_tiles import ROWS, pad_rows, row_tiles, tile_context
 from specdec.layers.batch_invariant_torch import ByVectors
 from specdec.models.probe import Run
 
@@ -24,7 +24,7 @@ def forward_in_tiles(
     order = []
     with _by_vectors(tokens.device):
         for tile in row_tiles(batch, width):
-            part = TileContext(context, tile)
+            part = tile_context(context, tile)
             out = run(tile.rows(tokens.flatten(), width)[None], tile.rows(positions, width)[None], part)
             states = [out, *(state for layer in aux_layers if (state := part.states[layer]) is not None)]
             assert len(states) == 1 + len(aux_layers), f"{len(states) - 1} states of layers {aux_layers}"
