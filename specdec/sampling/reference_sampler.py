@@ -50,9 +50,9 @@ class Past:
     after each node. seen [B, V / 32] int32: bits of the history's tokens, None where they are not kept.
     """
 
-    history: OnDemand = OnDemand()
     length: torch.Tensor
     tree: NodePaths | None
+    history: OnDemand = OnDemand()
     prompt_len: torch.Tensor | None = None
     allowed: torch.Tensor | None = None
     seen: torch.Tensor | None = None

@@ -62,7 +62,7 @@ class DecodeRound:
         opened = (opening if round.on_kernels else reference_opening)(rows.index, *state, depth=shape.num_steps + 1)
         self.opened, root, history_len = opened, opened.root, opened.history_len
         self.prefix = round.backend.locate(table, rows, opened.committed_len, shape.width)
-        sampler = round.sampler(*round.sampling.at(rows.index, shape.uses, opened.params))
+        sampler = round.sampler(*round.sampling.at(rows.index, shape.uses, (opened.whole, opened.real)))
         depth = max(shape.num_steps + 1, shape.depth)
         self.sampler = sampler = sampler.ahead(history_len, depth, round.target.vocab_size)
 
@@ -98,7 +98,7 @@ class DecodeRound:
 
     @torch.inference_mode()
     def verify(self) -> torch.Tensor:
-        """Run the target over all nodes: `self.out` and `self.logits`."""
+        """Run the target over all nodes: `self.states` of its forward, and `self.logits`."""
         round, shape, opened, tree = self.round, self.shape, self.opened, self.tree
         round.clock.mark("verify")
         # a drafter may propose less than it was asked for
@@ -107,8 +107,8 @@ class DecodeRound:
         known = {"committed_len": opened.committed_len, "positions": positions}
         self.plan = plan_verify(round.backend, round.cache.table, self.rows, tree, prefix=prefix, **known)
         self.fed = without_blanks(tree) if shape.forced else tree  # a token at every node
-        self.out = round.target.forward(self.fed.tokens, self.plan, round.view, round.aux_layers)  # [B, N, H]
-        self.logits, self.softcap = round.logits(self.out.hidden, shape.logprobs)  # [B, N, V]
+        self.states = round.target.forward(self.fed.tokens, self.plan, round.view, round.aux_layers)  # [B, N, H]
+        self.logits, self.softcap = round.logits(self.states[0], shape.logprobs)  # [B, N, V]
         return self.fed.tokens  # small: a program returns something, and this is kept
 
     @torch.inference_mode()
@@ -133,7 +133,7 @@ class DecodeRound:
         path = nodes[:, : shape.depth]  # none is longer
         if round.seen_bits is not None and shape.uses.penalty:
             round.seen_bits.add(rows.index, tokens, length)
-        round.observe(rows, opened.committed_len, self.fed.tokens, self.out, path, length, bonus)
+        round.observe(rows, opened.committed_len, self.fed.tokens, *self.states, path, length, bonus)
         if shape.logprobs is None:
             round.clock.stop(stamps)
             return numbers

@@ -15,7 +15,7 @@ import torch
 
 from specdec.attention.trees.tree import DraftTree
 from specdec.gpu.triton_shim import tl, triton
-from specdec.sampling.sampling_table import WHOLE, ParamVectors, split_cells
+from specdec.sampling.sampling_table import WHOLE, split_cells
 
 LANES = 32
 
@@ -41,10 +41,6 @@ class Opening(NamedTuple):
     def history_len(self) -> torch.Tensor:
         """[B]: S + 1, with the root."""
         return self.level_pos[1]
-
-    @property
-    def params(self) -> ParamVectors:
-        return ParamVectors(self.whole, self.real)
 
     def fits(self, tree: DraftTree) -> bool:
         """Are chain_pos and drawn_pos those of this tree?"""
