@@ -230,42 +230,39 @@ class Gemma4MTPWorker:
 
 def fit_layers(assistant: Any, target: TargetInfo) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
     """(target layer that each assistant layer reads, its sliding window or None), after checking that the two fit."""
-    config = assistant.config.get_text_config()
-    fits = f"this assistant does not fit the target {target.name}"
-    weight = assistant.pre_projection.weight
-    if (weight.device, weight.dtype) != (target.device, target.dtype):
-        raise UnsupportedModelError(
-            f"{fits}: it is {weight.dtype} on {weight.device}, the target {target.dtype} on {target.device}; "
-            "convert one of them with .to(...)"
-        )
-    backbone = int(assistant.config.backbone_hidden_size)
-    if backbone != target.hidden_size:
-        raise UnsupportedModelError(
-            f"{fits}: it was made for hidden size {backbone}, the target has {target.hidden_size}"
-        )
-    if config.vocab_size != target.vocab_size:
-        raise UnsupportedModelError(
-            f"{fits}: its vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}"
-        )
+
+    def require(fits: bool, but: str) -> None:
+        if not fits:
+            raise UnsupportedModelError(f"this assistant does not fit the target {target.name}: {but}")
+
+    config, weight = assistant.config.get_text_config(), assistant.pre_projection.weight
+    require(
+        (weight.device, weight.dtype) == (target.device, target.dtype),
+        f"it is {weight.dtype} on {weight.device}, the target {target.dtype} on {target.device}; "
+        "convert one of them with .to(...)",
+    )
+    backbone, vocab_size = int(assistant.config.backbone_hidden_size), config.vocab_size
+    hidden = f"it was made for hidden size {backbone}, the target has {target.hidden_size}"
+    require(backbone == target.hidden_size, hidden)
+    tokens = f"its vocabulary has {vocab_size} tokens, the target's {target.vocab_size}"
+    require(vocab_size == target.vocab_size, tokens)
     layer_map: list[int] = []
     windows: list[int | None] = []
     for layer, layer_type in enumerate(config.layer_types):
+        has = sorted({spec.layer_type for spec in target.layout.layers})
         owner = target.layout.last_owner(layer_type)
-        if owner is None:
-            has = sorted({spec.layer_type for spec in target.layout.layers})
-            raise UnsupportedModelError(f"{fits}: its layer {layer} is {layer_type}, the target has only {has}")
+        require(owner is not None, f"its layer {layer} is {layer_type}, the target has only {has}")
+        assert owner is not None
         attention = assistant.model.layers[layer].self_attn
         num_heads = attention.q_proj.out_features // attention.head_dim
-        if attention.head_dim != owner.head_dim or num_heads % owner.num_kv_heads:
-            raise UnsupportedModelError(
-                f"{fits}: its layer {layer} has {num_heads} query heads of size {attention.head_dim}, target layer "
-                f"{owner.layer} ({layer_type}) has {owner.num_kv_heads} kv heads of size {owner.head_dim}"
-            )
+        require(
+            attention.head_dim == owner.head_dim and num_heads % owner.num_kv_heads == 0,
+            f"its layer {layer} has {num_heads} query heads of size {attention.head_dim}, target layer "
+            f"{owner.layer} ({layer_type}) has {owner.num_kv_heads} kv heads of size {owner.head_dim}",
+        )
         window = int(config.sliding_window) if layer_type == SLIDING_ATTENTION else None
-        if window is not None and owner.window is not None and window > owner.window:
-            raise UnsupportedModelError(
-                f"{fits}: its sliding window is {window}, but the target keeps only {owner.window} keys"
-            )
+        wider = window is not None and owner.window is not None and window > owner.window
+        require(not wider, f"its sliding window is {window}, but the target keeps only {owner.window} keys")
         layer_map.append(owner.layer)
         windows.append(window)
     return tuple(layer_map), tuple(windows)

@@ -1,20 +1,5 @@
 """The exceptions of specdec. They live at the bottom because every layer raises them.
 
-SpecDecError
-|- ConfigError           a setting, a parameter or a prompt is not allowed (also a ValueError)
-|- UnsupportedModelError a checkpoint or a combination that cannot be served exactly (also a ValueError)
-|- CheckpointError       a checkpoint that is missing, incomplete or for another target (also an OSError)
-|- CapacityError         a request that can never fit the KV pools (also a ValueError)
-|- OutOfSlotsError       the pools are exhausted now; the scheduler preempts and goes on
-|- QueueFullError        more requests wait than a served engine lets wait; try again later
-|- StoppingError         a served engine takes no more requests, or has ended this one
-|- RequestFailedError    the tokenizer or the grammar of one request raised; the others go on
-|- RoundFailedError      a round of a served engine failed, and failed again, with this request in it
-`- KVStateError          a KV operation that the state of the allocator forbids
-   |- DoubleFreeError    a slot freed (or evicted) that is not held
-   |- LocationError      SPECDEC_SANITIZE=1 found a slot that is not what, or not whose, it should be
-   `- FrozenKVError      a change of the KV cache while a frozen view is open, or a misused view
-
 Their messages are one sentence. `shown` puts a value into one.
 """
 

@@ -23,13 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.hub import cached_file
 
 from specdec.draft_models.base import Drafter, TargetInfo
-from specdec.draft_models.registry import (
-    WORDS,
-    building,
-    is_drafter_config,
-    load_drafter,
-    wrap_drafter,
-)
+from specdec.draft_models.registry import WORDS, building, is_drafter_config, load_drafter, wrap_drafter
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, shown
 from specdec.models.bundled import BUNDLED_NAMES, resolve_name
 from specdec.models.hub import require_hub
@@ -318,8 +312,7 @@ def pick_dtype(dtype: torch.dtype | None, device: torch.device, config: Any) -> 
     if device.type == "cpu":
         return torch.float32
     stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    if isinstance(stored, str):
-        stored = getattr(torch, stored.removeprefix("torch."), None)
+    stored = plain_dtype(stored)
     return stored if isinstance(stored, torch.dtype) else torch.bfloat16
 
 

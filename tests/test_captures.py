@@ -246,7 +246,7 @@ def test_a_class_changes_no_token():
     torch.manual_seed(0)
     logits, positions = torch.randn(1, 4, 50) * 3, torch.arange(4)[None]
     history, length = torch.randint(50, (1, 9)), torch.tensor([9])
-    past = Past(history, length, None, torch.tensor([4]))
+    past = Past(length, None, history, torch.tensor([4]))
     for kind in KINDS:
         params = SamplingParams(**kind)
         exact = sampler_of([params], [5])

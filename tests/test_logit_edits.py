@@ -50,21 +50,21 @@ def test_counts_are_of_the_output_along_each_path():
     """prompt 4 4, output 5 5 6; the root is the 6; 1 and 2 are children of the root, 3 a child of 1."""
     history, length = torch.tensor([[4, 4, 5, 5, 6, 9]]), torch.tensor([5])  # the 9 is behind the end
     tree = DraftTree.from_parents(torch.tensor([[6, 5, 7, 5]]), torch.tensor([[-1, 0, 0, 1]]))
-    counts = output_counts(Past(history, length, tree, torch.tensor([2])), 10)[0]
+    counts = output_counts(Past(length, tree, history, torch.tensor([2])), 10)[0]
     assert [{v: int(n) for v, n in enumerate(row) if n} for row in counts.tolist()] == [
         {5: 2, 6: 1},
         {5: 3, 6: 1},
         {5: 2, 6: 1, 7: 1},
         {5: 4, 6: 1},
     ]
-    first = output_counts(Past(history, torch.tensor([2]), None, torch.tensor([2])), 10)
+    first = output_counts(Past(torch.tensor([2]), None, history, torch.tensor([2])), 10)
     assert first.shape == (1, 1, 10) and not first.any()  # behind the prompt nothing has been said
 
 
 def test_an_edit_by_hand():
     """Logits 1 2 3 4 5: bias takes 100 from token 4 and gives token 0 one; the output is 3 3 2."""
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=1.0, logit_bias={0: 1, 4: -100})
-    past = Past(torch.tensor([[1, 3, 3, 2]]), torch.tensor([4]), None, torch.tensor([1]))
+    past = Past(torch.tensor([4]), None, torch.tensor([[1, 3, 3, 2]]), torch.tensor([1]))
     got = sampler_of([params], [0]).edited(torch.tensor([[[1.0, 2, 3, 4, 5]]]), past)
     assert got.tolist() == [[[2.0, 2.0, 1.5, 1.5, -95.0]]]
 
@@ -93,7 +93,7 @@ def test_edits_are_those_on_paper(kind, with_tree, softcap, monkeypatch):
     uses = Uses.of(params)
     table.load_biases(rows.numpy(), params, uses)
     tree_there = DraftTree.from_parents(tokens.to(DEVICE), tree.parents.to(DEVICE))
-    past = Past(*(x.to(DEVICE) for x in (history, length)), tree_there if with_tree else None, prompt_len.to(DEVICE))
+    past = Past(length.to(DEVICE), tree_there if with_tree else None, history.to(DEVICE), prompt_len.to(DEVICE))
     positions = torch.zeros(logits.shape[:2], dtype=torch.int64, device=DEVICE)
     drawn = kind(*table.at(rows.to(DEVICE), uses)).draw(logits.to(DEVICE), positions, past, softcap).cpu()
     if softcap is not None:
@@ -125,9 +125,8 @@ def test_nothing_that_a_grammar_forbids_is_drawn(kind, temperature, monkeypatch)
     table, uses = SamplingTable(2, DEVICE), Uses.of(params)
     table.load(np.array([0]), [(params[0], 3)])
     rows = torch.tensor([0], device=DEVICE)
-    past = Past(
-        torch.zeros(1, 3, dtype=torch.int64, device=DEVICE), torch.tensor([2], device=DEVICE), None, None, allowed
-    )
+    history = torch.zeros(1, 3, dtype=torch.int64, device=DEVICE)
+    past = Past(torch.tensor([2], device=DEVICE), None, history, None, allowed)
     positions = torch.arange(4, device=DEVICE)[None]
     assert uses.edits
     drawn = kind(*table.at(rows, uses)).draw(logits.to(DEVICE), positions, past)[0].tolist()
@@ -174,7 +173,7 @@ def test_edits_can_be_captured():
     tree = DraftTree.from_parents(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 0]]))
     length, forced = torch.tensor([2]), torch.tensor([[8, 9]])
     allowed = torch.full((1, 3, 3), -1, dtype=torch.int32)
-    past = Past(torch.tensor([[5, 5, 9]]), length, tree, torch.tensor([1]), allowed)
+    past = Past(length, tree, torch.tensor([[5, 5, 9]]), torch.tensor([1]), allowed)
     logits = torch.randn(1, 3, 70)
     with capturable():
         batch.edited(logits, past, 20.0)

@@ -306,7 +306,7 @@ def test_what_an_engine_samples_with(with_tree):
     generator = torch.Generator().manual_seed(3)
     history = torch.randint(0, 70, (3, 6), generator=generator).to(DEVICE)
     tree = DraftTree.from_parents(history[:, :4], torch.tensor([[-1, 0, 0, 2]] * 3, device=DEVICE))
-    past = Past(history, torch.tensor([6, 2, 4], device=DEVICE), tree if with_tree else None)
+    past = Past(torch.tensor([6, 2, 4], device=DEVICE), tree if with_tree else None, history)
     logits = (torch.randn(3, 4 if with_tree else 1, 70, generator=generator) * 3).to(DEVICE)
     positions = torch.arange(12, device=DEVICE).view(3, 4)[:, : logits.shape[1]]
     drawn, children = [], []

@@ -1,14 +1,17 @@
 """What `specdec eval` takes; bodies/eval_task.py is what it does."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from specdec.cli.command import command
-from specdec.cli.options import JsonFile, KeepK, KeepP, MaxNewTokens, MinP, PairOptions, Temperature, output_file
+from specdec.cli.options import JsonFile, MaxNewTokens, PairOptions, Temperature, output_file
 from specdec.lazy import load
+from specdec.sampling_numbers import SamplingNumbers
+
+SAMPLING = {each.name: each for each in fields(SamplingNumbers)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,9 +34,9 @@ class EvalOptions:
     instruction: Annotated[str, typer.Option(help="A line to put behind every question.")] = ""
     max_new_tokens: MaxNewTokens = 512
     temperature: Temperature = 0.0
-    top_k: KeepK = 0
-    top_p: KeepP = 1.0
-    min_p: MinP = 0.0
+    top_k: int = field(default=0, metadata=SAMPLING["top_k"].metadata)
+    top_p: float = field(default=1.0, metadata=SAMPLING["top_p"].metadata)
+    min_p: float = field(default=0.0, metadata=SAMPLING["min_p"].metadata)
     seed: Annotated[int, typer.Option(help="Seeds every problem, by its number.")] = 0
     batch_size: Annotated[int | None, typer.Option(min=1, help="Prompts at a time; default: 8 for gsm8k, 1.")] = None
     transcripts: Annotated[Path | None, typer.Option(help="Keep finished problems here, and go on from them.")] = None

@@ -8,7 +8,7 @@ fused layers (`specdec/layers`) if its family has any and they prove to compute 
 
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,13 +48,6 @@ DYNAMIC_INT8 = ("torch.ao.nn.quantized", "torch.nn.quantized")
 
 MANY_ROWS = 80
 """Rows of a forward on kernels: more than fit the smallest tiles of their products."""
-
-
-class TargetOutput(NamedTuple):
-    """States of one forward after the final norm [B, N, H], and the auxiliary ones side by side [B, N, A * H]."""
-
-    hidden: torch.Tensor
-    aux_states: torch.Tensor | None
 
 
 class TargetModel:
@@ -144,22 +137,21 @@ class TargetModel:
         weight: torch.Tensor = self.embed.weight  # type: ignore[assignment]
         return weight.dtype
 
-    def forward(self, tokens: torch.Tensor, plan: KVPlan, view: KVView, aux_layers: Sequence[int] = ()) -> TargetOutput:
-        """Run tokens [B, N] under `plan` and write their K/V.
-
-        `aux_layers`: hidden states to report as well, each the state that enters that layer (num_layers: leaves the
-        last).
-        """
+    def forward(
+        self, tokens: torch.Tensor, plan: KVPlan, view: KVView, aux_layers: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run tokens [B, N] under `plan` and write their K/V -> states after the final norm [B, N, H], and those that
+        enter `aux_layers` (num_layers: that leave the last) side by side [B, N, A * H]; None: no such layers."""
         self.weights.generation()
         context = ForwardContext.of(plan, view, self.windows, aux_layers)
         if self.in_tiles:
-            return TargetOutput(*forward_in_tiles(self._run, tokens, context, aux_layers))
+            return forward_in_tiles(self._run, tokens, context, aux_layers)
         hidden = self._run(tokens, plan.positions, context)
         if not aux_layers:
-            return TargetOutput(hidden, None)
+            return hidden, None
         states = [state for layer in aux_layers if (state := context.states[layer]) is not None]
         assert len(states) == len(aux_layers), f"{len(states)} states of layers {aux_layers}"
-        return TargetOutput(hidden, torch.cat(states, dim=-1).view(*tokens.shape, -1))
+        return hidden, torch.cat(states, dim=-1).view(*tokens.shape, -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [..., H] -> logits [..., V] in the model's dtype, scaled and softcapped as the model does."""

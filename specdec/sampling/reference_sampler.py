@@ -50,16 +50,16 @@ class Past:
     after each node. seen [B, V / 32] int32: bits of the history's tokens, None where they are not kept.
     """
 
-    history: OnDemand = OnDemand()
     length: torch.Tensor
     tree: NodePaths | None = None
+    history: OnDemand = OnDemand()
     prompt_len: torch.Tensor | None = None
     allowed: torch.Tensor | None = None
     seen: torch.Tensor | None = None
 
     def before(self, tree: NodePaths | None, allowed: torch.Tensor | None) -> "Past":
         """The same histories, with these drafts after them and these masks."""
-        return Past(lambda: self.history, self.length, tree, self.prompt_len, allowed, self.seen)
+        return Past(self.length, tree, lambda: self.history, self.prompt_len, allowed, self.seen)
 
 
 @dataclass(frozen=True, slots=True)

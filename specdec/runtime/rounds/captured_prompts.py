@@ -15,7 +15,6 @@ from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.captures import CaptureStore
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.kvcache.table import Rows
-from specdec.models.target import TargetOutput
 from specdec.runtime.rounds.captured_rounds import Captures, wide_bucket
 from specdec.runtime.rounds.round import Chunk, Round
 
@@ -54,13 +53,11 @@ class Results:
     @torch.inference_mode()
     def keep(self, chunk: Chunk) -> Chunk:
         """The same, copied. Made by the first forward, which no capture is made of."""
-        hidden, aux_states = chunk.out
-        aux = None if aux_states is None else self._copy("aux", aux_states)
-        out = TargetOutput(self._copy("hidden", hidden), aux)
         return chunk._replace(
             fed=self._copy("fed", chunk.fed),
             committed_len=self._copy("committed_len", chunk.committed_len[:, None])[:, 0],
-            out=out,
+            hidden=self._copy("hidden", chunk.hidden),
+            aux_states=None if chunk.aux_states is None else self._copy("aux", chunk.aux_states),
         )
 
     def _copy(self, name: str, new: torch.Tensor) -> torch.Tensor:
@@ -91,7 +88,7 @@ class ChunkProgram:
     def __call__(self) -> torch.Tensor:
         rows = Rows(self._inputs[0], self._shape.longest)
         self.chunk = self._results.keep(self._round.read(rows, self._inputs[1], self._shape.width))
-        return self.chunk.out.hidden
+        return self.chunk.hidden
 
 
 class ChunkGraphs(Captures):

@@ -15,7 +15,7 @@ import torch
 from specdec.attention.plan import plan_verify
 from specdec.attention.trees.forced_tokens import graft, without_blanks
 from specdec.attention.trees.tree import DraftTree
-from specdec.draft_models.base import DraftBatch, Observation
+from specdec.draft_models.base import DraftBatch
 from specdec.kvcache.table import Rows
 from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.opening import opening, reference_opening
@@ -98,7 +98,7 @@ class DecodeRound:
 
     @torch.inference_mode()
     def verify(self) -> torch.Tensor:
-        """Run the target over all nodes: `self.out` and `self.logits`."""
+        """Run the target over all nodes: `self.states` of its forward, and `self.logits`."""
         round, shape, opened, tree = self.round, self.shape, self.opened, self.tree
         round.clock.mark("verify")
         self.plan = plan_verify(
@@ -107,14 +107,13 @@ class DecodeRound:
             self.rows,
             tree,
             committed_len=opened.committed_len,
-            prefix=self.prefix
-            if tree.num_nodes == shape.width
-            else None,  # a drafter may propose less than it was asked
+            # a drafter may propose less than it was asked for
+            prefix=self.prefix if tree.num_nodes == shape.width else None,
             positions=opened.chain_pos if opened.fits(tree) else None,
         )
         self.fed = without_blanks(tree) if shape.forced else tree  # a token at every node
-        self.out = round.target.forward(self.fed.tokens, self.plan, round.view, round.aux_layers)  # [B, N, H]
-        self.logits, self.softcap = round.logits(self.out.hidden, shape.logprobs)  # [B, N, V]
+        self.states = round.target.forward(self.fed.tokens, self.plan, round.view, round.aux_layers)  # [B, N, H]
+        self.logits, self.softcap = round.logits(self.states[0], shape.logprobs)  # [B, N, V]
         return self.fed.tokens  # small: a program returns something, and this is kept
 
     @torch.inference_mode()
@@ -138,18 +137,7 @@ class DecodeRound:
         path = nodes[:, : shape.depth]  # none is longer
         if round.seen_bits is not None and shape.uses.penalty:
             round.seen_bits.add(rows.index, tokens, length)
-        if round.worker is not None:
-            seen = Observation(
-                rows=rows,
-                start=opened.committed_len,
-                tokens=self.fed.tokens,
-                hidden=self.out.hidden,
-                aux_states=self.out.aux_states,
-                path=path,
-                length=length,
-                next_token=bonus,
-            )
-            round.worker.observe(seen)
+        round.observe(rows, opened.committed_len, self.fed.tokens, *self.states, path, length, bonus)
         if shape.logprobs is None:
             round.clock.stop(stamps)
             return numbers

@@ -67,7 +67,7 @@ def score_chunk(round: Round, chunk: Chunk, cells: torch.Tensor, alternatives: i
     parts = []
     for first in range(0, len(following), tile):
         some = slice(first, first + tile)
-        logits = round.target.logits(chunk.out.hidden[number[some], column[some]][None])  # [1, tile, V]
+        logits = round.target.logits(chunk.hidden[number[some], column[some]][None])  # [1, tile, V]
         found = LogProbs.of(logits, following[None, some], alternatives)
         floats = torch.cat([found.chosen[0, :, None], found.values[0]], dim=1)
         parts.append(torch.cat([floats.contiguous().view(torch.int32), found.ids[0].int()], dim=1))

@@ -21,7 +21,7 @@ from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view
 from specdec.kvcache.table import Rows
-from specdec.models.target import TargetModel, TargetOutput
+from specdec.models.target import TargetModel
 from specdec.models.watched_weights import watched_weights
 from specdec.runtime.rounds.opening import Opening
 from specdec.runtime.rounds.result import RoundShape, pack
@@ -37,20 +37,20 @@ PREFILL_STAGES = ("prefill",)
 
 class Chunk(NamedTuple):
     """What the target has read of prompts: the next `length` [B] tokens `fed` [B, N] of each row, 0 behind them, where
-    `committed_len` [B] were before."""
+    `committed_len` [B] were before; and what its forward returned."""
 
     rows: Rows
     length: torch.Tensor
     committed_len: torch.Tensor
     fed: torch.Tensor
-    out: TargetOutput
+    hidden: torch.Tensor
+    aux_states: torch.Tensor | None
 
     def first(self, count: int) -> "Chunk":
         """Of the first `count` rows only."""
-        hidden, aux_states = self.out
-        out = TargetOutput(hidden[:count], None if aux_states is None else aux_states[:count])
-        rows = Rows(self.rows.index[:count], self.rows.longest)
-        return Chunk(rows, self.length[:count], self.committed_len[:count], self.fed[:count], out)
+        rows, aux_states = self.rows, None if self.aux_states is None else self.aux_states[:count]
+        length, committed, fed, hidden = (x[:count] for x in (self.length, self.committed_len, self.fed, self.hidden))
+        return Chunk(Rows(rows.index[:count], rows.longest), length, committed, fed, hidden, aux_states)
 
 
 def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
@@ -135,8 +135,7 @@ class Round:
         last_column = self.tokens.tensor.shape[1] - 1
         fed = self.tokens.tensor[rows.index[:, None], plan.positions.clamp(max=last_column)]  # [B, N]
         fed = fed.masked_fill(plan.positions >= (plan.committed_len + length)[:, None], 0)
-        out = self.target.forward(fed, plan, self.view, self.aux_layers)
-        return Chunk(rows, length, plan.committed_len, fed, out)
+        return Chunk(rows, length, plan.committed_len, fed, *self.target.forward(fed, plan, self.view, self.aux_layers))
 
     @torch.inference_mode()
     def prefill(
@@ -152,14 +151,14 @@ class Round:
         they draw is in its place in `tokens`, so a round may follow. The host commits the chunks, from its own side,
         once they are launched; the drafter observes them as if it had.
         """
-        rows, length, committed, fed, out = chunk
+        rows, length, committed, fed, hidden, aux_states = chunk
         width = fed.shape[1]
         last_column = self.tokens.tensor.shape[1] - 1
         behind = self.tokens.tensor[rows.index, (committed + length).clamp(max=last_column)]
         first, scores = behind.new_zeros((0, 1)), None
         if len(through):
             chosen = upload(through, self.device)
-            logits, softcap = self.logits(out.hidden[chosen, length[chosen] - 1][:, None], shape.logprobs)  # [T, 1, V]
+            logits, softcap = self.logits(hidden[chosen, length[chosen] - 1][:, None], shape.logprobs)  # [T, 1, V]
             drawing = Rows(rows.index[chosen], rows.longest + width - 1)
             history_len = (committed + length)[chosen]
             bits = None
@@ -174,18 +173,7 @@ class Round:
                 self.seen_bits.add(drawing.index, first, torch.ones_like(first[:, 0]))
             scores = None if shape.logprobs is None else LogProbs.of(logits, first, shape.logprobs)
         steps = torch.arange(width, device=self.device).expand(len(fed), width)
-        if self.worker is not None:
-            seen = Observation(
-                rows=rows,
-                start=committed,
-                tokens=fed,
-                hidden=out.hidden,
-                aux_states=out.aux_states,
-                path=steps,
-                length=length,
-                next_token=behind,
-            )
-            self.worker.observe(seen)
+        self.observe(rows, committed, fed, hidden, aux_states, steps, length, behind)
         one_node = torch.cat([torch.ones_like(first), torch.zeros_like(first), first], dim=1)
         return pack(one_node, scores, self.clock.stop())
 
@@ -206,7 +194,7 @@ class Round:
         seen = self.seen_bits.of(rows.index) if self.seen_bits is not None and shape.uses.penalty else None
         return self.sampler(
             *self.sampling.at(rows.index, shape.uses, opened and opened.params),
-            past=Past(lambda: self.history(rows), history_len, prompt_len=prompt_len, seen=seen),
+            past=Past(history_len, None, lambda: self.history(rows), prompt_len, None, seen),
         )
 
     def logits(self, hidden: torch.Tensor, logprobs: int | None) -> tuple[torch.Tensor, float | None]:
@@ -215,3 +203,29 @@ class Round:
         if self.on_kernels and logprobs is None and not self.target.deterministic:
             return self.target.uncapped_logits(hidden)
         return self.target.logits(hidden), None
+
+    def observe(
+        self,
+        rows: Rows,
+        start: torch.Tensor,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        aux_states: torch.Tensor | None,
+        path: torch.Tensor,
+        length: torch.Tensor,
+        next_token: torch.Tensor,
+    ) -> None:
+        """Show the drafter what the target saw at the `length` [B] tokens behind `start` [B], and what comes next."""
+        if self.worker is None:
+            return
+        seen = Observation(
+            rows=rows,
+            start=start,
+            tokens=tokens,
+            hidden=hidden,
+            aux_states=aux_states,
+            path=path,
+            length=length,
+            next_token=next_token,
+        )
+        self.worker.observe(seen)
