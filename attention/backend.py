@@ -18,7 +18,7 @@ from specdec.attention.trees.growth import TreeBackend
 from specdec.attention.triton_backend import TritonBackend
 from specdec.errors import ConfigError
 from specdec.gpu.triton_device import triton_obstacle
-from specdec.kvcache.store import KVStore
+from specdec.kvcache.frozen import KVView
 
 MAX_HEAD_DIM = 512
 
@@ -28,8 +28,8 @@ class Backend(PlanBackend, TreeBackend, Protocol):
 
     name: str
 
-    def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
-        """The K/V and attention of a draft in progress, by a drafter that keeps its own K/V in `store`."""
+    def draft_block(self, view: KVView, draft: Draft) -> DraftBlock:
+        """The K/V and attention of a draft in progress, by a drafter that keeps its own K/V, in `view`."""
 
 
 def choose_backend(

@@ -18,9 +18,10 @@ import torch
 from specdec.attention.backend import Backend
 from specdec.attention.kernels.draft_block import Draft, DraftBlock
 from specdec.attention.path_attention import part_of
-from specdec.attention.plan import Attend, KVPlan, Located
+from specdec.attention.plan import Attend, KVPlan, PrefixTables
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.cache import KVCache
+from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space, SwaLoc
 from specdec.kvcache.sanitize import Capture, Fault, Sanitizer, sanitize_requested
 from specdec.kvcache.store import KVStore, LayerKV
@@ -43,7 +44,7 @@ class CheckedBackend:
         self.sanitizer = sanitizer
         self.name = backend.name
 
-    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> Located:
+    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PrefixTables:
         return self.backend.locate(table, rows, committed_len, num_queries)
 
     def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:
@@ -55,8 +56,8 @@ class CheckedBackend:
         self._check_reads(plan, space, slots)
         return CheckedAttention(self, self.backend.attention(plan, space, window), plan, space)
 
-    def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
-        return CheckedDraft(self.backend.draft_block(store, draft), draft, self.sanitizer)
+    def draft_block(self, view: KVView, draft: Draft) -> DraftBlock:
+        return CheckedDraft(self.backend.draft_block(view, draft), draft, self.sanitizer)
 
     def store(self, layer: LayerKV, slots: FullLoc | SwaLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         self.backend.store(layer, slots, k, v)

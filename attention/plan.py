@@ -12,7 +12,7 @@ A plan refers to the backend that made it and holds that backend's tables: no ot
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -28,24 +28,21 @@ D]."""
 
 
 class PrefixTables(Protocol):
-    """A backend's tables of the committed prefixes; only that backend reads them."""
+    """Where a forward reads: a backend's tables of the committed prefixes, which only that backend reads. And where it
+    writes: the slots [B, N] of the N positions behind each in both spaces."""
 
+    @property
+    def write_full(self) -> FullLoc: ...
+    @property
+    def write_swa(self) -> SwaLoc | None: ...
     def pages(self, space: Space) -> tuple[torch.Tensor, torch.Tensor]:
         """Page ids [B, P] of the prefixes in one space, and the position [B] of each first page. For checks."""
-
-
-class Located(NamedTuple):
-    """Where a forward reads and writes: its tables, and the slots [B, N] of its own N tokens in both spaces."""
-
-    prefix: PrefixTables
-    write_full: FullLoc
-    write_swa: SwaLoc | None
 
 
 class PlanBackend(KVOperations, Protocol):
     """What makes a plan and computes under it."""
 
-    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> Located:
+    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PrefixTables:
         """Tables of the prefixes [0, committed_len [B]) and slots of the `num_queries` positions after each."""
 
     def attention(self, plan: "KVPlan", space: Space, window: int | None) -> Attend:
@@ -95,7 +92,8 @@ def plan_chunk(
     """Runs of `block_len` [B] tokens, at most `width`, from position `start` [B] on; None: after what is committed."""
     committed_len = table.committed_len.tensor[rows.index] if start is None else start
     steps = torch.arange(width, device=committed_len.device)
-    prefix, full, swa = backend.locate(table, rows, committed_len, width)
+    prefix = backend.locate(table, rows, committed_len, width)
+    full, swa = prefix.write_full, prefix.write_swa
     padding = steps >= block_len[:, None]  # [B, N]
     return KVPlan(
         backend=backend,
@@ -117,18 +115,18 @@ def plan_verify(
     tree: DraftTree,
     *,
     committed_len: torch.Tensor | None = None,
-    located: Located | None = None,
+    prefix: PrefixTables | None = None,
     positions: torch.Tensor | None = None,
 ) -> KVPlan:
     """One tree a request. Node n writes to the slot of position S + n and sits at position S + depth[n].
 
-    Computed here unless given: committed_len, S [B]; located, for these prefixes and N nodes; positions [B, N].
+    Computed here unless given: committed_len, S [B]; prefix, for these prefixes and N nodes; positions [B, N].
     """
     if committed_len is None:
         committed_len = table.committed_len.tensor[rows.index]
-    if located is None:
-        located = backend.locate(table, rows, committed_len, tree.num_nodes)
-    prefix, full, swa = located
+    if prefix is None:
+        prefix = backend.locate(table, rows, committed_len, tree.num_nodes)
+    full, swa = prefix.write_full, prefix.write_swa
     assert full.shape == tree.tokens.shape, f"{full.shape=} {tree.tokens.shape=}"
     return KVPlan(
         backend=backend,
@@ -167,7 +165,7 @@ def plan_frozen(
         rows=rows.index,
         committed_len=committed_len,
         positions=position[:, None].expand(-1, num_queries),
-        prefix=backend.locate(table, rows, committed_len, 0).prefix if prefix is None else prefix,
+        prefix=backend.locate(table, rows, committed_len, 0) if prefix is None else prefix,
         page_size=table.allocator.page_size,
         window_shift=window_shift,
     )

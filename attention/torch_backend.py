@@ -1,6 +1,7 @@
 """The backend that runs anywhere, and the oracle of the Triton backend: plain torch over tables of slots."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -9,20 +10,22 @@ from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels.draft_block import CopiedDraft, Draft, DraftBlock
 from specdec.attention.kernels.own_keys import reference_own_keys
 from specdec.attention.path_attention import PathAttention
-from specdec.attention.plan import Attend, KVPlan, Located
+from specdec.attention.plan import Attend, KVPlan
 from specdec.attention.trees.growth import reference_select_tree
 from specdec.attention.trees.tree import DraftTree
+from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import FullLoc, SlotTable, Space, SwaLoc
 from specdec.kvcache.store import KVStore, LayerKV, reference_move_kv, reference_store_kv
 from specdec.kvcache.table import RequestTable, Rows
 
 
-@dataclass(frozen=True, slots=True)
-class SlotTables:
-    """Slots of the committed prefixes in both spaces, position by position; SWA is O(window) wide."""
+class SlotTables(NamedTuple):
+    """`PrefixTables` as slots, position by position; SWA is O(window) wide."""
 
     full: SlotTable[FullLoc]
     swa: SlotTable[SwaLoc] | None
+    write_full: FullLoc
+    write_swa: SwaLoc | None
 
     def pages(self, space: Space) -> tuple[torch.Tensor, torch.Tensor]:
         table = self.full if space is Space.FULL else self.swa
@@ -40,7 +43,7 @@ class TorchBackend:
     name = "torch"
     deterministic: bool = False
 
-    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> Located:
+    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> SlotTables:
         page_size, retain = table.allocator.page_size, table.retain
         slots, row = table.slots.tensor, rows.index[:, None]
         last = slots.shape[1] - 1
@@ -50,13 +53,13 @@ class TorchBackend:
         own = committed_len[:, None] + torch.arange(num_queries, device=slots.device)  # [B, N]
         write_full = FullLoc(slots[row, own.clamp(max=last)])
         if retain is None:
-            return Located(SlotTables(prefix_full, None), write_full, None)
+            return SlotTables(prefix_full, None, write_full, None)
         # only pages that a query of this step can see, so O(window) columns
         start = (committed_len - retain).clamp(min=0) // page_size * page_size
         columns = start[:, None] + torch.arange(min(rows.longest, retain + page_size - 1), device=slots.device)
         swa = table.allocator.translate(FullLoc(slots[row, columns.clamp(max=last)]))
         prefix_swa = SlotTable(swa, start, page_size)
-        return Located(SlotTables(prefix_full, prefix_swa), write_full, table.allocator.translate(write_full))
+        return SlotTables(prefix_full, prefix_swa, write_full, table.allocator.translate(write_full))
 
     def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:
         assert isinstance(plan.prefix, SlotTables), f"a plan of another backend: {type(plan.prefix).__name__}"
@@ -67,8 +70,8 @@ class TorchBackend:
             return PathAttention.of(deterministic_attention, find, plan, located, space, window)
         return VisibleKeys.of(plan, table, space, window).attend
 
-    def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
-        return CopiedDraft(store, draft)
+    def draft_block(self, view: KVView, draft: Draft) -> DraftBlock:
+        return CopiedDraft(view, draft)
 
     def store(self, layer: LayerKV, slots: FullLoc | SwaLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         reference_store_kv(k, v, slots, layer.k, layer.v)

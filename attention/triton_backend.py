@@ -1,40 +1,24 @@
 """The backend of NVIDIA GPUs: Triton kernels over page tables. The interpreter runs it on a CPU, slowly, for tests."""
 
+import os
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from specdec.attention.kernels.draft_block import Draft, DraftBlock, PagedDraft
+from specdec.attention.kernels.draft_block import Draft, DraftBlock, LookaheadDraft, PagedDraft
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.page_table import PageTables, build_page_tables
 from specdec.attention.kernels.paged_attention import paged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.path_attention import PathAttention
-from specdec.attention.plan import Attend, KVPlan, Located
+from specdec.attention.plan import Attend, KVPlan
 from specdec.attention.trees.growth import MAX_CANDIDATES, reference_select_tree, select_tree
 from specdec.attention.trees.tree import DraftTree
+from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
 from specdec.kvcache.store import KVStore, LayerKV, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixPages:
-    """Page tables of the committed prefixes in both spaces, from one launch."""
-
-    tables: PageTables
-
-    def pages(self, space: Space) -> tuple[torch.Tensor, torch.Tensor]:
-        pages, start = self.of(space)
-        return pages, pages.new_zeros(len(pages)) if start is None else start
-
-    def of(self, space: Space) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Page ids [B, P], and the position [B] of each first page; None: 0 for all."""
-        if space is Space.FULL:
-            return self.tables.full_pages, None
-        assert self.tables.swa_pages is not None and self.tables.swa_start is not None, "no SWA space"
-        return self.tables.swa_pages, self.tables.swa_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +31,10 @@ class TritonBackend:
     name = "triton"
     deterministic: bool = False
 
-    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> Located:
+    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PageTables:
         page_size, retain = table.allocator.page_size, table.retain
         full_width = -(-rows.longest // page_size)
-        tables = build_page_tables(
+        return build_page_tables(
             table.slots.tensor,
             None if retain is None else table.allocator.full_to_swa.tensor,
             rows.index,
@@ -61,10 +45,9 @@ class TritonBackend:
             full_width=full_width,
             swa_width=0 if retain is None else min(full_width, 1 + -(-retain // page_size)),
         )
-        return Located(PrefixPages(tables), tables.write_full, tables.write_swa)
 
     def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:
-        assert isinstance(plan.prefix, PrefixPages), f"a plan of another backend: {type(plan.prefix).__name__}"
+        assert isinstance(plan.prefix, PageTables), f"a plan of another backend: {type(plan.prefix).__name__}"
         if plan.block_len is None or self.deterministic:
             return PathAttention.of(tree_attention, own_keys, plan, plan.prefix.of(space), space, window)
         assert plan.window_shift == 0, "a chunk with the window of a frozen drafter"
@@ -80,8 +63,8 @@ class TritonBackend:
             window=window,
         )
 
-    def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
-        return PagedDraft(store, draft)
+    def draft_block(self, view: KVView, draft: Draft) -> DraftBlock:
+        return (PagedDraft if os.environ.get("SPECDEC_DRAFT") == "scratch" else LookaheadDraft)(view, draft)
 
     def store(self, layer: LayerKV, slots: FullLoc | SwaLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         store_kv(k, v, slots, layer.k, layer.v)

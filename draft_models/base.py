@@ -176,6 +176,13 @@ class Drafter(Protocol):
     def bind(self, binding: Binding) -> DraftWorker:
         """A worker for one engine."""
 
+    def draft_slots(self, num_steps: int, topk: int) -> int:
+        """Lookahead slots of a request that `propose` writes in its own store, from position S on; 0: it writes none.
+
+        They may exceed the verified nodes: then every request holds as many lookahead slots, in both spaces.
+        """
+        return 0
+
 
 class StatelessDrafter(Drafter, Protocol):
     """A drafter that needs only what each batch says: it is its own worker, in every engine."""

@@ -47,9 +47,12 @@ class CentroidHead(NamedTuple):
         return self.top_k * self.ordering.shape[1]
 
 
-def reference_centroid_logits(hidden: torch.Tensor, head: CentroidHead) -> torch.Tensor:
-    """hidden [B, M, H] -> [B, M, V], -inf outside the best centroids."""
-    ordered = (hidden @ head.centroids.T).sort(dim=-1, descending=True, stable=True)
+def reference_centroid_logits(
+    hidden: torch.Tensor, head: CentroidHead, centroid_scores: torch.Tensor | None = None
+) -> torch.Tensor:
+    """hidden [B, M, H] -> [B, M, V], -inf outside the best centroids. centroid_scores: [B, M, C], if they exist."""
+    centroid_scores = hidden @ head.centroids.T if centroid_scores is None else centroid_scores
+    ordered = centroid_scores.sort(dim=-1, descending=True, stable=True)
     selected = head.ordering[ordered.indices[..., : head.top_k]].flatten(2)  # [B, M, k V / C]
     scores = torch.einsum("bmkh,bmh->bmk", head.weight[selected], hidden)
     return scores.new_full((*hidden.shape[:2], len(head.weight)), -torch.inf).scatter_(2, selected, scores)
@@ -174,10 +177,7 @@ def _choose(
     )
     assert positions.shape == (batch, num_nodes) and all(p.shape[1:] == (batch,) for p in params), f"{positions.shape=}"
     x = hidden.reshape(rows, width)
-    best = Best(
-        torch.empty((batch, num_nodes, k), dtype=torch.int64, device=x.device),
-        torch.empty((batch, num_nodes, k), dtype=torch.float32, device=x.device),
-    )
+    best = Best.empty((batch, num_nodes), k, x.device)
     if rows == 0:
         return best
     opened = torch.empty((rows, head.top_k), dtype=torch.int32, device=x.device)

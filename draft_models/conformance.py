@@ -6,6 +6,8 @@
 The rules hold for any guess. Whether the guesses are good is not checked: an engine's output does not depend on it.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from specdec.attention.trees.tree import DraftTree
@@ -27,14 +29,16 @@ def check_drafter(
 
     1. A tree of at most num_nodes nodes a request: parents first, distinct siblings, `batch.root` on top.
     2. The same batch gives the same tree.
-    3. Proposing reads: the batch, the request table and every K/V keep their values, no slot is taken or freed.
+    3. Proposing keeps the values of the batch, the request table, the target's K/V and the committed K/V of every
+       store; no slot is taken or freed. Of the drafter's own K/V those after the committed ones may change.
     4. Afterwards the cache is not frozen and the worker holds the view that it held before.
     5. `observe` takes paths of any length, followed by a rejected node, and changes no K/V of the target.
 
     The observations name the newest committed tokens, with target states of zeros; so does the worker afterwards.
     """
     name = type(worker).__name__
-    before, view = _state(batch, cache, cache.stores), worker.view
+    own = [store for store in cache.stores if store is not target_store]
+    before, view = _state(batch, cache, [target_store], own), worker.view
     tree = worker.propose(batch)
     _check_tree(name, tree, batch, target.vocab_size)
     again = worker.propose(batch)
@@ -43,7 +47,7 @@ def check_drafter(
     assert not cache.allocator.frozen, f"{name} left the cache frozen"
     assert worker.view is view, f"{name} came back with another view"
     cache.table.check()
-    _check_same(name, before, _state(batch, cache, cache.stores))
+    _check_same(name, before, _state(batch, cache, [target_store], own))
 
     before = _state(batch, cache, [target_store])
     committed = cache.table.committed_len.tensor[batch.rows.index]
@@ -87,14 +91,20 @@ def _newest(
     )
 
 
-def _state(batch: DraftBatch, cache: KVCache, stores: list[KVStore]) -> dict[str, torch.Tensor]:
-    """Copies of all that a drafter may read and must not change."""
+def _state(
+    batch: DraftBatch, cache: KVCache, whole: list[KVStore], committed: Sequence[KVStore] = ()
+) -> dict[str, torch.Tensor]:
+    """Copies of all that a drafter may read and must not change: these stores, and what is committed in the others."""
     state = {name: getattr(batch, name) for name in ("root", "history", "history_len")}
     state |= {"committed_len": cache.table.committed_len.tensor, "capacity": torch.from_numpy(cache.table.capacity)}
     state |= {"rows": batch.rows.index, "slots": cache.table.slots.tensor}
-    for number, store in enumerate(stores):
+    slots = cache.table.slots.tensor
+    columns = torch.arange(slots.shape[1], device=slots.device)
+    held = slots[columns < cache.table.committed_len.tensor[:, None]]
+    for number, store in enumerate([*whole, *committed]):
         for layer, kept in store.layers.items():
-            state |= {f"K of layer {layer}, store {number}": kept.k, f"V of layer {layer}, store {number}": kept.v}
+            k, v = kept[:2] if number < len(whole) else (kept.k[held], kept.v[held])
+            state |= {f"K of layer {layer}, store {number}": k, f"V of layer {layer}, store {number}": v}
     return {name: tensor.clone() for name, tensor in state.items()}
 
 

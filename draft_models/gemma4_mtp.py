@@ -26,7 +26,7 @@ from specdec.attention.plan import plan_frozen
 from specdec.attention.trees.growth import Growth
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, TargetInfo
-from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample
+from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample, reference_centroid_logits
 from specdec.draft_models.fused_form import Echo, why_unfused
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import REFERENCE, Operations
@@ -108,21 +108,22 @@ class Gemma4MTPDrafter(Drafter):
 
     def draw(self, out: torch.Tensor, positions: torch.Tensor, batch: DraftBatch) -> torch.Tensor:
         """The next token [B, M] of each state [B, M, H]; positions [B, M]: where it will stand."""
-        if self._centroids is None or self.ops is None or batch.params is None:
+        head, ops = self._centroids, None if self.unfused else self.ops
+        if head is None or ops is None or batch.params is None:
             return batch.sample(self._head(out), positions)
-        return self.ops(centroid_sample)(out, positions, batch.params, self._centroids)
+        return ops(centroid_sample)(out, positions, batch.params, head)
 
     def best(self, out: torch.Tensor, positions: torch.Tensor, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """The `topk` likeliest next tokens under the noise, and their log-probabilities: [B, M, K]."""
-        head = self._centroids
-        if head is None or self.ops is None or batch.params is None or batch.topk > min(MAX_BEST, head.num_listed):
+        head, ops = self._centroids, None if self.unfused else self.ops
+        if head is None or ops is None or batch.params is None or batch.topk > min(MAX_BEST, head.num_listed):
             return batch.best(self._head(out), positions, batch.topk)
-        return self.ops(centroid_best)(out, positions, batch.params, head, batch.topk)
+        return ops(centroid_best)(out, positions, batch.params, head, batch.topk)
 
     @property
     def _centroids(self) -> CentroidHead | None:
         ordered = self.model.masked_embedding
-        if ordered is None or self.unfused is not None:
+        if ordered is None:
             return None
         ordering = ordered.token_ordering.view(ordered.num_centroids, -1)  # [C, V / C]
         top_k = ordered.centroid_intermediate_top_k
@@ -157,17 +158,12 @@ class Gemma4MTPDrafter(Drafter):
             return torch.cat([self.model.lm_head(out), following], dim=-1).flatten(0, 1).float()
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, M, H] -> [B, M, V]; tokens outside the chosen centroids get -inf, so that a draw cannot pick them."""
-        ordered = self.model.masked_embedding
-        if ordered is None:
+        """[B, M, H] -> [B, M, V], -inf outside the best centroids if the head has any."""
+        head = self._centroids
+        if head is None:
             dense: torch.Tensor = self.model.lm_head(hidden)
             return dense
-        best = ordered.centroids(hidden).topk(ordered.centroid_intermediate_top_k, dim=-1).indices  # [B, M, K]
-        clusters = ordered.token_ordering.view(ordered.num_centroids, -1)  # [C, V / C]
-        selected = clusters[best].flatten(2)  # [B, M, K * V / C] token ids
-        weight: torch.Tensor = self.model.lm_head.weight
-        scores = torch.einsum("bmkh,bmh->bmk", weight[selected], hidden)
-        return scores.new_full((*hidden.shape[:2], weight.shape[0]), -torch.inf).scatter_(2, selected, scores)
+        return reference_centroid_logits(hidden, head, self.model.masked_embedding.centroids(hidden))
 
 
 class Gemma4MTPWorker:

@@ -1,8 +1,7 @@
-"""One allocator over the full pool and the SWA pool: the single authority on slots.
+"""One allocator over the full pool and the SWA pool: the single authority on slots, and the holder of the FROZEN state.
 
-It is the only place that makes a `SwaLoc` from a `FullLoc`, the one object that never changes identity (every view is
-resolved from it), and the holder of the FROZEN state. Paging is in lockstep: a full page has one SWA peer, or none
-once it is evicted. Invariants (`check`):
+It is the only place that makes a `SwaLoc` from a `FullLoc`. Paging is in lockstep: a full page has one SWA peer, or
+none once it is evicted. Invariants (`check`):
 
     1. free + held + cached = capacity, per pool; what a page is claimed by is counted exactly (`PagedAllocator`).
     2. full_to_swa[slot] is 0 where the SWA peer is not claimed; non-zero entries are distinct and never free.
@@ -39,17 +38,14 @@ class PageCache(Protocol):
 
 
 class HybridAllocator:
-    """Slots of both spaces.
-
-    `full_pages` and `swa_pages` are usable pages of `page_size` slots each, page 0 not counted; `swa_pages` is None for
-    a model without sliding layers.
-    """
+    """Slots of both spaces, in so many pages of `page_size` slots, page 0 not counted. `swa_pages` is None for a model
+    without sliding layers."""
 
     def __init__(self, *, full_pages: int, swa_pages: int | None, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
         self.device = device
         self.full = PagedAllocator("full", full_pages)
-        self.swa = None if swa_pages is None else PagedAllocator("swa", swa_pages)
+        self.swa = None if swa_pages is None else PagedAllocator("SWA", swa_pages)
         self.full_to_swa = MirroredArray(((full_pages + 1) * page_size,), device)
         self.cache: PageCache | None = None
         self._frozen_for: list[object] = []  # workers with an open frozen view
@@ -84,10 +80,13 @@ class HybridAllocator:
             )
 
     @property
+    def pools(self) -> list[PagedAllocator]:
+        return [self.full] if self.swa is None else [self.full, self.swa]
+
+    @property
     def available_pages(self) -> int:
         """Pages that `alloc` can give now: the minimum of what both pools have."""
-        full = self.full.available_pages
-        return full if self.swa is None else min(full, self.swa.available_pages)
+        return min(pool.available_pages for pool in self.pools)
 
     def alloc(self, num_pages: int) -> FullLoc:
         """Take whole pages from both pools, or from neither; the cache gives up what is not free.
@@ -98,9 +97,8 @@ class HybridAllocator:
         self.require_unfrozen("alloc")
         assert num_pages >= 0, f"{num_pages=}"
         if num_pages > self.available_pages:
-            pools = [(self.full, "full")] + ([] if self.swa is None else [(self.swa, "SWA")])
-            there = ", ".join(f"{pool.available_pages} of {pool.capacity} in the {name} pool" for pool, name in pools)
-            raise OutOfSlotsError(f"{num_pages} pages needed; free: {there}")
+            there = (f"{pool.available_pages} of {pool.capacity} in the {pool.name} pool" for pool in self.pools)
+            raise OutOfSlotsError(f"{num_pages} pages needed; free: {', '.join(there)}")
         full_short = num_pages - self.full.free_pages
         swa_short = 0 if self.swa is None else num_pages - self.swa.free_pages
         if self.cache is not None and (full_short > 0 or swa_short > 0):
@@ -120,10 +118,9 @@ class HybridAllocator:
 
     def free(self, slots: FullLoc, *, rows: IntArray | int = 0, evicted: BoolArray | bool = False) -> None:
         """Rows give back whole pages, named by all their slots [M], by each of those that hold them.
-        Raises DoubleFreeError, with nothing changed, when one is not held, or named twice by one row.
 
-        rows: [M] by whom each is named, one for all. evicted: [M] that row had given up the SWA peer before; what is
-        mapped yet is claimed by others.
+        rows: [M] by whom each is named, one for all. evicted: [M] that row had given up the SWA peer before.
+        Raises DoubleFreeError, with nothing changed, when one is not held, or named twice by one row.
         """
         self.require_unfrozen("free")
         pages, heads = self._pages(slots, "free")
@@ -131,9 +128,7 @@ class HybridAllocator:
         self.full.require_claims(pages, once=claims)
         if self.swa is not None:
             seen = pages[~np.broadcast_to(evicted, slots.shape)[heads]]
-            peers = self._swa_peers(seen)
-            mapped = peers != 0
-            self._release_swa(seen[mapped], peers[mapped])
+            self._release_swa(seen[self.is_mapped(seen)])
         self.full.free(pages)
 
     def evict(self, slots: FullLoc) -> None:
@@ -144,10 +139,9 @@ class HybridAllocator:
         if self.swa is None:
             return
         self.full.require_claims(pages)
-        peers = self._swa_peers(pages)
-        if not peers.all():
+        if not self.is_mapped(pages).all():
             raise DoubleFreeError(f"SWA pool: pages {pages.tolist()} are not all mapped; some were evicted before")
-        self._release_swa(pages, peers)
+        self._release_swa(pages)
 
     def keep(self, pages: IntArray, num_evicted: int) -> None:
         """The cache claims `pages` that rows hold, and the SWA peers of all but the first `num_evicted`."""
@@ -195,9 +189,8 @@ class HybridAllocator:
         """Forget every holder, the cache too: all pages are free, nothing is mapped, nothing is frozen."""
         if self.cache is not None:
             self.cache.reset()
-        self.full.reset()
-        if self.swa is not None:
-            self.swa.reset()
+        for pool in self.pools:
+            pool.reset()
         self.full_to_swa.clear()
         self._frozen_for = []
 
@@ -208,10 +201,10 @@ class HybridAllocator:
             self.cache.check()
         mapping = self.full_to_swa.host.reshape(-1, self.page_size)  # [pages, page_size]
         heads = mapping[:, 0]
-        assert (mapping[0] == 0).all(), "page 0 is mapped"
-        offsets = np.arange(self.page_size)
         mapped = heads != 0
-        assert (mapping[mapped] == heads[mapped, None] + offsets).all(), "a page's SWA slots are not one page"
+        assert (mapping[0] == 0).all(), "page 0 is mapped"
+        own = heads[mapped, None] + np.arange(self.page_size)
+        assert (mapping[mapped] == own).all(), "a page's SWA slots are not one page"
         assert (mapping[~mapped] == 0).all(), "a page is mapped in part"
         if self.swa is None:
             assert not mapped.any(), "a mapping without an SWA pool"
@@ -220,15 +213,13 @@ class HybridAllocator:
         swa_pages = heads[mapped] // self.page_size
         assert len(np.unique(swa_pages)) == len(swa_pages), "an SWA page has two owners"
         assert (self.swa.is_held(swa_pages) | self.swa.is_kept(swa_pages)).all(), "a mapped SWA page is free"
-        claimed = self.swa.capacity - self.swa.free_pages
-        assert len(swa_pages) == claimed, "an SWA page is held but not mapped"
+        assert len(swa_pages) == self.swa.capacity - self.swa.free_pages, "an SWA page is held but not mapped"
         pages = np.flatnonzero(mapped)
         assert (self.full.is_held(pages) | self.full.is_kept(pages)).all(), "a free full page is mapped"
         more = self.swa.num_holders(swa_pages) > self.full.num_holders(pages)
         assert not more.any(), f"pages {pages[more].tolist()}: more rows hold the SWA peer than the page"
-        assert self.full.is_kept(pages[self.swa.is_kept(swa_pages)]).all(), (
-            "the cache keeps the peer of a page that it does not"
-        )
+        kept = self.full.is_kept(pages[self.swa.is_kept(swa_pages)])
+        assert kept.all(), "the cache keeps the peer of a page that it does not"
 
     def _slots(self, pages: IntArray) -> IntArray:
         return (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
@@ -247,10 +238,10 @@ class HybridAllocator:
         """The SWA page of each full page, 0 where there is none."""
         return self.full_to_swa.host[pages * self.page_size] // self.page_size
 
-    def _release_swa(self, pages: IntArray, peers: IntArray) -> None:
-        """Rows give up `peers`, the SWA pages of `pages`."""
+    def _release_swa(self, pages: IntArray) -> None:
+        """Rows give up the SWA peers of `pages`."""
         assert self.swa is not None
-        self._unmap(pages[self.swa.free(peers)])
+        self._unmap(pages[self.swa.free(self._swa_peers(pages))])
 
     def _unmap(self, pages: IntArray) -> None:
         """The SWA peers of `pages` are free."""

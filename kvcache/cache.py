@@ -20,7 +20,7 @@ from specdec.kvcache.table import Move, RequestTable, Rows
 
 
 class KVOperations(Protocol):
-    """What touches the tensors of a store; a backend of `specdec.attention` has these and more."""
+    """What touches the tensors of a store: a backend of `specdec.attention`."""
 
     def store(self, layer: LayerKV, slots: FullLoc | SwaLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k, v [T, Hkv, D] at slots [T]."""
@@ -64,9 +64,7 @@ class KVCache:
     def move(self, move: Move) -> None:
         """Copy K/V from slot to slot, in both spaces of every store."""
         self.allocator.require_unfrozen("move")
-        swa = None
-        if self.allocator.swa is not None:
-            swa = self.allocator.translate(move.source), self.allocator.translate(move.destination)
+        swa = None if self.allocator.swa is None else [self.allocator.translate(slots) for slots in move]
         for store in self.stores:
             self.operations.move(store, Space.FULL, *move)
             if swa is not None:
@@ -83,4 +81,4 @@ class KVCache:
         for store in self.stores:
             store.clear()
         if self.sanitizer is not None:
-            self.sanitizer.clear()
+            self.sanitizer.stores.clear()

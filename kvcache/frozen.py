@@ -7,8 +7,8 @@
       -- leave, also by an exception -->
     LIVE                       reads and writes       None again; the lent view is closed and raises when used
 
-While FROZEN, `alloc`, `free`, `evict`, `move`, `commit` and every write raise `FrozenKVError`. A view names a store and
-finds its tensors each time it is asked: there is nothing to go stale.
+While FROZEN, whatever changes the cache raises `FrozenKVError`. A view finds its tensors in a store each time it is
+asked: there is nothing to go stale.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,16 +73,12 @@ def own_view(allocator: HybridAllocator, store: KVStore) -> KVView:
 def require_owners(layout: KVLayout, layer_map: Sequence[int]) -> None:
     """Raise KVStateError for a layer map that names a layer which does not exist, or stores nothing."""
     for draft_layer, layer in enumerate(layer_map):
+        reads = f"drafter layer {draft_layer} reads target layer {layer}"
         if not 0 <= layer < len(layout.layers):
-            raise KVStateError(
-                f"drafter layer {draft_layer} reads target layer {layer}, but the target has {len(layout.layers)} "
-                "layers"
-            )
-        if layout.layers[layer].owner != layer:
-            raise KVStateError(
-                f"drafter layer {draft_layer} reads target layer {layer}, which stores no K/V of its own; "
-                f"its owner is layer {layout.layers[layer].owner}"
-            )
+            raise KVStateError(f"{reads}, but the target has {len(layout.layers)} layers")
+        owner = layout.layers[layer].owner
+        if owner != layer:
+            raise KVStateError(f"{reads}, which stores no K/V of its own; its owner is layer {owner}")
 
 
 @contextmanager
@@ -91,10 +87,9 @@ def frozen_kv(
 ) -> Iterator[KVView]:
     """Lend the target's `store` to `worker`, read-only, for the length of the block.
 
-    `layer_map[i]` is the target layer that worker layer i reads; it must own its K/V. On exit, also by an exception,
-    `worker.view` is what it was before and the lent view is closed.
-    Raises FrozenKVError when the worker already holds a frozen view (views do not nest on one worker), KVStateError
-    for a layer map that names a layer which stores nothing.
+    `layer_map[i]` is the target layer that worker layer i reads. On exit, also by an exception, `worker.view` is what
+    it was before and the lent view is closed. Raises FrozenKVError when the worker already holds a frozen view,
+    KVStateError for a layer map that names a layer which stores nothing.
     """
     require_owners(store.layout, layer_map)
     allocator.freeze(worker)

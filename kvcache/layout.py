@@ -15,7 +15,7 @@ FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One decoder layer: `owner` is the layer whose K/V it reads; `window` is None on full layers."""
 
@@ -53,19 +53,8 @@ class KVLayout:
     @classmethod
     def uniform(cls, num_layers: int, num_kv_heads: int, head_dim: int) -> "KVLayout":
         """Layers that all keep K/V of one shape in full space, whatever window they attend through."""
-        return cls(
-            tuple(
-                LayerSpec(
-                    layer=layer,
-                    owner=layer,
-                    layer_type=FULL_ATTENTION,
-                    num_kv_heads=num_kv_heads,
-                    head_dim=head_dim,
-                    window=None,
-                )
-                for layer in range(num_layers)
-            )
-        )
+        shape = FULL_ATTENTION, num_kv_heads, head_dim, None
+        return cls(tuple(LayerSpec(layer, layer, *shape) for layer in range(num_layers)))
 
     def numbers_per_slot(self, space: Space) -> int:
         """Stored scalars (K and V, all owner layers) for one slot of `space`."""
@@ -80,52 +69,41 @@ def layout_from_config(config: Any) -> KVLayout:
     Raises UnsupportedModelError for layer types other than full and sliding attention, and for models whose text
     attention is not causal.
     """
-    num_layers = int(config.num_hidden_layers)
-    if getattr(config, "use_bidirectional_attention", None) in ("all", True):
+    num_layers, name = int(config.num_hidden_layers), config.model_type
+    bidirectional = getattr(config, "use_bidirectional_attention", None)
+    if bidirectional in ("all", True):
         raise UnsupportedModelError(
-            f"{config.model_type}: use_bidirectional_attention={config.use_bidirectional_attention!r} makes text "
-            "attention non-causal; specdec decodes causal language models only"
+            f"{name}: use_bidirectional_attention={bidirectional!r} makes text attention non-causal; "
+            "specdec decodes causal language models only"
         )
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         layer_types = [SLIDING_ATTENTION if window else FULL_ATTENTION] * num_layers
     layer_types = list(layer_types)[:num_layers]
-    unknown = sorted(set(layer_types) - {FULL_ATTENTION, SLIDING_ATTENTION})
+    supported = (FULL_ATTENTION, SLIDING_ATTENTION)
+    unknown = sorted(set(layer_types).difference(supported))
     if unknown:
         raise UnsupportedModelError(
-            f"{config.model_type}: layer types {unknown} have no paged KV cache here; "
-            f"supported: {FULL_ATTENTION}, {SLIDING_ATTENTION}"
+            f"{name}: layer types {unknown} have no paged KV cache here; supported: {', '.join(supported)}"
         )
     if SLIDING_ATTENTION in layer_types and (not isinstance(window, int) or window < 1):
-        raise UnsupportedModelError(
-            f"{config.model_type}: sliding layers need a positive sliding_window, got {window!r}"
-        )
+        raise UnsupportedModelError(f"{name}: sliding layers need a positive sliding_window, got {window!r}")
 
     first_shared = num_layers - int(getattr(config, "num_kv_shared_layers", 0) or 0)
     specs: list[LayerSpec] = []
     for layer, layer_type in enumerate(layer_types):
-        owner = layer
+        owner, slides = layer, layer_type == SLIDING_ATTENTION
         if layer >= first_shared:
             same_type = [i for i in range(first_shared) if layer_types[i] == layer_type]
             if not same_type:
                 raise UnsupportedModelError(
-                    f"{config.model_type}: kv-shared layer {layer} ({layer_type}) has no earlier layer of its type to "
-                    f"read from; the {first_shared} layers before the shared ones are "
-                    f"{sorted(set(layer_types[:first_shared]))}"
+                    f"{name}: kv-shared layer {layer} ({layer_type}) has no earlier layer of its type to read from; "
+                    f"the {first_shared} layers before the shared ones are {sorted(set(layer_types[:first_shared]))}"
                 )
             owner = same_type[-1]
         heads, head_dim = _kv_geometry(config, owner)
-        specs.append(
-            LayerSpec(
-                layer=layer,
-                owner=owner,
-                layer_type=layer_type,
-                num_kv_heads=heads,
-                head_dim=head_dim,
-                window=window if layer_type == SLIDING_ATTENTION else None,
-            )
-        )
+        specs.append(LayerSpec(layer, owner, layer_type, heads, head_dim, window if slides else None))
     return KVLayout(tuple(specs))
 
 
@@ -135,6 +113,4 @@ def _kv_geometry(config: Any, layer: int) -> tuple[int, int]:
     layer_config = per_layer[layer] if per_layer else config
     heads = getattr(layer_config, "num_key_value_heads", None) or layer_config.num_attention_heads
     head_dim = getattr(layer_config, "head_dim", None)
-    if head_dim is None:
-        head_dim = config.hidden_size // config.num_attention_heads
-    return int(heads), int(head_dim)
+    return int(heads), int(config.hidden_size // config.num_attention_heads if head_dim is None else head_dim)

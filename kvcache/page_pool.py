@@ -29,25 +29,17 @@ class PagedAllocator:
 
     def reset(self) -> None:
         """All pages are free."""
-        self._stack: IntArray = np.arange(self.capacity, 0, -1, dtype=np.int64)  # the top: last of the first `_free`
-        self._free = self.capacity
+        self._stack: IntArray = np.arange(self.capacity, 0, -1, dtype=np.int64)  # free ones first, the top last
+        self.free_pages = self.capacity
         self._held: IntArray = np.zeros(self.capacity + 1, dtype=np.int64)  # how many rows hold each page
         self._kept = np.zeros(self.capacity + 1, dtype=np.bool_)  # does the cache
-        self._cached = 0
+        self.cached_pages = 0
         if self.on_free is not None:
             self.on_free(self._stack)
 
     @property
-    def free_pages(self) -> int:
-        return self._free
-
-    @property
-    def cached_pages(self) -> int:
-        return self._cached
-
-    @property
     def held_pages(self) -> int:
-        return self.capacity - self._free - self._cached
+        return self.capacity - self.free_pages - self.cached_pages
 
     @property
     def kept_pages(self) -> int:
@@ -57,7 +49,7 @@ class PagedAllocator:
     @property
     def available_pages(self) -> int:
         """Pages that no row holds: free, or to be had from the cache."""
-        return self._free + self._cached
+        return self.free_pages + self.cached_pages
 
     def is_held(self, pages: IntArray) -> BoolArray:
         return self._held[pages] > 0
@@ -76,10 +68,10 @@ class PagedAllocator:
     def alloc(self, count: int) -> IntArray:
         """Take `count` pages, [count] int64. Raises OutOfSlotsError and takes none when fewer are free."""
         assert count >= 0, f"{count=}"
-        if count > self._free:
-            raise OutOfSlotsError(f"{self.name} pool: {count} pages needed, {self._free} of {self.capacity} free")
-        pages = self._stack[self._free - count : self._free][::-1].copy()
-        self._free -= count
+        if count > self.free_pages:
+            raise OutOfSlotsError(f"{self.name} pool: {count} pages needed, {self.free_pages} of {self.capacity} free")
+        pages = self._stack[self.free_pages - count : self.free_pages][::-1].copy()
+        self.free_pages -= count
         self._held[pages] = 1
         self.peak_pages = max(self.peak_pages, self.held_pages)
         return pages
@@ -87,7 +79,7 @@ class PagedAllocator:
     def share(self, pages: IntArray) -> None:
         """One more row holds `pages`, which have a claim already."""
         self._require(self.is_held(pages) | self._kept[pages], pages, "free")
-        self._cached -= int(np.count_nonzero(self._held[pages] == 0))
+        self.cached_pages -= int(np.count_nonzero(self._held[pages] == 0))
         self._held[pages] += 1
         self.peak_pages = max(self.peak_pages, self.held_pages)
 
@@ -99,7 +91,7 @@ class PagedAllocator:
         distinct, times = self.require_claims(pages)
         self._held[distinct] -= times
         left, kept = self._held[distinct] == 0, self._kept[distinct]
-        self._cached += int(np.count_nonzero(left & kept))
+        self.cached_pages += int(np.count_nonzero(left & kept))
         self._push(distinct[left & ~kept])
         freed: BoolArray = (self._held[pages] == 0) & ~self._kept[pages]
         return freed
@@ -115,7 +107,7 @@ class PagedAllocator:
         self._require(self._kept[pages], pages, "not kept")
         self._kept[pages] = False
         left: BoolArray = self._held[pages] == 0
-        self._cached -= int(np.count_nonzero(left))
+        self.cached_pages -= int(np.count_nonzero(left))
         self._push(pages[left])
         return left
 
@@ -139,30 +131,28 @@ class PagedAllocator:
 
     def check(self) -> None:
         """free + held + cached = capacity, and no page is two of them or twice one."""
-        free = self._stack[: self._free]
+        free = self._stack[: self.free_pages]
         assert len(np.unique(free)) == len(free), f"{self.name}: a page is free twice"
         assert not self._held[free].any(), f"{self.name}: a free page is held"
         assert not self._kept[free].any(), f"{self.name}: a free page is kept by the cache"
         assert not self._held[0] and not self._kept[0], f"{self.name}: page 0 is held"
         assert (self._held >= 0).all(), f"{self.name}: a page is held by fewer than no rows"
         held = int(np.count_nonzero(self._held))
-        cached = int(np.count_nonzero(self._kept & (self._held == 0)))
-        assert cached == self._cached, f"{self.name}: {cached} pages are the cache's alone, {self._cached} were counted"
-        assert held + cached + self._free == self.capacity, (
-            f"{self.name}: held {held} + cached {cached} + free {self._free} != {self.capacity}"
-        )
+        cached, counted = int(np.count_nonzero(self._kept & (self._held == 0))), self.cached_pages
+        assert cached == counted, f"{self.name}: {cached} pages are the cache's alone, {counted} were counted"
+        total = f"{self.name}: held {held} + cached {cached} + free {self.free_pages} != {self.capacity}"
+        assert held + cached + self.free_pages == self.capacity, total
 
     def _push(self, freed: IntArray) -> None:
         """These become free."""
-        self._stack[self._free : self._free + len(freed)] = freed[::-1]
-        self._free += len(freed)
+        self._stack[self.free_pages : self.free_pages + len(freed)] = freed[::-1]
+        self.free_pages += len(freed)
         if self.on_free is not None and len(freed):
             self.on_free(freed)
 
     def _require(self, fine: BoolArray, pages: IntArray, what: str) -> None:
-        assert bool(fine.all()) and not _named_twice(pages), (
-            f"{self.name} pool: of pages {pages.tolist()} some are {what}, or named twice"
-        )
+        wrong = not fine.all() or _named_twice(pages)
+        assert not wrong, f"{self.name} pool: of pages {pages.tolist()} some are {what}, or named twice"
 
 
 def _named_twice(pages: IntArray) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.table import RequestTable
 
+NO_PAGES: IntArray = np.zeros(0, dtype=np.int64)
 BATCH = 64
 """When a pool runs short a 64th of it is given up at once, so that this is not done again for every page."""
 
@@ -58,8 +59,7 @@ class PrefixCache:
 
     def common_len(self, key: IntArray, other: IntArray) -> int:
         """Slots of whole pages that are the same in both."""
-        length = min(len(key), len(other))
-        return self._common_pages(key[:length], other[:length]) * self.page_size
+        return self._common_pages(key, other) * self.page_size
 
     def first_page(self, key: IntArray) -> bytes:
         """The name of a key's first page."""
@@ -72,8 +72,6 @@ class PrefixCache:
     def adopt(self, row: int, key: IntArray, salt: bytes = b"") -> int:
         """Begin an empty row with the pages that match; how many slots they are, now committed."""
         path = self._walk(key, salt)
-        if not path:
-            return 0
         pages = self._usable(self._pages_of(path))
         if len(pages):
             self.table.adopt(row, pages)
@@ -106,13 +104,13 @@ class PrefixCache:
     def clear(self) -> None:
         """Give everything up, as when the weights that made these K/V are no longer what they were."""
         self.allocator.require_unfrozen("clear")
-        self._forget([self._cut(node, 0) for node in list(self._by_age)])
+        given_up = [self._cut(node, 0) for node in list(self._by_age)]
+        self.allocator.forget(np.concatenate([NO_PAGES, *given_up[::-1]]))
 
     def reset(self) -> None:
         """Forget everything, as the pools have done."""
-        none = np.zeros(0, dtype=np.int64)
         self._unclaimed: list[tuple[IntArray, IntArray]] = []  # pages of the tree: evicted ones, and the others
-        self._root = _Node(none, none, None)
+        self._root = _Node(NO_PAGES, NO_PAGES, None)
         self._by_age: dict[_Node, None] = {}  # used longest ago first; a node comes before its parent
 
     def release(self, full_pages: int, swa_pages: int) -> None:
@@ -122,17 +120,17 @@ class PrefixCache:
         if full_pages:
             least = full.free_pages + full_pages
             short = max(full_pages, full.capacity // BATCH)
-            given_up: list[IntArray] = []
+            given_up = [NO_PAGES]
             for node in self._leaves():
                 if short <= 0:
                     break
                 given_up.append(self._trim(node, short))
                 short -= len(given_up[-1])
-            self._forget(given_up)
+            self.allocator.forget(np.concatenate(given_up[::-1]))  # those that were cut off last are used first
             for node in self._leaves():  # what is left comes before pages that rows hold
                 if full.free_pages >= least:
                     break
-                self._forget([self._cut(node, 0)])
+                self.allocator.forget(self._cut(node, 0))
         if swa is not None and swa.free_pages < least_swa:
             self._release_swa(least_swa)
 
@@ -166,15 +164,13 @@ class PrefixCache:
     def _walk(self, key: IntArray, salt: bytes) -> list[tuple[_Node, int]]:
         """The nodes along a key, and how many pages of each are the same."""
         path: list[tuple[_Node, int]] = []
-        node: _Node | None = self._root
-        while len(key) >= self.page_size and node is not None:
-            node = node.children.get(self.first_page(key) if path else salt + self.first_page(key))
-            if node is not None:
-                count = self._common_pages(node.key, key[: len(node.key)])
-                path.append((node, count))
-                key = key[count * self.page_size :]
-                if count < len(node.pages):
-                    break
+        children = self._root.children
+        while len(key) >= self.page_size and (node := children.get(salt + self.first_page(key))) is not None:
+            count = self._common_pages(node.key, key)
+            path.append((node, count))
+            if count < len(node.pages):
+                break
+            key, children, salt = key[len(node.key) :], node.children, b""
         return path
 
     def _pages_of(self, path: list[tuple[_Node, int]]) -> IntArray:
@@ -281,18 +277,13 @@ class PrefixCache:
             node.num_swa = self._count_swa(node)
         return pages
 
-    def _forget(self, given_up: Sequence[IntArray]) -> None:
-        """Give these pages up, all of them at once; those that were cut off last are used first."""
-        if given_up:
-            self.allocator.forget(np.concatenate(given_up[::-1]))
-
     def _release_swa(self, least: int) -> None:
         """Free SWA peers until `least` are free: first those that no match at the end of a node needs."""
         swa, retain = self.allocator.swa, self.table.retain
         assert swa is not None and retain is not None
         batch = max(least, swa.free_pages + swa.capacity // BATCH)
         for tail, wanted in ((-(-retain // self.page_size), batch), (0, least)):
-            short, given_up = wanted - swa.free_pages, list[IntArray]()
+            short, given_up = wanted - swa.free_pages, [NO_PAGES]
             for node in list(self._by_age):
                 if short <= 0:
                     break
@@ -301,8 +292,7 @@ class PrefixCache:
                     given_up.append(pages[self.allocator.is_idle_in_swa(pages)][:short])
                     node.num_swa -= len(given_up[-1])
                     short -= len(given_up[-1])
-            if given_up:
-                self.allocator.forget_swa(np.concatenate(given_up[::-1]))
+            self.allocator.forget_swa(np.concatenate(given_up[::-1]))
 
     def _count_swa(self, node: _Node) -> int:
         return int(np.count_nonzero(self.allocator.is_kept_in_swa(node.pages)))

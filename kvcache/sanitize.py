@@ -11,7 +11,7 @@ every replay; the host reads the record where it may (`verdict`). It knows no pl
 
 import os
 from collections.abc import Callable
-from enum import IntEnum
+from enum import Enum
 
 import numpy as np
 import torch
@@ -25,29 +25,21 @@ from specdec.kvcache.table import RequestTable
 SETTING = "SPECDEC_SANITIZE"
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
 """As in `specdec.runtime.rounds.captured_rounds`."""
-SPACES = tuple(Space)
 BLAME = f"(found by {SETTING}=1; this is a defect of specdec or of a drafter, no user's mistake)"
 
 
-class Fault(IntEnum):
+class Fault(Enum):
     """What a plan can do wrong; its text follows "row 3, position 17: "."""
 
-    WRITE = 1
-    SHARED = 2
-    READ = 3
-    COVER = 4
-    LENGTH = 5
-    POISON = 6
+    WRITE = "would write to {slot}, where the request table has {expected}"
+    SHARED = "would write to {slot}, which has several owners"
+    READ = "would read {slot}, where the request table has {expected}"
+    COVER = "would not see {expected}: its page table does not cover the prefix, or not the window"
+    LENGTH = "is planned after a prefix of {expected_number} tokens, while {number} are committed"
+    POISON = "attends to a {space} slot that holds no key of its request: finite queries came out as NaN"
 
 
-TEXTS = {
-    Fault.WRITE: "would write to {slot}, where the request table has {expected}",
-    Fault.SHARED: "would write to {slot}, which has several owners",
-    Fault.READ: "would read {slot}, where the request table has {expected}",
-    Fault.COVER: "would not see {expected}: its page table does not cover the prefix, or not the window",
-    Fault.LENGTH: "is planned after a prefix of {expected_number} tokens, while {number} are committed",
-    Fault.POISON: "attends to a {space} slot that holds no key of its request: finite queries came out as NaN",
-}
+FAULTS = tuple((fault, space) for fault in Fault for space in Space)
 
 
 def sanitize_requested() -> bool:
@@ -73,13 +65,9 @@ class Sanitizer:
     def watch(self, store: KVStore) -> None:
         """One more store: nothing has been written to it, so all of it is poison but page 0."""
         self.stores.append(store)
-        for space in SPACES:
-            for tensor in store.tensors(space):
+        for layer in store.layers.values():
+            for tensor in (layer.k, layer.v):
                 tensor[self.allocator.page_size :] = torch.nan
-
-    def clear(self) -> None:
-        """The stores are gone."""
-        self.stores.clear()
 
     def blind(self, capture: Capture) -> Capture:
         """The same capture; within, nothing is read back: faults stay in the record until `verdict` is called."""
@@ -108,7 +96,7 @@ class Sanitizer:
             return
         flat = found.reshape(-1)
         first = flat.long().argmax()[None]
-        code = torch.full_like(first, fault * len(SPACES) + SPACES.index(space))
+        code = torch.full_like(first, 1 + FAULTS.index((fault, space)))
         of_row = rows[:, None].expand_as(found)
         values = [x.expand_as(found).reshape(-1).index_select(0, first) for x in (of_row, positions, slots, expected)]
         fresh = torch.cat([code, *(value.long() for value in values)])
@@ -122,14 +110,9 @@ class Sanitizer:
         if code == 0:
             return
         self._record.zero_()
-        fault, space = Fault(code // len(SPACES)), SPACES[code % len(SPACES)]
-        text = TEXTS[fault].format(
-            slot=self._slot(space, slot),
-            expected=self._slot(space, expected),
-            space=space.value,
-            number=slot,
-            expected_number=expected,
-        )
+        fault, space = FAULTS[code - 1]
+        words = {"space": space.value, "slot": self._slot(space, slot), "expected": self._slot(space, expected)}
+        text = fault.value.format(**words, number=slot, expected_number=expected)
         raise LocationError(f"row {row}, position {position}: {text} {BLAME}")
 
     def check(self) -> None:
@@ -137,19 +120,19 @@ class Sanitizer:
 
         Rounds under way reorder slots within a row and change nothing of this. Raises LocationError.
         """
-        allocator, page_size = self.allocator, self.allocator.page_size
-        table, mapping = self.table, self.allocator.full_to_swa.host
+        allocator, table, page_size = self.allocator, self.table, self.allocator.page_size
+        mapping = allocator.full_to_swa.host
         count = np.zeros(allocator.full.capacity + 1, dtype=np.int64)
         for row in table.active_rows.tolist():
             capacity, committed = int(table.capacity[row]), int(table.committed_len.host[row])
             slots = table.slots.host[row, :capacity]
             positions = np.arange(capacity)
+            where = (row, positions, slots, Space.FULL)
             in_bounds = (slots >= page_size) & (slots < allocator.num_slots(Space.FULL))
-            self._require(in_bounds, row, positions, slots, Space.FULL, "is outside of the pool")
+            self._require(in_bounds, *where, "is outside of the pool")
             pages = slots // page_size
-            self._require(allocator.full.is_held(pages), row, positions, slots, Space.FULL, "has been freed")
-            in_page = slots % page_size == positions % page_size
-            self._require(in_page, row, positions, slots, Space.FULL, "is out of its place in the page")
+            self._require(allocator.full.is_held(pages), *where, "has been freed")
+            self._require(slots % page_size == positions % page_size, *where, "is out of its place in the page")
             if committed > capacity:
                 raise LocationError(
                     f"row {row}: {committed} tokens are committed, but it owns {capacity} slots {BLAME}"
@@ -159,33 +142,26 @@ class Sanitizer:
                 continue
             kept = positions[int(table.evicted_len[row]) :]
             peers = mapping[slots[kept]]
+            where = (row, kept, peers, Space.SWA)
             mapped = (peers >= page_size) & (peers < allocator.num_slots(Space.SWA))
-            self._require(mapped, row, kept, peers, Space.SWA, f"is no peer of full slots {_few(slots[kept][~mapped])}")
-            self._require(allocator.swa.is_held(peers // page_size), row, kept, peers, Space.SWA, "has been freed")
-        self._check_peers(mapping)
-        self._check_owners(count)
-
-    def _check_peers(self, mapping: IntArray) -> None:
-        """No SWA slot is the peer of two full slots."""
-        if self.allocator.swa is None:
-            return
+            self._require(mapped, *where, f"is no peer of full slots {_few(slots[kept][~mapped])}")
+            self._require(allocator.swa.is_held(peers // page_size), *where, "has been freed")
         times = np.bincount(mapping, minlength=2)
         times[0] = 0
         if (times > 1).any():
             peer = int(times.argmax())
-            both = np.flatnonzero(mapping == peer)
-            raise LocationError(f"full slots {_few(both)} have the same peer, swa slot {peer} {BLAME}")
+            both = _few(np.flatnonzero(mapping == peer))
+            raise LocationError(f"full slots {both} have the same peer, swa slot {peer} {BLAME}")
+        self._check_owners(count)
 
     def _check_owners(self, count: IntArray) -> None:
         """No full page is in more rows than it has owners; `owners` follows."""
         full, pages = self.allocator.full, np.arange(len(count))
         owners, holders = full.owners(pages), full.num_holders(pages)
-        over = np.flatnonzero(count > holders)
-        if len(over):
-            slot = int(over[0]) * self.allocator.page_size
-            raise LocationError(
-                f"{self._slot(Space.FULL, slot)} is in {count[over[0]]} rows and has {holders[over[0]]} owners {BLAME}"
-            )
+        if (count > holders).any():
+            page = int((count > holders).argmax())
+            slot = self._slot(Space.FULL, page * self.allocator.page_size)
+            raise LocationError(f"{slot} is in {count[page]} rows and has {holders[page]} owners {BLAME}")
         changed = np.flatnonzero(owners != self.owners.host)
         self.owners[changed] = owners[changed]
 
@@ -194,8 +170,8 @@ class Sanitizer:
     ) -> None:
         if not right.all():
             first = int(np.argmin(right))
-            where = f"row {row}, position {positions[first]}"
-            raise LocationError(f"{where}: {self._slot(space, int(slots[first]))} {text} {BLAME}")
+            slot = self._slot(space, int(slots[first]))
+            raise LocationError(f"row {row}, position {positions[first]}: {slot} {text} {BLAME}")
 
     def _slot(self, space: Space, slot: int) -> str:
         """A slot and its owners, in words."""
@@ -206,20 +182,20 @@ class Sanitizer:
         for row in self.table.active_rows.tolist():
             slots = self.table.slots.host[row, : int(self.table.capacity[row])]
             if slot in (slots if space is Space.FULL else self.allocator.full_to_swa.host[slots]):
-                rows.append(row)
+                rows.append(str(row))
         if rows:
-            return f"{name} (of row {' and '.join(map(str, rows))})"
+            return f"{name} (of row {' and '.join(rows)})"
         pool = self.allocator.full if space is Space.FULL else self.allocator.swa
         page = slot // self.allocator.page_size
         free = pool is None or page > pool.capacity or not pool.is_held(np.array([page]))[0]
         return f"{name} ({'free' if free else 'of no row'})"
 
     def _poison(self, space: Space, pages: IntArray) -> None:
-        page_size, device = self.allocator.page_size, self.allocator.device
-        slots = torch.from_numpy((pages[:, None] * page_size + np.arange(page_size)).reshape(-1)).to(device)
-        for store in self.stores:
-            for tensor in store.tensors(space):
-                tensor.index_fill_(0, slots, torch.nan)
+        page_size = self.allocator.page_size
+        slots = torch.from_numpy((pages[:, None] * page_size + np.arange(page_size)).reshape(-1))
+        slots = slots.to(self.allocator.device)
+        for tensor in (tensor for store in self.stores for tensor in store.tensors(space)):
+            tensor.index_fill_(0, slots, torch.nan)
 
 
 def _few(slots: IntArray) -> str:

@@ -3,11 +3,8 @@
     store_kv   pool_k[slots[t]] = k[t],  pool_v[slots[t]] = v[t]           t = 0..T-1, one layer a launch
     move_kv    scratch = tensor[source];  tensor[destination] = scratch    every tensor of a space, in two launches
 
-A store owns tensors and nothing else: no slots, no per-step state, no translation, no requests. Every model of an
-engine that keeps K/V has one, made from its layout, and all of them are indexed by the slots of one allocator. Layers
-differ in head count and size, so each has its own tensors.
-
-Slots are in the space of the tensors, looked up once when the step was planned. Padding writes to the null slot, as
+A store owns tensors and nothing else. Every model of an engine that keeps K/V has one, made from its layout, and all of
+them are indexed by the slots of one allocator, each tensor by those of its space. Padding writes to the null slot, as
 often as it likes: which write remains is undefined, and no query reads it. All other destinations are distinct. A move
 reads all sources before it writes, so an accepted path may be moved onto itself in any order.
 """
@@ -36,11 +33,10 @@ class LayerKV(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoreAddresses:
-    """Where the rows of P tensors lie: what `move_kv` reads, since they differ in heads and head size.
+    """Where the rows of P tensors lie, which differ in heads and head size: what `move_kv` reads. Keeps them alive.
 
     table: [P, 3] int64 on the device: address, words in a row, words before it in a row of the scratch buffer. A word
-    has 8 bytes, or fewer where rows are not made of 8. The table names storage, nothing else: it is built once, and
-    keeps the tensors alive.
+    has 8 bytes, or fewer where rows are not made of 8.
     """
 
     pools: tuple[torch.Tensor, ...]
@@ -143,14 +139,8 @@ def store_kv(
     row_len = num_heads * head_dim
     block = min(triton.next_power_of_2(row_len), 1024)
     _store_kv_kernel[(num_tokens, triton.cdiv(row_len, block))](
-        k,
-        v,
-        slots,
-        pool_k,
-        pool_v,
-        *k.stride(),
-        *v.stride(),
-        slots.stride(0),
+        *(k, v, slots, pool_k, pool_v),
+        *(*k.stride(), *v.stride(), slots.stride(0)),
         HEADS=num_heads,
         DIM=head_dim,
         BLOCK=block,

@@ -31,10 +31,9 @@ FROZEN_EXTRA_KEYS = 2
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of the request table that take part in a forward.
+    """The rows of the request table that take part in a forward: index [B] int64, on the device.
 
-    index: [B] int64 on the device. longest: no committed prefix among them is longer; the host's bound, which decides
-    how wide tables are and never what is in them.
+    longest: the host's bound of their committed prefixes; it decides how wide tables are, never what is in them.
     """
 
     index: torch.Tensor
@@ -54,11 +53,11 @@ def swa_slots_held(retain: int, num_nodes: int, page_size: int) -> int:
 
 
 class RequestTable:
-    """Rows of full slots, `max_len` tokens and a lookahead of `lookahead` slots each.
+    """Rows of full slots, `max_len` tokens and a lookahead of `lookahead` slots each. The last is for padding: it is
+    never opened, and all its slots are null slots. `rows` arguments are int64 arrays of row numbers [B].
 
     window: the widest sliding window of the target, None without one. extra_keys: committed keys to keep in SWA beyond
-    that, for a drafter that reads them. `rows` arguments are int64 arrays of row numbers; `slots` has one extra row
-    (the last), all null slots, for padding.
+    that, for a drafter that reads them.
     """
 
     def __init__(
@@ -73,21 +72,16 @@ class RequestTable:
     ) -> None:
         self.allocator = allocator
         self.lookahead = lookahead
-        self.max_requests = max_requests
-        page_size = allocator.page_size
+        self.max_requests = self.padding_row = max_requests
+        num_rows, page_size = max_requests + 1, allocator.page_size
         width = -(-(max_len + lookahead) // page_size) * page_size
-        self.slots = MirroredArray((max_requests + 1, width), allocator.device)
-        self.committed_len = MirroredArray((max_requests + 1,), allocator.device)
-        self.capacity: IntArray = np.zeros(max_requests + 1, dtype=np.int64)
-        self.evicted_len: IntArray = np.zeros(max_requests + 1, dtype=np.int64)
-        self._active = np.zeros(max_requests + 1, dtype=np.bool_)
+        self.slots = MirroredArray((num_rows, width), allocator.device)
+        self.committed_len = MirroredArray((num_rows,), allocator.device)
+        self.capacity: IntArray = np.zeros(num_rows, dtype=np.int64)
+        self.evicted_len: IntArray = np.zeros(num_rows, dtype=np.int64)
+        self._active = np.zeros(num_rows, dtype=np.bool_)
         self.extra_keys = extra_keys
         self.retain = None if window is None else window - 1 + extra_keys
-
-    @property
-    def padding_row(self) -> int:
-        """A row that is never opened: all its slots are the null slot."""
-        return self.max_requests
 
     @property
     def active_rows(self) -> IntArray:
@@ -95,16 +89,14 @@ class RequestTable:
 
     def rows(self, rows: IntArray) -> Rows:
         """The rows of a forward, from host numbers."""
-        index = upload(rows, self.allocator.device)
-        return Rows(index, int(self.committed_len.host[rows].max(initial=0)))
+        return Rows(upload(rows, self.allocator.device), int(self.committed_len.host[rows].max(initial=0)))
 
     def reset(self) -> None:
         """Forget every request, whatever state the table and its allocator are in: nothing is open, nothing is held."""
         self.allocator.reset()
         self.slots.clear()
         self.committed_len.clear()
-        self.capacity[:] = 0
-        self.evicted_len[:] = 0
+        self.capacity[:] = self.evicted_len[:] = 0
         self._active[:] = False
 
     def open(self) -> int:
@@ -112,16 +104,15 @@ class RequestTable:
         free = np.flatnonzero(~self._active[: self.max_requests])
         if len(free) == 0:
             raise KVStateError(f"all {self.max_requests} rows of the request table are in use")
-        row = int(free[0])
-        self._active[row] = True
-        return row
+        self._active[free[0]] = True
+        return int(free[0])
 
     def close(self, row: int) -> None:
         """Give up everything the row owns."""
         self.close_all(np.array([row]))
 
     def close_all(self, rows: IntArray) -> None:
-        """Give up everything that rows [B] own: what the last of them had is allocated first."""
+        """Give up everything that rows own: what the last of them had is allocated first."""
         self.allocator.require_unfrozen("close")
         self._require_active(rows)
         rows = rows[::-1]
@@ -140,11 +131,9 @@ class RequestTable:
         """
         self._require_active(np.array([row]))
         assert self.capacity[row] == 0, f"{row=} owns slots already"
-        page_size = self.allocator.page_size
-        length = len(pages) * page_size
-        evicted = self.num_evicted(len(pages))
+        length, evicted = len(pages) * self.allocator.page_size, self.num_evicted(len(pages))
         self.slots[row, :length] = self.allocator.share(pages, evicted).numpy()
-        self.capacity[row], self.evicted_len[row] = length, evicted * page_size
+        self.capacity[row], self.evicted_len[row] = length, evicted * self.allocator.page_size
         self.committed_len[row] = length
 
     def num_evicted(self, num_pages: int) -> int:
@@ -160,8 +149,7 @@ class RequestTable:
 
     def pages_needed(self, rows: IntArray, length: IntArray) -> IntArray:
         """Pages [B] that `ensure_all(rows, length)` would allocate for each."""
-        page_size = self.allocator.page_size
-        needed: IntArray = np.maximum(-(-(length - self.capacity[rows]) // page_size), 0)
+        needed: IntArray = np.maximum(-(-(length - self.capacity[rows]) // self.allocator.page_size), 0)
         return needed
 
     def ensure(self, row: int, length: int) -> None:
@@ -169,7 +157,7 @@ class RequestTable:
         self.ensure_all(np.array([row]), np.array([length]))
 
     def ensure_all(self, rows: IntArray, length: IntArray) -> None:
-        """Each of rows [B] owns at least `length` [B] slots, or OutOfSlotsError is raised and nothing is taken."""
+        """Each of rows owns at least `length` [B] slots, or OutOfSlotsError is raised and nothing is taken."""
         self._require_active(rows)
         width = self.slots.host.shape[1]
         if (length > width).any():
@@ -178,10 +166,9 @@ class RequestTable:
         needed = self.pages_needed(rows, length)
         if not needed.any():
             return
-        start = self.capacity[rows]
-        end = start + needed * self.allocator.page_size
+        end = self.capacity[rows] + needed * self.allocator.page_size
         fresh = self.allocator.alloc(int(needed.sum()))
-        self.slots[row_cells(rows, start, end)] = fresh.numpy()
+        self.slots[row_cells(rows, self.capacity[rows], end)] = fresh.numpy()
         self.capacity[rows] = end
 
     def commit_on_device(self, rows: Rows, length: torch.Tensor, path: torch.Tensor | None) -> Move | None:
@@ -191,21 +178,19 @@ class RequestTable:
         the slot at position S + n. None: paths of chains, whose nodes are in place already. Returns the K/V to move
         into place, with pages of more than one slot.
         """
-        committed = self.committed_len.tensor
         length = length * (rows.index != self.padding_row)
-        move = None if path is None else self._bring_forward(rows, committed[rows.index], length, path)
-        committed.index_add_(0, rows.index, length)
+        move = None if path is None else self._bring_forward(rows.index, length, path)
+        self.committed_len.tensor.index_add_(0, rows.index, length)
         return move
 
-    def _bring_forward(self, rows: Rows, start: torch.Tensor, length: torch.Tensor, path: torch.Tensor) -> Move | None:
-        """The slots of the path come first from `start` [B] on, or what they hold is to be moved there."""
+    def _bring_forward(self, rows: torch.Tensor, length: torch.Tensor, path: torch.Tensor) -> Move | None:
+        """The slots of the path come first behind what is committed, or what they hold is to be moved there."""
         columns = torch.arange(path.shape[1], device=path.device)
         taken = columns < length[:, None]  # [B, N]
-        cells = start[:, None] + columns
-        slots = self.slots.tensor
-        window = slots[rows.index[:, None], cells]  # [B, N]
+        cells = rows[:, None], self.committed_len.tensor[rows][:, None] + columns
+        window = self.slots.tensor[cells]  # [B, N]
         if self.allocator.page_size == 1:
-            slots[rows.index[:, None], cells] = window.gather(1, path_order(path, taken))
+            self.slots.tensor[cells] = window.gather(1, path_order(path, taken))
             return None
         displaced = taken & (path != columns)
         source = torch.where(displaced, window.gather(1, path), NULL_SLOT)
@@ -263,14 +248,11 @@ class RequestTable:
         self.allocator.check()
         for mirrored in (self.slots, self.committed_len, self.allocator.full_to_swa):
             mirrored.check()
-        page_size, swa = self.allocator.page_size, self.allocator.swa
+        page_size, full, swa = self.allocator.page_size, self.allocator.full, self.allocator.swa
         mapping = self.allocator.full_to_swa.host
-        in_full, in_swa = (np.zeros(self.allocator.full.capacity + 1, dtype=np.int64) for _ in range(2))  # rows by page
-        for row in range(self.max_requests + 1):
-            slots = self.slots.host[row]
-            capacity, length, evicted = (
-                int(x[row]) for x in (self.capacity, self.committed_len.host, self.evicted_len)
-            )
+        in_full, in_swa = np.zeros((2, full.capacity + 1), dtype=np.int64)  # rows by page
+        numbers = np.stack([self.capacity, self.committed_len.host, self.evicted_len], axis=1).tolist()
+        for row, (slots, (capacity, length, evicted)) in enumerate(zip(self.slots.host, numbers, strict=True)):
             assert (slots[capacity:] == 0).all(), f"{row=}: slots past its capacity"
             if not self._active[row]:
                 assert capacity == length == evicted == 0, f"{row=} is closed but owns something"
@@ -289,11 +271,11 @@ class RequestTable:
                 assert (mapping[slots[evicted:capacity]] != 0).all(), f"{row=}: a token in the window is unmapped"
                 in_swa[pages[evicted // page_size :]] += 1
         pages = np.flatnonzero(in_full)
-        assert self.allocator.full.is_held(pages).all(), "a row owns a free page"
-        holders = self.allocator.full.num_holders(pages)
+        holders = full.num_holders(pages)
+        assert (holders > 0).all(), "a row owns a free page"
         assert (in_full[pages] <= holders).all(), "a page is owned by two rows, with fewer claims"
         assert (in_full[pages] == holders).all(), "a page has more claims than rows that own it"
-        assert len(pages) == self.allocator.full.held_pages, "a held page belongs to no row"
+        assert len(pages) == full.held_pages, "a held page belongs to no row"
         if swa is not None:
             peers = mapping[::page_size] // page_size
             unclaimed = (peers != 0) & (in_swa == 0) & ~swa.is_kept(peers)
@@ -324,7 +306,6 @@ def path_order(path: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
     """
     batch, width = path.shape
     columns = torch.arange(width, device=path.device)
-    rank = (columns + width).repeat(batch, 1)
-    rank = torch.cat([rank, rank[:, :1]], dim=1)  # one more column takes the steps that are not taken
-    rank = rank.scatter(1, torch.where(taken, path, width), columns.expand(batch, width))
+    rank = torch.arange(width, 2 * width + 1, device=path.device).repeat(batch, 1)
+    rank = rank.scatter(1, torch.where(taken, path, width), columns.expand(batch, width))  # the last: steps not taken
     return rank[:, :width].argsort(dim=1, stable=True)

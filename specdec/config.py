@@ -144,34 +144,28 @@ class EngineConfig:
     memory_share: float | None = None
 
     def __post_init__(self) -> None:
-        require_int("max_batch_size", self.max_batch_size, 1, 4096)
-        require_int("page_size", self.page_size, 1, 1024)
-        require_int("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
-        if self.max_prefill_tokens is not None:
-            require_int("max_prefill_tokens", self.max_prefill_tokens, 1, 1 << 30)
-        for name in ("max_model_len", "full_slots", "swa_slots", "max_capture_bytes"):
-            value = getattr(self, name)
-            if value is not None:
-                require_int(name, value, 1, 1 << 40)
+        for name, most in (("max_batch_size", 4096), ("page_size", 1024), ("prefill_chunk", 1 << 20)):
+            require_int(name, getattr(self, name), 1, most)
+        optional = {"max_prefill_tokens": 1 << 30}
+        optional |= dict.fromkeys(("max_model_len", "full_slots", "swa_slots", "max_capture_bytes"), 1 << 40)
+        for name, most in optional.items():
+            if getattr(self, name) is not None:
+                require_int(name, getattr(self, name), 1, most)
         if self.memory_share is not None:
             _require_number("memory_share", self.memory_share, 0.0, 1.0, open_low=True)
         if self.attention not in ATTENTION_BACKENDS:
             known = ", ".join(ATTENTION_BACKENDS)
             raise ConfigError(f"attention={shown(self.attention)} is unknown; choose one of {known}")
-        if not isinstance(self.cuda_graphs, bool) and self.cuda_graphs != "auto":
-            raise ConfigError(f"cuda_graphs={shown(self.cuda_graphs)}: True, 'auto' or False is wanted")
-        if not isinstance(self.deterministic, bool):
-            raise ConfigError(f"deterministic={shown(self.deterministic)}: True or False is wanted")
-        if not (isinstance(self.fused, bool) or self.fused == "auto"):
-            raise ConfigError(f"fused={shown(self.fused)}: 'auto', True or False is wanted")
-        if not isinstance(self.prefix_cache, bool):
-            raise ConfigError(f"prefix_cache={shown(self.prefix_cache)}: True or False is wanted")
+        for name, words in (("cuda_graphs", "True, 'auto' or False"), ("fused", "'auto', True or False")):
+            value = getattr(self, name)
+            _require(name, value, isinstance(value, bool) or value == "auto", f"{words} is wanted")
+        _require_bools(self, "deterministic", "prefix_cache")
         if self.device is not None:
             _require_device(self.device)
         dtype: object = self.dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            names = ", ".join(f"{name} ({alias})" for alias, name in DTYPE_ALIASES.items())
-            raise ConfigError(f"dtype={shown(dtype)}: a floating torch.dtype or its name is wanted, such as {names}")
+        names = ", ".join(f"{name} ({alias})" for alias, name in DTYPE_ALIASES.items())
+        fits = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+        _require("dtype", dtype, fits, f"a floating torch.dtype or its name is wanted, such as {names}")
 
 
 @plain_arguments
@@ -228,71 +222,58 @@ class SamplingParams(SamplingNumbers):
         require_int("n", self.n, 1, 1 << 16)
         if self.seed is not None:
             require_int("seed", self.seed, 0, (1 << 63) - self.n)  # that of the last sample is one too
-        if not (self.speculation is None or self.speculation is False or isinstance(self.speculation, SpecConfig)):
-            raise ConfigError(
-                f"speculation={shown(self.speculation)}: None (as the engine), False (none) or a SpecConfig is wanted"
-            )
+        own = self.speculation is None or self.speculation is False or isinstance(self.speculation, SpecConfig)
+        _require("speculation", self.speculation, own, "None (as the engine), False (none) or a SpecConfig is wanted")
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 require_int(name, count, 0, 1024)
-        if not isinstance(self.ignore_eos, bool):
-            raise ConfigError(f"ignore_eos={shown(self.ignore_eos)}: True or False is wanted")
-        stops: object = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not (_is_collection(stops) and all(isinstance(stop, str) and stop for stop in stops)):
-            raise ConfigError(
-                f"stop={shown(self.stop)}: a non-empty string, or a sequence of them, is wanted; () for none"
-            )
-        if len(self.stop_strings) > MAX_STOPS or max(map(len, self.stop_strings), default=0) > MAX_STOP_CHARS:
-            raise ConfigError(
-                f"stop={shown(self.stop)} has {len(self.stop_strings)} strings, the longest of "
-                f"{max(map(len, self.stop_strings))} characters; at most {MAX_STOPS} of {MAX_STOP_CHARS} characters "
-                "are looked for"
-            )
-        if not _is_collection(self.stop_token_ids):
-            raise ConfigError(
-                f"stop_token_ids={shown(self.stop_token_ids)}: a sequence of token ids is wanted; () for none"
-            )
-        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
-            raise ConfigError(
-                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKENS} are allowed"
-            )
-        for token in self.stop_token_ids:
-            require_int("stop_token_ids", token, 0, 1 << 40)
+        _require_bools(self, "ignore_eos", "include_stop_str_in_output", "json_object")
         salt: object = self.cache_salt
-        if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT):
-            raise ConfigError(
-                f"cache_salt={shown(salt)}: a text of 1 to {MAX_SALT} characters is expected; None for none"
-            )
+        short = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT)
+        _require("cache_salt", salt, short, f"a text of 1 to {MAX_SALT} characters is expected; None for none")
+        self._require_stops()
         self._require_bias()
         self._require_grammar()
         self._require_rules()
 
+    def _require_stops(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        _require(
+            "stop", self.stop, _are_texts(stops), "a non-empty string, or a sequence of them, is wanted; () for none"
+        )
+        longest = max(map(len, self.stop_strings), default=0)
+        if len(self.stop_strings) > MAX_STOPS or longest > MAX_STOP_CHARS:
+            raise ConfigError(
+                f"stop={shown(self.stop)} has {len(self.stop_strings)} strings, the longest of {longest} characters; "
+                f"at most {MAX_STOPS} of {MAX_STOP_CHARS} characters are looked for"
+            )
+        ids = self.stop_token_ids
+        _require("stop_token_ids", ids, _is_collection(ids), "a sequence of token ids is wanted; () for none")
+        if len(ids) > MAX_STOP_TOKENS:
+            raise ConfigError(f"stop_token_ids has {len(ids)} ids; at most {MAX_STOP_TOKENS} are allowed")
+        for token in ids:
+            require_int("stop_token_ids", token, 0, 1 << 40)
+
     def _require_bias(self) -> None:
-        bias: object = self.logit_bias
-        if bias is None:
-            return
-        if not isinstance(bias, Mapping):
-            raise ConfigError(f"logit_bias={shown(bias)}: a mapping of token ids to numbers is wanted; None for none")
+        bias = {} if self.logit_bias is None else self.logit_bias
+        is_mapping = isinstance(bias, Mapping)
+        _require("logit_bias", bias, is_mapping, "a mapping of token ids to numbers is wanted; None for none")
         for token, value in bias.items():
             require_int("a token id in logit_bias", token, 0, 1 << 40)
             _require_number(f"logit_bias of token {token}", value, -100.0, 100.0)
 
     def _require_rules(self) -> None:
-        if not isinstance(self.include_stop_str_in_output, bool):
-            raise ConfigError(
-                f"include_stop_str_in_output={shown(self.include_stop_str_in_output)}: True or False is wanted"
-            )
         require_int("min_tokens", self.min_tokens, 0, 1 << 30)
         if self.min_tokens > self.max_new_tokens:
             raise ConfigError(
                 f"min_tokens={self.min_tokens}: at most max_new_tokens={self.max_new_tokens} is wanted; lower it, or "
                 "raise max_new_tokens"
             )
-        allowed: object = self.allowed_token_ids
+        allowed = self.allowed_token_ids
         if allowed is None:
             return
-        if not _is_collection(allowed) or not allowed:
-            raise ConfigError(f"allowed_token_ids={shown(allowed)}: some token ids are wanted; None for all of them")
+        some = _is_collection(allowed) and len(allowed) > 0
+        _require("allowed_token_ids", allowed, some, "some token ids are wanted; None for all of them")
         for token in allowed:
             require_int("allowed_token_ids", token, 0, 1 << 40)
         if self.grammar is not None:
@@ -301,21 +282,16 @@ class SamplingParams(SamplingNumbers):
             )
 
     def _require_grammar(self) -> None:
-        if not isinstance(self.json_object, bool):
-            raise ConfigError(f"json_object={shown(self.json_object)}: True or False is wanted")
         asked = [name for name in GRAMMARS if self._asks(name)]
         if len(asked) > 1:
             raise ConfigError(f"{' and '.join(asked)} are both set; one grammar a request is allowed, so leave one out")
-        if not (self.json_schema is None or isinstance(self.json_schema, str)):
-            raise ConfigError(f"json_schema={shown(self.json_schema)}: a dict or JSON text is wanted; None for none")
-        regex: object = self.regex
-        if not (regex is None or (isinstance(regex, str) and regex)):
-            raise ConfigError(f"regex={shown(self.regex)}: a non-empty string is wanted; None for none")
-        choices: object = self.choice
-        if choices is not None and not (
-            _is_collection(choices) and len(choices) > 0 and all(isinstance(one, str) and one != "" for one in choices)
+        for name, expected, fits in (
+            ("json_schema", "a dict or JSON text", isinstance(self.json_schema, str)),
+            ("regex", "a non-empty string", isinstance(self.regex, str) and self.regex != ""),
+            ("choice", "a sequence of non-empty strings", _are_texts(self.choice) and self.choice),
         ):
-            raise ConfigError(f"choice={shown(choices)}: a sequence of non-empty strings is wanted; None for none")
+            value = getattr(self, name)
+            _require(name, value, value is None or bool(fits), f"{expected} is wanted; None for none")
         if self.ignore_eos and asked:
             raise ConfigError(f"ignore_eos=True with {asked[0]}: the text is over where the grammar is; leave one out")
 
@@ -342,20 +318,35 @@ def _is_collection(value: object) -> TypeGuard[Collection[object]]:
     return isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
 
 
+def _are_texts(value: object) -> bool:
+    """Non-empty strings, or none."""
+    return _is_collection(value) and all(isinstance(text, str) and text for text in value)
+
+
+def _require(name: str, value: object, fits: bool, expected: str) -> None:
+    """Raise ConfigError unless the value fits."""
+    if not fits:
+        raise ConfigError(f"{name}={shown(value)}: {expected}")
+
+
+def _require_bools(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(name, value, isinstance(value, bool), "True or False is wanted")
+
+
 def _require_device(device: object) -> None:
     try:
         if not isinstance(device, torch.device):
             torch.device(device if isinstance(device, str) else "")
     except RuntimeError:
-        raise ConfigError(
-            f"device={shown(device)}: a torch device is wanted, such as 'cpu', 'cuda' or 'cuda:1'"
-        ) from None
+        _require("device", device, False, "a torch device is wanted, such as 'cpu', 'cuda' or 'cuda:1'")
 
 
 def require_int(name: str, value: object, low: int, high: int) -> None:
     """Raise ConfigError unless it is an integer from `low` to `high`."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name}={shown(value)}: an integer from {low} to {high} is wanted")
+    fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    _require(name, value, fits, f"an integer from {low} to {high} is wanted")
 
 
 def _require_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
@@ -365,4 +356,4 @@ def _require_number(name: str, value: object, low: float, high: float, *, open_l
     span = f"above {low:g}" if open_low else f"from {low:g}"
     if math.isfinite(high):
         span += f" to {high:g}"
-    raise ConfigError(f"{name}={shown(value)}: a finite number {span} is wanted")
+    _require(name, value, False, f"a finite number {span} is wanted")

@@ -44,7 +44,6 @@ from specdec.runtime.arguments import (
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.handle import Handle
 from specdec.runtime.intake import Intake
-from specdec.runtime.launcher import Launcher
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.prompt_shares import PromptRoom
 from specdec.runtime.request import GenerationOutput, Request, StreamDelta
@@ -96,7 +95,11 @@ class Engine:
         backend = choose_backend(config.attention, *where, deterministic=target.deterministic)
         capture = capture_for(target.device, self.config.cuda_graphs)
         rounds_ahead = 1 if capture is None else 2  # slots for a round that starts before the one in front is settled
-        lookahead = rounds_ahead * (self.spec.num_nodes if drafter is not None else 1)
+        width = most = 1
+        if drafter is not None:
+            width = self.spec.num_nodes
+            most = max(width, drafter.draft_slots(self.spec.depth, self.spec.topk))
+        lookahead = (rounds_ahead - 1) * width + most
         self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)
         self.table = self.cache.table
         memory = capture  # before anything is put in front of it
@@ -118,7 +121,7 @@ class Engine:
             store = CaptureStore(capture, memory, budget, most_captures(len(batch_sizes(self.table.max_requests))))
             graphs = RoundGraphs(self.round, store, strict=strict)
             chunks = ChunkGraphs(self.round, store, strict=strict)
-        self.steps = Steps(self.scheduler, Launcher(self.round, self.spec, graphs, chunks))
+        self.steps = Steps(self.scheduler, self.round, self.spec, graphs, chunks)
         self.intake = Intake(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
         self.end_tokens = self.intake.end_tokens
         self._live: dict[int, Request] = {}  # by number, oldest first: the one list that a fault cannot spoil
@@ -129,8 +132,7 @@ class Engine:
         self._doomed: deque[int] = deque()  # ids to be released by the present turn, or the next
         self._closed = False
         self._cleared = False  # closed, to the end
-        if graphs is not None:
-            self.steps.warm_up()
+        self.steps.warm_up()
 
     @classmethod
     def from_pretrained(
@@ -278,7 +280,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Sums over all requests that finished in this engine."""
-        return self._turns.run(self.steps.health.stats)
+        return self._turns.run(self.steps.stats)
 
     def running_ids(self) -> set[int]:
         """Ids (`Handle.id`) of the requests that have a row."""
@@ -414,7 +416,7 @@ class Engine:
             request.end("abort", SpecDecError(CUT))
         self._live.clear()
         self.steps.restart([])
-        self.steps.launcher.clear()
+        self.steps.clear_captures()
         self.cache.clear()
         self._cleared = True
 
@@ -447,7 +449,7 @@ class Engine:
 
     def _forget(self, number: int) -> None:
         request = self._live.pop(number)
-        self.steps.health.ended(request)
+        self.steps.totals.count(request)
 
     def _make_requests(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None

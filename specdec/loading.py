@@ -32,7 +32,6 @@ from specdec.draft_models.registry import (
 )
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, shown
 from specdec.models.bundled import BUNDLED_NAMES, resolve_name
-from specdec.models.devices import require_device
 from specdec.models.hub import require_hub
 from specdec.plain_arguments import OWN_FORMS
 
@@ -295,6 +294,21 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     require_device(device)
     return torch.device(device)
+
+
+def require_device(device: str | torch.device | None) -> None:
+    """Raise ConfigError where `device` cannot be used on this machine; None asks for nothing."""
+    if device is None:
+        return
+    try:
+        torch.empty(1, device=device)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:  # torch has no common base for them
+        reason = first_line(error).partition(". ")[0]  # torch's message continues over many lines
+        there = f"; CUDA devices here: {torch.cuda.device_count()}" if str(device).startswith("cuda") else ""
+        raise ConfigError(
+            f"device={str(device)!r} cannot be used with torch {torch.__version__} ({reason}){there}; "
+            "give 'cpu', or leave it out"
+        ) from error
 
 
 def pick_dtype(dtype: torch.dtype | None, device: torch.device, config: Any) -> torch.dtype:

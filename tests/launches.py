@@ -17,29 +17,24 @@ from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.trees.growth import select_tree
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import tree_fields
-from specdec.attention.triton_backend import TritonBackend
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import FullLoc
 from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.store import StoreAddresses, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
 from specdec.layers.accepted_path import keep_last, path_rows
-from specdec.layers.embed_and_norm import embed_and_norm
-from specdec.layers.embedding import embed
+from specdec.layers.embedding import embed, embed_and_norm
 from specdec.layers.linear import Mlp, gated_linear, linear, vendor_gated_linear
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts
 from specdec.layers.moe.fork_join import Fork, fork_norm, join_norm
 from specdec.layers.moe.routing import Router, Routing, route
-from specdec.layers.norm import Gain, norm
+from specdec.layers.norm import Gain, norm, qk_norm
 from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
 from specdec.layers.product import Product, finish
-from specdec.layers.qk_norm import qk_norm
-from specdec.layers.rope_store import Heads, rope_store
-from specdec.layers.rotary import Rotary, rotary
+from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
 from specdec.runtime.rounds.closing import closing
 from specdec.runtime.rounds.opening import opening
 from specdec.sampling.kernel_sampler import best_tokens, sample
@@ -311,14 +306,13 @@ def centroids(dtype: torch.dtype, *, best: bool = False) -> None:
 def open_and_close(batch: int, num_nodes: int, page_size: int, *, chain: bool) -> None:
     allocator = HybridAllocator(full_pages=99, swa_pages=None, page_size=page_size, device=numbers(1).device)
     table = RequestTable(allocator, max_requests=batch, max_len=256, lookahead=num_nodes, window=None)
-    cache = KVCache(allocator, table, TritonBackend())
     seats, tokens = integers(batch), integers(*table.slots.host.shape)
     cells = integers(batch + 1, len(WHOLE) + len(REAL))
     opened = opening(seats, table.committed_len.tensor, tokens, integers(batch + 1), cells, depth=num_nodes)
     parents = integers(batch, num_nodes)
     tree = DraftTree(integers(batch, num_nodes), parents, parents, parents, is_chain=chain)
     closing(
-        tree, integers(batch, num_nodes), opened.most, Rows(seats, 99), opened.committed_len, cache, tokens,
+        tree, integers(batch, num_nodes), opened.most, Rows(seats, 99), opened.committed_len, table, tokens,
         integers(batch, 1 + 2 * num_nodes), width=num_nodes, depth=num_nodes,
     )  # fmt: skip
 

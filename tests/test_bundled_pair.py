@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.plan import plan_frozen
-from specdec.attention.torch_backend import SlotTables
 from specdec.draft_models import gemma4_mtp
 from specdec.draft_models.gemma4_mtp import constructible_assistants
 from specdec.evaluation.scoring import final_number
@@ -186,7 +185,7 @@ def test_an_untranslated_page_table_fails_the_acceptance_check(problems, solved,
         columns = swa.start[:, None] + torch.arange(swa.slots.shape[1])
         slots = full.slots.gather(1, columns.clamp(max=full.slots.shape[1] - 1))
         slots = slots % table.allocator.num_slots(Space.SWA)  # the SWA space is smaller
-        return replace(plan, prefix=SlotTables(full, SlotTable(SwaLoc(slots), swa.start, 1)))
+        return replace(plan, prefix=plan.prefix._replace(swa=SlotTable(SwaLoc(slots), swa.start, 1)))
 
     monkeypatch.setattr(gemma4_mtp, "plan_frozen", untranslated)
     outputs, stats = run([problem.text for problem in problems[:SOLVED]])

@@ -103,7 +103,7 @@ def engine_with(make_target, make_engine, monkeypatch):
 
 
 def rounds_of(engine: Engine) -> dict[RoundShape, Any]:
-    return engine.steps.launcher.graphs._captured
+    return engine.steps.graphs._captured
 
 
 def serve(engine: Engine, random_prompt: Any, times: int = 2) -> list[list[int]]:
@@ -129,7 +129,7 @@ def test_what_fails_every_time_is_tried_three_times(engine_with, random_prompt):
     engine = engine_with(tape, max_batch_size=1)
     for _ in range(4):
         serve(engine, random_prompt)
-    graphs, chunks = engine.steps.launcher.graphs, engine.steps.launcher.chunks
+    graphs, chunks = engine.steps.graphs, engine.steps.chunks
     assert set(graphs.refusals.values()) == set(chunks.refusals.values()) == {3}
     assert tape.calls == engine.stats().captures.refused == 3 * (len(graphs.refusals) + len(chunks.refusals))
     with pytest.raises(ConfigError, match="rounds cannot be captured"):
@@ -156,7 +156,7 @@ def test_captures_stay_within_their_bytes_and_the_least_recently_used_go(engine_
     right = serve(engine_with(None), random_prompt)
     tape = WeighedTape()
     engine = engine_with(tape, max_capture_bytes=220, prefix_cache=False)
-    shared = engine.steps.launcher.chunks
+    shared = engine.steps.chunks
     type(shared).shared_bytes = property(lambda self: 0)
     try:
         assert serve(engine, random_prompt) == right

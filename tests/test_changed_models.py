@@ -145,7 +145,7 @@ def test_captured_rounds_follow_an_adapter(adapted, make_engine, monkeypatch):
         want = truth(model)
         for _ in range(3):
             assert answer(engine) == want
-        assert any(engine.steps.launcher.graphs._captured.values())
+        assert any(engine.steps.graphs._captured.values())
 
 
 def test_adapters_of_peft_are_followed(make_target, make_engine):

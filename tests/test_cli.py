@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from specdec import Engine, SamplingParams, SpecDecError, __version__
 from specdec.cli.app import COMMANDS, app, load_command
 from specdec.cli.bodies.answer import coloured
-from specdec.cli.chat import ChatOptions
 from specdec.cli.command import gathered, spread
+from specdec.cli.generate import ChatOptions
 from specdec.cli.options import PairOptions
 from specdec.cli.serve import ServeOptions
 from specdec.config import EngineConfig
@@ -272,13 +272,13 @@ def test_the_list_of_commands_loads_no_command_and_help_loads_one():
         return found - {"app", "command"}
 
     assert files("--help") == set()
-    assert files("chat", "--help") == {"chat", "options"}
+    assert files("chat", "--help") == {"generate", "options"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_is_listed_with_the_first_line_of_its_help(name):
     command = load_command(name)
-    assert command.name == name and command.help.partition("\n\n")[0] == COMMANDS[name][1]
+    assert command.name == name and command.help.partition("\n\n")[0] == COMMANDS[name]
     assert re.search(rf"│ {name} ", run("--help").stdout)
 
 

@@ -382,8 +382,8 @@ def test_kernels(family, make_target, random_prompt, scripted, tree_script, seen
         made = Engine(target, drafter, spec=SpecConfig(num_steps), config=EngineConfig(**config, **settings))
         assert made.target.ops is KERNELS and not made.target.in_tiles
         outputs = [out.token_ids for out in made.generate(prompts, params)]
-        if made.steps.launcher.graphs is not None:
-            assert any(made.steps.launcher.graphs._captured.values())
+        if made.steps.graphs is not None:
+            assert any(made.steps.graphs._captured.values())
         return outputs
 
     expected = tokens(None, 1, max_batch_size=1, prefill_chunk=64)

@@ -309,6 +309,9 @@ class Spy:
         self.binding, self.worker = binding, self.inner.bind(binding)
         return self
 
+    def draft_slots(self, num_steps: int, topk: int) -> int:
+        return self.inner.draft_slots(num_steps, topk)
+
     def observe(self, seen: Observation) -> None:
         self.worker.observe(seen)
         self.accepted += seen.length.tolist()
@@ -555,6 +558,22 @@ def test_conformance(topk, tmp_path, make_target, random_prompt) -> None:
     spec, config = SpecConfig(num_steps=3, topk=topk), EngineConfig(max_model_len=64, page_size=4, max_batch_size=2)
     engine = Engine(target, drafter, spec=spec, config=config)
     engine.generate([random_prompt(11), random_prompt(6)], SamplingParams(max_new_tokens=8))
+
+
+def test_requests_hold_slots_for_drafts_that_outnumber_the_verified_nodes(
+    tmp_path, make_target, greedy_oracle, random_prompt
+) -> None:
+    """Three levels of five nodes are drafted from, and five nodes are verified."""
+    model = make_target("gpt_oss")
+    write(CASES["modelopt"], tmp_path)
+    drafter = eagle3_drafter(tmp_path, TargetModel(model))
+    config = EngineConfig(max_batch_size=2, max_model_len=64, page_size=4)
+    engine = Engine(TargetModel(model), drafter, spec=SpecConfig(4, 5, 5), config=config)
+    assert engine.table.lookahead == 15
+    prompts = [random_prompt(n) for n in (9, 4)]
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=12))
+    assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, 12) for prompt in prompts]
+    assert Engine(TargetModel(model), drafter, spec=SpecConfig(4), config=config).table.lookahead == 5
 
 
 def test_preempted_requests_start_over(tmp_path, make_target, make_engine, greedy_oracle, random_prompt) -> None:

@@ -14,7 +14,7 @@ from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, HeadOutput,
 from specdec.draft_models.fused_form import Echo
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.layers.accepted_path import keep_last, path_rows
-from specdec.layers.embed_and_norm import embed_and_norm, reference_embed_and_norm
+from specdec.layers.embedding import embed_and_norm, reference_embed_and_norm
 from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights
 from specdec.layers.linear import gated_linear

@@ -27,7 +27,7 @@ from specdec.layers.merge import is_merged, merge_rows
 from specdec.layers.moe import dense_and_moe
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.norm import norm
-from specdec.layers.rotary import rotary
+from specdec.layers.rope_store import rotary
 from specdec.models.target import TargetModel
 
 from marks import deep, each_value, pairs, quick, slow
@@ -363,7 +363,7 @@ def test_captured_rounds_see_changed_weights(fused, make_target, make_engine, hf
         want = truth(model, prompt, hf_forward)
         for _ in range(2):
             assert engine.generate(prompt, GREEDY)[0].token_ids == want
-        assert any(engine.steps.launcher.graphs._captured.values())
+        assert any(engine.steps.graphs._captured.values())
 
 
 def test_captured_prompts_see_changed_weights(make_target, make_engine, hf_forward, random_prompt, monkeypatch):
@@ -377,7 +377,7 @@ def test_captured_prompts_see_changed_weights(make_target, make_engine, hf_forwa
         for length in (11, 9, 14):
             prompt = random_prompt(length, seed=length)
             assert engine.generate(prompt, GREEDY)[0].token_ids == truth(model, prompt, hf_forward)
-    assert any(engine.steps.launcher.chunks._captured.values())
+    assert any(engine.steps.chunks._captured.values())
 
 
 @interpreted
@@ -400,7 +400,7 @@ def test_rounds_on_the_kernels_can_be_captured(
         outputs.append([out.token_ids for out in engine.generate(*asked)])
         assert engine.target.unfused is None
         if capture is not None:
-            assert any(engine.steps.launcher.graphs._captured.values())
+            assert any(engine.steps.graphs._captured.values())
     assert outputs[0] == outputs[1]
 
 

@@ -61,7 +61,7 @@ def serve(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
 
 
 def captured_batches(engine: Engine) -> set[int]:
-    return {shape.batch for shape, captured in engine.steps.launcher.graphs._captured.items() if captured is not None}
+    return {shape.batch for shape, captured in engine.steps.graphs._captured.items() if captured is not None}
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_captured_rounds_give_the_same_tokens(drafter, spec, pool, graphs) -> No
         engine = Engine.from_pretrained("tiny-gemma4", name, spec=spec, config=config)
         outputs.append(serve(engine, *asked))
         if on:
-            assert len(captured_batches(engine)) > 1 and any(engine.steps.launcher.chunks._captured.values())
+            assert len(captured_batches(engine)) > 1 and any(engine.steps.chunks._captured.values())
             assert bool(pool) == bool(engine.stats().preemptions)
     assert outputs[0] == outputs[1]
 
@@ -133,7 +133,7 @@ def test_prompts_are_captured_too(drafter, small_engine, make_target, make_assis
         engine = small_engine(made, on, prefill_chunk=8, max_batch_size=3)
         outputs.append([serve(engine, *asked) for _ in range(2)])
         if on:
-            captured = {shape for shape, taken in engine.steps.launcher.chunks._captured.items() if taken}
+            captured = {shape for shape, taken in engine.steps.chunks._captured.items() if taken}
             assert {shape.batch for shape in captured} > {1} and {shape.width for shape in captured} == {16}
             assert {shape.longest > 0 for shape in captured} == {False, True}
     assert outputs[0] == outputs[1] and outputs[0][0] == outputs[0][1]
@@ -146,7 +146,7 @@ def test_prompts_of_many_tokens_are_read_as_they_are(small_engine, monkeypatch, 
     asked = requests(6, seed=7)
     engine = small_engine()
     assert serve(engine, *asked) == serve(small_engine(on=False), *asked)
-    assert {(shape.batch, shape.width) for shape in engine.steps.launcher.chunks._captured} == shapes
+    assert {(shape.batch, shape.width) for shape in engine.steps.chunks._captured} == shapes
 
 
 def test_rounds_are_captured_before_the_first_request(small_engine) -> None:
@@ -222,7 +222,7 @@ def test_what_cannot_be_captured_runs_as_it_is_and_is_said_once(small_engine, ca
 def test_a_captured_round_belongs_to_its_view_and_to_a_live_cache(small_engine) -> None:
     engine = small_engine(None)
     engine.generate([[5, 9]], SamplingParams(max_new_tokens=8, ignore_eos=True))
-    graphs, allocator = engine.steps.launcher.graphs, engine.table.allocator
+    graphs, allocator = engine.steps.graphs, engine.table.allocator
     shape = next(shape for shape, captured in graphs._captured.items() if captured)
     owner = object()
     allocator.freeze(owner)

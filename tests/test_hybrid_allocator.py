@@ -214,7 +214,7 @@ def put(name: str, index: object, value: int) -> Callable[[HybridAllocator], Non
 
 
 def lose_an_swa_page(a: HybridAllocator) -> None:
-    a._release_swa(np.array([2]), np.array([2]))
+    a._release_swa(np.array([2]))
     a.swa.alloc(1)
 
 
@@ -247,9 +247,9 @@ def map_without_a_pool(a: HybridAllocator) -> None:
         (strand_the_full_peer, "a free full page is mapped"),
         (map_without_a_pool, "a mapping without an SWA pool"),
         (put("full", 0, True), "full: page 0 is held"),
-        (put("swa", 0, True), "swa: page 0 is held"),
+        (put("swa", 0, True), "SWA: page 0 is held"),
         (put("full", 3, True), "full: a free page is held"),
-        (put("swa", 2, False), r"swa: held 0 \+ cached 0 \+ free 2 != 3"),
+        (put("swa", 2, False), r"SWA: held 0 \+ cached 0 \+ free 2 != 3"),
     ],
 )
 def test_check_finds(corrupt: Callable[[HybridAllocator], None], message: str):

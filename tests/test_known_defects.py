@@ -16,7 +16,7 @@ from tape import record
 import specdec.engine
 from specdec import DraftTree, Engine, SamplingParams, SpecConfig
 from specdec.attention.dense import VisibleKeys
-from specdec.attention.plan import KVPlan, Located
+from specdec.attention.plan import KVPlan
 from specdec.attention.torch_backend import SlotTables, TorchBackend
 from specdec.draft_models.base import DraftBatch
 from specdec.errors import LocationError
@@ -165,7 +165,7 @@ def derive_the_pool_once(patch: pytest.MonkeyPatch) -> None:
             start, length = plan.prefix.swa.start, plan.prefix.swa.slots.shape[1]
             columns = (start[:, None] + torch.arange(length)).clamp(max=plan.prefix.full.slots.shape[1] - 1)
             full = plan.prefix.full.slots.gather(1, columns)
-            tables = SlotTables(plan.prefix.full, SlotTable(SwaLoc(full), start, plan.page_size))
+            tables = plan.prefix._replace(swa=SlotTable(SwaLoc(full), start, plan.page_size))
             stale = object.__new__(KVPlan)
             for name in KVPlan.__slots__:
                 object.__setattr__(stale, name, getattr(plan, name))
@@ -180,7 +180,9 @@ def leave_the_draft_untranslated(patch: pytest.MonkeyPatch) -> None:
     """A tree's part of the SWA table keeps full slots: its nodes are written and read there, into others' keys."""
     right = TorchBackend.locate
 
-    def wrong(backend: TorchBackend, table: Any, rows: Any, committed_len: torch.Tensor, num_queries: int) -> Located:
+    def wrong(
+        backend: TorchBackend, table: Any, rows: Any, committed_len: torch.Tensor, num_queries: int
+    ) -> SlotTables:
         located = right(backend, table, rows, committed_len, num_queries)
         return located._replace(write_swa=SwaLoc(located.write_full)) if num_queries == 4 else located
 
@@ -191,7 +193,9 @@ def keep_the_translation(patch: pytest.MonkeyPatch) -> None:
     """Tables and locations are remembered by shape: a captured round holds those of the round before its capture."""
     right, made = TorchBackend.locate, {}
 
-    def wrong(backend: TorchBackend, table: Any, rows: Any, committed_len: torch.Tensor, num_queries: int) -> Located:
+    def wrong(
+        backend: TorchBackend, table: Any, rows: Any, committed_len: torch.Tensor, num_queries: int
+    ) -> SlotTables:
         key = len(rows.index), rows.longest, num_queries
         if key not in made or not torch.utils._python_dispatch._get_current_dispatch_mode():
             made[key] = right(backend, table, rows, committed_len, num_queries)

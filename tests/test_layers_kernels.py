@@ -21,7 +21,7 @@ from specdec.layers.linear import (
     vendor_linear,
 )
 from specdec.layers.moe.fork_join import fork_norm, join_norm, reference_fork_norm, reference_join_norm
-from specdec.layers.norm import Gain, norm, reference_norm
+from specdec.layers.norm import Gain, norm, qk_norm, reference_norm, reference_qk_norm
 from specdec.layers.per_layer_embedding import (
     gated_projection,
     layer_inputs,
@@ -29,9 +29,15 @@ from specdec.layers.per_layer_embedding import (
     reference_layer_inputs,
 )
 from specdec.layers.product import Product, finish, reference_finish
-from specdec.layers.qk_norm import qk_norm, reference_qk_norm
-from specdec.layers.rope_store import Destination, Heads, reference_rope_store, rope_store
-from specdec.layers.rotary import Rotary, reference_rotary, rotary
+from specdec.layers.rope_store import (
+    Destination,
+    Heads,
+    Rotary,
+    reference_rope_store,
+    reference_rotary,
+    rope_store,
+    rotary,
+)
 from specdec.layers.tiling import Cut, Tiles, balanced_rows, choose_cut
 
 from marks import slow

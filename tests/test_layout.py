@@ -29,7 +29,7 @@ FLOORS = (  # a module imports from lower floors and from its own room; the long
 OPEN_FLOORS = (0, 5)
 """Their rooms are single files, and import each other in the order in which they stand."""
 
-COMMAND_FILES = tuple(f"specdec.cli.{name}" for name in ("generate", "chat", "bench", "evaluate", "serve", "train"))
+COMMAND_FILES = tuple(f"specdec.cli.{name}" for name in ("generate", "bench", "evaluate", "serve", "train"))
 LIGHT_FILES = (*COMMAND_FILES, *(f"specdec.cli.{name}" for name in ("app", "command", "options", "config_file")))
 NEVER = (  # what a room does not know, beyond its floor
     ("specdec.runtime.rounds", "specdec.runtime", "the device's part knows no request and no scheduler"),

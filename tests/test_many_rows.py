@@ -2,6 +2,7 @@
 
 import copy
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -310,7 +311,8 @@ def test_a_round_is_settled_for_all():
         request.row = row
         request.settle([1], [], request.stats.copy())
     before = [request.stats for request in requests]
-    settle_round(table, tokens, requests, result_of([[5, 6, 7], [2, 3, 4]], [1, 3], verify=1.0))
+    round = SimpleNamespace(cache=SimpleNamespace(table=table), tokens=tokens)
+    settle_round(round, requests, result_of([[5, 6, 7], [2, 3, 4]], [1, 3], verify=1.0))
     assert tokens.host[:3, :9].tolist() == [[0, 0, 0, 0, 2, 3, 4, 0, 0], [0] * 9, [0, 0, 0, 0, 0, 0, 5, 0, 0]]
     assert [request.output_ids for request in requests] == [[1, 5], [1, 2, 3]]
     assert [request.finish_reason for request in requests] == ["", "length"]

@@ -100,7 +100,7 @@ def page_0_held(pool: PagedAllocator) -> None:
 
 
 def page_lost(pool: PagedAllocator) -> None:
-    pool._free -= 1
+    pool.free_pages -= 1
 
 
 @pytest.mark.parametrize(

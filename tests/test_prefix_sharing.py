@@ -54,16 +54,16 @@ def build(make_target, make_assistant, make_engine) -> Callable[..., Engine]:
 def counting(engine: Engine) -> Iterator[list[int]]:
     """The lengths of all prompt chunks that are computed in the block."""
     lengths: list[int] = []
-    launcher = engine.steps.launcher
-    prefill = launcher.prefill
+    steps = engine.steps
+    prefill = steps.prefill
 
     def counted(requests: Any, chunk_len: np.ndarray, *more: Any) -> Any:
         lengths.extend(chunk_len.tolist())
         return prefill(requests, chunk_len, *more)
 
-    launcher.prefill = counted  # type: ignore[method-assign]
+    steps.prefill = counted  # type: ignore[method-assign]
     yield lengths
-    del launcher.prefill
+    del steps.prefill
 
 
 def assert_idle(engine: Engine) -> None:
@@ -394,8 +394,9 @@ def test_kv_of_weights_that_are_gone_are_not_served(
 def test_weights_are_looked_at_once_a_step(make_target, make_engine, random_prompt):
     """However many begin in it and keep a chunk: the sum over all versions is a tenth of a millisecond and more."""
     engine = make_engine(make_target("llama"), "ngram", max_batch_size=4, prefill_chunk=8)
-    version, looks = engine.round.weights_version, list[int]()
-    engine.prefixes._weights_version = lambda: looks.append(0) or version()
+    [weights, *_] = engine.round._weights
+    version, looks = weights.version, list[int]()
+    weights.version = lambda: looks.append(0) or version()
     for seed in range(4):
         engine.submit(random_prompt(20, seed=seed), SamplingParams(max_new_tokens=2))
     steps = 1

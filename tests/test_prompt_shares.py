@@ -98,4 +98,4 @@ def test_a_cpu_pads_no_chunk_that_costs_more_than_a_forward_of_its_own() -> None
 def test_chunks_are_grouped_as_a_cpu_wants_it(make_engine, make_target) -> None:
     engine = make_engine(make_target("llama"), max_batch_size=2)
     assert engine.round.device == torch.device("cpu")
-    assert len(engine.steps.launcher.group(np.array([48, *[8] * 5], dtype=np.int64))) == 2
+    assert len(engine.steps.group(np.array([48, *[8] * 5], dtype=np.int64))) == 2

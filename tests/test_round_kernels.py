@@ -112,8 +112,10 @@ class Scene:
         packed = torch.empty(len(seats), 1 + sum(sizes.values()), dtype=torch.int64, device=DEVICE)
         start = self.table.committed_len.tensor[rows.index]
         function = closing if kernel else reference_closing
-        closed = function(tree, drawn, long(most), rows, start, self.cache, self.tokens, packed, **sizes)
-        return closed, packed
+        *closed, move = function(tree, drawn, long(most), rows, start, self.table, self.tokens, packed, **sizes)
+        if move is not None:
+            self.cache.move(move)
+        return tuple(closed), packed
 
     def state(self) -> list[list[Any]]:
         """Slots, committed lengths, tokens, and the slots that were moved."""

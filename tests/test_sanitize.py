@@ -191,7 +191,7 @@ def test_a_table_that_is_too_short_is_named(rig) -> None:
     rows = dataclasses.replace(rig.table.rows(ints(row)), longest=4)
     tree = DraftTree.chain(torch.zeros((1, NODES), dtype=torch.int64))
     located = rig.backend.locate(rig.table, rows, rig.committed_len.tensor[rows.index], NODES)
-    plan = dataclasses.replace(rig.verify(ints(row), tree), prefix=located.prefix)
+    plan = dataclasses.replace(rig.verify(ints(row), tree), prefix=located)
     with pytest.raises(LocationError, match=f"^row {row}, position 4: would not see full slot .*does not cover"):
         attend(rig, plan, Space.FULL)
 

@@ -13,7 +13,7 @@ import pytest
 
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.sampling.log_probs import TokenLogprob
-from specdec.serving.openai.prompt_logprobs import echoed_logprobs, text_offsets, vllm_prompt_logprobs
+from specdec.serving.openai.logprob_shapes import echoed_logprobs, text_offsets, vllm_prompt_logprobs
 
 from served_engine import served
 

@@ -166,7 +166,7 @@ def test_the_drafter_knows_what_may_follow_the_root(kind, engine_of, prompts, pa
         return whole(trees)
 
     seen, whole = [], grammar.tree_masks
-    monkeypatch.setattr("specdec.runtime.launcher.tree_masks", noting)
+    monkeypatch.setattr("specdec.runtime.grammar_masks.tree_masks", noting)
     knowing = engine_of(kind, max_batch_size=4).generate(prompts, params)
     assert len(seen) > 30 and all(seen)
     seen.clear()
@@ -363,7 +363,7 @@ def test_captured_rounds_give_the_same_tokens(kind, engine_of, prompts, params, 
     for _ in range(2):
         outs = engine.generate(prompts, params)
         assert [out.token_ids for out in outs] == [out.token_ids for out in alone]
-    shapes = engine.steps.launcher.graphs._captured
+    shapes = engine.steps.graphs._captured
     replayed = {(shape.uses.masked, shape.forced > 0) for shape, captured in shapes.items() if captured is not None}
     assert replayed >= {(False, False), (True, False), (True, True)}
     assert sum(out.stats.forced_tokens for out in outs) > 0
@@ -375,7 +375,7 @@ def test_free_requests_keep_their_rounds(engine_of, prompts, monkeypatch):
     monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
     engine = engine_of("ngram", max_batch_size=2, device="cpu")
     engine.generate(prompts[:2], SamplingParams(max_new_tokens=12))
-    captured = {shape: one for shape, one in engine.steps.launcher.graphs._captured.items() if one is not None}
+    captured = {shape: one for shape, one in engine.steps.graphs._captured.items() if one is not None}
     assert captured and all(len(one.replays) == 1 for one in captured.values())
     assert not any(shape.uses.edits or shape.forced for shape in captured)
     assert engine.round.masks.num_bytes == 0
@@ -410,7 +410,7 @@ def test_the_mask_of_the_parent_is_noticed(engine_of, prompts, params, alone, mo
         return masks
 
     whole = grammar.tree_masks
-    monkeypatch.setattr("specdec.runtime.launcher.tree_masks", of_the_parents)
+    monkeypatch.setattr("specdec.runtime.grammar_masks.tree_masks", of_the_parents)
     truths = [p + out.token_ids for p, out in zip(prompts, alone, strict=True)]
     outs = engine_of("scripted", truths).generate(prompts, params)
     assert [out.token_ids for out in outs] != [out.token_ids for out in alone]
@@ -433,7 +433,7 @@ def test_a_forbidden_draft_that_is_accepted_is_noticed(engine_of, prompts, alone
         return with_drafts.generate([prompts[3], prompts[3]], [one, free])[0]
 
     assert outputs().token_ids == alone[3].token_ids
-    monkeypatch.setattr("specdec.runtime.launcher.tree_masks", at_the_root)
+    monkeypatch.setattr("specdec.runtime.grammar_masks.tree_masks", at_the_root)
     assert outputs().token_ids != alone[3].token_ids
 
 

@@ -120,7 +120,7 @@ def test_after_min_tokens_a_request_waits_for_no_masks(engine_of, prompts, monke
         seen.append(len(trees))
         return tree_masks(trees)
 
-    monkeypatch.setattr("specdec.runtime.launcher.tree_masks", spied)
+    monkeypatch.setattr("specdec.runtime.grammar_masks.tree_masks", spied)
     engine = engine_of("mtp")
     [out] = engine.generate([prompts[0]], SamplingParams(max_new_tokens=40, min_tokens=4, logit_bias={EOS: -100.0}))
     assert len(out.token_ids) == 40

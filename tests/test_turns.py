@@ -142,7 +142,6 @@ def test_a_stream_that_is_collected_while_weights_are_looked_at_deadlocks_nobody
     other.round._weights = engine.round._weights  # as of two engines over one TargetModel
     streams = [other.stream(random_prompt(5), PARAMS)]
     next(streams[0])
-    other.prefixes.next_step()  # what it releases from here on is kept after a look at the weights
     moved = Watch.moved
 
     def collected(self):

@@ -35,8 +35,7 @@ from specdec.layers.linear import VENDOR_ROWS, gated_linear, linear, reference_g
 from specdec.layers.norm import Gain, norm, reference_norm
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
 from specdec.layers.product import finish
-from specdec.layers.rope_store import Destination, Heads, reference_rope_store, rope_store
-from specdec.layers.rotary import reference_rotary, rotary
+from specdec.layers.rope_store import Destination, Heads, reference_rope_store, reference_rotary, rope_store, rotary
 from specdec.layers.tiling import choose_cut
 from specdec.modules.private_copy import ATTENTION_NAME, text_configs
 

@@ -278,9 +278,10 @@ def tune(xs: list[torch.Tensor], views: list[Any]) -> None:
     tiles = moe_experts._tiles
     for block_n, num_warps, stages in itertools.product((64, 128), (4, 8), (3, 4, 6, 8)):
 
-        def other(*key: Any, n: int = block_n, w: int = num_warps, s: int = stages) -> tuple[int, ...]:
-            _, block_m, block_k, _, _ = tiles(*key)
-            return n, block_m, block_k, w, min(s, 200_000 // (2 * block_k * (n + block_m)))
+        def other(*key: Any, n: int = block_n, w: int = num_warps, s: int = stages) -> dict[str, int]:
+            usual = tiles(*key)
+            most = 200_000 // (2 * usual["BLOCK_K"] * (n + usual["BLOCK_M"]))
+            return usual | {"BLOCK_N": n, "num_warps": w, "num_stages": min(s, most)}
 
         moe_experts._tiles = other
         seconds = graph_time([partial(ours, x, v) for x, v in zip(xs, views, strict=True)])

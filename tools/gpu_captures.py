@@ -195,16 +195,14 @@ def random_rows(bench: Bench, count: int) -> Iterator[Row]:
     seconds = time.perf_counter() - begin
     use = engine.stats().captures
     name = f"{count} requests of {len(KINDS)} kinds"
-    shapes = sorted(map(str, engine.steps.launcher.graphs._captured)) + sorted(
-        map(str, engine.steps.launcher.chunks._captured)
-    )
+    shapes = sorted(map(str, engine.steps.graphs._captured)) + sorted(map(str, engine.steps.chunks._captured))
     print(f"{name}: {use}, {engine.stats().batches} rounds", *shapes, sep="\n  ", flush=True)
     few = use.made <= MOST_CAPTURES and use.captured <= MOST_CAPTURES
     yield Row(
         f"{name}: captures", f"{use.made} made, {use.captured} alive, {use.evicted} evicted", f"{seconds:.0f} s", few
     )
     yield Row("none refused", f"{use.refused} refused", ok=use.refused == 0)
-    pools, store = pools_of_torch(), engine.steps.launcher.graphs.store
+    pools, store = pools_of_torch(), engine.steps.graphs.store
     budget = use.budget_bytes
     within = budget is None or use.bytes <= budget
     true = (
@@ -260,7 +258,7 @@ def memory_rows(bench: Bench) -> Iterator[Row]:
     right = None
     for failures in (0, 1, 2):
         engine = bench.engine(most=8)
-        store = engine.steps.launcher.graphs.store
+        store = engine.steps.graphs.store
         real, calls = store._capture, [0]
 
         def capture(program: Any, real: Any = real, calls: list[int] = calls, failures: int = failures) -> Any:
@@ -276,7 +274,7 @@ def memory_rows(bench: Bench) -> Iterator[Row]:
         right = right or outputs[0]
         use = engine.stats().captures
         wrong = sum(differing(right, each) for each in outputs)
-        waiting = sum(one is None for one in engine.steps.launcher.graphs._captured.values())
+        waiting = sum(one is None for one in engine.steps.graphs._captured.values())
         said = f"{wrong} differ; {use}; {waiting} round shapes not captured"
         yield Row(f"{failures} captures out of memory", said, ok=not wrong and use.refused == max(failures - 1, 0))
         engine.close()
@@ -311,7 +309,7 @@ def steady_rows(bench: Bench) -> Iterator[Row]:
         steps(30)
         yield waiting_row(f"steady {name} rounds", partial(steps, 30))
         first = milliseconds()
-        store = engine.steps.launcher.graphs.store
+        store = engine.steps.graphs.store
         made = store.use().made
         engine._in_turn(lambda store=store: [store._evict(key) for key in list(store._kept)])
         steps(10)

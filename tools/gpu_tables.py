@@ -200,11 +200,13 @@ def round_outcome(page_size: int, tree: DraftTree, target: torch.Tensor, kernels
     state = (table.committed_len.tensor, tokens, most, cells)
     opened = (opening if kernels else reference_opening)(rows.index, *state, depth=num_nodes)
     packed = tokens.new_empty((BATCH, 1 + 2 * num_nodes))
-    closed = (closing if kernels else reference_closing)(
-        *(tree, target, opened.most, rows, opened.committed_len, cache, tokens, packed),
+    *closed, move = (closing if kernels else reference_closing)(
+        *(tree, target, opened.most, rows, opened.committed_len, table, tokens, packed),
         width=num_nodes,
         depth=num_nodes,
     )
+    if move is not None:
+        cache.move(move)
     return (*opened, *closed, packed, tokens, table.committed_len.tensor, table.slots.tensor, *sum(moved, ()))
 
 

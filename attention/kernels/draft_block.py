@@ -14,10 +14,13 @@ from typing import NamedTuple, Protocol
 import torch
 
 from specdec.attention.dense import bias_of, dense_attention, newest, visible
+from specdec.attention.kernels.own_keys import ALIGN, OwnKeys, own_keys
 from specdec.attention.kernels.page_table import build_page_tables
 from specdec.attention.kernels.paged_attention import WORD, paged_attention
+from specdec.attention.kernels.tree_attention import tree_attention
+from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import FullLoc, Space
-from specdec.kvcache.store import KVStore, LayerKV
+from specdec.kvcache.store import LayerKV
 from specdec.kvcache.table import RequestTable, Rows
 
 
@@ -67,7 +70,7 @@ class DraftBlock(Protocol):
 class CopiedDraft:
     """In plain torch: for each layer a copy of the visible committed keys, followed by room for the draft's keys."""
 
-    def __init__(self, store: KVStore, draft: Draft) -> None:
+    def __init__(self, view: KVView, draft: Draft) -> None:
         self.draft, self.level = draft, -1
         length, topk, num_nodes = draft.committed_len, draft.topk, draft.num_nodes
         batch, device = len(length), length.device
@@ -88,7 +91,7 @@ class CopiedDraft:
             own = torch.cat([torch.where(committed, slots, unseen), unseen.expand(-1, num_nodes)], dim=1)  # [B, L + M]
             cells = torch.arange(own.numel(), device=device).view(batch, -1)
             self._cells[window] = cells[:, own.shape[1] - num_nodes :]
-            kept, own = store.layers[layer], own.flatten()
+            kept, own = view.layer(layer), own.flatten()
             self.kept.append(LayerKV(kept.k.index_select(0, own), kept.v.index_select(0, own), Space.FULL))
         self._bias: dict[int | None, torch.Tensor] = {}
 
@@ -129,8 +132,8 @@ class PagedDraft:
     The scratch keys, [B * M, Hkv, D] a layer, are the block of `paged_attention`.
     """
 
-    def __init__(self, store: KVStore, draft: Draft) -> None:
-        self.draft, self.level, self.store = draft, -1, store
+    def __init__(self, view: KVView, draft: Draft) -> None:
+        self.draft, self.level, self.view = draft, -1, view
         table, num_nodes = draft.table, draft.num_nodes
         batch, device = len(draft.committed_len), draft.positions.device
         self.page_size = table.allocator.page_size
@@ -155,7 +158,8 @@ class PagedDraft:
         by_level = nodes.view(-1, 1, draft.topk) + num_nodes * torch.arange(batch, device=device)[:, None]
         self.slots = by_level.flatten(1)  # [levels, B * K]
         self.scratch: dict[int, LayerKV] = {}
-        for layer, kept in store.layers.items():
+        for layer in range(len(draft.windows)):
+            kept = view.layer(layer)
             k, v = kept.k.new_empty((2, batch * num_nodes, *kept.k.shape[1:]))
             self.scratch[layer] = LayerKV(k, v, Space.FULL)
 
@@ -171,7 +175,7 @@ class PagedDraft:
         return self.scratch[layer], FullLoc(self.slots[self.level])
 
     def attend(self, layer: int, query: torch.Tensor, *, scaling: float) -> torch.Tensor:
-        kept, draft = self.store.layers[layer], self.draft
+        kept, draft = self.view.layer(layer), self.draft
         filled = (self.level + 1) * draft.topk
         block_k, block_v = (
             x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in self.scratch[layer][:2]
@@ -190,5 +194,71 @@ class PagedDraft:
             scaling=scaling,
             ancestors=self.bits[:, :, : -(-filled // WORD)],
             block_positions=self.key_pos[:, :filled],
+            window=draft.windows[layer],
+        )
+
+
+class LookaheadDraft:
+    """By `tree_attention`: K/V go to the request's lookahead, node n to the slot of position S + n, as in a verify.
+
+    A level's rows see the committed prefix and their own path, which `paths` names by slot.
+    """
+
+    def __init__(self, view: KVView, draft: Draft) -> None:
+        self.draft, self.level, self.view = draft, -1, view
+        table, topk = draft.table, draft.topk
+        batch = len(draft.committed_len)
+        self.page_size = table.allocator.page_size
+        tables = build_page_tables(
+            table.slots.tensor,
+            None,
+            draft.rows.index,
+            draft.committed_len,
+            num_nodes=draft.num_nodes,
+            retain=None,
+            page_size=self.page_size,
+            full_width=-(-draft.rows.longest // self.page_size),
+            swa_width=0,
+        )
+        self.pages = tables.full_pages
+        # the first nodes as a chain: right for topk 1; else the columns of the prefix are, and levels overwrite theirs
+        chain = tables.write_full[:, : draft.num_levels]
+        self.paths = own_keys(self.pages, None, draft.committed_len, chain.contiguous(), page_size=self.page_size)
+        by_level = tables.write_full.view(batch, -1, topk).transpose(0, 1)  # [levels, B, K]
+        self.slots = by_level.contiguous()
+        if topk > 1:
+            self.paths = OwnKeys(
+                self.paths.slots.expand(-1, topk, -1),
+                torch.arange(topk, dtype=torch.int32, device=self.pages.device).repeat(batch, 1),
+            )
+            self.columns = (draft.positions - draft.committed_len // ALIGN * ALIGN)[:, :, None, None]
+            self.newest = self.slots.int()[..., None]  # [levels, B, K, 1]
+
+    def enter_level(self, origin: torch.Tensor | None) -> None:
+        self.level += 1
+        if self.draft.topk == 1:
+            return
+        slots = self.paths.slots
+        column = self.columns[self.level].expand(-1, self.draft.topk, -1)
+        slots = slots.contiguous() if origin is None else slots.gather(1, origin[:, :, None].expand_as(slots))
+        slots.scatter_(2, column, self.newest[self.level])
+        self.paths = self.paths._replace(slots=slots)
+
+    def destination(self, layer: int) -> tuple[LayerKV, FullLoc]:
+        return self.view.writable_layer(layer), FullLoc(self.slots[self.level].view(-1))
+
+    def attend(self, layer: int, query: torch.Tensor, *, scaling: float) -> torch.Tensor:
+        kept, draft = self.view.layer(layer), self.draft
+        return tree_attention(
+            query,
+            kept.k,
+            kept.v,
+            self.paths,
+            self.pages,
+            None,
+            draft.committed_len,
+            draft.positions[self.level][:, None].expand(-1, draft.topk),
+            page_size=self.page_size,
+            scaling=scaling,
             window=draft.windows[layer],
         )

@@ -17,22 +17,31 @@ from typing import NamedTuple
 import torch
 
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, SwaLoc
+from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space, SwaLoc
 
 BLOCK = 1024
 
 
 class PageTables(NamedTuple):
-    """full_pages [B, full_width], swa_pages [B, swa_width]: page ids; swa_start [B]: position of swa_pages[:, 0].
-
-    write_full, write_swa [B, N]: slots of the draft nodes. The SWA parts are None on a model that has no SWA layer.
-    """
+    """The `PrefixTables` of one launch: full_pages [B, full_width], swa_pages [B, swa_width], and swa_start [B], the
+    position of swa_pages[:, 0]. The SWA parts are None on a model that has no SWA layer."""
 
     full_pages: torch.Tensor
     swa_pages: torch.Tensor | None
     swa_start: torch.Tensor | None
     write_full: FullLoc
     write_swa: SwaLoc | None
+
+    def of(self, space: Space) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Page ids [B, P], and the position [B] of each first page; None: 0 for all."""
+        if space is Space.FULL:
+            return self.full_pages, None
+        assert self.swa_pages is not None, "no SWA space"
+        return self.swa_pages, self.swa_start
+
+    def pages(self, space: Space) -> tuple[torch.Tensor, torch.Tensor]:
+        pages, start = self.of(space)
+        return pages, pages.new_zeros(len(pages)) if start is None else start
 
 
 def reference_build_page_tables(

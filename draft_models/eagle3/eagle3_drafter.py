@@ -4,12 +4,14 @@ Its K/V are indexed by the target's full slots (shared slots, private storage), 
 request table are its only bookkeeping. Who writes what:
 
     positions      [0, S)  committed                             S, S+1, ...  the draft in progress
-    K/V in         its own store, slot table.slots[row, p]       a scratch block that lives for one `propose`
+    K/V in         its own store, slot table.slots[row, p]       its own store, node n of the draft at the slot of S + n
     written by     `observe`, from true target features          `propose`, from the head's own feedback
     visible to     every later query, within the window          descendants in the draft tree
 
-A verify's accepted nodes go through `observe` as a prefill chunk does, so a draft leaves no trace: no page is copied,
-nothing is rolled back. Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the tokens.
+A draft has topk nodes on each of num_steps - 1 levels, in the request's lookahead. They may be more than the nodes that
+are verified: `draft_slots` says how many, and the engine reserves them. A verify's accepted nodes go through `observe`
+as a prefill chunk does, which overwrites what the draft left: no page is copied, nothing is rolled back. Invariant:
+after `observe`, K/V of [0, S) are those of a fresh prefill of the tokens.
 """
 
 from collections.abc import Sequence
@@ -65,6 +67,9 @@ class Eagle3Drafter(Drafter):
     def bind(self, binding: Binding) -> "Eagle3Worker":
         return Eagle3Worker(self, binding)
 
+    def draft_slots(self, num_steps: int, topk: int) -> int:
+        return (num_steps - 1) * topk
+
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """norm(a) [B, M, H] -> [B, M, V] over the target's vocabulary, -inf for tokens outside the draft's."""
         logits = self.form.logits(normed)
@@ -106,7 +111,8 @@ class Eagle3Worker:
         pos = batch.positions()  # [levels + 1, B], S first
         node_pos = pos[:, :, None].expand(-1, -1, topk).contiguous()  # [levels + 1, B, K]
         draft = Draft(self.binding.cache.table, batch.rows, pos[: levels - 1], topk, drafter.spec.windows)
-        block = backend.draft_block(self.store, draft) if levels > 1 else None
+        assert draft.num_nodes <= self.binding.cache.table.lookahead, f"{draft.num_nodes=}: see `draft_slots`"
+        block = backend.draft_block(self.own_view, draft) if levels > 1 else None
         state = self._hidden[batch.rows.index][:, None]  # [B, 1, H], of position S - 1
         out = HeadOutput(state, drafter.form.norm(state))
         growth = Growth(batch.root)

@@ -17,15 +17,14 @@ from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, HeadContext
 from specdec.draft_models.fused_form import Echo, why_unfused
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedLayer, LayerParts, Shared
-from specdec.layers.embed_and_norm import embed_and_norm
+from specdec.layers.embedding import embed_and_norm
 from specdec.layers.families import ACTIVATIONS, Unfusable
 from specdec.layers.fuse import Weights, fuse_linear
 from specdec.layers.linear import Mlp, linear
 from specdec.layers.merge import MERGING, merge_rows
 from specdec.layers.norm import Gain, norm
 from specdec.layers.product import Product
-from specdec.layers.rope_store import Heads
-from specdec.layers.rotary import rotary
+from specdec.layers.rope_store import Heads, rotary
 from specdec.modules.weights_lock import holds_weights_lock
 
 

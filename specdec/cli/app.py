@@ -17,29 +17,25 @@ from specdec import __version__
 from specdec.cli.command import MakeCommand
 from specdec.lazy import load
 
-COMMANDS = {  # name: its file in this folder, which holds a function of the same name, and its line of help
-    "generate": ("generate", "Answer one prompt with speculation."),
-    "chat": ("chat", "Talk with a model: history is kept, and text from accepted drafts is coloured."),
-    "bench": (
-        "bench",
-        "Measure tokens/s with and without the drafter; refuses to print figures if any output differs.",
-    ),
-    "eval": ("evaluate", "Is it right, and how much faster?"),
-    "serve": (
-        "serve",
-        "Serve a pair over HTTP, as OpenAI's API and clients have it. Needs the extra: specdec-runtime\\[serve].",
-    ),
-    "train": ("train", "Train a drafter for a target on the target's own answers to your prompts."),
-    "models": ("list_models", "List the bundled models and the pairs of target and drafter that are known by name."),
+COMMANDS = {  # its line of help
+    "generate": "Answer one prompt with speculation.",
+    "chat": "Talk with a model: history is kept, and text from accepted drafts is coloured.",
+    "bench": "Measure tokens/s with and without the drafter; refuses to print figures if any output differs.",
+    "eval": "Is it right, and how much faster?",
+    "serve": "Serve a pair over HTTP, as OpenAI's API and clients have it. Needs the extra: specdec-runtime\\[serve].",
+    "train": "Train a drafter for a target on the target's own answers to your prompts.",
+    "models": "List the bundled models and the pairs of target and drafter that are known by name.",
 }
+PLACES = {"chat": "generate.chat", "eval": "evaluate.evaluate", "models": "list_models.list_models"}
+"""File and function of a command, where these are not called as it is."""
 
 
 @cache
 def load_command(name: str) -> TyperCommand:
     """A command with its options, from its own file."""
-    file, line = COMMANDS[name]
-    make: MakeCommand = load(f"specdec.cli.{file}", file)
-    return make(name, line)
+    file, _, function = PLACES.get(name, f"{name}.{name}").partition(".")
+    make: MakeCommand = load(f"specdec.cli.{file}", function)
+    return make(name, COMMANDS[name])
 
 
 class Commands(TyperGroup):
@@ -63,7 +59,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _name, (_, _line) in COMMANDS.items():
+for _name, _line in COMMANDS.items():
     app.command(_name, help=_line)(lambda: None)
 
 

@@ -1,8 +1,9 @@
-"""What `specdec bench` takes. It has two measurements: of a pair (bodies/bench_pair.py), and of the phases of a round
+"""What `specdec bench` takes. It has two measurements: of a pair (bodies/measure_pair.py), and of the phases of a round
 (bodies/bench_rounds.py).
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from specdec.errors import ConfigError
 from specdec.lazy import load
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 
-PHASES = "Phases of a round"
+phase_option = partial(typer.Option, rich_help_panel="Phases of a round")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,46 +24,22 @@ class PhaseOptions:
 
     shape: Annotated[
         str | None,
-        typer.Option(
+        phase_option(
             help="Random weights at the shape of gemma4-e4b, gemma4-26b-a4b, gemma4-31b, gpt-oss-20b or llama-8b, "
-            "instead of a target: milliseconds of each phase beside the memory floor.",
-            rich_help_panel=PHASES,
+            "instead of a target: milliseconds of each phase beside the memory floor."
         ),
     ] = None
-    phases: Annotated[
-        bool, typer.Option("--phases", help="The same of the target, on its prompts.", rich_help_panel=PHASES)
-    ] = False
-    batches: Annotated[str, typer.Option(help="Requests at a time, each in turn.", rich_help_panel=PHASES)] = "1,8,32"
-    contexts: Annotated[
-        str, typer.Option(help="Tokens before the first round, each in turn; 1k is 1024.", rich_help_panel=PHASES)
-    ] = "1k"
-    rounds: Annotated[int, typer.Option(min=2, help="Rounds timed in each cell.", rich_help_panel=PHASES)] = 50
-    drafts: Annotated[
-        str | None,
-        typer.Option(help="Of plain, chain, tree, chain7; default: all but the last.", rich_help_panel=PHASES),
-    ] = None
-    acceptance: Annotated[
-        str,
-        typer.Option(help="Acceptance lengths that tokens/s of random weights suppose.", rich_help_panel=PHASES),
-    ] = "2,3"
-    layers: Annotated[
-        int | None, typer.Option(help="A shape with fewer layers; its figures say so.", rich_help_panel=PHASES)
-    ] = None
-    shrink: Annotated[
-        int, typer.Option(help="A shape with all widths divided by this, up to 16.", rich_help_panel=PHASES)
-    ] = 1
-    profile: Annotated[
-        bool, typer.Option("--profile", help="On a GPU, also the time without a kernel.", rich_help_panel=PHASES)
-    ] = False
+    phases: Annotated[bool, phase_option("--phases", help="The same of the target, on its prompts.")] = False
+    batches: Annotated[str, phase_option(help="Requests at a time, each in turn.")] = "1,8,32"
+    contexts: Annotated[str, phase_option(help="Tokens before the first round, each in turn; 1k is 1024.")] = "1k"
+    rounds: Annotated[int, phase_option(min=2, help="Rounds timed in each cell.")] = 50
+    drafts: Annotated[str | None, phase_option(help="Of plain, chain, tree, chain7; default: all but the last.")] = None
+    acceptance: Annotated[str, phase_option(help="Acceptance lengths that tokens/s of random weights suppose.")] = "2,3"
+    layers: Annotated[int | None, phase_option(help="A shape with fewer layers; its figures say so.")] = None
+    shrink: Annotated[int, phase_option(help="A shape with all widths divided by this, up to 16.")] = 1
+    profile: Annotated[bool, phase_option("--profile", help="On a GPU, also the time without a kernel.")] = False
     plot_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot",
-            metavar="FILE",
-            callback=output_file,
-            help="Over batch and context as PNG.",
-            rich_help_panel=PHASES,
-        ),
+        Path | None, phase_option("--plot", metavar="FILE", callback=output_file, help="Over batch and context as PNG.")
     ] = None
 
     def require_unused(self) -> None:
@@ -96,4 +73,4 @@ def bench(options: BenchOptions) -> None:
     if options.timing.shape is not None or options.timing.phases:
         load("specdec.cli.bodies.bench_rounds", "bench_rounds")(options)
     else:
-        load("specdec.cli.bodies.bench_pair", "bench_pair")(options)
+        load("specdec.cli.bodies.measure_pair", "bench_pair")(options)

@@ -18,8 +18,7 @@ class EvalOptions:
     ]
     pair: PairOptions
     data: Annotated[
-        str,
-        typer.Option(help="JSONL file; gsm8k: also 'hub' or 'bundled'; auto: bundled for tiny-gemma4, else hub."),
+        str, typer.Option(help="JSONL file; gsm8k: also 'hub' or 'bundled'; auto: bundled for tiny-gemma4, else hub.")
     ] = "auto"
     limit: Annotated[int, typer.Option(min=0, help="So many problems, the first of each category; 0: all.")] = 0
     compare: Annotated[
@@ -55,4 +54,4 @@ def evaluate(options: EvalOptions) -> None:
 
     Several GPUs or machines: accelerate launch -m specdec.cli eval gsm8k ...
     """
-    load("specdec.cli.bodies.eval_task", "evaluate_task")(options)
+    load("specdec.cli.bodies.measure_pair", "evaluate_task")(options)

@@ -1,4 +1,4 @@
-"""What `specdec generate` takes; bodies/answer.py is what it does."""
+"""What `specdec generate` and `specdec chat` take; bodies/answer.py and bodies/conversation.py are what they do."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -21,6 +21,21 @@ class GenerateOptions:
     json_file: JsonFile = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatOptions:
+    pair: PairOptions
+    sampling: SamplingNumbers
+    system: Annotated[str | None, typer.Option(help="What the model is told before the first turn.")] = None
+
+
 @command()
 def generate(options: GenerateOptions) -> None:
     load("specdec.cli.bodies.answer", "answer")(options)
+
+
+@command()
+def chat(options: ChatOptions) -> None:
+    """/reset forgets what was said, /exit or Ctrl-D leaves, Ctrl-C ends an answer. Without a terminal each line of
+    standard input is a turn.
+    """
+    load("specdec.cli.bodies.conversation", "converse")(options)

@@ -5,6 +5,7 @@ Options that always come together are the fields of a dataclass, which a command
 
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -53,7 +54,7 @@ JsonFile = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", callback=output_file, help="Also as JSON in a file; '-' prints that alone."),
 ]
-LOADING = "Loading"
+loading_option = partial(typer.Option, rich_help_panel="Loading")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,51 +83,41 @@ class PairOptions:
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: the first GPU, else the CPU.")
     ] = None
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of the target on the hub.", rich_help_panel=LOADING)
-    ] = None
-    drafter_revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of the drafter on the hub.", rich_help_panel=LOADING)
-    ] = None
+    revision: Annotated[str | None, loading_option(help="Branch, tag or commit of the target on the hub.")] = None
+    drafter_revision: Annotated[str | None, loading_option(help="Branch, tag or commit of the drafter on the hub.")] = (
+        None
+    )
     trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", help="Run model code from the checkpoint.", rich_help_panel=LOADING),
+        bool, loading_option("--trust-remote-code", help="Run model code from the checkpoint.")
     ] = False
     quantization: Annotated[
         str | None,
-        typer.Option(
+        loading_option(
             metavar="JSON",
             help="The quantization_config of transformers for the target, such as "
             '\'{"quant_method": "bitsandbytes", "load_in_8bit": true}\'.',
-            rich_help_panel=LOADING,
         ),
     ] = None
     load_option: Annotated[
         list[str],
-        typer.Option(
+        loading_option(
             callback=_loading,
             metavar="NAME=VALUE",
             help="Another argument of transformers' from_pretrained for the target; again for each.",
-            rich_help_panel=LOADING,
         ),
     ] = field(default_factory=list)
     memory_share: Annotated[
         float | None,
-        typer.Option(
+        loading_option(
             help="KV pools take at most this share of the memory that is free once the weights are loaded; "
-            "default: 0.8 of a GPU, 0.25 on the CPU.",
-            rich_help_panel=LOADING,
+            "default: 0.8 of a GPU, 0.25 on the CPU."
         ),
     ] = None
     prefix_cache: Annotated[
-        bool,
-        typer.Option("--prefix-cache/--no-prefix-cache", help="Share K/V of common prompts.", rich_help_panel=LOADING),
+        bool, loading_option("--prefix-cache/--no-prefix-cache", help="Share K/V of common prompts.")
     ] = True
     log_level: Annotated[
-        LogLevel | None,
-        typer.Option(
-            help="Least serious message on standard error; default: warning, serve: info.", rich_help_panel=LOADING
-        ),
+        LogLevel | None, loading_option(help="Least serious message on standard error; default: warning, serve: info.")
     ] = None
 
     def loading(self) -> dict[str, Any]:

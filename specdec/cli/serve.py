@@ -1,6 +1,7 @@
 """What `specdec serve` takes, by shell, environment or file; bodies/run_server.py is what it does."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,7 +12,9 @@ from specdec.cli.config_file import PREFIX, read_config
 from specdec.cli.options import PairOptions
 from specdec.lazy import load
 
-HTTP, CLIENTS, OPERATION = "HTTP", "Clients", "Operation"
+http_option, client_option, operation_option = (
+    partial(typer.Option, rich_help_panel=panel) for panel in ("HTTP", "Clients", "Operation")
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,57 +29,31 @@ class ServeOptions:
         ),
     ] = None
     api_key_file: Annotated[
-        Path | None,
-        typer.Option(help="More keys: lines of a name and a key; # begins a comment.", rich_help_panel=CLIENTS),
+        Path | None, client_option(help="More keys: lines of a name and a key; # begins a comment.")
     ] = None
     client_requests_per_minute: Annotated[
-        int,
-        typer.Option(min=0, help="Of one API key, or address where there are none; 0: any.", rich_help_panel=CLIENTS),
+        int, client_option(min=0, help="Of one API key, or address where there are none; 0: any.")
     ] = 0
-    client_concurrency: Annotated[
-        int, typer.Option(min=0, help="Open samples of one key or address; 0: any.", rich_help_panel=CLIENTS)
-    ] = 0
+    client_concurrency: Annotated[int, client_option(min=0, help="Open samples of one key or address; 0: any.")] = 0
     max_connections: Annotated[
-        int,
-        typer.Option(min=0, help="Open connections; 0: what the limit of open files allows.", rich_help_panel=HTTP),
+        int, http_option(min=0, help="Open connections; 0: what the limit of open files allows.")
     ] = 0
-    timeout_headers: Annotated[
-        float, typer.Option(help="Seconds for the head of a request to come.", rich_help_panel=HTTP)
-    ] = 10.0
-    timeout_body: Annotated[float, typer.Option(help="Seconds for all of a request to come.", rich_help_panel=HTTP)] = (
-        120.0
-    )
-    timeout_keep_alive: Annotated[
-        float, typer.Option(help="Seconds that an idle connection stays open.", rich_help_panel=HTTP)
-    ] = 30.0
-    timeout_intake: Annotated[
-        float, typer.Option(help="Seconds to read a prompt or compile a grammar.", rich_help_panel=HTTP)
-    ] = 30.0
-    root_path: Annotated[
-        str, typer.Option(help="Prefix under which a proxy shows this server, such as /llm.", rich_help_panel=HTTP)
-    ] = ""
-    ssl_certfile: Annotated[
-        Path | None, typer.Option(help="Certificate as a PEM file; makes it HTTPS.", rich_help_panel=HTTP)
-    ] = None
-    ssl_keyfile: Annotated[Path | None, typer.Option(help="The certificate's key.", rich_help_panel=HTTP)] = None
-    log_format: Annotated[
-        Literal["text", "json"], typer.Option(help="Lines of the log.", rich_help_panel=OPERATION)
-    ] = "text"
+    timeout_headers: Annotated[float, http_option(help="Seconds for the head of a request to come.")] = 10.0
+    timeout_body: Annotated[float, http_option(help="Seconds for all of a request to come.")] = 120.0
+    timeout_keep_alive: Annotated[float, http_option(help="Seconds that an idle connection stays open.")] = 30.0
+    timeout_intake: Annotated[float, http_option(help="Seconds to read a prompt or compile a grammar.")] = 30.0
+    root_path: Annotated[str, http_option(help="Prefix under which a proxy shows this server, such as /llm.")] = ""
+    ssl_certfile: Annotated[Path | None, http_option(help="Certificate as a PEM file; makes it HTTPS.")] = None
+    ssl_keyfile: Annotated[Path | None, http_option(help="The certificate's key.")] = None
+    log_format: Annotated[Literal["text", "json"], operation_option(help="Lines of the log.")] = "text"
     stats_seconds: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="Between two lines of throughput in the log, while there is any; 0: none.",
-            rich_help_panel=OPERATION,
-        ),
+        float, operation_option(min=0, help="Between two lines of throughput in the log, while there is any; 0: none.")
     ] = 10.0
     liveness_seconds: Annotated[
-        float,
-        typer.Option(help="A step that takes longer hangs: /live and /health say 503.", rich_help_panel=OPERATION),
+        float, operation_option(help="A step that takes longer hangs: /live and /health say 503.")
     ] = 120.0
     otlp_traces_endpoint: Annotated[
-        str | None,
-        typer.Option(help="Where OpenTelemetry traces go, by OTLP over HTTP.", rich_help_panel=OPERATION),
+        str | None, operation_option(help="Where OpenTelemetry traces go, by OTLP over HTTP.")
     ] = None
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of IPv4.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one and prints it.")] = 8000
@@ -129,8 +106,7 @@ class ServeOptions:
         typer.Option("--share-prefix-cache", help="Between API keys too: one can then find out what another sent."),
     ] = False
     cached_tokens: Annotated[
-        bool,
-        typer.Option("--cached-tokens/--no-cached-tokens", help="Say in usage how much of a prompt was cached."),
+        bool, typer.Option("--cached-tokens/--no-cached-tokens", help="Say in usage how much of a prompt was cached.")
     ] = True
     allow_priority: Annotated[
         bool, typer.Option("--allow-priority", help="Let requests ask to be served first; else only 0 is taken.")

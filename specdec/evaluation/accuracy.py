@@ -32,9 +32,8 @@ from specdec.evaluation.gsm8k_report import Report, make_report
 from specdec.evaluation.scoring import SCORES, is_correct
 from specdec.evaluation.tasks import Task, choose, cut, dialogue_ids, find_task
 from specdec.evaluation.transcripts import Record, open_transcripts, read_transcripts
-from specdec.loading import Checkpoint, load_tokenizer, pick_device
+from specdec.loading import Checkpoint, load_tokenizer, pick_device, require_device
 from specdec.models.context_length import context_length
-from specdec.models.devices import require_device
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted, progress_bar, working
 from specdec.text.prompt_files import Problem

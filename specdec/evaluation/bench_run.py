@@ -17,7 +17,7 @@ from specdec.evaluation.contest import Contestant, engine_contestant, require_pa
 from specdec.evaluation.gsm8k_report import table_lines
 from specdec.evaluation.scoring import final_number, is_correct
 from specdec.evaluation.transformers_peer import assisted_peer, plain_peer
-from specdec.models.devices import require_device
+from specdec.loading import require_device
 from specdec.progress import Interrupted, progress_bar, working
 from specdec.text.prompt_files import Problem
 

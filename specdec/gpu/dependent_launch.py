@@ -24,11 +24,7 @@ import torch
 
 from specdec.gpu.triton_shim import tl, triton
 
-TL_DTYPES: dict[torch.dtype, Any] = {
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
+TL_DTYPES: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit

@@ -21,7 +21,6 @@ BLOCK = 2048
 def reference_path_rows(
     x: torch.Tensor, tokens: torch.Tensor, path: torch.Tensor, length: torch.Tensor, next_token: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [B, N, F], tokens [B, N], path [B, D], length and next_token [B] -> rows [B, D, F], following [B, D]."""
     rows = x.gather(1, path[:, :, None].expand(-1, -1, x.shape[-1]))
     following = tokens.gather(1, path).roll(-1, dims=1)
     steps = torch.arange(1, path.shape[1] + 1, device=path.device)
@@ -31,7 +30,6 @@ def reference_path_rows(
 def reference_keep_last(
     kept: torch.Tensor, row: torch.Tensor, rows: torch.Tensor, length: torch.Tensor, path: torch.Tensor | None = None
 ) -> None:
-    """See `keep_last`."""
     last = (length - 1).clamp(min=0)[:, None]
     if path is not None:
         last = path.gather(1, last)

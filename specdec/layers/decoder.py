@@ -32,12 +32,10 @@ from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts
 from specdec.layers.moe.fork_join import fork_norm, join_norm
 from specdec.layers.moe.routing import Router, route
-from specdec.layers.norm import Gain, norm
+from specdec.layers.norm import Gain, norm, qk_norm
 from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
 from specdec.layers.product import Product
-from specdec.layers.qk_norm import qk_norm
-from specdec.layers.rope_store import Heads, rope_store
-from specdec.layers.rotary import Rotary, rotary
+from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,15 +99,11 @@ class EmbeddingParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderParts:
-    """`rotary`: kind of layer -> (frequencies, attention factor). `merged`: parameters that share a storage now.
-
-    factor: of the embeddings, after those of their own module.
-    """
+    """rotary: kind of layer -> (frequencies, attention factor). factor: of embeddings, after that of their module."""
 
     layers: tuple[LayerParts, ...]
     final_norm: Gain
     rotary: dict[str, tuple[torch.Tensor, float]]
-    merged: tuple[tuple[torch.Tensor, ...], ...]
     factor: float = 1.0
     embeddings: EmbeddingParts | None = None
 
@@ -137,17 +131,6 @@ class FusedEmbedding(nn.Module):
         scale: torch.Tensor | None = getattr(self.source, "embed_scale", None)
         rows = None if right is None else right.reshape(tokens.numel(), -1)
         return self.ops(embed)(tokens.reshape(-1), self.weight, scale, rows).view(*tokens.shape, -1)
-
-
-class FusedNorm(nn.Module):
-    """The norm after the last layer."""
-
-    def __init__(self, gain: Gain, ops: Operations) -> None:
-        super().__init__()
-        self.gain, self.ops = gain, ops
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.ops(norm)(Product.of(hidden), pre=self.gain)[1]
 
 
 class FusedLayer(nn.Module):
@@ -194,10 +177,11 @@ class FusedLayer(nn.Module):
         )
         if parts.parallel:
             normed = x
-        if moe is None:
-            added = self._mlp(normed)
-        else:
+        if moe is not None:
             added = ops(apply_experts)(normed, ops(route)(normed, moe.router), moe.experts)
+        else:
+            assert parts.mlp is not None
+            added = ops(linear)(ops(gated_linear)(normed, parts.mlp.gate_up, parts.mlp.activation), parts.mlp.down)
         return ops(norm)(added, post=parts.mlp_norm, residual=hidden, factor=parts.factor, **end)
 
     def _branches(
@@ -211,11 +195,6 @@ class FusedLayer(nn.Module):
         dense, chosen = ops(mlp_and_experts)(fork, parts.mlp, moe.router, moe.experts)
         gains: dict[str, Any] = {"dense_gain": moe.mlp_norm, "chosen_gain": moe.norm, "post": parts.mlp_norm}
         return ops(join_norm)(dense, chosen, **gains, residual=fork.hidden, **end)
-
-    def _mlp(self, normed: torch.Tensor) -> Product:
-        assert self.parts.mlp is not None
-        mlp = self.parts.mlp
-        return self.ops(linear)(self.ops(gated_linear)(normed, mlp.gate_up, mlp.activation), mlp.down)
 
 
 class FusedDecoder(nn.Module):
@@ -231,7 +210,6 @@ class FusedDecoder(nn.Module):
         self.config: Any = source.config
         self.embedding, self.ops = embedding, ops
         self.layers = nn.ModuleList(FusedLayer(i, layer, None, ops) for i, layer in enumerate(parts.layers))
-        self.norm = FusedNorm(parts.final_norm, ops)
         self.adopt(parts)
 
     def adopt(self, parts: DecoderParts) -> None:
@@ -240,7 +218,6 @@ class FusedDecoder(nn.Module):
         following = [*(layer.input_norm for layer in parts.layers[1:]), None]
         for layer, described, next_norm in zip(self.layers, parts.layers, following, strict=True):
             layer.parts, layer.next_norm = described, next_norm  # type: ignore[assignment]
-        self.norm.gain = parts.final_norm
 
     def get_input_embeddings(self) -> nn.Module:
         embedding: nn.Module = self.source.get_input_embeddings()
@@ -270,7 +247,8 @@ class FusedDecoder(nn.Module):
         )
         for layer in self.layers:
             hidden, normed = layer(hidden, normed, shared, specdec_ctx=specdec_ctx)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden).view(inputs_embeds.shape))
+        last: Any = self.ops(norm)(Product.of(hidden), pre=self.parts.final_norm)[1]
+        return BaseModelOutputWithPast(last_hidden_state=last.view(inputs_embeds.shape))
 
     def _layer_inputs(self, hidden: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor | None:
         parts = self.parts.embeddings

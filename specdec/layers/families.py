@@ -6,7 +6,7 @@ model runs as Hugging Face wrote it. Describing a model merges its QKV and gate 
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -70,12 +70,17 @@ PLUS_ONE = Gain(None, 0.0, plus_one=True)
 CENTRED = Gain(None, 0.0, centred=True)
 
 
+UNROTATED = "unrotated"
+"""The kind of layers without a rotary embedding."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaLike:
     """Llama's layer (norm, attention, residual, norm, gated MLP or experts, residual), and where a family differs.
 
     What modules say themselves is read off them: biases, q/k norms, experts, sinks, merged weights, partial rotary,
-    multipliers of embeddings and residuals, rotary tables by kind of layer. The default is Llama.
+    multipliers of embeddings and residuals, rotary tables by kind of layer; and what only Gemma 4 has: per-layer
+    embeddings, shared K/V, keys as values, experts next to an MLP. The default is Llama.
 
     gain: the form of its norms.   norms: where they are.   parallel: the MLP reads what attention reads.
     interleaved: the rotary embedding turns channels 2 j and 2 j + 1.   rotates: whether a layer's attention turns any.
@@ -94,17 +99,18 @@ class LlamaLike:
         _check_tree(model)
         merged: Groups = []
         layers = tuple(self._layer(layer, model, merged) for layer in model.layers)
+        if not all(map(is_merged, merged)):  # a parameter that two groups hold is merged with one of them only
+            raise Unfusable("some of its weights are tied to one another")
         return DecoderParts(
             layers=layers,
             final_norm=self._gain(model.norm),
             rotary=_rotary(model.rotary_emb, {layer.kind for layer in layers}),
-            merged=_checked(merged),
             factor=float(getattr(model, "embedding_multiplier", 1.0)),
+            embeddings=self._embeddings(model) if getattr(model, "hidden_size_per_layer_input", 0) else None,
         )
 
     def _layer(self, layer: Any, model: Any, merged: Groups) -> LayerParts:
-        attention, mlp = layer.self_attn, layer.mlp
-        mixed = hasattr(mlp, "experts")
+        attention = layer.self_attn
         products = _attention_products(attention, merged)
         heads, wide_norms = self._heads(attention, len(products["qkv"]))
         kinds = isinstance(model.rotary_emb.rope_type, dict)
@@ -124,102 +130,70 @@ class LlamaLike:
             **norms,
             parallel=self.parallel,
             factor=float(getattr(layer, "residual_multiplier", 1.0)),
-            mlp=None if mixed else _mlp(mlp, activation, merged),
-            moe=_moe(mlp.router if hasattr(mlp, "router") else mlp.gate, mlp.experts) if mixed else None,
+            mlp=None if hasattr(layer.mlp, "experts") else _mlp(layer.mlp, activation, merged),
+            moe=self._moe(layer),
+            ple=self._ple(layer, activation) if getattr(layer, "hidden_size_per_layer_input", 0) else None,
+            scale=getattr(layer, "layer_scalar", None),
         )
 
     def _heads(self, attention: Any, width: int) -> tuple[Heads, tuple[Gain, Gain] | None]:
         """How a product of `width` columns divides, and norms over all heads of its queries and its keys."""
         head_dim = attention.head_dim
         num_q = attention.o_proj.in_features // head_dim
-        heads = Heads(
-            num_q=num_q, num_kv=(width // head_dim - num_q) // 2, head_dim=head_dim, interleaved=self.interleaved
-        )
-        if getattr(attention, "q_norm", None) is None:
-            return heads, None
-        gains = self._gain(attention.q_norm), self._gain(attention.k_norm)
-        shapes = [gain.weight.shape for gain in gains if gain.weight is not None]
-        if shapes == [(head_dim,)] * 2:
-            return heads._replace(q_norm=gains[0], k_norm=gains[1]), None
-        if shapes == [(heads.num_q * head_dim,), (heads.num_kv * head_dim,)]:
-            return heads, gains
+        values_are_keys = getattr(attention, "v_proj", attention) is None
+        num_kv = (width // head_dim - num_q) // (1 if values_are_keys else 2)
+        heads = Heads(num_q, num_kv, head_dim, values_are_keys=values_are_keys, interleaved=self.interleaved)
+        found = (getattr(attention, name, None) for name in ("q_norm", "k_norm", "v_norm"))
+        q_norm, k_norm, v_norm = (None if norm is None else self._gain(norm) for norm in found)
+        shapes = [gain.weight.shape for gain in (q_norm, k_norm) if gain is not None and gain.weight is not None]
+        if set(shapes) <= {(head_dim,)}:
+            return heads._replace(q_norm=q_norm, k_norm=k_norm, v_norm=v_norm), None
+        if q_norm is not None and k_norm is not None and shapes == [(num_q * head_dim,), (num_kv * head_dim,)]:
+            return heads, (q_norm, k_norm)
         raise Unfusable(f"its norms of queries and keys have weights {[list(shape) for shape in shapes]}")
 
-    def _gain(self, norm: Any) -> Gain:
-        eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
-        return self.gain._replace(weight=norm.weight, eps=eps)
-
-
-UNROTATED = "unrotated"
-"""The kind of layers without a rotary embedding."""
-
-
-def describe_gemma4(model: Any) -> DecoderParts:
-    """Gemma 4's text model: with or without per-layer embeddings, shared K/V, keys as values, experts."""
-    _check_tree(model)
-    merged: Groups = []
-    layers = tuple(_gemma4_layer(layer, model.config.hidden_activation, merged) for layer in model.layers)
-    embeddings = None
-    if getattr(model, "hidden_size_per_layer_input", 0):
-        embedding = model.embed_tokens_per_layer
-        embeddings = EmbeddingParts(
-            context=model.per_layer_model_projection.weight,
-            table=embedding.weight,
-            norm=_float_gain(model.per_layer_projection_norm),
-            context_scale=model.per_layer_model_projection_scale,
-            table_scale=float(embedding.embed_scale.to(embedding.weight.dtype)),
+    def _moe(self, layer: Any) -> MoeParts | None:
+        """Experts in the place of the MLP, or next to it."""
+        beside = getattr(layer, "enable_moe_block", False)
+        mixture = layer if beside else layer.mlp
+        if not hasattr(mixture, "experts"):
+            return None
+        router = router_of(mixture.router if hasattr(mixture, "router") else mixture.gate)
+        experts = experts_of(mixture.experts)
+        if router is None or experts is None:
+            kind = type(mixture.experts).__name__
+            raise Unfusable(f"its experts ({kind}) compute something else than their class says")
+        if not beside:
+            return MoeParts(router=router, experts=experts)
+        return MoeParts(
+            router=router,
+            experts=experts,
+            input_norm=self._gain(layer.pre_feedforward_layernorm_2),
+            mlp_norm=self._gain(layer.post_feedforward_layernorm_1),
+            norm=self._gain(layer.post_feedforward_layernorm_2),
         )
-    return DecoderParts(
-        layers=layers,
-        final_norm=_float_gain(model.norm),
-        rotary=_rotary(model.rotary_emb, {layer.kind for layer in layers}),
-        merged=_checked(merged),
-        embeddings=embeddings,
-    )
 
-
-def _gemma4_layer(layer: Any, activation: str, merged: Groups) -> LayerParts:
-    attention = layer.self_attn
-    shared = attention.is_kv_shared_layer
-    heads = Heads(
-        num_q=attention.q_proj.out_features // attention.head_dim,
-        num_kv=0 if shared else attention.k_proj.out_features // attention.head_dim,
-        head_dim=attention.head_dim,
-        q_norm=_float_gain(attention.q_norm),
-        k_norm=None if shared else _float_gain(attention.k_norm),
-        v_norm=None if shared else _float_gain(attention.v_norm),
-        values_are_keys=not shared and attention.v_proj is None,
-    )
-    ple = moe = None
-    if getattr(layer, "hidden_size_per_layer_input", 0):
-        ple = PleParts(
+    def _ple(self, layer: Any, activation: str) -> PleParts:
+        return PleParts(
             gate=layer.per_layer_input_gate.weight,
             activation=_activation(layer.act_fn, activation),
             projection=layer.per_layer_projection.weight,
-            norm=_float_gain(layer.post_per_layer_input_norm),
+            norm=self._gain(layer.post_per_layer_input_norm),
         )
-    if getattr(layer, "enable_moe_block", False):  # the unified models have no such attribute
-        moe = _moe(layer.router, layer.experts)
-        moe = replace(
-            moe,
-            input_norm=_float_gain(layer.pre_feedforward_layernorm_2),
-            mlp_norm=_float_gain(layer.post_feedforward_layernorm_1),
-            norm=_float_gain(layer.post_feedforward_layernorm_2),
+
+    def _embeddings(self, model: Any) -> EmbeddingParts:
+        embedding = model.embed_tokens_per_layer
+        return EmbeddingParts(
+            context=model.per_layer_model_projection.weight,
+            table=embedding.weight,
+            norm=self._gain(model.per_layer_projection_norm),
+            context_scale=model.per_layer_model_projection_scale,
+            table_scale=float(embedding.embed_scale.to(embedding.weight.dtype)),
         )
-    return LayerParts(
-        kind=attention.layer_type,
-        heads=heads,
-        scaling=attention.scaling,
-        **_attention_products(attention, merged),
-        input_norm=_float_gain(layer.input_layernorm),
-        attention_norm=_float_gain(layer.post_attention_layernorm),
-        mlp_input_norm=_float_gain(layer.pre_feedforward_layernorm),
-        mlp=_mlp(layer.mlp, activation, merged),
-        mlp_norm=_float_gain(layer.post_feedforward_layernorm),
-        moe=moe,
-        ple=ple,
-        scale=layer.layer_scalar,
-    )
+
+    def _gain(self, norm: Any) -> Gain:
+        weight = norm.weight if getattr(norm, "with_scale", True) else None
+        return self.gain._replace(weight=weight, eps=norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
 
 
 def _attention_products(attention: Any, merged: Groups) -> dict[str, Any]:
@@ -250,25 +224,6 @@ def _mlp(mlp: Any, activation: str, merged: Groups) -> Mlp:
     merged.append(tuple(linear.weight for linear in halves))
     act_fn = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
     return Mlp(gate_up=merge_rows(merged[-1]), activation=_activation(act_fn, activation), down=mlp.down_proj.weight)
-
-
-def _moe(router: nn.Module, experts: nn.Module) -> MoeParts:
-    described_router, described_experts = router_of(router), experts_of(experts)
-    if described_router is None or described_experts is None:
-        raise Unfusable(f"its experts ({type(experts).__name__}) compute something else than their class says")
-    return MoeParts(router=described_router, experts=described_experts)
-
-
-def _checked(merged: Groups) -> tuple[tuple[torch.Tensor, ...], ...]:
-    """A parameter that two groups hold is merged with one of them only."""
-    if not all(map(is_merged, merged)):
-        raise Unfusable("some of its weights are tied to one another")
-    return tuple(merged)
-
-
-def _float_gain(norm: Any) -> Gain:
-    """A Gemma 4 norm: in float32 throughout."""
-    return Gain(norm.weight if norm.with_scale else None, norm.eps)
 
 
 def _activation(act_fn: nn.Module, name: str) -> str:
@@ -342,8 +297,8 @@ FAMILIES: dict[str, Callable[[Any], DecoderParts]] = {
     ),
     "gemma2.Gemma2Model": LlamaLike(gain=PLUS_ONE, norms=GEMMA_NORMS, softcaps=True),
     "gemma3.Gemma3TextModel": LlamaLike(gain=PLUS_ONE, norms=GEMMA_NORMS),
-    "gemma4.Gemma4TextModel": describe_gemma4,
-    "gemma4_unified.Gemma4UnifiedTextModel": describe_gemma4,
+    "gemma4.Gemma4TextModel": LlamaLike(gain=FLOAT, norms=GEMMA_NORMS),
+    "gemma4_unified.Gemma4UnifiedTextModel": LlamaLike(gain=FLOAT, norms=GEMMA_NORMS),
     "glm.GlmModel": LlamaLike(interleaved=True),
     "glm4.Glm4Model": LlamaLike(norms=GLM4_NORMS, interleaved=True),
     "gpt_oss.GptOssModel": LlamaLike(gain=FLOAT),

@@ -42,12 +42,10 @@ class Mlp(NamedTuple):
 
 
 def reference_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
-    """x [M, K], weight [N, K], bias [N] -> their product, which is summed already."""
     return Product.of(F.linear(x, weight, bias))
 
 
 def reference_gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
-    """x [M, K], weight [2 I, K] with the gate's rows first -> act(gate) * up [M, I]."""
     gate, up = F.linear(x, weight).float().chunk(2, dim=-1)
     return (reference_activate(gate, activation) * up).to(x.dtype)
 
@@ -69,29 +67,7 @@ def activate(b_x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
 def _multiply_range(
     p_w: tl.tensor,  # [BN, 1]
     p_x: tl.tensor,  # [1, BM]
-    m_w: tl.tensor,
-    m_x: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    b_acc: tl.tensor,
-    EVEN_K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> tl.tensor:
-    """b_acc plus the products over columns [begin, end) of K."""
-    for i_k in range(begin, end, BLOCK_K):
-        o_k = i_k + tl.arange(0, BLOCK_K)
-        m_k = o_k < (i_k + BLOCK_K if EVEN_K else end)
-        b_w = tl.load(p_w + o_k[None, :], mask=m_w & m_k[None, :], other=0.0)  # [BN, BK]
-        b_x = tl.load(p_x + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
-        b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")
-    return b_acc
-
-
-@triton.jit
-def _multiply_both(
-    p_w: tl.tensor,  # [BN, 1]
-    p_x: tl.tensor,  # [1, BM]
-    p_tail: tl.tensor,  # [1, BT]
+    p_tail: tl.tensor,  # [1, BT] or None
     m_w: tl.tensor,
     m_x: tl.tensor,
     m_tail: tl.tensor,
@@ -102,15 +78,17 @@ def _multiply_both(
     EVEN_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """`_multiply_range` of two tiles of x, for which the weight's is loaded once."""
+    """b_acc plus the products over columns [begin, end) of K; b_tail likewise of a second tile of x, or None."""
     for i_k in range(begin, end, BLOCK_K):
         o_k = i_k + tl.arange(0, BLOCK_K)
         m_k = o_k < (i_k + BLOCK_K if EVEN_K else end)
         b_w = tl.load(p_w + o_k[None, :], mask=m_w & m_k[None, :], other=0.0)  # [BN, BK]
         b_x = tl.load(p_x + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
-        b_y = tl.load(p_tail + o_k[:, None], mask=m_k[:, None] & m_tail, other=0.0)  # [BK, BT]
+        if p_tail is not None:
+            b_y = tl.load(p_tail + o_k[:, None], mask=m_k[:, None] & m_tail, other=0.0)  # [BK, BT]
         b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")
-        b_tail = tl.dot(b_w, b_y, b_tail, input_precision="ieee")
+        if p_tail is not None:
+            b_tail = tl.dot(b_w, b_y, b_tail, input_precision="ieee")
     return b_acc, b_tail
 
 
@@ -204,25 +182,28 @@ def linear_kernel(
     o_row = o_m.to(tl.int64)[None, :]
     m_x = (o_m < num_rows)[None, :]
     b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    p_tile = p_x + o_row * s_x
     if TAIL_M:
         o_t = i_m * (BLOCK_M + TAIL_M) + BLOCK_M + tl.arange(0, TAIL_M)
         o_tail = o_t.to(tl.int64)[None, :]
         m_tail = (o_t < num_rows)[None, :]
         b_tail = tl.zeros([BLOCK_N, TAIL_M], tl.float32)
-        b_sum, b_tail = _multiply_both(
-            *(p_w, p_x + o_row * s_x, p_x + o_tail * s_x, m_w, m_x, m_tail, begin, end, b_sum, b_tail, EVEN_K, BLOCK_K)
+        p_tail = p_x + o_tail * s_x
+        b_sum, b_tail = _multiply_range(
+            p_w, p_tile, p_tail, m_w, m_x, m_tail, begin, end, b_sum, b_tail, EVEN_K, BLOCK_K
         )
         _store_tile(*(b_tail, p_bias, p_out, o_tail, m_tail, i_n, i_split, num_rows, tile_rows, N, ACTIVATION, BLOCK_N))
     elif HELD:
-        b_x = tl.load(p_x + o_row * s_x + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
+        b_x = tl.load(p_tile + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
         b_sum = tl.dot(b_w, b_x, b_sum, input_precision="ieee")
     elif SPLIT or WHOLE:
-        b_sum = _multiply_range(p_w, p_x + o_row * s_x, m_w, m_x, begin, end, b_sum, EVEN_K, BLOCK_K)
+        b_sum, _ = _multiply_range(p_w, p_tile, None, m_w, m_x, None, begin, end, b_sum, None, EVEN_K, BLOCK_K)
     else:
         for i_k in range(begin, end, split_len):
             b_part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             i_end = tl.minimum(i_k + split_len, end)
-            b_sum += _multiply_range(p_w, p_x + o_row * s_x, m_w, m_x, i_k, i_end, b_part, EVEN_K, BLOCK_K)
+            b_part, _ = _multiply_range(p_w, p_tile, None, m_w, m_x, None, i_k, i_end, b_part, None, EVEN_K, BLOCK_K)
+            b_sum += b_part
     _store_tile(*(b_sum, p_bias, p_out, o_row, m_x, i_n, i_split, num_rows, tile_rows, N, ACTIVATION, BLOCK_N))
     if START == "early":
         wait_for_previous(PDL)
@@ -331,18 +312,8 @@ def _launch(
     row_tiles = triton.cdiv(num_rows, tiles.block_m + tiles.tail_m)
     grid = (row_tiles, triton.cdiv(num_columns, tile_rows), cut.splits if split else 1)
     linear_kernel[grid](
-        *(None, None, None),
-        x,
-        weight,
-        bias,
-        out,
-        num_rows,
-        tile_rows,
-        n,
-        k,
-        cut.split_len,
-        x.stride(0),
-        weight.stride(0),
+        *(None, None, None, x, weight, bias, out),
+        *(num_rows, tile_rows, n, k, cut.split_len, x.stride(0), weight.stride(0)),
         SPLIT=split,
         HELD=split and cut.split_len == tiles.block_k,
         WHOLE=cut.splits == 1,

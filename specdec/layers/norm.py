@@ -10,11 +10,12 @@ r"""What stands between two products of a decoder layer, in one launch: the last
                                                of z - mean(z) (`centred`; Cohere)
 
 So post_attention_norm + residual + pre_feedforward_norm of Gemma 4 is one call, as are residual + norm of Llama and, at
-the end of a layer, scale and the next layer's input_layernorm. Whatever transformers would hold in the
-model's dtype is rounded to it here too. One program a row: no result depends on the number of rows.
+the end of a layer, scale and the next layer's input_layernorm. `qk_norm` norms queries and keys over all heads, as
+OLMo 2 does. Whatever transformers would hold in the model's dtype is rounded to it here too. One program a row, or a
+row's queries, keys or values: no result depends on the number of rows.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +40,10 @@ class Gain(NamedTuple):
     def is_plain(self) -> bool:
         """Does it only scale: the one form that every kernel computes?"""
         return not (self.plus_one or self.centred)
+
+
+ABSENT = Gain(None, 0.0)
+"""What a kernel is given in the place of a norm that it does not compute."""
 
 
 def reference_rms_norm(x: torch.Tensor, gain: Gain) -> torch.Tensor:
@@ -76,14 +81,16 @@ def reference_norm(
     return hidden, hidden if pre is None else reference_rms_norm(hidden, pre)
 
 
+def reference_qk_norm(product: Product, q_gain: Gain, k_gain: Gain) -> Product:
+    assert q_gain.weight is not None and k_gain.weight is not None
+    widths = len(q_gain.weight), len(k_gain.weight)
+    q, k, v = reference_finish(product).split([*widths, widths[1]], dim=-1)
+    return Product.of(torch.cat([reference_rms_norm(q, q_gain), reference_rms_norm(k, k_gain), v], dim=-1))
+
+
 @triton.jit
 def scale_row(
-    b_x: tl.tensor,
-    b_w: tl.tensor,
-    square: tl.tensor,
-    eps: tl.tensor,
-    ROUND_FIRST: tl.constexpr,
-    DTYPE: tl.constexpr,
+    b_x: tl.tensor, b_w: tl.tensor, square: tl.tensor, eps: tl.tensor, ROUND_FIRST: tl.constexpr, DTYPE: tl.constexpr
 ) -> tl.tensor:
     """The norm of b_x, whose mean square is known."""
     b_x = b_x * tl.rsqrt(square + eps)
@@ -172,10 +179,51 @@ def _norm_kernel(
         tl.store(p_normed + i_row * H + o_h, b_h.to(DTYPE), mask=m_h, eviction_policy=KEEP)
 
 
-def row_block(width: int) -> dict[str, int]:
-    """The launch options of a program that holds a row."""
+@triton.jit(do_not_specialize=["num_rows", "eps_q", "eps_k"])
+def _qk_norm_kernel(
+    p_parts: tl.tensor,  # [S, T, Q + 2 K]
+    p_bias: tl.tensor,  # [Q + 2 K] or None
+    p_q_gain: tl.tensor,  # [Q]
+    p_k_gain: tl.tensor,  # [K]
+    p_out: tl.tensor,  # [T, Q + 2 K]
+    num_rows: tl.tensor,
+    Q: tl.tensor,
+    K: tl.tensor,
+    eps_q: tl.tensor,
+    eps_k: tl.tensor,
+    ROUND_FIRST: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    i_row, i_third = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = Q + 2 * K
+    width = tl.where(i_third == 0, Q, K)
+    first = tl.where(i_third == 0, 0, Q + (i_third - 1) * K)  # column
+    o_w = tl.arange(0, BLOCK)
+    m_w = o_w < width
+    b_gain = tl.zeros([BLOCK], tl.float32)
+    if i_third == 0:
+        b_gain = tl.load(p_q_gain + o_w, mask=m_w, other=0.0).to(tl.float32)
+    elif i_third == 1:
+        b_gain = tl.load(p_k_gain + o_w, mask=m_w, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    o_part = i_row * columns + first + o_w
+    b_y = sum_parts(p_parts, p_bias, o_part, first + o_w, m_w, num_rows.to(tl.int64) * columns, SPLITS, DTYPE)
+    if i_third < 2:
+        eps = tl.where(i_third == 0, eps_q, eps_k)
+        b_y = rms_norm(b_y, b_gain, width, eps, ROUND_FIRST, DTYPE)
+    tl.store(p_out + o_part, b_y.to(DTYPE), mask=m_w, eviction_policy=KEEP)
+
+
+def row_options(product: Product, width: int) -> dict[str, Any]:
+    """The launch options of programs that finish a product and hold `width` columns of it."""
     block = triton.next_power_of_2(width)
-    return {"BLOCK": block, "num_warps": min(16, max(1, block // NUMBERS_A_WARP))}
+    warps = min(16, max(1, block // NUMBERS_A_WARP))
+    form = {"DTYPE": TL_DTYPES[product.dtype], "SPLITS": len(product.parts), "BLOCK": block, "num_warps": warps}
+    return form | pdl_options(product.parts.device)
 
 
 @op(reference=reference_norm)
@@ -193,45 +241,52 @@ def norm(
     Where nothing happens before `pre`, h is the product's own value.
     """
     parts, bias, dtype = product
-    splits, num_rows, width = parts.shape
+    _, num_rows, width = parts.shape
     assert parts.is_contiguous(), f"{parts.stride()=}"
     gains = [gain for gain in (post, pre) if gain is not None]
     for gain in gains:
         assert gain.weight is None or gain.weight.shape == (width,), f"{gain} for {width=}"
         assert gain[3:] == gains[0][3:] and not (gain.plus_one and gain.round_first), f"{gains=}"
-    assert residual is None or (residual.shape == (num_rows, width) and residual.stride(1) == 1), f"{parts.shape=}"
-    assert residual is None or residual.dtype == dtype, f"{residual.dtype=} {dtype=}"
-    whole = splits == 1 and parts.dtype == dtype and bias is None
-    changed = not whole or factor != 1.0 or any(x is not None for x in (post, residual, scale))
+    if residual is not None:
+        assert residual.shape == (num_rows, width) and residual.stride(1) == 1, f"{residual.shape=} {parts.shape=}"
+        assert residual.dtype == dtype, f"{residual.dtype=} {dtype=}"
+    changed = not product.is_value or factor != 1.0 or any(x is not None for x in (post, residual, scale))
     hidden = parts.new_empty((num_rows, width), dtype=dtype) if changed else parts[0]
     normed = hidden if pre is None else torch.empty_like(hidden)
     if num_rows == 0 or not (changed or pre is not None):
         return hidden, normed
+    first, last = post or ABSENT, pre or ABSENT
     _norm_kernel[(num_rows,)](
-        parts,
-        bias,
-        None if post is None else post.weight,
-        residual,
-        scale,
-        None if pre is None else pre.weight,
-        hidden if changed else None,
-        None if pre is None else normed,
-        num_rows,
-        width,
-        0.0 if post is None else post.eps,
-        0.0 if pre is None else pre.eps,
-        0 if residual is None else residual.stride(0),
+        *(parts, bias, first.weight, residual, scale, last.weight),
+        *(hidden if changed else None, None if pre is None else normed),
+        *(num_rows, width, first.eps, last.eps, 0 if residual is None else residual.stride(0)),
         POST=post is not None,
         PRE=pre is not None,
-        POST_ROUNDS=post is not None and post.round_first,
-        PRE_ROUNDS=pre is not None and pre.round_first,
+        POST_ROUNDS=first.round_first,
+        PRE_ROUNDS=last.round_first,
         PLUS_ONE=any(gain.plus_one for gain in gains),
         CENTRED=any(gain.centred for gain in gains),
         FACTOR=factor,
-        DTYPE=TL_DTYPES[dtype],
-        SPLITS=splits,
         enable_fp_fusion=False,  # a product that is rounded and then added would be one operation, which rounds once
-        **row_block(width),
-        **pdl_options(parts.device),
+        **row_options(product, width),
     )
     return hidden, normed
+
+
+@op(reference=reference_qk_norm)
+def qk_norm(product: Product, q_gain: Gain, k_gain: Gain) -> Product:
+    """product [M, Q + 2 K], whose queries have the width Q of q_gain and keys the width K of k_gain -> the same."""
+    parts, bias, dtype = product
+    _, num_rows, columns = parts.shape
+    assert q_gain.weight is not None and k_gain.weight is not None
+    q_width, k_width = len(q_gain.weight), len(k_gain.weight)
+    assert parts.is_contiguous() and columns == q_width + 2 * k_width, f"{parts.shape=} {q_width=} {k_width=}"
+    assert q_gain.is_plain and q_gain[2:] == k_gain[2:], f"{q_gain} {k_gain}"
+    out = parts.new_empty((num_rows, columns), dtype=dtype)
+    if num_rows:
+        _qk_norm_kernel[(num_rows, 3)](
+            *(parts, bias, q_gain.weight, k_gain.weight, out, num_rows, q_width, k_width, q_gain.eps, k_gain.eps),
+            ROUND_FIRST=q_gain.round_first,
+            **row_options(product, max(q_width, k_width)),
+        )
+    return Product.of(out)

@@ -34,14 +34,12 @@ SOME_ROWS_TILES = Tiles(64, 32, 64, 4, 4, 64)
 def reference_layer_inputs(
     context: Product, tokens: torch.Tensor, table: torch.Tensor, gain: Gain, *, context_scale: float, table_scale: float
 ) -> torch.Tensor:
-    """e [T, L, P]. context: x W_model [T, L P]; tokens [T]; table: T [V, L P]; the gain is over P."""
     width = _width(gain)
     normed = reference_rms_norm((reference_finish(context) * context_scale).unflatten(-1, (-1, width)), gain)
     return (normed + F.embedding(tokens, table).view_as(normed) * table_scale) * math.sqrt(0.5)
 
 
 def reference_gated_projection(gate: Product, inputs: torch.Tensor, weight: torch.Tensor, activation: str) -> Product:
-    """W_proj (act(gate) e_l). gate: W_gate h [T, P]; inputs: e_l [T, P]; weight: W_proj [H, P]."""
     gated = reference_activate(reference_finish(gate).float(), activation).to(inputs.dtype)
     return Product.of(F.linear(gated * inputs, weight))
 
@@ -162,13 +160,12 @@ def layer_inputs(
     out = torch.empty((num_rows, total // width, width), dtype=context.dtype, device=tokens.device)
     if num_rows == 0:
         return out
-    block = triton.next_power_of_2(width)
     _layer_inputs_kernel[(num_rows, total // width)](
         *(context.parts, tokens, table, gain.weight, out),
         *(num_rows * total, width, tokens.stride(0), gain.eps, context_scale, table_scale),
         ROUND_FIRST=gain.round_first,
         SPLITS=splits,
-        BLOCK=block,
+        BLOCK=triton.next_power_of_2(width),
         num_warps=1,
         **pdl_options(out.device),
     )

@@ -2,7 +2,7 @@ r"""A product before its last sum, which the kernel that reads it next computes 
 
     y = dtype(((0 + p_0) + p_1) + ... + p_{S-1} + bias)          p_s [M, N] float32: sums over ranges of K
 
-Kernels of this folder call `sum_parts`; `finish` is a launch for a reader that is no kernel of this folder.
+Kernels of this folder call `sum_parts`; `finish` is a launch for any other reader.
 """
 
 from typing import NamedTuple
@@ -28,6 +28,11 @@ class Product(NamedTuple):
     def of(cls, value: torch.Tensor) -> "Product":
         """What is already a sum [M, N]."""
         return cls(value[None], None, value.dtype)
+
+    @property
+    def is_value(self) -> bool:
+        """Is parts[0] the value, with nothing left to add or to round?"""
+        return len(self.parts) == 1 and self.bias is None and self.parts.dtype == self.dtype
 
 
 def reference_finish(product: Product) -> torch.Tensor:
@@ -81,9 +86,9 @@ def _finish_kernel(
 
 @op(reference=reference_finish)
 def finish(product: Product) -> torch.Tensor:
-    """The product's value [M, N], for a consumer that is no kernel of this folder."""
+    """The product's value [M, N]."""
     parts, bias, dtype = product
-    if len(parts) == 1 and bias is None and parts.dtype == dtype:
+    if product.is_value:
         return parts[0]
     out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     if out.numel():

@@ -1,5 +1,6 @@
 r"""From the merged QKV product to queries that can attend and keys and values that are stored, in one launch.
 
+    cos[t, j] = dtype(cos(pos_t f_j) c),   sin[t, j] = dtype(sin(pos_t f_j) c)      `rotary`, once for layers of a kind
     q_h = rope(q_norm(y_q,h)),   k_h = rope(k_norm(y_k,h)),   v_h = v_norm(y_v,h)         each norm may be absent
     rope(z)_a = z_a cos_j - z_b sin_j,   rope(z)_b = z_b cos_j + z_a sin_j
                                          a, b = j, j + R/2, or 2 j, 2 j + 1 (`interleaved`);   j < R/2
@@ -9,7 +10,8 @@ y is the product [T, (Hq + 2 Hkv) D]: query heads, key heads, value heads. Layer
 query heads only; layers that use their keys as values have no value heads, and v_norm reads the raw keys. Rotation
 covers the first R <= D channels, none where R is 0. Slots are in the space of the pools; padded rows carry slot 0. Keys
 and values are returned as well, for an attention that reads a forward's own rows from there. One program a row and
-head.
+head. The frequencies f and the attention factor c are those of a transformers rotary module whose frequencies do not
+depend on the sequence; both halves of a head share them.
 """
 
 from typing import NamedTuple
@@ -21,9 +23,8 @@ from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.store import reference_store_kv
-from specdec.layers.norm import Gain, reference_rms_norm
+from specdec.layers.norm import ABSENT, Gain, reference_rms_norm
 from specdec.layers.product import Product, reference_finish, sum_parts
-from specdec.layers.rotary import Rotary
 
 
 class Heads(NamedTuple):
@@ -43,6 +44,13 @@ class Heads(NamedTuple):
         return (self.num_q + self.num_kv * (1 if self.values_are_keys else 2)) * self.head_dim
 
 
+class Rotary(NamedTuple):
+    """cos, sin [T, R / 2] in the model's dtype, as transformers rounds them."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
 class Attended(NamedTuple):
     """q [T, Hq, D]; k, v [T, Hkv, D], None for a layer without."""
 
@@ -51,10 +59,14 @@ class Attended(NamedTuple):
     v: torch.Tensor | None
 
 
+def reference_rotary(positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype) -> Rotary:
+    angles = positions.float()[:, None] * frequencies.float()
+    return Rotary((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
+
+
 def reference_rope_store(
     product: Product, heads: Heads, rotary: Rotary, destination: Destination | None = None
 ) -> Attended:
-    """Norm, rotate, and store where there is a destination."""
     rows = reference_finish(product).unflatten(-1, (-1, heads.head_dim))  # [T, heads, D]
     q, k = rows[:, : heads.num_q], rows[:, heads.num_q : heads.num_q + heads.num_kv]
     v = k if heads.values_are_keys else rows[:, heads.num_q + heads.num_kv :]
@@ -78,6 +90,29 @@ def reference_rotate(x: torch.Tensor, rotary: Rotary, *, interleaved: bool = Fal
     a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
     rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1 if interleaved else -2).flatten(-2)
     return torch.cat([rotated.to(x.dtype), rest], dim=-1)
+
+
+@triton.jit(do_not_specialize=["factor"])
+def _rotary_kernel(
+    p_positions: tl.tensor,  # [T]
+    p_frequencies: tl.tensor,  # [R / 2]
+    p_cos: tl.tensor,  # [T, R / 2]
+    p_sin: tl.tensor,
+    half: tl.tensor,
+    s_positions: tl.tensor,
+    factor: tl.tensor,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    i_t = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b_frequency = tl.load(p_frequencies + o, mask=o < half, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    b_angle = tl.load(p_positions + i_t * s_positions).to(tl.float32) * b_frequency
+    tl.store(p_cos + i_t * half + o, (tl.cos(b_angle) * factor).to(DTYPE), mask=o < half, eviction_policy=KEEP)
+    tl.store(p_sin + i_t * half + o, (tl.sin(b_angle) * factor).to(DTYPE), mask=o < half, eviction_policy=KEEP)
 
 
 @triton.jit
@@ -197,11 +232,27 @@ def _rope_store_kernel(
                 _store_head(p_pool_k + o_pool, o_a, o_b, b_ra, b_rb, m)
 
 
+@op(reference=reference_rotary)
+def rotary(positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype) -> Rotary:
+    """positions [T], frequencies [R / 2]."""
+    num_rows, half = len(positions), len(frequencies)
+    cos, sin = torch.empty((2, num_rows, half), dtype=dtype, device=positions.device)
+    if cos.numel():  # no frequencies: nothing rotates
+        _rotary_kernel[(num_rows, triton.cdiv(half, 64))](
+            *(positions, frequencies.contiguous(), cos, sin, half, positions.stride(0), factor),
+            DTYPE=TL_DTYPES[dtype],
+            BLOCK=64,
+            num_warps=1,
+            **pdl_options(positions.device),
+        )
+    return Rotary(cos, sin)
+
+
 @op(reference=reference_rope_store)
 def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Destination | None = None) -> Attended:
     """Norm, rotate, and store where there is a destination, whose pools are contiguous."""
     parts, bias, dtype = product
-    splits, num_rows, width = parts.shape
+    _, num_rows, width = parts.shape
     rotated = 2 * rotary.cos.shape[1]
     gains = (heads.q_norm, heads.k_norm, heads.v_norm)
     given = [gain for gain in gains if gain is not None]
@@ -221,11 +272,10 @@ def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Dest
     attended = Attended(q, k, v) if heads.num_kv else Attended(q, None, None)
     if num_rows == 0:
         return attended
+    q_norm, k_norm, v_norm = (gain or ABSENT for gain in gains)
     _rope_store_kernel[(num_rows, heads.num_q + 2 * heads.num_kv)](
-        *(parts, bias),
-        *(None if gain is None else gain.weight for gain in gains),
-        *(rotary.cos, rotary.sin, slots, pool_k, pool_v, q, k, v, num_rows * width),
-        *(0.0 if gain is None else gain.eps for gain in gains),
+        *(parts, bias, q_norm.weight, k_norm.weight, v_norm.weight, rotary.cos, rotary.sin, slots, pool_k, pool_v),
+        *(q, k, v, num_rows * width, q_norm.eps, k_norm.eps, v_norm.eps),
         *(rotary.cos.stride(0), rotary.sin.stride(0), 0 if slots is None else slots.stride(0)),
         NUM_Q=heads.num_q,
         NUM_KV=heads.num_kv,
@@ -240,7 +290,7 @@ def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Dest
         PLUS_ONE=any(gain.plus_one for gain in given),
         INTERLEAVED=heads.interleaved,
         DTYPE=TL_DTYPES[dtype],
-        SPLITS=splits,
+        SPLITS=len(parts),
         BLOCK=triton.next_power_of_2(heads.head_dim // 2),
         num_warps=1,
         **pdl_options(parts.device),

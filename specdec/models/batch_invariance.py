@@ -8,7 +8,7 @@ Queries, keys, values, states and logits must be equal, bit by bit. Attention, w
 itself. It knows no pools, plans or requests.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Unpack
 
 import torch
@@ -72,38 +72,27 @@ def depends_on_others(
     most_rows: int,
 ) -> str | None:
     """texts [2, T] of tokens; at most `most_rows` a forward -> what of a row depends on others; None: nothing does."""
+
+    def record(*forwards: list[Row]) -> dict[str, dict[Row, torch.Tensor]]:
+        """All that is recorded of the rows of these forwards, by name and row."""
+        context = RowRecord(layout)
+        found: dict[str, dict[Row, torch.Tensor]] = {}
+        for rows in forwards:
+            tokens = texts.new_tensor([int(texts[text % 2, (pos + text // 2) % texts.shape[1]]) for text, pos in rows])
+            context.now = rows
+            states = run(tokens[None], texts.new_tensor([pos for _, pos in rows])[None], context)
+            for name, of_rows in (("the final states", states[0]), ("the logits", logits(states)[0])):
+                found.setdefault(name, {}).update(zip(rows, of_rows, strict=True))
+        asked: dict[str, dict[Row, torch.Tensor]] = {}
+        for (layer, *row), parts in sorted(context.kept.items(), key=lambda item: item[0][0]):
+            for name, part in zip(("queries", "keys", "values"), parts, strict=False):
+                asked.setdefault(f"the {name} of layer {layer}", {})[row[0], row[1]] = part
+        return asked | found
+
     rows = [(text, pos) for text in (0, 1) for pos in range(texts.shape[1])]
     first = [(text, pos) for pos in (0, 2, 1) for text in (1, 0)]
     alone = (0, 3)
     others = [row for row in reversed(rows) if row not in first and row != alone]
     junk = [(2 + i, 0) for i in range(most_rows - len(others))]  # a text of one token each
-    whole, pieces = (
-        _record(layout, texts, run, logits, forwards) for forwards in ([rows], [first, [alone], [*others, *junk]])
-    )
-    for what in whole:
-        if not all(torch.equal(whole[what][row], pieces[what][row]) for row in rows):
-            return what
-    return None
-
-
-def _record(
-    layout: KVLayout,
-    texts: torch.Tensor,
-    run: Run,
-    logits: Callable[[torch.Tensor], torch.Tensor],
-    forwards: Sequence[list[Row]],
-) -> dict[str, dict[Row, torch.Tensor]]:
-    """All recorded results of the rows of each forward, by name and row."""
-    record = RowRecord(layout)
-    found: dict[str, dict[Row, torch.Tensor]] = {}
-    for rows in forwards:
-        tokens = texts.new_tensor([int(texts[text % 2, (pos + text // 2) % texts.shape[1]]) for text, pos in rows])
-        record.now = rows
-        states = run(tokens[None], texts.new_tensor([pos for _, pos in rows])[None], record)
-        for name, of_rows in (("the final states", states[0]), ("the logits", logits(states)[0])):
-            found.setdefault(name, {}).update(zip(rows, of_rows, strict=True))
-    asked: dict[str, dict[Row, torch.Tensor]] = {}
-    for (layer, *row), parts in sorted(record.kept.items(), key=lambda item: item[0][0]):
-        for name, part in zip(("queries", "keys", "values"), parts, strict=False):
-            asked.setdefault(f"the {name} of layer {layer}", {})[row[0], row[1]] = part
-    return asked | found
+    whole, pieces = record(rows), record(first, [alone], [*others, *junk])
+    return next((what for what in whole if any(not torch.equal(whole[what][r], pieces[what][r]) for r in rows)), None)

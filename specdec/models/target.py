@@ -275,14 +275,12 @@ class TargetModel:
         """Prove that the model can be served, and how its logits follow from its head."""
         kind = type(self.model).__name__
         texts = probe_texts(self.model.config, self.vocab_size).to(self.device)
-        with torch.autocast(self.device.type, enabled=False):
-            return self._proved(texts, kind)
-
-    def _proved(self, texts: torch.Tensor, kind: str) -> Proof:
-        with refusing(self.name, f"{kind} does not run a forward of its own over text"):
-            own_logits = self._own_logits(texts)
+        unpaged = f"{kind} does not run through the attention interface of transformers"
         try:
-            with refusing(self.name, f"{kind} does not run through the attention interface of transformers"):
+            with torch.autocast(self.device.type, enabled=False), refusing(self.name, unpaged):
+                with refusing(self.name, f"{kind} does not run a forward of its own over text"):
+                    own: Any = private_copy(self.model, "eager")
+                    own_logits = own(input_ids=texts, use_cache=False).logits
                 return prove(
                     self.name,
                     self.layout,
@@ -296,13 +294,5 @@ class TargetModel:
         except UnsupportedModelError:
             raise
         except SpecDecError as error:  # of our attention function, called without its context
-            raise UnsupportedModelError(
-                f"{self.name}: {kind} does not run through the attention interface of transformers"
-                " (it drops the keyword arguments of a forward)"
-            ) from error
-
-    def _own_logits(self, texts: torch.Tensor) -> torch.Tensor:
-        """[B, T, V] of the model's own eager forward."""
-        own: Any = private_copy(self.model, "eager")
-        logits: torch.Tensor = own(input_ids=texts, use_cache=False).logits
-        return logits
+            dropped = "(it drops the keyword arguments of a forward)"
+            raise UnsupportedModelError(f"{self.name}: {unpaged} {dropped}") from error

@@ -1,18 +1,15 @@
 """How an engine is doing: sums over the requests that ended, its rounds, its pools, and one warning.
 
-It is told of settled rounds and of requests that ended, and asks the scheduler and the pools when somebody wants to
-know; nobody asks it anything to decide by. Invariant: what `stats` returns is a copy.
+Nothing is decided by it.
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from specdec.gpu.captures import CaptureUse
 from specdec.kvcache.page_pool import PagedAllocator
 from specdec.runtime.request import Request, RequestStats
-from specdec.runtime.rounds.result import RoundResult
 from specdec.runtime.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -86,57 +83,37 @@ class EngineStats(RequestStats):
         """From when a request was handed in until its first token, on average."""
         return self.first_token_seconds / self.finished if self.finished else 0.0
 
-
-class Health:
-    """What one engine notes."""
-
-    def __init__(self, scheduler: Scheduler, capture_use: Callable[[], CaptureUse] = CaptureUse) -> None:
-        self._scheduler = scheduler
-        self._capture_use = capture_use
-        self._totals = EngineStats()
-        self._drafts = 0
-        self._begun = 0  # drafts whose first token was right
-        self._warned = False
-
-    def round_settled(self, requests: list[Request], result: RoundResult) -> None:
-        """These requests had part in a round."""
-        self._totals.batches += 1
-        self._totals.batch_seconds += sum(result.seconds.values())
-        if result.num_steps == 0 or self._warned:
-            return
-        rounds = zip(requests, result.length, result.forced, strict=True)
-        drafted = [length > 1 for request, length, forced in rounds if request.max_drafts and not forced]
-        self._drafts += len(drafted)
-        self._begun += sum(drafted)
-        if self._drafts >= ENOUGH_DRAFTS:
-            if self._begun < FEW_ACCEPTED * self._drafts:
-                self._warn()
-            self._drafts = self._begun = 0  # the next thousand by themselves: a good start hides nothing
-
-    def ended(self, request: Request) -> None:
-        """By itself, or because somebody wanted it to."""
+    def count(self, request: Request) -> None:
+        """A request has ended, by itself or because somebody wanted it to."""
         if request.finish_reason in ("abort", "error"):
-            self._totals.aborted += 1
+            self.aborted += 1
         else:
-            self._totals.finished += 1
-            self._totals.add(request.stats)
+            self.finished += 1
+            self.add(request.stats)
 
-    def stats(self) -> EngineStats:
+    def now(self, scheduler: Scheduler, captures: CaptureUse) -> "EngineStats":
         """A copy, with the state of this moment."""
-        stats = replace(self._totals, accepted_counts=list(self._totals.accepted_counts))
-        allocator = self._scheduler.table.allocator
-        stats.waiting, stats.running = len(self._scheduler.waiting), len(self._scheduler.running)
-        stats.full_slots = PoolUse.of(allocator.full, allocator.page_size)
-        stats.swa_slots = PoolUse.of(allocator.swa, allocator.page_size)
-        stats.captures = self._capture_use()
-        return stats
-
-    def _warn(self) -> None:
-        self._warned = True
-        logger.warning(
-            "of the last %d drafts %d began with a token that was accepted: the output is right, but the drafter costs "
-            "time and saves none; see that it was made for this target and this chat template, in this dtype "
-            "(docs/troubleshooting.md, 'Acceptance near zero'), or use drafter=None",
-            self._drafts,
-            self._begun,
+        allocator = scheduler.table.allocator
+        return replace(
+            self,
+            accepted_counts=list(self.accepted_counts),
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            full_slots=PoolUse.of(allocator.full, allocator.page_size),
+            swa_slots=PoolUse.of(allocator.swa, allocator.page_size),
+            captures=captures,
         )
+
+
+def warn_of_rejected(drafts: int, begun: int) -> bool:
+    """Say so where hardly any of these drafts had a first token that was right -> was it said?"""
+    if begun >= FEW_ACCEPTED * drafts:
+        return False
+    logger.warning(
+        "of the last %d drafts %d began with a token that was accepted: the output is right, but the drafter costs "
+        "time and saves none; see that it was made for this target and this chat template, in this dtype "
+        "(docs/troubleshooting.md, 'Acceptance near zero'), or use drafter=None",
+        drafts,
+        begun,
+    )
+    return True

@@ -35,7 +35,6 @@ class Prefixes:
     def __init__(self, cache: KVCache | None, weights_version: Callable[[], object]) -> None:
         self._cache: PrefixCache | None = None
         self._weights_version = weights_version
-        self._looked = False  # at the weights, in this step: within one they do not change
         self._era = 0  # counts how often what was made before became worthless
         if cache is not None:
             self._cache = PrefixCache(cache.table, pairs=len(cache.stores) > 1)  # a drafter's may follow from the next
@@ -132,16 +131,13 @@ class Prefixes:
             self._era += 1
             self._in_progress.clear()  # what these compute will not be kept
 
-    def next_step(self) -> None:
-        """The weights may be others from here on."""
-        self._looked = False
-
     def _look(self) -> None:
-        """Are the weights those that made what is cached? Their versions are many: once a step that uses the cache."""
-        if not self._looked and self._made_by != (now := self._weights_version()):
-            self._made_by = now
-            self.clear()
-        self._looked = True
+        """Are the weights those that made what is cached? Their versions are many, and one object within a step."""
+        now = self._weights_version()
+        if now is not self._made_by:
+            made_by, self._made_by = self._made_by, now
+            if made_by != now:
+                self.clear()
 
     def check(self, running: Sequence[Request]) -> None:
         """Assert that prompts in progress are those of running requests."""

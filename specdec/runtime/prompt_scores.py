@@ -8,6 +8,10 @@ first token has no score: nothing stands before it. It knows numbers on the host
 Invariant: `known` only grows, and the scores of tokens 1 to `known` - 1 are complete.
 """
 
+from collections.abc import Sequence
+
+from specdec.gpu.mirrored_array import IntArray
+from specdec.runtime.rounds.prompt_scoring import Scoring, Span
 from specdec.sampling.log_probs import TokenScores
 
 
@@ -40,3 +44,21 @@ class PromptScores:
             best = [dict(zip(*top, strict=True)) for top in tops]
             entries += zip(chosen.tolist(), best, strict=True)
         return entries + [None] * (self.prompt_len - len(entries))
+
+
+def scoring_of(prompts: Sequence[PromptScores | None], done: IntArray, chunk_len: IntArray) -> Scoring | None:
+    """What is to be scored of chunks of `chunk_len` [B] tokens after `done` [B] committed ones; None: nothing.
+
+    A token is scored by the chunk before it, by the first of its prompt's samples that gets there: what is known, or is
+    part of an output that a preempted request reads again, is not computed.
+    """
+    spans: list[Span] = []
+    alternatives = 0
+    for number, (scores, start, length) in enumerate(zip(prompts, done.tolist(), chunk_len.tolist(), strict=True)):
+        if scores is None:
+            continue
+        first, end = max(start + 1, scores.known), min(start + length + 1, scores.prompt_len)
+        if first < end:
+            spans.append(Span(number, first - start - 1, first, end - first))
+            alternatives = max(alternatives, scores.alternatives)
+    return Scoring(spans, alternatives) if spans else None

@@ -245,6 +245,14 @@ class Request:
         """Most drafts that it accepts in a round."""
         return 0 if self.draft is None else self.draft.depth
 
+    def draft_size(self, to_go: int) -> tuple[int, int, int]:
+        """(steps, topk, nodes) of a draft that is enough where `to_go` tokens may still come, the bonus token among
+        them."""
+        if self.draft is None:
+            return 0, 1, 1
+        num_steps, num_nodes = self.draft.shortened(to_go - 1)
+        return num_steps, self.draft.topk, num_nodes
+
     @property
     def place(self) -> Place | None:
         """In its grammar and rules, behind the newest token; None: anything may come."""
@@ -295,12 +303,12 @@ class Request:
         stats: its figures so far (a copy, changed here); num_drafts: how deep the drafts of this round were, None for
         the token behind a prompt; num_forced: so many of the first were no drafts, but the grammar's.
         """
-        start, _, _, reader, place = self.settled
-        prompt_len, tokens, stops = len(self.prompt), self._tokens, self.params.stop_strings
+        start, place = self.settled.num_tokens, self.settled.place
+        prompt_len, tokens = len(self.prompt), self._tokens
+        stops = self.params.stop_strings or None
+        reader = copy.copy(self.settled.reader) if stops else None  # that of what is settled does not move
         kept, longest = start - prompt_len, prompt_len + self.params.max_new_tokens
         del tokens[start:], self._drafted[kept:], self._logprobs[kept:]  # of a step that was interrupted
-        if stops:
-            reader = copy.copy(reader)  # that of what is settled does not move
         finish_reason, taken, called = "", 0, "grammar"
         if start >= longest:  # its prompt was to be scored, and no more
             finish_reason, emitted = "length", ()
@@ -317,7 +325,7 @@ class Request:
                 tokens.append(token)
                 self._drafted.append(num_forced < taken < len(emitted))
                 called = "tokenizer"
-                if token in self.end_tokens or (stops and reader.find_stop(tokens, stops, prompt_len)):
+                if token in self.end_tokens or (stops and reader and reader.find_stop(tokens, stops, prompt_len)):
                     finish_reason = "stop"
                     break
                 if len(tokens) >= longest:
@@ -337,7 +345,7 @@ class Request:
             stats.record_round(taken, *drafts)
             stats.forced_tokens += min(taken, num_forced)
             stats.forced_rounds += num_forced > 0
-        self.settled = Settled(start + taken, finish_reason, stats, reader, place)
+        self.settled = Settled(start + taken, finish_reason, stats, reader or self.settled.reader, place)
         self._tell()
 
     def abort(self) -> None:

@@ -86,7 +86,7 @@ class Scheduler:
         for name, need, pool in (("full", full, allocator.full), ("swa", swa, allocator.swa)):
             if pool is not None and need > pool.capacity * allocator.page_size:
                 raise CapacityError(
-                    f"{asked} needs {need} {name} KV slots (with {self.table.lookahead} nodes a verify step and page "
+                    f"{asked} needs {need} {name} KV slots (with {self.table.lookahead} lookahead slots and page "
                     f"size {allocator.page_size}), but the {name} pool has {pool.capacity * allocator.page_size}; "
                     f"raise {name}_slots or ask for less"
                 )
@@ -245,6 +245,8 @@ class Scheduler:
     def _prompt_shares(self) -> list[tuple[Request, int]]:
         """Who reads how many tokens of its prompt in this step, as far as there are pages, by rank."""
         reading = [request for request in self.running if request.state is RequestState.PREFILL]
+        if not reading:
+            return []
         done = [int(self.table.committed_len.host[request.row]) for request in reading]
         prompts = [Prompt(rank(r)[0], r.prefill_target - n) for r, n in zip(reading, done, strict=True)]
         to_come = sum(each.to_go for each in prompts)

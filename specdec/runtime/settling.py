@@ -10,11 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specdec.gpu.mirrored_array import IntArray, MirroredArray
+from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.table import RequestTable
+from specdec.runtime.launched_step import LaunchedStep
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.request import Request, RequestState, rows_of
 from specdec.runtime.rounds.result import RoundResult
+from specdec.runtime.rounds.round import Round
 
 
 def commit_chunks(table: RequestTable, prefixes: Prefixes, requests: Sequence[Request], chunk_len: IntArray) -> None:
@@ -31,20 +33,30 @@ def commit_chunks(table: RequestTable, prefixes: Prefixes, requests: Sequence[Re
             request.state = RequestState.DECODE
 
 
-def settle_first(tokens: MirroredArray, request: Request, result: RoundResult, place: int) -> None:
-    """The first token of an output, from the last chunk of its prompt: `place` in the result."""
-    first = int(result.tokens[place, 0])
-    tokens.adopt((request.row, len(request.prompt)), first)
-    request.settle([first], result.logprobs[place], request.stats.copy())
+def settle_chunks(round: Round, step: LaunchedStep, present: Sequence[int]) -> None:
+    """The requests numbered `present`, which still have their rows, take over what prompt chunks have scored, and the
+    first token of their output from the last chunk of their prompt."""
+    result = step.result()
+    for number in present:
+        step.requests[number].stats.prefill_seconds += result.seconds["prefill"] / len(step.requests)
+    for span, scores in step.prompt_scores():
+        if span.number in present and (known := step.requests[span.number].scores) is not None:
+            known.take(span.first, scores)
+    assert step.drawing is not None, "a round is no prompt chunk"
+    for place, number in enumerate(step.drawing):
+        if number in present:
+            request, first = step.requests[number], int(result.tokens[place, 0])
+            round.tokens.adopt((request.row, len(request.prompt)), first)
+            request.settle([first], result.logprobs[place], request.stats.copy())
 
 
-def settle_round(table: RequestTable, tokens: MirroredArray, requests: Sequence[Request], result: RoundResult) -> None:
+def settle_round(round: Round, requests: Sequence[Request], result: RoundResult) -> None:
     """Every request gains what was accepted, up to the end of its output."""
-    rows = rows_of(requests)
+    rows, table = rows_of(requests), round.cache.table
     start = table.committed_len.host[rows]
     table.adopt_commit(rows, result.length, result.path)
     of_row, step = np.nonzero(np.arange(result.tokens.shape[1]) < result.length[:, None])  # [M] tokens, row by row
-    tokens.adopt((rows[of_row], start[of_row] + 1 + step), result.tokens[of_row, step])
+    round.tokens.adopt((rows[of_row], start[of_row] + 1 + step), result.tokens[of_row, step])
     draft, verify, other = (result.seconds[stage] / len(requests) for stage in ("draft", "verify", "other"))
     columns = result.tokens.tolist(), result.length.tolist(), result.logprobs, result.forced.tolist()
     for request, emitted, length, logprobs, num_forced in zip(requests, *columns, strict=True):

@@ -23,7 +23,7 @@ def make_cache(
 ) -> tuple[KVCache, int]:
     """Slots and request table for one engine, without stores yet, and the longest sequence they serve (tokens).
 
-    num_nodes: verify width, the root included.
+    num_nodes: lookahead slots of a request, for verified nodes and for drafts of the drafter's own.
     """
     layout, page_size = target.layout, config.page_size
     item = torch.empty((), dtype=target.dtype).element_size()
@@ -68,7 +68,7 @@ def make_cache(
         if there // page_size * page_size < needed:
             raise CapacityError(
                 f"{space}_slots={there} can hold no request: a prompt of one token takes {needed} slots, with "
-                f"{num_nodes} nodes a verify step and page size {page_size}; give {needed} or more, or leave it None, "
+                f"{num_nodes} lookahead slots and page size {page_size}; give {needed} or more, or leave it None, "
                 f"which takes a share of the memory that is free ({budget / 1e9:,.2f} GB)"
             )
     needed, there = full_slots * full_bytes + swa_slots * swa_bytes, all_bytes(target.device)

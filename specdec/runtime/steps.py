@@ -15,39 +15,81 @@ A request whose prompt is complete has a row in the next round, whether its firs
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
+import numpy as np
 import torch
 
-from specdec.errors import is_fault
-from specdec.gpu.mirrored_array import IntArray
+from specdec.config import MAX_FORCED_TOKENS, SpecConfig
+from specdec.gpu.captures import CaptureUse
+from specdec.gpu.mirrored_array import IntArray, upload
+from specdec.kvcache.table import row_cells
 from specdec.progress import progress_bar
-from specdec.runtime.chunk_scores import scoring_of, settle_scores
-from specdec.runtime.engine_stats import Health
-from specdec.runtime.launcher import LaunchedStep, Launcher
-from specdec.runtime.request import Request, RequestState, rows_of
-from specdec.runtime.rounds.captured_rounds import batch_sizes
+from specdec.runtime.engine_stats import ENOUGH_DRAFTS, EngineStats, warn_of_rejected
+from specdec.runtime.grammar_masks import GrammarSteps, prepare, root_masks
+from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
+from specdec.runtime.prompt_scores import scoring_of
+from specdec.runtime.request import Request, rows_of
+from specdec.runtime.rounds.captured_prompts import ChunkGraphs
+from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, batch_sizes, nothing, run_programs
+from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
+from specdec.runtime.rounds.grouping import WORTH_A_FORWARD, WORTH_ON_CPU, group_chunks, padded_size
+from specdec.runtime.rounds.prompt_scoring import Scoring, score_chunk
+from specdec.runtime.rounds.result import RoundResult, RoundShape
+from specdec.runtime.rounds.round import PREFILL_STAGES, Chunk, Round
+from specdec.runtime.rounds.round_shapes import NO_DRAFT, max_logprobs, round_shape, whole_draft, with_forced
 from specdec.runtime.scheduler import Scheduler
-from specdec.runtime.settling import commit_chunks, settle_first, settle_round
-from specdec.sampling.grammars.grammar import make_masks
+from specdec.runtime.settling import commit_chunks, settle_chunks, settle_round
+from specdec.sampling.sampling_table import Uses
 
 
 class Steps:
-    """The steps of one engine. `under_way`: those launched and not settled, oldest first."""
+    """The steps of one engine. `under_way`: those launched and not settled, oldest first.
 
-    def __init__(self, scheduler: Scheduler, launcher: Launcher) -> None:
+    graphs, chunks: None where nothing is captured. `lag`: rounds that may be unsettled when one more is launched.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        round: Round,
+        spec: SpecConfig,
+        graphs: RoundGraphs | None,
+        chunks: ChunkGraphs | None,
+    ) -> None:
         self.scheduler = scheduler
-        self.launcher = launcher
-        self.round = launcher.round
-        self.health = Health(scheduler, launcher.capture_use)
+        self.round = round
+        self.spec = spec
+        self.graphs = graphs
+        self.chunks = chunks
+        self.lag = 0 if graphs is None else 1
         self.table = scheduler.table
+        self.totals = EngineStats()
         self.under_way: deque[LaunchedStep] = deque()
+        self._drafted = self._begun = 0  # drafts since the last look, and those whose first token was right
+        self._warned = False
+        round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
     def warm_up(self) -> None:
-        """`Launcher.warm_up`, before anything else has run."""
+        """Capture greedy rounds of full drafts at the shortest tables, the largest batch first, with no row seated.
+
+        Other shapes are captured when they first occur.
+        """
+        if self.graphs is None:
+            return
+        no_rows = np.zeros(0, dtype=np.int64)
+        drafts = [NO_DRAFT if self.round.worker is None else whole_draft(self.spec)]
         sizes = batch_sizes(self.table.max_requests)
         with self._on_device(), progress_bar("capturing rounds", len(sizes)) as update:
-            for done, _ in enumerate(self.launcher.warm_up(), start=1):
+            for done, size in enumerate(reversed(sizes), start=1):
+                shape = round_shape(self.round, no_rows, [], drafts, 0)
+                shape = self.graphs.bucket(shape._replace(batch=size))
+                for _ in range(2):  # as it is, then captured
+                    self.round.seat(no_rows)
+                    self.round.flush()
+                    self.graphs.run(shape)
                 update(done)
+        self.graphs.store.uncaptured["rounds"] = 0  # no request has asked for any so far
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Begin again with these requests, whatever state everything is in."""
@@ -55,22 +97,32 @@ class Steps:
         self.round.reset()
         self.scheduler.restart(requests)
 
+    def clear_captures(self) -> None:
+        """Let go of all that was captured."""
+        for captures in (self.graphs, self.chunks):
+            if captures is not None:
+                captures.clear()
+
+    def stats(self) -> EngineStats:
+        """A copy of the sums, with the state of this moment."""
+        captures = CaptureUse() if self.graphs is None else self.graphs.store.use()
+        return self.totals.now(self.scheduler, captures)
+
     def run(self) -> list[Request]:
         """One step -> the requests that ended in it. Prompts come second, so that those that end make room for them."""
         with self._on_device(), self.round.one_look():
-            self.scheduler.prefixes.next_step()
             finished: list[Request] = []
             if any(request.place for request in self.scheduler.running):
                 finished += self._settle_all()  # what a grammar allows is known when all earlier tokens are
-                finished += self._make_masks(self.scheduler.running)
+                finished += self._release_finished(prepare(self.scheduler.running))
             finished += self._decode(self.scheduler.next_decode())
             if admitted := self.scheduler.admit():
-                self.launcher.load(admitted)
-                finished += self._make_masks(admitted)
+                self._load(admitted)
+                finished += self._release_finished(prepare(admitted))
             requests, chunk_len = self.scheduler.next_prefill()
             if requests:
-                for chosen in self.launcher.group(chunk_len):
-                    self._prefill([requests[i] for i in chosen], chunk_len[chosen])
+                for chosen in self.group(chunk_len):
+                    self.prefill([requests[i] for i in chosen], chunk_len[chosen])
                 finished += self._settle(busy=None in [launched.drawing for launched in self.under_way])
             return finished
 
@@ -81,58 +133,129 @@ class Steps:
         with torch.cuda.device_of(self.round.seats.tensor), torch.autocast(device.type, enabled=False):
             yield
 
-    def _make_masks(self, requests: Sequence[Request]) -> list[Request]:
-        """What grammars allow next and force, before anything is launched -> those that end here: theirs raised."""
-        guided = [request for request in requests if request.place is not None]
-        if not guided:
-            return []
-        try:
-            make_masks([request.place for request in guided])
-        except BaseException as error:
-            if not is_fault(error):
-                raise  # else one of them is at fault, and found below
-        for request in guided:
-            try:
-                assert request.place is not None
-                request.place.mask  # noqa: B018 - made once, and kept there
-                if request.state is RequestState.DECODE:
-                    request.forced  # noqa: B018
-            except BaseException as error:
-                if not is_fault(error):
-                    raise
-                request.fail("grammar", error)
-        return self._release_finished(guided)
+    def _load(self, requests: Sequence[Request]) -> None:
+        """These requests have been given their rows: their tokens and parameters go there with the next upload."""
+        round, rows = self.round, rows_of(requests)
+        length = np.array([request.settled.num_tokens for request in requests], dtype=np.int64)
+        tokens = chain.from_iterable(request.tokens for request in requests)
+        round.tokens[row_cells(rows, np.zeros_like(rows), length)] = np.fromiter(tokens, dtype=np.int64)
+        round.sampling.load(rows, [(request.params, request.seed) for request in requests])
+        round.max_drafts[rows] = np.array([request.max_drafts for request in requests], dtype=np.int64)
+        round.prompt_len[rows] = np.array([len(request.prompt) for request in requests], dtype=np.int64)
+        if round.seen_bits is not None:
+            held = [request for request in requests if request.params.repetition_penalty != 1]
+            round.seen_bits.load(rows_of(held), [request.tokens for request in held])
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
-        """Launch a round of the requests that may still get a token from it."""
+        """Launch a round of the requests that may still get a token from it, and settle what is due."""
         sure = Counter(request.number for launched in self.under_way for request in launched.gaining())
         to_go = [request.params.max_new_tokens - request.num_output - sure[request.number] for request in requests]
         going_on = [request for request, most in zip(requests, to_go, strict=True) if most > 0]
         if going_on:
-            rounds = sum(launched.drawing is None for launched in self.under_way)
-            self.under_way.append(self.launcher.decode(going_on, [most for most in to_go if most > 0], rounds))
+            self.launch_round(going_on, [most for most in to_go if most > 0])
         return self._settle(busy=bool(going_on))
 
-    def _prefill(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
-        """Launch prompt chunks."""
-        done = self.table.committed_len.host[rows_of(requests)]
+    def launch_round(self, requests: Sequence[Request], to_go: Sequence[int]) -> None:
+        """One round of these requests. to_go: tokens that each may still get, at least 1."""
+        rows, params = rows_of(requests), [request.params for request in requests]
+        places = [request.place for request in requests]
+        shape = self.shape_for(requests, to_go)
+        masked = any(place is not None for place in places)  # a request's rules may have ended before it does
+        shape = shape._replace(uses=shape.uses._replace(masked=masked))
+        forced = np.array([len(request.forced) for request in requests], dtype=np.int64)
+        if forced.any():
+            shape = with_forced(shape, self.round, rows, int(forced.max()), self.graphs)
+            forced = forced.clip(max=shape.width - 1)
+        if self.graphs is not None:
+            shape = self.graphs.bucket(shape)
+        self.round.seat(rows)
+        self.round.sampling.load_biases(rows, params, shape.uses)
+        if shape.forced:
+            for request, count in zip(requests, forced.tolist(), strict=True):
+                tokens = np.array([count, *request.forced[:count]], dtype=np.int64)
+                self.round.forced[request.row, : 1 + count] = tokens
+        self.round.flush()
+        between: Between = GrammarSteps(self.round, shape, places).between if masked else nothing
+        if self.graphs is None:
+            packed = run_programs(decode_programs(self.round, shape), between)
+        else:
+            packed = self.graphs.run(shape, between)
+        self._launched(requests, None, shape, DECODE_STAGES, packed, forced, None)
+
+    def shape_for(self, requests: Sequence[Request], to_go: Sequence[int]) -> RoundShape:
+        """Of a round of these requests, after those that are not settled. Captured rounds have two kinds of drafts, the
+        engine's own and none, so that few are captured."""
+        if self.graphs is None:
+            drafts = [request.draft_size(most) for request, most in zip(requests, to_go, strict=True)]
+        else:
+            drafts = [NO_DRAFT if request.draft is None else whole_draft(self.spec) for request in requests]
+        unsettled = sum(launched.drawing is None for launched in self.under_way)
+        most = 1 if self.round.worker is None else self.spec.num_nodes
+        params = [request.params for request in requests]
+        return round_shape(self.round, rows_of(requests), params, drafts, unsettled * most)
+
+    def group(self, chunk_len: IntArray) -> list[IntArray]:
+        """Numbers of the prompt chunks [B] that share a forward."""
+        worth = WORTH_ON_CPU if self.round.device.type == "cpu" else WORTH_A_FORWARD
+        return group_chunks(chunk_len, padded_size if self.chunks is None else self.chunks.size, worth)
+
+    def prefill(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
+        """Launch the next `chunk_len` [B] tokens of these prompts; those that end with them draw their first token."""
+        rows = rows_of(requests)
+        done = self.table.committed_len.host[rows]
         drawing = [
             i
             for i, request in enumerate(requests)
             if request.num_output == 0 and done[i] + chunk_len[i] == request.prefill_target
         ]
-        step = self.launcher.prefill(requests, chunk_len, drawing, scoring_of(requests, done, chunk_len))
+        drawn = [requests[i] for i in drawing]
+        params = [request.params for request in drawn]
+        uses, logprobs = Uses.of(params), max_logprobs([p.logprobs for p in params])
+        shape = RoundShape(len(drawn), 0, 0, 1, 1, uses, logprobs)
+        chosen = np.array(drawing, dtype=np.int64)
+        self.round.sampling.load_biases(rows[chosen], params, uses)
+        self.round.flush()
+        self.round.clock.start(*PREFILL_STAGES)
+        chunk = self._read(rows, chunk_len)
+        scores = None
+        if scoring := scoring_of([request.scores for request in requests], done, chunk_len):
+            cells = upload(scoring.cells(), self.round.device)
+            scores = scoring, copy_to_host(score_chunk(self.round, chunk, cells, scoring.alternatives))
+        packed = self.round.prefill(chunk, chosen, uses, logprobs, root_masks([request.place for request in drawn]))
+        forced = np.zeros(len(drawn), dtype=np.int64)
+        self._launched(requests, drawing, shape, PREFILL_STAGES, packed, forced, scores)
         commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)
-        self.under_way.append(step)
+
+    def _read(self, rows: IntArray, chunk_len: IntArray) -> Chunk:
+        """The target's part of prompt chunks, captured where they are few."""
+        chunk = None if self.chunks is None else self.chunks.read(rows, chunk_len)
+        if chunk is None:
+            length = upload(chunk_len, self.round.device)
+            chunk = self.round.read(self.table.rows(rows), length, int(chunk_len.max()))
+        return chunk
+
+    def _launched(
+        self,
+        requests: Sequence[Request],
+        drawing: list[int] | None,
+        shape: RoundShape,
+        stages: tuple[str, ...],
+        packed: torch.Tensor,
+        forced: IntArray,
+        scores: tuple[Scoring, torch.Tensor] | None,
+    ) -> None:
+        epochs = [request.row_epoch for request in requests]
+        on_host, done = copy_to_host(packed), event_now(packed.device)
+        self.under_way.append(LaunchedStep(requests, epochs, drawing, shape, stages, on_host, forced, scores, done))
 
     def _settle(self, busy: bool) -> list[Request]:
-        """Settle what is under way, oldest first, except for the launcher's lag.
+        """Settle what is under way, oldest first, except for the lag.
 
         busy: the device has a round to run meanwhile. If it has none, everything is settled as soon as nothing under
         way would bring a token: a result would be read a step late while the device idles.
         """
         gaining = [launched for launched in self.under_way if launched.gaining()]
-        return self._settle_all(self.launcher.lag if busy or not gaining else 0)
+        return self._settle_all(self.lag if busy or not gaining else 0)
 
     def _settle_all(self, left: int = 0) -> list[Request]:
         """Settle what is under way, oldest first, except for the last `left`."""
@@ -141,22 +264,31 @@ class Steps:
             launched = self.under_way.popleft()
             if not (present := launched.present()):
                 continue
-            result = launched.result()
             requests = [launched.requests[i] for i in present]
             if launched.drawing is None:
+                result = launched.result()
                 if len(present) < len(launched.requests):
                     result = result.take(present)
-                settle_round(self.table, self.round.tokens, requests, result)
-                self.health.round_settled(requests, result)
+                settle_round(self.round, requests, result)
+                self._note(requests, result)
             else:
-                for request in requests:
-                    request.stats.prefill_seconds += result.seconds["prefill"] / len(launched.requests)
-                settle_scores(launched, present)
-                for place, number in enumerate(launched.drawing):
-                    if number in present:
-                        settle_first(self.round.tokens, launched.requests[number], result, place)
+                settle_chunks(self.round, launched, present)
             finished += self._release_finished(requests)
         return finished
+
+    def _note(self, requests: Sequence[Request], result: RoundResult) -> None:
+        """Count a settled round, and warn once where drafts are hardly ever right."""
+        self.totals.batches += 1
+        self.totals.batch_seconds += sum(result.seconds.values())
+        if result.num_steps == 0 or self._warned:
+            return
+        rounds = zip(requests, result.length, result.forced, strict=True)
+        drafted = [length > 1 for request, length, forced in rounds if request.max_drafts and not forced]
+        self._drafted += len(drafted)
+        self._begun += sum(drafted)
+        if self._drafted >= ENOUGH_DRAFTS:
+            self._warned = warn_of_rejected(self._drafted, self._begun)
+            self._drafted = self._begun = 0  # the next thousand by themselves: a good start hides nothing
 
     def _release_finished(self, requests: Sequence[Request]) -> list[Request]:
         finished = [request for request in requests if request.finished]

@@ -22,29 +22,18 @@ from specdec.errors import SpecDecError
 T = TypeVar("T")
 
 
-class _Turn:
-    """Of one thread; it is over when `lock` is free. Those who wait for that hold the lock for a moment, too, so
-    `thread` is who has the turn or waits for it, and 0 when that is over."""
-
-    __slots__ = ("lock", "thread")
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.thread = 0
-
-
 class Turns:
     """The turns of one engine."""
 
     def __init__(self) -> None:
         self._guard = threading.RLock()  # for a few instructions, which a signal handler or finalizer may interrupt
-        self._newest = self._present = _Turn()
-        self._of_thread: dict[int, _Turn] = {}  # the latest that each thread asked for with `run`
+        self._newest = self._present = threading.Lock()
+        self._threads: dict[threading.Lock, int] = {}  # whose turns are under way, or waited for
 
     @property
     def awaited(self) -> bool:
         """Does a thread wait for its turn?"""
-        return self._newest is not self._present and self._newest.lock.locked()
+        return self._newest is not self._present and self._newest.locked()
 
     def run(self, work: Callable[[], T]) -> T:
         """Wait for a turn and do this work in it.
@@ -52,46 +41,44 @@ class Turns:
         Raises SpecDecError within a turn of the same thread, or while that thread waits for one, as a signal handler
         may: neither would end.
         """
-        here, mine = threading.get_ident(), _Turn()
-        for other in (self._present, self._of_thread.get(here)):
-            if other is not None and other.thread == here:
-                raise SpecDecError(
-                    "this call waits for the step that it is made in: a tokenizer, a callback or a signal handler "
-                    "called the engine that it interrupts; call it when the step is over"
-                )
-        with mine.lock:
+        here, mine = threading.get_ident(), threading.Lock()
+        if here in list(self._threads.values()):
+            raise SpecDecError(
+                "this call waits for the step that it is made in: a tokenizer, a callback or a signal handler "
+                "called the engine that it interrupts; call it when the step is over"
+            )
+        with mine:
             try:
-                self._of_thread[here] = mine
-                mine.thread = here
+                self._threads[mine] = here
                 with self._guard:
                     before, self._newest = self._newest, mine
-                with before.lock:
+                with before:
                     pass
                 while not self._take(mine):  # free at once, unless a thread gave up waiting, or `attempt` has it
-                    with self._present.lock:
+                    with self._present:
                         pass
                 return work()
             finally:
-                mine.thread = 0
+                del self._threads[mine]  # no call, so nothing strikes here
 
     def attempt(self, work: Callable[[], object]) -> bool:
         """Do this work in a turn, unless a thread has one or waits for one. Never waits for a turn. -> was it done?"""
-        if self._newest.lock.locked():
+        if self._newest.locked():
             return False
-        mine = _Turn()
-        with mine.lock:
+        here, mine = threading.get_ident(), threading.Lock()
+        with mine:
             try:
-                mine.thread = threading.get_ident()
+                self._threads[mine] = here
                 if not self._take(mine):
                     return False
                 work()
                 return True
             finally:
-                mine.thread = 0
+                del self._threads[mine]
 
-    def _take(self, mine: _Turn) -> bool:
+    def _take(self, mine: threading.Lock) -> bool:
         with self._guard:
-            if self._present.lock.locked():
+            if self._present.locked():
                 return False
             self._present = mine
             return True

@@ -169,6 +169,26 @@ def _nucleus(
 
 
 @triton.jit
+def _kept(
+    source: tl.tuple,
+    i_tile: tl.tensor,
+    kept: tl.tuple,
+    stream: tl.tensor,
+    sampled: tl.tensor,
+    LISTED: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Tokens, scores and scores with noise (`noise_bound`) of one tile, and which of them the filters keep."""
+    border, last_id, min_score = kept
+    b_id, b_s, b_key = _entries(source, i_tile, LISTED, TILE)
+    m_kept = ((b_key < border) | ((b_key == border) & (b_id <= last_id))) & (b_s >= min_score)
+    b_value = b_s
+    if sampled:
+        b_value += noise_bound(stream, b_id)
+    return b_id, b_s, b_value, m_kept
+
+
+@triton.jit
 def _keep_best(
     b_value: tl.tensor,
     b_s: tl.tensor,
@@ -339,17 +359,14 @@ def choose_kernel(
         min_score = -INF
         if sampled:
             min_score = min_score_of(tl.load(p_real + MIN_P * num_requests + i_request))
+        kept = (border, last_id, min_score)
 
         # the best K of it
         stream = noise_stream(tl.load(p_whole + SEED * num_requests + i_request), tl.load(p_positions + i_row))
         b_best = tl.where(o_slot < K, -INF, INF)
         b_best_id = tl.full([SLOTS], LARGEST, tl.int32)
         for i_tile in range(tl.cdiv(source[0], TILE)):
-            b_id, b_s, b_key = _entries(source, i_tile, LISTED, TILE)
-            m_kept = ((b_key < border) | ((b_key == border) & (b_id <= last_id))) & (b_s >= min_score)
-            b_value = b_s
-            if sampled:
-                b_value += noise_bound(stream, b_id)
+            b_id, b_s, b_value, m_kept = _kept(source, i_tile, kept, stream, sampled, LISTED, TILE)
             b_value = tl.where(m_kept, b_value, -INF)
             b_best, b_best_id = _keep_best(b_value, b_s, b_id, b_best, b_best_id, stream, sampled, SLOTS)
         b_best = tl.where(o_slot < K, b_best, -INF)
@@ -363,11 +380,7 @@ def choose_kernel(
             if summed:
                 b_sum = tl.zeros([TILE], tl.int64)
                 for i_tile in range(tl.cdiv(source[0], TILE)):
-                    b_id, b_s, b_key = _entries(source, i_tile, LISTED, TILE)
-                    m_kept = ((b_key < border) | ((b_key == border) & (b_id <= last_id))) & (b_s >= min_score)
-                    b_value = b_s
-                    if sampled:
-                        b_value += noise_bound(stream, b_id)
+                    _id, _s, b_value, m_kept = _kept(source, i_tile, kept, stream, sampled, LISTED, TILE)
                     b_sum += tl.where(m_kept, mass_of(b_value - best), 0)
                 log_sum += tl.log(tl.sum(b_sum).to(tl.float32) / MASS_UNIT)
             elif not GIVEN:  # the tiles have summed it

@@ -108,10 +108,7 @@ def _choose(
     assert 1 <= k <= min(MAX_BEST, vocab_size), f"{k=} {vocab_size=}"
     assert positions.shape == (batch, num_nodes), f"{positions.shape=}"
     assert all(p.shape[1:] == (batch,) and p.is_contiguous() for p in params), [p.shape for p in params]
-    best = Best(
-        torch.empty((batch, num_nodes, k), dtype=torch.int64, device=logits.device),
-        torch.empty((batch, num_nodes, k), dtype=torch.float32, device=logits.device),
-    )
+    best = Best.empty((batch, num_nodes), k, logits.device)
     if batch * num_nodes == 0:
         return best
     positions = positions.contiguous()

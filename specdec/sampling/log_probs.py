@@ -1,5 +1,6 @@
 """Log-probabilities of tokens, under the logits before any sampling parameter, on the device and as reported."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +44,13 @@ class Best(NamedTuple):
 
     tokens: torch.Tensor
     scores: torch.Tensor
+
+    @classmethod
+    def empty(cls, places: Sequence[int], count: int, device: torch.device) -> "Best":
+        shape = (*places, count)
+        return cls(
+            torch.empty(shape, dtype=torch.int64, device=device), torch.empty(shape, dtype=torch.float32, device=device)
+        )
 
 
 def best_of(log_p: torch.Tensor, count: int) -> Best:

@@ -14,7 +14,6 @@ noise is counter-based and has no state. Speculation therefore changes no token:
 every tree node. It is what a CPU runs, and the oracle of the kernels (`KernelSampler`), which do not sort.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -41,6 +40,7 @@ class NodePaths(Protocol):
     def num_nodes(self) -> int: ...
 
 
+@dataclass(frozen=True)
 class Past:
     """What edits of logits read, for logits [B, N, V].
 
@@ -50,30 +50,19 @@ class Past:
     after each node. seen [B, V / 32] int32: bits of the history's tokens, None where they are not kept.
     """
 
-    history = OnDemand()
-
-    def __init__(
-        self,
-        history: torch.Tensor | Callable[[], torch.Tensor],
-        length: torch.Tensor,
-        tree: NodePaths | None,
-        prompt_len: torch.Tensor | None = None,
-        allowed: torch.Tensor | None = None,
-        seen: torch.Tensor | None = None,
-    ) -> None:
-        self.history = history
-        self.length = length
-        self.tree = tree
-        self.prompt_len = prompt_len
-        self.allowed = allowed
-        self.seen = seen
+    history: OnDemand = OnDemand()
+    length: torch.Tensor
+    tree: NodePaths | None
+    prompt_len: torch.Tensor | None = None
+    allowed: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceSampler:
     """Draws tokens of B requests with their parameters.
 
-    params, uses, bias: of `SamplingRows`. noise: [B, W, V] of positions first [B] and after, made once for all that
+    params, uses, bias: of `SamplingTable.at`. noise: [B, W, V] of positions first [B] and after, made once for all that
     draws there (`ahead`); None: made as needed.
     """
 

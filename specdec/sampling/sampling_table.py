@@ -7,7 +7,6 @@ them. Logit biases lie next to the table, as cells of int64 too, so that one upl
 """
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -25,10 +24,6 @@ REAL = tuple(name for name, number in NUMBERS.items() if number.kind is float)
 """The other columns, each the bits of a float64."""
 FILTERS = tuple(name for name, number in NUMBERS.items() if number.filters)
 """Those that remove tokens from the law."""
-
-_WHOLE_OF, _REAL_OF = attrgetter(*WHOLE[1:]), attrgetter(*REAL)
-_OFF = tuple(NUMBERS[name].default for name in FILTERS)
-_FILTERS_OF = attrgetter(*FILTERS)
 
 
 class ParamVectors(NamedTuple):
@@ -79,10 +74,9 @@ class Uses(NamedTuple):
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> "Uses":
         sampled = [p for p in params if p.temperature > 0]
-        values = [zip(FILTERS, _FILTERS_OF(p), _OFF, strict=True) for p in sampled]
         return cls(
             sampled=len(sampled) > 0,
-            filters=frozenset(name for each in values for name, value, off in each if value != off),
+            filters=frozenset(f for f in FILTERS if any(getattr(p, f) != NUMBERS[f].default for p in sampled)),
             penalty=any(p.repetition_penalty != 1 for p in params),
             counts=any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params),
             bias=bias_room(max((len(p.logit_bias) for p in params if p.logit_bias), default=0)),
@@ -92,14 +86,6 @@ class Uses(NamedTuple):
 
 SAMPLED = Uses(sampled=True, filters=frozenset(FILTERS))
 """Every temperature and every filter, with logits as they are."""
-
-
-class SamplingRows(NamedTuple):
-    """The parameters of B rows, a copy on the device, and what any of them uses. bias: [B, K] of `pack_bias`."""
-
-    params: ParamVectors
-    uses: Uses
-    bias: torch.Tensor | None
 
 
 class SamplingTable:
@@ -122,8 +108,8 @@ class SamplingTable:
 
     def load(self, rows: IntArray, requests: Sequence[tuple[SamplingParams, int]]) -> None:
         """Rows [B] sample with these parameters and seeds from now on."""
-        whole = np.array([(seed, *_tuple(_WHOLE_OF(params))) for params, seed in requests], dtype=np.int64)
-        real = np.array([_REAL_OF(params) for params, _ in requests], dtype=np.float64)
+        whole = np.array([(seed, *(getattr(p, name) for name in WHOLE[1:])) for p, seed in requests], dtype=np.int64)
+        real = np.array([[getattr(p, name) for name in REAL] for p, _ in requests], dtype=np.float64)
         columns = np.arange(self.cells.host.shape[1])
         self.cells[rows[:, None], columns] = np.concatenate([whole, real.view(np.int64)], axis=1)
 
@@ -151,18 +137,13 @@ class SamplingTable:
             if (biases.host[row] != packed).any():
                 biases[row] = packed
 
-    def at(self, rows: torch.Tensor, uses: Uses) -> SamplingRows:
-        """The parameters of rows [B]."""
-        return self.with_vectors(rows, uses, split_cells(self.cells.tensor[rows]))
-
-    def with_vectors(self, rows: torch.Tensor, uses: Uses, params: ParamVectors) -> SamplingRows:
-        """The same, given the vectors of their cells."""
-        return SamplingRows(params, uses, self._biases[uses.bias].tensor[rows] if uses.bias else None)
-
-
-def _tuple(values: object) -> tuple[object, ...]:
-    """What `attrgetter` returns, also of one attribute."""
-    return values if isinstance(values, tuple) else (values,)
+    def at(
+        self, rows: torch.Tensor, uses: Uses, params: ParamVectors | None = None
+    ) -> tuple[ParamVectors, Uses, torch.Tensor | None]:
+        """What a sampler of rows [B] takes: a copy of their parameters (given, if it exists already), what any of them
+        uses, and their biases [B, K] as `pack_bias` makes them."""
+        bias = self._biases[uses.bias].tensor[rows] if uses.bias else None
+        return params or split_cells(self.cells.tensor[rows]), uses, bias
 
 
 def bias_room(entries: int) -> int:

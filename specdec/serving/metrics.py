@@ -11,9 +11,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client import generate_latest as as_text
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
-from specdec.gpu.captures import CaptureUse
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import RequestStats
 from specdec.serving.async_engine import AsyncEngine
@@ -48,27 +47,18 @@ class Metrics:
         self.registry = CollectorRegistry()
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            made = Histogram(name, text, ("model_name",), registry=self.registry, buckets=buckets)
+            made = Histogram(f"vllm:{name}_seconds", text, ("model_name",), registry=self.registry, buckets=buckets)
             return made.labels(model_name)
 
-        self._first = histogram(
-            "vllm:time_to_first_token_seconds", "From when a request came until its first token.", FIRST_TOKEN
-        )
-        self._between = histogram(
-            "vllm:inter_token_latency_seconds",
-            "Between two rounds that brought a request tokens, however many.",
-            BETWEEN,
-        )
-        self._per_token = histogram(
-            "vllm:request_time_per_output_token_seconds",
-            "Over the tokens after a request's first.",
-            BETWEEN,
-        )
-        self._whole = histogram("vllm:e2e_request_latency_seconds", "From when a request came until it ended.", WHOLE)
-        self._queue = histogram("vllm:request_queue_time_seconds", "Until a request had a row.", FIRST_TOKEN)
-        ended = Counter(
-            "vllm:request_success", "Requests that ended.", ("model_name", "finished_reason"), registry=self.registry
-        )
+        rounds = "Between two rounds that brought a request tokens, however many."
+        later = "Over the tokens after a request's first."
+        self._first = histogram("time_to_first_token", "From when a request came until its first token.", FIRST_TOKEN)
+        self._between = histogram("inter_token_latency", rounds, BETWEEN)
+        self._per_token = histogram("request_time_per_output_token", later, BETWEEN)
+        self._whole = histogram("e2e_request_latency", "From when a request came until it ended.", WHOLE)
+        self._queue = histogram("request_queue_time", "Until a request had a row.", FIRST_TOKEN)
+        labels = ("model_name", "finished_reason")
+        ended = Counter("vllm:request_success", "Requests that ended.", labels, registry=self.registry)
         self._reasons = {reason: ended.labels(model_name, reason) for reason in REASONS}
         self._first_at: dict[Sample, float] = {}
         self.registry.register(self)
@@ -87,8 +77,7 @@ class Metrics:
         """On the engine's thread."""
         stats = sample.handle.stats
         self._count(self._ended, sample)
-        reason = "error" if sample.error is not None else sample.handle.finish_reason
-        self._reasons[reason].inc()
+        self._reasons["error" if sample.error is not None else sample.handle.finish_reason].inc()
         first_at = self._first_at.pop(sample, None)
         if first_at is None:
             return
@@ -108,52 +97,17 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """The registry asks for what is no event but a state."""
-        engine, requests = self._snapshot.engine, self._snapshot.requests
-        pool = engine.full_slots
-        yield self._gauge("vllm:num_requests_running", "Requests that have a row.", engine.running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests that wait for one.", engine.waiting)
-        used = pool.held / pool.capacity if pool.capacity else 0.0
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV slots that requests hold, 0 to 1.", used)
-        yield self._counter("vllm:prompt_tokens", "Tokens of prompts.", requests.prompt_tokens)
-        yield self._counter("vllm:generation_tokens", "Tokens of outputs.", requests.output_tokens)
-        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up in the cache.", requests.prompt_tokens)
-        yield self._counter("vllm:prefix_cache_hits", "Tokens found there.", requests.cached_tokens)
-        yield self._counter("vllm:num_preemptions", "Requests that lost their row.", requests.preemptions)
-        yield self._counter("vllm:spec_decode_num_drafts", "Rounds of a request with drafts.", requests.drafted_rounds)
-        yield self._counter(
-            "vllm:spec_decode_num_draft_tokens", "How deep those drafts were, summed.", requests.draft_tokens
-        )
-        accepted = requests.accepted_counts
-        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", sum(accepted))
-        by_position = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts that were accepted, by position.",
-            labels=("model_name", "position"),
-        )
-        for position, count in enumerate(accepted):
-            by_position.add_metric((self._model_name, str(position)), count)
+        label = {"model_name": self._model_name}
+        for kind, name, text, value in figures(self._snapshot):
+            if value is not None:
+                metric = Metric(name, text, kind)
+                metric.add_sample(f"{name}_total" if kind == "counter" else name, label, value)
+                yield metric
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        by_position = Metric(name, "Drafts that were accepted, by position.", "counter")
+        for position, count in enumerate(self._snapshot.requests.accepted_counts):
+            by_position.add_sample(f"{name}_total", label | {"position": str(position)}, count)
         yield by_position
-        yield self._gauge(
-            "specdec:acceptance_length",
-            "Tokens of a request's round, with the bonus.",
-            requests.acceptance_length,
-        )
-        yield self._gauge("specdec:round_milliseconds", "A round on the device, on average.", engine.batch_milliseconds)
-        yield from self._captures(engine.captures)
-
-    def _captures(self, use: CaptureUse) -> Iterator[Metric]:
-        """What is captured, and what ran without. No budget where nothing is captured."""
-        yield self._gauge("specdec:captures", "Rounds and prompt forwards that can be replayed now.", use.captured)
-        yield self._gauge("specdec:capture_bytes", "Bytes of the device that captures hold.", use.bytes)
-        if use.budget_bytes is not None:
-            yield self._gauge("specdec:capture_budget_bytes", "The most that they may hold.", use.budget_bytes)
-        yield self._counter("specdec:captures_made", "Captures made.", use.made)
-        yield self._counter("specdec:captures_evicted", "Captures dropped to make room for others.", use.evicted)
-        yield self._counter("specdec:captures_refused", "Captures that failed.", use.refused)
-        yield self._counter("specdec:uncaptured_rounds", "Rounds launched kernel by kernel.", use.uncaptured_rounds)
-        yield self._counter(
-            "specdec:uncaptured_prompts", "Prompt forwards launched kernel by kernel.", use.uncaptured_prompts
-        )
 
     def _take(self) -> Snapshot:
         total, stats, samples = self._ended.copy(), self._engine.stats_now(), self._engine.samples
@@ -169,15 +123,46 @@ class Metrics:
             stats.cached_tokens = in_blocks(stats.cached_tokens, self._engine.config.page_size)
             total.add(stats)
 
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, text, labels=("model_name",))
-        family.add_metric((self._model_name,), value)
-        return family
 
-    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(name, text, labels=("model_name",))
-        family.add_metric((self._model_name,), value)
-        return family
+def figures(snapshot: Snapshot) -> list[tuple[str, str, str, float | None]]:
+    """(kind, name, meaning, value) of what has one value; None: it has none on this device."""
+    engine, requests, use, pool = (
+        snapshot.engine,
+        snapshot.requests,
+        snapshot.engine.captures,
+        snapshot.engine.full_slots,
+    )
+    used = pool.held / pool.capacity if pool.capacity else 0.0
+    accepted = sum(requests.accepted_counts)
+    draft = "vllm:spec_decode_num"
+    return [
+        ("gauge", "vllm:num_requests_running", "Requests that have a row.", engine.running),
+        ("gauge", "vllm:num_requests_waiting", "Requests that wait for one.", engine.waiting),
+        ("gauge", "vllm:kv_cache_usage_perc", "Share of the KV slots that requests hold, 0 to 1.", used),
+        ("counter", "vllm:prompt_tokens", "Tokens of prompts.", requests.prompt_tokens),
+        ("counter", "vllm:generation_tokens", "Tokens of outputs.", requests.output_tokens),
+        ("counter", "vllm:prefix_cache_queries", "Tokens looked up in the cache.", requests.prompt_tokens),
+        ("counter", "vllm:prefix_cache_hits", "Tokens found there.", requests.cached_tokens),
+        ("counter", "vllm:num_preemptions", "Requests that lost their row.", requests.preemptions),
+        ("counter", f"{draft}_drafts", "Rounds of a request with drafts.", requests.drafted_rounds),
+        ("counter", f"{draft}_draft_tokens", "How deep those drafts were, summed.", requests.draft_tokens),
+        ("counter", f"{draft}_accepted_tokens", "Drafts that were accepted.", accepted),
+        (
+            "gauge",
+            "specdec:acceptance_length",
+            "Tokens of a request's round, with the bonus.",
+            requests.acceptance_length,
+        ),
+        ("gauge", "specdec:round_milliseconds", "A round on the device, on average.", engine.batch_milliseconds),
+        ("gauge", "specdec:captures", "Rounds and prompt forwards that can be replayed now.", use.captured),
+        ("gauge", "specdec:capture_bytes", "Bytes of the device that captures hold.", use.bytes),
+        ("gauge", "specdec:capture_budget_bytes", "The most that they may hold.", use.budget_bytes),
+        ("counter", "specdec:captures_made", "Captures made.", use.made),
+        ("counter", "specdec:captures_evicted", "Captures dropped to make room for others.", use.evicted),
+        ("counter", "specdec:captures_refused", "Captures that failed.", use.refused),
+        ("counter", "specdec:uncaptured_rounds", "Rounds launched kernel by kernel.", use.uncaptured_rounds),
+        ("counter", "specdec:uncaptured_prompts", "Prompt forwards launched kernel by kernel.", use.uncaptured_prompts),
+    ]
 
 
 @router.get("/metrics", response_model=None)

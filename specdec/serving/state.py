@@ -1,13 +1,11 @@
 """What every route needs: the engine, the settings, and the names that the model goes by."""
 
 import time
-import uuid
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from specdec import __version__
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http.client_isolation import bearer_token
 from specdec.serving.http.faults import ApiError
@@ -38,16 +36,6 @@ class ServeState:
             message = f"the model {asked!r:.200} is not served here; this server has {known}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return asked or names[0]
-
-    def head(self, prefix: str, kind: str, asked: str | None) -> dict[str, Any]:
-        """What every answer of a request begins with, chunks of it too. Raises what `model_name` does."""
-        return {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": self.model_name(asked),
-            "system_fingerprint": f"specdec-{__version__}",
-        }
 
 
 def _state(request: Request) -> ServeState:

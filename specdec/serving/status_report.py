@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 
+from specdec.runtime.request import RequestStats
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.metrics import Metrics, Snapshot
 from specdec.serving.state import ServeState
@@ -14,21 +15,18 @@ logger = logging.getLogger("specdec.serving")
 def describe(state: ServeState) -> str:
     """Context, slots, memory, drafter and parser of a server, in one line."""
     engine, parser = state.engine, state.tool_parser
-    stats = engine.stats_now()
+    stats, drafter = engine.stats_now(), "none"
     slots, sliding = f"{stats.full_slots.capacity} KV slots", stats.swa_slots.capacity
     if sliding:
         slots += f" and {sliding} of sliding windows"
+    if engine.drafter is not None:
+        sizes = f"{engine.spec.num_steps} steps, {engine.spec.num_nodes} nodes"
+        drafter = f"{type(engine.drafter).__name__} ({sizes})"
     return (
         f"serving {', '.join(state.settings.model_names)}: context {engine.max_model_len} tokens, "
         f"{engine.config.max_batch_size} requests at a time, {slots} ({engine.kv_bytes / 1e9:.2f} GB), "
-        f"drafter {_drafter(engine)}, tool parser {'none' if parser is None else parser.__name__}"
+        f"drafter {drafter}, tool parser {'none' if parser is None else parser.__name__}"
     )
-
-
-def _drafter(engine: AsyncEngine) -> str:
-    if engine.drafter is None:
-        return "none"
-    return f"{type(engine.drafter).__name__} ({engine.spec.num_steps} steps, {engine.spec.num_nodes} nodes)"
 
 
 class Reporter:
@@ -57,16 +55,12 @@ class Reporter:
 
 def said(before: Snapshot | None, after: Snapshot, seconds: float) -> str | None:
     """The line of what happened between two snapshots; None where nothing did."""
-    old, new = before.requests if before else None, after.requests
-
-    def gained(name: str) -> int:
-        return int(getattr(new, name)) - (int(getattr(old, name)) if old else 0)
-
-    prompt, output = gained("prompt_tokens"), gained("output_tokens")
+    old, new = before.requests if before else RequestStats(), after.requests
+    prompt, output = new.prompt_tokens - old.prompt_tokens, new.output_tokens - old.output_tokens
     if not (prompt or output):
         return None
-    accepted = sum(new.accepted_counts) - (sum(old.accepted_counts) if old else 0)
-    drafts, rounds = gained("draft_tokens"), gained("drafted_rounds")
+    accepted = sum(new.accepted_counts) - sum(old.accepted_counts)
+    drafts, rounds = new.draft_tokens - old.draft_tokens, new.drafted_rounds - old.drafted_rounds
     pool = after.engine.full_slots
     parts = [
         f"prompts {prompt / seconds:.1f} tokens/s",
@@ -75,7 +69,7 @@ def said(before: Snapshot | None, after: Snapshot, seconds: float) -> str | None
         f"KV slots {100 * pool.held / pool.capacity if pool.capacity else 0:.1f} % in use",
     ]
     if prompt:
-        parts.append(f"{100 * gained('cached_tokens') / prompt:.1f} % of prompts cached")
+        parts.append(f"{100 * (new.cached_tokens - old.cached_tokens) / prompt:.1f} % of prompts cached")
     if rounds and drafts:
         parts.append(f"acceptance length {1 + accepted / rounds:.2f}, {100 * accepted / drafts:.1f} % of drafts")
     return ", ".join(parts)

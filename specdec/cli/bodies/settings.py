@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 from specdec.cli.options import PairOptions
 from specdec.config import EngineConfig, SpecConfig
 from specdec.engine import Engine
-from specdec.models.devices import require_device
+from specdec.loading import require_device
 from specdec.progress import Interrupted, working
 
 
@@ -45,10 +45,6 @@ def shown_when_interrupted(show: Callable[[Any], None]) -> Iterator[None]:
         raise
 
 
-def spec_config(pair: PairOptions) -> SpecConfig:
-    return SpecConfig(pair.num_steps, pair.draft_topk, pair.num_draft_tokens)
-
-
 def shared_fields(options: Any, settings: type[Any]) -> dict[str, Any]:
     """The options that `settings` has a field of the same name for."""
     names = {each.name for each in fields(options)} & {each.name for each in fields(settings)}
@@ -62,16 +58,16 @@ def engine_config(pair: PairOptions, batch_size: int, **settings: Any) -> Engine
     return config
 
 
+def pair_arguments(pair: PairOptions, config: EngineConfig) -> dict[str, Any]:
+    """Arguments of `Engine.from_pretrained`; those of `PairOptions.loading` come next to them."""
+    spec = SpecConfig(pair.num_steps, pair.draft_topk, pair.num_draft_tokens)
+    names = {"target": pair.target, "drafter": drafter_name(pair), "drafter_options": pair.drafter_options()}
+    return {**names, "spec": spec, "config": config}
+
+
 def load_engine(pair: PairOptions, config: EngineConfig) -> Engine:
     with working(f"loading {pair.target}"):
-        return Engine.from_pretrained(
-            pair.target,
-            drafter_name(pair),
-            spec=spec_config(pair),
-            config=config,
-            drafter_options=pair.drafter_options(),
-            **pair.loading(),
-        )
+        return Engine.from_pretrained(**pair_arguments(pair, config), **pair.loading())
 
 
 def drafter_name(pair: PairOptions) -> str | None:

@@ -1,7 +1,7 @@
 """Rounds of an engine, one after the other through its own streams, with the times of each.
 
-`WatchedLauncher` wraps the engine's own and writes down when each round ended, how long the host waited for it, and the
-stages that the device stamped. What is launched, and how, it does not change.
+`WatchedSteps` takes the place of the engine's own and writes down when each round ended, how long the host waited for
+it, and the stages that the device stamped. What is launched, and how, it does not change.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.gpu.stage_clock import STAMP
-from specdec.runtime.launcher import LaunchedStep, Launcher
-from specdec.runtime.request import StreamDelta
+from specdec.runtime.launched_step import LaunchedStep
+from specdec.runtime.request import Request, StreamDelta
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.result import RoundResult
+from specdec.runtime.steps import Steps
 
 WARM_UP = 6
 """Rounds before the first that counts: kernels compile, a round is captured."""
@@ -75,16 +76,18 @@ class _WatchedRound(LaunchedStep):
         return result
 
 
-class WatchedLauncher(Launcher):
-    """The launcher it is made from, and a note of every round that it launches: in `passed`, once it is over."""
+class WatchedSteps(Steps):
+    """The steps it is made from, and a note of every round that it launches: in `passed`, once it is over."""
 
-    def __init__(self, launcher: Launcher) -> None:
-        self.__dict__.update(vars(launcher))
+    def __init__(self, steps: Steps) -> None:
+        self.__dict__.update(vars(steps))
         self.passed: list[_Passed] = []
 
-    def decode(self, *args: Any, **kwargs: Any) -> LaunchedStep:
-        step = super().decode(*args, **kwargs)
-        return _WatchedRound(**{each.name: getattr(step, each.name) for each in fields(step)}, passed=self.passed)
+    def launch_round(self, requests: Sequence[Request], to_go: Sequence[int]) -> None:
+        super().launch_round(requests, to_go)
+        step = self.under_way.pop()
+        inherited = {each.name: getattr(step, each.name) for each in fields(step)}
+        self.under_way.append(_WatchedRound(**inherited, passed=self.passed))
 
 
 def most_new_tokens(rounds: int, depth: int) -> int:
@@ -94,8 +97,7 @@ def most_new_tokens(rounds: int, depth: int) -> int:
 
 def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: int, *, profiled: bool) -> Driven:
     """Prefill the prompts, then time `rounds` rounds of all of them together, greedy, end tokens ignored."""
-    watched = WatchedLauncher(engine.steps.launcher)
-    engine.steps.launcher = watched
+    watched = engine.steps = WatchedSteps(engine.steps)
     params = SamplingParams(max_new_tokens=most_new_tokens(rounds, depth), ignore_eos=True)
     streams = [engine.stream(list(prompt), params) for prompt in prompts]
     outputs: list[list[int]] = [[] for _ in prompts]

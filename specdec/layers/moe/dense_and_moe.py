@@ -43,7 +43,6 @@ from specdec.layers.tiling import Cut, choose_cut
 
 
 def reference_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Experts) -> tuple[Product, Product]:
-    """-> what the MLP and what the experts make of the fork, each [T, H]."""
     dense = reference_linear(reference_gated_linear(fork.mlp, mlp.gate_up, mlp.activation), mlp.down)
     return dense, reference_apply_experts(fork.experts, reference_route(fork.router, router), experts)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.linear import activate
+from specdec.layers.linear import activate, reference_activate
 from specdec.layers.moe.routing import Routing
 from specdec.layers.product import Product
 
@@ -25,7 +25,6 @@ FEW_SLOTS = 256
 
 FEW_ROWS = 64
 """And up to this number of rows: all must fit the tile of an expert that all of them choose."""
-
 
 STAGES = {128: 4, 64: 6, 32: 6}
 FEW_STAGES = STAGES | {128: 5}
@@ -66,7 +65,7 @@ def reference_gate(gate: torch.Tensor, up: torch.Tensor, experts: Experts) -> to
     if experts.activation == "swiglu_clamped":
         gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
         return (up + 1) * gate * torch.sigmoid(experts.alpha * gate)
-    return (F.silu(gate) if experts.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    return reference_activate(gate, experts.activation) * up
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -164,12 +163,8 @@ def _multiply(
         b_gate, b_up = tl.split(b_pair)
         o_n = i_n * HALF + tl.arange(0, HALF)[:, None]
         b_out = _gate(b_gate, b_up, alpha, limit, ACT).to(p_out.dtype.element_ty)
-        tl.store(
-            p_out + b_slot.to(tl.int64)[None, :] * (N // 2) + o_n,
-            b_out,
-            mask=m_slot[None, :] & (o_n < N // 2),
-            eviction_policy=KEEP,
-        )
+        p_out += b_slot.to(tl.int64)[None, :] * (N // 2) + o_n
+        tl.store(p_out, b_out, mask=m_slot[None, :] & (o_n < N // 2), eviction_policy=KEEP)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -314,27 +309,23 @@ def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool
         target: torch.Tensor,
     ) -> ExpertLaunch:
         _, n, k = weight.shape
-        block_n, block_m, block_k, num_warps, num_stages = _tiles(num_rows, slots, num_experts, k, x.dtype, first)
+        tiles = _tiles(num_rows, k, x.dtype, None if few else 2 * slots // num_experts)
         arguments = (
-            *(source, weight, bias, routing.experts if first is None else None, first, order, out_weight, target),
+            *(source, weight, bias, routing.experts if few else None, first, order, out_weight, target),
             *(slots, n, k, source.stride(0), *weight.stride(), experts.alpha, experts.limit),
         )
         options = {
             "TOP_K": top_k,
             "ACT": experts.activation if out_weight is None else None,
             "INTERLEAVED": experts.interleaved,
-            "EVEN_N": n % block_n == 0,
-            "EVEN_K": k % block_k == 0,
-            "SLOTS": triton.next_power_of_2(slots) if first is None else 1,
-            "LONE": first is None and num_rows == 1,
-            "BLOCK_N": block_n,
-            "BLOCK_M": block_m,
-            "BLOCK_K": block_k,
-            "num_warps": num_warps,
-            "num_stages": num_stages,
+            "EVEN_N": n % tiles["BLOCK_N"] == 0,
+            "EVEN_K": k % tiles["BLOCK_K"] == 0,
+            "SLOTS": triton.next_power_of_2(slots) if few else 1,
+            "LONE": few and num_rows == 1,
+            **tiles,
             **pdl_options(x.device),
         }
-        return ExpertLaunch(triton.cdiv(n, block_n), slots if first is None else num_experts, arguments, options)
+        return ExpertLaunch(triton.cdiv(n, tiles["BLOCK_N"]), slots if few else num_experts, arguments, options)
 
     return ExpertProducts(
         launch(x, experts.gate_up, experts.gate_up_bias, None, gated),
@@ -343,12 +334,13 @@ def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool
     )
 
 
-def _tiles(
-    num_rows: int, slots: int, num_experts: int, k: int, dtype: torch.dtype, listed: torch.Tensor | None
-) -> tuple[int, int, int, int, int]:
-    """(BLOCK_N, BLOCK_M, BLOCK_K, warps, stages). BLOCK_K is part of the bits: a function of the weight alone."""
+def _tiles(num_rows: int, k: int, dtype: torch.dtype, expected: int | None) -> dict[str, int]:
+    """The tiles of a product over K. expected: rows of an expert, twice their mean, where assignments are listed.
+
+    BLOCK_K is part of the bits: a function of the weight alone.
+    """
     block_k = 32 if dtype == torch.float32 else 128 if k % 128 == 0 else 64
-    expected = num_rows if listed is None else 2 * slots // num_experts
-    block_m = min(max(16, triton.next_power_of_2(expected)), 64 if listed is not None else 256)
+    rows, most = (num_rows, 256) if expected is None else (expected, 64)
+    block_m = min(max(16, triton.next_power_of_2(rows)), most)
     stages = (FEW_STAGES if block_m == 16 else STAGES)[block_k] if block_m <= 32 else 3
-    return 64, block_m, block_k, 4, stages
+    return {"BLOCK_N": 64, "BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": 4, "num_stages": stages}

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.dependent_launch import trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.norm import Gain, reference_norm, reference_rms_norm, rms_norm, row_block, scale_row
+from specdec.layers.norm import ABSENT, Gain, reference_norm, reference_rms_norm, rms_norm, row_options, scale_row
 from specdec.layers.product import Product, sum_parts
 
 
@@ -31,7 +31,6 @@ class Fork(NamedTuple):
 def reference_fork_norm(
     product: Product, *, post: Gain, residual: torch.Tensor, mlp: Gain, experts: Gain, router: Gain, factor: float
 ) -> Fork:
-    """residual [M, H]."""
     hidden, x = reference_norm(product, post=post, residual=residual, pre=mlp)
     return Fork(hidden, x, reference_rms_norm(hidden, experts), reference_rms_norm(hidden, router) * factor)
 
@@ -47,7 +46,6 @@ def reference_join_norm(
     scale: torch.Tensor | None = None,
     pre: Gain | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> h, x [M, H]; without `pre`, x is h. residual: [M, H]; scale: [1]."""
     added = reference_norm(dense, post=dense_gain)[0] + reference_norm(chosen, post=chosen_gain)[0]
     return reference_norm(Product.of(added), post=post, residual=residual, scale=scale, pre=pre)
 
@@ -149,9 +147,8 @@ def _join_norm_kernel(
         b_h = (b_h * b_scale).to(DTYPE).to(tl.float32)
     tl.store(p_hidden + o_part, b_h.to(DTYPE), mask=m_h, eviction_policy=KEEP)
     if p_pre is not None:
-        tl.store(
-            p_normed + o_part, rms_norm(b_h, b_pre, H, eps_pre, False, DTYPE).to(DTYPE), mask=m_h, eviction_policy=KEEP
-        )
+        b_h = rms_norm(b_h, b_pre, H, eps_pre, False, DTYPE)
+        tl.store(p_normed + o_part, b_h.to(DTYPE), mask=m_h, eviction_policy=KEEP)
 
 
 @op(reference=reference_fork_norm)
@@ -160,7 +157,7 @@ def fork_norm(
 ) -> Fork:
     """residual [M, H], rows of any stride."""
     parts, bias, dtype = product
-    splits, num_rows, width = parts.shape
+    _, num_rows, width = parts.shape
     _check(product, residual, post, mlp, experts, router._replace(round_first=False))
     assert router.round_first, f"{router=}"
     out = parts.new_empty((4, num_rows, width), dtype=dtype)
@@ -168,10 +165,7 @@ def fork_norm(
         _fork_norm_kernel[(num_rows,)](
             *(parts, bias, post.weight, mlp.weight, experts.weight, router.weight, residual, out),
             *(num_rows, width, residual.stride(0), post.eps, mlp.eps, experts.eps, router.eps, factor),
-            DTYPE=TL_DTYPES[dtype],
-            SPLITS=splits,
-            **row_block(width),
-            **pdl_options(parts.device),
+            **row_options(product, width),
         )
     return Fork(*out)
 
@@ -189,23 +183,20 @@ def join_norm(
     pre: Gain | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> h, x [M, H]; without `pre`, x is h. residual: [M, H], rows of any stride; scale: [1]."""
-    splits, num_rows, width = dense.parts.shape
+    _, num_rows, width = dense.parts.shape
     for product in (dense, chosen):
         _check(product, residual, dense_gain, chosen_gain, post, *([] if pre is None else [pre]))
         assert product.bias is None, "branches have no biases"
     hidden = residual.new_empty((num_rows, width))
     normed = hidden if pre is None else torch.empty_like(hidden)
     if num_rows:
+        last = pre or ABSENT
         _join_norm_kernel[(num_rows,)](
-            *(dense.parts, chosen.parts, dense_gain.weight, chosen_gain.weight, post.weight),
-            *(None if pre is None else pre.weight, residual, scale, hidden, None if pre is None else normed),
-            *(num_rows, width, dense_gain.eps, chosen_gain.eps, post.eps, 0.0 if pre is None else pre.eps),
-            residual.stride(0),
-            DTYPE=TL_DTYPES[residual.dtype],
-            SPLITS=splits,
+            *(dense.parts, chosen.parts, dense_gain.weight, chosen_gain.weight, post.weight, last.weight),
+            *(residual, scale, hidden, None if pre is None else normed, num_rows, width),
+            *(dense_gain.eps, chosen_gain.eps, post.eps, last.eps, residual.stride(0)),
             CHOSEN=len(chosen.parts),
-            **row_block(width),
-            **pdl_options(hidden.device),
+            **row_options(dense, width),
         )
     return hidden, normed
 

@@ -44,7 +44,6 @@ class Routing(NamedTuple):
 
 
 def reference_route(x: torch.Tensor, router: Router) -> Routing:
-    """x [T, H], normed -> its experts."""
     logits = F.linear(x, router.weight, router.bias).float()
     ordered = logits.sort(dim=-1, descending=True, stable=True)
     experts, best = ordered.indices[:, : router.top_k], ordered.values[:, : router.top_k]

@@ -3,7 +3,7 @@
     path, length    `reference_accept`, but no longer than most[b]: what is beyond is as if it had not been drafted
     emitted[b, i]   what the target drew behind path[b, i];   the first `length` count, the last of them is the bonus
     committed_len   S -> S + length of the row,   tokens[row, S + 1 + i] = emitted[b, i]
-    slots[row]      the path's come first behind S (`path_order`), or with larger pages their K/V are moved there
+    slots[row]      the path's come first behind S (`path_order`), or with larger pages their K/V are to be moved there
     packed[b]       length   path [W]   emitted [D]         zeros where there are no such nodes
 
 One program a request. Seats of padding have a result, and gain nothing: their row stays as it is.
@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import reference_accept, walk
 from specdec.gpu.triton_shim import tl, triton
-from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import FullLoc
-from specdec.kvcache.table import Move, Rows
+from specdec.kvcache.table import Move, RequestTable, Rows
 
 
 def reference_closing(
@@ -26,27 +25,27 @@ def reference_closing(
     most: torch.Tensor,
     rows: Rows,
     start: torch.Tensor,
-    cache: KVCache,
+    table: RequestTable,
     tokens: torch.Tensor,
     packed: torch.Tensor,
     width: int,
     depth: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, Move | None]:
     """See `closing`."""
-    accepted = reference_accept(tree, drawn)
-    length = torch.minimum(accepted.length, most)
-    path, emitted = accepted.path, accepted.tokens
+    table.allocator.require_unfrozen("commit")
+    path, accepted_len, emitted = reference_accept(tree, drawn)
+    length = torch.minimum(accepted_len, most)
+    move = table.commit_on_device(rows, length, None if tree.is_chain else path)
     if missing := width - tree.num_nodes:
         path, emitted = F.pad(path, (0, missing)), F.pad(emitted, (0, missing))
     emitted = emitted[:, :depth]
-    cache.commit_on_device(rows, length, None if tree.is_chain else accepted.path)
     steps = torch.arange(depth, device=drawn.device)
     row, cells = rows.index[:, None], start[:, None] + 1 + steps
-    gained = (steps < length[:, None]) & (row != cache.table.padding_row)
+    gained = (steps < length[:, None]) & (row != table.padding_row)
     tokens[row, cells] = torch.where(gained, emitted, tokens[row, cells])
     bonus = emitted.gather(1, length[:, None] - 1)[:, 0]
     packed.copy_(torch.cat([length[:, None], path, emitted], dim=1))
-    return length, bonus
+    return length, bonus, move
 
 
 @triton.jit(
@@ -124,19 +123,19 @@ def closing(
     most: torch.Tensor,
     rows: Rows,
     start: torch.Tensor,
-    cache: KVCache,
+    table: RequestTable,
     tokens: torch.Tensor,
     packed: torch.Tensor,
     width: int,
     depth: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accept, commit and append B trees of N nodes after `start` [B], S, of their rows -> length and bonus token, [B].
+) -> tuple[torch.Tensor, torch.Tensor, Move | None]:
+    """Accept, commit and append B trees of N nodes after `start` [B], S, of their rows -> length and bonus token, [B],
+    and with larger pages the K/V that are still to be moved.
 
     drawn [B, N]: the token that the target draws behind each node. most [B]: at least 1. tokens: by row and position of
     the request table. packed [B, 1 + W + D]: written, W >= N, and D at least any path's length.
     """
     batch, num_nodes = tree.tokens.shape
-    table = cache.table
     slots, committed_len = table.slots.tensor, table.committed_len.tensor
     table.allocator.require_unfrozen("commit")
     by_node = (tree.tokens, tree.parents, drawn)
@@ -161,6 +160,4 @@ def closing(
         BLOCK=triton.next_power_of_2(max(width, depth)),
         num_warps=1,
     )
-    if move is not None:
-        cache.move(move)
-    return length, bonus
+    return length, bonus, move

@@ -61,8 +61,8 @@ class DecodeRound:
         state = (table.committed_len.tensor, round.tokens.tensor, round.max_drafts.tensor, round.sampling.cells.tensor)
         opened = (opening if round.on_kernels else reference_opening)(rows.index, *state, depth=shape.num_steps + 1)
         self.opened, root, history_len = opened, opened.root, opened.history_len
-        self.located = round.backend.locate(table, rows, opened.committed_len, shape.width)
-        sampler = round.sampler(*round.sampling.with_vectors(rows.index, shape.uses, opened.params))
+        self.prefix = round.backend.locate(table, rows, opened.committed_len, shape.width)
+        sampler = round.sampler(*round.sampling.at(rows.index, shape.uses, opened.params))
         depth = max(shape.num_steps + 1, shape.depth)
         self.sampler = sampler = sampler.ahead(history_len, depth, round.target.vocab_size)
 
@@ -82,7 +82,7 @@ class DecodeRound:
                 sample=draws.sample,
                 best=draws.best,
                 params=None if shape.uses.masked else sampler.params,  # or it would draw with no row to mask
-                prefix=self.located.prefix,
+                prefix=self.prefix,
                 level_pos=opened.level_pos[:-1],
             )
             tree = round.worker.propose(batch)
@@ -102,10 +102,10 @@ class DecodeRound:
         round, shape, opened, tree = self.round, self.shape, self.opened, self.tree
         round.clock.mark("verify")
         # a drafter may propose less than it was asked for
-        located = self.located if tree.num_nodes == shape.width else None
+        prefix = self.prefix if tree.num_nodes == shape.width else None
         positions = opened.chain_pos if opened.fits(tree) else None
         known = {"committed_len": opened.committed_len, "positions": positions}
-        self.plan = plan_verify(round.backend, round.cache.table, self.rows, tree, located=located, **known)
+        self.plan = plan_verify(round.backend, round.cache.table, self.rows, tree, prefix=prefix, **known)
         self.fed = without_blanks(tree) if shape.forced else tree  # a token at every node
         self.out = round.target.forward(self.fed.tokens, self.plan, round.view, round.aux_layers)  # [B, N, H]
         self.logits, self.softcap = round.logits(self.out.hidden, shape.logprobs)  # [B, N, V]
@@ -122,11 +122,13 @@ class DecodeRound:
         drawn = self.sampler.draw(self.logits, drawn_pos, past, self.softcap)
         numbers, packed, stamps = empty_result(shape, len(DECODE_STAGES) + 1, round.device)
         close = closing if round.on_kernels else reference_closing
-        length, bonus = close(
-            *(tree, drawn, self.max_path, rows, opened.committed_len, round.cache, round.tokens.tensor, packed),
+        length, bonus, move = close(
+            *(tree, drawn, self.max_path, rows, opened.committed_len, round.cache.table, round.tokens.tensor, packed),
             width=shape.width,
             depth=shape.depth,
         )
+        if move is not None:
+            round.cache.move(move)
         _, nodes, tokens = packed.split([1, shape.width, shape.depth], dim=1)
         path = nodes[:, : shape.depth]  # none is longer
         if round.seen_bits is not None and shape.uses.penalty:

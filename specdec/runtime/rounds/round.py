@@ -1,8 +1,8 @@
 """The state that rounds and prompt chunks read and change on the device, and what a group of prompt chunks does.
 
 The state lies by row of the request table: slots, committed lengths, tokens, sampling parameters, the drafter's own. A
-round (`decode_round.py`) is a program over it; the launcher starts programs and the host settles what comes out. It
-knows no request.
+round (`decode_round.py`) is a program over it; the host starts programs and settles what comes out. It knows no
+request.
 """
 
 from collections.abc import Iterator

@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from specdec.sampling_numbers import NUMBERS
 from specdec.serving.http import unknown_fields
+from specdec.serving.http.faults import ApiError
 from specdec.text.prompts import Prompt, as_prompt_list
 
 Prompts = Annotated[list[Prompt], PlainValidator(as_prompt_list)]
@@ -27,9 +28,17 @@ Prompts = Annotated[list[Prompt], PlainValidator(as_prompt_list)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
 """A field of answers that clients send back."""
-
-
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Verbosity = Literal["low", "medium", "high"]
+MAX_MESSAGES = 16384
+MAX_STOP_MEMBERS = 1024
+"""Of `stop`, checked before its members are; `SamplingParams` then allows `specdec.config.MAX_STOPS`."""
+MAX_BIASES = 4096
+
+
+def refused(param: str, message: str, code: str | None = None) -> ApiError:
+    """400: what this field of a body says cannot be."""
+    return ApiError(400, message, param=param, code=code)
 
 
 def _only(allowed: bool) -> BeforeValidator:
@@ -43,20 +52,10 @@ def _only(allowed: bool) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-OnlyFalse = Annotated[Literal[False], _only(False)]
-OnlyTrue = Annotated[Literal[True], _only(True)]
-
-
 def _one(value: float) -> float:
     if value != 1:
         raise ValueError("1 is expected: other values belong to beam search, which this server does not have")
     return value
-
-
-MAX_MESSAGES = 16384
-MAX_STOP_MEMBERS = 1024
-"""Of `stop`, checked before its members are; `SamplingParams` then allows `specdec.config.MAX_STOPS`."""
-MAX_BIASES = 4096
 
 
 def at_most(count: int) -> BeforeValidator:
@@ -68,6 +67,12 @@ def at_most(count: int) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
+
+
+OnlyFalse = Annotated[Literal[False], _only(False)]
+OnlyTrue = Annotated[Literal[True], _only(True)]
+Parts = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -160,10 +165,10 @@ class SamplingFields(RequestFields):
 
     max_tokens: int | None = None
     logit_bias: Annotated[dict[str, float] | None, at_most(MAX_BIASES)] = None
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    allowed_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    allowed_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
@@ -219,7 +224,7 @@ class Message(Body):
     """content: a string or text parts; what is no text is refused with the message's number."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    content: str | Parts | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
@@ -261,19 +266,23 @@ class Prediction(Body):
     """A guess at the answer, for speed: this server drafts by other means."""
 
     type: Literal["content"]
-    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+    content: str | Parts
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
+Tools = Annotated[list[Tool], Field(fail_fast=True)]
 
 
 class ChatRequest(SamplingFields):
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Verbosity | None = None
     prediction: Prediction | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None

@@ -12,13 +12,14 @@ One item is open at a time. A response that is not streamed is built alike, and 
 """
 
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from specdec.serving.openai.reply import ReplyDelta
 
 Event = dict[str, Any]
-PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
-"""Of what type the part is that an item of this type has."""
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+"""Of the id of an item, by its type."""
 
 
 class ResponseBuilder:
@@ -27,114 +28,97 @@ class ResponseBuilder:
     def __init__(self, response: dict[str, Any]) -> None:
         self.response = response
         self.output: list[dict[str, Any]] = response["output"]
-        self._open: dict[str, Any] | None = None
+        self._open: dict[str, Any] = {}  # the item that grows; empty: none
         self._sequence = 0
 
     def begin(self) -> list[Event]:
-        return [
-            self._event("response.created", response=self._copy()),
-            self._event("response.in_progress", response=self._copy()),
-        ]
+        return [self._whole("response.created"), self._whole("response.in_progress")]
 
-    def add(self, said: ReplyDelta, logprobs: list[dict[str, Any]] | None = None) -> list[Event]:
-        """What a delta of the answer adds."""
+    def add(self, said: ReplyDelta, details: Mapping[str, list[Any]]) -> list[Event]:
+        """What a delta of the answer adds. details: what a message's part has for its text, by name."""
         events: list[Event] = []
         if said.reasoning:
-            events += self._text("reasoning", said.reasoning, [])
+            events += self._text("reasoning", said.reasoning, {})
         if said.content:
-            events += self._text("message", said.content, logprobs or [])
+            events += self._text("message", said.content, details)
         for call in said.tool_calls:
             function = call["function"]
             if "id" in call:
-                item = {"type": "function_call", "id": _new_id("fc"), "call_id": call["id"], "name": function["name"]}
-                events += self._begin_item(item | {"arguments": "", "status": "in_progress"})
-            assert self._open is not None
+                events += self._begin("function_call", call_id=call["id"], name=function["name"], arguments="")
             if function["arguments"]:
                 self._open["arguments"] += function["arguments"]
-                events.append(self._of_item("response.function_call_arguments.delta", delta=function["arguments"]))
+                events.append(self._of_item("function_call_arguments.delta", delta=function["arguments"]))
         return events
 
     def end(self, status: str, usage: dict[str, Any] | None, **details: Any) -> list[Event]:
         """status: completed, incomplete or failed."""
+        events = []
         if not self.output and status != "failed":  # an answer without a word is an empty message
-            events = self._begin_item(_message(), [self._part("message")])
-        else:
-            events = []
+            events += self._begin("message")
         events += self._close("completed" if status == "completed" else "incomplete")
         self.response |= {"status": status, "usage": usage, **details}
-        return [*events, self._event(f"response.{status}", response=self._copy())]
+        return [*events, self._whole(f"response.{status}")]
 
-    def _text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
-        events: list[Event] = []
-        if self._open is None or self._open["type"] != kind:
-            item = _message() if kind == "message" else {"type": "reasoning", "id": _new_id("rs"), "summary": []}
-            events += self._begin_item(item | {"status": "in_progress"}, [self._part(kind)])
-        assert self._open is not None
-        part = self._open["content"][0]
+    def _text(self, kind: str, text: str, details: Mapping[str, list[Any]]) -> list[Event]:
+        events = [] if self._open.get("type") == kind else self._begin(kind)
+        [part] = self._open["content"]
         part["text"] += text
-        more = {}
-        if kind == "message":
-            part["logprobs"] += logprobs
-            more = {"logprobs": logprobs}
-        events.append(self._of_item(f"response.{PARTS[kind]}.delta", content_index=0, delta=text, **more))
-        return events
+        for name, more in details.items():
+            part[name] += more
+        return [*events, self._of_item(f"{part['type']}.delta", content_index=0, delta=text, **details)]
 
-    def _part(self, kind: str) -> dict[str, Any]:
-        if kind == "reasoning":
-            return {"type": "reasoning_text", "text": ""}
-        return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-
-    def _begin_item(self, item: dict[str, Any], parts: list[dict[str, Any]] | None = None) -> list[Event]:
+    def _begin(self, kind: str, **fields: Any) -> list[Event]:
         events = self._close("completed")
-        self._open = item if parts is None else item | {"content": []}
-        self.output.append(self._open)
-        events.append(
-            self._event("response.output_item.added", output_index=len(self.output) - 1, item=_copied(self._open))
-        )
-        for part in parts or ():
-            self._open["content"].append(part)
-            events.append(self._of_item("response.content_part.added", content_index=0, part=_copied(part)))
+        item = {"type": kind, "id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "status": "in_progress", **fields}
+        parts: list[dict[str, Any]] = []
+        if kind == "message":
+            item |= {"role": "assistant", "content": parts}
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        elif kind == "reasoning":
+            item |= {"summary": [], "content": parts}
+            part = {"type": "reasoning_text", "text": ""}
+        self._open = item
+        self.output.append(item)
+        events.append(self._of_output("output_item.added"))
+        if kind != "function_call":
+            parts.append(part)
+            events.append(self._of_item("content_part.added", content_index=0, part=_copied(part)))
         return events
 
     def _close(self, status: str) -> list[Event]:
         item, events = self._open, []
-        if item is None:
+        if not item:
             return []
         if item["type"] == "function_call":
             whole = {"arguments": item["arguments"], "name": item["name"]}
-            events.append(self._of_item("response.function_call_arguments.done", **whole))
+            events.append(self._of_item("function_call_arguments.done", **whole))
         else:
-            part = item["content"][0]
-            more = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
-            kind = f"response.{PARTS[item['type']]}.done"
-            events.append(self._of_item(kind, content_index=0, text=part["text"], **more))
-            events.append(self._of_item("response.content_part.done", content_index=0, part=_copied(part)))
+            part = _copied(item["content"][0])
+            whole = {name: value for name, value in part.items() if name not in ("type", "annotations")}
+            events.append(self._of_item(f"{part['type']}.done", content_index=0, **whole))
+            events.append(self._of_item("content_part.done", content_index=0, part=part))
         item["status"] = status
-        events.append(self._event("response.output_item.done", output_index=len(self.output) - 1, item=_copied(item)))
-        self._open = None
+        events.append(self._of_output("output_item.done"))
+        self._open = {}
         return events
 
+    def _whole(self, kind: str) -> Event:
+        return self._event(kind, response=self.response | {"output": [_copied(item) for item in self.output]})
+
+    def _of_output(self, kind: str) -> Event:
+        return self._event(f"response.{kind}", output_index=len(self.output) - 1, item=_copied(self._open))
+
     def _of_item(self, kind: str, **fields: Any) -> Event:
-        assert self._open is not None
-        return self._event(kind, item_id=self._open["id"], output_index=len(self.output) - 1, **fields)
+        item_id, output_index = self._open["id"], len(self.output) - 1
+        return self._event(f"response.{kind}", item_id=item_id, output_index=output_index, **fields)
 
     def _event(self, kind: str, **fields: Any) -> Event:
         event = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
         return event
 
-    def _copy(self) -> dict[str, Any]:
-        return self.response | {"output": [_copied(item) for item in self.output]}
 
-
-def _message() -> dict[str, Any]:
-    return {"type": "message", "id": _new_id("msg"), "role": "assistant", "status": "in_progress"}
-
-
-def _copied(item: dict[str, Any]) -> dict[str, Any]:
-    """As it is now: events are sent later than they are made."""
-    return {name: [dict(part) for part in value] if name == "content" else value for name, value in item.items()}
-
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex}"
+def _copied(item: Mapping[str, Any]) -> dict[str, Any]:
+    """An item or a part as it is now: events are sent later than they are made."""
+    copy = {name: list(value) if isinstance(value, list) else value for name, value in item.items()}
+    return copy | ({"content": [_copied(part) for part in item["content"]]} if "content" in item else {})

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from specdec.serving.http.faults import ApiError, invalid_body
+from specdec.serving.http.faults import invalid_body
 from specdec.serving.openai.protocol import (
     Body,
     ChatRequest,
@@ -16,6 +16,8 @@ from specdec.serving.openai.protocol import (
     OnlyFalse,
     RequestFields,
     Strings,
+    Verbosity,
+    refused,
 )
 
 LOGPROBS = "message.output_text.logprobs"
@@ -31,7 +33,7 @@ class TextFormat(Body):
 
 class Text(Body):
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Verbosity | None = None
 
 
 class Reasoning(Body):
@@ -89,85 +91,80 @@ SAME_AS_CHAT = ResponsesRequest.model_fields.keys() & ChatRequest.model_fields.k
 
 def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
     """The chat that it stands for; messages: the whole of it."""
-    asked = {name: value for name in SAME_AS_CHAT if (value := getattr(body, name)) is not None}
+    asked = {name: getattr(body, name) for name in SAME_AS_CHAT}
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    asked["messages"] = instructions + messages
-    if body.max_output_tokens is not None:
-        asked["max_tokens"] = body.max_output_tokens
-    if body.wants_logprobs:
-        asked["logprobs"] = True
-    else:
-        asked.pop("top_logprobs", None)
+    asked |= {"messages": instructions + messages, "max_tokens": body.max_output_tokens}
+    asked["logprobs"] = body.wants_logprobs or None
+    if not body.wants_logprobs:
+        asked["top_logprobs"] = None
     if body.tools:
-        asked["tools"] = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-            for tool in body.tools
-        ]
+        functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools]
+        asked["tools"] = [{"type": "function", "function": function} for function in functions]
     if isinstance(body.tool_choice, NamedFunction):
         asked["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
-    elif body.tool_choice is not None and (body.tools or body.tool_choice == "required"):
+    elif body.tools or body.tool_choice == "required":
         asked["tool_choice"] = body.tool_choice
-    if body.text is not None and body.text.format is not None:
-        form = body.text.format
-        if form.type == "json_schema" and form.json_schema is None:
-            raise ApiError(400, "text.format.schema is missing; it is required", param="text.format.schema")
-        schema = {"name": form.name or "", "schema": form.json_schema, "strict": form.strict}
-        asked["response_format"] = {"type": form.type} | ({"json_schema": schema} if form.json_schema else {})
-    if body.text is not None and body.text.verbosity is not None:
+    if body.text is not None:
         asked["verbosity"] = body.text.verbosity
-    if body.reasoning is not None and body.reasoning.effort is not None:
+        asked["response_format"] = _response_format(body.text.format)
+    if body.reasoning is not None:
         asked["reasoning_effort"] = body.reasoning.effort
     try:
-        return ChatRequest.model_validate(asked)
+        return ChatRequest.model_validate({name: value for name, value in asked.items() if value is not None})
     except ValidationError as error:  # such as more messages than a chat may have
         raise invalid_body([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from None
+
+
+def _response_format(form: TextFormat | None) -> dict[str, Any] | None:
+    if form is None:
+        return None
+    if form.type == "json_schema" and form.json_schema is None:
+        raise refused("text.format.schema", "text.format.schema is missing; it is required")
+    schema = {"name": form.name or "", "schema": form.json_schema, "strict": form.strict}
+    return {"type": form.type} | ({"json_schema": schema} if form.json_schema else {})
 
 
 def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages of a chat. An answer's thoughts, text and calls, which are items of their own, are one message."""
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(items):
-        place = f"input[{index}]"
-        kind = item.get("type", "message" if "role" in item else None)
-        if kind == "message":
-            role = item.get("role")
-            if role not in ("user", "assistant", "system", "developer"):
-                raise ApiError(
-                    400,
-                    f"{place}.role={role!r:.80}: user, assistant, system or developer is expected",
-                    param=f"{place}.role",
-                )
-            content = _text(item.get("content"), f"{place}.content")
-            if role == "assistant":
-                message = _answer(messages)
-                message["content"] = (message["content"] or "") + content
-            else:
-                messages.append({"role": role, "content": content})
-        elif kind == "function_call":
-            call = {name: _string(item, name, place) for name in ("call_id", "name", "arguments")}
-            function = {"name": call["name"], "arguments": call["arguments"]}
-            calls = _answer(messages).setdefault("tool_calls", [])
-            calls.append({"id": call["call_id"], "type": "function", "function": function})
-        elif kind == "function_call_output":
-            output = _text(item.get("output"), f"{place}.output")
-            messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": output})
-        elif kind == "reasoning":
-            given: Any = item.get("content")
-            texts = (
-                [part.get("text", "") for part in given if isinstance(part, dict)] if isinstance(given, list) else []
-            )
-            if thought := "".join(map(str, texts)):
-                _answer(messages)["reasoning_content"] = thought
-        else:
-            raise ApiError(
-                400,
-                f"{place} is of type {kind!r:.80}; message, function_call, function_call_output and reasoning are read",
-                param=place,
-            )
+        _add(messages, item, f"input[{index}]")
     for message in messages:
         if message["content"] is None and not message.get("tool_calls"):
             message["content"] = ""  # a thought by itself
     return messages
+
+
+def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> None:
+    """One item, as a message of its own or as a part of the last one."""
+    match item.get("type", "message" if "role" in item else None):
+        case "message":
+            role = item.get("role")
+            if role not in ("user", "assistant", "system", "developer"):
+                expected = "user, assistant, system or developer is expected"
+                raise refused(f"{place}.role", f"{place}.role={role!r:.80}: {expected}")
+            content = _text(item.get("content"), f"{place}.content")
+            if role != "assistant":
+                messages.append({"role": role, "content": content})
+                return
+            message = _answer(messages)
+            message["content"] = (message["content"] or "") + content
+        case "function_call":
+            call_id, name, arguments = (_string(item, name, place) for name in ("call_id", "name", "arguments"))
+            function = {"name": name, "arguments": arguments}
+            calls = _answer(messages).setdefault("tool_calls", [])
+            calls.append({"id": call_id, "type": "function", "function": function})
+        case "function_call_output":
+            output = _text(item.get("output"), f"{place}.output")
+            messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": output})
+        case "reasoning":
+            given = item.get("content")
+            parts = [part for part in given if isinstance(part, dict)] if isinstance(given, list) else []
+            if thought := "".join(str(part.get("text", "")) for part in parts):
+                _answer(messages)["reasoning_content"] = thought
+        case kind:
+            read = "message, function_call, function_call_output and reasoning are read"
+            raise refused(place, f"{place} is of type {kind!r:.80}; {read}")
 
 
 def _answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -181,20 +178,17 @@ def _text(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ApiError(400, f"{place} is {content!r:.80}; a string or text parts are expected", param=place)
+        raise refused(place, f"{place} is {content!r:.80}; a string or text parts are expected")
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
-            raise ApiError(
-                400,
-                f"{place} holds {f'a part of type {kind!r:.80}' if kind else 'no text part'}; only text is read",
-                param=place,
-            )
+            what = f"a part of type {kind!r:.80}" if kind else "no text part"
+            raise refused(place, f"{place} holds {what}; only text is read")
     return "\n".join(part["text"] for part in content)
 
 
 def _string(item: dict[str, Any], name: str, place: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise ApiError(400, f"{place}.{name} is {value!r:.80}; a string is expected", param=f"{place}.{name}")
+        raise refused(f"{place}.{name}", f"{place}.{name} is {value!r:.80}; a string is expected")
     return value

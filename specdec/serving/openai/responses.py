@@ -10,18 +10,26 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from specdec.errors import ConfigError, SpecDecError
-from specdec.runtime.request import GenerationOutput, RequestStats
+from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.client_isolation import bearer_token
 from specdec.serving.http.events import EventStream, event, json_response, while_connected
 from specdec.serving.http.faults import ApiError, as_api_error
 from specdec.serving.openai.chat_completions import Chat
+from specdec.serving.openai.logprob_shapes import chat_logprobs
 from specdec.serving.openai.reply import Reply, ReplyFormat
 from specdec.serving.openai.response_events import ResponseBuilder
-from specdec.serving.openai.response_input import ResponsesRequest, chat_request, messages_of
+from specdec.serving.openai.response_input import (
+    Reasoning,
+    ResponsesRequest,
+    Text,
+    TextFormat,
+    chat_request,
+    messages_of,
+)
 from specdec.serving.openai.response_store import ResponseStore, Stored
 from specdec.serving.openai.sampling_fields import blaming
-from specdec.serving.openai.usage import chat_logprobs, usage_of
+from specdec.serving.openai.text_answer import usage_of
 from specdec.serving.state import ServeState, State
 from specdec.serving.streams import Streams
 
@@ -34,10 +42,7 @@ async def create_response(body: ResponsesRequest, request: Request, state: State
     try:
         return await while_connected(request.receive, answer.answer())
     except ConfigError as error:
-        blamed = blaming(error, answer.chat.body)
-        if isinstance(blamed, ApiError) and blamed.body["error"]["param"] == "response_format":
-            blamed.body["error"]["param"] = "text.format"
-        raise blamed from error
+        raise blaming(error, answer.chat.body, {"response_format": "text.format"}) from error
 
 
 @router.get("/v1/responses/{response_id}")
@@ -47,11 +52,10 @@ async def read_response(response_id: str, request: Request) -> dict[str, Any]:
 
 @router.get("/v1/responses/{response_id}/input_items")
 async def read_input_items(response_id: str, request: Request) -> dict[str, Any]:
-    items = [
-        {"id": f"item_{i}", "type": "message"} | item for i, item in enumerate(_stored(request, response_id).inputs)
-    ]
-    ids = [item["id"] for item in items]
-    return {"object": "list", "data": items[::-1], "first_id": ids[-1], "last_id": ids[0], "has_more": False}
+    inputs = _stored(request, response_id).inputs
+    items = [{"id": f"item_{index}", "type": "message"} | item for index, item in enumerate(inputs)][::-1]
+    first, last = items[0]["id"], items[-1]["id"]
+    return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": False}
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -68,7 +72,6 @@ class ResponseAnswer:
         self.body = body
         self._store = store
         self._key = key
-        self._state = state
         self._messages: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
             before = store.get(key, body.previous_response_id)
@@ -77,7 +80,6 @@ class ResponseAnswer:
             self._messages += before.messages
         self._messages += messages_of(body.items)
         self.chat = Chat(chat_request(body, self._messages), state)
-        self._tokenizer = state.tokenizer
         self._builder = ResponseBuilder(self._head(state))
 
     async def answer(self) -> Response:
@@ -88,7 +90,7 @@ class ResponseAnswer:
         async with streams:
             [output] = await streams.outputs()
             reply = Reply(reply_format)
-            self._builder.add(reply.read_output(output), self._logprobs(output))
+            self._builder.add(reply.read_output(output), self._details(output))
             self._end(reply, output, output.stats)
             return json_response(self._builder.response)
 
@@ -98,7 +100,7 @@ class ResponseAnswer:
             yield each
         try:
             async for _, delta in streams:
-                for each in builder.add(reply.read(delta), self._logprobs(delta)):
+                for each in builder.add(reply.read(delta), self._details(delta)):
                     yield each
                 if delta.output is not None:
                     for each in self._end(reply, delta.output, streams.stats(0)):
@@ -118,36 +120,29 @@ class ResponseAnswer:
             self._store.put(self._key, Stored(self._builder.response, self.body.items, messages))
         return events
 
-    def _logprobs(self, of: Any) -> list[dict[str, Any]]:
-        if not self.body.wants_logprobs or not of.logprobs:
-            return []
-        content: list[dict[str, Any]] = chat_logprobs(self._tokenizer, of.logprobs)["content"]
-        return content
+    def _details(self, of: GenerationOutput | StreamDelta) -> dict[str, list[Any]]:
+        """What the part of a message has for its text, by name: each delta adds to it."""
+        wanted = self.body.wants_logprobs and of.logprobs
+        return {"logprobs": chat_logprobs(self.chat.tokenizer, of.logprobs or ())["content"] if wanted else []}
 
     def _usage(self, stats: RequestStats) -> dict[str, Any]:
-        usage = usage_of([self.chat.prompt], [stats], self._state)
-        thought = "".join(
-            part["text"] for item in self._builder.output if item["type"] == "reasoning" for part in item["content"]
-        )
-        thinking = len(self._tokenizer(thought, add_special_tokens=False)["input_ids"]) if thought else 0
+        usage = usage_of(self.chat.prompts, [stats], self.chat.state)
+        thoughts = [item["content"][0]["text"] for item in self._builder.output if item["type"] == "reasoning"]
+        thought = self.chat.tokenizer("".join(thoughts), add_special_tokens=False)["input_ids"] if thoughts else []
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"] or {"cached_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": thinking},
+            "output_tokens_details": {"reasoning_tokens": len(thought)},
             "total_tokens": usage["total_tokens"],
         }
 
     def _head(self, state: ServeState) -> dict[str, Any]:
-        body = self.body
-        text, reasoning = body.text, body.reasoning
-        form = (
-            {"type": "text"}
-            if text is None or text.format is None
-            else text.format.model_dump(by_alias=True, exclude_none=True)
-        )
+        body, defaults = self.body, state.settings.defaults
+        text, reasoning = body.text or Text(), body.reasoning or Reasoning()
+        form = text.format or TextFormat()
         choice = body.tool_choice if isinstance(body.tool_choice, str | None) else body.tool_choice.model_dump()
-        defaults = state.settings.defaults
+        tools = [{"parameters": None, "strict": None} | tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         return {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -163,15 +158,13 @@ class ResponseAnswer:
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+            "reasoning": {"effort": reasoning.effort, "summary": None},
             "service_tier": "default",
             "store": body.store is not False,
             "temperature": defaults.get("temperature", 1.0) if body.temperature is None else body.temperature,
-            "text": {"format": form, "verbosity": None if text is None else text.verbosity},
+            "text": {"format": form.model_dump(by_alias=True, exclude_none=True), "verbosity": text.verbosity},
             "tool_choice": choice or "auto",
-            "tools": [
-                {"parameters": None, "strict": None} | tool.model_dump(exclude_none=True) for tool in body.tools or ()
-            ],
+            "tools": tools,
             "top_logprobs": body.top_logprobs or 0,
             "top_p": defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
             "truncation": "disabled",
@@ -210,9 +203,6 @@ def _stored(request: Request, response_id: str) -> Stored:
 
 
 def _unknown(response_id: str, param: str = "response_id") -> ApiError:
-    return ApiError(
-        404,
-        f"no response {response_id!r:.80} is stored; it was not asked to be, was deleted, or made room for newer ones",
-        param=param,
-        code="previous_response_not_found" if param == "previous_response_id" else "response_not_found",
-    )
+    why = "it was not asked to be, was deleted, or made room for newer ones"
+    code = "previous_response_not_found" if param == "previous_response_id" else "response_not_found"
+    return ApiError(404, f"no response {response_id!r:.80} is stored; {why}", param=param, code=code)

@@ -1,5 +1,6 @@
 """From the fields of a body to `SamplingParams`: names, defaults, and nothing else; ranges are checked there."""
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -7,34 +8,30 @@ from specdec.config import GRAMMARS, MAX_SALT, SamplingParams, SpecConfig
 from specdec.errors import ConfigError
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http.client_isolation import require_priority, salt_for
-from specdec.serving.http.faults import ApiError
-from specdec.serving.openai.protocol import SamplingFields, Speculation
-from specdec.serving.server_settings import ServeSettings
+from specdec.serving.openai.protocol import SamplingFields, Speculation, refused
+from specdec.serving.state import ServeState
 
 MAX_LOGPROBS = 20
 TRANSLATED = {"logprobs", "logit_bias", "prompt_logprobs", "cache_salt", "speculation"}
 """Fields of a body that `sampling_params` reads each in its own way."""
 SAME = {each.name for each in fields(SamplingParams)} & SamplingFields.model_fields.keys() - TRANSLATED
 """Fields that `SamplingParams` has under the same name, where None says nothing."""
+GUIDED = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice"}
 
 
 def sampling_params(
     body: SamplingFields,
-    engine: AsyncEngine,
-    settings: ServeSettings,
+    state: ServeState,
     max_new_tokens: int,
     logprobs: int | None,
     forced: dict[str, Any] | None = None,
     echoed: int | None = None,
-    *,
-    client: str,
 ) -> SamplingParams:
-    """client: the API key that it came with. forced: the grammar of a tool that must be called. echoed: alternatives to
-    each token of a prompt that comes back with its log-probabilities. Raises ConfigError or ApiError where a field says
-    what cannot be."""
+    """forced: the grammar of a tool that must be called. echoed: alternatives to each token of a prompt that is
+    returned with its log-probabilities. Raises ConfigError or ApiError where a field says what cannot be."""
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options goes with stream=true; set that too", param="stream_options")
-    given: dict[str, Any] = dict(settings.defaults)
+        raise refused("stream_options", "stream_options goes with stream=true; set that too")
+    given: dict[str, Any] = dict(state.settings.defaults)
     given |= {name: value for name in SAME if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:  # as 0: all
         given["top_k"] = 0
@@ -44,102 +41,91 @@ def sampling_params(
         given["logprobs"] = require_logprobs(logprobs)
     if body.prompt_logprobs is not None:
         if body.stream:
-            message = "prompt_logprobs goes without stream=true; leave one of them out"
-            raise ApiError(400, message, param="prompt_logprobs")
+            raise refused("prompt_logprobs", "prompt_logprobs goes without stream=true; leave one of them out")
         require_logprobs(body.prompt_logprobs, "prompt_logprobs")
     scored = [count for count in (body.prompt_logprobs, echoed) if count is not None]
     if scored:
         given["prompt_logprobs"] = max(scored)
     grammar = next(iter(_asked(body).values()), {})
     if forced is not None and grammar:
-        raise ApiError(400, "tool_choice and a format of the text are both given; leave one out", param="tool_choice")
+        raise refused("tool_choice", "tool_choice and a format of the text are both given; leave one out")
     given |= grammar if forced is None else forced
-    require_priority(body.priority, settings)
+    require_priority(body.priority, state.settings)
     if body.cache_salt is not None and not 0 < len(body.cache_salt) <= MAX_SALT:
         message = f"cache_salt has {len(body.cache_salt)} characters; 1 to {MAX_SALT} are allowed"
-        raise ApiError(400, message, param="cache_salt", code="invalid_value")
-    given["cache_salt"] = salt_for(client, body.cache_salt, settings)
-    return SamplingParams(max_new_tokens=max_new_tokens, speculation=_speculation(body, engine), **given)
+        raise refused("cache_salt", message, "invalid_value")
+    given["cache_salt"] = salt_for(state.client, body.cache_salt, state.settings)
+    return SamplingParams(max_new_tokens=max_new_tokens, speculation=_speculation(body, state.engine.spec), **given)
 
 
 def shortened(body: SamplingFields, engine: AsyncEngine, ids: list[int], max_new_tokens: int) -> list[int]:
     """The end of a prompt, as long as `truncate_prompt_tokens` says; -1: as leaves room for the output."""
-    most = body.truncate_prompt_tokens
+    most, longest = body.truncate_prompt_tokens, engine.max_model_len
     if most is None:
         return ids
-    longest = engine.max_model_len
     if not (most == -1 or 1 <= most <= longest):
-        raise ApiError(
-            400,
-            f"truncate_prompt_tokens={most}: from 1 to {longest} tokens, or -1 for as many as there is room for, is "
-            "expected",
-            param="truncate_prompt_tokens",
-        )
+        allowed = f"from 1 to {longest} tokens, or -1 for as many as there is room for, is expected"
+        raise refused("truncate_prompt_tokens", f"truncate_prompt_tokens={most}: {allowed}")
     return ids[-(max(1, longest - max_new_tokens) if most == -1 else most) :]
 
 
 def require_logprobs(count: int, param: str = "logprobs") -> int:
     if not 0 <= count <= MAX_LOGPROBS:
-        raise ApiError(400, f"{param}={count}: from 0 to {MAX_LOGPROBS} alternatives are given", param=param)
+        raise refused(param, f"{param}={count}: from 0 to {MAX_LOGPROBS} alternatives are given")
     return count
 
 
-def blaming(error: ConfigError, body: SamplingFields) -> Exception:
-    """The same, with the field of the body where the grammar is at fault, by whatever name the body has it."""
-    message = str(error)
-    field = next(iter(_asked(body)), None)
-    if field is not None and message.startswith(GRAMMARS):
-        return ApiError(400, message, param=field, code="invalid_value")
-    return error
+def blaming(error: ConfigError, body: SamplingFields, renamed: Mapping[str, str] | None = None) -> Exception:
+    """The same, with the field of the body where the grammar is at fault. renamed: fields by the name that they have
+    in the body of the request, where it is not this one."""
+    field, message = next(iter(_asked(body)), None), str(error)
+    if field is None or not message.startswith(GRAMMARS):
+        return error
+    return refused((renamed or {}).get(field, field), message, "invalid_value")
 
 
-def _speculation(body: SamplingFields, engine: AsyncEngine) -> SpecConfig | bool | None:
+def _speculation(body: SamplingFields, own: SpecConfig) -> SpecConfig | bool | None:
     """What is left out is as the engine does."""
     asked = body.speculation
     if not isinstance(asked, Speculation):
         return False if asked is False else None
-    sizes = asked.num_steps, asked.topk, asked.num_draft_tokens
-    if sizes == (None, None, None):
+    if (asked.num_steps, asked.topk, asked.num_draft_tokens) == (None, None, None):
         return None
-    own = engine.spec
     num_steps = own.num_steps if asked.num_steps is None else asked.num_steps
     topk = own.topk if asked.topk is None else asked.topk
     wanted = SpecConfig(num_steps, topk, asked.num_draft_tokens)
     if asked.num_draft_tokens is None and wanted.num_nodes > own.num_nodes:
-        wanted = SpecConfig(num_steps, topk, own.num_nodes)
+        return SpecConfig(num_steps, topk, own.num_nodes)
     return wanted
 
 
 def _asked(body: SamplingFields) -> dict[str, dict[str, Any]]:
     """What the text is asked to be, by the field that says so: one or none."""
     asked: dict[str, dict[str, Any]] = {}
-    form = body.response_format
-    if form is not None and form.type == "json_object":
-        asked["response_format"] = {"json_object": True}
-    elif form is not None and form.type == "json_schema":
-        if form.json_schema is None or form.json_schema.json_schema is None:
-            raise ApiError(
-                400, "response_format.json_schema.schema is missing; it is required", param="response_format"
-            )
-        asked["response_format"] = {"json_schema": form.json_schema.json_schema}
-    elif form is not None and form.json_schema is not None:
-        raise ApiError(400, "response_format.json_schema is for type='json_schema'", param="response_format")
+    if (form := body.response_format) is not None:
+        schema = None if form.json_schema is None else form.json_schema.json_schema
+        if form.type == "json_schema":
+            if schema is None:
+                raise refused("response_format", "response_format.json_schema.schema is missing; it is required")
+            asked["response_format"] = {"json_schema": schema}
+        elif form.type == "json_object":
+            asked["response_format"] = {"json_object": True}
+        elif form.json_schema is not None:
+            raise refused("response_format", "response_format.json_schema is for type='json_schema'")
     if (outputs := body.structured_outputs) is not None:
         for name in ("json_schema", "regex", "choice"):
             if (value := getattr(outputs, name)) is not None:
                 asked[f"structured_outputs.{name.removesuffix('_schema')}"] = {name: value}
         if outputs.json_object:
             asked["structured_outputs.json_object"] = {"json_object": True}
-    for field, name in (("guided_json", "json_schema"), ("guided_regex", "regex"), ("guided_choice", "choice")):
-        if (value := getattr(body, field)) is not None:
-            asked[field] = {name: value}
+    asked |= {field: {name: value} for field, name in GUIDED.items() if (value := getattr(body, field)) is not None}
     if len(asked) > 1:
         named = list(asked)
-        raise ApiError(400, f"{' and '.join(named)} are both given; one is allowed, so leave one out", param=named[0])
+        raise refused(named[0], f"{' and '.join(named)} are both given; one is allowed, so leave one out")
     return asked
 
 
 def _token_id(token: str) -> int:
     if not token.isascii() or not token.isdigit() or len(token) > 18:
-        raise ApiError(400, f"logit_bias holds {token!r:.40}; its keys are token ids", param="logit_bias")
+        raise refused("logit_bias", f"logit_bias holds {token!r:.40}; its keys are token ids")
     return int(token)

@@ -9,54 +9,55 @@ read as        content          the model's own format     that object
 from typing import Any
 
 from specdec.sampling.grammars.grammar_bounds import ONE_LINE
-from specdec.serving.http.faults import ApiError
-from specdec.serving.openai.protocol import ChatRequest, Function, NamedTool
+from specdec.serving.openai.protocol import ChatRequest, Function, NamedTool, refused
 from specdec.serving.tools.tool_parsers import PARSERS, ToolParser
 from specdec.text.prompts import template_text
 
 BARE_JSON = PARSERS["llama"]
 """Reads {"name": ..., "arguments": {...}} where an answer begins."""
+OPEN_ENDED = {
+    *("additionalProperties", "patternProperties", "unevaluatedProperties"),
+    *("allOf", "anyOf", "oneOf", "$ref"),
+}
+"""Members of a schema that say themselves which further properties there may be."""
 
 
 class ToolChoice:
     """Of one request. Raises ApiError where it cannot be served. parser: of the model's own format, None: unknown."""
 
     def __init__(self, body: ChatRequest, template: Any, parser: type[ToolParser] | None) -> None:
-        self.tools = [tool.function for tool in body.tools or ()]
-        choice = body.tool_choice or ("auto" if self.tools else "none")
-        self._forced: list[Function] = []
+        self.tools = body.tools or []
         self.parser: type[ToolParser] | None = None
         self.max_calls = 1 if body.parallel_tool_calls is False else None
-        if not self.tools:
-            if body.tool_choice is not None:
-                raise ApiError(400, "tool_choice goes with tools, and there are none; give some", param="tool_choice")
-            return
+        self._forced: list[Function] = []
+        choice = body.tool_choice or "auto"
+        if body.tool_choice is not None and not self.tools:
+            raise refused("tool_choice", "tool_choice goes with tools, and there are none; give some")
         if choice == "none":
             self.tools = []
-            return
-        if choice == "auto":
+        elif choice == "auto" and self.tools:
             if "tools" not in template_text(template):
-                raise ApiError(400, "this model's chat template knows no tools; leave them out", param="tools")
+                raise refused("tools", "this model's chat template knows no tools; leave them out")
             if parser is None:
-                raise ApiError(
-                    400,
+                message = (
                     "how this model writes tool calls is not known; name it with --tool-parser, or use tool_choice "
-                    "'required', a tool's name or 'none'",
-                    param="tools",
+                    "'required', a tool's name or 'none'"
                 )
+                raise refused("tools", message)
             self.parser = parser
-            return
-        self._forced = [tool for tool in self.tools if not isinstance(choice, NamedTool) or _is(tool, choice)]
-        if not self._forced:
-            known = ", ".join(tool.name for tool in self.tools)
-            raise ApiError(400, f"tool_choice names no tool of this request; it has {known}", param="tool_choice")
-        self.parser = BARE_JSON
+        elif self.tools:
+            functions = [tool.function for tool in self.tools]
+            name = choice.function.name if isinstance(choice, NamedTool) else None
+            self._forced = [function for function in functions if name in (None, function.name)]
+            if not self._forced:
+                known = ", ".join(function.name for function in functions)
+                raise refused("tool_choice", f"tool_choice names no tool of this request; it has {known}")
+            self.parser = BARE_JSON
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """What the chat template is told."""
-        described = [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in self.tools]
-        return {"tools": described} if described else {}
+        return {"tools": [tool.model_dump(exclude_none=True) for tool in self.tools]} if self.tools else {}
 
     @property
     def grammar(self) -> dict[str, Any] | None:
@@ -78,11 +79,8 @@ class ToolChoice:
     @property
     def parameter_types(self) -> dict[str, dict[str, Any]]:
         """Of each tool, the schemas of its parameters by name."""
-        return {tool.name: (tool.parameters or {}).get("properties", {}) for tool in self.tools}
-
-
-def _is(tool: Function, choice: NamedTool) -> bool:
-    return tool.name == choice.function.name
+        functions = [tool.function for tool in self.tools]
+        return {function.name: (function.parameters or {}).get("properties", {}) for function in functions}
 
 
 def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
@@ -90,15 +88,6 @@ def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
     name, and a small model would write more and more of it."""
     if not parameters:
         return {"type": "object"}
-    open_ended = (
-        "additionalProperties",
-        "patternProperties",
-        "unevaluatedProperties",
-        "allOf",
-        "anyOf",
-        "oneOf",
-        "$ref",
-    )
-    if "properties" not in parameters or any(name in parameters for name in open_ended):
+    if "properties" not in parameters or OPEN_ENDED & parameters.keys():
         return parameters
     return parameters | {"additionalProperties": False}

@@ -6,14 +6,17 @@ JSON without harm is mended: line ends in strings, lone backslashes, a missing l
 
 import json
 import re
+import string
 from collections.abc import Callable
+from typing import Any
 
-from specdec.serving.tools.tool_text import NAME, NotACall, Reading, ToolParser
+from specdec.serving.tools.tool_text import NAME, NotACall, Reading, ToolParser, require
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 NUMBER_CHARACTERS = frozenset("+-.0123456789eE")
 JSON_SPACE = frozenset(" \t\n\r")
 ESCAPED = frozenset('"\\/bfnrtu')
+WORDS = {"t": "true", "f": "false", "n": "null"}
 MAX_DEPTH = 64
 NAME_KEYS = ("name", "tool_name")
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -28,18 +31,14 @@ class JsonToolParser(ToolParser):
         if (yield from self._solid()) == "{":
             yield from self._json_call(bare)
             return
-        if self._held[-1] != "[":
-            raise NotACall
-        while True:
-            if (yield from self._solid()) != "{":
-                raise NotACall
+        require(self._held[-1] == "[")
+        char = ","
+        while char == ",":
+            self._phase = ""
+            require((yield from self._solid()) == "{")
             yield from self._json_call(bare)
             char = yield from self._solid()
-            if char == "]":
-                break
-            if char != ",":
-                raise NotACall
-            self._phase = ""
+        require(char == "]")
         self._held.clear()
 
     def _json_call(self, bare: bool) -> Reading[None]:
@@ -47,29 +46,29 @@ class JsonToolParser(ToolParser):
         name = arguments = None
         begun, char = False, (yield from self._solid())
         while char != "}":
-            if char != '"':
-                raise NotACall
+            require(char == '"')
             key = yield from self._json_text()
-            if (yield from self._solid()) != ":":
-                raise NotACall
+            require((yield from self._solid()) == ":")
             if key in NAME_KEYS and name is None:
-                name = yield from self._json_name()
+                require((yield from self._solid()) == '"')
+                name = yield from self._json_text(most=128)
+                require(NAME.fullmatch(name))
             elif key in ARGUMENT_KEYS and arguments is None:
-                begun = name is not None and (yield from self._solid_peek()) == "{"
+                begun = name is not None and (yield from self._solid()) == "{"
+                if name is not None:
+                    self._back()
                 if begun:
                     self._begin_call(name or "")
                 arguments = yield from self._json_arguments(self._arguments if begun else None)
                 self._phase = "closing" if begun else ""
-            elif key in OTHER_KEYS:
-                yield from self._json_value(lambda text: None)
             else:
-                raise NotACall
+                require(key in OTHER_KEYS)
+                yield from self._json_value(lambda text: None)
             char = yield from self._solid()
             if char == ",":
                 char = yield from self._solid()
             elif char != "}":
-                if not begun:
-                    raise NotACall
+                require(begun)
                 self._back()  # a brace was forgotten
                 break
         if not begun:
@@ -77,19 +76,6 @@ class JsonToolParser(ToolParser):
                 raise NotACall
             self._whole_call(name, arguments or "{}")
         self._held.clear()
-
-    def _solid_peek(self) -> Reading[str]:
-        char = yield from self._solid()
-        self._back()
-        return char
-
-    def _json_name(self) -> Reading[str]:
-        if (yield from self._solid()) != '"':
-            raise NotACall
-        name = yield from self._json_text(most=128)
-        if not NAME.fullmatch(name):
-            raise NotACall
-        return name
 
     def _json_arguments(self, sink: Callable[[str], None] | None) -> Reading[str]:
         """An object; also as text in a string, or null for none."""
@@ -100,15 +86,9 @@ class JsonToolParser(ToolParser):
         text = "".join(read).strip()
         if text.startswith('"'):
             text = json.loads(text)
-        try:
-            value = json.loads(text)
-        except ValueError:
-            raise NotACall from None
-        if value is None:
-            return "{}"
-        if not isinstance(value, dict):
-            raise NotACall
-        return text
+        value = _loaded(text)
+        require(value is None or isinstance(value, dict))
+        return "{}" if value is None else text
 
     def _json_text(self, most: int = 1 << 30) -> Reading[str]:
         """The text of a string after its first quote."""
@@ -116,14 +96,10 @@ class JsonToolParser(ToolParser):
 
         def sink(text: str) -> None:
             read.append(text)
-            if len(read) > most + 2:
-                raise NotACall
+            require(len(read) <= most + 2)
 
         yield from self._json_string(sink)
-        try:
-            text: str = json.loads("".join(read))
-        except ValueError:
-            raise NotACall from None
+        text: str = _loaded("".join(read))
         return text
 
     def _json_value(self, sink: Callable[[str], None], depth: int = 0) -> Reading[None]:
@@ -139,15 +115,12 @@ class JsonToolParser(ToolParser):
             while (yield from self._next()) in NUMBER_CHARACTERS:
                 char += self._held[-1]
             self._back()
-            if not NUMBER.fullmatch(char):
-                raise NotACall
+            require(NUMBER.fullmatch(char))
             sink(char)
         else:
-            word = {"t": "true", "f": "false", "n": "null"}.get(char)
-            if word is None:
-                raise NotACall
-            yield from self._expect(word[1:])
-            sink(word)
+            require(char in WORDS)
+            yield from self._expect(WORDS[char][1:])
+            sink(WORDS[char])
 
     def _json_items(self, opened: str, sink: Callable[[str], None], depth: int) -> Reading[None]:
         """What stands after a brace or bracket, and the one that closes it."""
@@ -156,23 +129,19 @@ class JsonToolParser(ToolParser):
         while char != closing:
             if opened == "[":
                 self._back()
-            elif char == '"':
+            else:
+                require(char == '"')
                 sink(char)
                 yield from self._json_string(sink)
-                if (yield from self._json_solid(sink)) != ":":
-                    raise NotACall
+                require((yield from self._json_solid(sink)) == ":")
                 sink(":")
-            else:
-                raise NotACall
             yield from self._json_value(sink, depth)
             char = yield from self._json_solid(sink)
+            require(char in (",", closing))
             if char == ",":
                 sink(char)
                 char = yield from self._json_solid(sink)
-                if char == closing:
-                    raise NotACall
-            elif char != closing:
-                raise NotACall
+                require(char != closing)
         sink(closing)
 
     def _json_string(self, sink: Callable[[str], None]) -> Reading[None]:
@@ -186,8 +155,7 @@ class JsonToolParser(ToolParser):
                 elif char[1] == "u":
                     for _ in range(4):
                         char += yield from self._next()
-                        if char[-1] not in "0123456789abcdefABCDEF":
-                            raise NotACall
+                        require(char[-1] in string.hexdigits)
             sink(json.dumps(char)[1:-1] if char < " " else char)
         sink(char)
 
@@ -195,3 +163,10 @@ class JsonToolParser(ToolParser):
         while (char := (yield from self._next())) in JSON_SPACE:
             sink(char)
         return char
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise NotACall from None

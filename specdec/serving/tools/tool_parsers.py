@@ -17,8 +17,11 @@ from typing import Any
 from specdec.errors import ConfigError, shown
 from specdec.runtime.request import StreamDelta
 from specdec.serving.tools.tool_json import MAX_DEPTH, JsonToolParser
-from specdec.serving.tools.tool_text import NAME, ContentPiece, NotACall, Piece, Reading, ToolCallPiece, ToolParser
+from specdec.serving.tools.tool_text import NAME, ContentPiece, Piece, Reading, ToolCallPiece, ToolParser, require
 from specdec.text.detokenize import Detokenizer
+
+MAX_HEADER = 256
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 __all__ = ["PARSERS", "ContentPiece", "Piece", "ToolCallPiece", "ToolParser", "ToolReader", "tool_parser_for"]
 
@@ -46,18 +49,15 @@ class HermesParser(JsonToolParser):
         self._begin_call(name)
         types, separator = self._types.get(name, {}), "{"
         while True:
-            if (yield from self._solid()) != "<":
-                raise NotACall
+            require((yield from self._solid()) == "<")
             if (yield from self._next()) == "/":
                 break
             self._back()
             yield from self._expect("parameter=")
-            key: list[str] = []
-            yield from self._until(">", key.append)
-            value: list[str] = []
-            yield from self._until("</parameter>", value.append)
-            text = "".join(value).removeprefix("\n").removesuffix("\n")
-            self._arguments(f"{separator}{_quoted(''.join(key))}: {_typed(text, types.get(''.join(key)))}")
+            key = yield from self._text_until(">")
+            value = yield from self._text_until("</parameter>")
+            text = value.removeprefix("\n").removesuffix("\n")
+            self._arguments(f"{separator}{_quoted(key)}: {_typed(text, types.get(key))}")
             separator = ", "
         yield from self._expect("function>")
         self._arguments("{}" if separator == "{" else "}")
@@ -68,14 +68,14 @@ class LlamaParser(JsonToolParser):
     the answer begins."""
 
     special = ("<|python_tag|>",)
+    signs = ("<|start_header_id|>", "parameters")
 
     def _call(self) -> Reading[None]:
         begins = self._gap is not None
         if (yield from self._next()) == "<":
             yield from self._expect("|python_tag|>")
-        elif not begins:
-            raise NotACall
         else:
+            require(begins)
             self._back()
         if (yield from self._solid()) != ";" or not self.num_calls:
             self._back()
@@ -103,8 +103,7 @@ class MistralParser(JsonToolParser):
         if self._held[-1] == "A":
             yield from self._expect("RGS]")
             yield from self._solid()
-        if self._held[-1] != "{":
-            raise NotACall
+        require(self._held[-1] == "{")
         self._back()
         self._begin_call(name)
         yield from self._json_value(self._arguments)
@@ -134,13 +133,10 @@ class GemmaParser(JsonToolParser):
         if char in self.quote[0] + '"':
             self._back()
             yield from self._text()
-        elif char == "{" and depth < MAX_DEPTH:
-            yield from self._members("}", depth + 1)
-        elif char == "[" and depth < MAX_DEPTH:
-            yield from self._members("]", depth + 1)
-        elif char in "{}[],:":
-            raise NotACall
+        elif char in "{[" and depth < MAX_DEPTH:
+            yield from self._members("}" if char == "{" else "]", depth + 1)
         else:
+            require(char not in "{}[],:")
             while (yield from self._next()) not in ",}]\n":
                 char += self._held[-1]
             self._back()
@@ -155,11 +151,10 @@ class GemmaParser(JsonToolParser):
                 yield from self._key()
             yield from self._value(depth)
             char = yield from self._solid()
+            require(char in (",", closing))
             if char == ",":
                 self._arguments(", ")
                 char = yield from self._solid()
-            elif char != closing:
-                raise NotACall
         self._arguments(closing)
 
     def _key(self) -> Reading[None]:
@@ -172,14 +167,10 @@ class GemmaParser(JsonToolParser):
             key = ""
             while (char := (yield from self._next())) not in ':{}[],"':
                 key += char
-            if not key.strip():
-                raise NotACall
-            if char == ":":
-                self._arguments(_quoted(key.strip()))
-                self._arguments(": ")
-                return
-        if self._held[-1:] != [":"]:
-            raise NotACall
+            require(key.strip() and char == ":")
+            self._arguments(_quoted(key.strip()) + ": ")
+            return
+        require(self._held[-1:] == [":"])
         self._arguments(": ")
 
     def _text(self) -> Reading[None]:
@@ -206,39 +197,24 @@ class HarmonyParser(JsonToolParser):
     arguments; the texts of all other messages are content."""
 
     special = tuple(f"<|{word}|>" for word in ("channel", "message", "start", "end", "call", "return", "constrain"))
+    signs = ("<|channel|>", "functions.")
     RECIPIENT = re.compile(rf"to=functions\.({NAME.pattern})")
 
     def _call(self) -> Reading[None]:
         yield from self._expect("<|")
-        word: list[str] = []
-        yield from self._until("|>", lambda char: word.append(self._of_word(char)))
-        if "".join(word) in ("end", "return", "call"):
+        word = yield from self._text_until("|>", lambda char, at: char.isalpha())
+        if word in ("end", "return", "call"):
             return
-        if "".join(word) not in ("channel", "start"):
-            raise NotACall
-        header: list[str] = []
-        yield from self._until("<|message|>", lambda char: header.append(self._of_header(char, len(header))))
-        called = self.RECIPIENT.search("".join(header))
+        require(word in ("channel", "start"))
+        header = yield from self._text_until("<|message|>", lambda char, at: at <= MAX_HEADER)
+        called = self.RECIPIENT.search(header)
         if called is None:
             return
-        if (yield from self._solid()) != "{":
-            raise NotACall
+        require((yield from self._solid()) == "{")
         self._back()
         self._begin_call(called[1])
         yield from self._json_value(self._arguments)
         yield from self._close("<|call|>", "<|end|>")
-
-    @staticmethod
-    def _of_word(char: str) -> str:
-        if not char.isalpha():
-            raise NotACall
-        return char
-
-    @staticmethod
-    def _of_header(char: str, before: int) -> str:
-        if before > 256:
-            raise NotACall
-        return char
 
 
 class GraniteParser(JsonToolParser):
@@ -247,20 +223,16 @@ class GraniteParser(JsonToolParser):
     special = ("<|tool_call|>", "<|/tool_call|>")
 
     def _call(self) -> Reading[None]:
-        yield from self._expect("<|tool_call|>")
+        opens, closes = self.special
+        yield from self._expect(opens)
         yield from self._json_calls()
-        yield from self._close("<|/tool_call|>")
+        yield from self._close(closes)
 
 
-class CohereParser(JsonToolParser):
+class CohereParser(GraniteParser):
     """Cohere: <|START_ACTION|>[{"tool_name": ..., "parameters": {...}}, ...]<|END_ACTION|>."""
 
     special = ("<|START_ACTION|>", "<|END_ACTION|>")
-
-    def _call(self) -> Reading[None]:
-        yield from self._expect("<|START_ACTION|>")
-        yield from self._json_calls()
-        yield from self._close("<|END_ACTION|>")
 
 
 PARSERS: dict[str, type[ToolParser]] = {
@@ -274,18 +246,6 @@ PARSERS: dict[str, type[ToolParser]] = {
     "llama": LlamaParser,
 }
 """What `--tool-parser` takes, in the order in which templates are asked."""
-
-SIGNS = {
-    "gemma4": ("<|tool_call>",),
-    "functiongemma": ("<start_function_call>",),
-    "mistral": ("[TOOL_CALLS]",),
-    "harmony": ("<|channel|>", "functions."),
-    "cohere": ("<|START_ACTION|>",),
-    "granite": ("<|tool_call|>",),
-    "hermes": ("<tool_call>",),
-    "llama": ("<|start_header_id|>", "parameters"),
-}
-"""What a template holds that teaches the format: all of these."""
 
 
 def require_parser(name: str) -> None:
@@ -305,11 +265,13 @@ def tool_parser_for(tokenizer: Any, template: str | None = None, name: str = "au
         return PARSERS.get(name)
     template = template or getattr(tokenizer, "chat_template", None)
     texts: list[str] = list(template.values()) if isinstance(template, Mapping) else [template or ""]
-    for text in texts:
-        for known, signs in SIGNS.items():
-            if "tool" in text and all(sign in text for sign in signs):
-                return PARSERS[known]
-    return None
+    taught = (
+        parser
+        for text in texts
+        for parser in PARSERS.values()
+        if "tool" in text and all(sign in text for sign in parser.signs or parser.special[:1])
+    )
+    return next(taught, None)
 
 
 class MarkedText:
@@ -344,23 +306,15 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _typed(text: str, schema: Mapping[str, Any] | None) -> str:
+def _typed(text: str, schema: Any) -> str:
     """A value that was written without quotes, as JSON: what the schema says, else what it looks like."""
-    kinds = _kinds(schema)
-    if kinds == {"string"}:
+    if isinstance(schema, Mapping) and schema.get("type") in ("string", ["string"]):
         return _quoted(text)
     try:
         json.loads(text, parse_constant=_no_constant)
     except ValueError:
-        word = {"True": "true", "False": "false", "None": "null"}.get(text)
-        return word if word is not None else _quoted(text)
+        return PYTHON_WORDS.get(text) or _quoted(text)
     return text
-
-
-def _kinds(schema: Mapping[str, Any] | None) -> set[str]:
-    """The JSON types that a schema allows, as far as it says so."""
-    kinds = (schema or {}).get("type", [])
-    return {kinds} if isinstance(kinds, str) else set(kinds)
 
 
 def _no_constant(name: str) -> None:

@@ -14,7 +14,7 @@ there is nothing else before, between or after calls.
 import re
 import secrets
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -56,6 +56,12 @@ class CutOff(NotACall):
     """The text ended where something was still to come."""
 
 
+def require(holds: object) -> None:
+    """Raise NotACall where this does not hold."""
+    if not holds:
+        raise NotACall
+
+
 class ToolParser:
     """`feed` it text as it comes, then `finish` it. One answer each.
 
@@ -65,6 +71,8 @@ class ToolParser:
 
     special: tuple[str, ...] = ()
     """Special tokens that the format is written with: the text must have them."""
+    signs: tuple[str, ...] = ()
+    """What a template that teaches the format holds, all of it; none: the first of `special`."""
     begins = "<"
     """What a call after text begins with: other characters need no closer look."""
 
@@ -159,8 +167,18 @@ class ToolParser:
         return f"call_{secrets.token_hex(12)}"
 
     def _take(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
-        return list(_joined(pieces))
+        """What is to be handed out: neighbours of one kind as one piece, but for a call's first."""
+        joined: list[Piece] = []
+        for piece in self._pieces:
+            last = joined[-1] if joined else None
+            if isinstance(last, ContentPiece) and isinstance(piece, ContentPiece):
+                joined[-1] = ContentPiece(last.text + piece.text)
+            elif isinstance(last, ToolCallPiece) and isinstance(piece, ToolCallPiece) and piece.id is None is last.id:
+                joined[-1] = replace(last, arguments=last.arguments + piece.arguments)
+            else:
+                joined.append(piece)
+        self._pieces = []
+        return joined
 
     # what is read
 
@@ -183,9 +201,8 @@ class ToolParser:
         return char
 
     def _expect(self, text: str) -> Reading[None]:
-        for wanted in text:
-            if (yield from self._next()) != wanted:
-                raise NotACall
+        for expected in text:
+            require((yield from self._next()) == expected)
 
     def _close(self, *ends: str) -> Reading[None]:
         """One of these strings, after white space, ends the call."""
@@ -193,8 +210,7 @@ class ToolParser:
         self._held.clear()
         read = yield from self._solid()
         while read not in ends:
-            if not any(end.startswith(read) for end in ends):
-                raise NotACall
+            require(any(end.startswith(read) for end in ends))
             read += yield from self._next()
         self._held.clear()
 
@@ -210,28 +226,22 @@ class ToolParser:
                 self._back()
             sink(read[0])
 
-    def _name(self, first: str = "") -> Reading[str]:
+    def _text_until(self, end: str, fits: Callable[[str, int], bool] = lambda char, at: True) -> Reading[str]:
+        """The text before this string. fits: may character number `at` of it be this one?"""
+        read: list[str] = []
+
+        def sink(char: str) -> None:
+            require(fits(char, len(read)))
+            read.append(char)
+
+        yield from self._until(end, sink)
+        return "".join(read)
+
+    def _name(self) -> Reading[str]:
         """A name, up to the first character that cannot be of one."""
-        name = first
+        name = ""
         while NAME.fullmatch(name + (char := (yield from self._next()))):
             name += char
         self._back()
-        if not name:
-            raise NotACall
+        require(name)
         return name
-
-
-def _joined(pieces: list[Piece]) -> Iterator[Piece]:
-    """Neighbours of one kind as one piece, but for a call's first: a name, then arguments."""
-    last: Piece | None = None
-    for piece in pieces:
-        if isinstance(last, ContentPiece) and isinstance(piece, ContentPiece):
-            last = ContentPiece(last.text + piece.text)
-        elif isinstance(last, ToolCallPiece) and isinstance(piece, ToolCallPiece) and piece.id is None is last.id:
-            last = replace(last, arguments=last.arguments + piece.arguments)
-        else:
-            if last is not None:
-                yield last
-            last = piece
-    if last is not None:
-        yield last

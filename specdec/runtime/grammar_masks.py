@@ -1,0 +1,77 @@
+"""What grammars say of the next tokens: found on the host, before a step is launched and between a round's programs."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from specdec.errors import is_fault
+from specdec.runtime.launched_step import copy_to_host, event_now
+from specdec.runtime.request import Request, RequestState
+from specdec.runtime.rounds.result import RoundShape
+from specdec.runtime.rounds.round import Round
+from specdec.sampling.grammars.grammar import Place, make_masks, tree_masks
+from specdec.sampling.token_bitmaps import RowMasks, write_masks
+
+
+def prepare(requests: Sequence[Request]) -> list[Request]:
+    """Compute what grammars allow next and force -> the requests that have one.
+
+    A request whose grammar raises ends here, and only that one.
+    """
+    guided = [request for request in requests if request.place is not None]
+    if not guided:
+        return []
+    try:
+        make_masks([request.place for request in guided])
+    except BaseException as error:
+        if not is_fault(error):
+            raise  # else one of them is at fault, and found below
+    for request in guided:
+        try:
+            assert request.place is not None
+            request.place.mask  # noqa: B018 - made once, and kept there
+            if request.state is RequestState.DECODE:
+                request.forced  # noqa: B018
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            request.fail("grammar", error)
+    return guided
+
+
+class GrammarSteps:
+    """What the host does within a round in which some of the first rows have a place in a grammar.
+
+    device    | draft | verify          | draw
+    host              trees, their masks ^
+    """
+
+    def __init__(self, round: Round, shape: RoundShape, places: Sequence[Place | None]) -> None:
+        self._allowed = round.allowed(shape)
+        self._places = places
+        roots = root_masks(places)
+        if roots is not None:
+            write_masks(self._allowed[:, :1], roots)  # a drafter may use what is allowed after the roots
+
+    def between(self, number: int, out: torch.Tensor) -> None:
+        """Program 0, the draft, was launched and returned the trees; or program 1, verify, was."""
+        if number == 0:
+            self._trees, self._done = copy_to_host(out), event_now(out.device)
+            return
+        if self._done is not None:
+            self._done.synchronize()
+        tokens, parents = self._trees.tolist()
+        held = [(i, place) for i, place in enumerate(self._places) if place is not None]
+        found = tree_masks([(place, tokens[i], parents[i]) for i, place in held])
+        write_masks(self._allowed, RowMasks(np.array([i for i, _ in held], dtype=np.int64), found))
+
+
+def root_masks(places: Sequence[Place | None]) -> RowMasks | None:
+    """Tokens that may come next, [M, 1, words], of the M requests that have a place in a grammar; None: none has."""
+    held = [(i, place) for i, place in enumerate(places) if place is not None]
+    if not held:
+        return None
+    make_masks([place for _, place in held])
+    rows = np.array([i for i, _ in held], dtype=np.int64)
+    return RowMasks(rows, np.stack([place.mask for _, place in held])[:, None])

@@ -1,0 +1,76 @@
+"""A round or a group of prompt chunks on the device, until its result is on the host and settled."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specdec.gpu.mirrored_array import IntArray
+from specdec.runtime.request import Request
+from specdec.runtime.rounds.prompt_scoring import Scoring, Span
+from specdec.runtime.rounds.result import RoundResult, RoundShape, unpack
+from specdec.sampling.log_probs import TokenScores
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A round or a group of prompt chunks on the device, and the requests that had a row in it.
+
+    row_epochs: of each request at the launch; a request that has lost its row since has no part in the result.
+    drawing: of prompt chunks, the numbers in the batch of the requests that draw their first token; None: a round.
+    packed: the result on its way to the host, of this shape and these stages. forced: of each request that has a
+    result, [B], how many of its tokens its grammar gave. scores: of prompt tokens, what was asked for and the numbers.
+    done: reached when all of it is on the host; None: it is there.
+    """
+
+    requests: Sequence[Request]
+    row_epochs: list[int]
+    drawing: list[int] | None
+    shape: RoundShape
+    stages: tuple[str, ...]
+    packed: torch.Tensor
+    forced: IntArray
+    scores: tuple[Scoring, torch.Tensor] | None
+    done: torch.cuda.Event | None
+
+    def present(self) -> list[int]:
+        """Numbers in the batch of the requests that still have the row."""
+        seats = enumerate(zip(self.requests, self.row_epochs, strict=True))
+        return [i for i, (request, epoch) in seats if request.row_epoch == epoch]
+
+    def gaining(self) -> list[Request]:
+        """Those of them that are sure to get a token."""
+        return [self.requests[i] for i in self.present() if self.drawing is None or i in self.drawing]
+
+    def result(self) -> RoundResult:
+        """Of a round, of all its requests; of chunks, of those that draw. Waits for the device."""
+        drawn = self.requests if self.drawing is None else [self.requests[i] for i in self.drawing]
+        asked = [request.params.logprobs for request in drawn]
+        return unpack(self._on_host(self.packed), self.shape, self.stages, asked, self.forced)
+
+    def prompt_scores(self) -> list[tuple[Span, TokenScores]]:
+        """What was scored of prompts. Waits for the device."""
+        return [] if self.scores is None else self.scores[0].split(self._on_host(self.scores[1]))
+
+    def _on_host(self, numbers: torch.Tensor) -> IntArray:
+        if self.done is not None:
+            self.done.synchronize()
+        array: IntArray = numbers.numpy()
+        return array
+
+
+def copy_to_host(numbers: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, before anything overwrites them: complete once an `event_now` recorded later is reached."""
+    if numbers.device.type != "cuda":
+        return numbers.clone()
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    return host.copy_(numbers, non_blocking=True)
+
+
+def event_now(device: torch.device) -> torch.cuda.Event | None:
+    """Reached when everything launched so far has run; None: it has."""
+    if device.type != "cuda":
+        return None
+    done = torch.cuda.Event()
+    done.record()
+    return done

@@ -1,0 +1,111 @@
+"""Log-probabilities as answers have them: those of chats and of completions, and vLLM's `prompt_logprobs`.
+
+It knows token ids, their texts and numbers, and no request. Decoding a long prompt token by token takes long, so what
+is about prompts is called on another thread than the event loop's.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from specdec.sampling.log_probs import TokenLogprob
+from specdec.text.detokenize import REPLACEMENT
+from specdec.text.token_bytes import token_bytes, token_text
+
+MIN_LOGPROB = -9999.0
+"""JSON has no infinity."""
+Scores = Sequence[TokenLogprob | None]
+"""One for each token of a prompt; None for the first."""
+
+
+def chat_logprobs(tokenizer: Any, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """The shape of chats."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = token_text(tokenizer, token)
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(token_bytes(tokenizer, token))}
+
+    content = [
+        entry(one.token_id, one.logprob) | {"top_logprobs": [entry(*each) for each in one.top.items()]}
+        for one in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(tokenizer: Any, logprobs: Sequence[TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
+    """The shape of completions, and where the text goes on. offset: of the first token in it."""
+    tokens = [token_text(tokenizer, one.token_id) for one in logprobs]
+    offsets = [offset]
+    for text in tokens:
+        offsets.append(offsets[-1] + len(text))
+    return _completion_shape(tokenizer, tokens, logprobs, offsets[:-1], None), offsets[-1]
+
+
+def echoed_logprobs(tokenizer: Any, ids: Sequence[int], text: str, scores: Scores, count: int) -> dict[str, Any]:
+    """The shape of completions for a prompt `ids` that is echoed as `text`, with `count` alternatives a token."""
+    tokens = [token_text(tokenizer, token) for token in ids]
+    return _completion_shape(tokenizer, tokens, scores, text_offsets(tokens, text), count)
+
+
+def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two of the shape of completions, one after the other."""
+    return {name: [*first[name], *second[name]] for name in first}
+
+
+def _completion_shape(
+    tokenizer: Any, tokens: Sequence[str], scores: Scores, offsets: list[int], count: int | None
+) -> dict[str, Any]:
+    """count: alternatives a token, None: all that there are."""
+
+    def top(text: str, one: TokenLogprob) -> dict[str, float]:
+        """By their text; of tokens with the same text, such as parts of characters, the highest."""
+        found = {text: max(one.logprob, MIN_LOGPROB)}
+        for token, value in list(one.top.items())[:count]:
+            other = token_text(tokenizer, token)
+            found[other] = max(value, found.get(other, MIN_LOGPROB))
+        return found
+
+    return {
+        "tokens": tokens,
+        "token_logprobs": [None if one is None else max(one.logprob, MIN_LOGPROB) for one in scores],
+        "top_logprobs": [None if one is None else top(said, one) for said, one in zip(tokens, scores, strict=True)],
+        "text_offset": offsets,
+    }
+
+
+def text_offsets(tokens: Sequence[str], text: str) -> list[int]:
+    """Where each token begins in the text of all, given each one's text by itself.
+
+    What is not in the text, as special tokens are not, takes no room there. Parts of a character stand where it does;
+    the next token says where it ends.
+    """
+    offsets, at, parts = [], 0, 0  # parts: tokens since `at` that are parts of characters
+    for token in tokens:
+        shifts = range(1, parts + 1) if parts else (0, 1)
+        shift = next((shift for shift in shifts if token and text.startswith(token, at + shift)), None)
+        if shift == 1 and not parts and text[at] != " ":  # decoding one token alone leaves out a space, and no more
+            shift = None
+        if shift is None:
+            offsets.append(at)
+            parts += REPLACEMENT in token
+            continue
+        offsets.append(at + shift if parts else at)
+        at, parts = at + shift + len(token), 0
+    return offsets
+
+
+def vllm_prompt_logprobs(tokenizer: Any, scores: Scores, count: int) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: of each token but the first, by token id, itself and the `count` likeliest.
+
+    rank: 1 for the likeliest; None for a token that is not among the `count` likeliest.
+    """
+
+    def entry(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        return {"logprob": max(logprob, MIN_LOGPROB), "rank": rank, "decoded_token": token_text(tokenizer, token)}
+
+    def entries(one: TokenLogprob) -> dict[str, Any]:
+        best = enumerate(list(one.top.items())[:count], start=1)
+        return {str(one.token_id): entry(one.token_id, one.logprob, None)} | {
+            str(token): entry(token, value, rank) for rank, (token, value) in best
+        }
+
+    return [None if one is None else entries(one) for one in scores]

@@ -1,0 +1,147 @@
+"""A chat or completion, answered whole or as it grows: what the two routes, and responses, do alike.
+
+    submit     parameters and prompts -> the streams of the samples, and how replies are read
+    whole      one choice for each sample, then usage
+    streamed   an opening of each choice, what its deltas add, then usage
+
+What a choice has next to its text (log-probabilities, token ids, drafted text) is in `_details`, for both.
+"""
+
+import asyncio
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from specdec import __version__
+from specdec.errors import ConfigError
+from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
+from specdec.sampling.log_probs import TokenLogprob
+from specdec.serving.http.client_isolation import in_blocks
+from specdec.serving.http.events import EventStream, json_response, while_connected
+from specdec.serving.openai.documented_answers import SpeculationFigures
+from specdec.serving.openai.protocol import SamplingFields
+from specdec.serving.openai.reply import Reply, ReplyDelta, ReplyFormat
+from specdec.serving.openai.sampling_fields import blaming
+from specdec.serving.state import ServeState
+from specdec.serving.streams import Streams
+
+
+class TextAnswer(ABC):
+    """One request. Choice number i is sample i % n of prompt i // n."""
+
+    chunk_kind: str
+
+    def __init__(self, body: SamplingFields, state: ServeState, prefix: str, kind: str) -> None:
+        self.body = body
+        self.state = state
+        self.engine = state.engine
+        self.settings = state.settings
+        self.tokenizer = state.tokenizer
+        self.n = 1 if body.n is None else body.n
+        self.prompts: list[list[int]] = []
+        self.head = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": state.model_name(body.model),
+            "system_fingerprint": f"specdec-{__version__}",
+        }
+
+    async def respond(self, request: Request) -> Response:
+        """The response, whole or begun; cancelled when the client goes away."""
+        try:
+            return await while_connected(request.receive, self._answer())
+        except ConfigError as error:
+            raise blaming(error, self.body) from error
+
+    @abstractmethod
+    async def submit(self) -> tuple[Streams, ReplyFormat]:
+        """Read the prompts and submit them. -> the samples' streams, and how their replies are read"""
+
+    @abstractmethod
+    def _choice(self, index: int, output: GenerationOutput, reply: Reply) -> dict[str, Any]:
+        """A choice of a whole answer."""
+
+    @abstractmethod
+    def _opening(self, index: int) -> dict[str, Any] | None:
+        """The chunk of a choice that is sent before its first delta, without the head."""
+
+    @abstractmethod
+    def _grown(self, index: int, delta: StreamDelta, reply: Reply, streams: Streams) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of one delta, without the head."""
+
+    @abstractmethod
+    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The log-probabilities of a choice's next tokens."""
+
+    def _details(self, index: int, of: GenerationOutput | StreamDelta, said: ReplyDelta) -> dict[str, Any]:
+        """What a choice, or a chunk of it, has next to its text, as far as the request asks for it."""
+        details: dict[str, Any] = {"logprobs": None if of.logprobs is None else self._logprobs(index, of.logprobs)}
+        if self.body.return_token_ids:
+            details["token_ids"] = of.token_ids
+        if said.drafted is not None:
+            details["drafted"] = said.drafted
+        return details
+
+    async def _answer(self) -> Response:
+        streams, reply_format = await self.submit()
+        if self.body.stream:
+            return EventStream(streams, self._events(streams, reply_format))
+        async with streams:
+            outputs = await streams.outputs()
+            return await asyncio.to_thread(lambda: json_response(self._whole(outputs, reply_format)))
+
+    def _whole(self, outputs: list[GenerationOutput], reply_format: ReplyFormat) -> dict[str, Any]:
+        choices = [self._choice(index, output, Reply(reply_format)) for index, output in enumerate(outputs)]
+        return self.head | {"choices": choices} | self._totals([output.stats for output in outputs])
+
+    async def _events(self, streams: Streams, reply_format: ReplyFormat) -> AsyncIterator[dict[str, Any]]:
+        head = self.head | {"object": self.chunk_kind} | ({"usage": None} if self.body.include_usage else {})
+        replies = [Reply(reply_format) for _ in streams.samples]
+        for opening in map(self._opening, range(len(replies))):
+            if opening is not None:
+                yield head | opening
+        async for index, delta in streams:
+            async for chunk in self._grown(index, delta, replies[index], streams):
+                yield head | chunk
+        if self.body.include_usage or self.body.show_drafts:
+            stats = [streams.stats(index) for index in range(len(replies))]
+            yield head | {"choices": []} | self._totals(stats)
+
+    def _totals(self, stats: Sequence[RequestStats]) -> dict[str, Any]:
+        """Usage of all samples, and what speculation did if the request asks for it."""
+        return {"usage": usage_of(self.prompts, stats, self.state)} | self._speculation(stats)
+
+    def _so_far(self, index: int, stats: RequestStats) -> dict[str, Any]:
+        """What a chunk says of its sample's tokens, if the request asks for it."""
+        prompt = self.prompts[index // self.n]
+        usage = {"usage": usage_of([prompt], [stats], self.state)} if self.body.continuous_usage else {}
+        return usage | self._speculation([stats])
+
+    def _speculation(self, stats: Sequence[RequestStats]) -> dict[str, Any]:
+        if not self.body.show_drafts:
+            return {}
+        total = RequestStats()
+        for one in stats:
+            total.add(one)
+        return {"speculation": {name: getattr(total, name) for name in SpeculationFigures.model_fields}}
+
+
+def usage_of(prompts: Sequence[Sequence[int]], stats: Sequence[RequestStats], state: ServeState) -> dict[str, Any]:
+    """Of all samples, those of a prompt together: a prompt counts once, with the cache hits of its first sample, in
+    whole blocks."""
+    prompt_len = sum(map(len, prompts))
+    completion = sum(one.output_tokens for one in stats)
+    page_size = state.engine.config.page_size
+    cached = sum(in_blocks(one.cached_tokens, page_size) for one in stats[:: len(stats) // len(prompts)])
+    return {
+        "prompt_tokens": prompt_len,
+        "completion_tokens": completion,
+        "total_tokens": prompt_len + completion,
+        "prompt_tokens_details": {"cached_tokens": cached} if state.settings.show_cached_tokens else None,
+    }
