@@ -107,6 +107,7 @@ def test_a_seed_makes_sampling_repeatable_with_and_without_drafts():
         (("bench", "--data", "missing.jsonl"), "missing.jsonl"),
         (("eval", "gsm8k", "--data", "missing.jsonl"), "missing.jsonl"),
         (("eval", "gsm8k", "--shots", "9"), "shots=9"),
+        (("eval", "gsm8k", "--top-n-sigma", "nan"), "top_n_sigma=nan"),
         (("eval", "gsm8k", "--compare", "--drafter", "none"), "drafter"),
         (("eval", "gsm8k", "--target", "./nowhere"), "./nowhere"),
     ],

@@ -1,17 +1,23 @@
-"""What `specdec eval` takes; bodies/eval_task.py is what it does."""
+"""What `specdec eval` takes; bodies/measure_pair.py is what it does."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from specdec.cli.command import command
-from specdec.cli.options import JsonFile, MaxNewTokens, PairOptions, Temperature, output_file
+from specdec.cli.options import JsonFile, PairOptions, output_file
 from specdec.lazy import load
 from specdec.sampling_numbers import SamplingNumbers
 
-SAMPLING = {each.name: each for each in fields(SamplingNumbers)}
+
+@dataclass(frozen=True, slots=True)
+class EvalNumbers(SamplingNumbers):
+    """Longer answers, and the same ones every time."""
+
+    max_new_tokens: int = field(default=512, metadata={"help": "Most tokens to generate."})
+    seed: int | None = field(default=0, metadata={"help": "Seeds every problem, by its number."})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,12 +38,7 @@ class EvalOptions:
         int | None, typer.Option(help="Worked examples of gsm8k; default: 0 with a chat template, else 8.")
     ] = None
     instruction: Annotated[str, typer.Option(help="A line to put behind every question.")] = ""
-    max_new_tokens: MaxNewTokens = 512
-    temperature: Temperature = 0.0
-    top_k: int = field(default=0, metadata=SAMPLING["top_k"].metadata)
-    top_p: float = field(default=1.0, metadata=SAMPLING["top_p"].metadata)
-    min_p: float = field(default=0.0, metadata=SAMPLING["min_p"].metadata)
-    seed: Annotated[int, typer.Option(help="Seeds every problem, by its number.")] = 0
+    sampling: EvalNumbers
     batch_size: Annotated[int | None, typer.Option(min=1, help="Prompts at a time; default: 8 for gsm8k, 1.")] = None
     transcripts: Annotated[Path | None, typer.Option(help="Keep finished problems here, and go on from them.")] = None
     json_file: JsonFile = None

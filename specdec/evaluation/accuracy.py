@@ -257,11 +257,8 @@ def fingerprint(problems: Sequence[Problem], chosen: Sequence[int]) -> str:
 def running_scores(records: Collection[Record], problems: Sequence[Problem]) -> str:
     """Of the first run, in per cent, for the progress bar."""
     outputs = [(next(iter(record["runs"].values()))["text"], problems[record["index"]].answer) for record in records]
-    shares: list[str] = []
-    for score in SCORES:
-        right = sum(is_correct(text, answer or "", score) for text, answer in outputs)
-        shares.append(f"{score} {100 * right / len(outputs):.1f} %")
-    return ", ".join(shares)
+    right = {score: sum(is_correct(text, answer or "", score) for text, answer in outputs) for score in SCORES}
+    return ", ".join(f"{score} {100 * count / len(outputs):.1f} %" for score, count in right.items())
 
 
 def _shots(task: Task, shots: int | None, chat: bool) -> int:

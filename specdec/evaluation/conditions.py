@@ -3,7 +3,7 @@
 import platform
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ def conditions(device: torch.device, command: str) -> dict[str, str]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
-        "triton": _version("triton"),
+        "triton": next((found.version for found in distributions(name="triton")), ""),
         "specdec": __version__,
         "commit": _commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -42,23 +42,12 @@ def conditions(device: torch.device, command: str) -> dict[str, str]:
     }
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
 def _commit() -> str:
     """Of the checkout that the package runs from, `+` where it has changes; empty where there is none."""
-    folder = Path(__file__).resolve().parent
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=True).stdout.strip()
-
+    described = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
+        return subprocess.run(described, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
         return ""
 
 

@@ -138,12 +138,12 @@ class SamplingTable:
                 biases[row] = packed
 
     def at(
-        self, rows: torch.Tensor, uses: Uses, params: tuple[torch.Tensor, torch.Tensor] | None = None
+        self, rows: torch.Tensor, uses: Uses, params: ParamVectors | None = None
     ) -> tuple[ParamVectors, Uses, torch.Tensor | None]:
-        """What a sampler of rows [B] takes: a copy of their parameters (`params`: its vectors, if they exist already),
+        """What a sampler of rows [B] takes: a copy of their parameters (given, if it exists already),
         what any of them uses, and their biases [B, K] as `pack_bias` makes them."""
         bias = self._biases[uses.bias].tensor[rows] if uses.bias else None
-        return ParamVectors(*params) if params else split_cells(self.cells.tensor[rows]), uses, bias
+        return params or split_cells(self.cells.tensor[rows]), uses, bias
 
 
 def bias_room(entries: int) -> int:

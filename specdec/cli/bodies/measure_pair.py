@@ -54,9 +54,7 @@ def evaluate_task(options: EvalOptions) -> None:
             shots=options.shots,
             instruction=options.instruction,
             compare=options.compare,
-            params=SamplingParams(
-                options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.min_p, options.seed
-            ),
+            params=SamplingParams(**asdict(options.sampling)),
             folder=options.transcripts,
             **pair_arguments(options.pair, config),
             **options.pair.loading(),
