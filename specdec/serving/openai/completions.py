@@ -96,9 +96,8 @@ class Completion(TextAnswer):
             yield {"choices": [_text(index, self.echoes[index // self.n]) | {"logprobs": logprobs}]}
         choice = await off_loop(len(delta.token_ids), partial(self._added, index, delta, reply))
         if choice is not None:
-            yield {"choices": [choice | (self._prompt_ids(index) if first else {})]} | self._so_far(
-                index, streams.stats(index)
-            )
+            choice |= self._prompt_ids(index) if first else {}
+            yield {"choices": [choice]} | self._so_far(index, streams.stats(index))
 
     def _added(self, index: int, delta: StreamDelta, reply: Reply) -> dict[str, Any] | None:
         """The choice of a chunk; None where it would say nothing."""
