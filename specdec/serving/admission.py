@@ -31,6 +31,7 @@ class Admission:
     """Places for `rows` requests that run and `max_waiting` that wait. per_client: 0, no limit."""
 
     def __init__(self, rows: int, max_waiting: int, per_client: int = 0) -> None:
+        self.most = rows + max_waiting
         self._rows = rows
         self._max_waiting = max_waiting
         self._per_client = per_client
@@ -38,10 +39,6 @@ class Admission:
         self._of: Counter[str] = Counter()  # places that each client has or waits for, where they are limited
         self._lock = threading.Lock()
         self._waiters: deque[Waiter] = deque()
-
-    @property
-    def most(self) -> int:
-        return self._rows + self._max_waiting
 
     async def take(self, count: int, client: str = "", *, wait: bool = False) -> None:
         """Take `count` places. Raises QueueFullError where fewer are free, or waits until they are;
@@ -109,9 +106,9 @@ class Admission:
 
     def _require_share(self, count: int, client: str) -> None:
         if self._per_client and self._of[client] + count > self._per_client:
+            more = f"{count} more would make more than the {self._per_client} that one client may have"
             raise QueueFullError(
-                f"{self._of[client]} of your samples are open, and {count} more would make more than the "
-                f"{self._per_client} that one client may have; try again when some have ended"
+                f"{self._of[client]} of your samples are open, and {more}; try again when some have ended"
             )
 
     def _require_possible(self, count: int) -> None:

@@ -33,6 +33,9 @@ from specdec.serving.streams import Streams, tell_readers
 from specdec.text.prompts import Prompt, as_prompt_list
 
 T = TypeVar("T")
+Prompts = Prompt | Sequence[Prompt]
+Params = SamplingParams | Sequence[SamplingParams] | None
+"""Of all prompts, or of each."""
 READERS = 4
 """Threads that read prompts, and as many that compile grammars."""
 INTAKE_SECONDS = 30.0
@@ -115,24 +118,14 @@ class AsyncEngine:
         return deltas()
 
     async def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        priority: int = 0,
-        wait: bool = False,
+        self, prompts: Prompts, params: Params = None, *, priority: int = 0, wait: bool = False
     ) -> list[GenerationOutput]:
         """Continue every prompt; results as those of `Engine.generate`. Cancelling the task aborts them."""
         async with await self.submit(prompts, params, priority=priority, wait=wait) as streams:
             return await streams.outputs()
 
     async def submit(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        priority: int = 0,
-        wait: bool = False,
+        self, prompts: Prompts, params: Params = None, *, priority: int = 0, wait: bool = False
     ) -> Streams:
         """Hand in prompts: all samples of each together, as in `generate`, and all or none of them.
 

@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from specdec.errors import ConfigError, QueueFullError, StoppingError
@@ -25,15 +26,15 @@ CLIENT: ContextVar[str] = ContextVar("specdec_client", default="")
 MAX_EXTRA = 4
 
 
+@dataclass(eq=False, slots=True)
 class Job(Generic[T]):
     """One call of a function. begun: a thread runs it, or has."""
 
-    def __init__(self, function: Callable[[], T], client: str) -> None:
-        self.function = function
-        self.client = client
-        self.future: Future[T] = Future()
-        self.begun = False
-        self.given_up = False
+    function: Callable[[], T]
+    client: str
+    future: Future[T] = field(default_factory=Future)
+    begun: bool = False
+    given_up: bool = False
 
 
 def settle(future: Future[T], function: Callable[[], T]) -> None:

@@ -53,9 +53,9 @@ class Streams:
         """Every sample's whole output, once all have ended."""
         while True:
             self._news.clear()
-            self._raise_failure()
-            if all(sample.handle.finished for sample in self.samples):
-                self._raise_failure()  # one may have failed between
+            finished = all(sample.handle.finished for sample in self.samples)
+            self._raise_failure()  # what failed had its error before it was finished
+            if finished:
                 return [sample.handle.output() for sample in self.samples]
             await self._news.wait()
 

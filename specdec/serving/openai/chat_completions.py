@@ -14,7 +14,7 @@ from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import off_loop
 from specdec.serving.openai.chat_prompt import chat_prompt
-from specdec.serving.openai.logprob_shapes import chat_logprobs, vllm_prompt_logprobs
+from specdec.serving.openai.logprob_shapes import chat_logprobs
 from specdec.serving.openai.protocol import ChatRequest, refused
 from specdec.serving.openai.reply import Reply, ReplyDelta, ReplyFormat
 from specdec.serving.openai.sampling_fields import require_logprobs, sampling_params, shortened
@@ -82,14 +82,7 @@ class Chat(TextAnswer):
         return sampling_params(body, self.state, max_new_tokens, top, self.choice.grammar)
 
     def _whole(self, outputs: list[GenerationOutput], reply_format: ReplyFormat) -> dict[str, Any]:
-        answer = super()._whole(outputs, reply_format)
-        if self.body.prompt_logprobs is not None:
-            scores = outputs[0].prompt_logprobs or ()
-            answer["prompt_logprobs"] = vllm_prompt_logprobs(self.tokenizer, scores, self.body.prompt_logprobs)
-        return answer | self._prompt_ids()
-
-    def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.prompts[0]} if self.body.return_token_ids else {}
+        return super()._whole(outputs, reply_format) | self._prompt_ids(0) | self._prompt_scores(outputs[0])
 
     def _thought(self, said: ReplyDelta) -> dict[str, Any]:
         shown = said.reasoning and self.body.include_reasoning is not False
@@ -108,7 +101,7 @@ class Chat(TextAnswer):
         return choice | self._details(index, output, said)
 
     def _opening(self, index: int) -> dict[str, Any]:
-        return {"choices": [_chunk(index, {"role": "assistant", "content": ""})]} | self._prompt_ids()
+        return {"choices": [_chunk(index, {"role": "assistant", "content": ""})]} | self._prompt_ids(index)
 
     async def _grown(
         self, index: int, delta: StreamDelta, reply: Reply, streams: Streams

@@ -13,13 +13,7 @@ from specdec.runtime.request import GenerationOutput, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import off_loop
-from specdec.serving.openai.logprob_shapes import (
-    Scores,
-    completion_logprobs,
-    echoed_logprobs,
-    joined,
-    vllm_prompt_logprobs,
-)
+from specdec.serving.openai.logprob_shapes import Scores, completion_logprobs, echoed_logprobs, joined
 from specdec.serving.openai.protocol import CompletionRequest, refused
 from specdec.serving.openai.reply import Reply, ReplyFormat
 from specdec.serving.openai.sampling_fields import sampling_params, shortened
@@ -82,14 +76,9 @@ class Completion(TextAnswer):
     def _choice(self, index: int, output: GenerationOutput, reply: Reply) -> dict[str, Any]:
         said, echo = reply.read_output(output), self.echoes[index // self.n]
         choice = _text(index, echo + said.content, reply.finish_reason(output)) | self._details(index, output, said)
-        scores = output.prompt_logprobs or ()
-        if self.body.return_token_ids:
-            choice["prompt_token_ids"] = self.prompts[index // self.n]
         if self.body.echo and output.logprobs is not None:
-            choice["logprobs"] = joined(self._echoed(index, scores), choice["logprobs"])
-        if self.body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = vllm_prompt_logprobs(self.tokenizer, scores, self.body.prompt_logprobs)
-        return choice
+            choice["logprobs"] = joined(self._echoed(index, output.prompt_logprobs or ()), choice["logprobs"])
+        return choice | self._prompt_ids(index) | self._prompt_scores(output)
 
     def _opening(self, index: int) -> dict[str, Any] | None:
         if not self.body.echo or self.body.logprobs is not None:
@@ -107,8 +96,7 @@ class Completion(TextAnswer):
             yield {"choices": [_text(index, self.echoes[index // self.n]) | {"logprobs": logprobs}]}
         choice = await off_loop(len(delta.token_ids), partial(self._added, index, delta, reply))
         if choice is not None:
-            if first and self.body.return_token_ids:
-                choice["prompt_token_ids"] = self.prompts[index // self.n]
+            choice |= self._prompt_ids(index) if first else {}
             yield {"choices": [choice]} | self._so_far(index, streams.stats(index))
 
     def _added(self, index: int, delta: StreamDelta, reply: Reply) -> dict[str, Any] | None:

@@ -24,6 +24,7 @@ from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.client_isolation import in_blocks
 from specdec.serving.http.events import EventStream, json_response, while_connected
 from specdec.serving.openai.documented_answers import SpeculationFigures
+from specdec.serving.openai.logprob_shapes import vllm_prompt_logprobs
 from specdec.serving.openai.protocol import SamplingFields
 from specdec.serving.openai.reply import Reply, ReplyDelta, ReplyFormat
 from specdec.serving.openai.sampling_fields import blaming
@@ -87,6 +88,14 @@ class TextAnswer(ABC):
         if said.drafted is not None:
             details["drafted"] = said.drafted
         return details
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompts[index // self.n]} if self.body.return_token_ids else {}
+
+    def _prompt_scores(self, output: GenerationOutput) -> dict[str, Any]:
+        if (count := self.body.prompt_logprobs) is None:
+            return {}
+        return {"prompt_logprobs": vllm_prompt_logprobs(self.tokenizer, output.prompt_logprobs or (), count)}
 
     async def _answer(self) -> Response:
         streams, reply_format = await self.submit()

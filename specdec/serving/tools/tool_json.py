@@ -74,7 +74,9 @@ class JsonToolParser(ToolParser):
         if not begun:
             if name is None or (bare and arguments is None):
                 raise NotACall
-            self._whole_call(name, arguments or "{}")
+            self._begin_call(name)
+            self._arguments(arguments or "{}")
+            self._phase = "closing"
         self._held.clear()
 
     def _json_arguments(self, sink: Callable[[str], None] | None) -> Reading[str]:

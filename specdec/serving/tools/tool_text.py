@@ -158,11 +158,6 @@ class ToolParser:
         if text:
             self._pieces.append(ToolCallPiece(self.num_calls - 1, None, None, text))
 
-    def _whole_call(self, name: str, arguments: str) -> None:
-        self._begin_call(name)
-        self._arguments(arguments)
-        self._phase = "closing"
-
     def _new_id(self) -> str:
         return f"call_{secrets.token_hex(12)}"
 
