@@ -16,6 +16,7 @@ from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import CapacityError, ConfigError, QueueFullError, RoundFailedError, SpecDecError
 from specdec.serving.async_engine import AsyncEngine
 
+pytestmark = pytest.mark.usefixtures("bundled_once")
 NEW = 12
 PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)

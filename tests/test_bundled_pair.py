@@ -31,6 +31,7 @@ HARD = [  # not from the generator's templates: less predictable, so that a tree
     "Half of the 24 birds on a wire fly away, then a third of the rest. How many birds are still on the wire?",
     "My grandmother baked 3 dozen cookies. We ate 10 at once and 8 more after dinner. How many did she have left?",
 ]
+pytestmark = pytest.mark.usefixtures("bundled_once")
 
 
 def run(prompts, drafter="tiny-gemma4-mtp", **spec):

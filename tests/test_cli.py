@@ -31,6 +31,7 @@ from marks import slow
 from processes import start
 
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
+pytestmark = pytest.mark.usefixtures("bundled_once")
 
 
 def run(*args):
@@ -221,7 +222,7 @@ def test_help_and_shell_errors_import_nothing_heavy(args, code):
     assert not loaded & {"torch", "transformers", "numpy", "accelerate", "huggingface_hub"}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_help_takes_less_than_half_the_time_of_importing_torch():
     def seconds(*command):
         start = time.perf_counter()

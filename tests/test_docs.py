@@ -38,7 +38,10 @@ PAGES = [
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
 
-pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="needs the checkout")
+pytestmark = [
+    pytest.mark.usefixtures("bundled_once"),
+    pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="needs the checkout"),
+]
 
 
 class Block(NamedTuple):

@@ -77,7 +77,10 @@ COMPARING = (
     deep("batch_stream.py --compare --limit 3 --batch-size 2 --max-new-tokens 40"),
 )
 
-pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="needs the checkout")
+pytestmark = [
+    pytest.mark.usefixtures("bundled_once"),
+    pytest.mark.skipif(not EXAMPLES.exists(), reason="needs the checkout"),
+]
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import ConfigError, FrozenKVError
 from specdec.runtime.rounds.captured_rounds import batch_sizes, length_bucket
 
+pytestmark = pytest.mark.usefixtures("bundled_once")
 TREE = SpecConfig(3, 2, 6)
 SHORT_POOLS = {"page_size": 4, "full_slots": 88, "swa_slots": 88}
 

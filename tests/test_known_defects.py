@@ -22,6 +22,8 @@ from specdec.draft_models.base import DraftBatch
 from specdec.errors import LocationError
 from specdec.kvcache.index_spaces import FullLoc, SlotTable, Space, SwaLoc
 
+from marks import deep
+
 NEW = 12
 LENGTHS = (1, 33, 7, 21, 2, 40, 13, 26, 18, 5)
 TREE, CHAIN = SpecConfig(3, 2, 6), SpecConfig(3)
@@ -251,7 +253,7 @@ def test_extend_tokens_read_in_the_wrong_space_are_seen(seed, sanitize, load) ->
 # a pool that a backend knows from its start is not the one that a frozen drafter is lent (#26966, #27491)
 
 
-@pytest.mark.parametrize("sanitize", [False, True])
+@pytest.mark.parametrize("sanitize", [deep(False), True])
 def test_a_frozen_drafter_reads_the_lent_pool_when_the_swa_pool_is_nearly_full(sanitize, load) -> None:
     load(drafter="mtp", fullest=0.9, sanitize=sanitize, **NEARLY_FULL)
 
@@ -265,7 +267,7 @@ def test_a_frozen_drafter_that_reads_another_pool_is_seen(sanitize, load) -> Non
 # the draft part of a page table is not translated, with more than one branch (#24617)
 
 
-@pytest.mark.parametrize("sanitize", [False, True])
+@pytest.mark.parametrize("sanitize", [deep(False), True])
 def test_the_draft_part_of_a_trees_table_is_translated(sanitize, load) -> None:
     load(drafter="trees", sanitize=sanitize)
 
@@ -280,7 +282,7 @@ def test_an_untranslated_draft_is_seen(seed, sanitize, load) -> None:
 # a translation is remembered, and outlives its step across a graph replay (#26152)
 
 
-@pytest.mark.parametrize("sanitize", [False, True])
+@pytest.mark.parametrize("sanitize", [deep(False), True])
 def test_no_translation_outlives_its_step_across_a_replay(sanitize, load) -> None:
     load(drafter="mtp", spec=TREE, captured=True, sanitize=sanitize)
 
@@ -294,7 +296,7 @@ def test_a_translation_that_outlives_its_step_is_seen(sanitize, load) -> None:
 # a precomputed location of a prefill is stale, or ignored (#24138)
 
 
-@pytest.mark.parametrize("sanitize", [False, True])
+@pytest.mark.parametrize("sanitize", [deep(False), True])
 def test_a_prefill_writes_to_the_locations_of_its_own_plan(sanitize, load) -> None:
     load(drafter=None, sanitize=sanitize)
 

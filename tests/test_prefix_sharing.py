@@ -288,10 +288,10 @@ def test_an_aborted_maker_keeps_nobody_waiting(build, greedy_oracle, random_prom
 # little memory
 
 
-@pytest.mark.parametrize("case", [DRAFTERS["mtp-tree"], DRAFTERS["eagle3-tree"]], ids=["mtp", "eagle3"])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_tiny_pools_change_no_token(case, page_size, build, greedy_oracle, random_prompt):
+@pytest.mark.parametrize(("name", "page_size"), each_value(itertools.product(["mtp-tree", "eagle3-tree"], [1, 4, 16])))
+def test_tiny_pools_change_no_token(name, page_size, build, greedy_oracle, random_prompt):
     """Pools for little more than one request: everything cached is given up again and again, and rows are preempted."""
+    case = DRAFTERS[name]
     model_len = slots_needed(build(case, page_size=page_size).table, 50, 2 * NEW)
     engine = build(case, page_size=page_size, max_batch_size=3, full_slots=model_len[0], swa_slots=2 * model_len[1])
     base = random_prompt(40)

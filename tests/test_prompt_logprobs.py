@@ -26,6 +26,7 @@ from specdec.sampling.log_probs import TokenScores
 
 from tiny_models import VOCAB, random_eagle3
 
+pytestmark = pytest.mark.usefixtures("bundled_once")
 NEW = 6
 SCORE = SamplingParams(max_new_tokens=NEW, prompt_logprobs=4)
 TREE = SpecConfig(3, 2, 6)

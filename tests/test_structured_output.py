@@ -27,6 +27,7 @@ from specdec.sampling.reference_sampler import MaskedFirstLevel
 
 from marks import deep, each_value, examples, quick, slow
 
+pytestmark = pytest.mark.usefixtures("bundled_once")
 EOS, VOCAB = 256, 300  # byte_tokenizer, under a head that is wider
 MANY = int(os.environ.get("SPECDEC_SCHEMAS", examples(8, 24)))
 """Random schemas of the long run; SPECDEC_SCHEMAS=200 takes two minutes."""

@@ -6,6 +6,7 @@ A plugin of conftest.py. A model is cached for the session, so a test that chang
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +64,8 @@ from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.draft_models.gemma4_mtp import constructible_assistants
 from specdec.kvcache.layout import layout_from_config
+from specdec.loading import Checkpoint
+from specdec.models.bundled import BUNDLED_DIR
 from specdec.models.target import TargetModel
 from specdec.modules.private_copy import text_configs
 
@@ -236,6 +239,29 @@ def proved_once(prove: Callable[[TargetModel], Any]) -> Callable[[TargetModel], 
 
 
 TargetModel._probe = proved_once(TargetModel._probe)  # type: ignore[method-assign]
+
+
+BUNDLED: dict[tuple[Any, ...], PreTrainedModel] = {}
+
+
+@pytest.fixture(scope="module")
+def bundled_once() -> Iterator[None]:
+    """The bundled models are loaded and proved once a process, not once an engine: for tests that change none."""
+    load = Checkpoint.load
+
+    def once(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, config: Any = None) -> PreTrainedModel:
+        path = Path(checkpoint.path)
+        if path.parent != BUNDLED_DIR or set(checkpoint.options) - {"dtype"}:
+            return load(checkpoint, dtype, device, config)
+        key = path.name, dtype, device
+        if key not in BUNDLED:
+            BUNDLED[key] = load(checkpoint, dtype, device, config)
+            SHARED[id(BUNDLED[key])] = BUNDLED[key]
+        return BUNDLED[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, "load", once)
+        yield
 
 
 @pytest.fixture(scope="session")
