@@ -219,3 +219,34 @@ def test_what_is_kept_of_grammars_is_bounded_in_bytes(byte_tokenizer, monkeypatc
     assert start(grammars, choice=["abc"]).matcher is not first.matcher
     start(grammars, choice=["a" * 100])  # larger than all the room: served, and not kept
     assert grammars.kept_bytes == 0
+
+
+def test_large_grammars_are_kept_while_they_are_asked_for(byte_tokenizer, monkeypatch):
+    """A server that had compiled hostile schemas kept 24 MB of them for good."""
+    timers = []
+
+    class Timer:
+        def __init__(self, seconds, call):
+            timers.append((seconds, call))
+
+        def start(self): ...
+
+    grammars = Grammars(byte_tokenizer, 300)
+    monkeypatch.setattr(grammars, "_timer", Timer)
+    monkeypatch.setattr(grammar, "LARGE_BYTES", 100 * grammar.BYTES_PER_CHAR)
+    now = [50.0]
+    monkeypatch.setattr(grammar.time, "monotonic", lambda: now[0])
+    start(grammars, choice=["abc"])
+    assert timers == []  # small ones stay
+    small = grammars.kept_bytes
+    start(grammars, choice=["a" * 200])
+    start(grammars, choice=["b" * 300])
+    assert [seconds for seconds, _ in timers] == [grammar.LARGE_SECONDS]
+    now[0] += grammar.LARGE_SECONDS - 1
+    start(grammars, choice=["b" * 300])  # asked for again
+    now[0] += 1
+    timers[-1][1]()
+    assert small < grammars.kept_bytes <= small + 300 * grammar.BYTES_PER_CHAR and len(timers) == 2
+    now[0] += grammar.LARGE_SECONDS
+    timers[-1][1]()
+    assert grammars.kept_bytes == small and len(timers) == 2  # and nothing is looked for any more

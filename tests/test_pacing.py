@@ -7,13 +7,26 @@ import time
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
+import h11
 import pytest
 from server_process import running_server
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.serving.http import connections, pacing
+from specdec.serving.http.client_limits import ClientLimits, ClientRates
 from specdec.serving.http.connection_limits import ConnectionLimits
 from specdec.serving.http.connections import Connections, Listener, has_gone
-from specdec.serving.http.pacing import BURST, MOST_SECONDS, PER_SECOND, UNIT_BYTES, Pace, Paced, is_paced
+from specdec.serving.http.pacing import (
+    BODY_BURST_BYTES,
+    BODY_BYTES_PER_SECOND,
+    BURST,
+    MAX_SECONDS,
+    PER_SECOND,
+    UNIT_BYTES,
+    Pace,
+    Paced,
+    is_paced,
+)
 
 
 def test_a_pail_of_refusals_is_answered_at_once_and_then_so_many_a_second() -> None:
@@ -27,14 +40,14 @@ def test_a_pail_of_refusals_is_answered_at_once_and_then_so_many_a_second() -> N
 
 def test_a_refused_body_counts_by_its_bytes_and_none_waits_for_long() -> None:
     pace, large = Pace(), BURST * UNIT_BYTES
-    assert pace.delay("a", 100.0, large) == 0.0  # a mistake in a large body is told at once
-    assert pace.delay("a", 100.0, large) == MOST_SECONDS
-    assert pace.delay("a", 100.0, large) == MOST_SECONDS  # and nobody owes more than that
-    assert pace.delay("a", 100.0 + MOST_SECONDS) == pytest.approx(1 / PER_SECOND)
+    assert pace.delay("a", 100.0, 1 + large // UNIT_BYTES) == 0.0  # a mistake in a large body is told at once
+    assert pace.delay("a", 100.0, 1 + large // UNIT_BYTES) == MAX_SECONDS
+    assert pace.delay("a", 100.0, 1 + large // UNIT_BYTES) == MAX_SECONDS  # and nobody owes more than that
+    assert pace.delay("a", 100.0 + MAX_SECONDS) == pytest.approx(1 / PER_SECOND)
 
 
 def test_clients_of_long_ago_are_forgotten(monkeypatch) -> None:
-    monkeypatch.setattr(pacing, "MOST_REMEMBERED", 10)
+    monkeypatch.setattr(pacing, "MAX_REMEMBERED", 10)
     pace = Pace()
     for number in range(100):
         pace.delay(f"client {number}", 100.0 * number)
@@ -43,9 +56,48 @@ def test_clients_of_long_ago_are_forgotten(monkeypatch) -> None:
 
 def test_only_mistakes_are_paced() -> None:
     """Who is to come later, or to go elsewhere, hears that at once."""
-    assert [status for status in (200, 400, 401, 404, 405, 408, 413, 429, 499, 500, 503) if is_paced(status)] == [
-        *(400, 401, 404, 405, 413)
+    statuses = (200, 400, 401, 404, 405, 408, 413, 429, 499, 500, 503)
+    assert [status for status in statuses if is_paced(status, {})] == [*(400, 401, 404, 405, 413)]
+
+
+def test_a_client_over_its_own_limits_is_paced_and_noted_once(caplog) -> None:
+    """Four clients that asked for 40 streams at once, over and over, got 400 refusals a second, and a line for each."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def go(limits: ClientLimits) -> list[dict]:
+        scopes = [{"type": "http", "method": "POST", "path": "/v1/x", "state": {"client": "a"}} for _ in range(99)]
+        for scope in scopes:
+            await limits(scope, None, send)  # type: ignore[arg-type]
+        return scopes
+
+    limits = ClientLimits(None, ClientRates(at_a_time=1))  # type: ignore[arg-type]
+    limits._open["a"] = 1
+    scopes = asyncio.run(go(limits))
+    assert [message["status"] for message in sent if "status" in message] == [429] * 99
+    assert all(is_paced(429, scope) for scope in scopes) and not is_paced(429, {"state": {}})
+    assert [record.getMessage() for record in caplog.records] == [
+        "1 requests of a were refused (429): it exceeds its own limits"
     ]
+
+
+def test_bodies_of_one_client_are_read_no_faster_than_so_many_bytes_a_second(monkeypatch) -> None:
+    """700 clients a second that each sent half a body kept the event loop from the streams of others."""
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(pacing, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(pacing, "time", SimpleNamespace(monotonic=lambda: 50.0))
+    paced, piece = Paced(None), b"x" * (1 << 18)  # type: ignore[arg-type]
+    free = BODY_BURST_BYTES // len(piece)
+    assert answered(paced, 200, free, "a", piece) == free and slept == []
+    assert answered(paced, 200, 2, "a", piece) == 2
+    assert slept == pytest.approx([len(piece) / BODY_BYTES_PER_SECOND, 2 * len(piece) / BODY_BYTES_PER_SECOND])
+    assert answered(paced, 200, 2, "b", piece) == 2 and len(slept) == 2  # another client has a pail of its own
 
 
 def answered(paced: Paced, status: int, times: int, client: str, body: bytes = b"") -> int:
@@ -86,9 +138,9 @@ def test_refusals_wait_and_other_answers_do_not(monkeypatch) -> None:
     assert slept == pytest.approx([1 / PER_SECOND, 2 / PER_SECOND])
     assert answered(paced, 400, 1, "b", b"x" * UNIT_BYTES * BURST) == 1 and len(slept) == 2
     assert answered(paced, 400, 1, "b") == 1 and len(slept) == 3  # the body had emptied its pail
-    paced.waiting = pacing.MOST_WAITING
+    paced.waiting = pacing.MAX_WAITING
     assert answered(paced, 400, 9, "a") == 9 and len(slept) == 3
-    assert paced.waiting == pacing.MOST_WAITING
+    assert paced.waiting == pacing.MAX_WAITING
 
 
 def test_a_client_that_left_before_it_sent_anything_gets_no_protocol(monkeypatch) -> None:
@@ -104,7 +156,7 @@ def test_a_client_that_left_before_it_sent_anything_gets_no_protocol(monkeypatch
             accepted, _ = listener.accept()
             assert accepted.getpeername() == quiet.getsockname()
             assert not has_gone(accepted)
-            assert len(listener.connections) == 1
+            assert len(listener.connections.open) == 1
             accepted.close()
 
 
@@ -145,6 +197,28 @@ def test_a_pipelined_request_waits_for_its_moment(monkeypatch) -> None:
     )
     connections.Connection.handle_events(made)  # type: ignore[arg-type]
     assert later == ["paused", connections.PIPELINED_SECONDS]
+
+
+def test_nothing_of_a_body_is_read_before_it_is_asked_for() -> None:
+    """A request that is refused at its head had 256 kB of its body read first, and 4 MB parsed if they had come."""
+    calls = []
+    made = connections.Connection.__new__(connections.Connection)
+    made._since, made._accepted, made._unparsed = 0.0, None, b""
+    made.headers, made.conn = [(b"content-length", b"9")], SimpleNamespace(their_state=h11.IDLE)
+    made.flow = SimpleNamespace(read_paused=False, pause_reading=lambda: calls.append("paused"))
+    made.transport = SimpleNamespace(is_closing=lambda: False, max_size=0, resume_reading=lambda: None)
+    made._read_at_once(connections.HEAD_READ)
+    assert made.transport.max_size == connections.HEAD_READ < connections.BODY_PIECE
+
+    def head_ends(self, data: bytes) -> None:
+        self.conn.their_state = h11.SEND_BODY
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(H11Protocol, "data_received", head_ends)
+        made.data_received(b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n")
+        assert calls == ["paused"] and made.transport.max_size == connections.BODY_PIECE
+        made.data_received(b"123")
+    assert calls == ["paused"]  # once: the application resumes it
 
 
 def test_whoever_sends_no_http_is_told_so_sooner_or_later(server) -> None:

@@ -18,7 +18,7 @@ import torch
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.gpu.triton_shim import tl, triton
-from specdec.sampling.grammars.grammar import token_bits
+from specdec.sampling.grammars.mask_bits import token_bits
 
 
 def unpack_bits(words: torch.Tensor, vocab_size: int) -> torch.Tensor:

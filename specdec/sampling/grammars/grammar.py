@@ -11,20 +11,20 @@ may end, other special tokens never. The library (llguidance) is an extra, impor
 import copy
 import json
 import threading
+import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from specdec.config import MAX_FORCED_TOKENS, SamplingParams
 from specdec.errors import ConfigError, is_fault
 from specdec.sampling.grammars.grammar_bounds import is_plain, require_bounded
 from specdec.sampling.grammars.grammar_trial import GrammarTrial, with_large_stack
-
-Words = npt.NDArray[np.int32]
+from specdec.sampling.grammars.mask_bits import Words, only_bit, token_bit
 
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"\x20|\x0A(\x20{0,32}|\x09{0,8})"}
 """Between the parts of JSON: nothing, a space, or a new line with its indent. A model that has lost its way would write
@@ -32,6 +32,8 @@ white space for ever."""
 
 COMPILED_BYTES = 32 << 20
 """Upper bound on the memory of the compiled grammars that are kept for later requests."""
+LARGE_BYTES, LARGE_SECONDS = 1 << 20, 10.0
+"""Of those that take more than this each, only the ones that were asked for within so many seconds are kept."""
 BYTES_PER_CHAR = 256
 """Estimated memory of a compiled grammar per character of its source, as a lower bound; 30 to 250 were measured."""
 
@@ -44,7 +46,8 @@ class Compiled(NamedTuple):
 
 
 class Grammars:
-    """Compiles grammars, and keeps the compiled ones within COMPILED_BYTES, least recently used first out.
+    """Compiles grammars, and keeps the compiled ones within COMPILED_BYTES, least recently used first out, large ones
+    while they are in use.
 
     vocab_size: of the model; a tokenizer may have fewer tokens, or more.
     """
@@ -54,6 +57,9 @@ class Grammars:
         self._vocab_size = vocab_size
         self._library: Library | None = None
         self._kept: OrderedDict[tuple[str, Any], Compiled] = OrderedDict()  # least recently used first
+        self._used: dict[tuple[str, Any], float] = {}  # when each large one was asked for last
+        self._timer = threading.Timer
+        self._looking = False  # a timer runs
         self._lock = threading.Lock()  # of what is kept
 
     def start(self, params: SamplingParams, ends: Collection[int], own_ends: Collection[int]) -> "Place | None":
@@ -91,6 +97,7 @@ class Grammars:
         with self._lock:
             if (name, value) in self._kept:
                 self._kept.move_to_end((name, value))
+                self._note_use((name, value))
                 return self._kept[name, value].matcher
         require_bounded(name, value)
         found, reason = self._library.compile(name, value)
@@ -100,8 +107,37 @@ class Grammars:
             self._kept[name, value] = found
             room = COMPILED_BYTES - sum(one.bytes for one in self._kept.values())
             while room < 0:
-                room += self._kept.popitem(last=False)[1].bytes
+                key, one = self._kept.popitem(last=False)
+                self._used.pop(key, None)
+                room += one.bytes
+            self._note_use((name, value))
         return found.matcher
+
+    def forget_idle(self, now: float) -> None:
+        """Forget large grammars that were not asked for lately; look again as long as there are others."""
+        with self._lock:
+            self._looking = False
+            for key in [key for key, used in self._used.items() if now - used >= LARGE_SECONDS]:
+                del self._used[key], self._kept[key]
+            self._look_later()
+
+    def _note_use(self, key: tuple[str, Any]) -> None:
+        if key in self._kept and self._kept[key].bytes > LARGE_BYTES:
+            self._used[key] = time.monotonic()
+            self._look_later()
+
+    def _look_later(self) -> None:
+        if self._looking or not self._used:
+            return
+        grammars, self._looking = weakref.ref(self), True
+
+        def look() -> None:
+            if (mine := grammars()) is not None:
+                mine.forget_idle(time.monotonic())
+
+        timer = self._timer(LARGE_SECONDS, look)
+        timer.daemon = True
+        timer.start()
 
 
 class Library:
@@ -249,7 +285,7 @@ class Place:
             tokens: list[int] = []
             place: Place | None = self
             while place is not None and not place.over and len(tokens) < MAX_FORCED_TOKENS:
-                only = _only(place.mask)
+                only = only_bit(place.mask)
                 if only is None:
                     break
                 tokens.append(only)
@@ -350,25 +386,3 @@ def _options(schema: Any) -> dict[str, Any] | None:
 def _literal(text: str) -> str:
     """A regular expression for a text and nothing else."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
-
-
-def token_bit(token: int) -> np.int32:
-    """Its bit in its word of a mask."""
-    return np.int32(np.uint32(1 << token % 32).astype(np.int32))
-
-
-def token_bits(tokens: Collection[int], num_words: int) -> Words:
-    """[words] with the bits of these tokens, which are all within them."""
-    ids = np.fromiter(tokens, dtype=np.int64, count=len(tokens))
-    bits = np.zeros(num_words, dtype=np.uint32)
-    np.bitwise_or.at(bits, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
-    return bits.view(np.int32)
-
-
-def _only(mask: Words) -> int | None:
-    """The only bit that is set; None: there are more, or none."""
-    [words] = np.nonzero(mask)
-    if len(words) != 1:
-        return None
-    word = int(mask[words[0]]) & 0xFFFFFFFF
-    return None if word & (word - 1) else 32 * int(words[0]) + word.bit_length() - 1

@@ -14,7 +14,8 @@ import numpy as np
 
 from specdec.config import SamplingParams
 from specdec.errors import ConfigError
-from specdec.sampling.grammars.grammar import Place, Words, token_bit, token_bits
+from specdec.sampling.grammars.grammar import Place
+from specdec.sampling.grammars.mask_bits import Words, token_bit, token_bits
 
 
 class Rules(NamedTuple):

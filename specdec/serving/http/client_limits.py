@@ -4,6 +4,7 @@ A client is an API key, or an address where the server has no keys. Requests are
 a refusal is 429 with Retry-After, and costs nothing. Only POST requests behind the API key count.
 """
 
+import logging
 import math
 import time
 from collections import Counter
@@ -13,11 +14,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specdec.config import require_int
 from specdec.serving.http.faults import ApiError
+from specdec.serving.http.pacing import OVER_LIMIT
 
+logger = logging.getLogger("specdec.serving")
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
 """Paths behind the API key; health and metrics need no key."""
 MAX_REMEMBERED = 10_000
 """Clients whose rate is known; beyond these, those that have used nothing lately are forgotten."""
+QUIET_SECONDS = 10.0
+"""Between two lines of the log about refusals: one that asks again at once would fill it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,8 @@ class ClientLimits:
         self.rates = rates
         self._open: Counter[str] = Counter()
         self._buckets: dict[str, Bucket] = {}
+        self._refused: Counter[str] = Counter()  # since the last line of the log
+        self._quiet_until = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or not route_path(scope).startswith(GUARDED):
@@ -75,6 +82,8 @@ class ClientLimits:
         client = scope["state"]["client"]
         refusal = self.refusal(client, time.monotonic())
         if refusal is not None:
+            scope["state"][OVER_LIMIT] = True
+            self._note_refused(client, time.monotonic())
             await refusal.response()(scope, receive, send)
             return
         self._open[client] += 1
@@ -84,6 +93,14 @@ class ClientLimits:
             self._open[client] -= 1
             if not self._open[client]:
                 del self._open[client]
+
+    def _note_refused(self, client: str, now: float) -> None:
+        self._refused[client] += 1
+        if now >= self._quiet_until:
+            self._quiet_until = now + QUIET_SECONDS
+            for name, count in self._refused.most_common(8):
+                logger.warning("%d requests of %s were refused (429): it exceeds its own limits", count, name or "?")
+            self._refused.clear()
 
     def refusal(self, client: str, now: float) -> ApiError | None:
         """Why this client may not ask now; None: it may, and one request is taken from its minute."""

@@ -10,25 +10,30 @@ byte has come is never given up here. It knows sockets and h11, and nothing of r
 """
 
 import errno
+import json
 import logging
 import socket
 import time
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.serving.http.connection_limits import ConnectionLimits
+from specdec.serving.http.faults import error_body
 from specdec.serving.http.pacing import Pace
 
 logger = logging.getLogger("specdec.serving")
 
 AT_ONCE = 16
 """Connections taken in one turn of the event loop; streams go on between two turns."""
-PIECE, BODY_PIECE = 1 << 10, 1 << 16
+PIECE, BODY_PIECE = 1 << 10, 1 << 18
 """Bytes parsed in one turn of the event loop: of heads and of bodies in chunks, which may be of one byte each, and of
-bodies of a length that is known."""
+bodies of a length that is known. A piece of 64 KiB takes the loop about as long as one of 256 KiB."""
+HEAD_READ = 1 << 14
+"""Bytes read at once while a head is awaited: what comes after one that is refused is not read."""
 PIPELINED_SECONDS = 0.05
 """For which a request waits that came before the answer to the one in front of it."""
 WRITE_SECONDS = 300.0
@@ -58,38 +63,31 @@ class Connections:
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self.most = limits.resolved_most()
-        self._open: dict[int, Accepted] = {}  # by file descriptor
+        self.open: dict[int, Accepted] = {}  # by file descriptor
         self._waiting: dict[int, Accepted] = {}  # those from which a request is awaited, the longest wait first
         self._quiet_until: dict[str, float] = {}
         self.pace = Pace()  # of addresses that send what is no HTTP
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     def add(self, accepted: Accepted) -> None:
-        self._open[accepted.fileno()] = self._waiting[accepted.fileno()] = accepted
+        self.open[accepted.fileno()] = self._waiting[accepted.fileno()] = accepted
 
     def forget(self, accepted: Accepted) -> None:
         """It is closed, or about to be."""
         number = accepted.fileno()
-        for known in (self._open, self._waiting):
+        for known in (self.open, self._waiting):
             if known.get(number) is accepted:
                 del known[number]
-
-    def find(self, number: int) -> Accepted | None:
-        """The connection with this file descriptor."""
-        return self._open.get(number)
 
     def awaits_request(self, accepted: Accepted, awaits: bool) -> None:
         number = accepted.fileno()
         if not awaits:
             self._waiting.pop(number, None)
-        elif self._open.get(number) is accepted:
+        elif self.open.get(number) is accepted:
             self._waiting.setdefault(number, accepted)
 
     def make_room(self) -> bool:
         """Room for one more, if need be by closing the one that has waited longest. -> is there room?"""
-        if len(self._open) < self.most:
+        if len(self.open) < self.most:
             return True
         longest = next(iter(self._waiting.values()), None)
         self.warn(
@@ -105,12 +103,10 @@ class Connections:
     def sweep(self) -> None:
         """Close those that are late. Called about once a second."""
         now = time.monotonic()
-        for accepted in list(self._open.values()):
-            protocol = accepted.protocol
-            if protocol is None:  # TLS is not agreed on yet
-                late = now - accepted.began > self.limits.headers
-            else:
-                late = protocol.is_late(now)
+        for accepted in list(self.open.values()):
+            late = now - accepted.began > self.limits.headers  # where TLS is not agreed on yet
+            if accepted.protocol is not None:
+                late = accepted.protocol.is_late(now)
             if late:
                 self._close(accepted, answer=True)
 
@@ -238,8 +234,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         number = transport.get_extra_info("socket").fileno()
-        self._accepted = self._connections.find(number)
+        self._accepted = self._connections.open.get(number)
         self._since = time.monotonic()
+        self._read_at_once(HEAD_READ)
         if self._accepted is not None:
             self._accepted.protocol = self
         else:  # it was closed to make room, before this loop came to it
@@ -269,7 +266,11 @@ class Connection(H11Protocol):
         piece, self._unparsed = self._unparsed[:size], self._unparsed[size:]
         if self._since is None:
             self._since = time.monotonic()
+        awaited = self.conn.their_state
         super().data_received(piece)
+        if awaited is h11.IDLE and self.conn.their_state is h11.SEND_BODY:
+            self.flow.pause_reading()  # until the application asks for the body
+            self._read_at_once(BODY_PIECE)
         self._note_state()
         if self._told_late:
             return
@@ -278,6 +279,10 @@ class Connection(H11Protocol):
             self.loop.call_soon(self._parse)
         elif not self.flow.read_paused:
             self.transport.resume_reading()
+
+    def _read_at_once(self, size: int) -> None:
+        if hasattr(self.transport, "max_size"):  # a transport of TLS has a buffer of its own
+            self.transport.max_size = size
 
     def send_400_response(self, msg: str) -> None:
         """What came is no HTTP. Told, and closed, no faster than refused requests are."""
@@ -312,6 +317,7 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         if self.conn.their_state is not h11.SEND_BODY:  # else it was answered before its body had come
             self._since = None
+        self._read_at_once(HEAD_READ)
         self._completing = True
         try:
             super().on_response_complete()
@@ -386,10 +392,8 @@ class Connection(H11Protocol):
 
 
 def plain_answer(status: int, message: str, retry: int | None = None) -> bytes:
-    """A whole HTTP/1.1 answer in OpenAI's shape, for a client that is not let in. message: without quotes."""
-    phrase = {408: "Request Timeout", 503: "Service Unavailable"}[status]
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    body = f'{{"error": {{"message": "{message}", "type": "{kind}", "param": null, "code": null}}}}'
+    """A whole HTTP/1.1 answer in OpenAI's shape, for a client that is not let in."""
+    body = json.dumps(error_body(status, message, None, None))
     again = "" if retry is None else f"Retry-After: {retry}\r\n"
-    head = f"HTTP/1.1 {status} {phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    return f"{head}{again}Connection: close\r\n\r\n{body}".encode()
+    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n{again}Connection: close\r\n\r\n{body}".encode()

@@ -7,9 +7,9 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import random
 import re
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 
 from fastapi import FastAPI
@@ -22,7 +22,7 @@ from specdec.serving.http.client_isolation import bearer_token
 from specdec.serving.http.client_limits import GUARDED, ClientLimits, route_path
 from specdec.serving.http.events import CLIENT_GONE
 from specdec.serving.http.faults import ApiError, as_api_error
-from specdec.serving.http.pacing import Paced
+from specdec.serving.http.pacing import OVER_LIMIT, Paced
 from specdec.serving.server_settings import ServeSettings
 from specdec.serving.tracing import Tracing
 
@@ -102,7 +102,7 @@ class RequestLog:
             await self.app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII) else uuid.uuid4().hex
+        request_id = given if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII) else f"{random.getrandbits(128):032x}"
         scope.setdefault("state", {})["request_id"] = request_id
         began, status = time.perf_counter(), CLIENT_GONE
 
@@ -116,19 +116,19 @@ class RequestLog:
         try:
             await self.app(scope, receive, with_id)
         finally:
-            gone = " (client gone)" if scope["state"].get("client_gone") else ""
-            seconds = time.perf_counter() - began
-            line = "%s %s %d%s in %.3f s, id %s"
-            level = logging.DEBUG if route_path(scope) in QUIET else logging.INFO
-            fields = {
-                "method": scope["method"],
-                "path": printable(scope["path"]),
-                "status": status,
-                "seconds": round(seconds, 6),
-            }
-            fields |= {"request_id": request_id, "client": scope["state"].get("client"), "client_gone": bool(gone)}
-            values = printable(scope["method"]), printable(scope["path"]), status, gone, seconds, request_id
-            logger.log(level, line, *values, extra={"fields": fields})
+            self._write(scope, status, time.perf_counter() - began)
+
+    def _write(self, scope: Scope, status: int, seconds: float) -> None:
+        # a client over its own limits is counted where it is refused
+        level = logging.DEBUG if route_path(scope) in QUIET or OVER_LIMIT in scope["state"] else logging.INFO
+        if not logger.isEnabledFor(level):
+            return
+        state, method, path = scope["state"], printable(scope["method"]), printable(scope["path"])
+        gone = " (client gone)" if state.get("client_gone") else ""
+        fields = {"method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 6)}
+        fields |= {"request_id": state["request_id"], "client": state.get("client"), "client_gone": bool(gone)}
+        values = method, path, status, gone, seconds, state["request_id"]
+        logger.log(level, "%s %s %d%s in %.3f s, id %s", *values, extra={"fields": fields})
 
 
 class Guard:

@@ -1,11 +1,12 @@
-"""Refused requests are answered no faster than anybody can mean them.
+"""How fast one client, an API key or an address, is answered and read: the rest waits, each on its own connection.
 
-A refusal costs the server little, but who asks again at once gets hundreds a second, and each takes Python's lock from
-the thread that steps the engine: streams of others were five times slower. So each client, an API key or an address,
-has a pail of refusals that are answered at once; when it is empty they wait, each on its own connection, so that a
-client who waits for answers slows down by itself. Nothing is dropped, and no other answer of the client waits.
+A refusal costs the server little, but a client that asks again at once gets hundreds a second, and each takes a core,
+or Python's lock, from the thread that steps the engine: streams of others were five times slower. Bodies are read on
+the event loop. So each client has a pail of refusals that are answered at once and one of bytes that are read at once;
+when it is empty they wait, and a client that waits for answers slows down by itself. Nothing is dropped, and no other
+answer of the client waits.
 
-    due[client]    when the pail is full again     | BURST units before now ............ now | what is owed ...
+    due[client]    when the pail is full again     | `burst` units before now ......... now | what is owed ...
 """
 
 import asyncio
@@ -15,42 +16,48 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 PER_SECOND = 10
 BURST = 64
-"""Units at once; a refusal takes one for itself, and one for every UNIT_BYTES of its body, as reading those took."""
+"""Units of refusals at once: a refusal takes one for itself, and one for every UNIT_BYTES of its body."""
 UNIT_BYTES = 1 << 16
-MOST_SECONDS = 2.0
-"""No answer waits longer."""
-LEAST_SECONDS = 1e-3
+BODY_BYTES_PER_SECOND, BODY_BURST_BYTES = 8 << 20, 8 << 20
+"""Of the bodies of one client: two of the largest at once, and then more a second than an engine reads of prompts."""
+MAX_SECONDS = 2.0
+"""No answer, and no piece of a body, waits longer."""
+MIN_SECONDS = 1e-3
 """Less is not worth a timer."""
-MOST_WAITING = 64
+MAX_WAITING = 64
 """Answers that wait at a time; more are given at once, or clients could fill the server with connections that wait."""
-MOST_REMEMBERED = 10_000
-PROMPT = (408, 429)
-"""Refusals that are answered at once: they tell a client, or a proxy in front of it, to wait or to go elsewhere."""
+MAX_REMEMBERED = 10_000
+OVER_LIMIT = "over_limit"
+"""In a request's state: it is refused for a limit of its client's own, who was told when to come again, and does not
+wait. Other 429s are answered at once, so that a proxy can try another server."""
 
 
 class Pace:
-    """What each client was refused lately."""
+    """What each client got lately, in units of which `burst` are free at once and `per_second` after that."""
 
-    def __init__(self) -> None:
+    def __init__(self, per_second: float = PER_SECOND, burst: float = BURST) -> None:
+        self._per_second = per_second
+        self._full = burst / per_second  # seconds in which an empty pail fills
         self._due: dict[str, float] = {}
 
-    def delay(self, client: str, now: float, num_bytes: int = 0) -> float:
-        """Seconds for which one more refusal of a request with so many bytes of body is to wait."""
-        units = min(1 + num_bytes // UNIT_BYTES, BURST)
-        due = max(self._due.get(client, 0.0), now - BURST / PER_SECOND) + units / PER_SECOND
-        wait = min(due - now, MOST_SECONDS) if due - now > LEAST_SECONDS else 0.0
+    def delay(self, client: str, now: float, units: float = 1) -> float:
+        """Seconds for which so many more are to wait."""
+        units_seconds = min(units / self._per_second, self._full)
+        due = max(self._due.get(client, 0.0), now - self._full) + units_seconds
+        wait = min(due - now, MAX_SECONDS) if due - now > MIN_SECONDS else 0.0
         self._due[client] = now + wait if wait else due  # nobody owes more than what it waits for
-        if len(self._due) > MOST_REMEMBERED:
-            self._due = {name: when for name, when in self._due.items() if when > now - BURST / PER_SECOND}
+        if len(self._due) > MAX_REMEMBERED:
+            self._due = {name: when for name, when in self._due.items() if when > now - self._full}
         return wait
 
 
 class Paced:
-    """Around what refuses: an answer from 400 to 499 waits for its turn."""
+    """Around what refuses: an answer from 400 to 499, and each piece of a body, waits for its turn."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self.pace = Pace()
+        self.refusals = Pace()
+        self.bodies = Pace(BODY_BYTES_PER_SECOND, BODY_BURST_BYTES)
         self.waiting = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,17 +66,25 @@ class Paced:
             return
         size = 0
 
-        async def counted() -> Message:
+        def client() -> str:
+            """Known once the API key was looked at."""
+            name: str = scope.get("state", {}).get("client") or (scope.get("client") or ("",))[0]
+            return name
+
+        async def in_pieces() -> Message:
+            # the connection reads no further before the next call
             nonlocal size
             message = await receive()
-            size += len(message.get("body", b""))
+            if piece := len(message.get("body", b"")):
+                size += piece
+                if wait := self.bodies.delay(client(), time.monotonic(), piece):
+                    await asyncio.sleep(wait)
             return message
 
         async def in_turn(message: Message) -> None:
-            if message["type"] == "http.response.start" and is_paced(message["status"]):
-                client = scope.get("state", {}).get("client") or (scope.get("client") or ("",))[0]
-                wait = self.pace.delay(client, time.monotonic(), size)
-                if wait and self.waiting < MOST_WAITING:
+            if message["type"] == "http.response.start" and is_paced(message["status"], scope):
+                wait = self.refusals.delay(client(), time.monotonic(), 1 + size // UNIT_BYTES)
+                if wait and self.waiting < MAX_WAITING:
                     self.waiting += 1
                     try:
                         await asyncio.sleep(wait)
@@ -77,8 +92,11 @@ class Paced:
                         self.waiting -= 1
             await send(message)
 
-        await self.app(scope, counted, in_turn)
+        await self.app(scope, in_pieces, in_turn)
 
 
-def is_paced(status: int) -> bool:
-    return 400 <= status < 499 and status not in PROMPT
+def is_paced(status: int, scope: Scope) -> bool:
+    """Is it a client's mistake, or its own limit? Not 408: its connection is closed."""
+    if status == 429:
+        return OVER_LIMIT in scope.get("state", {})
+    return 400 <= status < 499 and status != 408
