@@ -51,7 +51,7 @@ class Past:
     """
 
     length: torch.Tensor
-    tree: NodePaths | None = None
+    tree: NodePaths | None
     history: OnDemand = OnDemand()
     prompt_len: torch.Tensor | None = None
     allowed: torch.Tensor | None = None
