@@ -22,7 +22,7 @@ from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.runtime.rounds.opening import opening, reference_opening
 from specdec.runtime.rounds.result import RoundShape, empty_result
-from specdec.sampling.sampling_table import REAL, WHOLE, ParamVectors, SamplingTable, Uses
+from specdec.sampling.sampling_table import REAL, WHOLE, SamplingTable, Uses
 
 from marks import deep, slow
 from tiny_models import random_eagle3
@@ -64,12 +64,12 @@ def test_an_opening_by_eye(poison_empty: None) -> None:
         assert opened.level_pos.tolist() == [[4, 1, 0], [5, 2, 1], [6, 3, 2]]
         assert opened.chain_pos.tolist() == [[4, 5], [1, 2], [0, 1]]
         assert opened.drawn_pos.tolist() == [[5, 6], [2, 3], [1, 2]]
-        params = ParamVectors(opened.whole, opened.real)
+        params = opened.params
         column = {name: params.column(name).tolist() for name in (*WHOLE, *REAL)}
         assert column["seed"] == [-2, 0, 0] and column["top_k"] == [0, 7, 0]
         assert column["temperature"] == [0, 0.5, 0] and column["top_p"] == [0.25, 1, 0]
         assert column["repetition_penalty"] == [1, 1, 0] and column["presence_penalty"] == [1, 0, 0]
-        assert all(vector.is_contiguous() for vector in opened)
+        assert all(vector.is_contiguous() for vector in (*opened[:-1], *opened.params))
 
 
 @pytest.mark.parametrize(("seats", "depth"), [(1, 1), (3, 5), (33, 2), (70, 16)])
