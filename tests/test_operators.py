@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+import time
 
 import pytest
 from starlette.testclient import TestClient
@@ -38,6 +39,9 @@ def blocked(pool: FairPool, count: int, client: str) -> tuple[threading.Event, l
 def test_one_clients_slow_prompts_leave_a_thread_for_others():
     pool = FairPool(4, "test")
     go, jobs = blocked(pool, 20, "slow")
+    until(lambda: [job.begun for job in jobs].count(True) >= 3)
+    time.sleep(0.2)  # in which another could begin
+    assert [job.begun for job in jobs].count(True) == 3
     CLIENT.set("quick")
     assert pool.submit(lambda: 7).future.result(120) == 7
     go.set()
