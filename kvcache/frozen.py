@@ -7,7 +7,8 @@
       -- leave, also by an exception -->
     LIVE                       reads and writes       None again; the lent view is closed and raises when used
 
-While FROZEN, whatever changes the cache raises `FrozenKVError`. A view finds its tensors in a store each time it is
+While FROZEN, whatever changes the cache raises `FrozenKVError`. The checks run in Python, so also while a round is
+captured; a replay repeats only launches that passed them. A view finds its tensors in a store each time it is
 asked: there is nothing to go stale.
 """
 

@@ -10,8 +10,8 @@ Committed slots hold the K/V of tokens that are final. The slots after them are 
 verify writes its tree nodes there, and a commit brings the accepted path to the front of it. With one slot a page the
 row is permuted and no K/V moves; with larger pages the accepted K/V move instead. Rejection costs nothing.
 
-The device commits within a round (`commit_on_device`), the host when it settles the round (`adopt_commit`): the same
-permutation of the same numbers.
+The device commits within a round (`closing` by a kernel, `commit_on_device` in plain torch), the host when it settles
+the round (`adopt_commit`): the same permutation of the same numbers.
 """
 
 from dataclasses import dataclass

@@ -4,11 +4,11 @@
                  ^                                       |                          |
                  '-- preempted, or a step was interrupted: all slots freed, tokens kept'
 
-Requests have a rank, priority and then arrival, and everything goes by it: who is admitted, whose prompt comes first,
-and that the last of those running is preempted when a page is wanted and none is free. So the first always advances. A
-request that would not fit the empty pools is refused at `submit`, so preemption always ends. None waits for ever behind
-others of higher priority: past one that waits, PATIENCE requests that came later are admitted, and then it counts as
-one level higher, for good.
+Requests have a rank, their priority number and then their arrival; lower comes first in everything: who is admitted
+and whose prompt is read. When a page is needed and none is free, the last of those running is preempted: the one with
+the largest priority number, and of equals the newest. So the first always advances. A request that would not fit the
+empty pools is refused at `submit`, so preemption always ends. None waits for ever: once PATIENCE requests that came
+later were admitted past one that waits, its number counts as one less, for good.
 """
 
 from bisect import bisect, insort
