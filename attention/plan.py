@@ -29,7 +29,7 @@ D]."""
 
 class PrefixTables(Protocol):
     """Where a forward reads: a backend's tables of the committed prefixes, which only that backend reads. And where it
-    writes: the slots [B, N] of the N positions behind each in both spaces."""
+    writes: the slots [B, N] of the N positions after each in both spaces."""
 
     @property
     def write_full(self) -> FullLoc: ...

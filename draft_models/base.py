@@ -88,7 +88,7 @@ class DraftBatch:
     history_len: [B], S + 1.
     prefix: the backend's tables of the committed prefixes, if they exist already.
     level_pos: the result of `positions`, if it exists already.
-    params: sampling parameters behind `sample` and `best`, for operations that draw without a row of the vocabulary;
+    params: sampling parameters that `sample` and `best` use, for operations that draw without a row of the vocabulary;
     None: draw through `sample` and `best`.
     """
 

@@ -16,7 +16,7 @@ from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
 from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.sanitize import Sanitizer
 from specdec.kvcache.store import KVStore, LayerKV
-from specdec.kvcache.table import Move, RequestTable, Rows
+from specdec.kvcache.table import Move, RequestTable
 
 
 class KVOperations(Protocol):
@@ -53,13 +53,6 @@ class KVCache:
             self.sanitizer.check()
             more = (*more, self.sanitizer.owners)
         flush([self.table.slots, self.table.committed_len, self.allocator.full_to_swa, *more])
-
-    def commit_on_device(self, rows: Rows, length: torch.Tensor, path: torch.Tensor | None) -> None:
-        """`RequestTable.commit_on_device`, K/V moved where that is needed."""
-        self.allocator.require_unfrozen("commit")
-        move = self.table.commit_on_device(rows, length, path)
-        if move is not None:
-            self.move(move)
 
     def move(self, move: Move) -> None:
         """Copy K/V from slot to slot, in both spaces of every store."""

@@ -178,13 +178,14 @@ class RequestTable:
         the slot at position S + n. None: paths of chains, whose nodes are in place already. Returns the K/V to move
         into place, with pages of more than one slot.
         """
+        self.allocator.require_unfrozen("commit")
         length = length * (rows.index != self.padding_row)
         move = None if path is None else self._bring_forward(rows.index, length, path)
         self.committed_len.tensor.index_add_(0, rows.index, length)
         return move
 
     def _bring_forward(self, rows: torch.Tensor, length: torch.Tensor, path: torch.Tensor) -> Move | None:
-        """The slots of the path come first behind what is committed, or what they hold is to be moved there."""
+        """The slots of the path come first after what is committed, or what they hold is to be moved there."""
         columns = torch.arange(path.shape[1], device=path.device)
         taken = columns < length[:, None]  # [B, N]
         cells = rows[:, None], self.committed_len.tensor[rows][:, None] + columns

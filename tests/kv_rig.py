@@ -73,7 +73,10 @@ class KVRig(KVCache):
         path = np.pad(path, ((0, 0), (0, num_nodes - path.shape[1])))
         device = self.allocator.device
         index = self.table.rows(rows)
-        self.commit_on_device(index, *(torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in (length, path)))
+        there = (torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in (length, path))
+        move = self.table.commit_on_device(index, *there)
+        if move is not None:
+            self.move(move)
         self.table.adopt_commit(rows, length, path)
 
     def write(

@@ -189,7 +189,8 @@ class Steps:
         if self.graphs is None:
             drafts = [request.draft_size(most) for request, most in zip(requests, to_go, strict=True)]
         else:
-            drafts = [NO_DRAFT if request.draft is None else whole_draft(self.spec) for request in requests]
+            whole = whole_draft(self.spec)
+            drafts = [NO_DRAFT if request.draft is None else whole for request in requests]
         unsettled = sum(launched.drawing is None for launched in self.under_way)
         most = 1 if self.round.worker is None else self.spec.num_nodes
         params = [request.params for request in requests]

@@ -3,7 +3,7 @@
     path, length    `reference_accept`, but no longer than most[b]: what is beyond is as if it had not been drafted
     emitted[b, i]   what the target drew behind path[b, i];   the first `length` count, the last of them is the bonus
     committed_len   S -> S + length of the row,   tokens[row, S + 1 + i] = emitted[b, i]
-    slots[row]      the path's come first behind S (`path_order`), or with larger pages their K/V are to be moved there
+    slots[row]      the path's come first after S (`path_order`), or with larger pages their K/V are to be moved there
     packed[b]       length   path [W]   emitted [D]         zeros where there are no such nodes
 
 One program a request. Seats of padding have a result, and gain nothing: their row stays as it is.
@@ -32,7 +32,6 @@ def reference_closing(
     depth: int,
 ) -> tuple[torch.Tensor, torch.Tensor, Move | None]:
     """See `closing`."""
-    table.allocator.require_unfrozen("commit")
     path, accepted_len, emitted = reference_accept(tree, drawn)
     length = torch.minimum(accepted_len, most)
     move = table.commit_on_device(rows, length, None if tree.is_chain else path)
