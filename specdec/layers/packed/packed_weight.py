@@ -1,0 +1,126 @@
+r"""A weight in 4 or 8 bits a number: words of 32 bits, and a scale for each group of columns.
+
+    w[n, k] = dtype(float32(number[n, k]) * float32(scales[k // group, n]))
+
+    code    bits   number
+    int4    4      q - z, q in 0..15; z is 8, or `zeros[k // group, n]`
+    e2m1    4      MXFP4's, 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
+    e4m3    8      FP8's (`torch.float8_e4m3fn`)
+
+Numbers lie in a word in the order in which a lane of the tensor core's instruction holds them, so that a kernel moves
+none of them between lanes. Word 4 J + t of a row of 4 bits has k = 32 J + 16 a + 8 b + 2 t + c at bit 4 (2 a + b) + 16 c
+for a, b, c in 0, 1; of 8 bits k = 16 J + 8 b + 2 t + c at bit 8 (1 - b) + 16 c. Scales lie [K / group, N]: a tile reads
+those of its rows as one piece.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+BITS = {"int4": 4, "e2m1": 4, "e4m3": 8}
+BLOCK = {4: 32, 8: 16}
+"""Columns whose numbers are in the same words."""
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class PackedWeight(NamedTuple):
+    """words: int32 [N, K bits / 32]. scales: floating [K / group, N], of any strides. zeros: like the scales, whole
+    numbers 0..16, int4 only; None: 8."""
+
+    code: str
+    words: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    group: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)"""
+        num_rows, num_words = self.words.shape
+        return num_rows, num_words * 32 // BITS[self.code]
+
+    @property
+    def device(self) -> torch.device:
+        return self.words.device
+
+    def __len__(self) -> int:  # type: ignore[override]
+        """N"""
+        return len(self.words)
+
+
+Weight = torch.Tensor | PackedWeight
+"""What a product takes: [N, K]."""
+
+
+def pack(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """numbers: uint8 [N, K], the `bits` bits of each -> words int32 [N, K bits / 32]. K: a multiple of `BLOCK[bits]`."""
+    num_rows, num_columns = numbers.shape
+    assert num_columns % BLOCK[bits] == 0, f"{numbers.shape=} {bits=}"
+    words = torch.zeros((num_rows, num_columns // BLOCK[bits], 4), dtype=torch.int32, device=numbers.device)
+    for piece, shift in zip(_pieces(numbers, bits), _shifts(bits), strict=True):
+        words |= piece.to(torch.int32) << shift
+    return words.flatten(1)
+
+
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """What `pack` packed: uint8 [N, K]."""
+    num_rows, num_words = words.shape
+    numbers = torch.empty((num_rows, num_words * 32 // bits), dtype=torch.uint8, device=words.device)
+    blocks = words.view(num_rows, -1, 4)
+    for piece, shift in zip(_pieces(numbers, bits), _shifts(bits), strict=True):
+        piece.copy_((blocks >> shift) & ((1 << bits) - 1))
+    return numbers
+
+
+def _pieces(numbers: torch.Tensor, bits: int) -> list[torch.Tensor]:
+    """Views [N, blocks, 4] of the numbers that lie at the same place of their words, in the order of `_shifts`."""
+    if bits == 4:
+        blocks = numbers.view(len(numbers), -1, 2, 2, 4, 2)  # J, a, b, t, c
+        return [blocks[:, :, a, b, :, c] for a in (0, 1) for b in (0, 1) for c in (0, 1)]
+    blocks = numbers.view(len(numbers), -1, 2, 4, 2)  # J, b, t, c
+    return [blocks[:, :, b, :, c] for b in (0, 1) for c in (0, 1)]
+
+
+def _shifts(bits: int) -> list[int]:
+    if bits == 4:
+        return [4 * (2 * a + b) + 16 * c for a in (0, 1) for b in (0, 1) for c in (0, 1)]
+    return [8 * (1 - b) + 16 * c for b in (0, 1) for c in (0, 1)]
+
+
+def numbers_of(weight: PackedWeight) -> torch.Tensor:
+    """float32 [N, K], before their scales."""
+    raw = unpack(weight.words, BITS[weight.code])
+    if weight.code == "e4m3":
+        return raw.view(torch.float8_e4m3fn).float()
+    if weight.code == "e2m1":
+        values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=raw.device)
+        return values[raw.int()]
+    return raw.float() - (8.0 if weight.zeros is None else by_column(weight.zeros, weight.group))
+
+
+def by_column(values: torch.Tensor, group: int) -> torch.Tensor:
+    """[K / group, N] -> float32 [N, K]."""
+    return values.float().T.repeat_interleave(group, dim=1)
+
+
+def dequantised(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [N, K] in `dtype`; a tensor as it is."""
+    if isinstance(weight, torch.Tensor):
+        return weight
+    numbers = numbers_of(weight)
+    return numbers.mul_(by_column(weight.scales, weight.group)).to(dtype)
+
+
+def joined(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """Weights of one code, group and K, one below the other: in new memory."""
+    first = weights[0]
+    zeros = None if first.zeros is None else torch.cat([w.zeros for w in weights if w.zeros is not None], dim=1)
+    return PackedWeight(
+        first.code,
+        torch.cat([w.words for w in weights]),
+        torch.cat([w.scales for w in weights], dim=1),
+        zeros,
+        first.group,
+    )
