@@ -27,7 +27,7 @@ from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http.client_limits import ClientRates
 from specdec.serving.http.connection_limits import ConnectionLimits
 from specdec.serving.http.key_file import read_key_file
-from specdec.serving.http.trimming import few_arenas
+from specdec.serving.http.trimming import give_back_when_freed
 from specdec.serving.logs import set_up
 from specdec.serving.server import address, listen, require_certificate, run_app
 from specdec.serving.server_settings import ServeSettings, sampling_defaults
@@ -41,7 +41,7 @@ KEY_VARIABLE = "SPECDEC_API_KEY"
 def run_server(options: ServeOptions) -> None:
     pair = options.pair
     quiet_libraries()
-    few_arenas()
+    give_back_when_freed()
     set_up(options.log_format, logging.WARNING)
     logging.getLogger("specdec").setLevel((pair.log_level or "info").upper())
     keys, named = _keys(options.api_key, options.api_key_file)

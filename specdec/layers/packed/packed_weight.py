@@ -8,9 +8,10 @@ r"""A weight in 4 or 8 bits a number: words of 32 bits, and a scale for each gro
     e4m3    8      FP8's (`torch.float8_e4m3fn`)
 
 Numbers lie in a word in the order in which a lane of the tensor core's instruction holds them, so that a kernel moves
-none of them between lanes. Word 4 J + t of a row of 4 bits has k = 32 J + 16 a + 8 b + 2 t + c at bit 4 (2 a + b) + 16 c
-for a, b, c in 0, 1; of 8 bits k = 16 J + 8 b + 2 t + c at bit 8 (1 - b) + 16 c. Scales lie [K / group, N]: a tile reads
-those of its rows as one piece.
+none of them between lanes. With a, b, c in 0, 1, word 4 J + t of a row has
+    4 bits  k = 32 J + 16 a + 8 b + 2 t + c    at bit  4 (2 a + b) + 16 c
+    8 bits  k = 16 J + 8 b + 2 t + c           at bit  8 (1 - b) + 16 c
+Scales lie [K / group, N]: a tile reads those of its rows as one piece.
 """
 
 from collections.abc import Sequence
@@ -55,7 +56,7 @@ Weight = torch.Tensor | PackedWeight
 
 
 def pack(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """numbers: uint8 [N, K], the `bits` bits of each -> words int32 [N, K bits / 32]. K: a multiple of `BLOCK[bits]`."""
+    """numbers: uint8 [N, K] below 2^bits, K a multiple of `BLOCK[bits]` -> words int32 [N, K bits / 32]."""
     num_rows, num_columns = numbers.shape
     assert num_columns % BLOCK[bits] == 0, f"{numbers.shape=} {bits=}"
     words = torch.zeros((num_rows, num_columns // BLOCK[bits], 4), dtype=torch.int32, device=numbers.device)

@@ -25,9 +25,9 @@ EVERY_SECONDS, LAST_SECONDS = 2.0, 32.0
 while it is asked is free later, and nothing tells when."""
 
 
-ARENAS = 2
-M_ARENA_MAX = -8
-"""glibc's number of that setting (malloc.h)."""
+ARENAS, MAPPED_BYTES = 2, 1 << 18
+M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3
+"""glibc's numbers of these settings (malloc.h)."""
 
 
 def resident_bytes() -> int:
@@ -60,12 +60,17 @@ def give_back() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
-def few_arenas() -> None:
-    """Have glibc share ARENAS among all threads that start from now on; otherwise each of dozens keeps a part of what
-    it freed that no other can use. Called before there are threads."""
+def give_back_when_freed() -> None:
+    """Two settings of glibc, made before there are threads.
+
+    Blocks from MAPPED_BYTES on come from the system one by one: otherwise the first one that is freed raises that
+    bound, up to 32 MiB, and such blocks lie between small ones that stay. And threads share ARENAS: otherwise each of
+    dozens keeps a part of what it freed that no other can use."""
     if sys.platform.startswith("linux"):
         with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS)
+            library = ctypes.CDLL(None)
+            library.mallopt(M_ARENA_MAX, ARENAS)
+            library.mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 class Trimmer:
