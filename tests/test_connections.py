@@ -2,11 +2,12 @@
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -19,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from specdec.errors import ConfigError
 from specdec.serving.http.connection_limits import ConnectionLimits
 from specdec.serving.http.connections import PIECE, Connection
+from specdec.serving.server import listen
 
 from served_engine import until
 
@@ -205,3 +207,14 @@ def test_tls_serves_and_a_key_that_does_not_fit_is_one_sentence(tmp_path):
         trusted = ssl.create_default_context(cafile=str(certificate))
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=ANSWER, verify=trusted, timeout=60)
         assert answer.status_code == 200
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_DEFER_ACCEPT"), reason="needs Linux")
+def test_a_connection_is_not_taken_before_it_sends_something() -> None:
+    """Connections that came and went, thousands a second, and idle ones, made protocols of which nothing came."""
+    with closing(listen("127.0.0.1", 0)) as bound:
+        bound.listen()
+        with socket.create_connection(bound.getsockname()) as client:
+            assert select.select([bound], [], [], 0.2)[0] == []
+            client.sendall(b"G")
+            assert select.select([bound], [], [], 10.0)[0] == [bound]

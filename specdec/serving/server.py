@@ -46,6 +46,8 @@ def listen(host: str, port: int) -> Listener:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = Listener(family)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_DEFER_ACCEPT"):  # Linux: a connection is not there before its first byte, or this second
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 1)
     try:
         bound.bind((host, port))
     except (OSError, OverflowError) as error:

@@ -30,7 +30,7 @@ JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"\x20|\x0A(\
 """Between the parts of JSON: nothing, a space, or a new line with its indent. A model that has lost its way would write
 white space for ever."""
 
-COMPILED_BYTES = 32 << 20
+COMPILED_BYTES = 16 << 20
 """Upper bound on the memory of the compiled grammars that are kept for later requests."""
 LARGE_BYTES, LARGE_SECONDS = 1 << 20, 10.0
 """Of those that take more than this each, only the ones that were asked for within so many seconds are kept."""
