@@ -14,21 +14,25 @@ none of them between lanes. With a, b, c in 0, 1, word 4 J + t of a row has
 Scales lie [K / group, N]: a tile reads those of its rows as one piece.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 BITS = {"int4": 4, "e2m1": 4, "e4m3": 8}
 BLOCK = {4: 32, 8: 16}
-"""Columns whose numbers are in the same words."""
+"""Columns whose numbers share words."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-class PackedWeight(NamedTuple):
-    """words: int32 [N, K bits / 32]. scales: floating [K / group, N], of any strides. zeros: like the scales, whole
-    numbers 0..16, int4 only; None: 8."""
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight [N, K], or the weights [E, N, K] of experts.
+
+    words: int32 [.., N, K bits / 32]. scales: floating [.., K / group, N]. zeros: like the scales, whole numbers 0..16,
+    int4 only; None: 8. group: consecutive columns with one scale; K: one scale a row.
+    """
 
     code: str
     words: torch.Tensor
@@ -37,18 +41,32 @@ class PackedWeight(NamedTuple):
     group: int
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)"""
-        num_rows, num_words = self.words.shape
-        return num_rows, num_words * 32 // BITS[self.code]
+    def shape(self) -> torch.Size:
+        """[.., N, K]"""
+        *leading, num_words = self.words.shape
+        return torch.Size((*leading, num_words * 32 // BITS[self.code]))
 
     @property
     def device(self) -> torch.device:
         return self.words.device
 
-    def __len__(self) -> int:  # type: ignore[override]
-        """N"""
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads."""
+        return sum(part.nbytes for part in (self.words, self.scales, self.zeros) if part is not None)
+
+    @property
+    def has_row_scales(self) -> bool:
+        """8 bits and one scale a row: a product applies it to its float32 sum, not to the numbers."""
+        return self.code == "e4m3" and self.group == self.shape[-1]
+
+    def __len__(self) -> int:
         return len(self.words)
+
+    def __getitem__(self, expert: int) -> "PackedWeight":
+        """The weight of one expert."""
+        zeros = None if self.zeros is None else self.zeros[expert]
+        return PackedWeight(self.code, self.words[expert], self.scales[expert], zeros, self.group)
 
 
 Weight = torch.Tensor | PackedWeight
@@ -106,22 +124,17 @@ def by_column(values: torch.Tensor, group: int) -> torch.Tensor:
     return values.float().T.repeat_interleave(group, dim=1)
 
 
-def dequantised(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """The weight [N, K] in `dtype`; a tensor as it is."""
-    if isinstance(weight, torch.Tensor):
-        return weight
+def dequantised(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [N, K] in `dtype`."""
     numbers = numbers_of(weight)
     return numbers.mul_(by_column(weight.scales, weight.group)).to(dtype)
 
 
-def joined(weights: Sequence[PackedWeight]) -> PackedWeight:
-    """Weights of one code, group and K, one below the other: in new memory."""
-    first = weights[0]
-    zeros = None if first.zeros is None else torch.cat([w.zeros for w in weights if w.zeros is not None], dim=1)
-    return PackedWeight(
-        first.code,
-        torch.cat([w.words for w in weights]),
-        torch.cat([w.scales for w in weights], dim=1),
-        zeros,
-        first.group,
-    )
+def multiply(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [.., K] W^T + bias -> [.., N], by the dequantised weight."""
+    if not isinstance(weight, PackedWeight):
+        return F.linear(x, weight, bias)
+    if not weight.has_row_scales:
+        return F.linear(x, dequantised(weight, x.dtype), bias)
+    sums = F.linear(x, numbers_of(weight).to(x.dtype)).float() * weight.scales[0].float()
+    return (sums if bias is None else sums + bias).to(x.dtype)

@@ -1,0 +1,36 @@
+"""`nn.Linear` over a packed weight: what a quantised checkpoint has in its place.
+
+Unfused, and on a CPU, it dequantises its weight in each forward. Fused layers read `packed` and never call it.
+"""
+
+import torch
+from torch import nn
+
+from specdec.layers.packed.packed_weight import PackedWeight, multiply
+
+
+class PackedLinear(nn.Module):
+    """x [.., K] -> [.., N]. Its tensors are buffers: nothing trains them, and `.to(dtype)` would round the scales."""
+
+    words: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+
+    def __init__(self, weight: PackedWeight, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.code, self.group = weight.code, weight.group
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("words", weight.words)
+        self.register_buffer("scales", weight.scales)
+        self.register_buffer("zeros", weight.zeros)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def packed(self) -> PackedWeight:
+        return PackedWeight(self.code, self.words, self.scales, self.zeros, self.group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return multiply(x, self.packed, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.code}, group={self.group}"
