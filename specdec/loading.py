@@ -27,6 +27,9 @@ from specdec.draft_models.registry import WORDS, building, is_drafter_config, lo
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, shown
 from specdec.models.bundled import BUNDLED_NAMES, resolve_name
 from specdec.models.hub import require_hub
+from specdec.models.quantised.formats import Format
+from specdec.models.quantised.packed_quantizer import PackedConfig, without_quantization
+from specdec.models.quantised.recognise import formats_of
 from specdec.plain_arguments import OWN_FORMS
 
 logger = logging.getLogger("specdec")
@@ -102,6 +105,20 @@ class Checkpoint:
             raise CheckpointError(f"the config.json of {self.name!r} holds {type(config).__name__}, expected an object")
         return config
 
+    @property
+    def packed_formats(self) -> tuple[Format, ...] | None:
+        """The formats of its weights, where it is stored quantised and is read into packed weights; None: transformers
+        reads it. Raises UnsupportedModelError where nothing does."""
+        given = self.config.get("quantization_config")
+        for part in self.config.values():  # of a multimodal config it may lie in the text's
+            given = given or (part.get("quantization_config") if isinstance(part, dict) else None)
+        if not isinstance(given, dict):
+            return None
+        try:
+            return formats_of(given)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{self.name!r} cannot be loaded: {error}") from error
+
     def hf_config(self) -> Any:
         """Its config as transformers reads it. Raises CheckpointError in one sentence."""
         _ = self.config_file
@@ -126,6 +143,12 @@ class Checkpoint:
         """In the causal-LM class of its config (`hf_config`), with every tensor from the checkpoint."""
         config = self.hf_config() if config is None else config
         options = {"dtype": dtype, **self.options}
+        formats = None if options.get("quantization_config") is not None else self.packed_formats
+        if formats is not None:
+            config = without_quantization(config)
+            options["quantization_config"] = PackedConfig(formats)
+            if device.type != "cpu":  # packed there, file by file
+                options.setdefault("device_map", {"": device})
         try:
             with building(self.config):
                 loaded: Any = AutoModelForCausalLM.from_pretrained(

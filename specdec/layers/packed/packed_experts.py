@@ -1,0 +1,82 @@
+"""The experts of a mixture over packed weights: what a quantised checkpoint has in the place of a family's own.
+
+Called as transformers calls its experts, and computes what they compute on the dequantised weights: expert after
+expert, each dequantised for as long as it is used. Fused layers read `experts` and never call it.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from specdec.layers.moe.experts import Experts
+from specdec.layers.packed.packed_weight import PackedWeight, multiply
+
+
+class PackedExperts(nn.Module):
+    """x [T, H], the experts of each row [T, k] and their weights [T, k] -> [T, H]. Weights are buffers, as in
+    `PackedLinear`.
+
+    experts: what is computed, with `PackedWeight`s. act_fn: the family's own activation, None for `swiglu_clamped`.
+    """
+
+    def __init__(self, experts: Experts, act_fn: nn.Module | None = None) -> None:
+        super().__init__()
+        self.act_fn = act_fn
+        gate_up: Any = experts.gate_up
+        down: Any = experts.down
+        self.num_experts = len(gate_up)
+        self.codes = {"gate_up": (gate_up.code, gate_up.group), "down": (down.code, down.group)}
+        self.settings = {
+            name: getattr(experts, name) for name in ("activation", "interleaved", "alpha", "limit")
+        }  # of `Experts`
+        for name, weight in (("gate_up", gate_up), ("down", down)):
+            self.register_buffer(f"{name}_words", weight.words)
+            self.register_buffer(f"{name}_scales", weight.scales)
+            self.register_buffer(f"{name}_zeros", weight.zeros)
+        for name, bias in (("gate_up", experts.gate_up_bias), ("down", experts.down_bias)):
+            parameter = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+            self.register_parameter(f"{name}_proj_bias", parameter)
+
+    def packed(self, name: str) -> PackedWeight:
+        """`gate_up` [E, 2 I, H] or `down` [E, H, I]."""
+        words, scales, zeros = (self._buffers[f"{name}_{part}"] for part in ("words", "scales", "zeros"))
+        assert words is not None and scales is not None, f"{name=}"
+        code, group = self.codes[name]
+        return PackedWeight(code, words, scales, zeros, group)
+
+    @property
+    def experts(self) -> Experts:
+        gate_up: Any = self.packed("gate_up")
+        down: Any = self.packed("down")
+        biases = self._parameters["gate_up_proj_bias"], self._parameters["down_proj_bias"]
+        return Experts(gate_up, down, self.settings["activation"], *biases, **self._gate_settings)
+
+    @property
+    def _gate_settings(self) -> dict[str, Any]:
+        return {name: value for name, value in self.settings.items() if name != "activation"}
+
+    def forward(self, hidden_states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        gate_up, down = self.packed("gate_up"), self.packed("down")
+        biases = self._parameters["gate_up_proj_bias"], self._parameters["down_proj_bias"]
+        out = torch.zeros_like(hidden_states)
+        for expert in indices.unique().tolist():
+            rank, row = torch.where((indices == expert).T)  # in transformers' order, and so with its bits
+            up_bias, down_bias = (None if bias is None else bias[expert] for bias in biases)
+            hidden = self._gate(multiply(hidden_states[row], gate_up[expert], up_bias))
+            hidden = multiply(hidden, down[expert], down_bias) * weights[row, rank, None]
+            out.index_add_(0, row, hidden.to(out.dtype))
+        return out
+
+    def _gate(self, hidden: torch.Tensor) -> torch.Tensor:
+        interleaved = self.settings["interleaved"]
+        gate, up = (hidden[..., ::2], hidden[..., 1::2]) if interleaved else hidden.chunk(2, dim=-1)
+        if self.act_fn is not None:
+            return self.act_fn(gate) * up  # type: ignore[no-any-return]
+        alpha, limit = self.settings["alpha"], self.settings["limit"]
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+    def extra_repr(self) -> str:
+        parts = (f"{name}={list(self.packed(name).shape)} {code} group={g}" for name, (code, g) in self.codes.items())
+        return ", ".join(parts)
