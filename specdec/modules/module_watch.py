@@ -24,7 +24,7 @@ RECORDING_HOOKS = "transformers.utils.output_capturing"
 """Module of the hooks that a model keeps after it was asked for hidden states. They only record."""
 
 PLAIN_PACKAGES = ("torch", "transformers", "specdec")
-"""Their modules do not change attributes by themselves, so only `differs` compares those. Packed weights are specdec's."""
+"""Their modules (specdec's: packed weights) do not change attributes by themselves; only `differs` compares those."""
 
 NOT_COMPARED = frozenset(vars(nn.Module())) | {
     "_compiled_call_impl",

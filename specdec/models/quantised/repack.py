@@ -40,10 +40,10 @@ def repack_compressed(tensors: Tensors, shape: torch.Size, group: int) -> Packed
 
 
 def repack_gptq(tensors: Tensors, shape: torch.Size, group: int, *, less: int = 0) -> PackedWeight:
-    """less: what was taken from each zero before it was stored."""
+    """less: what was taken from each zero before it was stored, as one subtraction from the whole word."""
     if "g_idx" in tensors:
         require_in_order(tensors["g_idx"], group)
-    zeros = nibbles(tensors["qzeros"]) + less
+    zeros = nibbles(tensors["qzeros"] + less * 0x11111111)
     return _int4(nibbles(tensors["qweight"].T), tensors["scales"], zeros, group)
 
 

@@ -1,0 +1,211 @@
+"""Weights of every published format that is read: what they are repacked into stands for the same numbers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import reference_weights
+import torch
+from safetensors import safe_open
+
+from specdec.errors import UnsupportedModelError
+from specdec.layers.packed.packed_weight import dequantised, numbers_of
+from specdec.models.quantised.formats import AWQ, COMPRESSED_INT4, MXFP4, Format, fp8, gptq
+from specdec.models.quantised.recognise import formats_of
+from specdec.models.quantised.repack import nibbles
+
+REFERENCE = Path(__file__).parent / "data" / "reference_weights.safetensors"
+
+
+def reference_cases() -> dict[str, dict]:
+    with safe_open(REFERENCE, framework="pt") as file:
+        return {name: json.loads(about) for name, about in file.metadata().items()}
+
+
+def read_as(format: Format, tensors: dict[str, torch.Tensor], shape: list[int]):
+    size = torch.Size(shape)
+    return format.repack(tensors, size, format.group(tensors, size))
+
+
+# what the packages wrote, and dequantise themselves
+
+
+@pytest.mark.parametrize("name", reference_cases())
+def test_a_weight_stands_for_what_its_own_package_says(name):
+    """Bit for bit, in the package's own dtype. How the file was made: `reference_weights.py`."""
+    about = reference_cases()[name]
+    with safe_open(REFERENCE, framework="pt") as file:
+        keys = [key for key in file.keys() if key.startswith(f"{name}/")]  # noqa: SIM118: not a dict
+        tensors = {key.removeprefix(f"{name}/"): file.get_tensor(key) for key in keys}
+    want = tensors.pop("dequantised")
+    [format] = formats_of(about["config"])
+    weight = read_as(format, tensors, about["shape"])
+    assert weight.shape == want.shape
+    assert torch.equal(dequantised(weight, want.dtype), want)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("package", reference_weights.PACKAGES)
+def test_the_file_is_what_the_installed_package_writes(package):
+    """With the package installed: the file is not out of date."""
+    pytest.importorskip(package)
+    with safe_open(REFERENCE, framework="pt") as file:
+        for case in reference_weights.PACKAGES[package]():
+            assert torch.equal(file.get_tensor(f"{case.name}/dequantised"), case.dequantised.contiguous()), case.name
+            for name, tensor in case.tensors.items():
+                kept = file.get_tensor(f"{case.name}/{name}")
+                assert torch.equal(kept.view(torch.uint8), tensor.contiguous().view(torch.uint8)), (case.name, name)
+
+
+def test_every_format_has_a_case_of_two_shapes():
+    cases = [name.rsplit("/", 1)[0] for name in reference_cases()]
+    assert {name: cases.count(name) for name in cases} == dict.fromkeys(cases, 2)
+    assert {name.split("/")[0] for name in cases} == {"compressed-tensors", "gptqmodel", "autoawq", "transformers"}
+
+
+# literal cases: one row of a weight that a reader can check
+
+
+def test_a_word_of_compressed_tensors_by_eye():
+    """0x76543210 holds 0, 1, ... 7 in ascending order, each 8 more than it means."""
+    tensors = {
+        "weight_packed": torch.tensor([[0x76543210, 0x76543210, 0x76543210, 0x76543210]], dtype=torch.int32),
+        "weight_scale": torch.tensor([[0.5]]),
+    }
+    row = dequantised(read_as(COMPRESSED_INT4, tensors, [1, 32]), torch.float32)[0]
+    assert row[:8].tolist() == [-4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5]
+    assert torch.equal(row.view(4, 8), row[:8].expand(4, 8))
+
+
+@pytest.mark.parametrize(("version", "stored"), [(1, 0x22222222), (2, 0x33333333)])
+def test_a_column_of_gptq_by_eye(version, stored):
+    """Numbers ascend along K, one column of words for each row of the weight; the zero is 3."""
+    tensors = {
+        "qweight": torch.full((4, 8), 0x76543210, dtype=torch.int32),
+        "qzeros": torch.full((1, 1), stored, dtype=torch.int32),
+        "scales": torch.full((1, 8), 2.0, dtype=torch.float16),
+        "g_idx": torch.zeros(32, dtype=torch.int32),
+    }
+    weight = dequantised(read_as(gptq(version), tensors, [8, 32]), torch.float32)
+    assert weight[0, :8].tolist() == [-6.0, -4.0, -2.0, 0.0, 2.0, 4.0, 6.0, 8.0]
+    assert torch.equal(weight, weight[:1, :8].repeat(8, 4))
+
+
+def test_a_word_of_awq_by_eye():
+    """The nibbles 0, 1, ... 7 of a word are the numbers of rows 0, 2, 4, 6, 1, 3, 5, 7."""
+    words = torch.full((1, 1), 0x76543210, dtype=torch.int32)
+    assert nibbles(words, (0, 4, 1, 5, 2, 6, 3, 7))[0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    tensors = {
+        "qweight": words.expand(32, 1),
+        "qzeros": torch.zeros((1, 1), dtype=torch.int32),
+        "scales": torch.ones((1, 8), dtype=torch.float16),
+    }
+    weight = numbers_of(read_as(AWQ, tensors, [8, 32]))
+    assert weight[:, 0].tolist() == [0.0, 4.0, 1.0, 5.0, 2.0, 6.0, 3.0, 7.0]
+
+
+def test_a_block_of_mxfp4_by_eye():
+    """Bytes 0x10 0x32 0x54 0x76 0x98 ...: low nibble first, 2^(126 - 127) each."""
+    blocks = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2, dtype=torch.uint8)[None, None]
+    tensors = {"blocks": blocks, "scales": torch.tensor([[126]], dtype=torch.uint8)}
+    weight = read_as(MXFP4, tensors, [1, 32])
+    assert weight.scales.dtype == torch.bfloat16
+    row = dequantised(weight, torch.float32)[0, :16].tolist()
+    assert row == [0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 0.0, -0.25, -0.5, -0.75, -1.0, -1.5, -2.0, -3.0]
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 254])
+def test_the_smallest_and_largest_scales_of_mxfp4_are_powers_of_two(exponent):
+    tensors = {
+        "blocks": torch.full((1, 1, 16), 0x22, dtype=torch.uint8),  # ones
+        "scales": torch.tensor([[exponent]], dtype=torch.uint8),
+    }
+    assert dequantised(read_as(MXFP4, tensors, [1, 32]), torch.float32)[0, 0].item() == 2.0 ** (exponent - 127)
+
+
+def test_blocks_of_fp8_that_do_not_divide_the_weight():
+    """Blocks of 16 x 32 over 24 x 48: the last ones are cut, and a group of 16 columns divides both."""
+    numbers = torch.randn(24, 48, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    weight = read_as(fp8((16, 32)), {"weight": numbers, "weight_scale_inv": scales}, [24, 48])
+    assert weight.group == 16
+    each = scales.repeat_interleave(16, 0)[:24].repeat_interleave(32, 1)[:, :48]
+    assert torch.equal(dequantised(weight, torch.float32), numbers.float() * each)
+
+
+def test_zeros_that_are_all_8_are_not_kept():
+    """Symmetric GPTQ stores them; a product need not read them."""
+    tensors = {
+        "qweight": torch.zeros((4, 8), dtype=torch.int32),
+        "qzeros": torch.full((1, 1), 0x77777777, dtype=torch.int32),
+        "scales": torch.ones((1, 8), dtype=torch.float16),
+    }
+    assert read_as(gptq(1), tensors, [8, 32]).zeros is None
+
+
+def test_columns_grouped_by_importance_are_refused():
+    tensors = {
+        "qweight": torch.zeros((8, 8), dtype=torch.int32),
+        "qzeros": torch.zeros((2, 1), dtype=torch.int32),
+        "scales": torch.ones((2, 8), dtype=torch.float16),
+        "g_idx": torch.arange(64, dtype=torch.int32).flip(0) // 32,
+    }
+    with pytest.raises(UnsupportedModelError, match="desc_act"):
+        read_as(gptq(1), tensors, [8, 64])
+
+
+@pytest.mark.parametrize("scale", [(2, 3), (8, 3)])
+def test_a_scale_of_another_shape_is_refused(scale):
+    tensors = {"weight_packed": torch.zeros((8, 8), dtype=torch.int32), "weight_scale": torch.ones(scale)}
+    with pytest.raises(UnsupportedModelError, match="weight_scale"):
+        read_as(COMPRESSED_INT4, tensors, [8, 64])
+
+
+# configs
+
+
+def compressed(weights: dict, inputs: dict | None = None, **others) -> dict:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **others}
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (compressed({"num_bits": 8, "type": "int"}, format="int-quantized"), "8 bits, int, int-quantized"),
+        (compressed({"num_bits": 8, "type": "int"}, format="pack-quantized"), "8 bits, int, pack-quantized"),
+        (compressed({"num_bits": 4, "type": "float"}, format="nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
+        (compressed(FP8, {"num_bits": 8, "type": "float", "dynamic": False}), "calibrated scales"),
+        (compressed(INT4, transform_config={"config_groups": {}}), "transforms"),
+        (compressed(FP8, sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
+        ({"quant_method": "compressed-tensors"}, "no config_groups"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "calibrated scales"),
+        ({"quant_method": "gptq", "bits": 8}, "8 bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
+        ({"quant_method": "nvfp4"}, "nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
+        ({"quant_method": "exl3"}, "exl3"),
+        ({"quant_method": "of tomorrow"}, "of tomorrow"),
+        ({}, "missing"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_read_is_refused_by_name(config, named):
+    with pytest.raises(UnsupportedModelError, match=named) as error:
+        formats_of(config)
+    assert "compressed-tensors, GPTQ and AWQ" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("method", ["torchao", "bitsandbytes", "hqq"])
+def test_what_transformers_alone_reads_is_left_to_it(method):
+    assert formats_of({"quant_method": method, "load_in_8bit": True}) is None
+
+
+def test_activations_rounded_as_they_come_do_not_matter():
+    dynamic = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
+    assert [format.title for format in formats_of(compressed(FP8, dynamic))] == ["FP8"]
