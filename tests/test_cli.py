@@ -22,7 +22,7 @@ from specdec.cli.options import PairOptions
 from specdec.cli.serve import ServeOptions
 from specdec.config import EngineConfig
 from specdec.models.bundled import BUNDLED_NAMES
-from specdec.models.published import EAGLE3_PAIRS, GEMMA4_PAIRS
+from specdec.models.published import EAGLE3_PAIRS, GEMMA4_PAIRS, QAT_PAIRS
 from specdec.runtime.request import StreamDelta
 from specdec.sampling_numbers import SamplingNumbers
 from specdec.serving.server_settings import ServeSettings
@@ -243,7 +243,7 @@ def test_version():
 def test_models_lists_what_stands_for_something():
     text = run("models").stdout
     assert re.search(r"^tiny-gemma4-mtp +[\d.]+ MB$", text, re.MULTILINE)
-    for pair in (*GEMMA4_PAIRS, *EAGLE3_PAIRS):
+    for pair in (*GEMMA4_PAIRS, *QAT_PAIRS, *EAGLE3_PAIRS):
         assert f"{pair.target} " in text and f"{pair.drafter} " in text
     listed = json.loads(run("models", "--json", "-").stdout)
     assert set(listed["bundled"]) == set(BUNDLED_NAMES)

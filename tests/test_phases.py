@@ -290,12 +290,14 @@ def test_the_table_says_what_is_supposed_and_what_was_shrunk():
         times = {"round": Spread(4.0, 3.0, 5.0)}
         cell = Cell(run="plain", batch=1, context=9, ms=times, floor_bytes=StepBytes(1, 0, 0, 0), floor_ms=2.0)
         settings = {"shrunk": "", "assumed": False, "parameters": {}, "weight_bytes": 10**9, "read_bandwidth": 1e12}
+        settings["weights"] = "int4-g32, the rest bfloat16"
         report = PhaseReport(subject="a pair", conditions={"device": "x"}, cells=[cell], **{**settings, **more})
         made = table(report)
         return str(made.title), [column.header for column in made.columns], [list(c.cells) for c in made.columns]
 
     title, heads, columns = text(shrunk="4 layers", assumed=True)
     assert "SHRUNK to 4 layers: no figures of the published model" in title
+    assert "1.00 GB of weights in int4-g32, the rest bfloat16" in title
     assert "are supposed, not measured" in title
     assert columns[heads.index("x floor")] == ["2.00"]
     assert columns[heads.index("ms (p10 to p90)")] == ["4.00 (3.00 to 5.00)"]
@@ -339,6 +341,17 @@ def test_only_the_drafts_that_were_asked_for():
     assert [cell["run"] for cell in json.loads(result.stdout)["cells"]] == ["tree"]
 
 
+def test_packed_weights_from_the_shell():
+    result = bench("--shape", "gpt-oss-20b", *SMALL, "--weights", "mxfp4", "--drafts", "plain", "--batches", "1",
+                   "--contexts", "16", "--rounds", "2", "--json", "-")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["subject"].startswith("random weights (mxfp4) at the shape of openai/gpt-oss-20b")
+    assert record["weights"] == "mxfp4, the rest float32"
+    [cell] = record["cells"]
+    assert cell["parity"]["passed"] and cell["floor_bytes"]["experts"] > 0
+
+
 @pytest.mark.slow
 def test_a_real_pair_from_the_shell():
     result = bench("--phases", "--batches", "1", "--contexts", "40", "--rounds", "3", "--json", "-")
@@ -351,16 +364,33 @@ def test_a_real_pair_from_the_shell():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--shape", "gemma5"), "shape='gemma5' is unknown; choose one of gemma4-e4b"),
+        (("--shape", "gemma5"), "shape='gemma5' is unknown; choose one of gemma4-e2b"),
         (("--shape", "llama-8b", "--target", "x"), "--shape makes its own target and drafter"),
         (("--shape", "llama-8b", *SMALL, "--drafts", "chain,bush"), "'bush' is not one of plain, chain, tree"),
         (("--shape", "llama-8b", "--batches", "1,x"), "batches='1,x': positive whole numbers are expected"),
         (("--shape", "llama-8b", "--acceptance", "0.5"), "acceptance='0.5': numbers from 1 on are expected"),
         (("--shape", "llama-8b", *SMALL, "--contexts", "200k"), "context=204800 with 50 rounds after it"),
-        (("--phases", "--layers", "3"), "--layers and --shrink are for --shape"),
+        (("--shape", "llama-8b", "--weights", "int3"), "weights='int3' is unknown; choose one of bf16, int4-g32"),
+        (("--shape", "llama-8b", "--weights", "bf16", "--dtype", "fp16"), "contradict each other; give one of them"),
+        (("--shape", "llama-8b", *SMALL, "--weights", "mxfp4"), "packs experts, and this shape has none"),
+        (("--weights", "fp8"), "--weights belongs to --shape or --phases"),
+        (("--phases", "--layers", "3"), "are for --shape"),
         (("--plot", "o.png"), "--plot belongs to --shape or --phases"),
     ],
-    ids=["shape", "target", "drafts", "batches", "acceptance", "context", "layers", "plot"],
+    ids=[
+        "shape",
+        "target",
+        "drafts",
+        "batches",
+        "acceptance",
+        "context",
+        "form",
+        "dtype",
+        "no experts",
+        "no shape",
+        "layers",
+        "plot",
+    ],
 )
 def test_mistakes_are_one_sentence(words, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

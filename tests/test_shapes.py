@@ -1,5 +1,7 @@
 """Published shapes without weights: their sizes against published ones, their floor by hand, and smaller ones."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import Gemma4TextConfig, GptOssConfig, LlamaConfig
@@ -8,35 +10,51 @@ from specdec.errors import CapacityError, ConfigError
 from specdec.evaluation.model_shapes import SHAPES, Shrink, find_shape
 from specdec.evaluation.phases import random_weights as weights
 from specdec.evaluation.phases.memory_floor import expected_experts, read_bandwidth, step_bytes
+from specdec.evaluation.phases.random_packed import COLUMNS, FORMS, find_form, leave_meta, pack_layers, random_packed
 from specdec.evaluation.phases.random_weights import (
-    count_parameters,
+    count_weights,
     make_drafter,
     make_target,
     randomise,
     require_room,
 )
+from specdec.evaluation.phases.stored_weights import packed_of, stored_weights
+from specdec.layers.packed.packed_weight import dequantised
 from specdec.models.target import TargetModel
 
 from marks import slow
 
 CPU = torch.device("cpu")
 SMALL = Shrink(layers=4, divisor=16)
+PACKED = Shrink(layers=2, divisor=16, multiple=COLUMNS)
 
 
 @pytest.mark.parametrize(
     ("name", "target", "drafter"),
     [
+        ("gemma4-e2b", 4_628_569_344, 77_731_328),  # 2.28e9 and its table: "2.3B effective", "5.1B" with its encoders
         # E4B: 4.64e9 beside its table of 2.82e9 per-layer embeddings; the assistants' own tables are counted
         ("gemma4-e4b", 7_463_013_376, 78_517_760),
+        ("gemma4-12b", 11_923_078_912, 422_856_960),
         ("gemma4-26b-a4b", 25_233_141_760, 419_711_232),  # "25.2B"
         ("gemma4-31b", 30_697_345_280, 469_518_592),  # "30.7B"
         ("gpt-oss-20b", 20_914_757_184, 307_641_600),  # "20.91B"
+        ("gpt-oss-120b", 116_829_156_672, 307_641_600),  # "116.83B"
         ("llama-8b", 8_030_261_248, 424_689_664),
+        ("llama-70b", 70_553_706_496, 1_576_034_304),  # "70.6B"
+        ("qwen3-8b", 8_190_735_360, 399_523_840),  # "8.2B"
+        ("qwen3-30b-a3b", 30_532_122_624, 145_235_968),  # "30.5B"
     ],
 )
 def test_shapes_have_the_published_number_of_parameters(name, target, drafter):
-    found = count_parameters(find_shape(name), Shrink())
-    assert (found.target, found.drafter) == (target, drafter)
+    found = count_weights(find_shape(name), Shrink())
+    assert (found.target.numbers, found.drafter.numbers) == (target, drafter)
+    assert (found.target.bytes, found.drafter.bytes) == (2 * target, 2 * drafter)
+
+
+def test_shapes_that_are_counted_are_all():
+    [mark] = [m for m in test_shapes_have_the_published_number_of_parameters.pytestmark if m.name == "parametrize"]
+    assert [name for name, *_ in mark.args[1]] == list(SHAPES)
 
 
 def test_a_step_of_e4b_streams_the_published_bytes():
@@ -47,7 +65,7 @@ def test_a_step_of_e4b_streams_the_published_bytes():
 
 
 def test_an_unknown_shape_is_refused_with_the_list():
-    with pytest.raises(ConfigError, match=r"'gemma4' is unknown; choose one of gemma4-e4b, .*, llama-8b"):
+    with pytest.raises(ConfigError, match=r"'gemma4' is unknown; choose one of gemma4-e2b, .*, qwen3-30b-a3b"):
         find_shape("gemma4")
 
 
@@ -100,10 +118,70 @@ def test_tied_weights_are_filled_once():
     assert torch.equal(table.weight, alone.weight)
 
 
+@pytest.mark.parametrize("columns", [64, 96, 2880])
+@pytest.mark.parametrize("name", FORMS)
+def test_packed_random_weights_keep_the_variance_of_a_product(name, columns):
+    """Their scales differ, their mean is 0, and they are finite: of e4m3 two of 256 patterns are no number."""
+    weight = random_packed(FORMS[name], torch.Generator().manual_seed(0), torch.Size((512, columns)))
+    plain = dequantised(weight, torch.float32) * columns**0.5
+    assert plain.isfinite().all()
+    assert 0.97 < float(plain.std()) < 1.03
+    assert abs(float(plain.mean())) < 0.02
+    assert len(weight.scales.unique()) > 1
+    if name == "mxfp4":
+        assert (weight.scales.log2() % 1 == 0).all()
+    assert weight.group in {"int4-g32": (32,), "int4-g128": (32, 64, 128), "fp8": (columns,), "mxfp4": (32,)}[name]
+
+
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [("gemma4-e4b", "int4-g32"), ("gemma4-26b-a4b", "int4-g128"), ("gpt-oss-20b", "mxfp4"), ("qwen3-30b-a3b", "fp8")],
+)
+def test_a_packed_model_is_the_plain_one_elsewhere(shape, form):
+    """The same buffers, other weights, activations near 1, and as many bytes as were foretold."""
+    plain = make_target(SHAPES[shape], PACKED, CPU, torch.float32, 0)
+    model = make_target(SHAPES[shape], PACKED, CPU, torch.float32, 0, FORMS[form])
+    buffers = dict(model.named_buffers())
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(buffers[name], buffer, rtol=0, atol=0)
+    packed = {name for name, module in model.named_modules() if packed_of(module)}
+    linears = {name for name, module in plain.named_modules() if isinstance(module, torch.nn.Linear)}
+    within = {name for name in linears if ".layers." in name and "router" not in name}
+    experts = {name for name, _ in plain.named_modules() if name.endswith(".experts")}
+    assert packed == (experts if form == "mxfp4" else within | experts)
+    with torch.no_grad():
+        logits = model(torch.arange(40)[None]).logits
+    assert 0.9 < float(logits.std()) < 1.1
+    foretold = count_weights(SHAPES[shape], PACKED, torch.float32, FORMS[form]).target
+    assert stored_weights(model) == foretold
+    assert foretold.numbers == stored_weights(plain).numbers
+    assert foretold.bytes < stored_weights(plain).bytes
+    assert foretold.form.startswith(form.partition("-")[0])
+
+
+def test_what_packed_weights_cannot_be_is_one_sentence():
+    with pytest.raises(ConfigError, match="'int3' is unknown; choose one of bf16, int4-g32, int4-g128, fp8, mxfp4"):
+        find_form("int3")
+    with pytest.raises(ConfigError, match="packs experts, and this shape has none; choose int4-g32 or fp8"):
+        count_weights(SHAPES["llama-8b"], PACKED, form=FORMS["mxfp4"])
+    with pytest.raises(ConfigError, match="176 columns are no multiple of 32"):
+        count_weights(SHAPES["gemma4-26b-a4b"], SMALL, form=FORMS["fp8"])
+
+
+def test_tied_tables_stay_one_when_they_leave_meta():
+    with weights.META:
+        model = weights._model(llama(tie_word_embeddings=True), weights.META, torch.float32)
+    leave_meta(model, CPU)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
 def test_no_room_is_said_with_the_numbers_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(weights, "free_bytes", lambda device: 10 << 30)
     with pytest.raises(CapacityError, match=r"gemma4-31b takes 62\.3 GB of weights in bfloat16 and 10\.7 GB are free"):
         require_room(SHAPES["gemma4-31b"], Shrink(), CPU, torch.bfloat16)
+    with pytest.raises(CapacityError, match=r"20\.2 GB of weights in int4-g32, the rest bfloat16 and 10\.7 GB are"):
+        require_room(SHAPES["gemma4-31b"], Shrink(), CPU, torch.bfloat16, FORMS["int4-g32"])
 
 
 # the floor, by hand
@@ -178,12 +256,42 @@ def test_of_a_mixture_the_expected_experts_are_read():
     assert step_bytes(target, 1, 1, 10).weights == step_bytes(target, 1000, 1, 10).weights
 
 
+def test_packed_weights_are_read_as_words_and_scales():
+    def counted(form, rows):
+        config = GptOssConfig(
+            vocab_size=32,
+            hidden_size=32,
+            intermediate_size=32,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            num_hidden_layers=1,
+            layer_types=["full_attention"],
+            num_local_experts=4,
+            num_experts_per_tok=1,
+        )
+        model = weights._model(config, CPU, torch.float32)
+        pack_layers(model, FORMS[form], partial(random_packed, FORMS[form], torch.Generator().manual_seed(0)))
+        return step_bytes(TargetModel(model), 1, rows, 10)
+
+    biases, numbers = (64 + 32) * 4, (64 + 32) * 32
+    expert = numbers // 2 + numbers // 32 * 2 + biases  # four bits each, two bytes every 32
+    assert counted("mxfp4", 1).experts == counted("int4-g32", 1).experts == expert
+    assert counted("mxfp4", 2).experts == expert * 7 // 4
+    linears = (32 + 16 + 16) * 32 + 32 * 32  # q, k and v, o
+    saved = counted("mxfp4", 1).weights - counted("int4-g32", 1).weights
+    assert saved == linears * 4 - linears // 2 - linears // 32 * 2
+    rows = 32 + 16 + 16 + 32
+    assert counted("mxfp4", 1).weights - counted("fp8", 1).weights == linears * 3 - rows * 2
+
+
 def test_read_bandwidth_is_that_of_some_machine():
     assert 1e8 < read_bandwidth(CPU) < 1e13
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("gemma4-e4b", "gpt-oss-20b", "llama-8b") else slow(name) for name in SHAPES]
+    "name",
+    [name if name in ("gemma4-e4b", "gemma4-12b", "gpt-oss-20b", "llama-70b") else slow(name) for name in SHAPES],
 )
 def test_every_shape_has_a_drafter_that_fits_it(name):
     shape = SHAPES[name]

@@ -25,15 +25,25 @@ class PhaseOptions:
     shape: Annotated[
         str | None,
         phase_option(
-            help="Random weights at the shape of gemma4-e4b, gemma4-26b-a4b, gemma4-31b, gpt-oss-20b or llama-8b, "
-            "instead of a target: milliseconds of each phase beside the memory floor."
+            help="Random weights at the shape of gemma4-e2b, -e4b, -12b, -26b-a4b, -31b, gpt-oss-20b, -120b, llama-8b, "
+            "-70b, qwen3-8b or -30b-a3b, instead of a target: milliseconds of each phase beside the memory floor."
+        ),
+    ] = None
+    weights: Annotated[
+        str | None,
+        phase_option(
+            metavar="FORM",
+            help="How a shape's layers are stored: bf16, int4-g32, int4-g128, fp8, or mxfp4 (experts); default: in the "
+            "dtype.",
         ),
     ] = None
     phases: Annotated[bool, phase_option("--phases", help="The same of the target, on its prompts.")] = False
     batches: Annotated[str, phase_option(help="Requests at a time, each in turn.")] = "1,8,32"
     contexts: Annotated[str, phase_option(help="Tokens before the first round, each in turn; 1k is 1024.")] = "1k"
     rounds: Annotated[int, phase_option(min=2, help="Rounds timed in each cell.")] = 50
-    drafts: Annotated[str | None, phase_option(help="Of plain, chain, tree, chain7; default: all but the last.")] = None
+    drafts: Annotated[
+        str | None, phase_option(help="Of plain, chain, tree, chain7, tree60; default: the first three.")
+    ] = None
     acceptance: Annotated[str, phase_option(help="Acceptance lengths that tokens/s of random weights suppose.")] = "2,3"
     layers: Annotated[int | None, phase_option(help="A shape with fewer layers; its figures say so.")] = None
     shrink: Annotated[int, phase_option(help="A shape with all widths divided by this, up to 16.")] = 1
@@ -45,6 +55,7 @@ class PhaseOptions:
     def require_unused(self) -> None:
         """Raises ConfigError for an option that belongs to --shape and --phases."""
         used = {"drafts": self.drafts, "layers": self.layers, "plot": self.plot_file, "profile": self.profile or None}
+        used["weights"] = self.weights
         given = [f"--{name}" for name, value in used.items() if value is not None]
         if given:
             raise ConfigError(f"{', '.join(given)} belongs to --shape or --phases; give one of these, or leave it out")

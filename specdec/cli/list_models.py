@@ -12,6 +12,7 @@ from specdec.models.published import (
     BUNDLED_MTP,
     EAGLE3_PAIRS,
     GEMMA4_PAIRS,
+    QAT_PAIRS,
     SMOLLM2,
     pair_table,
     text_table,
@@ -20,6 +21,9 @@ from specdec.models.published import (
 PAIRS = {
     "pairs with bundled models": (BUNDLED_MTP, BUNDLED_EAGLE3, SMOLLM2),
     "published Gemma 4 and their MTP assistants": GEMMA4_PAIRS,
+    "published Gemma 4 trained for int4 (QAT); such a target wants its QAT assistant, and accepts less of the other": (
+        QAT_PAIRS
+    ),
     "published EAGLE-3 heads and their targets": EAGLE3_PAIRS,
 }
 

@@ -1,7 +1,7 @@
 """Pairs of targets and drafters by short names: the bundled ones and those published on the hub, with settings.
 
 Steps of Gemma 4: the best of vLLM's figures for one H100 (PR 41745; 12B is not among them). Memory is for the weights
-of both models; the KV cache takes a share of the rest.
+of both models, without encoders where these are quantised; the KV cache takes a share of the rest.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target and its drafter. num_steps: drafts a round. memory: weights of both in `dtype`."""
+    """A target and its drafter. num_steps: drafts a round. memory: weights of both in `dtype`; `quantised` ones of the
+    target as they are stored."""
 
     name: str
     target: str
@@ -18,6 +19,7 @@ class Pair:
     num_steps: int
     dtype: str
     memory: str
+    quantised: str = ""
 
 
 BUNDLED_MTP = Pair("tiny-gemma4", "tiny-gemma4", "tiny-gemma4-mtp", num_steps=4, dtype="float32", memory="0.05 GB")
@@ -34,14 +36,28 @@ GEMMA4_PAIRS = tuple(
         ("31B", 8, "71 GB"),
     )
 )
+QAT_PAIRS = tuple(
+    Pair(
+        f"{size}-QAT",
+        f"google/gemma-4-{size}-it-qat-w4a16-ct",
+        f"google/gemma-4-{size}-it-qat-q4_0-unquantized-assistant",
+        steps,
+        "bfloat16",
+        memory,
+        "int4",
+    )
+    for size, steps, memory in (("E2B", 2, "6.8 GB"), ("E4B", 4, "9.5 GB"), ("12B", 4, "9.0 GB"), ("31B", 8, "20.3 GB"))
+)
+"""Targets trained for int4 (compressed-tensors), each with the assistant trained for it: that of the plain target is
+accepted less."""
 EAGLE3_PAIRS = tuple(
-    Pair(name, target, head, steps, "bfloat16", memory)
+    Pair(name, target, head, steps, "bfloat16", memory, "MXFP4" if name.startswith("gpt-oss") else "")
     for name, target, head, steps, memory in (
         ("Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", 5, "17 GB"),
         ("Qwen3-8B", "Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3", 5, "18 GB"),
         ("Qwen3-32B", "Qwen/Qwen3-32B", "RedHatAI/Qwen3-32B-speculator.eagle3", 5, "69 GB"),
-        ("gpt-oss-20b", "openai/gpt-oss-20b", "RedHatAI/gpt-oss-20b-speculator.eagle3", 3, "44 GB"),
-        ("gpt-oss-120b", "openai/gpt-oss-120b", "lmsys/EAGLE3-gpt-oss-120b-bf16", 3, "236 GB"),
+        ("gpt-oss-20b", "openai/gpt-oss-20b", "RedHatAI/gpt-oss-20b-speculator.eagle3", 3, "15 GB"),
+        ("gpt-oss-120b", "openai/gpt-oss-120b", "lmsys/EAGLE3-gpt-oss-120b-bf16", 3, "70 GB"),
     )
 )
 
@@ -56,5 +72,5 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 def pair_table(pairs: Sequence[Pair]) -> str:
     """The pairs as lines of text under a line of headings."""
     rows = [("name", "target", "drafter", "steps", "memory")]
-    rows += [(p.name, p.target, p.drafter, str(p.num_steps), f"{p.memory} {p.dtype}") for p in pairs]
+    rows += [(p.name, p.target, p.drafter, str(p.num_steps), f"{p.memory} {p.quantised or p.dtype}") for p in pairs]
     return text_table(rows)

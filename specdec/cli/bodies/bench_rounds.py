@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 from time import perf_counter
 
+import torch
 from rich.console import Console
 
 from specdec.cli.bench import BenchOptions
@@ -20,6 +21,7 @@ from specdec.evaluation.output_files import STDOUT, require_distinct, write_file
 from specdec.evaluation.phases.phase_plot import save_phase_plot
 from specdec.evaluation.phases.phase_report import PhaseReport, table
 from specdec.evaluation.phases.phase_run import PLAIN, MakePrompts, Plan, Subject, run_phases
+from specdec.evaluation.phases.random_packed import COLUMNS, UNPACKED, find_form
 from specdec.evaluation.phases.random_weights import make_drafter, make_target, require_room
 from specdec.gpu.operations import choose_operations
 from specdec.loading import pick_device, pick_dtype
@@ -71,16 +73,19 @@ def shape_subject(name: str, options: BenchOptions) -> Subject:
     if (pair.target, pair.drafter) != ("tiny-gemma4", "auto"):
         raise ConfigError("--shape makes its own target and drafter; leave out --target and --drafter")
     acceptance = numbers("acceptance", asked.acceptance)
-    shrink = Shrink(asked.layers, asked.shrink)
+    form = None if asked.weights is None else find_form(asked.weights)
+    shrink = Shrink(asked.layers, asked.shrink, **({} if form is None else {"multiple": COLUMNS}))
     shape = find_shape(name)
     chosen = choose_drafts({PLAIN: None, **shape.drafts}, asked.drafts, ON_REQUEST)
     config = engine_config(pair, batch_size=1)
     where = pick_device(config.device)
-    kind = pick_dtype(config.dtype, where, shape.target(shrink))
-    require_room(shape, shrink, where, kind)
+    kind = torch.bfloat16 if asked.weights == UNPACKED else pick_dtype(config.dtype, where, shape.target(shrink))
+    if asked.weights == UNPACKED and config.dtype not in (None, kind):
+        raise ConfigError(f"--weights {UNPACKED} and --dtype {pair.dtype} contradict each other; give one of them")
+    require_room(shape, shrink, where, kind, form)
     with working(f"making {name}"):
         operations = choose_operations(config.fused, config.attention, where, kind)  # as Engine.from_pretrained does
-        model = make_target(shape, shrink, where, kind, seed)
+        model = make_target(shape, shrink, where, kind, seed, form)
         begin = perf_counter()
         target = TargetModel(model, operations)
         made = make_drafter(shape, shrink, target, seed + 1) if any(chosen.values()) else None
@@ -91,7 +96,7 @@ def shape_subject(name: str, options: BenchOptions) -> Subject:
         return [[draw.randrange(target.vocab_size) for _ in range(context)] for _ in range(batch)]
 
     return Subject(
-        name=f"random weights at the shape of {shape.published}",
+        name=f"random weights{f' ({form.name})' if form else ''} at the shape of {shape.published}",
         shrunk=shrink.words,
         target=target,
         drafter=made,
@@ -106,8 +111,8 @@ def shape_subject(name: str, options: BenchOptions) -> Subject:
 def pair_subject(options: BenchOptions) -> Subject:
     """A real pair; a prompt is as much text of the data as its context needs, and a question at its end."""
     pair, asked = options.pair, options.timing
-    if asked.layers is not None or asked.shrink != 1:
-        raise ConfigError("--layers and --shrink are for --shape; a target is measured as it is")
+    if asked.layers is not None or asked.shrink != 1 or asked.weights is not None:
+        raise ConfigError("--layers, --shrink and --weights are for --shape; a target is measured as it is")
     problems = read_prompts(options.data, options.limit)
     engine = load_engine(pair, engine_config(pair, batch_size=1))
     drafter, spec = drafter_name(pair), engine.spec

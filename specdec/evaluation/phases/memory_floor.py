@@ -1,6 +1,7 @@
 """The memory floor of a step: bytes that one verify step must stream, over the read bandwidth of this machine.
 
-    weights      every parameter of the target once; of embedding tables only rows, unless the head is that table
+    weights      every parameter of the target once, packed ones as words and scales; of embedding tables only rows,
+                 unless the head is that table
     experts      of a mixture only those that are chosen: E (1 - (1 - k / E) ** rows) of E are expected to be
     kv           keys and values that a request's rows can see, of every layer that attends to them: of a sliding layer
                  its window
@@ -15,6 +16,8 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import nn
 
+from specdec.evaluation.phases.stored_weights import packed_of
+from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.models.target import TargetModel
 
 MIN_READ_BYTES, MAX_READ_BYTES = 256 << 20, 4 << 30
@@ -49,6 +52,13 @@ def step_bytes(target: TargetModel, batch: int, nodes: int, context: int) -> Ste
             experts += round(expected_experts(target, len(weight), batch * nodes) * weight.nbytes / len(weight))
         else:
             weights += weight.nbytes
+    for part in dict.fromkeys(parts):
+        packed = sum(weight.nbytes for weight in packed_of(part))
+        if isinstance(part, PackedExperts):
+            chosen = expected_experts(target, part.num_experts, batch * nodes)
+            experts += round(chosen * packed / part.num_experts)
+        else:
+            weights += packed
     layers = target.layout.layers
     keys = sum(min(context, spec.window or context) * 2 * spec.num_kv_heads * spec.head_dim for spec in layers)
     return StepBytes(weights, experts, rows, batch * keys * target.dtype.itemsize)

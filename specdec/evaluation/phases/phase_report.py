@@ -73,12 +73,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseReport:
-    """subject: the pair, or the shape and what was changed of it. assumed: the acceptance lengths are suppositions."""
+    """subject: the pair, or the shape and what was changed of it. assumed: the acceptance lengths are suppositions.
+    weights: how those of target and drafter are stored."""
 
     subject: str
     shrunk: str
     assumed: bool
     parameters: dict[str, int]
+    weights: str
     weight_bytes: int
     read_bandwidth: float
     conditions: dict[str, Any]
@@ -110,7 +112,7 @@ def table(report: PhaseReport) -> Table:
 def title(report: PhaseReport) -> str:
     """What was measured, and on what."""
     shrunk = f", SHRUNK to {report.shrunk}: no figures of the published model" if report.shrunk else ""
-    weights = f"{report.weight_bytes / 1e9:.2f} GB of weights"
+    weights = f"{report.weight_bytes / 1e9:.2f} GB of weights in {report.weights}"
     read = f"{report.read_bandwidth / 1e9:,.0f} GB/s read"
     known = ", ".join(f"{key} {value}" for key, value in report.conditions.items() if key != "command" and value)
     supposed = "; acceptance lengths (AL, tokens a round) are supposed, not measured" if report.assumed else ""

@@ -22,6 +22,7 @@ from specdec.evaluation.conditions import conditions
 from specdec.evaluation.phases.memory_floor import read_bandwidth, step_bytes
 from specdec.evaluation.phases.parity import Parity, check_parity
 from specdec.evaluation.phases.phase_report import STAGES, Cell, PhaseReport, Spread
+from specdec.evaluation.phases.stored_weights import stored_weights
 from specdec.evaluation.phases.timed_rounds import Driven, drive, most_new_tokens
 from specdec.evaluation.phases.transformers_steps import peers_for
 from specdec.kvcache.index_spaces import Space
@@ -91,14 +92,15 @@ def run_phases(subject: Subject, plan: Plan, *, check: Check = check_parity) -> 
         module = getattr(subject.drafter, "assistant", None) or getattr(subject.drafter, "head", None)
         if isinstance(module, nn.Module):  # an n-gram has none
             models["drafter"] = module
-        weights = {weight for model in models.values() for weight in model.parameters()}
+        stored = stored_weights(*models.values())
         layers = "fused" if target.unfused is None else f"not fused, since {target.unfused}"
         return PhaseReport(
             subject=subject.name,
             shrunk=subject.shrunk,
             assumed=bool(subject.assumed),
-            parameters={name: sum(w.numel() for w in model.parameters()) for name, model in models.items()},
-            weight_bytes=sum(weight.nbytes for weight in weights),
+            parameters={name: stored_weights(model).numbers for name, model in models.items()},
+            weights=stored.words(target.dtype),
+            weight_bytes=stored.bytes,
             read_bandwidth=read,
             conditions=conditions(target.device, plan.command)
             | {"dtype": str(target.dtype).removeprefix("torch."), "layers": layers},

@@ -1,9 +1,11 @@
-"""Random weights for a shape, made on the device that they are used on: no checkpoint, nothing on the CPU first.
+"""Random weights for a shape, made on the device that they are used on: no checkpoint, nothing on the CPU first. Packed
+ones (random_packed.py) are never in 16 bits.
 
 Scales are such that activations stay near 1 through all layers: products keep the variance, norms are about 1, and
 attention scores are about 1, since with large ones every softmax picks one key and rounding picks which.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,8 @@ from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, constructible_assistants
 from specdec.errors import CapacityError
 from specdec.evaluation.model_shapes import Shape, Shrink
+from specdec.evaluation.phases.random_packed import WeightForm, empty_packed, leave_meta, pack_layers, random_packed
+from specdec.evaluation.phases.stored_weights import StoredWeights, stored_weights
 from specdec.gpu.memory import free_bytes
 from specdec.models.target import TargetModel
 from specdec.runtime.sizing import MEMORY_SHARE
@@ -24,34 +28,51 @@ META = torch.device("meta")
 ROUTER_SCORES, MIXTURE_GAIN = 4.0, 0.5
 
 
-class Parameters(NamedTuple):
-    """How many numbers the two models of a shape hold."""
+class Stored(NamedTuple):
+    """What the two models of a shape hold."""
 
-    target: int
-    drafter: int
+    target: StoredWeights
+    drafter: StoredWeights
 
 
-def count_parameters(shape: Shape, shrink: Shrink) -> Parameters:
-    """Counted on `meta`, where nothing is allocated."""
+def count_weights(
+    shape: Shape, shrink: Shrink, dtype: torch.dtype = torch.bfloat16, form: WeightForm | None = None
+) -> Stored:
+    """Counted on `meta`, where nothing is allocated. form: of the target's layers; all else is in `dtype`."""
     config = shape.target(shrink)
-    models = [_model(described, META, torch.float32) for described in (config, shape.drafter(config, shrink))]
-    return Parameters(*(sum(weight.numel() for weight in model.parameters()) for model in models))
+    target, drafter = (_model(described, META, dtype) for described in (config, shape.drafter(config, shrink)))
+    if form is not None:
+        pack_layers(target, form, partial(empty_packed, form, META))
+    return Stored(stored_weights(target), stored_weights(drafter))
 
 
-def require_room(shape: Shape, shrink: Shrink, device: torch.device, dtype: torch.dtype) -> None:
+def require_room(
+    shape: Shape, shrink: Shrink, device: torch.device, dtype: torch.dtype, form: WeightForm | None = None
+) -> None:
     """Raises CapacityError with the numbers where the weights leave no room on the device."""
-    needed = sum(count_parameters(shape, shrink)) * dtype.itemsize
-    there = free_bytes(device)
+    target, drafter = count_weights(shape, shrink, dtype, form)
+    needed, there = target.bytes + drafter.bytes, free_bytes(device)
     if needed > there * MEMORY_SHARE.get(device.type, 0.5):
         raise CapacityError(
-            f"{shape.name} takes {needed / 1e9:.1f} GB of weights in {str(dtype).removeprefix('torch.')} and "
+            f"{shape.name} takes {needed / 1e9:.1f} GB of weights in {target.words(dtype)} and "
             f"{there / 1e9:.1f} GB are free on {device}, of which K/V need a part; make it smaller with --layers or "
             "--shrink, or use another device"
         )
 
 
-def make_target(shape: Shape, shrink: Shrink, device: torch.device, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    model: PreTrainedModel = _model(shape.target(shrink), device, dtype)
+def make_target(
+    shape: Shape,
+    shrink: Shrink,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    form: WeightForm | None = None,
+) -> PreTrainedModel:
+    config = shape.target(shrink)
+    model: PreTrainedModel = _model(config, device if form is None else META, dtype)
+    if form is not None:
+        pack_layers(model, form, partial(random_packed, form, torch.Generator(device).manual_seed(seed)))
+        leave_meta(model, device)
     randomise(model, seed)
     model.generation_config.eos_token_id = None  # random tokens end no text
     return model
@@ -65,7 +86,7 @@ def make_drafter(shape: Shape, shrink: Shrink, target: TargetModel, seed: int) -
         assert described.draft_vocab_size is not None
         step = described.vocab_size / described.draft_vocab_size
         ids = (torch.arange(described.draft_vocab_size, device=target.device) * step).long()  # ascending, distinct
-        return Eagle3Drafter(model.place(target.device, target.dtype), ids, target)
+        return Eagle3Drafter(model, ids, target)
     if model.masked_embedding is not None:
         ordering: torch.Tensor = model.masked_embedding.token_ordering
         ordering.copy_(torch.randperm(len(ordering), device=ordering.device))
@@ -102,5 +123,5 @@ def _model(described: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """A transformers model of a config, or the head of an `Eagle3Spec`."""
     with device, constructible_assistants():
         if isinstance(described, Eagle3Spec):
-            return Eagle3Head(described).eval()
+            return Eagle3Head(described).place(device, dtype).eval()
         return AutoModelForCausalLM.from_config(described, dtype=dtype).eval()
