@@ -2,7 +2,7 @@
 
 tests/data/reference_weights.safetensors was written by
 
-    python tests/reference_weights.py tests/data/reference_weights.safetensors
+    python tests/reference_weights.py tests/data/reference_weights.safetensors  # and names of PACKAGES; none: all
 
 with compressed-tensors 0.20.0, gptqmodel 7.7.0, autoawq 0.2.9 and transformers 5.17.0 on the path. A case is named
 `package/format/shape`; its tensors lie under that name, what they stand for under `dequantised`, and the
@@ -176,16 +176,16 @@ PACKAGES: dict[str, Callable[[], Iterator[Case]]] = {
 }
 
 
-def write(file: str) -> None:
+def write(file: str, *packages: str) -> None:
     tensors: dict[str, torch.Tensor] = {}
     metadata: dict[str, str] = {}
-    for package, cases in PACKAGES.items():
+    for package in packages or PACKAGES:
         try:
             __import__(package)
         except ImportError as error:
             print(f"without {package}: {error}")
             continue
-        for case in cases():
+        for case in PACKAGES[package]():
             parts = {**case.tensors, "dequantised": case.dequantised}
             tensors |= {f"{case.name}/{name}": part.detach().contiguous() for name, part in parts.items()}
             metadata[case.name] = json.dumps({"config": case.config, "shape": list(case.dequantised.shape)})
@@ -194,4 +194,4 @@ def write(file: str) -> None:
 
 
 if __name__ == "__main__":
-    write(sys.argv[1])
+    write(*sys.argv[1:])

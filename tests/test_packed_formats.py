@@ -1,12 +1,16 @@
 """Weights of every published format that is read: what they are repacked into stands for the same numbers."""
 
+import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import reference_weights
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from specdec.errors import UnsupportedModelError
 from specdec.layers.packed.packed_weight import dequantised, numbers_of
@@ -35,7 +39,7 @@ def test_a_weight_stands_for_what_its_own_package_says(name):
     """Bit for bit, in the package's own dtype. How the file was made: `reference_weights.py`."""
     about = reference_cases()[name]
     with safe_open(REFERENCE, framework="pt") as file:
-        keys = [key for key in file.keys() if key.startswith(f"{name}/")]  # noqa: SIM118: not a dict
+        keys = [key for key in list(file.keys()) if key.startswith(f"{name}/")]
         tensors = {key.removeprefix(f"{name}/"): file.get_tensor(key) for key in keys}
     want = tensors.pop("dequantised")
     [format] = formats_of(about["config"])
@@ -44,17 +48,20 @@ def test_a_weight_stands_for_what_its_own_package_says(name):
     assert torch.equal(dequantised(weight, want.dtype), want)
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("package", reference_weights.PACKAGES)
-def test_the_file_is_what_the_installed_package_writes(package):
-    """With the package installed: the file is not out of date."""
-    pytest.importorskip(package)
+def test_the_file_is_what_the_package_writes(package, tmp_path):
+    """In a process of its own, where the package is installed."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"without {package}")
+    fresh = tmp_path / "fresh.safetensors"
+    command = [sys.executable, "-W", "ignore", reference_weights.__file__, str(fresh), package]
+    subprocess.run(command, check=True, capture_output=True)
+    written = load_file(fresh)
+    assert written
     with safe_open(REFERENCE, framework="pt") as file:
-        for case in reference_weights.PACKAGES[package]():
-            assert torch.equal(file.get_tensor(f"{case.name}/dequantised"), case.dequantised.contiguous()), case.name
-            for name, tensor in case.tensors.items():
-                kept = file.get_tensor(f"{case.name}/{name}")
-                assert torch.equal(kept.view(torch.uint8), tensor.contiguous().view(torch.uint8)), (case.name, name)
+        for name, tensor in written.items():
+            kept, tensor = (t.float() if t.is_floating_point() else t for t in (file.get_tensor(name), tensor))
+            assert torch.equal(kept, tensor), name
 
 
 def test_every_format_has_a_case_of_two_shapes():
