@@ -32,6 +32,7 @@ from specdec.layers.moe.experts import Experts, apply_experts
 from specdec.layers.moe.fork_join import fork_norm, join_norm
 from specdec.layers.moe.routing import Router, route
 from specdec.layers.norm import Gain, norm, qk_norm
+from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
 from specdec.layers.product import Product
 from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
@@ -41,9 +42,9 @@ from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
 class PleParts:
     """Gemma 4's per-layer embedding in one layer: W_gate [P, H], W_proj [H, P], the norm after them."""
 
-    gate: torch.Tensor
+    gate: Weight
     activation: str
-    projection: torch.Tensor
+    projection: Weight
     norm: Gain
 
 
@@ -67,9 +68,9 @@ class LayerParts:
     heads: Heads
     wide_norms: tuple[Gain, Gain] | None = None  # over all heads of the queries, and of the keys
     scaling: float
-    qkv: torch.Tensor
+    qkv: Weight
     qkv_bias: torch.Tensor | None
-    out: torch.Tensor
+    out: Weight
     out_bias: torch.Tensor | None
     input_norm: Gain | None
     attention_norm: Gain | None  # on what attention adds
@@ -89,7 +90,7 @@ class LayerParts:
 class EmbeddingParts:
     """Gemma 4's per-layer embeddings, what is computed once a forward (`reference_layer_inputs`)."""
 
-    context: torch.Tensor
+    context: Weight
     table: torch.Tensor
     norm: Gain
     context_scale: float

@@ -15,9 +15,12 @@ from torch import nn
 from specdec.errors import UnsupportedModelError
 from specdec.layers.decoder import DecoderParts, EmbeddingParts, LayerParts, MoeParts, PleParts
 from specdec.layers.linear import Mlp, reference_activate
-from specdec.layers.merge import is_merged, merge_rows
+from specdec.layers.merge import is_merged, merge_columns, merge_rows
 from specdec.layers.moe.moe_families import experts_of, router_of
 from specdec.layers.norm import Gain
+from specdec.layers.packed.packed_experts import PackedExperts
+from specdec.layers.packed.packed_linear import PackedLinear, weight_of
+from specdec.layers.packed.packed_weight import PackedWeight, Weight
 from specdec.layers.rope_store import Heads
 from specdec.modules.module_watch import RECORDING_HOOKS
 from specdec.modules.private_copy import fused_rms_norm
@@ -28,6 +31,7 @@ STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 PLAIN_MODULES = frozenset(
     {"torch.nn.modules.linear", "torch.nn.modules.container", "torch.nn.modules.sparse", "torch.nn.modules.activation"}
     | {"torch.nn.modules.dropout", "transformers.activations"}  # private copies do not train: dropout does nothing
+    | {PackedLinear.__module__, PackedExperts.__module__}
 )
 """Where the classes inside a text model come from, besides the file of the model itself."""
 
@@ -175,16 +179,16 @@ class LlamaLike:
 
     def _ple(self, layer: Any, activation: str) -> PleParts:
         return PleParts(
-            gate=layer.per_layer_input_gate.weight,
+            gate=weight_of(layer.per_layer_input_gate),
             activation=_activation(layer.act_fn, activation),
-            projection=layer.per_layer_projection.weight,
+            projection=weight_of(layer.per_layer_projection),
             norm=self._gain(layer.post_per_layer_input_norm),
         )
 
     def _embeddings(self, model: Any) -> EmbeddingParts:
         embedding = model.embed_tokens_per_layer
         return EmbeddingParts(
-            context=model.per_layer_model_projection.weight,
+            context=weight_of(model.per_layer_model_projection),
             table=embedding.weight,
             norm=self._gain(model.per_layer_projection_norm),
             context_scale=model.per_layer_model_projection_scale,
@@ -203,17 +207,32 @@ def _attention_products(attention: Any, merged: Groups) -> dict[str, Any]:
     else:
         names = ["q_proj"] if getattr(attention, "is_kv_shared_layer", False) else ["q_proj", "k_proj", "v_proj"]
         projections = [p for name in names if (p := getattr(attention, name)) is not None]
-    weights = tuple(p.weight for p in projections)
     biases = tuple(p.bias for p in projections if p.bias is not None)
-    if len(biases) not in (0, len(weights)):
+    if len(biases) not in (0, len(projections)):
         raise Unfusable("some of its attention projections have biases and others none")
-    merged.extend([weights, biases] if biases else [weights])
+    merged.extend([biases] if biases else [])
     return {
-        "qkv": merge_rows(weights),
+        "qkv": _merge(projections, merged),
         "qkv_bias": merge_rows(biases) if biases else None,
-        "out": attention.o_proj.weight,
+        "out": weight_of(attention.o_proj),
         "out_bias": attention.o_proj.bias,
     }
+
+
+def _merge(linears: list[Any], merged: Groups) -> Weight:
+    """The weights of some products as one; adds what was merged to `merged`."""
+    weights = [weight_of(linear) for linear in linears]
+    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+    if not packed:
+        merged.append(tuple(linear.weight for linear in linears))
+        return merge_rows(merged[-1])
+    kinds = {(weight.code, weight.group, weight.scales.dtype, weight.zeros is None) for weight in packed}
+    if len(packed) < len(weights) or len(kinds) > 1:
+        raise Unfusable("products that run as one are packed in different forms, or only some of them are")
+    merged.append(tuple(linear.words for linear in linears))
+    scales = merge_columns([linear.scales for linear in linears])
+    zeros = None if packed[0].zeros is None else merge_columns([linear.zeros for linear in linears])
+    return PackedWeight(packed[0].code, merge_rows(merged[-1]), scales, zeros, packed[0].group)
 
 
 def _mlp(mlp: Any, activation: str, merged: Groups) -> Mlp:
@@ -221,9 +240,9 @@ def _mlp(mlp: Any, activation: str, merged: Groups) -> Mlp:
     halves = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
     if any(linear.bias is not None for linear in (*halves, mlp.down_proj)):
         raise Unfusable("its MLP has biases")
-    merged.append(tuple(linear.weight for linear in halves))
     act_fn = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
-    return Mlp(gate_up=merge_rows(merged[-1]), activation=_activation(act_fn, activation), down=mlp.down_proj.weight)
+    named = _activation(act_fn, activation)
+    return Mlp(gate_up=_merge(halves, merged), activation=named, down=weight_of(mlp.down_proj))
 
 
 def _activation(act_fn: nn.Module, name: str) -> str:

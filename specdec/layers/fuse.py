@@ -20,6 +20,7 @@ from specdec.layers.embedding import embed
 from specdec.layers.families import FAMILIES, SCALED_EMBEDDINGS, Unfusable, family_name, is_plain, is_untouched
 from specdec.layers.linear import linear
 from specdec.layers.merge import MERGING, Watch
+from specdec.layers.packed.packed_linear import PackedLinear, weight_of
 from specdec.layers.product import finish
 from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.weights_lock import holds_weights_lock
@@ -46,11 +47,11 @@ class StandIn(nn.Module):
 
 
 class FusedLinear(StandIn):
-    """An `nn.Linear`."""
+    """An `nn.Linear`, or a `PackedLinear`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> [..., N]."""
-        rows = self.ops(linear)(x.reshape(-1, x.shape[-1]), self.weight, self.source.bias)
+        rows = self.ops(linear)(x.reshape(-1, x.shape[-1]), weight_of(self.source), self.source.bias)
         return self.ops(finish)(rows).view(*x.shape[:-1], -1)
 
 
@@ -66,7 +67,7 @@ class FusedEmbedding(StandIn):
 
 def fuse_linear(module: nn.Module, ops: Operations) -> nn.Module:
     """The same product by `ops`; the module itself where it is more than a product."""
-    plain = type(module) is nn.Linear and is_untouched(module) and all(map(is_plain, module.parameters()))
+    plain = type(module) in (nn.Linear, PackedLinear) and is_untouched(module) and all(map(is_plain, module.parameters()))
     return FusedLinear(module, ops) if plain else module
 
 

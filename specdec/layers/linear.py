@@ -21,7 +21,19 @@ import torch.nn.functional as F
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.product import FEW_ROWS, Cut, Product, Tiles, can_hold, choose_cut, choose_tiles
+from specdec.layers.packed.packed_tile import (
+    dequantise,
+    load_tile,
+    multiply_tile,
+    row_pointers,
+    scale_pointers,
+    scale_sum,
+    weight_constants,
+    weight_pointers,
+    zero_pointers,
+)
+from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
+from specdec.layers.product import FEW_ROWS, Cut, Product, Tiles, can_hold, cut_of, tiles_of
 
 ACTIVATIONS = ("gelu_tanh", "silu")
 
@@ -35,17 +47,17 @@ VENDOR_ROWS = 64
 class Mlp(NamedTuple):
     """gate_up [2 I, H], the gate's rows first; down [H, I]."""
 
-    gate_up: torch.Tensor
+    gate_up: Weight
     activation: str
-    down: torch.Tensor
+    down: Weight
 
 
-def reference_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
-    return Product.of(F.linear(x, weight, bias))
+def reference_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> Product:
+    return Product.of(multiply(x, weight, bias))
 
 
-def reference_gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
-    gate, up = F.linear(x, weight).float().chunk(2, dim=-1)
+def reference_gated_linear(x: torch.Tensor, weight: Weight, activation: str) -> torch.Tensor:
+    gate, up = multiply(x, weight).float().chunk(2, dim=-1)
     return (reference_activate(gate, activation) * up).to(x.dtype)
 
 
@@ -64,51 +76,77 @@ def activate(b_x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _multiply_range(
-    p_w: tl.tensor,  # [BN, 1]
+    p_w: tl.tensor,  # [BN, 1], and scales and zeros: a weight as `load_tile` takes it
+    p_scales: tl.tensor,
+    p_zeros: tl.tensor,
+    s_scales: tl.tensor,
     p_x: tl.tensor,  # [1, BM]
     m_w: tl.tensor,
+    m_n: tl.tensor,
     m_x: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
-    b_acc: tl.tensor,
     EVEN_K: tl.constexpr,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    FAST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """b_acc plus the products over columns [begin, end) of K."""
+    """The sum of products over columns [begin, end) of K."""
+    DTYPE: tl.constexpr = p_x.dtype.element_ty
+    b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for i_k in range(begin, end, BLOCK_K):
         o_k = i_k + tl.arange(0, BLOCK_K)
         m_k = o_k < (i_k + BLOCK_K if EVEN_K else end)
-        b_w = tl.load(p_w + o_k[None, :], mask=m_w & m_k[None, :], other=0.0)  # [BN, BK]
+        b_w = load_tile(
+            *(p_w, p_scales, p_zeros, s_scales, i_k, end, m_w, m_n, EVEN_K, CODE, GROUP, FAST, BLOCK_K, DTYPE)
+        )
         b_x = tl.load(p_x + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
-        b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")
-    return b_acc
+        b_sum = multiply_tile(b_w, b_x, b_sum, p_scales, s_scales, i_k, m_n, CODE, GROUP)
+    return scale_sum(b_sum, p_scales, m_n, CODE, GROUP, FAST, DTYPE)
 
 
 @triton.jit
 def _multiply_both(
-    p_w: tl.tensor,  # [BN, 1]
+    p_w: tl.tensor,
+    p_scales: tl.tensor,
+    p_zeros: tl.tensor,
+    s_scales: tl.tensor,
     p_x: tl.tensor,  # [1, BM]
     p_tail: tl.tensor,  # [1, BT]
     m_w: tl.tensor,
+    m_n: tl.tensor,
     m_x: tl.tensor,
     m_tail: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
-    b_acc: tl.tensor,
-    b_tail: tl.tensor,
     EVEN_K: tl.constexpr,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    FAST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TAIL_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """`_multiply_range` of two tiles of x, for which the weight's is loaded once."""
+    DTYPE: tl.constexpr = p_x.dtype.element_ty
+    b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    b_tail = tl.zeros([BLOCK_N, TAIL_M], tl.float32)
     for i_k in range(begin, end, BLOCK_K):
         o_k = i_k + tl.arange(0, BLOCK_K)
         m_k = o_k < (i_k + BLOCK_K if EVEN_K else end)
-        b_w = tl.load(p_w + o_k[None, :], mask=m_w & m_k[None, :], other=0.0)  # [BN, BK]
+        b_w = load_tile(
+            *(p_w, p_scales, p_zeros, s_scales, i_k, end, m_w, m_n, EVEN_K, CODE, GROUP, FAST, BLOCK_K, DTYPE)
+        )
         b_x = tl.load(p_x + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
         b_y = tl.load(p_tail + o_k[:, None], mask=m_k[:, None] & m_tail, other=0.0)  # [BK, BT]
-        b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")
-        b_tail = tl.dot(b_w, b_y, b_tail, input_precision="ieee")
-    return b_acc, b_tail
+        b_sum = multiply_tile(b_w, b_x, b_sum, p_scales, s_scales, i_k, m_n, CODE, GROUP)
+        b_tail = multiply_tile(b_w, b_y, b_tail, p_scales, s_scales, i_k, m_n, CODE, GROUP)
+    b_sum = scale_sum(b_sum, p_scales, m_n, CODE, GROUP, FAST, DTYPE)
+    return b_sum, scale_sum(b_tail, p_scales, m_n, CODE, GROUP, FAST, DTYPE)
 
 
 @triton.jit
@@ -151,7 +189,9 @@ def linear_kernel(
     weight_tile: tl.tensor,
     split: tl.tensor,
     p_x: tl.tensor,  # [M, K]
-    p_w: tl.tensor,  # [N, K]
+    p_w: tl.tensor,  # [N, K], and scales and zeros: a weight by `weight_pointers`
+    p_scales: tl.tensor,
+    p_zeros: tl.tensor,
     p_bias: tl.tensor,  # [N] or None
     p_out: tl.tensor,  # [S, M, N] float32, [1, M, N] or, gated, [M, N / 2]
     num_rows: tl.tensor,
@@ -161,6 +201,10 @@ def linear_kernel(
     split_len: tl.tensor,
     s_x: tl.tensor,
     s_w: tl.tensor,
+    s_scales: tl.tensor,
+    CODE: tl.constexpr,  # and GROUP and FAST: `weight_constants`
+    GROUP: tl.constexpr,
+    FAST: tl.constexpr,
     SPLIT: tl.constexpr,  # the ranges of K are programs of their own; otherwise a program sums them
     HELD: tl.constexpr,  # and each is one tile
     WHOLE: tl.constexpr,  # there is one range
@@ -183,9 +227,12 @@ def linear_kernel(
     PARTS: tl.constexpr = 1 if ACTIVATION is None else 2  # of a tile: gates, then what they gate
     o_n = tl.arange(0, BLOCK_N)
     o_part = i_n * tile_rows + o_n % (BLOCK_N // PARTS)  # row of its part of the weight
-    m_n = (o_n % (BLOCK_N // PARTS) < tile_rows) & (o_part < N // PARTS)
-    p_w += (o_part + o_n // (BLOCK_N // PARTS) * (N // PARTS)).to(tl.int64)[:, None] * s_w
-    m_w = m_n[:, None]
+    m_n = (o_part < N // PARTS)[:, None]
+    m_w = (o_n % (BLOCK_N // PARTS) < tile_rows)[:, None] & m_n
+    o_w = o_part + o_n // (BLOCK_N // PARTS) * (N // PARTS)
+    p_w = row_pointers(p_w, o_w, s_w, CODE)
+    p_scale = scale_pointers(p_scales, o_w, CODE)
+    p_zero = zero_pointers(p_zeros, o_w, CODE)
     begin = i_split * split_len
     end = tl.minimum(begin + split_len, K) if SPLIT else K
     o_k = begin + tl.arange(0, BLOCK_K)
@@ -200,26 +247,32 @@ def linear_kernel(
     o_m = i_m * (BLOCK_M + TAIL_M) + tl.arange(0, BLOCK_M)
     o_row = o_m.to(tl.int64)[None, :]
     m_x = (o_m < num_rows)[None, :]
-    b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    p_row = p_x + o_row * s_x
     if TAIL_M:
         o_t = i_m * (BLOCK_M + TAIL_M) + BLOCK_M + tl.arange(0, TAIL_M)
         o_tail = o_t.to(tl.int64)[None, :]
         m_tail = (o_t < num_rows)[None, :]
-        b_tail = tl.zeros([BLOCK_N, TAIL_M], tl.float32)
         b_sum, b_tail = _multiply_both(
-            *(p_w, p_x + o_row * s_x, p_x + o_tail * s_x, m_w, m_x, m_tail, begin, end, b_sum, b_tail, EVEN_K, BLOCK_K)
+            *(p_w, p_scale, p_zero, s_scales, p_row, p_x + o_tail * s_x, m_w, m_n, m_x, m_tail, begin, end, EVEN_K),
+            *(CODE, GROUP, FAST, BLOCK_N, BLOCK_M, TAIL_M, BLOCK_K),
         )
         _store_tile(*(b_tail, p_bias, p_out, o_tail, m_tail, i_n, i_split, num_rows, tile_rows, N, ACTIVATION, BLOCK_N))
     elif HELD:
-        b_x = tl.load(p_x + o_row * s_x + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
-        b_sum = tl.dot(b_w, b_x, b_sum, input_precision="ieee")
+        b_x = tl.load(p_row + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
+        b_sum = tl.dot(b_w, b_x, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), input_precision="ieee")
     elif SPLIT or WHOLE:
-        b_sum = _multiply_range(p_w, p_x + o_row * s_x, m_w, m_x, begin, end, b_sum, EVEN_K, BLOCK_K)
+        b_sum = _multiply_range(
+            *(p_w, p_scale, p_zero, s_scales, p_row, m_w, m_n, m_x, begin, end, EVEN_K, CODE, GROUP, FAST),
+            *(BLOCK_N, BLOCK_M, BLOCK_K),
+        )
     else:
+        b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for i_k in range(begin, end, split_len):
-            b_part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             i_end = tl.minimum(i_k + split_len, end)
-            b_sum += _multiply_range(p_w, p_x + o_row * s_x, m_w, m_x, i_k, i_end, b_part, EVEN_K, BLOCK_K)
+            b_sum += _multiply_range(
+                *(p_w, p_scale, p_zero, s_scales, p_row, m_w, m_n, m_x, i_k, i_end, EVEN_K, CODE, GROUP, FAST),
+                *(BLOCK_N, BLOCK_M, BLOCK_K),
+            )
     _store_tile(*(b_sum, p_bias, p_out, o_row, m_x, i_n, i_split, num_rows, tile_rows, N, ACTIVATION, BLOCK_N))
     if START == "early":
         wait_for_previous(PDL)
@@ -245,18 +298,19 @@ def _gate_kernel(
     tl.store(p_out + i_row * width + o, b_out.to(p_out.dtype.element_ty), mask=m, eviction_policy=KEEP)
 
 
-def vendor_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
-    """`linear`, by the vendor's library where x has many rows: faster there, with bits that depend on their number."""
-    if len(x) <= VENDOR_ROWS or can_hold(len(weight), choose_cut(*weight.shape), len(x), x.dtype):
+def vendor_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> Product:
+    """`linear`, by the vendor's library where x has many rows: faster there, with bits that depend on their number. It
+    multiplies a packed weight dequantised, into memory that is free again afterwards."""
+    if len(x) <= VENDOR_ROWS or can_hold(weight, cut_of(weight), len(x), x.dtype):
         return linear(x, weight, bias)
-    return Product.of(F.linear(x, weight, bias))
+    return Product.of(F.linear(x, _whole(weight, x.dtype), bias))
 
 
-def vendor_gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
+def vendor_gated_linear(x: torch.Tensor, weight: Weight, activation: str) -> torch.Tensor:
     """`gated_linear`, likewise."""
     if len(x) <= VENDOR_ROWS:
         return gated_linear(x, weight, activation)
-    merged = F.linear(x, weight)
+    merged = F.linear(x, _whole(weight, x.dtype))
     out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
     _gate_kernel[(len(x), triton.cdiv(out.shape[1], 1024))](
         *(merged, out, out.shape[1]),
@@ -268,22 +322,26 @@ def vendor_gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) 
     return out
 
 
+def _whole(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    return dequantise(weight, dtype) if isinstance(weight, PackedWeight) else weight
+
+
 @op(reference=reference_linear, vendor=vendor_linear)
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     tiles: Tiles | None = None,
     apart: bool = False,
     holds: bool = False,
 ) -> Product:
-    """x [M, K], weight [N, K] (rows of both at any stride), bias [N] or None -> their product.
+    """x [M, K], weight [N, K] (rows of both at any stride; packed or not), bias [N] or None -> their product.
 
     apart: its ranges of K are parts whatever the number of rows. holds: no later kernel starts before x is written.
     """
-    cut = choose_cut(*weight.shape)
-    tiles = tiles or choose_tiles(len(x), len(weight), cut, x)
+    cut = cut_of(weight)
+    tiles = tiles or tiles_of(len(x), weight, cut, x)
     count = triton.cdiv(len(x), tiles.block_m + tiles.tail_m) * triton.cdiv(len(weight), tiles.rows)
     few = count < FEW_PROGRAMS and len(x) <= FEW_ROWS
     split = cut.splits > 1 and (apart or few)
@@ -294,19 +352,19 @@ def linear(
 
 
 @op(reference=reference_gated_linear, vendor=vendor_gated_linear)
-def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str, *, tiles: Tiles | None = None) -> torch.Tensor:
+def gated_linear(x: torch.Tensor, weight: Weight, activation: str, *, tiles: Tiles | None = None) -> torch.Tensor:
     """x [M, K], weight [2 I, K] with the gate's rows first -> act(gate) * up [M, I]. One range of K."""
     assert activation in ACTIVATIONS and len(weight) % 2 == 0, f"{activation=} {weight.shape=}"
     out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
     cut = Cut(1, weight.shape[1])
-    tiles = tiles or choose_tiles(len(x), len(weight), cut, x, gated=True)
+    tiles = tiles or tiles_of(len(x), weight, cut, x, gated=True)
     _launch(x, weight, None, out, activation, cut, tiles, split=False)
     return out
 
 
 def _launch(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     activation: str | None,
@@ -316,8 +374,9 @@ def _launch(
     holds: bool = False,
 ) -> None:
     (num_rows, k), (n, weight_k) = x.shape, weight.shape
-    assert k == weight_k and x.dtype == weight.dtype, f"{x.shape=} {weight.shape=} {x.dtype=} {weight.dtype=}"
-    assert x.stride(1) == weight.stride(1) == 1, f"{x.stride()=} {weight.stride()=}"
+    packed = isinstance(weight, PackedWeight)
+    assert k == weight_k and x.stride(1) == 1, f"{x.shape=} {weight.shape=} {x.stride()=}"
+    assert packed or (x.dtype == weight.dtype and weight.stride(1) == 1), f"{x.dtype=} {weight.dtype=}"
     assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
     assert cut.splits == 1 or cut.split_len % tiles.block_k == 0, f"{cut=} {tiles=}"  # a tile lies in one range
     assert tiles.tail_m == 0 or split or cut.splits == 1, f"{cut=} {tiles=}"  # no accumulator of its own for a range
@@ -327,11 +386,13 @@ def _launch(
     tile_rows, num_columns = (tiles.rows, n) if activation is None else (tiles.rows // 2, n // 2)
     row_tiles = triton.cdiv(num_rows, tiles.block_m + tiles.tail_m)
     grid = (row_tiles, triton.cdiv(num_columns, tile_rows), cut.splits if split else 1)
+    words, scales, zeros, s_w, s_scales = weight_pointers(weight)
     linear_kernel[grid](
-        *(None, None, None, x, weight, bias, out),
-        *(num_rows, tile_rows, n, k, cut.split_len, x.stride(0), weight.stride(0)),
+        *(None, None, None, x, words, scales, zeros, bias, out),
+        *(num_rows, tile_rows, n, k, cut.split_len, x.stride(0), s_w, s_scales),
+        **weight_constants(weight, x.dtype),
         SPLIT=split,
-        HELD=split and cut.split_len == tiles.block_k,
+        HELD=split and cut.split_len == tiles.block_k and not packed,
         WHOLE=cut.splits == 1,
         ACTIVATION=activation,
         EVEN_K=k % tiles.block_k == 0,

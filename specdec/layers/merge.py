@@ -50,6 +50,29 @@ def is_merged(params: Sequence[torch.Tensor]) -> bool:
     return True
 
 
+def merge_columns(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensor [.., sum of columns] that `tensors`, equal but for their number of columns, become views of; likewise."""
+    if _are_columns(tensors):
+        first = tensors[0].detach()
+        return first.as_strided((*first.shape[:-1], sum(tensor.shape[-1] for tensor in tensors)), first.stride())
+    merged = torch.cat([tensor.detach() for tensor in tensors], dim=-1)
+    for tensor, columns in zip(tensors, merged.split([tensor.shape[-1] for tensor in tensors], dim=-1), strict=True):
+        tensor.data = columns
+    return merged
+
+
+def _are_columns(tensors: Sequence[torch.Tensor]) -> bool:
+    """Are these the consecutive columns of one tensor?"""
+    first, end = tensors[0], tensors[0].data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end or tensor.stride() != first.stride():
+            return False
+        if tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return False
+        end += tensor.shape[-1] * tensor.element_size()
+    return first.stride(-1) == 1
+
+
 def held_storages(module: nn.Module) -> list[torch.Tensor]:
     """What operations of other threads may be reading while `module`'s weights are merged: to be kept for a while.
 

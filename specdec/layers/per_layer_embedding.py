@@ -23,7 +23,19 @@ from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.linear import activate, linear, reference_activate
 from specdec.layers.norm import Gain, reference_rms_norm, rms_norm
-from specdec.layers.product import MANY_ROWS, Product, Tiles, choose_cut, reference_finish, sum_parts
+from specdec.layers.packed.packed_tile import (
+    load_tile,
+    multiply_tile,
+    row_pointers,
+    scale_pointers,
+    scale_sum,
+    tile_columns,
+    weight_constants,
+    weight_pointers,
+    zero_pointers,
+)
+from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
+from specdec.layers.product import MANY_ROWS, Product, Tiles, cut_of, reference_finish, sum_parts
 
 FEW_ROWS = 64
 SOME_ROWS_TILES = Tiles(64, 32, 64, 4, 4, 64)
@@ -38,9 +50,9 @@ def reference_layer_inputs(
     return (normed + F.embedding(tokens, table).view_as(normed) * table_scale) * math.sqrt(0.5)
 
 
-def reference_gated_projection(gate: Product, inputs: torch.Tensor, weight: torch.Tensor, activation: str) -> Product:
+def reference_gated_projection(gate: Product, inputs: torch.Tensor, weight: Weight, activation: str) -> Product:
     gated = reference_activate(reference_finish(gate).float(), activation).to(inputs.dtype)
-    return Product.of(F.linear(gated * inputs, weight))
+    return Product.of(multiply(gated * inputs, weight))
 
 
 @triton.jit(do_not_specialize=["part_len", "eps", "context_scale", "table_scale"])
@@ -89,12 +101,19 @@ def _gated(b_gate: tl.tensor, b_in: tl.tensor, ACTIVATION: tl.constexpr, DTYPE: 
 def _gated_projection_kernel(
     p_parts: tl.tensor,  # [S, T, P]
     p_inputs: tl.tensor,  # [T, P]
-    p_w: tl.tensor,  # [H, P]
+    p_w: tl.tensor,  # [H, P], and scales and zeros: a weight by `weight_pointers`
+    p_scales: tl.tensor,
+    p_zeros: tl.tensor,
     p_out: tl.tensor,  # [T, H]
     num_rows: tl.tensor,
     H: tl.tensor,
     P: tl.tensor,
     s_inputs: tl.tensor,
+    s_w: tl.tensor,
+    s_scales: tl.tensor,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    FAST: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -107,18 +126,26 @@ def _gated_projection_kernel(
     o_k = tl.arange(0, BLOCK_K)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m_k = o_k < P
-    b_w = tl.load(p_w + o_n.to(tl.int64)[:, None] * P + o_k[None, :], mask=(o_n < H)[:, None] & m_k[None, :], other=0.0)
+    m_n = (o_n < H)[:, None]
+    DTYPE: tl.constexpr = p_out.dtype.element_ty
+    p_scale = scale_pointers(p_scales, o_n, CODE)
+    i_k = tl.full([], 0, tl.int32)
+    b_w = load_tile(
+        *(row_pointers(p_w, o_n, s_w, CODE), p_scale, zero_pointers(p_zeros, o_n, CODE), s_scales, i_k, P, m_n, m_n),
+        *(False, CODE, GROUP, FAST, BLOCK_K, DTYPE),
+    )
     wait_for_previous(PDL)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_row = o_m.to(tl.int64)[None, :]
     mask = (o_m < num_rows)[None, :] & m_k[:, None]
-    DTYPE: tl.constexpr = p_out.dtype.element_ty
     b_in = tl.load(p_inputs + o_row * s_inputs + o_k[:, None], mask=mask, other=0.0).to(tl.float32)  # [BK, BM]
     part_len = num_rows.to(tl.int64) * P
     b_gate = sum_parts(p_parts, None, o_row * P + o_k[:, None], o_k, mask, part_len, SPLITS, DTYPE)
     b_x = _gated(b_gate, b_in, ACTIVATION, DTYPE)
-    b_y = tl.dot(b_w, b_x, input_precision="ieee")  # [BN, BM]
-    m_out = (o_m < num_rows)[None, :] & (o_n < H)[:, None]
+    b_y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    b_y = multiply_tile(b_w, b_x, b_y, p_scale, s_scales, i_k, m_n, CODE, GROUP)
+    b_y = scale_sum(b_y, p_scale, m_n, CODE, GROUP, FAST, DTYPE)
+    m_out = (o_m < num_rows)[None, :] & m_n
     tl.store(p_out + o_row * H + o_n[:, None], b_y.to(DTYPE), mask=m_out, eviction_policy=KEEP)
 
 
@@ -172,15 +199,17 @@ def layer_inputs(
 
 
 @op(reference=reference_gated_projection)
-def gated_projection(gate: Product, inputs: torch.Tensor, weight: torch.Tensor, activation: str) -> Product:
+def gated_projection(gate: Product, inputs: torch.Tensor, weight: Weight, activation: str) -> Product:
     """W_proj (act(gate) e_l). gate: W_gate h [T, P]; inputs: e_l [T, P], rows of any stride; weight: W_proj [H, P]."""
     splits, num_rows, width = gate.parts.shape
     height = len(weight)
     assert gate.bias is None and gate.parts.is_contiguous(), f"{gate.parts.stride()=}"
     assert inputs.shape == (num_rows, width) and inputs.stride(1) == 1, f"{inputs.shape=} {gate.parts.shape=}"
-    assert weight.shape == (height, width) and weight.is_contiguous(), f"{weight.shape=} {width=}"
-    assert weight.dtype == inputs.dtype == gate.dtype, f"{weight.dtype=} {inputs.dtype=}"
-    if num_rows > FEW_ROWS and choose_cut(height, width).splits == 1:  # the sum is in one piece below too
+    assert weight.shape == (height, width) and inputs.dtype == gate.dtype, f"{weight.shape=} {inputs.dtype=}"
+    packed = isinstance(weight, PackedWeight)
+    assert packed or (weight.is_contiguous() and weight.dtype == gate.dtype), f"{weight.dtype=} {gate.dtype=}"
+    blocks = packed and tile_columns(weight) > 0  # more than one scale a row, on sums
+    if blocks or (num_rows > FEW_ROWS and cut_of(weight).splits == 1):  # the sum is in one piece below too
         gated = torch.empty((num_rows, width), dtype=inputs.dtype, device=inputs.device)
         _gate_inputs_kernel[(num_rows,)](
             *(gate.parts, inputs, gated, gated.numel(), width, inputs.stride(0)),
@@ -190,13 +219,15 @@ def gated_projection(gate: Product, inputs: torch.Tensor, weight: torch.Tensor, 
             num_warps=1,
             **pdl_options(gated.device),
         )
-        few = num_rows <= MANY_ROWS and weight.dtype != torch.float32
+        few = FEW_ROWS < num_rows <= MANY_ROWS and gate.dtype != torch.float32 and not packed
         return linear(gated, weight, tiles=SOME_ROWS_TILES if few else None)
     out = torch.empty((num_rows, height), dtype=inputs.dtype, device=inputs.device)
     if num_rows:
+        words, scales, zeros, s_w, s_scales = weight_pointers(weight)
         block_m, block_n = 16, 64  # every program activates its rows anew: few of them each
         _gated_projection_kernel[(triton.cdiv(num_rows, block_m), triton.cdiv(height, block_n))](
-            *(gate.parts, inputs, weight, out, num_rows, height, width, inputs.stride(0)),
+            *(gate.parts, inputs, words, scales, zeros, out, num_rows, height, width, inputs.stride(0), s_w, s_scales),
+            **weight_constants(weight, inputs.dtype),
             ACTIVATION=activation,
             SPLITS=splits,
             BLOCK_N=block_n,

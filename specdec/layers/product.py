@@ -15,12 +15,18 @@ from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_pre
 from specdec.gpu.operations import op
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.layers.packed.packed_tile import tile_columns
+from specdec.layers.packed.packed_weight import BITS, PackedWeight, Weight
 
 RANGE = 128
 """Ranges of K begin at multiples of this."""
 
 SPLITS, SPLIT_ROWS = 4, 8192
 """A weight of at most SPLIT_ROWS rows is cut into SPLITS ranges of K: otherwise it would be too few programs."""
+
+PACKED_RANGE, PACKED_PROGRAMS, MAX_PACKED_SPLITS = 256, 640, 16
+"""Ranges of a packed weight begin at multiples of PACKED_RANGE. There are as many as give PACKED_PROGRAMS programs of 64
+rows, each of two tiles at least: unpacking takes time that only other programs on the multiprocessor hide."""
 
 SMALL_ROWS, SMALL_RANGE = 512, 512
 """A weight of at most SMALL_ROWS rows has ranges of at most SMALL_RANGE columns: a program can hold its tile of one."""
@@ -158,6 +164,33 @@ def choose_cut(n: int, k: int) -> Cut:
     return Cut(triton.cdiv(steps, split_steps), split_steps * RANGE)
 
 
+def cut_of(weight: Weight) -> Cut:
+    """The ranges of K for this weight."""
+    n, k = weight.shape
+    if not isinstance(weight, PackedWeight):
+        return choose_cut(n, k)
+    steps = triton.cdiv(k, PACKED_RANGE)
+    splits = max(1, min(PACKED_PROGRAMS // triton.cdiv(n, 64), MAX_PACKED_SPLITS, steps // 2))
+    split_steps = triton.cdiv(steps, splits)
+    return Cut(triton.cdiv(steps, split_steps), split_steps * PACKED_RANGE)
+
+
+def tiles_of(num_rows: int, weight: Weight, cut: Cut, x: torch.Tensor, *, gated: bool = False) -> Tiles:
+    """Tiles for `num_rows` rows of x and this weight."""
+    if not isinstance(weight, PackedWeight):
+        return choose_tiles(num_rows, len(weight), cut, x, gated=gated)
+    fixed = tile_columns(weight)
+    if x.dtype == torch.float32:
+        return Tiles(64, 16 if num_rows <= 16 else 64, fixed or 64, 4, 3, 64)
+    block_m = max(16, triton.next_power_of_2(num_rows))
+    if num_rows > 64:
+        return Tiles(128, 64 if num_rows <= TWO_TILES else 128, fixed or 64, 8, 3, 128)
+    few_columns = 256 if BITS[weight.code] == 4 and block_m <= 32 else 128
+    if cut.splits == 1 and few_columns == 256 and len(weight) >= SPLIT_ROWS:
+        return Tiles(128, block_m, 256, 8, 3, 128)
+    return Tiles(64, block_m, fixed or few_columns, 4, 3, 64)
+
+
 def choose_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor, *, gated: bool = False) -> Tiles:
     """Tiles for `num_rows` rows of x and a weight of n rows."""
     if x.dtype == torch.float32:  # multiplies without tensor cores
@@ -165,7 +198,7 @@ def choose_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor, *, gated: boo
     multiprocessors, shared_memory = device_limits(x.device)
     rows, programs = balanced_rows(n, cut.splits, multiprocessors)
     block_m = max(16, triton.next_power_of_2(num_rows))
-    if can_hold(n, cut, num_rows, x.dtype):
+    if _can_hold(n, cut, num_rows, x.dtype):
         return Tiles(64, min(block_m, HELD_ROWS), cut.split_len, 4, 1, rows if num_rows <= 64 else 64)
     if num_rows > MANY_ROWS and n > SMALL_ROWS:
         block_m = 256 if gated else 128  # a range has an accumulator of its own, and what is stored has its addresses
@@ -198,8 +231,12 @@ def two_tiles(num_rows: int) -> tuple[int, int]:
     return block_m, max(16, triton.next_power_of_2(num_rows - block_m)) if num_rows > block_m else 0
 
 
-def can_hold(n: int, cut: Cut, num_rows: int, dtype: torch.dtype) -> bool:
-    """Whether a range of a weight of n rows is one tile of a program, for `num_rows` rows of x."""
+def can_hold(weight: Weight, cut: Cut, num_rows: int, dtype: torch.dtype) -> bool:
+    """Whether a range of a weight is one tile of a program, for `num_rows` rows of x."""
+    return isinstance(weight, torch.Tensor) and _can_hold(len(weight), cut, num_rows, dtype)
+
+
+def _can_hold(n: int, cut: Cut, num_rows: int, dtype: torch.dtype) -> bool:
     small = n <= SMALL_ROWS and cut.splits > 1 and cut.split_len in (256, 512)
     return small and num_rows <= FEW_ROWS and dtype != torch.float32
 

@@ -37,7 +37,9 @@ from specdec.layers.moe.experts import (
 )
 from specdec.layers.moe.fork_join import Fork
 from specdec.layers.moe.routing import Router, reference_route, route
-from specdec.layers.product import Cut, Product, choose_cut
+from specdec.layers.packed.packed_tile import weight_constants, weight_pointers
+from specdec.layers.packed.packed_weight import PackedWeight, Weight
+from specdec.layers.product import Cut, Product, cut_of
 
 
 def reference_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Experts) -> tuple[Product, Product]:
@@ -49,6 +51,8 @@ def reference_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Exp
 def _both_kernel(
     p_dense_x: tl.tensor,  # [T, K'], and so on: what `linear_kernel` is given
     p_dense_w: tl.tensor,
+    p_dense_scales: tl.tensor,
+    p_dense_zeros: tl.tensor,
     p_dense_out: tl.tensor,
     num_rows: tl.tensor,
     num_dense: tl.tensor,  # programs of the dense product
@@ -58,8 +62,11 @@ def _both_kernel(
     split_len: tl.tensor,
     s_dense_x: tl.tensor,
     s_dense_w: tl.tensor,
+    s_dense_scales: tl.tensor,
     p_x: tl.tensor,  # what `product_kernel` is given
     p_w: tl.tensor,
+    p_scales: tl.tensor,
+    p_zeros: tl.tensor,
     p_bias: tl.tensor,
     p_experts: tl.tensor,
     p_first: tl.tensor,
@@ -73,8 +80,16 @@ def _both_kernel(
     s_we: tl.tensor,
     s_wn: tl.tensor,
     s_wk: tl.tensor,
+    s_se: tl.tensor,
+    s_scales: tl.tensor,
     alpha: tl.tensor,
     limit: tl.tensor,
+    DENSE_CODE: tl.constexpr,
+    DENSE_GROUP: tl.constexpr,
+    DENSE_FAST: tl.constexpr,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    FAST: tl.constexpr,
     DENSE_ACT: tl.constexpr,  # None: the ranges of K are programs of their own
     DENSE_WHOLE: tl.constexpr,  # there is one range
     DENSE_EVEN_K: tl.constexpr,
@@ -96,8 +111,9 @@ def _both_kernel(
         TILE_ROWS: tl.constexpr = BLOCK_N if DENSE_ACT is None else BLOCK_N // 2
         linear_kernel(
             *(0, program % dense_tiles, program // dense_tiles),
-            *(p_dense_x, p_dense_w, None, p_dense_out, num_rows, TILE_ROWS, dense_n, dense_k, split_len),
-            *(s_dense_x, s_dense_w, DENSE_ACT is None, False, DENSE_WHOLE, DENSE_ACT, DENSE_EVEN_K),
+            *(p_dense_x, p_dense_w, p_dense_scales, p_dense_zeros, None, p_dense_out, num_rows, TILE_ROWS, dense_n),
+            *(dense_k, split_len, s_dense_x, s_dense_w, s_dense_scales, DENSE_CODE, DENSE_GROUP, DENSE_FAST),
+            *(DENSE_ACT is None, False, DENSE_WHOLE, DENSE_ACT, DENSE_EVEN_K),
             *(BLOCK_N, BLOCK_M, 0, BLOCK_K, START, PDL),
         )
     else:
@@ -105,8 +121,8 @@ def _both_kernel(
         tiles = tl.cdiv(N, BLOCK_N)
         product_kernel(
             *(program % tiles, program // tiles),
-            *(p_x, p_w, p_bias, p_experts, p_first, p_order, p_weights, p_out, num_slots, N, K, s_x, s_we, s_wn, s_wk),
-            *(alpha, limit, TOP_K, ACT, INTERLEAVED, EVEN_N, EVEN_K, SLOTS, LONE, BLOCK_N, BLOCK_M, BLOCK_K, PDL),
+            *(p_x, p_w, p_scales, p_zeros, p_bias, p_experts, p_first, p_order, p_weights, p_out, num_slots, N, K, s_x),
+            *(s_we, s_wn, s_wk, s_se, s_scales, alpha, limit, CODE, GROUP, FAST, TOP_K, ACT, INTERLEAVED, EVEN_N, EVEN_K, SLOTS, LONE, BLOCK_N, BLOCK_M, BLOCK_K, PDL),
         )
 
 
@@ -137,7 +153,7 @@ def mlp_and_experts(
     gated = torch.empty((num_rows, width), dtype=fork.mlp.dtype, device=fork.mlp.device)
     products = list_products(fork.experts, route(fork.router, router, holds=True), experts, few=True)
     _launch_both(fork.mlp, mlp.gate_up, gated, mlp.activation, Cut(1, hidden), products.gate_up, start="early")
-    cut = choose_cut(hidden, width)
+    cut = cut_of(mlp.down)
     parts = torch.empty((cut.splits, num_rows, hidden), dtype=torch.float32, device=fork.mlp.device)
     _launch_both(gated, mlp.down, parts, None, cut, products.down, start="usual")
     return Product(parts, None, fork.mlp.dtype), products.result
@@ -145,7 +161,7 @@ def mlp_and_experts(
 
 def _launch_both(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     out: torch.Tensor,
     activation: str | None,
     cut: Cut,
@@ -153,15 +169,18 @@ def _launch_both(
     start: str,
 ) -> None:
     n, k = weight.shape
-    assert x.dtype == weight.dtype and x.stride(1) == weight.stride(1) == 1, f"{x.dtype=} {weight.dtype=}"
+    if not isinstance(weight, PackedWeight):
+        assert x.dtype == weight.dtype and x.stride(1) == weight.stride(1) == 1, f"{x.dtype=} {weight.dtype=}"
     assert x.shape[1] == k and (cut.splits == 1 or cut.split_len % experts.options["BLOCK_K"] == 0), (
         f"{x.shape=} {cut=}"
     )
     tiles = triton.cdiv(n, experts.options["BLOCK_N"])
     num_dense = tiles * cut.splits
+    words, scales, zeros, s_w, s_scales = weight_pointers(weight)
     _both_kernel[(num_dense + experts.tiles * experts.lists,)](
-        *(x, weight, out, len(x), num_dense, tiles, n, k, cut.split_len, x.stride(0), weight.stride(0)),
+        *(x, words, scales, zeros, out, len(x), num_dense, tiles, n, k, cut.split_len, x.stride(0), s_w, s_scales),
         *experts.arguments,
+        **{f"DENSE_{name}": value for name, value in weight_constants(weight, x.dtype).items()},
         DENSE_ACT=activation,
         DENSE_WHOLE=cut.splits == 1,
         DENSE_EVEN_K=k % experts.options["BLOCK_K"] == 0,

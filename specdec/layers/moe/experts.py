@@ -9,13 +9,24 @@ result, a `Product` whose parts are float32 and in rank order: a row has the sam
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.linear import activate, reference_activate
 from specdec.layers.moe.routing import Routing
+from specdec.layers.packed.packed_tile import (
+    load_tile,
+    multiply_tile,
+    row_pointers,
+    scale_pointers,
+    scale_sum,
+    tile_columns,
+    weight_constants,
+    weight_pointers,
+    zero_pointers,
+)
+from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 from specdec.layers.product import Product
 
 ACTIVATIONS = ("gelu_tanh", "silu", "swiglu_clamped")
@@ -32,14 +43,14 @@ FEW_STAGES = STAGES | {128: 5}
 
 
 class Experts(NamedTuple):
-    """gate_up [E, 2 I, H] and down [E, H, I], views at any strides; biases [E, 2 I] and [E, H].
+    """gate_up [E, 2 I, H] and down [E, H, I], views at any strides, or packed; biases [E, 2 I] and [E, H].
 
     interleaved: rows 2 i and 2 i + 1 of gate_up are gate and up of i; otherwise all gates come first.
     swiglu_clamped: (clamp(u, -limit, limit) + 1) g sigmoid(alpha g), g the gate, at most `limit`.
     """
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Weight
+    down: Weight
     activation: str
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
@@ -54,10 +65,10 @@ def reference_apply_experts(x: torch.Tensor, routing: Routing, experts: Experts)
     for expert in routing.experts.unique().tolist():
         row, rank = (routing.experts == expert).nonzero(as_tuple=True)
         up_bias, down_bias = (None if b is None else b[expert] for b in (experts.gate_up_bias, experts.down_bias))
-        hidden = F.linear(x[row], experts.gate_up[expert], up_bias).float()
+        hidden = multiply(x[row], experts.gate_up[expert], up_bias).float()
         gate, up = (hidden[:, ::2], hidden[:, 1::2]) if experts.interleaved else hidden.chunk(2, dim=-1)
         hidden = reference_gate(gate, up, experts).to(x.dtype)
-        parts[row, rank] = F.linear(hidden, experts.down[expert], down_bias).float()
+        parts[row, rank] = multiply(hidden, experts.down[expert], down_bias).float()
     return Product((parts * routing.weights[..., None]).transpose(0, 1), None, x.dtype)
 
 
@@ -110,7 +121,9 @@ def _gate(b_gate: tl.tensor, b_up: tl.tensor, alpha: tl.tensor, limit: tl.tensor
 @triton.jit
 def _multiply(
     p_x: tl.tensor,
-    p_w: tl.tensor,  # [BN, 1]
+    p_w: tl.tensor,  # [BN, 1], and scales and zeros: a weight as `load_tile` takes it
+    p_scales: tl.tensor,
+    p_zeros: tl.tensor,
     p_bias: tl.tensor,
     p_weights: tl.tensor,  # [A], or None where activated
     p_out: tl.tensor,  # [top_k, T, N], or [A, N / 2] where activated
@@ -123,8 +136,12 @@ def _multiply(
     K: tl.tensor,
     s_x: tl.tensor,
     s_wk: tl.tensor,
+    s_scales: tl.tensor,
     alpha: tl.tensor,
     limit: tl.tensor,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    FAST: tl.constexpr,
     TOP_K: tl.constexpr,
     ACT: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -139,14 +156,25 @@ def _multiply(
     b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for i_k in range(0, K, BLOCK_K):
         o_k = i_k + tl.arange(0, BLOCK_K)
-        if EVEN_K:
+        if CODE is not None:
+            DTYPE: tl.constexpr = p_x.dtype.element_ty
+            m_n = tl.full([BLOCK_N, 1], True, tl.int1)  # rows were brought into the weight
+            b_w = load_tile(
+                *(p_w, p_scales, p_zeros, s_scales, i_k, K, m_n, m_n, EVEN_K, CODE, GROUP, FAST, BLOCK_K, DTYPE)
+            )
+        elif EVEN_K:
             b_w = tl.load(p_w + o_k[None, :] * s_wk)  # [BN, BK]
-            b_x = tl.load(p_x + o_k[:, None], mask=m_slot[None, :], other=0.0)  # [BK, BM]
         else:
-            m_k = o_k < K
-            b_w = tl.load(p_w + o_k[None, :] * s_wk, mask=m_k[None, :], other=0.0)
-            b_x = tl.load(p_x + o_k[:, None], mask=m_k[:, None] & m_slot[None, :], other=0.0)
-        b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")
+            b_w = tl.load(p_w + o_k[None, :] * s_wk, mask=(o_k < K)[None, :], other=0.0)
+        m_k = o_k < (i_k + BLOCK_K if EVEN_K else K)
+        b_x = tl.load(p_x + o_k[:, None], mask=m_k[:, None] & m_slot[None, :], other=0.0)  # [BK, BM]
+        if CODE is None:
+            b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")
+        else:
+            b_acc = multiply_tile(b_w, b_x, b_acc, p_scales, s_scales, i_k, m_n, CODE, GROUP)
+    if CODE is not None:
+        m_n = tl.full([BLOCK_N, 1], True, tl.int1)
+        b_acc = scale_sum(b_acc, p_scales, m_n, CODE, GROUP, FAST, p_x.dtype.element_ty)
     if p_bias is not None:
         b_acc += tl.load(p_bias + o_bias).to(tl.float32)[:, None]
     if ACT is None:
@@ -172,7 +200,9 @@ def product_kernel(
     tile: tl.tensor,  # of this program where another kernel calls; None where launched
     slot: tl.tensor,
     p_x: tl.tensor,  # [T, K], or [A, K] after the first product
-    p_w: tl.tensor,  # [E, N, K] at any strides
+    p_w: tl.tensor,  # [E, N, K] at any strides, and scales and zeros: weights by `weight_pointers`
+    p_scales: tl.tensor,
+    p_zeros: tl.tensor,
     p_bias: tl.tensor,  # [E, N] or None
     p_experts: tl.tensor,  # [A], or None with a list
     p_first: tl.tensor,  # [E + 1], or None
@@ -186,8 +216,13 @@ def product_kernel(
     s_we: tl.tensor,
     s_wn: tl.tensor,
     s_wk: tl.tensor,
+    s_se: tl.tensor,
+    s_scales: tl.tensor,
     alpha: tl.tensor,
     limit: tl.tensor,
+    CODE: tl.constexpr,  # and GROUP and FAST: `weight_constants`
+    GROUP: tl.constexpr,
+    FAST: tl.constexpr,
     TOP_K: tl.constexpr,
     ACT: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -221,13 +256,16 @@ def product_kernel(
     wait_for_previous(PDL)
     if p_order is not None:
         begin, end = tl.load(p_first + i_slot), tl.load(p_first + i_slot + 1)
-        p_tile = p_w + i_slot.to(tl.int64) * s_we + o_w.to(tl.int64)[:, None] * s_wn
+        p_tile, p_scale_tile, p_zero_tile = _expert_rows(
+            *(p_w, p_scales, p_zeros, i_slot, o_w, s_we, s_wn, s_se, CODE)
+        )
         for i_first in range(begin, end, BLOCK_M):
             o_list = i_first + tl.arange(0, BLOCK_M)
             b_slot = tl.load(p_order + o_list, mask=o_list < end, other=0)
             _multiply(
-                *(p_x, p_tile, p_bias, p_weights, p_out, b_slot, o_list < end, num_slots, i_slot * N + o_w, i_n, N, K),
-                *(s_x, s_wk, alpha, limit, TOP_K, ACT, INTERLEAVED, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K),
+                *(p_x, p_tile, p_scale_tile, p_zero_tile, p_bias, p_weights, p_out, b_slot, o_list < end, num_slots),
+                *(i_slot * N + o_w, i_n, N, K, s_x, s_wk, s_scales, alpha, limit, CODE, GROUP, FAST),
+                *(TOP_K, ACT, INTERLEAVED, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K),
             )
     else:
         i_expert = tl.load(p_experts + i_slot)
@@ -241,12 +279,33 @@ def product_kernel(
             if not LONE:
                 b_rank = tl.where(m_same, tl.cumsum(m_same.to(tl.int32)) - 1, -1)
                 b_slot = tl.max(tl.where(b_rank[:, None] == o_m[None, :], o_slot[:, None], -1), 0)
-            p_tile = p_w + i_expert.to(tl.int64) * s_we + o_w.to(tl.int64)[:, None] * s_wn
-            o_bias = i_expert * N + o_w
-            _multiply(
-                *(p_x, p_tile, p_bias, p_weights, p_out, tl.maximum(b_slot, 0), b_slot >= 0, num_slots, o_bias, i_n, N),
-                *(K, s_x, s_wk, alpha, limit, TOP_K, ACT, INTERLEAVED, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K),
+            p_tile, p_scale_tile, p_zero_tile = _expert_rows(
+                *(p_w, p_scales, p_zeros, i_expert, o_w, s_we, s_wn, s_se, CODE)
             )
+            _multiply(
+                *(p_x, p_tile, p_scale_tile, p_zero_tile, p_bias, p_weights, p_out, tl.maximum(b_slot, 0), b_slot >= 0),
+                *(num_slots, i_expert * N + o_w, i_n, N, K, s_x, s_wk, s_scales, alpha, limit, CODE, GROUP, FAST),
+                *(TOP_K, ACT, INTERLEAVED, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K),
+            )
+
+
+@triton.jit
+def _expert_rows(
+    p_w: tl.tensor,
+    p_scales: tl.tensor,
+    p_zeros: tl.tensor,
+    i_expert: tl.tensor,
+    o_w: tl.tensor,  # [BN]
+    s_we: tl.tensor,
+    s_wn: tl.tensor,
+    s_se: tl.tensor,
+    CODE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Pointers [BN, 1] to rows of an expert's weight, their scales and their zeros."""
+    i_expert = i_expert.to(tl.int64)
+    p_w = row_pointers(p_w + i_expert * s_we, o_w, s_wn, CODE)
+    o_scale = i_expert * s_se + o_w
+    return p_w, scale_pointers(p_scales, o_scale, CODE), zero_pointers(p_zeros, o_scale, CODE)
 
 
 @op(reference=reference_apply_experts)
@@ -290,7 +349,8 @@ def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool
     assert experts.gate_up.shape == (num_experts, width, hidden), f"{experts.gate_up.shape=} {x.shape=}"
     assert experts.down.shape == (num_experts, hidden, width // 2), f"{experts.down.shape=} {experts.gate_up.shape=}"
     assert experts.activation in ACTIVATIONS and x.stride(1) == 1, f"{experts.activation=} {x.stride()=}"
-    assert x.dtype == experts.gate_up.dtype == experts.down.dtype, f"{x.dtype=} {experts.gate_up.dtype=}"
+    for weight in (experts.gate_up, experts.down):
+        assert isinstance(weight, PackedWeight) or weight.dtype == x.dtype, f"{x.dtype=} {weight.dtype=}"
     gated = torch.empty((slots, width // 2), dtype=x.dtype, device=x.device)
     parts = torch.empty((top_k, num_rows, hidden), dtype=torch.float32, device=x.device)
     first = order = None
@@ -303,18 +363,22 @@ def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool
 
     def launch(
         source: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         out_weight: torch.Tensor | None,
         target: torch.Tensor,
     ) -> ExpertLaunch:
         _, n, k = weight.shape
-        tiles = _tiles(num_rows, k, x.dtype, None if few else 2 * slots // num_experts)
+        tiles = _tiles(num_rows, weight, x.dtype, None if few else 2 * slots // num_experts)
+        words, scales, zeros, s_rows, s_scales = weight_pointers(weight)
+        s_experts = 0 if scales is None else scales.stride(0)
         arguments = (
-            *(source, weight, bias, routing.experts if few else None, first, order, out_weight, target),
-            *(slots, n, k, source.stride(0), *weight.stride(), experts.alpha, experts.limit),
+            *(source, words, scales, zeros, bias, routing.experts if few else None, first, order, out_weight, target),
+            *(slots, n, k, source.stride(0), words.stride(0), s_rows, words.stride(2), s_experts, s_scales),
+            *(experts.alpha, experts.limit),
         )
         options = {
+            **weight_constants(weight, x.dtype),
             "TOP_K": top_k,
             "ACT": experts.activation if out_weight is None else None,
             "INTERLEAVED": experts.interleaved,
@@ -334,12 +398,16 @@ def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool
     )
 
 
-def _tiles(num_rows: int, k: int, dtype: torch.dtype, expected: int | None) -> dict[str, int]:
+def _tiles(num_rows: int, weight: Weight, dtype: torch.dtype, expected: int | None) -> dict[str, int]:
     """The tiles of a product over K. expected: rows of an expert, twice their mean, where assignments are listed.
 
     BLOCK_K is part of the bits: a function of the weight alone.
     """
-    block_k = 32 if dtype == torch.float32 else 128 if k % 128 == 0 else 64
+    k = weight.shape[-1]
+    packed = isinstance(weight, PackedWeight)
+    block_k = (32 if not packed else 64) if dtype == torch.float32 else 128 if k % 128 == 0 or packed else 64
+    if isinstance(weight, PackedWeight):
+        block_k = tile_columns(weight) or block_k
     rows, most = (num_rows, 256) if expected is None else (expected, 64)
     block_m = min(max(16, triton.next_power_of_2(rows)), most)
     stages = (FEW_STAGES if block_m == 16 else STAGES)[block_k] if block_m <= 32 else 3

@@ -15,6 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 from specdec.layers.moe.experts import Experts
 from specdec.layers.moe.routing import Router
 from specdec.layers.norm import Gain
+from specdec.layers.packed.packed_experts import PackedExperts
 
 EXPERT_CLASSES = (Gemma4TextExperts, GptOssExperts, MixtralExperts, Qwen3MoeExperts)
 
@@ -34,6 +35,8 @@ def router_of(module: nn.Module) -> Router | None:
 def experts_of(module: nn.Module) -> Experts | None:
     """None: not experts of a family known here, or with another activation."""
     m: Any = module
+    if isinstance(module, PackedExperts):
+        return module.experts
     if not isinstance(module, EXPERT_CLASSES):
         return None
     if isinstance(module, GptOssExperts):

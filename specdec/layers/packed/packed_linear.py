@@ -6,7 +6,7 @@ Unfused, and on a CPU, it dequantises its weight in each forward. Fused layers r
 import torch
 from torch import nn
 
-from specdec.layers.packed.packed_weight import PackedWeight, multiply
+from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 
 
 class PackedLinear(nn.Module):
@@ -18,6 +18,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: PackedWeight, bias: torch.Tensor | None = None) -> None:
         super().__init__()
+        weight = weight.with_repeated_scales()
         self.code, self.group = weight.code, weight.group
         self.out_features, self.in_features = weight.shape
         self.register_buffer("words", weight.words)
@@ -34,3 +35,9 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.code}, group={self.group}"
+
+
+def weight_of(linear: nn.Module) -> Weight:
+    """What an `nn.Linear` or a `PackedLinear` multiplies by."""
+    weight: Weight = linear.packed if isinstance(linear, PackedLinear) else linear.weight  # type: ignore[assignment]
+    return weight

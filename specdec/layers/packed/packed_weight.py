@@ -23,6 +23,9 @@ BITS = {"int4": 4, "e2m1": 4, "e4m3": 8}
 BLOCK = {4: 32, 8: 16}
 """Columns whose numbers share words."""
 
+MAX_GROUP = 64
+"""Of 4 bits. A coarser scale is repeated: so that every thread of a kernel's program has one of a tile's to copy."""
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -59,6 +62,17 @@ class PackedWeight:
     def has_row_scales(self) -> bool:
         """8 bits and one scale a row: a product applies it to its float32 sum, not to the numbers."""
         return self.code == "e4m3" and self.group == self.shape[-1]
+
+    def with_repeated_scales(self) -> "PackedWeight":
+        """The same weight with groups of at most MAX_GROUP columns; 8 bits as they are."""
+        if BITS[self.code] != 4 or self.group <= MAX_GROUP or self.group % MAX_GROUP:
+            return self
+        times = self.group // MAX_GROUP
+        scales, zeros = (
+            None if part is None else part.repeat_interleave(times, dim=-2) for part in (self.scales, self.zeros)
+        )
+        assert scales is not None
+        return PackedWeight(self.code, self.words, scales, zeros, MAX_GROUP)
 
     def __len__(self) -> int:
         return len(self.words)

@@ -1,0 +1,153 @@
+"""Products over packed weights against the dequantised ones: every code, odd sizes, every kernel that takes a weight."""
+
+import pytest
+import torch
+import triton
+
+from specdec.layers import linear as linear_module
+from specdec.layers.linear import gated_linear, linear, reference_gated_linear, reference_linear
+from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
+from specdec.layers.moe.routing import Routing
+from specdec.layers.packed.packed_tile import dequantise
+from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised, pack, unpack
+from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
+from specdec.layers.product import Cut, Product, cut_of, finish, reference_finish
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
+CODES = ["int4", "int4-zeros", "int4-g128", "e2m1", "e4m3-row", "e4m3-block"]
+
+pytestmark = pytest.mark.usefixtures("poison_empty")
+
+
+@pytest.fixture(autouse=True)
+def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    if DEVICE.type == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert not isinstance(linear_module.linear_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
+
+
+def random_weight(form: str, *shape: int, dtype: torch.dtype = torch.float32) -> PackedWeight:
+    """[.., N, K] with numbers of every kind; dequantised, about K^-0.5 each."""
+    code, _, kind = form.partition("-")
+    *leading, n, k = shape
+    bits = BITS[code]
+    numbers = torch.randint(0, 1 << bits, (*leading, n, k), dtype=torch.uint8)
+    if code == "e4m3":
+        numbers[(numbers & 0x7F) == 0x7F] = 0x3A  # those are NaN
+    group = {"row": k, "block": 128, "g128": 128}.get(kind, 32)
+    size = {"int4": 4.6, "e2m1": 3.0, "e4m3": 100.0}[code]
+    scales = (torch.rand(*leading, -(-k // group), n) + 0.5) * k**-0.5 / size
+    if code == "e2m1":
+        scales = torch.exp2(scales.log2().round())
+    scales = scales.to(torch.float32 if code == "e4m3" else dtype)
+    zeros = torch.randint(0, 17, scales.shape).to(scales.dtype) if kind == "zeros" else None
+    words = pack(numbers.flatten(0, -2), bits).view(*leading, n, -1)
+    parts = (None if part is None else part.to(DEVICE) for part in (words, scales, zeros))
+    packed = PackedWeight(code, *parts, group)  # type: ignore[arg-type]
+    return packed.with_repeated_scales()
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[got.dtype]
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def test_words_by_eye():
+    """Word t of a row has columns 2 t and 2 t + 1 in the lowest 4 bits of its halves."""
+    numbers = torch.zeros(1, 32, dtype=torch.uint8)
+    numbers[0, 2], numbers[0, 3], numbers[0, 10], numbers[0, 18] = 1, 2, 3, 4  # t = 1; b = 1; a = 1
+    assert pack(numbers, 4)[0].tolist() == [0, 1 | 2 << 16 | 3 << 4 | 4 << 8, 0, 0]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_words_are_unpacked(bits: int):
+    numbers = torch.randint(0, 1 << bits, (5, 96), dtype=torch.uint8)
+    torch.testing.assert_close(unpack(pack(numbers, bits), bits), numbers)
+
+
+def test_numbers_by_eye():
+    """(q - 8) times a scale of its group of 32 columns."""
+    numbers = torch.full((1, 64), 8, dtype=torch.uint8)
+    numbers[0, 0], numbers[0, 33] = 11, 0
+    weight = PackedWeight("int4", pack(numbers, 4), torch.tensor([[2.0], [0.5]]), None, 32)
+    found = dequantised(weight, torch.float32)[0]
+    assert found[0] == 6.0 and found[33] == -4.0 and found.count_nonzero() == 2
+
+
+def test_coarse_scales_are_repeated():
+    weight = random_weight("int4", 8, 256)
+    coarse = PackedWeight("int4", weight.words, weight.scales[::4], None, 128)
+    torch.testing.assert_close(dequantised(coarse, torch.float32), dequantised(coarse.with_repeated_scales(), torch.float32))
+    assert coarse.with_repeated_scales().group == 64
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", CODES)
+def test_linear_over_packed_weights(form: str, dtype: torch.dtype):
+    for rows, n, k in ((1, 64, 128), (5, 70, 416), (70, 40, 1056)):
+        if form.endswith(("block", "g128")):
+            k = k // 128 * 128 or 128
+        weight = random_weight(form, n, k, dtype=dtype)
+        x = torch.randn(rows, k, device=DEVICE).to(dtype)
+        bias = torch.randn(n, device=DEVICE).to(dtype) if rows == 5 else None
+        product = linear(x, weight, bias)
+        assert len(product.parts) == cut_of(weight).splits
+        close(finish(product), reference_finish(reference_linear(x, weight, bias)))
+
+
+@pytest.mark.parametrize("form", CODES)
+def test_gated_linear_over_packed_weights(form: str):
+    for rows, n, k in ((3, 128, 128), (17, 66, 256)):
+        weight = random_weight(form, n, k)
+        x = torch.randn(rows, k, device=DEVICE)
+        close(gated_linear(x, weight, "silu"), reference_gated_linear(x, weight, "silu"))
+
+
+@pytest.mark.parametrize("form", CODES)
+def test_dequantised_on_the_device(form: str):
+    for dtype in DTYPES:
+        weight = random_weight(form, 70, 384, dtype=dtype)
+        got, want = dequantise(weight, dtype), dequantised(weight, dtype)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("form", CODES)
+def test_gated_projection_over_packed_weights(form: str):
+    weight = random_weight(form, 70, 128)
+    gate, inputs = torch.randn(2, 5, 128, device=DEVICE), torch.randn(5, 128, device=DEVICE)
+    product = Product(gate, None, torch.float32)
+    got = finish(gated_projection(product, inputs, weight, "gelu_tanh"))
+    close(got, reference_finish(reference_gated_projection(product, inputs, weight, "gelu_tanh")))
+
+
+@pytest.mark.parametrize("form", CODES)
+@pytest.mark.parametrize("few", [True, False], ids=["few", "listed"])
+def test_experts_over_packed_weights(form: str, few: bool):
+    num_experts, hidden, width = 3, 128, 128
+    x = torch.randn(6, hidden, device=DEVICE)
+    chosen = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [1, 0], [0, 1]], dtype=torch.int32, device=DEVICE)
+    routing = Routing(chosen, torch.rand(6, 2, device=DEVICE))
+    experts = Experts(
+        random_weight(form, num_experts, 2 * width, hidden),
+        random_weight(form, num_experts, hidden, width),
+        "swiglu_clamped",
+        torch.randn(num_experts, 2 * width, device=DEVICE),
+        torch.randn(num_experts, hidden, device=DEVICE),
+        interleaved=True,
+        alpha=1.702,
+        limit=7.0,
+    )
+    got = apply_experts(x, routing, experts, few=few)
+    close(reference_finish(got), reference_finish(reference_apply_experts(x, routing, experts)))
+
+
+def test_the_cut_of_a_packed_weight_is_its_shape_alone():
+    """More ranges than in 16 bits: unpacking takes time that other programs hide."""
+    shapes = {(2560, 10240): 14, (2560, 2048): 4, (3072, 2560): 5, (20480, 2560): 2, (43008, 5376): 1, (70, 128): 1}
+    for (n, k), splits in shapes.items():
+        weight = PackedWeight("int4", torch.empty(n, k // 8, dtype=torch.int32), torch.empty(k // 32, n), None, 32)
+        cut = cut_of(weight)
+        assert cut.splits == splits and cut.split_len % 256 == 0, f"{n=} {k=} {cut=}"
+    assert cut == Cut(1, 256)
