@@ -36,6 +36,7 @@ def random_weight(shape: tuple[int, int]) -> torch.Tensor:
 
 
 def of_compressed_tensors() -> Iterator[Case]:
+    from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
     from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
     from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -52,6 +53,7 @@ def of_compressed_tensors() -> Iterator[Case]:
         "fp8-channel": {**fp8, "strategy": "channel"},
         "fp8-tensor": {**fp8, "strategy": "tensor"},
         "fp8-block": {**fp8, "strategy": "block", "block_structure": [16, 32]},
+        "mxfp4": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8},
     }
     for form, settings in forms.items():
         for shape in SHAPES if form != "int4-g128" else ((8, 128), (16, 256)):
@@ -60,14 +62,17 @@ def of_compressed_tensors() -> Iterator[Case]:
             weight = random_weight(shape).bfloat16()
             low, high = (reduce(weight, settings) for reduce in (_low, _high))
             scale, zero = calculate_qparams(low, high, arguments)
-            is_int = settings["type"] == "int"
-            compressor = PackedQuantizationCompressor if is_int else FloatQuantizationCompressor
+            layout, compressor = "float-quantized", FloatQuantizationCompressor
+            if settings["num_bits"] == 4:
+                layout, compressor = "pack-quantized", PackedQuantizationCompressor
+            if form == "mxfp4":
+                layout, compressor = "mxfp4-pack-quantized", MXFP4PackedCompressor
             parts = {"weight": weight, "weight_scale": scale.bfloat16(), "weight_zero_point": zero}
             written = compressor.compress(parts, scheme)
             meant = compressor.decompress(written, scheme)["weight"]
             config = {
                 "quant_method": "compressed-tensors",
-                "format": "pack-quantized" if is_int else "float-quantized",
+                "format": layout,
                 "config_groups": {"group_0": json.loads(scheme.model_dump_json())},
             }
             yield Case(f"compressed-tensors/{form}/{shape[0]}x{shape[1]}", config, written, meant)

@@ -4,8 +4,6 @@ Called as transformers calls its experts, and computes what they compute on the 
 expert, each dequantised for as long as it is used. Fused layers read `experts` and never call it.
 """
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -23,13 +21,11 @@ class PackedExperts(nn.Module):
     def __init__(self, experts: Experts, act_fn: nn.Module | None = None) -> None:
         super().__init__()
         self.act_fn = act_fn
-        gate_up: Any = experts.gate_up
-        down: Any = experts.down
+        gate_up, down = (weight.with_repeated_scales() for weight in _packed(experts))
         self.num_experts = len(gate_up)
         self.codes = {"gate_up": (gate_up.code, gate_up.group), "down": (down.code, down.group)}
-        self.settings = {
-            name: getattr(experts, name) for name in ("activation", "interleaved", "alpha", "limit")
-        }  # of `Experts`
+        nothing = torch.empty(0)
+        self.described = experts._replace(gate_up=nothing, down=nothing, gate_up_bias=None, down_bias=None)
         for name, weight in (("gate_up", gate_up), ("down", down)):
             self.register_buffer(f"{name}_words", weight.words)
             self.register_buffer(f"{name}_scales", weight.scales)
@@ -47,14 +43,10 @@ class PackedExperts(nn.Module):
 
     @property
     def experts(self) -> Experts:
-        gate_up: Any = self.packed("gate_up")
-        down: Any = self.packed("down")
         biases = self._parameters["gate_up_proj_bias"], self._parameters["down_proj_bias"]
-        return Experts(gate_up, down, self.settings["activation"], *biases, **self._gate_settings)
-
-    @property
-    def _gate_settings(self) -> dict[str, Any]:
-        return {name: value for name, value in self.settings.items() if name != "activation"}
+        return self.described._replace(
+            gate_up=self.packed("gate_up"), down=self.packed("down"), gate_up_bias=biases[0], down_bias=biases[1]
+        )
 
     def forward(self, hidden_states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         gate_up, down = self.packed("gate_up"), self.packed("down")
@@ -69,14 +61,18 @@ class PackedExperts(nn.Module):
         return out
 
     def _gate(self, hidden: torch.Tensor) -> torch.Tensor:
-        interleaved = self.settings["interleaved"]
-        gate, up = (hidden[..., ::2], hidden[..., 1::2]) if interleaved else hidden.chunk(2, dim=-1)
+        how = self.described
+        gate, up = (hidden[..., ::2], hidden[..., 1::2]) if how.interleaved else hidden.chunk(2, dim=-1)
         if self.act_fn is not None:
             return self.act_fn(gate) * up  # type: ignore[no-any-return]
-        alpha, limit = self.settings["alpha"], self.settings["limit"]
-        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+        gate, up = gate.clamp(max=how.limit), up.clamp(min=-how.limit, max=how.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * how.alpha))
 
     def extra_repr(self) -> str:
         parts = (f"{name}={list(self.packed(name).shape)} {code} group={g}" for name, (code, g) in self.codes.items())
         return ", ".join(parts)
+
+
+def _packed(experts: Experts) -> tuple[PackedWeight, PackedWeight]:
+    assert isinstance(experts.gate_up, PackedWeight) and isinstance(experts.down, PackedWeight)
+    return experts.gate_up, experts.down

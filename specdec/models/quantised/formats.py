@@ -139,6 +139,15 @@ AWQ = Format(
     repack=repack_awq,
 )
 
+COMPRESSED_MXFP4 = Format(
+    title="compressed-tensors MXFP4",
+    tensors=("weight_packed", "weight_scale"),
+    dtype=torch.uint8,
+    columns=32,
+    group=_group(lambda n, k, s: {"weight_packed": (n, k // 2), "weight_scale": (n, k // 32)}, "weight_scale", axis=1),
+    repack=partial(repack_mxfp4, names=("weight_packed", "weight_scale")),
+)
+
 MXFP4 = Format(
     title="MXFP4",
     tensors=("blocks", "scales"),

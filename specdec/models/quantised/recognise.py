@@ -14,11 +14,11 @@ from typing import Any
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from specdec.errors import UnsupportedModelError
-from specdec.models.quantised.formats import AWQ, COMPRESSED_INT4, MXFP4, Format, fp8, gptq
+from specdec.models.quantised.formats import AWQ, COMPRESSED_INT4, COMPRESSED_MXFP4, MXFP4, Format, fp8, gptq
 
 ALLOWED = (
-    "read are int4 weights of compressed-tensors, GPTQ and AWQ, FP8 weights by channel, tensor or block, and the MXFP4 "
-    "experts of GPT-OSS; give such a checkpoint, or the one that this was made from"
+    "read are int4 weights of compressed-tensors, GPTQ and AWQ, FP8 weights by channel, tensor or block, and MXFP4 "
+    "weights of compressed-tensors and GPT-OSS; give such a checkpoint, or the one that this was made from"
 )
 
 REFUSED = ("nvfp4", "modelopt", "exl2", "exl3", "gguf")
@@ -70,10 +70,12 @@ def _compressed_tensors(config: Config) -> tuple[Format, ...]:
         elif kind == "8 bits, float":
             rows, columns = weights.get("block_structure") or (0, 0)
             format = fp8((rows, columns) if weights.get("strategy") == "block" else None)
+        elif kind == "4 bits, float" and (group.get("format") or config.get("format")) == "mxfp4-pack-quantized":
+            format = COMPRESSED_MXFP4
         else:
             raise _unread(f"compressed-tensors, {kind}, {group.get('format') or config.get('format')}")
         found[format.title] = format
-    if len({format.tensors for format in found.values()}) != len(found) or not found:
+    if len({(format.tensors, format.dtype) for format in found.values()}) != len(found) or not found:
         raise _unread("compressed-tensors with FP8 weights in blocks and in rows" if found else "no config_groups")
     return tuple(found.values())
 

@@ -8,7 +8,8 @@
                          1 in version 1; g_idx [K]: the group of each column
     AWQ                  qweight int32 [K, N / 8] and qzeros [K / G, N / 8], packed in the order of AWQ_NIBBLES
     FP8                  weight e4m3 [N, K]; one scale, one a row, one a group, or one a block of rows and columns
-    MXFP4                blocks uint8 [N, K / 32, 16], two a byte, low first; scales uint8 [N, K / 32], 2^(s - 127)
+    MXFP4                blocks uint8 [N, K / 32, 16], two a byte, low first; scales uint8 [N, K / 32], 2^(s - 127);
+                         compressed-tensors has them as weight_packed [N, K / 2] and weight_scale
 
 Each is given the tensors of one weight by name, its shape and its group; `formats.py` has checked them.
 """
@@ -88,10 +89,13 @@ def fp8_extents(scales: torch.Size, shape: torch.Size, block: tuple[int, int] | 
     return rows, columns
 
 
-def repack_mxfp4(tensors: Tensors, shape: torch.Size, group: int) -> PackedWeight:
-    blocks = tensors["blocks"].flatten(1)  # [N, K / 2]
-    numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
-    return PackedWeight("e2m1", pack(numbers, 4), _powers_of_two(tensors["scales"].T), None, group)
+def repack_mxfp4(
+    tensors: Tensors, shape: torch.Size, group: int, *, names: tuple[str, str] = ("blocks", "scales")
+) -> PackedWeight:
+    """names: of the numbers and of the exponents."""
+    pairs = tensors[names[0]].flatten(1)  # [N, K / 2]
+    numbers = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+    return PackedWeight("e2m1", pack(numbers, 4), _powers_of_two(tensors[names[1]].T), None, group)
 
 
 def _powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
