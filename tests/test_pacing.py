@@ -15,7 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from specdec.serving.http import connections, pacing
 from specdec.serving.http.client_limits import ClientLimits, ClientRates
 from specdec.serving.http.connection_limits import ConnectionLimits
-from specdec.serving.http.connections import Connections, Listener, has_gone
+from specdec.serving.http.connections import Connections, Listener, first_bytes
+from specdec.serving.http.door import MAX_SHUT_TO, SHUT_SECONDS, Door
 from specdec.serving.http.pacing import (
     BODY_BURST_BYTES,
     BODY_BYTES_PER_SECOND,
@@ -155,8 +156,96 @@ def test_a_client_that_left_before_it_sent_anything_gets_no_protocol(monkeypatch
         with socket.create_connection(listener.getsockname()) as quiet:
             accepted, _ = listener.accept()
             assert accepted.getpeername() == quiet.getsockname()
-            assert not has_gone(accepted)
+            assert first_bytes(accepted) == b""
             assert len(listener.connections.open) == 1
+            accepted.close()
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nauthorization:  Bearer  sk-a \r\nContent-Length: 9\r\n\r\n"
+
+
+def scope_of(key: str | None, address: str, known: bool = True) -> dict:
+    headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
+    return {"type": "http", "client": (address, 1), "headers": headers, "state": {"client": "a"} if known else {}}
+
+
+def test_the_door_is_shut_to_a_key_or_to_an_address_for_a_second() -> None:
+    door = Door(by_key=True)
+    assert not door.turns_away(HEAD, "1.2.3.4", 100.0)
+    door.shut(scope_of("sk-a", "1.2.3.4"), 100.0)
+    assert door.turns_away(HEAD, "5.6.7.8", 100.9)
+    for other in (HEAD.replace(b"sk-a", b"sk-b"), HEAD.replace(b"POST", b"GET"), HEAD[:60], b""):
+        assert not door.turns_away(other, "1.2.3.4", 100.9)
+    in_body = HEAD.replace(b"sk-a", b"sk-b") + b"\r\nAuthorization: Bearer sk-a\r\n"
+    assert not door.turns_away(in_body, "1.2.3.4", 100.9)
+    assert not door.turns_away(HEAD, "1.2.3.4", 100.0 + SHUT_SECONDS)
+    by_address = Door(by_key=False)
+    by_address.shut(scope_of(None, "1.2.3.4"), 100.0)
+    assert by_address.turns_away(HEAD, "1.2.3.4", 100.9) and not by_address.turns_away(HEAD, "5.6.7.8", 100.9)
+
+
+def test_the_door_is_shut_to_few_clients_at_a_time() -> None:
+    door = Door(by_key=False)
+    for number in range(5_000):
+        door.shut(scope_of(None, f"address {number}"), 100.0 + number / 10_000)
+    assert len(door._until) == MAX_SHUT_TO
+    door.shut(scope_of(None, "another"), 200.0)
+    assert list(door._until) == ["another"]
+
+
+def test_a_client_for_whom_as_many_refusals_wait_as_may_finds_the_door_shut(monkeypatch) -> None:
+    """A client that left without reading its refusals did not wait, and made a protocol and a task of each connection:
+    1,200 a second took most of the event loop, and streams of others were three times slower."""
+    monkeypatch.setattr(pacing, "time", SimpleNamespace(monotonic=lambda: 50.0))
+    door = Door(by_key=True)
+
+    async def refuse(scope, receive, send):
+        await send({"type": "http.response.start", "status": 400})
+
+    async def send(message):
+        pass
+
+    def refused(times: int, known: bool = True) -> bool:
+        async def go() -> None:
+            for _ in range(times):
+                await paced(scope_of("sk-a", "1.2.3.4", known), None, send)  # type: ignore[arg-type]
+
+        asyncio.run(go())
+        return door.turns_away(HEAD, "1.2.3.4", 50.5)
+
+    paced = Paced(refuse, door)
+    assert not refused(BURST)
+    paced.waiting = pacing.MAX_WAITING
+    paced.refusals.delay("1.2.3.4", 50.0, BURST)
+    assert not refused(1, known=False)  # its key is wrong
+    assert refused(1)
+
+
+def test_whom_the_door_is_shut_to_is_told_429_and_gets_no_protocol() -> None:
+    with Listener() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.connections = Connections(ConnectionLimits(most=20))
+        listener.connections.door = Door(by_key=True)
+        listener.connections.door.shut(scope_of("sk-a", "1.2.3.4"), time.monotonic() + 60)
+        listener.setblocking(False)
+        with (
+            socket.create_connection(listener.getsockname(), timeout=60) as shut,
+            socket.create_connection(listener.getsockname(), timeout=60) as other,
+        ):
+            shut.sendall(HEAD + b"[1, 2, 3]")
+            other.sendall(HEAD.replace(b"sk-a", b"sk-b"))
+            accepted, _ = listener.accept()
+            assert accepted.getpeername() == other.getsockname()
+            assert len(listener.connections.open) == 1
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+            said = b""
+            while block := shut.recv(1 << 16):  # to its end: no reset
+                said += block
+            head, _, body = said.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 429 ") and b"Retry-After: 1\r\n" in head
+            assert json.loads(body)["error"]["type"] == "rate_limit_error"
             accepted.close()
 
 

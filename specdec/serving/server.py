@@ -85,6 +85,7 @@ def run_app(engine: AsyncEngine, settings: ServeSettings, bound: Listener, ready
     connections = Connections(settings.connections)
     bound.connections, bound.secure = connections, settings.ssl_certfile is not None
     app = create_app(engine, settings)
+    connections.door = app.state.door
     config = uvicorn.Config(
         app,
         loop="asyncio",  # whose accept is the Listener's

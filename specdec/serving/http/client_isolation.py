@@ -5,7 +5,6 @@ cache salt, unless the server was told that its clients share cached prompts.
 """
 
 import hashlib
-from collections.abc import Mapping
 
 from specdec.config import MAX_PRIORITY
 from specdec.serving.http.faults import ApiError
@@ -13,12 +12,6 @@ from specdec.serving.server_settings import ServeSettings
 
 MIN_BLOCK = 16
 """Tokens: cached prompts are reported in whole blocks, so that a prompt cannot be guessed token by token."""
-
-
-def bearer_token(headers: Mapping[str, str]) -> str:
-    """The API key that a request came with; empty without one."""
-    kind, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else ""
 
 
 def salt_for(client: str, cache_salt: str | None, settings: ServeSettings) -> str | None:

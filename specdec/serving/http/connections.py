@@ -1,6 +1,7 @@
 """Connections bounded in number and in time: what uvicorn leaves to a proxy.
 
-    Listener       the listening socket: takes a few connections at a time, and none that there is no room for
+    Listener       the listening socket: takes a few connections at a time, and none that there is no room for, or
+                   whose client the door is shut to
     Connections    all that are open; the ones from which a request is awaited, in the order in which they began to wait
     Connection     uvicorn's HTTP/1.1 protocol, which says when it waits for a request and when it has one
 
@@ -22,6 +23,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.serving.http.connection_limits import ConnectionLimits
+from specdec.serving.http.door import LOOKED_AT, Door
 from specdec.serving.http.faults import error_body
 from specdec.serving.http.pacing import Pace
 
@@ -62,6 +64,7 @@ class Connections:
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
+        self.door: Door | None = None
         self.most = limits.resolved_most()
         self.open: dict[int, Accepted] = {}  # by file descriptor
         self._waiting: dict[int, Accepted] = {}  # those from which a request is awaited, the longest wait first
@@ -157,15 +160,19 @@ class Listener(socket.socket):
                     raise
                 self._turn_one_away(error)
                 continue
-            if has_gone(taken):
+            begin = first_bytes(taken)
+            if begin is None:
                 taken.close()
+                continue
+            if connections.door is not None and connections.door.turns_away(begin, address[0], time.monotonic()):
+                self._turn_away(taken)
                 continue
             accepted = Accepted(taken.family, taken.type, taken.proto, fileno=taken.detach())
             accepted.connections, accepted.began = connections, time.monotonic()
             if connections.make_room():
                 connections.add(accepted)
                 return accepted, address
-            self._refuse(accepted)
+            self._refuse(accepted, 503, "as many connections are open as may be; try again later")
         self._left = AT_ONCE
         raise BlockingIOError
 
@@ -192,24 +199,32 @@ class Listener(socket.socket):
         except OSError:
             self._spare = None
 
-    def _refuse(self, accepted: Accepted) -> None:
+    def _turn_away(self, taken: socket.socket) -> None:
+        assert self.connections is not None
+        self.connections.warn("a client for whom as many refusals wait as may is turned away (429)")
+        with suppress(OSError):
+            taken.recv(HEAD_READ)  # a small request is read, so that its client gets an answer and no reset
+        self._refuse(taken, 429, "as many of your requests were refused as may wait; send fewer at a time")
+
+    def _refuse(self, taken: socket.socket, status: int, message: str) -> None:
         """Say why where that takes no handshake, and close."""
-        accepted.setblocking(False)
+        taken.setblocking(False)
         with suppress(OSError):
             if not self.secure:
-                accepted.send(plain_answer(503, "as many connections are open as may be; try again later", retry=1))
-        accepted.close()
+                taken.send(plain_answer(status, message, retry=1))
+        taken.close()
 
 
-def has_gone(taken: socket.socket) -> bool:
-    """Has a client closed its half, or reset, before it sent anything? No request can come, so no protocol is made."""
+def first_bytes(taken: socket.socket) -> bytes | None:
+    """What a client has sent, as far as the door looks at it, left to be read. None: it has closed its half, or reset,
+    before it sent anything; no request can come, so no protocol is made."""
     try:
         taken.setblocking(False)
-        return not taken.recv(1, socket.MSG_PEEK)
+        return taken.recv(LOOKED_AT, socket.MSG_PEEK) or None
     except BlockingIOError:
-        return False
+        return b""
     except OSError:
-        return True
+        return None
 
 
 class Connection(H11Protocol):

@@ -18,8 +18,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.serving.fair_pool import CLIENT
-from specdec.serving.http.client_isolation import bearer_token
+from specdec.serving.http.api_key import bearer_token
 from specdec.serving.http.client_limits import GUARDED, ClientLimits, route_path
+from specdec.serving.http.door import Door
 from specdec.serving.http.events import CLIENT_GONE
 from specdec.serving.http.faults import ApiError, as_api_error
 from specdec.serving.http.pacing import OVER_LIMIT, Paced
@@ -222,7 +223,8 @@ def install(app: FastAPI, settings: ServeSettings) -> None:
         max_body_bytes=settings.max_body_bytes,
         named_keys=settings.named_keys,
     )
-    app.add_middleware(Paced)
+    app.state.door = Door(by_key=bool(settings.api_keys or settings.named_keys))
+    app.add_middleware(Paced, door=app.state.door)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

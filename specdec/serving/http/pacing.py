@@ -14,6 +14,8 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specdec.serving.http.door import Door
+
 PER_SECOND = 10
 BURST = 64
 """Units of refusals at once: a refusal takes one for itself, and one for every UNIT_BYTES of its body."""
@@ -25,7 +27,8 @@ MAX_SECONDS = 2.0
 MIN_SECONDS = 1e-3
 """Less is not worth a timer."""
 MAX_WAITING = 64
-"""Answers that wait at a time; more are given at once, or clients could fill the server with connections that wait."""
+"""Answers that wait at a time, or clients could fill the server with connections that wait; more are given at once, and
+the door is shut to a client that gets one of these."""
 MAX_REMEMBERED = 10_000
 OVER_LIMIT = "over_limit"
 """In a request's state: it is refused for a limit of its client's own, who was told when to come again, and does not
@@ -54,8 +57,9 @@ class Pace:
 class Paced:
     """Around what refuses: an answer from 400 to 499, and each piece of a body, waits for its turn."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, door: Door | None = None) -> None:
         self.app = app
+        self.door = door
         self.refusals = Pace()
         self.bodies = Pace(BODY_BYTES_PER_SECOND, BODY_BURST_BYTES)
         self.waiting = 0
@@ -90,6 +94,8 @@ class Paced:
                         await asyncio.sleep(wait)
                     finally:
                         self.waiting -= 1
+                elif wait and self.door is not None and scope["state"].get("client"):
+                    self.door.shut(scope, time.monotonic())
             await send(message)
 
         await self.app(scope, in_pieces, in_turn)
