@@ -25,8 +25,8 @@ EVERY_SECONDS, LAST_SECONDS = 2.0, 32.0
 while it is asked is free later, and nothing tells when."""
 
 
-ARENAS, MAPPED_BYTES = 2, 1 << 18
-M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3
+ARENAS, MAPPED_BYTES, SPARE_BYTES = 2, 1 << 20, 8 << 20
+M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1
 """glibc's numbers of these settings (malloc.h)."""
 
 
@@ -61,16 +61,19 @@ def give_back() -> None:
 
 
 def give_back_when_freed() -> None:
-    """Two settings of glibc, made before there are threads.
+    """Three settings of glibc, made before there are threads.
 
     Blocks from MAPPED_BYTES on come from the system one by one: otherwise the first one that is freed raises that
-    bound, up to 32 MiB, and such blocks lie between small ones that stay. And threads share ARENAS: otherwise each of
-    dozens keeps a part of what it freed that no other can use."""
+    bound, up to 32 MiB, and such blocks lie between small ones that stay. Pieces of bodies and tensors of a round are
+    smaller, or the system would hand out each of their pages anew; for the same reason up to SPARE_BYTES at the end of
+    an arena are kept until they are asked back. And threads share ARENAS: otherwise each of dozens keeps a part of what
+    it freed that no other can use."""
     if sys.platform.startswith("linux"):
         with suppress(OSError, AttributeError):
             library = ctypes.CDLL(None)
             library.mallopt(M_ARENA_MAX, ARENAS)
             library.mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
+            library.mallopt(M_TRIM_THRESHOLD, SPARE_BYTES)
 
 
 class Trimmer:
