@@ -1,0 +1,386 @@
+"""Engines on quantised checkpoints: greedy tokens are those of transformers on the dequantised model, in float32.
+
+Checkpoints are tiny and written bit by bit (`packed_checkpoints.py`), one for each family and format, once a session.
+"""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from packed_checkpoints import FORMS, compressed, quantise, set_config
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
+from specdec.layers.packed.packed_experts import PackedExperts
+from specdec.layers.packed.packed_linear import PackedLinear
+from specdec.layers.packed.packed_weight import dequantised
+from specdec.loading import load_model
+from specdec.models.bundled import BUNDLED_DIR
+
+from marks import deep, is_deep
+from tiny_models import VOCAB, build_target, random_eagle3, spread
+
+NEW = 16
+GREEDY = SamplingParams(max_new_tokens=NEW)
+CPU = torch.device("cpu")
+WIDE = {"intermediate_size": 64}  # packed weights take columns in multiples of 32
+SIZES = {"qwen3_moe": {"moe_intermediate_size": 32}, "gemma4-moe": {**WIDE, "moe_intermediate_size": 32}}
+
+PAIRS = [  # family, form: what `make test` runs
+    ("llama", "int4-g32"),
+    ("qwen3", "gptq-zeros"),
+    ("qwen2", "awq"),  # with biases
+    ("mistral", "fp8-block"),
+    ("gemma3", "int4-channel"),
+    ("gemma4-e2b", "int4-zeros"),
+    ("gpt_oss", "mxfp4"),
+    ("qwen3_moe", "gptq-v2"),
+]
+MORE = [  # families and forms that differ in how their tensors are found
+    ("gemma4-moe", "int4-g32"),
+    ("gemma4-multimodal", "fp8-channel"),
+    ("mixtral", "fp8-tensor"),
+    ("qwen3_moe", "fp8-block"),
+    ("llama", "gptq"),
+]
+DEEP = [
+    (family, form)
+    for number, (family, first) in enumerate(PAIRS)
+    for step in (1, 4, 7)
+    for form in (["mxfp4"] if family == "gpt_oss" else [[*FORMS][(number + step) % 10]])
+    if form != first
+]
+
+
+@pytest.fixture(scope="session")
+def packed_pair(tmp_path_factory):
+    """packed_pair(family, form, **quantise) -> (folder of the quantised checkpoint, the model of the same values)."""
+    made: dict[str, tuple[Path, PreTrainedModel]] = {}
+
+    def make(family: str, form: str, **options) -> tuple[Path, PreTrainedModel]:
+        key = f"{family} {form} {options}"
+        if key not in made:
+            with torch.inference_mode(False):
+                torch.manual_seed(0)
+                model = spread(build_target(family, **SIZES.get(family, WIDE)))
+                folder = tmp_path_factory.mktemp("packed")
+                model.save_pretrained(folder / "source")
+                packed, plain = quantise(folder / "source", FORMS[form], folder, **options)
+                made[key] = packed, AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+        return made[key]
+
+    return make
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of packed modules, dequantised, by the name of the parameter that they stand for."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            found[f"{name}.weight"] = dequantised(module.packed, torch.float32)
+        if isinstance(module, PackedExperts):
+            for which in ("gate_up", "down"):
+                each = [dequantised(module.packed(which)[i], torch.float32) for i in range(module.num_experts)]
+                found[f"{name}.{which}_proj"] = torch.stack(each)
+    return found
+
+
+# what is loaded
+
+
+@pytest.mark.parametrize(("family", "form"), [*PAIRS, *MORE, *(deep(*case) for case in DEEP)])
+def test_weights_stand_for_those_of_the_plain_model(family, form, packed_pair, random_prompt):
+    folder, plain = packed_pair(family, form)
+    model = load_model(str(folder), dtype=torch.float32, device=CPU)
+    found = weights_of(model)
+    assert len(found) >= 8
+    parameters = dict(plain.named_parameters())
+    for name, weight in found.items():
+        want = parameters[name]
+        assert torch.equal(weight, want.transpose(1, 2) if family == "gpt_oss" else want), name
+    for name, parameter in model.named_parameters():  # what is not packed is as ever
+        if name in parameters:
+            assert torch.equal(parameter, parameters[name]), name
+    ids = torch.tensor([random_prompt(20)])
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_of_the_load_is_left(packed_pair):
+    """To the rest of the program, and to the user, it is a model as any other."""
+    model = load_model(str(packed_pair("llama", "int4-g32")[0]), dtype=torch.bfloat16, device=CPU)
+    assert not model.is_quantized and not hasattr(model, "hf_quantizer")
+    assert getattr(model.config, "quantization_config", None) is None
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.lm_head.weight.dtype == torch.bfloat16 and type(model.lm_head) is torch.nn.Linear
+    linear = model.model.layers[0].mlp.down_proj
+    assert isinstance(linear, PackedLinear) and linear.scales.dtype == torch.float16  # the checkpoint's
+    assert model.to("cpu") is model
+
+
+def test_shards_are_read(packed_pair, tmp_path, random_prompt):
+    folder, plain = packed_pair("llama", "int4-g32")
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    index = {name: f"model-0000{1 + number % 3}-of-00003.safetensors" for number, name in enumerate(names)}
+    for file in set(index.values()):
+        save_file({n: tensors[n] for n in names if index[n] == file}, tmp_path / file, {"format": "pt"})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    model = load_model(str(tmp_path), dtype=torch.float32, device=CPU)
+    assert torch.equal(weights_of(model)["model.layers.1.mlp.up_proj.weight"], plain.model.layers[1].mlp.up_proj.weight)
+
+
+def test_modules_left_as_they_are_are_told_by_their_tensors(packed_pair):
+    """`ignore` and `targets`, in whatever syntax, need not be understood."""
+    folder, _ = packed_pair("llama", "int4-g32", ignore=r"layers\.0\.|k_proj")
+    form = FORMS["int4-g32"]
+    group = {**form.config["config_groups"]["group_0"], "targets": [r"re:.*layers\.[12]\..*"]}
+    set_config(folder, quantization_config={**form.config, "config_groups": {"a": group}, "ignore": ["re:.*k_proj$"]})
+    model = load_model(str(folder), dtype=torch.float32, device=CPU)
+    kinds = {name: type(module).__name__ for name, module in model.named_modules() if name.endswith("_proj")}
+    plain = {name for name, kind in kinds.items() if kind == "Linear"}
+    assert plain == {name for name in kinds if "layers.0." in name or name.endswith("k_proj")}
+
+
+def test_memory_holds_the_packed_weights_alone(packed_pair):
+    model = load_model(str(packed_pair("llama", "int4-g32")[0]), dtype=torch.bfloat16, device=CPU)
+    packed = sum(buffer.nbytes for name, buffer in model.named_buffers() if "words" in name or "scales" in name)
+    numbers = sum(weight.numel() for weight in weights_of(model).values())
+    assert packed == numbers // 2 + numbers // 32 * 2
+
+
+# engines
+
+
+def check_tokens(make_engine, packed, plain, greedy_oracle, prompts, drafter=None, **config):
+    engine = make_engine(packed, drafter, max_batch_size=2, **config)
+    outputs = engine.generate(prompts, GREEDY)
+    engine.table.check()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.token_ids == greedy_oracle(plain, prompt, NEW, output.token_ids)
+    return outputs
+
+
+def is_default(number: int, drafts: str, page_size: int) -> bool:
+    """Two of the four kinds of a pair, so that each kind meets four pairs."""
+    return (drafts == "chain") == (page_size == 1) if number % 2 else (drafts == "chain") != (page_size == 1)
+
+
+CASES = [
+    case if number < len(PAIRS) and is_default(number, drafts, page_size) else deep(*case)
+    for number, (family, form) in enumerate([*PAIRS, *DEEP])
+    for drafts in ("chain", "tree")
+    for page_size in (1, 16)
+    for case in [(family, form, drafts, page_size)]
+]
+
+
+@pytest.mark.parametrize(("family", "form", "drafts", "page_size"), CASES)
+def test_tokens_are_those_of_the_dequantised_model(
+    family, form, drafts, page_size, packed_pair, make_engine, greedy_oracle, random_prompt, scripted, tree_script
+):
+    folder, plain = packed_pair(family, form)
+    model = load_model(str(folder), dtype=torch.float32, device=CPU)
+    prompts = [random_prompt(n) for n in (5, 21)]
+    config = {"page_size": page_size}
+    drafter = "ngram"
+    if drafts == "tree":
+        truths = [[*prompt, *greedy_oracle(plain, prompt, NEW)] for prompt in prompts]
+        drafter, config["spec"] = scripted(tree_script(truths, VOCAB)), SpecConfig(5)
+    outputs = check_tokens(make_engine, model, plain, greedy_oracle, prompts, drafter, **config)
+    if drafts == "tree":
+        assert sum(sum(out.stats.accepted_counts) for out in outputs) > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("llama", "int4-g32"), ("gemma4-e2b", "int4-zeros"), deep("llama", "fp8-channel"), deep("gpt_oss", "mxfp4")],
+)
+def test_a_folder_is_served_with_deterministic_rows(family, form, packed_pair, greedy_oracle, random_prompt):
+    """By name, and a row has its bits in any batch: proved when the engine is made."""
+    folder, plain = packed_pair(family, form)
+    prompts = [random_prompt(n) for n in (3, 9, 26)]
+    config = EngineConfig(max_model_len=64, max_batch_size=4, deterministic=True)
+    params = SamplingParams(max_new_tokens=8, logprobs=1)
+    with Engine.from_pretrained(str(folder), "ngram", config=config) as engine:
+        alone = [engine.generate(prompt, params)[0] for prompt in prompts]
+        together = engine.generate(prompts, params)
+    for one, other, prompt in zip(alone, together, prompts, strict=True):
+        assert one.token_ids == other.token_ids == greedy_oracle(plain, prompt, 8)
+        assert one.logprobs == other.logprobs
+
+
+def test_an_assistant_in_16_bits_drafts_for_a_packed_target(
+    packed_pair, make_assistant, make_engine, greedy_oracle, random_prompt
+):
+    folder, plain = packed_pair("gemma4-e2b", "int4-g32")
+    model = load_model(str(folder), dtype=torch.float32, device=CPU)
+    prompts = [random_prompt(n) for n in (4, 30)]
+    spec = SpecConfig(3, 3, 12)
+    check_tokens(make_engine, model, plain, greedy_oracle, prompts, make_assistant(plain), spec=spec, page_size=4)
+
+
+def test_an_eagle3_head_drafts_for_a_packed_target(packed_pair, make_engine, greedy_oracle, random_prompt):
+    folder, plain = packed_pair("llama", "gptq")
+    model = load_model(str(folder), dtype=torch.float32, device=CPU)
+    config = {"spec": SpecConfig(3, 2, 6), "page_size": 4}
+    check_tokens(make_engine, model, plain, greedy_oracle, [random_prompt(12)], random_eagle3(model), **config)
+
+
+def test_an_assistant_may_be_quantised_itself(packed_pair, make_assistant, make_engine, greedy_oracle, tmp_path):
+    """It goes through the same loader as its target."""
+    _, plain = packed_pair("gemma4-e2b", "int4-g32")
+    assistant = make_assistant(plain, hidden_size=32, head_dim=8)
+    assistant.save_pretrained(tmp_path / "source")
+    packed, _ = quantise(tmp_path / "source", FORMS["int4-g32"], tmp_path)
+    engine = make_engine(plain, str(packed), max_batch_size=1)
+    assert any(isinstance(module, PackedLinear) for module in engine.drafter.assistant.modules())
+    prompt = list(range(1, 20))
+    assert engine.generate(prompt, GREEDY)[0].token_ids == greedy_oracle(plain, prompt, NEW)
+
+
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory):
+    """(folder of tiny-gemma4 in int4, the model of the same values)"""
+    packed, plain = quantise(BUNDLED_DIR / "tiny-gemma4", FORMS["int4-g32"], tmp_path_factory.mktemp("bundled"))
+    return packed, AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("drafter", ["tiny-gemma4-mtp", deep("tiny-gemma4-eagle3")])
+def test_the_bundled_pairs_quantised(drafter, bundled, greedy_oracle):
+    """With drafters that were trained for the plain target, and still draft."""
+    packed, oracle = bundled
+    prompt = list(range(5, 40))
+    with Engine.from_pretrained(str(packed), drafter, config=EngineConfig(max_model_len=128)) as engine:
+        output = engine.generate(prompt, GREEDY)[0]
+    assert output.token_ids == greedy_oracle(oracle, prompt, len(output.token_ids), output.token_ids)
+    assert sum(output.stats.accepted_counts) > 0
+
+
+@pytest.mark.parametrize("drafter", [deep("tiny-gemma4-mtp"), "tiny-gemma4-eagle3"])
+def test_drafters_have_16_bits_next_to_a_packed_target_in_16_bits(drafter, bundled):
+    config = EngineConfig(max_model_len=64, dtype=torch.bfloat16)
+    with Engine.from_pretrained(str(bundled[0]), drafter, config=config) as engine:
+        assert engine.target.dtype == torch.bfloat16
+        module = getattr(engine.drafter, "assistant", None) or engine.drafter.head
+        assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+        assert len(engine.generate(list(range(5, 15)), GREEDY)[0].token_ids) == NEW
+
+
+def test_an_engine_notices_no_change_of_packed_modules(packed_pair, make_engine, caplog):
+    """Modules of specdec are known not to change by themselves: nothing is copied and proved again."""
+    model = load_model(str(packed_pair("llama", "int4-g32")[0]), dtype=torch.float32, device=CPU)
+    engine = make_engine(model, max_batch_size=1)
+    weights = engine.target.weights
+    with caplog.at_level(logging.INFO, logger="specdec"):
+        before = weights.generation()
+        weights.look_closely()
+        assert weights.generation() == before and not caplog.messages
+        model.model.layers[0].mlp.down_proj.scales.mul_(2)  # in place: seen, and nothing moved
+        assert weights.generation() == before
+
+
+# what is refused
+
+
+@pytest.fixture
+def stored(packed_pair, tmp_path):
+    """stored(form, change): a llama's folder, its tensors after `change`."""
+
+    def make(form: str, change=lambda tensors: None) -> str:
+        folder, _ = packed_pair("llama", form)
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+        return str(tmp_path)
+
+    return make
+
+
+def refusal(kind: type[Exception], folder: str) -> str:
+    with pytest.raises(kind) as error:
+        load_model(folder, dtype=torch.float32, device=CPU)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+UP = "model.layers.1.mlp.up_proj"
+
+
+def test_a_lacking_tensor_is_named(stored):
+    folder = stored("int4-g32", lambda tensors: tensors.pop(f"{UP}.weight_scale"))
+    assert f"lacks {UP}.weight_scale" in refusal(CheckpointError, folder)
+
+
+def test_a_lacking_linear_is_named(stored):
+    def without(tensors):
+        for name in [name for name in tensors if name.startswith(UP)]:
+            del tensors[name]
+
+    assert f"{UP}.weight" in refusal(CheckpointError, stored("int4-g32", without))
+
+
+def test_scales_of_activations_are_named(stored):
+    folder = stored("fp8-channel", lambda tensors: tensors.update({f"{UP}.input_scale": torch.ones(1)}))
+    assert f"{UP} has input_scale, which is not read" in refusal(UnsupportedModelError, folder)
+
+
+def test_groups_by_importance_are_named(stored):
+    def reorder(tensors):
+        for name in [name for name in tensors if name.endswith("g_idx")]:
+            tensors[name] = tensors[name].flip(0).contiguous()
+
+    assert "desc_act" in refusal(UnsupportedModelError, stored("gptq", reorder))
+
+
+def test_a_quantised_embedding_is_named(stored):
+    def move(tensors):
+        del tensors["model.embed_tokens.weight"]
+        for name in ("weight_packed", "weight_scale", "weight_shape"):
+            tensors[f"model.embed_tokens.{name}"] = tensors[f"{UP}.{name}"].clone()
+
+    message = refusal(UnsupportedModelError, stored("int4-g32", move))
+    assert "model.embed_tokens is quantised" in message and "Embedding" in message
+
+
+def test_a_config_that_is_wrong_about_its_tensors(packed_pair, tmp_path):
+    _, plain = packed_pair("llama", "int4-g32")
+    plain.save_pretrained(tmp_path)
+    set_config(tmp_path, quantization_config=FORMS["gptq"].config)
+    assert "none of its tensors is" in refusal(CheckpointError, str(tmp_path))
+
+
+def test_columns_that_fill_no_words_are_named(tmp_path):
+    model = spread(build_target("llama"))  # an intermediate size of 48
+    model.save_pretrained(tmp_path / "source")
+    folder, _ = quantise(tmp_path / "source", FORMS["int4-zeros"], tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    written, _ = FORMS["int4-zeros"].write(tensors.pop("model.layers.0.mlp.down_proj.weight").numpy())
+    tensors |= {f"model.layers.0.mlp.down_proj.{name}": tensor for name, tensor in written.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert "48 columns" in refusal(UnsupportedModelError, str(folder))
+
+
+def test_a_format_that_is_not_read_is_named_with_its_checkpoint(packed_pair, tmp_path):
+    folder, _ = packed_pair("llama", "int4-g32")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    set_config(tmp_path, quantization_config=compressed({"num_bits": 8, "type": "int"}, "int-quantized"))
+    message = refusal(UnsupportedModelError, str(tmp_path))
+    assert message.startswith(f"'{tmp_path}' cannot be loaded") and "8 bits, int" in message
+
+
+def test_the_users_own_quantization_config_goes_to_transformers(packed_pair):
+    folder, _ = packed_pair("gpt_oss", "mxfp4")
+    options = {"quantization_config": {"quant_method": "mxfp4", "dequantize": True}}
+    with pytest.raises((UnsupportedModelError, ConfigError)):
+        load_model(str(folder), dtype=torch.float32, device=CPU, **options)
+
+
+def test_the_cases_in_depth_are_a_hundred():
+    assert len(CASES) >= 100 or not is_deep()
