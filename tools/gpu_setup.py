@@ -28,7 +28,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if importlib.util.find_spec("specdec") is None:
     sys.path.insert(0, str(ROOT))
 if importlib.util.find_spec("rich") is None:  # draws progress bars, nothing here needs
-    sys.modules |= {name: MagicMock() for name in ("rich", "rich.console", "rich.progress")}
+    sys.modules |= {name: MagicMock() for name in ("rich", "rich.box", "rich.console", "rich.progress", "rich.table")}
 
 import torch  # noqa: E402
 import triton  # noqa: E402

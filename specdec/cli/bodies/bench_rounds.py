@@ -1,14 +1,11 @@
 """`specdec bench --shape` and `--phases`: milliseconds of a round by phase, as a table, as JSON and as a picture."""
 
 import json
-import random
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from time import perf_counter
 
-import torch
 from rich.console import Console
 
 from specdec.cli.bench import BenchOptions
@@ -16,17 +13,12 @@ from specdec.cli.bodies.settings import drafter_name, engine_config, load_engine
 from specdec.config import SpecConfig
 from specdec.errors import ConfigError
 from specdec.evaluation.gsm8k_plot import require_matplotlib
-from specdec.evaluation.model_shapes import ON_REQUEST, Shrink, find_shape
+from specdec.evaluation.model_shapes import ON_REQUEST, find_shape
 from specdec.evaluation.output_files import STDOUT, require_distinct, write_file
 from specdec.evaluation.phases.phase_plot import save_phase_plot
 from specdec.evaluation.phases.phase_report import PhaseReport, table
 from specdec.evaluation.phases.phase_run import PLAIN, MakePrompts, Plan, Subject, run_phases
-from specdec.evaluation.phases.random_packed import COLUMNS, UNPACKED, find_form
-from specdec.evaluation.phases.random_weights import make_drafter, make_target, require_room
-from specdec.gpu.operations import choose_operations
-from specdec.loading import pick_device, pick_dtype
-from specdec.models.target import TargetModel
-from specdec.progress import working
+from specdec.evaluation.phases.random_subject import random_subject
 from specdec.text.prompt_files import read_prompts
 
 WIDE = 220
@@ -69,42 +61,19 @@ def show(report: PhaseReport) -> None:
 
 def shape_subject(name: str, options: BenchOptions) -> Subject:
     """Random weights on the device; prompts of random tokens."""
-    pair, asked, seed = options.pair, options.timing, options.seed
+    pair, asked = options.pair, options.timing
     if (pair.target, pair.drafter) != ("tiny-gemma4", "auto"):
         raise ConfigError("--shape makes its own target and drafter; leave out --target and --drafter")
-    acceptance = numbers("acceptance", asked.acceptance)
-    form = None if asked.weights is None else find_form(asked.weights)
-    shrink = Shrink(asked.layers, asked.shrink, **({} if form is None else {"multiple": COLUMNS}))
     shape = find_shape(name)
-    chosen = choose_drafts({PLAIN: None, **shape.drafts}, asked.drafts, ON_REQUEST)
-    config = engine_config(pair, batch_size=1)
-    where = pick_device(config.device)
-    kind = torch.bfloat16 if asked.weights == UNPACKED else pick_dtype(config.dtype, where, shape.target(shrink))
-    if asked.weights == UNPACKED and config.dtype not in (None, kind):
-        raise ConfigError(f"--weights {UNPACKED} and --dtype {pair.dtype} contradict each other; give one of them")
-    require_room(shape, shrink, where, kind, form)
-    with working(f"making {name}"):
-        operations = choose_operations(config.fused, config.attention, where, kind)  # as Engine.from_pretrained does
-        model = make_target(shape, shrink, where, kind, seed, form)
-        begin = perf_counter()
-        target = TargetModel(model, operations)
-        made = make_drafter(shape, shrink, target, seed + 1) if any(chosen.values()) else None
-        prepared = perf_counter() - begin
-
-    def prompts(batch: int, context: int) -> list[list[int]]:
-        draw = random.Random(f"{seed} {batch} {context}")
-        return [[draw.randrange(target.vocab_size) for _ in range(context)] for _ in range(batch)]
-
-    return Subject(
-        name=f"random weights{f' ({form.name})' if form else ''} at the shape of {shape.published}",
-        shrunk=shrink.words,
-        target=target,
-        drafter=made,
-        drafts=chosen,
-        prompts=prompts,
-        assumed=acceptance,
-        dtype=kind,
-        prepared=prepared,
+    return random_subject(
+        shape,
+        choose_drafts({PLAIN: None, **shape.drafts}, asked.drafts, ON_REQUEST),
+        weights=asked.weights,
+        layers=asked.layers,
+        divisor=asked.shrink,
+        config=engine_config(pair, batch_size=1),
+        assumed=numbers("acceptance", asked.acceptance),
+        seed=options.seed,
     )
 
 
