@@ -15,8 +15,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from specdec.serving.http import connections, pacing
 from specdec.serving.http.client_limits import ClientLimits, ClientRates
 from specdec.serving.http.connection_limits import ConnectionLimits
-from specdec.serving.http.connections import Connections, Listener, first_bytes
+from specdec.serving.http.connections import Connections
 from specdec.serving.http.door import MAX_SHUT_TO, SHUT_SECONDS, Door
+from specdec.serving.http.listener import Listener, first_bytes
 from specdec.serving.http.pacing import (
     BODY_BURST_BYTES,
     BODY_BYTES_PER_SECOND,

@@ -24,7 +24,8 @@ import uvicorn
 from specdec.errors import ConfigError
 from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.http.connections import Connection, Connections, Listener
+from specdec.serving.http.connections import Connection, Connections
+from specdec.serving.http.listener import Listener
 from specdec.serving.http.probes import Watch
 from specdec.serving.http.trimming import Trimmer, without_what_stays
 from specdec.serving.server_settings import ServeSettings

@@ -1,7 +1,5 @@
 """Connections bounded in number and in time: what uvicorn leaves to a proxy.
 
-    Listener       the listening socket: takes a few connections at a time, and none that there is no room for, or
-                   whose client the door is shut to
     Connections    all that are open; the ones from which a request is awaited, in the order in which they began to wait
     Connection     uvicorn's HTTP/1.1 protocol, which says when it waits for a request and when it has one
 
@@ -10,7 +8,6 @@ connection, the one that has waited longest is closed, so idle clients never kee
 byte has come is never given up here. It knows sockets and h11, and nothing of routes or engines.
 """
 
-import errno
 import json
 import logging
 import socket
@@ -23,14 +20,12 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.serving.http.connection_limits import ConnectionLimits
-from specdec.serving.http.door import LOOKED_AT, Door
+from specdec.serving.http.door import Door
 from specdec.serving.http.faults import error_body
 from specdec.serving.http.pacing import Pace
 
 logger = logging.getLogger("specdec.serving")
 
-AT_ONCE = 16
-"""Connections taken in one turn of the event loop; streams go on between two turns."""
 PIECE, BODY_PIECE = 1 << 10, 1 << 18
 """Bytes parsed in one turn of the event loop: of heads and of bodies in chunks, which may be of one byte each, and of
 bodies of a length that is known. A piece of 64 KiB takes the loop about as long as one of 256 KiB."""
@@ -42,7 +37,6 @@ WRITE_SECONDS = 300.0
 """A client that reads nothing for this long is given up."""
 QUIET_SECONDS = 10.0
 """Between two lines of the log that say the same."""
-NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 LATE = (h11.IDLE, h11.SEND_BODY)
 """What h11 calls a client whose request is not whole."""
 
@@ -132,99 +126,6 @@ class Connections:
         else:
             with suppress(OSError):
                 accepted.shutdown(socket.SHUT_RDWR)  # its transport reads the end, and closes it
-
-
-class Listener(socket.socket):
-    """A listening socket. `connections` is set when there are any to count; without it, it is as any other."""
-
-    connections: Connections | None = None
-    secure: bool = False
-    _left = AT_ONCE
-    _spare: socket.socket | None = None  # a descriptor to give up where there are no more
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        """As socket.accept. Raises BlockingIOError where there is nothing to take, and now and then where there is:
-        the event loop asks again in its next turn."""
-        connections = self.connections
-        if connections is None:
-            return super().accept()
-        if self._spare is None:
-            self._keep_spare()
-        while self._left:
-            self._left -= 1
-            try:
-                taken, address = super().accept()
-            except OSError as error:
-                if error.errno not in NO_FILES:
-                    self._left = AT_ONCE
-                    raise
-                self._turn_one_away(error)
-                continue
-            begin = first_bytes(taken)
-            if begin is None:
-                taken.close()
-                continue
-            if connections.door is not None and connections.door.turns_away(begin, address[0], time.monotonic()):
-                self._turn_away(taken)
-                continue
-            accepted = Accepted(taken.family, taken.type, taken.proto, fileno=taken.detach())
-            accepted.connections, accepted.began = connections, time.monotonic()
-            if connections.make_room():
-                connections.add(accepted)
-                return accepted, address
-            self._refuse(accepted, 503, "as many connections are open as may be; try again later")
-        self._left = AT_ONCE
-        raise BlockingIOError
-
-    def close(self) -> None:
-        if self._spare is not None:
-            self._spare.close()
-        super().close()
-
-    def _turn_one_away(self, error: OSError) -> None:
-        """No file is left: close one connection unanswered, or it would be reported as waiting over and over."""
-        assert self.connections is not None
-        self.connections.warn("no connection can be taken: %s; raise the limit of open files", error.strerror)
-        if self._spare is None:
-            self._left = 0
-            raise error  # the event loop tries again in a second
-        self._spare.close()
-        with suppress(OSError):
-            super().accept()[0].close()
-        self._keep_spare()
-
-    def _keep_spare(self) -> None:
-        try:
-            self._spare = socket.socket()
-        except OSError:
-            self._spare = None
-
-    def _turn_away(self, taken: socket.socket) -> None:
-        assert self.connections is not None
-        self.connections.warn("a client for whom as many refusals wait as may is turned away (429)")
-        with suppress(OSError):
-            taken.recv(HEAD_READ)  # a small request is read, so that its client gets an answer and no reset
-        self._refuse(taken, 429, "as many of your requests were refused as may wait; send fewer at a time")
-
-    def _refuse(self, taken: socket.socket, status: int, message: str) -> None:
-        """Say why where that takes no handshake, and close."""
-        taken.setblocking(False)
-        with suppress(OSError):
-            if not self.secure:
-                taken.send(plain_answer(status, message, retry=1))
-        taken.close()
-
-
-def first_bytes(taken: socket.socket) -> bytes | None:
-    """What a client has sent, as far as the door looks at it, left to be read. None: it has closed its half, or reset,
-    before it sent anything; no request can come, so no protocol is made."""
-    try:
-        taken.setblocking(False)
-        return taken.recv(LOOKED_AT, socket.MSG_PEEK) or None
-    except BlockingIOError:
-        return b""
-    except OSError:
-        return None
 
 
 class Connection(H11Protocol):
