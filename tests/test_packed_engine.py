@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
+from specdec.gpu.operations import REFERENCE
 from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.layers.packed.packed_linear import PackedLinear
 from specdec.layers.packed.packed_weight import dequantised
 from specdec.loading import load_model
 from specdec.models.bundled import BUNDLED_DIR
+from specdec.models.target import TargetModel
 
 from marks import deep, is_deep
 from tiny_models import VOCAB, build_target, random_eagle3, spread
@@ -152,6 +154,13 @@ def test_memory_holds_the_packed_weights_alone(packed_pair):
     packed = sum(buffer.nbytes for name, buffer in model.named_buffers() if "words" in name or "scales" in name)
     numbers = sum(weight.numel() for weight in weights_of(model).values())
     assert packed == numbers // 2 + numbers // 32 * 2
+
+
+@pytest.mark.parametrize(("family", "form"), [*PAIRS, *(deep(*case) for case in MORE)])
+def test_what_is_loaded_runs_fused(family, form, packed_pair):
+    """The reference of fused layers describes the packed modules, and its proof holds."""
+    model = load_model(str(packed_pair(family, form)[0]), dtype=torch.float32, device=CPU)
+    assert TargetModel(model, REFERENCE).unfused is None
 
 
 # engines

@@ -41,11 +41,11 @@ OF_ONE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<name>gate_proj|u
 PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
-class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class PackedConfig(QuantizationConfigMixin):
     """`quantization_config` of a load: the formats that quantised weights may have."""
 
     def __init__(self, formats: Iterable[Format]) -> None:
-        self.quant_method = METHOD
+        self.quant_method = METHOD  # type: ignore[assignment]  # any registered name will do
         self.formats = tuple(formats)
 
 
@@ -58,8 +58,8 @@ def without_quantization(config: Any) -> Any:
     return config
 
 
-@register_quantizer(METHOD)  # type: ignore[untyped-decorator]
-class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
+@register_quantizer(METHOD)
+class PackedQuantizer(HfQuantizer):
     """One load. transformers makes it, and drops it with what `postprocess_model` leaves."""
 
     def __init__(self, quantization_config: PackedConfig, **kwargs: Any) -> None:
@@ -68,13 +68,10 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
         self.pre_quantized = False
         self.formats = quantization_config.formats
 
-    def preprocess_model(
-        self, model: PreTrainedModel, dtype: torch.dtype, checkpoint_files: list[str] | None = None, **kwargs: Any
-    ) -> None:
-        if not checkpoint_files:
-            raise UnsupportedModelError("packed weights are read from files alone")
-        self.model, self.dtype = model, dtype
-        self.weights = stored_weights(stored_tensors(checkpoint_files), self.formats)
+    def preprocess_model(self, model: PreTrainedModel, dtype: Any = None, **kwargs: Any) -> None:
+        self.model: PreTrainedModel = model
+        self.dtype: torch.dtype = dtype
+        self.weights = stored_weights(stored_tensors(kwargs["checkpoint_files"] or ()), self.formats)
         self.places: list[str] = []
 
     def update_weight_conversions(self, weight_conversions: list[WeightTransform]) -> list[WeightTransform]:
@@ -107,8 +104,9 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
         for path in self.places:
             raw: Any = model.get_submodule(path)
             _put(model, path, raw.replacement(self.dtype))
-        model._weight_conversions = [one for one in model._weight_conversions if one not in self.own]
-        self.remove_quantization_config(model)
+        loaded: Any = model
+        loaded._weight_conversions = [one for one in loaded._weight_conversions if one not in self.own]
+        self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
         self.weights = []
 
     def is_serializable(self) -> bool:

@@ -80,7 +80,7 @@ class RawLinear(RawWeight):
 
     def __init__(self, weight: StoredWeight, linear: nn.Linear) -> None:
         super().__init__(weight, torch.Size((linear.out_features, linear.in_features)))
-        self.bias = linear.bias
+        self.bias: nn.Parameter | None = linear.bias
 
     def replacement(self, dtype: torch.dtype) -> PackedLinear:
         return PackedLinear(self.packed(dtype), None if self.bias is None else self.bias.detach())
@@ -115,10 +115,11 @@ class RawExperts(nn.Module):
 
     def replacement(self, dtype: torch.dtype) -> PackedExperts:
         names = ("gate_up_proj",) if "gate_up_proj" in self._modules else ("gate_proj", "up_proj")
-        gate_up: Any = self._stacked(names, dtype)
-        down: Any = self._stacked(("down_proj",), dtype)
-        biases = {"gate_up_bias": self.gate_up_proj_bias, "down_bias": self.down_proj_bias}
-        return PackedExperts(self.experts._replace(gate_up=gate_up, down=down, **biases), self.act_fn)
+        gate_up, down = self._stacked(names, dtype), self._stacked(("down_proj",), dtype)
+        experts = self.experts._replace(
+            gate_up=gate_up, down=down, gate_up_bias=self.gate_up_proj_bias, down_bias=self.down_proj_bias
+        )
+        return PackedExperts(experts, self.act_fn)
 
     def _stacked(self, names: tuple[str, ...], dtype: torch.dtype) -> PackedWeight:
         """The rows of `names` one after the other, of all experts; the tensors of the checkpoint are let go."""

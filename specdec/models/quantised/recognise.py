@@ -8,7 +8,7 @@ Activations are never rounded here. A checkpoint whose activations were to be ro
 for its weights: nothing in it is left out. One with calibrated scales for them is refused, since these are part of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -33,15 +33,8 @@ def formats_of(config: Config) -> tuple[Format, ...] | None:
     Raises UnsupportedModelError, in one sentence, for what neither reads.
     """
     method = str(config.get("quant_method", ""))
-    read = {
-        "compressed-tensors": _compressed_tensors,
-        "fp8": _fp8,
-        "gptq": _gptq,
-        "awq": _awq,
-        "mxfp4": lambda config: (MXFP4,),
-    }.get(method)
-    if read is not None:
-        return read(config)
+    if method in READ:
+        return READ[method](config)
     plain = config.get("load_in_4bit") or config.get("load_in_8bit")  # of bitsandbytes, which may name no method
     if method in REFUSED or not (plain or method in AUTO_QUANTIZATION_CONFIG_MAPPING or method == "bitsandbytes"):
         raise _unread(f"quant_method {method or 'missing'}")
@@ -104,3 +97,17 @@ def _awq(config: Config) -> tuple[Format, ...]:
     if bits != 4 or version != "gemm":
         raise _unread(f"AWQ in {bits} bits, {version}")
     return (AWQ,)
+
+
+def _mxfp4(config: Config) -> tuple[Format, ...]:
+    return (MXFP4,)
+
+
+READ: dict[str, Callable[[Config], tuple[Format, ...]]] = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "mxfp4": _mxfp4,
+}
+"""quant_method -> what reads its config."""
