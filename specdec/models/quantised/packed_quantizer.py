@@ -74,8 +74,13 @@ class PackedQuantizer(HfQuantizer):
         self.weights = stored_weights(stored_tensors(kwargs["checkpoint_files"] or ()), self.formats)
         self.places: list[str] = []
 
-    def update_weight_conversions(self, weight_conversions: list[WeightTransform]) -> list[WeightTransform]:
-        """Those of the model, after the ones that stack the experts' tensors. Puts raw modules in their places."""
+    def update_weight_conversions(
+        self, weight_conversions: list[WeightTransform], *model: PreTrainedModel
+    ) -> list[WeightTransform]:
+        """Those of the model, after the ones that stack the experts' tensors. Puts raw modules in their places.
+
+        model: given again by later versions of transformers.
+        """
         places = _Places(self.model, weight_conversions)
         for weight in self.weights:
             places.find(weight)
