@@ -130,18 +130,28 @@ def numbers_of(weight: PackedWeight) -> torch.Tensor:
     if weight.code == "e2m1":
         values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=raw.device)
         return values[raw.int()]
-    return raw.float() - (8.0 if weight.zeros is None else by_column(weight.zeros, weight.group))
+    numbers = raw.float()
+    if weight.zeros is None:
+        return numbers.sub_(8.0)
+    in_groups(numbers, weight.group).sub_(of_groups(weight.zeros))
+    return numbers
 
 
-def by_column(values: torch.Tensor, group: int) -> torch.Tensor:
-    """[K / group, N] -> float32 [N, K]."""
-    return values.float().T.repeat_interleave(group, dim=1)
+def in_groups(numbers: torch.Tensor, group: int) -> torch.Tensor:
+    """A view [N, K / group, group] of [N, K]."""
+    return numbers.unflatten(1, (-1, group))
+
+
+def of_groups(values: torch.Tensor) -> torch.Tensor:
+    """[K / group, N] -> float32 [N, K / group, 1]."""
+    return values.float().T.contiguous()[..., None]
 
 
 def dequantised(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     """The weight [N, K] in `dtype`."""
     numbers = numbers_of(weight)
-    return numbers.mul_(by_column(weight.scales, weight.group)).to(dtype)
+    in_groups(numbers, weight.group).mul_(of_groups(weight.scales))
+    return numbers.to(dtype)
 
 
 def multiply(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
