@@ -11,10 +11,10 @@ import pytest
 import torch
 from packed_checkpoints import FORMS, compressed, quantise, set_config
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
+from specdec.errors import CheckpointError, UnsupportedModelError
 from specdec.gpu.operations import REFERENCE
 from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.layers.packed.packed_linear import PackedLinear
@@ -385,10 +385,10 @@ def test_a_format_that_is_not_read_is_named_with_its_checkpoint(packed_pair, tmp
 
 
 def test_the_users_own_quantization_config_goes_to_transformers(packed_pair):
-    folder, _ = packed_pair("gpt_oss", "mxfp4")
-    options = {"quantization_config": {"quant_method": "mxfp4", "dequantize": True}}
-    with pytest.raises((UnsupportedModelError, ConfigError)):
-        load_model(str(folder), dtype=torch.float32, device=CPU, **options)
+    folder, plain = packed_pair("gpt_oss", "mxfp4")
+    options = {"quantization_config": Mxfp4Config(dequantize=True)}
+    experts = load_model(str(folder), dtype=torch.float32, device=CPU, **options).model.layers[0].mlp.experts
+    assert torch.equal(experts.down_proj, plain.model.layers[0].mlp.experts.down_proj)
 
 
 def test_the_cases_in_depth_are_a_hundred():

@@ -93,7 +93,7 @@ def test_a_column_of_gptq_by_eye(version, stored):
         "scales": torch.full((1, 8), 2.0, dtype=torch.float16),
         "g_idx": torch.zeros(32, dtype=torch.int32),
     }
-    weight = dequantised(read_as(gptq(version), tensors, [8, 32]), torch.float32)
+    weight = dequantised(read_as(gptq(version, symmetric=False), tensors, [8, 32]), torch.float32)
     assert weight[0, :8].tolist() == [-6.0, -4.0, -2.0, 0.0, 2.0, 4.0, 6.0, 8.0]
     assert torch.equal(weight, weight[:1, :8].repeat(8, 4))
 
@@ -140,14 +140,15 @@ def test_blocks_of_fp8_that_do_not_divide_the_weight():
     assert torch.equal(dequantised(weight, torch.float32), numbers.float() * each)
 
 
-def test_zeros_that_are_all_8_are_not_kept():
-    """Symmetric GPTQ stores them; a product need not read them."""
+def test_zeros_of_symmetric_gptq_are_not_kept():
+    """It stores them; a product need not read them. Elsewhere a layer's zeros may be 8, and its neighbours' not."""
     tensors = {
         "qweight": torch.zeros((4, 8), dtype=torch.int32),
         "qzeros": torch.full((1, 1), 0x77777777, dtype=torch.int32),
         "scales": torch.ones((1, 8), dtype=torch.float16),
     }
-    assert read_as(gptq(1), tensors, [8, 32]).zeros is None
+    assert read_as(gptq(1, symmetric=True), tensors, [8, 32]).zeros is None
+    assert read_as(gptq(1, symmetric=False), tensors, [8, 32]).zeros.unique().tolist() == [8.0]
 
 
 def test_columns_grouped_by_importance_are_refused():
@@ -158,7 +159,7 @@ def test_columns_grouped_by_importance_are_refused():
         "g_idx": torch.arange(64, dtype=torch.int32).flip(0) // 32,
     }
     with pytest.raises(UnsupportedModelError, match="desc_act"):
-        read_as(gptq(1), tensors, [8, 64])
+        read_as(gptq(1, symmetric=True), tensors, [8, 64])
 
 
 @pytest.mark.parametrize("scale", [(2, 3), (8, 3)])

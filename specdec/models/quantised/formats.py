@@ -109,8 +109,8 @@ COMPRESSED_INT4 = Format(
 )
 
 
-def gptq(version: int) -> Format:
-    """version: 1 stores zeros less one."""
+def gptq(version: int, symmetric: bool) -> Format:
+    """version: 1 stores zeros less one. symmetric: zeros are 8."""
     return Format(
         title=f"GPTQ v{version}",
         tensors=("qweight", "qzeros", "scales"),
@@ -122,7 +122,7 @@ def gptq(version: int) -> Format:
             "scales",
             axis=0,
         ),
-        repack=partial(repack_gptq, less=1 if version == 1 else 0),
+        repack=partial(repack_gptq, less=1 if version == 1 else 0, symmetric=symmetric),
     )
 
 

@@ -88,7 +88,7 @@ def _gptq(config: Config) -> tuple[Format, ...]:
     version = {"gptq": 1, "gptq_v2": 2}.get(str(config.get("checkpoint_format") or config.get("format") or "gptq"))
     if version is None:
         raise _unread(f"GPTQ stored as {config.get('checkpoint_format') or config.get('format')}")
-    return (gptq(version),)
+    return (gptq(version, symmetric=bool(config.get("sym", True))),)
 
 
 def _awq(config: Config) -> tuple[Format, ...]:

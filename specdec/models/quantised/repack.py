@@ -40,12 +40,17 @@ def repack_compressed(tensors: Tensors, shape: torch.Size, group: int) -> Packed
     return _int4(nibbles(tensors["weight_packed"]), tensors["weight_scale"].T, zeros, group)
 
 
-def repack_gptq(tensors: Tensors, shape: torch.Size, group: int, *, less: int = 0) -> PackedWeight:
-    """less: what was taken from each zero before it was stored, as one subtraction from the whole word."""
+def repack_gptq(
+    tensors: Tensors, shape: torch.Size, group: int, *, less: int = 0, symmetric: bool = False
+) -> PackedWeight:
+    """less: what was taken from each zero before it was stored, as one subtraction from the whole word.
+    symmetric: zeros are 8, and then left out, as products assume 8. Where they vary a layer keeps them even if its own
+    are 8: products that run as one are alike in this."""
     if "g_idx" in tensors:
         require_in_order(tensors["g_idx"], group)
     zeros = nibbles(tensors["qzeros"] + less * 0x11111111)
-    return _int4(nibbles(tensors["qweight"].T), tensors["scales"], zeros, group)
+    plain = symmetric and bool((zeros == PLAIN_ZERO).all())
+    return _int4(nibbles(tensors["qweight"].T), tensors["scales"], None if plain else zeros, group)
 
 
 def require_in_order(g_idx: torch.Tensor, group: int) -> None:
@@ -113,7 +118,6 @@ def nibbles(words: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> to
 
 
 def _int4(numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int) -> PackedWeight:
-    """numbers [N, K], scales and zeros [K / G, N]. Zeros that are all 8 are left out: every reader assumes them."""
-    if zeros is not None:
-        zeros = None if bool((zeros == PLAIN_ZERO).all()) else zeros.to(scales.dtype).contiguous()
+    """numbers [N, K], scales and zeros [K / G, N]."""
+    zeros = None if zeros is None else zeros.to(scales.dtype).contiguous()
     return PackedWeight("int4", pack(numbers, 4), scales.contiguous(), zeros, group)
