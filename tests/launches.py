@@ -27,6 +27,7 @@ from specdec.kvcache.table import RequestTable, Rows
 from specdec.layers.accepted_path import keep_last, path_rows
 from specdec.layers.embedding import embed, embed_and_norm
 from specdec.layers.linear import Mlp, gated_linear, linear, vendor_gated_linear
+from specdec.layers.packed.packed_weight import BITS, PackedWeight
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts
 from specdec.layers.moe.fork_join import Fork, fork_norm, join_norm
@@ -165,6 +166,42 @@ def products(dtype: torch.dtype, num_rows: int, activation: str, *, bias: bool =
     gated_linear(x, numbers(20480, 2560, dtype=dtype), activation)
     linear(x[:, :1000], numbers(4096, 1000, dtype=dtype))  # a K that tiles do not divide
     vendor_gated_linear(numbers(65, 2560, dtype=dtype), numbers(20480, 2560, dtype=dtype), "silu")
+
+
+def packed(form: str, *shape: int, dtype: torch.dtype) -> PackedWeight:
+    """A weight [.., N, K]: "int4", "int4-zeros", "e2m1", "e4m3" with a scale a row, "e4m3-block"."""
+    *leading, n, k = shape
+    code, _, kind = form.partition("-")
+    group = 32 if BITS[code] == 4 else 128 if kind == "block" else k
+    scales = numbers(*leading, k // group, n, dtype=FP32 if code == "e4m3" else dtype)
+    words = numbers(*leading, n, k * BITS[code] // 32, dtype=torch.int32)
+    return PackedWeight(code, words, scales, numbers(*scales.shape, dtype=dtype) if kind == "zeros" else None, group)
+
+
+def packed_products(dtype: torch.dtype, num_rows: int, form: str) -> None:
+    x = numbers(num_rows, 2560, dtype=dtype)
+    for height in (2560, 20480):
+        finish(linear(x, packed(form, height, 2560, dtype=dtype)))
+    gated_linear(x, packed(form, 20480, 2560, dtype=dtype), "gelu_tanh")
+    linear(numbers(num_rows, 2880, dtype=dtype), packed(form.removesuffix("-block"), 4096, 2880, dtype=dtype))
+    vendor_gated_linear(numbers(65, 2560, dtype=dtype), packed(form, 20480, 2560, dtype=dtype), "silu")
+    gate, inputs = parts_of(1, num_rows, 256, dtype), numbers(num_rows, 256, dtype=dtype)
+    gated_projection(gate, inputs, packed(form, 2560, 256, dtype=dtype), "gelu_tanh")
+
+
+def packed_mixture(dtype: torch.dtype, num_rows: int, form: str) -> None:
+    """GPT-OSS, and the MLP and experts of Gemma 4 26B-A4B."""
+    x, k = numbers(num_rows, 2880, dtype=dtype), 4
+    routing = Routing(numbers(num_rows, k, dtype=torch.int32), numbers(num_rows, k, dtype=FP32))
+    up, down = (packed(form, 32, n, 2880, dtype=dtype) for n in (5760, 2880))
+    biases = numbers(32, 5760, dtype=dtype), numbers(32, 2880, dtype=dtype)
+    apply_experts(x, routing, Experts(up, down, "swiglu_clamped", *biases, True, 1.7, 7.0))
+    hidden, num_experts = 2816, 16
+    fork = Fork(*(numbers(num_rows, hidden, dtype=dtype) for _ in Fork._fields))
+    mlp = Mlp(packed(form, 4224, hidden, dtype=dtype), "gelu_tanh", packed(form, hidden, 2112, dtype=dtype))
+    router = Router(numbers(num_experts, hidden, dtype=dtype), 8, expert_scale=numbers(num_experts, dtype=dtype))
+    up, down = (packed(form, num_experts, *shape, dtype=dtype) for shape in ((1408, hidden), (hidden, 704)))
+    mlp_and_experts(fork, mlp, router, Experts(up, down, "gelu_tanh"))
 
 
 def norms(dtype: torch.dtype, splits: int, *, rounds: bool) -> None:
@@ -348,6 +385,16 @@ def usual() -> Iterator[Launch]:
     yield launch(products, FP32, 5, "silu", bias=True)
     yield launch(products, BF16, 160, "silu")
     yield launch(products, FP16, 600, "silu")
+    yield launch(packed_products, BF16, 5, "int4")
+    yield launch(packed_products, BF16, 160, "int4-zeros")
+    yield launch(packed_products, FP16, 5, "int4-zeros")
+    yield launch(packed_products, BF16, 5, "e2m1")
+    yield launch(packed_products, BF16, 5, "e4m3-block")
+    yield launch(packed_products, FP16, 5, "e4m3")
+    yield launch(packed_products, FP32, 5, "e2m1")
+    yield launch(packed_mixture, BF16, 8, "e2m1")
+    yield launch(packed_mixture, BF16, 300, "int4")
+    yield launch(packed_mixture, FP16, 1, "int4")
     yield launch(norms, BF16, 4, rounds=False)
     yield launch(norms, FP16, 1, rounds=True)
     yield launch(forks, BF16)
@@ -397,6 +444,11 @@ def every() -> Iterator[Launch]:
         if num_rows <= 20:
             for width in (704, 100):
                 yield launch(beside, dtype, num_rows, width)
+    for dtype, num_rows in product(DTYPES, (1, 8, 40, 100, 600)):
+        for form in ("int4", "int4-zeros", "e2m1", "e4m3", "e4m3-block"):
+            yield launch(packed_products, dtype, num_rows, form)
+            if form != "e4m3-block":  # 2,880 columns are no multiple of 128
+                yield launch(packed_mixture, dtype, num_rows, form)
     for dtype in DTYPES:
         for splits, rounds in product((1, 4), (False, True)):
             yield launch(norms, dtype, splits, rounds=rounds)

@@ -79,7 +79,9 @@ def test_numbers_by_eye():
 def test_coarse_scales_are_repeated():
     weight = random_weight("int4", 8, 256)
     coarse = PackedWeight("int4", weight.words, weight.scales[::4], None, 128)
-    torch.testing.assert_close(dequantised(coarse, torch.float32), dequantised(coarse.with_repeated_scales(), torch.float32))
+    torch.testing.assert_close(
+        dequantised(coarse, torch.float32), dequantised(coarse.with_repeated_scales(), torch.float32)
+    )
     assert coarse.with_repeated_scales().group == 64
 
 

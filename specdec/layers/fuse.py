@@ -67,7 +67,9 @@ class FusedEmbedding(StandIn):
 
 def fuse_linear(module: nn.Module, ops: Operations) -> nn.Module:
     """The same product by `ops`; the module itself where it is more than a product."""
-    plain = type(module) in (nn.Linear, PackedLinear) and is_untouched(module) and all(map(is_plain, module.parameters()))
+    plain = (
+        type(module) in (nn.Linear, PackedLinear) and is_untouched(module) and all(map(is_plain, module.parameters()))
+    )
     return FusedLinear(module, ops) if plain else module
 
 

@@ -40,6 +40,9 @@ ACTIVATIONS = ("gelu_tanh", "silu")
 FEW_PROGRAMS = 256
 """With more of them, or more rows, a program adds the ranges up: parts would be more bytes than they are worth."""
 
+FEW_PACKED_ROWS = 32
+"""Up to this number of rows the ranges of a packed weight are programs of their own."""
+
 VENDOR_ROWS = 64
 """Up to this number of rows `linear` is faster than the vendor's library; with weights that programs hold, at more."""
 
@@ -226,9 +229,10 @@ def linear_kernel(
         trigger_next(PDL)
     PARTS: tl.constexpr = 1 if ACTIVATION is None else 2  # of a tile: gates, then what they gate
     o_n = tl.arange(0, BLOCK_N)
-    o_part = i_n * tile_rows + o_n % (BLOCK_N // PARTS)  # row of its part of the weight
+    first = i_n * tile_rows if CODE is None else i_n * (BLOCK_N // PARTS)  # a packed weight has whole tiles
+    o_part = first + o_n % (BLOCK_N // PARTS)  # row of its part of the weight
     m_n = (o_part < N // PARTS)[:, None]
-    m_w = (o_n % (BLOCK_N // PARTS) < tile_rows)[:, None] & m_n
+    m_w = (o_n % (BLOCK_N // PARTS) < tile_rows)[:, None] & m_n if CODE is None else m_n
     o_w = o_part + o_n // (BLOCK_N // PARTS) * (N // PARTS)
     p_w = row_pointers(p_w, o_w, s_w, CODE)
     p_scale = scale_pointers(p_scales, o_w, CODE)
@@ -344,6 +348,8 @@ def linear(
     tiles = tiles or tiles_of(len(x), weight, cut, x)
     count = triton.cdiv(len(x), tiles.block_m + tiles.tail_m) * triton.cdiv(len(weight), tiles.rows)
     few = count < FEW_PROGRAMS and len(x) <= FEW_ROWS
+    if isinstance(weight, PackedWeight):  # its ranges are there for more programs
+        few |= len(x) <= FEW_PACKED_ROWS
     split = cut.splits > 1 and (apart or few)
     shape = (cut.splits if split else 1, len(x), len(weight))
     parts = torch.empty(shape, dtype=torch.float32 if split else x.dtype, device=x.device)

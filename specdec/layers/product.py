@@ -185,10 +185,11 @@ def tiles_of(num_rows: int, weight: Weight, cut: Cut, x: torch.Tensor, *, gated:
     block_m = max(16, triton.next_power_of_2(num_rows))
     if num_rows > 64:
         return Tiles(128, 64 if num_rows <= TWO_TILES else 128, fixed or 64, 8, 3, 128)
-    few_columns = 256 if BITS[weight.code] == 4 and block_m <= 32 else 128
-    if cut.splits == 1 and few_columns == 256 and len(weight) >= SPLIT_ROWS:
+    wide = len(weight) >= SPLIT_ROWS and cut.splits == 1
+    if BITS[weight.code] == 4 and wide and block_m <= 32:
         return Tiles(128, block_m, 256, 8, 3, 128)
-    return Tiles(64, block_m, fixed or few_columns, 4, 3, 64)
+    columns = 256 if block_m <= 32 and (wide or BITS[weight.code] == 4) else 128
+    return Tiles(64, block_m, fixed or columns, 4, 3, 64)
 
 
 def choose_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor, *, gated: bool = False) -> Tiles:

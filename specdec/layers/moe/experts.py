@@ -131,6 +131,7 @@ def _multiply(
     m_slot: tl.tensor,
     num_slots: tl.tensor,
     o_bias: tl.tensor,  # [BN]
+    m_n: tl.tensor,  # [BN, 1]: rows that the weight has
     i_n: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
@@ -158,7 +159,6 @@ def _multiply(
         o_k = i_k + tl.arange(0, BLOCK_K)
         if CODE is not None:
             DTYPE: tl.constexpr = p_x.dtype.element_ty
-            m_n = tl.full([BLOCK_N, 1], True, tl.int1)  # rows were brought into the weight
             b_w = load_tile(
                 *(p_w, p_scales, p_zeros, s_scales, i_k, K, m_n, m_n, EVEN_K, CODE, GROUP, FAST, BLOCK_K, DTYPE)
             )
@@ -173,10 +173,9 @@ def _multiply(
         else:
             b_acc = multiply_tile(b_w, b_x, b_acc, p_scales, s_scales, i_k, m_n, CODE, GROUP)
     if CODE is not None:
-        m_n = tl.full([BLOCK_N, 1], True, tl.int1)
         b_acc = scale_sum(b_acc, p_scales, m_n, CODE, GROUP, FAST, p_x.dtype.element_ty)
     if p_bias is not None:
-        b_acc += tl.load(p_bias + o_bias).to(tl.float32)[:, None]
+        b_acc += tl.load(p_bias + o_bias[:, None], mask=m_n, other=0.0).to(tl.float32)
     if ACT is None:
         o_out = (b_slot % TOP_K * (num_slots // TOP_K) + b_row).to(tl.int64)[None, :]
         b_acc *= tl.load(p_weights + b_slot, mask=m_slot, other=0.0)[None, :]
@@ -247,24 +246,27 @@ def product_kernel(
     else:
         i_n, i_slot = tile, slot
     o_n = tl.arange(0, BLOCK_N)
+    # rows beyond the weight: of plain ones the last is read instead; a minimum hides from the compiler that neighbours
+    # are neighbours, without which it copies no scales ahead
     if ACT is None or INTERLEAVED:
         o_w = i_n * BLOCK_N + o_n
-        if not EVEN_N:  # a minimum hides from the compiler that neighbours are
+        m_n = (o_w < N)[:, None]
+        if CODE is None and not EVEN_N:
             o_w = tl.minimum(o_w, N - 1)
     else:  # half a tile of gates, then what they gate
-        o_w = tl.minimum(i_n * (BLOCK_N // 2) + o_n % (BLOCK_N // 2), N // 2 - 1) + o_n // (BLOCK_N // 2) * (N // 2)
+        o_half = i_n * (BLOCK_N // 2) + o_n % (BLOCK_N // 2)
+        m_n = (o_half < N // 2)[:, None]
+        o_w = (o_half if CODE is not None else tl.minimum(o_half, N // 2 - 1)) + o_n // (BLOCK_N // 2) * (N // 2)
     wait_for_previous(PDL)
     if p_order is not None:
         begin, end = tl.load(p_first + i_slot), tl.load(p_first + i_slot + 1)
-        p_tile, p_scale_tile, p_zero_tile = _expert_rows(
-            *(p_w, p_scales, p_zeros, i_slot, o_w, s_we, s_wn, s_se, CODE)
-        )
+        p_tile, p_scale_tile, p_zero_tile = _expert_rows(*(p_w, p_scales, p_zeros, i_slot, o_w, s_we, s_wn, s_se, CODE))
         for i_first in range(begin, end, BLOCK_M):
             o_list = i_first + tl.arange(0, BLOCK_M)
             b_slot = tl.load(p_order + o_list, mask=o_list < end, other=0)
             _multiply(
                 *(p_x, p_tile, p_scale_tile, p_zero_tile, p_bias, p_weights, p_out, b_slot, o_list < end, num_slots),
-                *(i_slot * N + o_w, i_n, N, K, s_x, s_wk, s_scales, alpha, limit, CODE, GROUP, FAST),
+                *(i_slot * N + o_w, m_n, i_n, N, K, s_x, s_wk, s_scales, alpha, limit, CODE, GROUP, FAST),
                 *(TOP_K, ACT, INTERLEAVED, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K),
             )
     else:
@@ -284,7 +286,7 @@ def product_kernel(
             )
             _multiply(
                 *(p_x, p_tile, p_scale_tile, p_zero_tile, p_bias, p_weights, p_out, tl.maximum(b_slot, 0), b_slot >= 0),
-                *(num_slots, i_expert * N + o_w, i_n, N, K, s_x, s_wk, s_scales, alpha, limit, CODE, GROUP, FAST),
+                *(num_slots, i_expert * N + o_w, m_n, i_n, N, K, s_x, s_wk, s_scales, alpha, limit, CODE, GROUP, FAST),
                 *(TOP_K, ACT, INTERLEAVED, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K),
             )
 

@@ -22,6 +22,7 @@ from specdec.layers.packed.packed_weight import BITS, PackedWeight, Weight
 SMALL = tl.constexpr(2.0**-32)
 """What FAST numbers of 4 bits in bfloat16 are scaled by: nothing over- or underflows for scales of 2^-90 to 2^26."""
 LARGE = tl.constexpr(2.0**32)
+INTERPRETED_ = tl.constexpr(INTERPRETED)
 
 
 def _asm(lines: list[str], registers: str) -> str:
@@ -183,7 +184,7 @@ def load_tile(
         WORDS: tl.constexpr = BLOCK_K // PER_WORD
         first = tl.multiple_of(i_k // PER_WORD, WORDS)
         o_word = tl.arange(0, WORDS)
-        m_word = o_word < (WORDS if EVEN_K else (end - i_k) // PER_WORD)
+        m_word = o_word // 4 < (WORDS // 4 if EVEN_K else (end - i_k) // (4 * PER_WORD))  # all of four words, or none
         b_words = tl.load(p_w + (first + o_word)[None, :], mask=m_w & m_word[None, :], other=0)
         if CODE == "e4m3":
             return _e4m3_tile(b_words, FAST, DTYPE)
@@ -212,11 +213,28 @@ def scale_sum(
 ) -> tl.tensor:
     """The sum over a range of K, with what tiles of a packed weight leave to it."""
     if CODE == "e4m3" and GROUP == 0:
-        return b_sum * tl.load(p_scales, mask=m_n, other=0.0).to(tl.float32)
+        return _rounded_product(b_sum, tl.load(p_scales, mask=m_n, other=0.0).to(tl.float32))
     elif CODE is not None and CODE != "e4m3" and FAST and DTYPE == tl.bfloat16:
         return b_sum * LARGE
     else:
         return b_sum
+
+
+@triton.jit
+def _rounded_product(b_x: tl.tensor, b_scale: tl.tensor) -> tl.tensor:
+    """x times a scale [BN, 1], rounded: whether it is stored or added next, which a compiler would do in one step."""
+    if INTERPRETED_:
+        return b_x * b_scale
+    else:
+        b_x, b_scale = tl.broadcast(b_x, b_scale)
+        return tl.inline_asm_elementwise(
+            asm="mul.rn.f32 $0, $1, $2;",
+            constraints="=r,r,r",
+            args=[b_x, b_scale],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -234,9 +252,23 @@ def multiply_tile(
     """b_sum + w x, the product scaled where a tile has one scale a row."""
     if CODE == "e4m3" and GROUP > 0:
         b_scale = tl.load(p_scales + i_k // GROUP * s_scales, mask=m_n, other=0.0).to(tl.float32)  # [BN, 1]
-        return b_sum + tl.dot(b_w, b_x, input_precision="ieee") * b_scale
+        return b_sum + _rounded_product(tl.dot(b_w, b_x, input_precision="ieee"), b_scale)
     else:
-        return tl.dot(b_w, b_x, b_sum, input_precision="ieee")
+        return _waited_for(tl.dot(b_w, b_x, b_sum, input_precision="ieee"))
+
+
+@triton.jit
+def _waited_for(b_sum: tl.tensor) -> tl.tensor:
+    """The same sum, which something reads, so that the tensor core is waited for in this iteration of a loop.
+
+    Its operand lies in registers. Triton (3.6, 3.9) leaves the last instructions of an iteration under way while the
+    next one unpacks its tile, and ptxas gives their registers to it: at 128 rows of x sums were wrong now and then."""
+    if INTERPRETED_:
+        return b_sum
+    else:
+        return tl.inline_asm_elementwise(
+            asm="mov.b32 $0, $1;", constraints="=r,r", args=[b_sum], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -259,7 +291,7 @@ def _tile_of_4_bits(
                 asm=ASM,
                 constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,h",
                 args=[b_words, b_s],
-                dtype=(DTYPE,) * 8,
+                dtype=(tl.int16,) * 8,
                 is_pure=True,
                 pack=1,
             )
@@ -269,7 +301,7 @@ def _tile_of_4_bits(
                 asm=ASM,
                 constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,h,h",
                 args=[b_words, b_s, _spread(b_zeros, WORDS)],
-                dtype=(DTYPE,) * 8,
+                dtype=(tl.int16,) * 8,
                 is_pure=True,
                 pack=1,
             )
@@ -282,7 +314,7 @@ def _tile_of_4_bits(
     b_w = tl.reshape(b_w, (BLOCK_N, WORDS // 4, 4, 2, 2, 2))  # J, t, c, b, a
     b_w = tl.reshape(tl.permute(b_w, (0, 1, 5, 4, 2, 3)), (BLOCK_N, WORDS * 8))
     if FAST:
-        return b_w
+        return b_w.to(DTYPE, bitcast=True)
     else:
         if CODE == "int4-zeros":
             b_w -= _spread(b_zeros, WORDS * 8).to(tl.float32)
@@ -321,7 +353,7 @@ def _e4m3_tile(b_words: tl.tensor, FAST: tl.constexpr, DTYPE: tl.constexpr) -> t
             asm=E4M3_BF16,
             constraints="=h,=h,=h,=h,r",
             args=[b_words],
-            dtype=(DTYPE,) * 4,
+            dtype=(tl.int16,) * 4,
             is_pure=True,
             pack=1,
         )
@@ -329,7 +361,8 @@ def _e4m3_tile(b_words: tl.tensor, FAST: tl.constexpr, DTYPE: tl.constexpr) -> t
         b_0, b_1 = _e4m3(b_words, 8, DTYPE), _e4m3(b_words, 24, DTYPE)
         b_2, b_3 = _e4m3(b_words, 0, DTYPE), _e4m3(b_words, 16, DTYPE)
     b_w = tl.reshape(tl.join(tl.join(b_0, b_1), tl.join(b_2, b_3)), (BLOCK_N, WORDS // 4, 4, 2, 2))  # J, t, c, b
-    return tl.reshape(tl.permute(b_w, (0, 1, 4, 2, 3)), (BLOCK_N, WORDS * 4))
+    b_w = tl.reshape(tl.permute(b_w, (0, 1, 4, 2, 3)), (BLOCK_N, WORDS * 4))
+    return b_w.to(DTYPE, bitcast=True) if FAST else b_w
 
 
 @triton.jit
