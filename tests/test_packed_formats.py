@@ -18,6 +18,8 @@ from specdec.models.quantised.formats import AWQ, COMPRESSED_INT4, MXFP4, Format
 from specdec.models.quantised.recognise import formats_of
 from specdec.models.quantised.repack import nibbles
 
+from marks import slow
+
 REFERENCE = Path(__file__).parent / "data" / "reference_weights.safetensors"
 
 
@@ -48,7 +50,7 @@ def test_a_weight_stands_for_what_its_own_package_says(name):
     assert torch.equal(dequantised(weight, want.dtype), want)
 
 
-@pytest.mark.parametrize("package", reference_weights.PACKAGES)
+@pytest.mark.parametrize("package", map(slow, reference_weights.PACKAGES))
 def test_the_file_is_what_the_package_writes(package, tmp_path):
     """In a process of its own, where the package is installed."""
     if importlib.util.find_spec(package) is None:

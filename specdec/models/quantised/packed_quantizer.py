@@ -105,6 +105,8 @@ class PackedQuantizer(HfQuantizer):
         loaded._weight_conversions = [one for one in loaded._weight_conversions if one not in self.own]
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
         self.weights = []
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()  # what packing used is left to the K/V
 
     def is_serializable(self) -> bool:
         return False
