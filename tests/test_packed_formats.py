@@ -50,7 +50,7 @@ def test_a_weight_stands_for_what_its_own_package_says(name):
     assert torch.equal(dequantised(weight, want.dtype), want)
 
 
-@pytest.mark.parametrize("package", map(slow, reference_weights.PACKAGES))
+@pytest.mark.parametrize("package", [slow(package) for package in reference_weights.PACKAGES])
 def test_the_file_is_what_the_package_writes(package, tmp_path):
     """In a process of its own, where the package is installed."""
     if importlib.util.find_spec(package) is None:
