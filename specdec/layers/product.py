@@ -186,7 +186,7 @@ def tiles_of(num_rows: int, weight: Weight, cut: Cut, x: torch.Tensor, *, gated:
     if num_rows > 64:
         return Tiles(128, 64 if num_rows <= TWO_TILES else 128, fixed or 64, 8, 3, 128)
     wide = len(weight) >= SPLIT_ROWS and cut.splits == 1
-    if BITS[weight.code] == 4 and wide and block_m <= 32:
+    if BITS[weight.code] == 4 and block_m <= 32 and len(weight) > 64 * PACKED_PROGRAMS:
         return Tiles(128, block_m, 256, 8, 3, 128)
     columns = 256 if block_m <= 32 and (wide or BITS[weight.code] == 4) else 128
     return Tiles(64, block_m, fixed or columns, 4, 3, 64)

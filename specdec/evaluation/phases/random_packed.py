@@ -99,7 +99,7 @@ def root_mean_square(code: str) -> float:
     """Of the numbers that random words hold, before their scales."""
     bits, (set_bits, kept_bits) = BITS[code], KEPT_BITS[code]
     every = (torch.arange(256) % (1 << bits)).to(torch.uint8)[None]
-    words = pack(every, bits).bitwise_or_(set_bits).bitwise_and_(kept_bits)
+    words = pack(every, code).bitwise_or_(set_bits).bitwise_and_(kept_bits)
     numbers = numbers_of(PackedWeight(code, words, torch.ones((1, 1)), None, every.shape[1]))
     return float(numbers.square().mean().sqrt())
 

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from specdec.gpu.triton_shim import INTERPRETED, tl, triton
-from specdec.layers.packed.packed_weight import BITS, PackedWeight, Weight
+from specdec.layers.packed.packed_weight import BITS, MAGNITUDES, SIGNS, PackedWeight, Weight
 
 SMALL = tl.constexpr(2.0**-32)
 """What FAST numbers of 4 bits in bfloat16 are scaled by: nothing over- or underflows for scales of 2^-90 to 2^26."""
 LARGE = tl.constexpr(2.0**32)
 INTERPRETED_ = tl.constexpr(INTERPRETED)
+SIGNS_, MAGNITUDES_ = tl.constexpr(SIGNS), tl.constexpr(MAGNITUDES)
 
 
 def _asm(lines: list[str], registers: str) -> str:
@@ -74,13 +75,16 @@ def _int4_fp16(zeros: bool) -> str:
 
 
 def _e2m1_bf16() -> str:
-    """Sign and exponent go where bfloat16 has them: 2^-126 times the number."""
+    """Sign and magnitude go where bfloat16 has its sign and the end of its exponent: 2^-126 times the number."""
     lines = ["mov.b32 s, {$9, $9}", "mov.b32 a, 0x6e806e80", "mul.bf16x2 s, s, a"]  # 2^(126 - 32)
-    for number in range(4):
-        left = 12 - 4 * number
-        move = "shl.b32 b, $8, %d" % (left - 6) if left >= 6 else "shr.u32 b, $8, %d" % (6 - left)
-        lines += [f"shl.b32 a, $8, {left}", "and.b32 d, a, 0x80008000", move]
-        lines += ["lop3.b32 d, b, 0x01c001c0, d, 0xea", "mul.bf16x2 d, d, s", _outputs(number)]
+    for number, (sign, low) in enumerate(zip(SIGNS, MAGNITUDES, strict=True)):
+        if 15 - sign == 6 - low:
+            lines += [f"shl.b32 a, $8, {15 - sign}", "and.b32 d, a, 0x81c081c0"]
+        else:
+            move = f"shl.b32 b, $8, {6 - low}" if low <= 6 else f"shr.u32 b, $8, {low - 6}"
+            lines += [f"shl.b32 a, $8, {15 - sign}", "and.b32 d, a, 0x80008000", move]
+            lines += ["lop3.b32 d, b, 0x01c001c0, d, 0xea"]
+        lines += ["mul.bf16x2 d, d, s", _outputs(number)]
     return _asm(lines, "a, b, d, s")
 
 
@@ -306,10 +310,10 @@ def _tile_of_4_bits(
                 pack=1,
             )
     else:
-        b_0, b_1 = _number(b_words, 0, CODE), _number(b_words, 16, CODE)
-        b_2, b_3 = _number(b_words, 4, CODE), _number(b_words, 20, CODE)
-        b_4, b_5 = _number(b_words, 8, CODE), _number(b_words, 24, CODE)
-        b_6, b_7 = _number(b_words, 12, CODE), _number(b_words, 28, CODE)
+        b_0, b_1 = _number(b_words, 0, 0, CODE), _number(b_words, 0, 16, CODE)
+        b_2, b_3 = _number(b_words, 1, 0, CODE), _number(b_words, 1, 16, CODE)
+        b_4, b_5 = _number(b_words, 2, 0, CODE), _number(b_words, 2, 16, CODE)
+        b_6, b_7 = _number(b_words, 3, 0, CODE), _number(b_words, 3, 16, CODE)
     b_w = tl.join(tl.join(tl.join(b_0, b_1), tl.join(b_2, b_3)), tl.join(tl.join(b_4, b_5), tl.join(b_6, b_7)))
     b_w = tl.reshape(b_w, (BLOCK_N, WORDS // 4, 4, 2, 2, 2))  # J, t, c, b, a
     b_w = tl.reshape(tl.permute(b_w, (0, 1, 5, 4, 2, 3)), (BLOCK_N, WORDS * 8))
@@ -333,15 +337,16 @@ def _spread(b_groups: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _number(b_words: tl.tensor, SHIFT: tl.constexpr, CODE: tl.constexpr) -> tl.tensor:
-    """float32, of the 4 bits from SHIFT on; `int4` before its zero is taken off."""
-    b_q = (b_words >> SHIFT) & 15
+def _number(b_words: tl.tensor, NUMBER: tl.constexpr, HALF: tl.constexpr, CODE: tl.constexpr) -> tl.tensor:
+    """float32, number 2 a + b of the half word that begins at bit HALF; `int4` before its zero is taken off."""
     if CODE == "e2m1":
-        b_m = (b_q & 7).to(tl.float32)
+        SIGN: tl.constexpr = SIGNS_[NUMBER] + HALF
+        LOW: tl.constexpr = MAGNITUDES_[NUMBER] + HALF
+        b_m = ((b_words >> LOW) & 7).to(tl.float32)
         b_m = tl.where(b_m < 4.0, b_m * 0.5, tl.where(b_m < 6.0, b_m - 2.0, 2.0 * b_m - 8.0))
-        return tl.where(b_q < 8, b_m, -b_m)
+        return tl.where(((b_words >> SIGN) & 1) == 0, b_m, -b_m)
     else:
-        return b_q.to(tl.float32)
+        return ((b_words >> (4 * NUMBER + HALF)) & 15).to(tl.float32)
 
 
 @triton.jit

@@ -9,12 +9,16 @@ r"""A weight in 4 or 8 bits a number: words of 32 bits, and a scale for each gro
 
 Numbers lie in a word in the order in which a lane of the tensor core's instruction holds them, so that a kernel moves
 none of them between lanes. With a, b, c in 0, 1, word 4 J + t of a row has
-    4 bits  k = 32 J + 16 a + 8 b + 2 t + c    at bit  4 (2 a + b) + 16 c
-    8 bits  k = 16 J + 8 b + 2 t + c           at bit  8 (1 - b) + 16 c
+    int4    k = 32 J + 16 a + 8 b + 2 t + c    at bit  4 (2 a + b) + 16 c
+    e2m1    likewise                           its sign at bit SIGNS[2 a + b] + 16 c, the rest from MAGNITUDES[..] on,
+                                               so that few shifts bring both where a bfloat16 has them
+    e4m3    k = 16 J + 8 b + 2 t + c           at bit  8 (1 - b) + 16 c
 Scales lie [K / group, N]: a tile reads those of its rows as one piece.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +29,8 @@ BLOCK = {4: 32, 8: 16}
 
 MAX_GROUP = 64
 """Of 4 bits. A coarser scale is repeated: so that every thread of a kernel's program has one of a tile's to copy."""
+
+SIGNS, MAGNITUDES = (15, 12, 14, 13), (6, 3, 9, 0)
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -87,44 +93,48 @@ Weight = torch.Tensor | PackedWeight
 """What a product takes: [N, K]."""
 
 
-def pack(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """numbers: uint8 [N, K] below 2^bits, K a multiple of `BLOCK[bits]` -> words int32 [N, K bits / 32]."""
+def pack(numbers: torch.Tensor, code: str) -> torch.Tensor:
+    """numbers: uint8 [N, K], each in its lowest bits, K a multiple of `BLOCK` -> words int32 [N, K bits / 32]."""
     num_rows, num_columns = numbers.shape
-    assert num_columns % BLOCK[bits] == 0, f"{numbers.shape=} {bits=}"
-    words = torch.zeros((num_rows, num_columns // BLOCK[bits], 4), dtype=torch.int32, device=numbers.device)
-    for piece, shift in zip(_pieces(numbers, bits), _shifts(bits), strict=True):
-        words |= piece.to(torch.int32) << shift
+    block = BLOCK[BITS[code]]
+    assert num_columns % block == 0, f"{numbers.shape=} {code=}"
+    words = torch.zeros((num_rows, num_columns // block, 4), dtype=torch.int32, device=numbers.device)
+    for piece, low, mask, place in _fields(numbers, code):
+        words |= ((piece.to(torch.int32) >> low) & mask) << place
     return words.flatten(1)
 
 
-def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+def unpack(words: torch.Tensor, code: str) -> torch.Tensor:
     """What `pack` packed: uint8 [N, K]."""
     num_rows, num_words = words.shape
-    numbers = torch.empty((num_rows, num_words * 32 // bits), dtype=torch.uint8, device=words.device)
+    numbers = torch.zeros((num_rows, num_words * 32 // BITS[code]), dtype=torch.uint8, device=words.device)
     blocks = words.view(num_rows, -1, 4)
-    for piece, shift in zip(_pieces(numbers, bits), _shifts(bits), strict=True):
-        piece.copy_((blocks >> shift) & ((1 << bits) - 1))
+    for piece, low, mask, place in _fields(numbers, code):
+        piece |= (((blocks >> place) & mask) << low).to(torch.uint8)
     return numbers
 
 
-def _pieces(numbers: torch.Tensor, bits: int) -> list[torch.Tensor]:
-    """Views [N, blocks, 4] of the numbers that lie at the same place of their words, in the order of `_shifts`."""
-    if bits == 4:
-        blocks = numbers.view(len(numbers), -1, 2, 2, 4, 2)  # J, a, b, t, c
-        return [blocks[:, :, a, b, :, c] for a in (0, 1) for b in (0, 1) for c in (0, 1)]
-    blocks = numbers.view(len(numbers), -1, 2, 4, 2)  # J, b, t, c
-    return [blocks[:, :, b, :, c] for b in (0, 1) for c in (0, 1)]
-
-
-def _shifts(bits: int) -> list[int]:
-    if bits == 4:
-        return [4 * (2 * a + b) + 16 * c for a in (0, 1) for b in (0, 1) for c in (0, 1)]
-    return [8 * (1 - b) + 16 * c for b in (0, 1) for c in (0, 1)]
+def _fields(numbers: torch.Tensor, code: str) -> Iterator[tuple[torch.Tensor, int, int, int]]:
+    """Views [N, blocks, 4] of the numbers that lie alike in their words; a number's lowest bit that lies there, a mask of
+    those that do, and where it lies."""
+    if code == "e4m3":
+        pairs = numbers.view(len(numbers), -1, 2, 4, 2)  # J, b, t, c
+        for b, c in product((0, 1), (0, 1)):
+            yield pairs[:, :, b, :, c], 0, 0xFF, 8 * (1 - b) + 16 * c
+        return
+    blocks = numbers.view(len(numbers), -1, 2, 2, 4, 2)  # J, a, b, t, c
+    for a, b, c in product((0, 1), (0, 1), (0, 1)):
+        piece, i = blocks[:, :, a, b, :, c], 2 * a + b
+        if code == "int4":
+            yield piece, 0, 0xF, 4 * i + 16 * c
+        else:
+            yield piece, 0, 7, MAGNITUDES[i] + 16 * c
+            yield piece, 3, 1, SIGNS[i] + 16 * c
 
 
 def numbers_of(weight: PackedWeight) -> torch.Tensor:
     """float32 [N, K], before their scales."""
-    raw = unpack(weight.words, BITS[weight.code])
+    raw = unpack(weight.words, weight.code)
     if weight.code == "e4m3":
         return raw.view(torch.float8_e4m3fn).float()
     if weight.code == "e2m1":

@@ -77,7 +77,7 @@ def repack_fp8(
     rows_each, columns_each = fp8_extents(scales.shape, shape, block)
     of_row = torch.arange(shape[0], device=scales.device) // rows_each
     of_group = torch.arange(0, shape[1], group, device=scales.device) // columns_each
-    words = pack(tensors["weight"].view(torch.uint8), 8)
+    words = pack(tensors["weight"].view(torch.uint8), "e4m3")
     return PackedWeight("e4m3", words, scales.T[of_group][:, of_row].contiguous(), None, group)
 
 
@@ -100,7 +100,7 @@ def repack_mxfp4(
     """names: of the numbers and of the exponents."""
     pairs = tensors[names[0]].flatten(1)  # [N, K / 2]
     numbers = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
-    return PackedWeight("e2m1", pack(numbers, 4), _powers_of_two(tensors[names[1]].T), None, group)
+    return PackedWeight("e2m1", pack(numbers, "e2m1"), _powers_of_two(tensors[names[1]].T), None, group)
 
 
 def _powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
@@ -120,4 +120,4 @@ def nibbles(words: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> to
 def _int4(numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int) -> PackedWeight:
     """numbers [N, K], scales and zeros [K / G, N]."""
     zeros = None if zeros is None else zeros.to(scales.dtype).contiguous()
-    return PackedWeight("int4", pack(numbers, 4), scales.contiguous(), zeros, group)
+    return PackedWeight("int4", pack(numbers, "int4"), scales.contiguous(), zeros, group)
