@@ -3,6 +3,7 @@
 Checkpoints are tiny and written bit by bit (`packed_checkpoints.py`), one for each family and format, once a session.
 """
 
+import copy
 import json
 import logging
 from pathlib import Path
@@ -302,6 +303,23 @@ def test_drafters_have_16_bits_next_to_a_packed_target_in_16_bits(drafter, bundl
         module = getattr(engine.drafter, "assistant", None) or engine.drafter.head
         assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
         assert len(engine.generate(list(range(5, 15)), GREEDY)[0].token_ids) == NEW
+
+
+@pytest.mark.parametrize("form", ["int4-g32", deep("fp8-channel")])
+def test_a_head_may_be_quantised(form, packed_pair, stored, make_engine, greedy_oracle, random_prompt):
+    _, plain = packed_pair("llama", form)
+    written, meant = FORMS[form].write(plain.lm_head.weight.detach().numpy())
+
+    def replace_head(tensors):
+        del tensors["lm_head.weight"]
+        tensors.update({f"lm_head.{name}": tensor for name, tensor in written.items()})
+
+    model = load_model(stored(form, replace_head), dtype=torch.float32, device=CPU)
+    assert isinstance(model.get_output_embeddings(), PackedLinear)
+    with torch.no_grad():
+        oracle = copy.deepcopy(plain)
+        oracle.lm_head.weight.copy_(torch.from_numpy(meant))
+    check_tokens(make_engine, model, oracle, greedy_oracle, [random_prompt(9)], "ngram")
 
 
 def test_an_engine_notices_no_change_of_packed_modules(packed_pair, make_engine, caplog):
