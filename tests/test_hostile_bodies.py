@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 import tracemalloc
+import weakref
 
 import httpx
 import pytest
@@ -69,6 +70,24 @@ def test_a_large_body_is_refused_at_its_first_mistake_within_ten_times_its_size(
     finally:
         tracemalloc.stop()
     assert peak < 10 * len(raw) + (4 << 20), f"{peak / len(raw):.1f} times the body"
+
+
+@pytest.mark.parametrize("raw", [b'{"messages": [%s]}' % b",".join([b"0"] * 9), b'{"messages": [0], "n"', b"\xff"])
+def test_a_refusal_that_waits_holds_no_values_of_the_body(raw, monkeypatch):
+    """Refusals wait up to two seconds, and each held 35 MB: a server that got 465,000 stop strings grew by 220 MB."""
+    held = []
+    loads = json.loads
+    monkeypatch.setattr(bodies.json, "loads", lambda text: held.append(Value(loads(text))) or held[-1])
+    with pytest.raises(ApiError) as raised:
+        parse(raw, ChatRequest, VALUES)
+    there = [weakref.ref(value) for value in held]
+    held.clear()
+    assert raised.value.__context__ is None and raised.value.status == 400
+    assert [ref() for ref in there] == [None] * len(there)
+
+
+class Value(dict):
+    """One that can be referred to weakly."""
 
 
 def test_what_is_large_and_right_is_read():

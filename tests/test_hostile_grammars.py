@@ -3,6 +3,7 @@
 import gc
 import http.server
 import json
+import os
 import threading
 
 import pytest
@@ -10,7 +11,7 @@ from hostile_grammars import HOSTILE, chained, far_patterns, nested
 
 from specdec import SamplingParams
 from specdec.errors import ConfigError
-from specdec.sampling.grammars import grammar, grammar_trial
+from specdec.sampling.grammars import grammar, grammar_trial, grammar_worker
 from specdec.sampling.grammars.grammar import Grammars
 from specdec.sampling.grammars.grammar_bounds import is_plain, require_bounded
 
@@ -189,6 +190,25 @@ def test_an_idle_worker_ends_and_another_one_starts_when_it_is_needed(byte_token
     assert start(grammars, regex="d+") is not None and trial.starts == 2
     timers[-2].call()  # of a worker that is no more
     assert trial._worker.poll() is None
+
+
+def test_grammars_that_are_not_plain_are_compiled_one_at_a_time_behind_the_engine(byte_tokenizer, monkeypatch):
+    """Four at once took the processors from the engine, here and in the worker, and their memory came at once."""
+    grammars, alone = Grammars(byte_tokenizer, 300), []
+    start(grammars, json_object=True)
+    library = grammars._library
+    here, there = grammar.with_large_stack, library._trial.run
+    monkeypatch.setattr(
+        grammar, "with_large_stack", lambda work: alone.append(library._one_at_a_time.locked()) or here(work)
+    )
+    monkeypatch.setattr(
+        library._trial, "run", lambda text: alone.append(library._one_at_a_time.locked()) or there(text)
+    )
+    start(grammars, regex="a+")
+    start(grammars, choice=["yes", "no"])
+    assert alone == [True, True, False] and not library._one_at_a_time.locked()
+    ours, its = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, library._trial._worker.pid))
+    assert its == min(19, ours + grammar_worker.NICE)
 
 
 def test_plain_grammars_need_no_worker(byte_tokenizer):

@@ -8,6 +8,7 @@ Bits of a mask are tokens, bit v % 32 of word v // 32. Tokens that end the text 
 may end, other special tokens never. The library (llguidance) is an extra, imported when the first grammar is asked for.
 """
 
+import contextlib
 import copy
 import json
 import threading
@@ -159,6 +160,7 @@ class Library:
         except Exception as error:  # of many kinds, a panic of its own among them
             raise ConfigError(f"grammars cannot be followed with this tokenizer ({reason_of(str(error))})") from None
         self._trial = GrammarTrial(*_portable(tokenizer), n_vocab=known)
+        self._one_at_a_time = threading.Lock()
         self._executor = self._llguidance.LLExecutor()
         self._width = -(-self._tokenizer.vocab_size // 32)
 
@@ -168,7 +170,8 @@ class Library:
     def compile(self, name: str, value: Any) -> tuple[Compiled | None, str]:
         """A grammar within `require_bounded`, or None and why it cannot be followed.
 
-        One that is not plain is compiled in another process first: see `grammar_trial`.
+        One that is not plain is compiled in another process first: see `grammar_trial`. Of these, one is compiled at a
+        time, there or here: four took the processors from the engine, and their memory came at once.
         """
         make = self._llguidance.LLMatcher
         try:
@@ -183,9 +186,11 @@ class Library:
                 text = json.dumps(schema)
                 grammar = make.grammar_from_json_schema(text, _options(schema))
             size = BYTES_PER_CHAR * len(text)
-            if not is_plain(name, value):
-                size = max(size, self._trial.run(grammar))
-            matcher = with_large_stack(lambda: make(self._tokenizer, grammar, log_level=0))
+            plain = is_plain(name, value)
+            with contextlib.nullcontext() if plain else self._one_at_a_time:
+                if not plain:
+                    size = max(size, self._trial.run(grammar))
+                matcher = with_large_stack(lambda: make(self._tokenizer, grammar, log_level=0))
         except ValueError as error:  # ConfigError among them
             return None, reason_of(str(error))
         if matcher.is_error():

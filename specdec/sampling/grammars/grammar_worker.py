@@ -19,6 +19,8 @@ try:
 except ImportError:  # a system without limits: the parent's clock is the only one
     resource = None  # type: ignore[assignment]
 
+NICE = 5
+"""The engine of the server goes first."""
 STEPS = 4
 """Tokens that are tried, so that the states after the first one are made here too."""
 
@@ -76,6 +78,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever the library prints is no frame
     if resource is not None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.nice(NICE)
     begin = read(given)
     if begin is None:
         return

@@ -99,20 +99,30 @@ def require_shape(raw: bytes, max_values: int) -> None:
 
 
 def parse(raw: bytes, model: type[Model], max_values: int) -> Model:
-    """The body as a model says. Raises ApiError with the first thing that is wrong with it."""
+    """The body as a model says. Raises ApiError with the first thing that is wrong with it.
+
+    An error lives until it is answered, seconds later where refusals wait, and so does what the frames that it came
+    through hold: none of these holds the values of the body, which may take tens of megabytes."""
     require_shape(raw, max_values)
+    found = _parsed(raw, model)
+    if isinstance(found, ApiError):
+        raise found
+    return found
+
+
+def _parsed(raw: bytes, model: type[Model]) -> Model | ApiError:
     try:
         value = json.loads(raw.decode())
     except RecursionError:
-        raise ApiError(400, "there was an error parsing the body: it is nested too deep", code="invalid_json") from None
+        return ApiError(400, "there was an error parsing the body: it is nested too deep", code="invalid_json")
     except ValueError as error:  # bytes that are no UTF-8 among them, and numbers of thousands of digits
         reason = getattr(error, "msg", None) or str(error).partition(";")[0]
-        raise ApiError(400, f"the body is not JSON: {reason}", code="invalid_json") from None
+        return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
     try:
         return model.model_validate(value)
     except ValidationError as error:
         errors = error.errors(include_url=False)
-        raise invalid_body([{**each, "loc": ("body", *each["loc"])} for each in errors]) from None
+        return invalid_body([{**each, "loc": ("body", *each["loc"])} for each in errors])
 
 
 async def read_body(request: Request, model: type[Model], max_body_bytes: int) -> Model:
