@@ -25,7 +25,7 @@ EVERY_SECONDS, LAST_SECONDS = 2.0, 32.0
 while it is asked is free later, and nothing tells when."""
 
 
-ARENAS, MAPPED_BYTES, SPARE_BYTES = 2, 1 << 20, 8 << 20
+ARENAS, MAPPED_BYTES, SPARE_BYTES = 8, 1 << 20, 1 << 20
 M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1
 """glibc's numbers of these settings (malloc.h)."""
 
@@ -65,9 +65,9 @@ def give_back_when_freed() -> None:
 
     Blocks from MAPPED_BYTES on come from the system one by one: otherwise the first one that is freed raises that
     bound, up to 32 MiB, and such blocks lie between small ones that stay. Pieces of bodies and tensors of a round are
-    smaller, or the system would hand out each of their pages anew; for the same reason up to SPARE_BYTES at the end of
-    an arena are kept until they are asked back. And threads share ARENAS: otherwise each of dozens keeps a part of what
-    it freed that no other can use."""
+    smaller, or the system would hand out each of their pages anew; for the same reason SPARE_BYTES at the end of an
+    arena are kept. And threads share ARENAS: otherwise each of dozens keeps a part of what it freed that no other can
+    use. With two of them, the engine's thread touches again, in a second, what grammars freed and the system got."""
     if sys.platform.startswith("linux"):
         with suppress(OSError, AttributeError):
             library = ctypes.CDLL(None)
