@@ -185,6 +185,7 @@ class Library:
                 schema = {} if schema is True else schema
                 text = json.dumps(schema)
                 grammar = make.grammar_from_json_schema(text, _options(schema))
+                del schema  # ten times its text, and it may wait
             size = BYTES_PER_CHAR * len(text)
             plain = is_plain(name, value)
             with contextlib.nullcontext() if plain else self._one_at_a_time:
