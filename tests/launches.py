@@ -27,12 +27,12 @@ from specdec.kvcache.table import RequestTable, Rows
 from specdec.layers.accepted_path import keep_last, path_rows
 from specdec.layers.embedding import embed, embed_and_norm
 from specdec.layers.linear import Mlp, gated_linear, linear, vendor_gated_linear
-from specdec.layers.packed.packed_weight import BITS, PackedWeight
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts
 from specdec.layers.moe.fork_join import Fork, fork_norm, join_norm
 from specdec.layers.moe.routing import Router, Routing, route
 from specdec.layers.norm import Gain, norm, qk_norm
+from specdec.layers.packed.packed_weight import BITS, PackedWeight
 from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
 from specdec.layers.product import Product, finish
 from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary

@@ -1,4 +1,4 @@
-"""Products over packed weights against the dequantised ones: every code, odd sizes, every kernel that takes a weight."""
+"""Products over packed weights against the dequantised ones: every code, odd sizes, every kernel with a weight."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from specdec.layers import linear as linear_module
 from specdec.layers.linear import gated_linear, linear, reference_gated_linear, reference_linear
 from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
 from specdec.layers.moe.routing import Routing
-from specdec.layers.packed.packed_tile import dequantise
+from specdec.layers.packed.dequantise import dequantise
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised, pack, unpack
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
 from specdec.layers.product import Cut, Product, cut_of, finish, reference_finish

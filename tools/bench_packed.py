@@ -1,14 +1,16 @@
-"""Products over packed weights on a GPU: bits, and microseconds beside the 16-bit kernel: `python tools/bench_packed.py`.
+"""Products over packed weights on a GPU, bits and times: `python tools/bench_packed.py`.
 
-bits      every code, odd sizes: dequantised on the device as on the host; a product equal to the 16-bit kernel's on
-          the dequantised weight in the same ranges (4 bits: to the bit), a row's bits the same among 1 to 2,048
-times     a cold L2 (copies of the weight in turn, 250 MB of them), in a captured graph without dependent launches
---sweep   the same products in other tiles and cuts
+bits       every code, odd sizes: a weight dequantised on the device is the host's; of 4 bits, a product has the bits
+           of the 16-bit kernel on the dequantised weight; a row has the same bits among 1 to 2,048, over and over
+times      microseconds of 1, 5 and 16 rows next to the 16-bit kernel, with a cold L2 (250 MB of copies of the weight
+           in turn) in a captured graph
+mixtures   the same of experts, a few assignments
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,25 +22,28 @@ from result_table import ResultTable, Row
 from specdec.layers.linear import _launch, gated_linear, linear
 from specdec.layers.moe.experts import Experts, apply_experts
 from specdec.layers.moe.routing import Routing
-from specdec.layers.packed.packed_tile import dequantise, weight_constants, weight_pointers
-from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised, numbers_of
-from specdec.layers.product import Cut, Tiles, choose_tiles, cut_of, finish, tiles_of
+from specdec.layers.packed.dequantise import dequantise
+from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised
+from specdec.layers.product import Tiles, cut_of, finish
 
 DTYPE = torch.float32 if ON_CPU else torch.bfloat16
+DTYPES = (DTYPE,) if ON_CPU else (torch.bfloat16, torch.float16)
 FORMS = ("int4-g32", "int4-zeros", "int4-g128", "e2m1", "e4m3-row", "e4m3-block")
-COLD = 250e6
+COLD_BYTES = 250e6
 SHAPES = ((43008, 5376), (20480, 2560), (2560, 10240), (3072, 2560), (2560, 2048), (5376, 21504), (10240, 8192))
-MOE = ((32, 2880, 2880, 4, 2), (128, 2816, 704, 8, 1))  # experts, hidden, width, top_k, tokens
+MIXTURES = ((32, 2880, 2880, 4, 2), (128, 2816, 704, 8, 1))  # experts, hidden, width, top_k, rows
 ROWS = (1, 5, 16)
+ROWS_AMONG = (1, 2, 5, 8, 16, 17, 32, 33, 64, 65, 100, 128, 160, 192, 256, 500, 1024)
+REPEATS = 8
 
 
 def random_weight(form: str, *shape: int, dtype: torch.dtype = DTYPE) -> PackedWeight:
+    """[.., N, K]"""
     code, _, kind = form.partition("-")
     *leading, n, k = shape
-    bits = BITS[code]
-    words = torch.randint(-(2**31), 2**31 - 1, (*leading, n, k * bits // 32), dtype=torch.int32, device=DEVICE)
+    words = torch.randint(-(2**31), 2**31 - 1, (*leading, n, k * BITS[code] // 32), dtype=torch.int32, device=DEVICE)
     if code == "e4m3":
-        words &= 0x77777777  # positive, and no NaN
+        words &= 0x77777777  # no NaN
     group = {"row": k, "block": 128, "g128": 128}.get(kind, 32)
     size = {"int4": 4.6, "e2m1": 3.0, "e4m3": 16.0}[code]
     scales = (torch.rand(*leading, k // group, n, device=DEVICE) + 0.5) * k**-0.5 / size
@@ -49,75 +54,67 @@ def random_weight(form: str, *shape: int, dtype: torch.dtype = DTYPE) -> PackedW
 
 
 def bits(forms: Sequence[str]) -> Iterator[Row]:
-    dtypes = (DTYPE,) if ON_CPU else (torch.bfloat16, torch.float16)
-    for form, dtype in product(forms, dtypes):
+    for form, dtype in product(forms, DTYPES):
         weight = random_weight(form, 200, 1152, dtype=dtype)
         same = torch.equal(dequantise(weight, dtype), dequantised(weight, dtype))
         yield Row(f"{form} {dtype}: dequantised on the device", "equal" if same else "differs", ok=same)
-        for n, k in (
-            (200, 1152),
-            (2560, 2560),
-            (64, 32 if form[:4] in ("int4", "e2m1") and "g128" not in form else 128),
-        ):
-            weight = random_weight(form, n, k, dtype=dtype)
-            whole = dequantised(weight, dtype)
-            x = torch.randn(2048, k, device=DEVICE).to(dtype)
-            many = finish(linear(x, weight))
-            error = ((many.double() - x.double() @ whole.double().T).norm() / many.double().norm()).item()
-            cut = cut_of(weight)
-            if BITS[weight.code] == 4:
-                parts = torch.empty((cut.splits, 5, n), dtype=torch.float32, device=DEVICE)
-                tiles = Tiles(64, 16, 64 if dtype != torch.float32 else 32, 4, 3, 64)
-                _launch(x[:5], whole, None, parts, None, cut, tiles, split=True)
-                ours = linear(x[:5], weight, apart=True).parts
-                same = torch.equal(parts, ours.float() if len(ours) == len(parts) else ours)
-                if cut.splits == 1:
-                    same = torch.equal(parts[0].to(dtype), ours[0].to(dtype))
-                yield Row(f"{form} {dtype} {n}x{k}: parts of the 16-bit kernel", "equal" if same else "differ", ok=same)
-            rows = {
-                m: torch.equal(finish(linear(x[:m], weight)), many[:m])
-                for m in (1, 2, 5, 8, 16, 17, 32, 33, 64, 65, 100, 128, 160, 192, 256, 500, 1024)
-            }
-            again = all(torch.equal(finish(linear(x, weight)), many) for _ in range(8))
-            alone = again and torch.equal(finish(linear(x[7:8], weight))[0], many[7])
-            good = alone and all(rows.values()) and error < 1e-2
-            wrong = [m for m, equal in rows.items() if not equal]
-            yield Row(
-                f"{form} {dtype} {n}x{k}: a row among 1 to 2,048",
-                f"error {error:.1e}, other bits at {wrong}, again {again}",
-                ok=good,
-            )
-            if n % 2 == 0:
-                many = gated_linear(x, weight, "silu")
-                wrong = [m for m in rows if not torch.equal(gated_linear(x[:m], weight, "silu"), many[:m])]
-                yield Row(f"{form} {dtype} {n}x{k}: gated", f"other bits at {wrong}", ok=not wrong)
-        experts, hidden, width, top_k = 8, 256, 128, 2
-        mixture = Experts(
-            random_weight(form, experts, 2 * width, hidden, dtype=dtype),
-            random_weight(form, experts, hidden, width, dtype=dtype),
-            "silu",
-        )
-        x = torch.randn(300, hidden, device=DEVICE).to(dtype)
-        chosen = torch.stack([torch.randperm(experts, device=DEVICE)[:top_k] for _ in range(300)]).int()
-        routing = Routing(chosen, torch.rand(300, top_k, device=DEVICE))
-        many = finish(apply_experts(x, routing, mixture))
-        wrong = [
-            m
-            for m in (1, 2, 8, 16, 33, 64, 65, 128)
-            if not torch.equal(finish(apply_experts(x[:m], Routing(*(r[:m] for r in routing)), mixture)), many[:m])
-        ]
-        yield Row(f"{form} {dtype}: experts", f"other bits at {wrong}", ok=not wrong)
+        for n, k in ((200, 1152), (2560, 2560), (64, 128)):
+            yield from _bits_of_a_product(f"{form} {dtype} {n}x{k}", random_weight(form, n, k, dtype=dtype), dtype)
+        yield _bits_of_experts(form, dtype)
 
 
-def microseconds(call: Callable[[int], object], times: int = 12) -> float:
+def _bits_of_a_product(name: str, weight: PackedWeight, dtype: torch.dtype) -> Iterator[Row]:
+    n, k = weight.shape
+    whole = dequantised(weight, dtype)
+    x = torch.randn(2048, k, device=DEVICE).to(dtype)
+    if BITS[weight.code] == 4:
+        cut = cut_of(weight)
+        parts = torch.empty((cut.splits, 5, n), dtype=torch.float32, device=DEVICE)
+        tiles = Tiles(64, 16, 32 if ON_CPU else 64, 4, 3, 64)
+        _launch(x[:5], whole, None, parts, None, cut, tiles, split=True)
+        ours = linear(x[:5], weight, apart=True).parts
+        same = torch.equal(parts.to(ours.dtype), ours)
+        yield Row(f"{name}: parts of the 16-bit kernel", "equal" if same else "differ", ok=same)
+    many = finish(linear(x, weight))
+    error = ((many.double() - x.double() @ whole.double().T).norm() / many.double().norm()).item()
+    wrong = [m for m in ROWS_AMONG if not torch.equal(finish(linear(x[:m], weight)), many[:m])]
+    again = all(torch.equal(finish(linear(x, weight)), many) for _ in range(REPEATS))
+    alone = torch.equal(finish(linear(x[7:8], weight))[0], many[7])
+    found = f"error {error:.1e}, other bits among {wrong}, again {again}, alone {alone}"
+    yield Row(f"{name}: a row among 1 to 2,048", found, ok=again and alone and not wrong and error < 5e-3)
+    many = gated_linear(x, weight, "silu")
+    wrong = [m for m in ROWS_AMONG if not torch.equal(gated_linear(x[:m], weight, "silu"), many[:m])]
+    yield Row(f"{name}: gated", f"other bits among {wrong}", ok=not wrong)
+
+
+def _bits_of_experts(form: str, dtype: torch.dtype) -> Row:
+    experts, hidden, width, top_k, rows = 8, 256, 128, 2, 300
+    up, down = (random_weight(form, experts, *shape, dtype=dtype) for shape in ((2 * width, hidden), (hidden, width)))
+    mixture = Experts(up, down, "silu")
+    x = torch.randn(rows, hidden, device=DEVICE).to(dtype)
+    routing = random_routing(rows, experts, top_k)
+    many = finish(apply_experts(x, routing, mixture))
+    among = (1, 2, 8, 16, 33, 64, 65, 128)
+    alike = [finish(apply_experts(x[:m], Routing(*(part[:m] for part in routing)), mixture)) for m in among]
+    wrong = [m for m, some in zip(among, alike, strict=True) if not torch.equal(some, many[:m])]
+    return Row(f"{form} {dtype}: experts", f"other bits among {wrong}", ok=not wrong)
+
+
+def random_routing(rows: int, experts: int, top_k: int) -> Routing:
+    chosen = torch.stack([torch.randperm(experts, device=DEVICE)[:top_k] for _ in range(rows)]).int()
+    return Routing(chosen, torch.rand(rows, top_k, device=DEVICE))
+
+
+def microseconds(call: Callable[[Any], object], weights: Sequence[Any], times: int = 12) -> float:
+    """Of one call, each with the next of the weights: the best of four replays."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        call(0)
+        call(weights[0])
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for i in range(times):
-                call(i)
+                call(weights[i % len(weights)])
         graph.replay()
         best = float("inf")
         for _ in range(4):
@@ -130,136 +127,75 @@ def microseconds(call: Callable[[int], object], times: int = 12) -> float:
     return best * 1e3
 
 
-def copies(make: Callable[[], Any], nbytes: float) -> list[Any]:
-    return [make() for _ in range(max(2, int(COLD / nbytes)))]
-
-
-def times(shapes: tuple[tuple[int, int], ...]) -> Iterator[Row]:
-    for n, k in shapes:
-        x = torch.randn(16, k, device=DEVICE).to(DTYPE)
-        plain = copies(lambda n=n, k=k: torch.randn(n, k, device=DEVICE).to(DTYPE), n * k * 2)
-        base = {m: microseconds(lambda i, m=m: linear(x[:m], plain[i % len(plain)])) for m in ROWS}
-        gate = {m: microseconds(lambda i, m=m: gated_linear(x[:m], plain[i % len(plain)], "silu")) for m in ROWS}
-        yield Row(
-            f"{n}x{k} bf16",
-            f"{n * k * 2 / base[5] / 1e6:.2f} TB/s",
-            f"{base[1]:.1f} {base[5]:.1f} {base[16]:.1f} gated {gate[5]:.1f} us",
-        )
-        del plain
-        for form in FORMS:
-            if form in ("e2m1", "int4-zeros") and (n, k) != (20480, 2560):
+def times() -> Iterator[Row]:
+    for n, k in SHAPES:
+        x = torch.randn(max(ROWS), k, device=DEVICE).to(DTYPE)
+        base: dict[str, float] = {}
+        for form in ("bf16", *FORMS):
+            if form in ("e2m1", "int4-zeros") and (n, k) != SHAPES[1]:
                 continue
-            weights = copies(lambda n=n, k=k, form=form: random_weight(form, n, k), n * k // 2)
-            us = {m: microseconds(lambda i, m=m: linear(x[:m], weights[i % len(weights)])) for m in ROWS}
-            gated = microseconds(lambda i: gated_linear(x[:5], weights[i % len(weights)], "silu"))
-            ratio = f"{base[5] / us[5]:.2f}x, gated {gate[5] / gated:.2f}x"
-            yield Row(
-                f"{n}x{k} {form}",
-                f"{weights[0].nbytes / us[5] / 1e6:.2f} TB/s, {ratio}, 5 rows {us[5] / us[1]:.2f} of one",
-                f"{us[1]:.1f} {us[5]:.1f} {us[16]:.1f} gated {gated:.1f} us",
-            )
+            count = max(2, int(COLD_BYTES / (n * k * (2 if form == "bf16" else 0.5))))
+            weights: list[Any] = [
+                torch.randn(n, k, device=DEVICE).to(DTYPE) if form == "bf16" else random_weight(form, n, k)
+                for _ in range(count)
+            ]
+            us = {m: microseconds(partial(linear, x[:m]), weights) for m in ROWS}
+            gate = microseconds(partial(_gated, x[:5]), weights)
+            base = base or {"linear": us[5], "gated": gate}
+            ratio = f"{base['linear'] / us[5]:.2f}x, gated {base['gated'] / gate:.2f}x"
+            found = f"{weights[0].nbytes / us[5] / 1e6:.2f} TB/s, {ratio}, 5 rows {us[5] / us[1]:.2f} of one"
+            shown = " ".join(f"{one:.1f}" for one in us.values())
+            yield Row(f"{n}x{k} {form}", found, f"{shown} gated {gate:.1f} us")
             del weights
+
+
+def _gated(x: torch.Tensor, weight: Any) -> torch.Tensor:
+    return gated_linear(x, weight, "silu")
 
 
 def mixtures() -> Iterator[Row]:
-    for experts, hidden, width, top_k, tokens in MOE:
-        x = torch.randn(tokens, hidden, device=DEVICE).to(DTYPE)
-        chosen = torch.stack([torch.randperm(experts, device=DEVICE)[:top_k] for _ in range(tokens)]).int()
-        routing = Routing(chosen, torch.rand(tokens, top_k, device=DEVICE))
-
-        def mixture(form: str | None, experts: int = experts, hidden: int = hidden, width: int = width) -> Experts:
-            shapes = ((experts, 2 * width, hidden), (experts, hidden, width))
-            up, down = (
-                torch.randn(s, device=DEVICE).to(DTYPE) * s[-1] ** -0.5 if form is None else random_weight(form, *s)
-                for s in shapes
-            )
-            return Experts(up, down, "swiglu_clamped", interleaved=True, alpha=1.7, limit=7.0)
-
-        base = 0.0
-        for form in (None, "e2m1", "int4-g32", "e4m3-row"):
-            if form == "e4m3-row" and hidden % 16:
-                continue
-            made = [mixture(form) for _ in range(2)]
-            us = microseconds(lambda i, made=made: apply_experts(x, routing, made[i % 2]), 8)
+    for experts, hidden, width, top_k, rows in MIXTURES:
+        x = torch.randn(rows, hidden, device=DEVICE).to(DTYPE)
+        routing, base = random_routing(rows, experts, top_k), 0.0
+        shapes = ((experts, 2 * width, hidden), (experts, hidden, width))
+        for form in ("bf16", "e2m1", "int4-g32", "e4m3-row"):
+            made = [
+                Experts(
+                    *(_weights_of_experts(form, shape) for shape in shapes),
+                    "swiglu_clamped",
+                    None,
+                    None,
+                    True,
+                    1.7,
+                    7.0,
+                )
+                for _ in range(2)
+            ]
+            us = microseconds(partial(apply_experts, x, routing), made, 8)
             base = base or us
-            yield Row(
-                f"{experts} experts {hidden}x{width}, {tokens * top_k} assignments, {form or 'bf16'}",
-                f"{base / us:.2f}x",
-                f"{us:.1f} us",
-            )
+            name = f"{experts} experts {hidden}x{width}, {rows * top_k} assignments, {form}"
+            yield Row(name, f"{base / us:.2f}x", f"{us:.1f} us")
 
 
-def sweep() -> Iterator[Row]:
-    """Tiles and cuts of 5 rows."""
-    for n, k in SHAPES:
-        x = torch.randn(5, k, device=DEVICE).to(DTYPE)
-        for form in ("int4-g32", "e4m3-row", "e2m1"):
-            if form == "e2m1" and n != 20480:
-                continue
-            weights = copies(lambda n=n, k=k, form=form: random_weight(form, n, k), n * k // 2)
-            found = []
-            for block_n, block_k, warps, stages in (
-                (64, 256, 4, 2),
-                (64, 256, 4, 3),
-                (64, 256, 4, 4),
-                (64, 128, 4, 3),
-                (64, 128, 4, 4),
-                (64, 128, 4, 5),
-                (128, 256, 8, 3),
-                (128, 256, 8, 2),
-                (128, 128, 8, 4),
-                (128, 256, 4, 3),
-            ):
-                for splits in (1, 2, 3, 4, 5, 8, 10, 14, 16):
-                    length = -(-(-(-k // 256)) // splits) * 256
-                    if -(-k // length) != splits or (splits > 1 and length < 512) or n * splits > 100_000:
-                        continue
-                    for rows in (block_n, *(() if splits > 1 else (block_n - 8, block_n - 16))):
-                        out = torch.empty((splits, 5, n), dtype=torch.float32, device=DEVICE)
-                        tiles = Tiles(block_n, 16, block_k, warps, stages, rows)
-                        try:
-                            us = microseconds(
-                                lambda i: _launch(
-                                    x,
-                                    weights[i % len(weights)],
-                                    None,
-                                    out,
-                                    None,
-                                    Cut(splits, length),
-                                    tiles,
-                                    split=splits > 1,
-                                )
-                            )
-                        except Exception as error:
-                            yield Row(f"{n}x{k} {form} {tiles}", f"{type(error).__name__}", ok=False)
-                            continue
-                        found.append((us, splits, tiles))
-            for us, splits, tiles in sorted(found, key=lambda f: f[0])[:6]:
-                yield Row(f"{n}x{k} {form}", f"{splits} ranges, {tuple(tiles)}", f"{us:.1f} us")
-            del weights
+def _weights_of_experts(form: str, shape: tuple[int, int, int]) -> Any:
+    if form != "bf16":
+        return random_weight(form, *shape)
+    return (torch.randn(shape, device=DEVICE) * shape[-1] ** -0.5).to(DTYPE)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[device_option]
     )
-    parser.add_argument(
-        "--only", nargs="+", choices=["bits", "times", "mixtures", "sweep"], default=["bits", "times", "mixtures"]
-    )
+    kinds = {"bits": bits, "times": times, "mixtures": mixtures}
+    parser.add_argument("--only", nargs="+", choices=kinds, default=list(kinds))
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS, help="of `bits`")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     require_device()
     table = ResultTable(f"packed products, {machine()}")
     for name in arguments.only:
-        table.add(
-            {
-                "bits": lambda: bits(arguments.forms),
-                "times": lambda: times(SHAPES),
-                "mixtures": mixtures,
-                "sweep": sweep,
-            }[name]()
-        )
+        table.add(bits(arguments.forms) if name == "bits" else kinds[name]())  # type: ignore[operator]
     return table.finish(arguments.out)
 
 

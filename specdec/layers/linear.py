@@ -21,19 +21,17 @@ import torch.nn.functional as F
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.layers.packed.dequantise import dequantise
 from specdec.layers.packed.packed_tile import (
-    dequantise,
-    load_tile,
-    multiply_tile,
     row_pointers,
     scale_pointers,
-    scale_sum,
     weight_constants,
     weight_pointers,
     zero_pointers,
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 from specdec.layers.product import FEW_ROWS, Cut, Product, Tiles, can_hold, cut_of, tiles_of
+from specdec.layers.range_sum import multiply_both, multiply_range
 
 ACTIVATIONS = ("gelu_tanh", "silu")
 
@@ -75,81 +73,6 @@ def activate(b_x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
     if ACTIVATION == "gelu_tanh":  # 1 + tanh(u) = 2 sigmoid(2 u), and 1.59.. = 2 sqrt(2 / pi)
         b_u = 1.5957691216057308 * (b_x + 0.044715 * b_x * b_x * b_x)
     return b_x * tl.sigmoid(tl.maximum(b_u, -80.0))  # e^80 is a float32
-
-
-@triton.jit
-def _multiply_range(
-    p_w: tl.tensor,  # [BN, 1], and scales and zeros: a weight as `load_tile` takes it
-    p_scales: tl.tensor,
-    p_zeros: tl.tensor,
-    s_scales: tl.tensor,
-    p_x: tl.tensor,  # [1, BM]
-    m_w: tl.tensor,
-    m_n: tl.tensor,
-    m_x: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    EVEN_K: tl.constexpr,
-    CODE: tl.constexpr,
-    GROUP: tl.constexpr,
-    FAST: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> tl.tensor:
-    """The sum of products over columns [begin, end) of K."""
-    DTYPE: tl.constexpr = p_x.dtype.element_ty
-    b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for i_k in range(begin, end, BLOCK_K):
-        o_k = i_k + tl.arange(0, BLOCK_K)
-        m_k = o_k < (i_k + BLOCK_K if EVEN_K else end)
-        b_w = load_tile(
-            *(p_w, p_scales, p_zeros, s_scales, i_k, end, m_w, m_n, EVEN_K, CODE, GROUP, FAST, BLOCK_K, DTYPE)
-        )
-        b_x = tl.load(p_x + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
-        b_sum = multiply_tile(b_w, b_x, b_sum, p_scales, s_scales, i_k, m_n, CODE, GROUP)
-    return scale_sum(b_sum, p_scales, m_n, CODE, GROUP, FAST, DTYPE)
-
-
-@triton.jit
-def _multiply_both(
-    p_w: tl.tensor,
-    p_scales: tl.tensor,
-    p_zeros: tl.tensor,
-    s_scales: tl.tensor,
-    p_x: tl.tensor,  # [1, BM]
-    p_tail: tl.tensor,  # [1, BT]
-    m_w: tl.tensor,
-    m_n: tl.tensor,
-    m_x: tl.tensor,
-    m_tail: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    EVEN_K: tl.constexpr,
-    CODE: tl.constexpr,
-    GROUP: tl.constexpr,
-    FAST: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    TAIL_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """`_multiply_range` of two tiles of x, for which the weight's is loaded once."""
-    DTYPE: tl.constexpr = p_x.dtype.element_ty
-    b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    b_tail = tl.zeros([BLOCK_N, TAIL_M], tl.float32)
-    for i_k in range(begin, end, BLOCK_K):
-        o_k = i_k + tl.arange(0, BLOCK_K)
-        m_k = o_k < (i_k + BLOCK_K if EVEN_K else end)
-        b_w = load_tile(
-            *(p_w, p_scales, p_zeros, s_scales, i_k, end, m_w, m_n, EVEN_K, CODE, GROUP, FAST, BLOCK_K, DTYPE)
-        )
-        b_x = tl.load(p_x + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
-        b_y = tl.load(p_tail + o_k[:, None], mask=m_k[:, None] & m_tail, other=0.0)  # [BK, BT]
-        b_sum = multiply_tile(b_w, b_x, b_sum, p_scales, s_scales, i_k, m_n, CODE, GROUP)
-        b_tail = multiply_tile(b_w, b_y, b_tail, p_scales, s_scales, i_k, m_n, CODE, GROUP)
-    b_sum = scale_sum(b_sum, p_scales, m_n, CODE, GROUP, FAST, DTYPE)
-    return b_sum, scale_sum(b_tail, p_scales, m_n, CODE, GROUP, FAST, DTYPE)
 
 
 @triton.jit
@@ -256,7 +179,7 @@ def linear_kernel(
         o_t = i_m * (BLOCK_M + TAIL_M) + BLOCK_M + tl.arange(0, TAIL_M)
         o_tail = o_t.to(tl.int64)[None, :]
         m_tail = (o_t < num_rows)[None, :]
-        b_sum, b_tail = _multiply_both(
+        b_sum, b_tail = multiply_both(
             *(p_w, p_scale, p_zero, s_scales, p_row, p_x + o_tail * s_x, m_w, m_n, m_x, m_tail, begin, end, EVEN_K),
             *(CODE, GROUP, FAST, BLOCK_N, BLOCK_M, TAIL_M, BLOCK_K),
         )
@@ -265,7 +188,7 @@ def linear_kernel(
         b_x = tl.load(p_row + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
         b_sum = tl.dot(b_w, b_x, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), input_precision="ieee")
     elif SPLIT or WHOLE:
-        b_sum = _multiply_range(
+        b_sum = multiply_range(
             *(p_w, p_scale, p_zero, s_scales, p_row, m_w, m_n, m_x, begin, end, EVEN_K, CODE, GROUP, FAST),
             *(BLOCK_N, BLOCK_M, BLOCK_K),
         )
@@ -273,7 +196,7 @@ def linear_kernel(
         b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for i_k in range(begin, end, split_len):
             i_end = tl.minimum(i_k + split_len, end)
-            b_sum += _multiply_range(
+            b_sum += multiply_range(
                 *(p_w, p_scale, p_zero, s_scales, p_row, m_w, m_n, m_x, i_k, i_end, EVEN_K, CODE, GROUP, FAST),
                 *(BLOCK_N, BLOCK_M, BLOCK_K),
             )
@@ -380,9 +303,10 @@ def _launch(
     holds: bool = False,
 ) -> None:
     (num_rows, k), (n, weight_k) = x.shape, weight.shape
-    packed = isinstance(weight, PackedWeight)
     assert k == weight_k and x.stride(1) == 1, f"{x.shape=} {weight.shape=} {x.stride()=}"
-    assert packed or (x.dtype == weight.dtype and weight.stride(1) == 1), f"{x.dtype=} {weight.dtype=}"
+    packed = isinstance(weight, PackedWeight)
+    if not isinstance(weight, PackedWeight):
+        assert x.dtype == weight.dtype and weight.stride(1) == 1, f"{x.dtype=} {weight.dtype=}"
     assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
     assert cut.splits == 1 or cut.split_len % tiles.block_k == 0, f"{cut=} {tiles=}"  # a tile lies in one range
     assert tiles.tail_m == 0 or split or cut.splits == 1, f"{cut=} {tiles=}"  # no accumulator of its own for a range

@@ -51,7 +51,7 @@ def is_merged(params: Sequence[torch.Tensor]) -> bool:
 
 
 def merge_columns(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensor [.., sum of columns] that `tensors`, equal but for their number of columns, become views of; likewise."""
+    """The tensor [.., sum of columns] that `tensors`, equal but for their columns, become views of; likewise."""
     if _are_columns(tensors):
         first = tensors[0].detach()
         return first.as_strided((*first.shape[:-1], sum(tensor.shape[-1] for tensor in tensors)), first.stride())

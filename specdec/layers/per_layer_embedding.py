@@ -207,8 +207,9 @@ def gated_projection(gate: Product, inputs: torch.Tensor, weight: Weight, activa
     assert inputs.shape == (num_rows, width) and inputs.stride(1) == 1, f"{inputs.shape=} {gate.parts.shape=}"
     assert weight.shape == (height, width) and inputs.dtype == gate.dtype, f"{weight.shape=} {inputs.dtype=}"
     packed = isinstance(weight, PackedWeight)
-    assert packed or (weight.is_contiguous() and weight.dtype == gate.dtype), f"{weight.dtype=} {gate.dtype=}"
-    blocks = packed and tile_columns(weight) > 0  # more than one scale a row, on sums
+    if not isinstance(weight, PackedWeight):
+        assert weight.is_contiguous() and weight.dtype == gate.dtype, f"{weight.dtype=} {gate.dtype=}"
+    blocks = tile_columns(weight) > 0  # more than one scale a row, on sums
     if blocks or (num_rows > FEW_ROWS and cut_of(weight).splits == 1):  # the sum is in one piece below too
         gated = torch.empty((num_rows, width), dtype=inputs.dtype, device=inputs.device)
         _gate_inputs_kernel[(num_rows,)](

@@ -25,8 +25,8 @@ SPLITS, SPLIT_ROWS = 4, 8192
 """A weight of at most SPLIT_ROWS rows is cut into SPLITS ranges of K: otherwise it would be too few programs."""
 
 PACKED_RANGE, PACKED_PROGRAMS, MAX_PACKED_SPLITS = 256, 640, 16
-"""Ranges of a packed weight begin at multiples of PACKED_RANGE. There are as many as give PACKED_PROGRAMS programs of 64
-rows, each of two tiles at least: unpacking takes time that only other programs on the multiprocessor hide."""
+"""Ranges of a packed weight begin at multiples of PACKED_RANGE; there are as many as give PACKED_PROGRAMS programs, of
+64 rows and two tiles at least: unpacking takes time that only other programs on the multiprocessor hide."""
 
 SMALL_ROWS, SMALL_RANGE = 512, 512
 """A weight of at most SMALL_ROWS rows has ranges of at most SMALL_RANGE columns: a program can hold its tile of one."""

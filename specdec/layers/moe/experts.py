@@ -14,6 +14,7 @@ from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_pre
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.linear import activate, reference_activate
+from specdec.layers.moe.expert_tiles import expert_tiles
 from specdec.layers.moe.routing import Routing
 from specdec.layers.packed.packed_tile import (
     load_tile,
@@ -21,12 +22,11 @@ from specdec.layers.packed.packed_tile import (
     row_pointers,
     scale_pointers,
     scale_sum,
-    tile_columns,
     weight_constants,
     weight_pointers,
     zero_pointers,
 )
-from specdec.layers.packed.packed_weight import BITS, PackedWeight, Weight, multiply
+from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 from specdec.layers.product import Product
 
 ACTIVATIONS = ("gelu_tanh", "silu", "swiglu_clamped")
@@ -36,10 +36,6 @@ FEW_SLOTS = 256
 
 FEW_ROWS = 64
 """And up to this number of rows: all must fit the tile of an expert that all of them choose."""
-
-STAGES = {128: 4, 64: 6, 32: 6}
-FEW_STAGES = STAGES | {128: 5}
-"""Columns a tile -> tiles on their way, such that two programs fit a multiprocessor; FEW: of 16 rows."""
 
 
 class Experts(NamedTuple):
@@ -371,7 +367,7 @@ def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool
         target: torch.Tensor,
     ) -> ExpertLaunch:
         _, n, k = weight.shape
-        tiles = _tiles(num_rows, weight, x.dtype, None if few else 2 * slots // num_experts)
+        tiles = expert_tiles(num_rows, weight, x.dtype, None if few else 2 * slots // num_experts)
         words, scales, zeros, s_rows, s_scales = weight_pointers(weight)
         s_experts = 0 if scales is None else scales.stride(0)
         arguments = (
@@ -398,30 +394,3 @@ def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool
         launch(gated, experts.down, experts.down_bias, routing.weights, parts),
         Product(parts, None, x.dtype),
     )
-
-
-def _tiles(num_rows: int, weight: Weight, dtype: torch.dtype, expected: int | None) -> dict[str, int]:
-    """The tiles of a product over K. expected: rows of an expert, twice their mean, where assignments are listed.
-
-    BLOCK_K is part of the bits: a function of the weight alone.
-    """
-    k = weight.shape[-1]
-    rows, most = (num_rows, 256) if expected is None else (expected, 64)
-    block_m = min(max(16, triton.next_power_of_2(rows)), most)
-    if isinstance(weight, PackedWeight):
-        block_k, stages = _packed_columns(weight, dtype, block_m)
-    else:
-        block_k = 32 if dtype == torch.float32 else 128 if k % 128 == 0 else 64
-        stages = (FEW_STAGES if block_m == 16 else STAGES)[block_k] if block_m <= 32 else 3
-    return {"BLOCK_N": 64, "BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": 4, "num_stages": stages}
-
-
-def _packed_columns(weight: PackedWeight, dtype: torch.dtype, block_m: int) -> tuple[int, int]:
-    """Columns of a tile, and tiles on their way. Sums of 4 bits have the same bits in tiles of any width."""
-    if tile_columns(weight):
-        return tile_columns(weight), 3
-    if dtype == torch.float32:
-        return 64, 3
-    if block_m > 32 or BITS[weight.code] == 8:
-        return 128, 5 if block_m == 16 else 3
-    return 256, 4 if weight.shape[-1] > 11 * 256 else 3

@@ -19,6 +19,7 @@ Scales lie [K / group, N]: a tile reads those of its rows as one piece.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import gcd
 
 import torch
 import torch.nn.functional as F
@@ -71,14 +72,15 @@ class PackedWeight:
 
     def with_repeated_scales(self) -> "PackedWeight":
         """The same weight with groups of at most MAX_GROUP columns; 8 bits as they are."""
-        if BITS[self.code] != 4 or self.group <= MAX_GROUP or self.group % MAX_GROUP:
+        if BITS[self.code] != 4 or self.group <= MAX_GROUP:
             return self
-        times = self.group // MAX_GROUP
+        group = gcd(self.group, MAX_GROUP)
+        times = self.group // group
         scales, zeros = (
             None if part is None else part.repeat_interleave(times, dim=-2) for part in (self.scales, self.zeros)
         )
         assert scales is not None
-        return PackedWeight(self.code, self.words, scales, zeros, MAX_GROUP)
+        return PackedWeight(self.code, self.words, scales, zeros, group)
 
     def __len__(self) -> int:
         return len(self.words)
@@ -115,8 +117,8 @@ def unpack(words: torch.Tensor, code: str) -> torch.Tensor:
 
 
 def _fields(numbers: torch.Tensor, code: str) -> Iterator[tuple[torch.Tensor, int, int, int]]:
-    """Views [N, blocks, 4] of the numbers that lie alike in their words; a number's lowest bit that lies there, a mask of
-    those that do, and where it lies."""
+    """Views [N, blocks, 4] of numbers that lie alike in their words: the lowest bit of a number that lies there, a mask
+    of those that do, and where it lies."""
     if code == "e4m3":
         pairs = numbers.view(len(numbers), -1, 2, 4, 2)  # J, b, t, c
         for b, c in product((0, 1), (0, 1)):
@@ -138,8 +140,7 @@ def numbers_of(weight: PackedWeight) -> torch.Tensor:
     if weight.code == "e4m3":
         return raw.view(torch.float8_e4m3fn).float()
     if weight.code == "e2m1":
-        values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=raw.device)
-        return values[raw.int()]
+        return torch.tensor([*E2M1, *(-value for value in E2M1)], device=raw.device)[raw.int()]
     numbers = raw.float()
     if weight.zeros is None:
         return numbers.sub_(8.0)

@@ -1,0 +1,38 @@
+"""How the product of an expert is cut into tiles. K is never cut: a program sums all of it."""
+
+import torch
+
+from specdec.gpu.triton_shim import triton
+from specdec.layers.packed.packed_tile import tile_columns
+from specdec.layers.packed.packed_weight import BITS, PackedWeight, Weight
+
+STAGES = {128: 4, 64: 6, 32: 6}
+FEW_STAGES = STAGES | {128: 5}
+"""Columns a tile -> tiles on their way, such that two programs fit a multiprocessor; FEW: of 16 rows."""
+
+
+def expert_tiles(num_rows: int, weight: Weight, dtype: torch.dtype, expected: int | None) -> dict[str, int]:
+    """The tiles of a product over K. expected: rows of an expert, twice their mean, where assignments are listed.
+
+    BLOCK_K is part of the bits: a function of the weight alone.
+    """
+    k = weight.shape[-1]
+    rows, most = (num_rows, 256) if expected is None else (expected, 64)
+    block_m = min(max(16, triton.next_power_of_2(rows)), most)
+    if isinstance(weight, PackedWeight):
+        block_k, stages = _packed_columns(weight, dtype, block_m)
+    else:
+        block_k = 32 if dtype == torch.float32 else 128 if k % 128 == 0 else 64
+        stages = (FEW_STAGES if block_m == 16 else STAGES)[block_k] if block_m <= 32 else 3
+    return {"BLOCK_N": 64, "BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": 4, "num_stages": stages}
+
+
+def _packed_columns(weight: PackedWeight, dtype: torch.dtype, block_m: int) -> tuple[int, int]:
+    """Columns of a tile, and tiles on their way. Sums of 4 bits have the same bits in tiles of any width."""
+    if tile_columns(weight):
+        return tile_columns(weight), 3
+    if dtype == torch.float32:
+        return 64, 3
+    if block_m > 32 or BITS[weight.code] == 8:
+        return 128, 5 if block_m == 16 else 3
+    return 256, 4 if weight.shape[-1] > 11 * 256 else 3
