@@ -25,7 +25,7 @@ REFERENCE = Path(__file__).parent / "data" / "reference_weights.safetensors"
 
 def reference_cases() -> dict[str, dict]:
     with safe_open(REFERENCE, framework="pt") as file:
-        return {name: json.loads(about) for name, about in file.metadata().items()}
+        return {name: json.loads(about) for name, about in sorted(file.metadata().items())}
 
 
 def read_as(format: Format, tensors: dict[str, torch.Tensor], shape: list[int]):

@@ -59,7 +59,7 @@ def runs_in_tiles(weight: Weight) -> bool:
     """Have kernels tiles for the groups of this weight?"""
     if not isinstance(weight, PackedWeight) or weight.has_row_scales:
         return True
-    return weight.group in ((64, 128) if weight.code == "e4m3" else (16, 32, 64))
+    return weight.group in (16, 32, 64, 128)
 
 
 @triton.jit

@@ -150,7 +150,7 @@ def numbers_of(weight: PackedWeight) -> torch.Tensor:
 
 def in_groups(numbers: torch.Tensor, group: int) -> torch.Tensor:
     """A view [N, K / group, group] of [N, K]."""
-    return numbers.unflatten(1, (-1, group))
+    return numbers.view(len(numbers), -1, group)
 
 
 def of_groups(values: torch.Tensor) -> torch.Tensor:
