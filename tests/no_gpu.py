@@ -11,6 +11,7 @@ Triton's cache on disk. It is for a process of its own, in which Triton was impo
 """
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 SHARED_MEMORY = {90: 232448, 80: 166912, 89: 101376}  # bytes of a program at most, by compute capability
 MULTIPROCESSORS = 132
+LEFT_UNDER_WAY = re.compile(r"warp_group_dot_wait.*pendings = [1-9]")
+"""Of a packed weight's tile the operand lies in registers, which the next tile may overwrite: no product may go on."""
 
 
 class PretendedTensor(torch.Tensor):
@@ -105,6 +108,11 @@ class PretendedGpu:
         dtypes = [str(arg.dtype).removeprefix("torch.") for arg in args if isinstance(arg, torch.Tensor)]
         meta = binary.metadata
         self.compiled[name].append(f"{dtypes} {constants} warps={meta.num_warps} stages={meta.num_stages}")
+        if (
+            LEFT_UNDER_WAY.search(binary.asm["ttgir"])
+            and constants.get("CODE", constants.get("DENSE_CODE")) is not None
+        ):
+            self.failures[name].append(f"operands in registers still read in the next tile: {self.compiled[name][-1]}")
         if meta.shared > SHARED_MEMORY[self.capability]:
             self.failures[name].append(f"{meta.shared} bytes of shared memory: {self.compiled[name][-1]}")
 

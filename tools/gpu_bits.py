@@ -2,7 +2,8 @@
 
     bits      requests alone, in a crowd, in chunks, preempted, found in the prefix cache, with n-gram and MTP drafts,
               in trees of 16 and 200 nodes whose paths are accepted, in captured rounds and not: tokens and
-              log-probabilities must be equal; random weights at the widths of every published shape, few layers
+              log-probabilities must be equal; random weights at the widths of every published shape, few layers,
+              and of three of them packed
     times     at the shape of Gemma 4 E4B, context 1,024: a round of 4 MTP drafts and a plain step at 1, 8 and 32
               requests, and prompts of 2,048 tokens, beside the default
     --sweep   products of many rows and attention of prompts in other tiles, timed, and whether their bits are the same
@@ -33,6 +34,7 @@ from specdec.draft_models.base import DraftBatch, StatelessDrafter
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.engine import Engine
 from specdec.evaluation.model_shapes import Shrink, find_shape
+from specdec.evaluation.phases.random_packed import UNPACKED, find_form
 from specdec.evaluation.phases.random_weights import make_drafter, make_target
 from specdec.gpu.operations import FAST
 from specdec.layers.linear import gated_linear, linear
@@ -45,6 +47,7 @@ DIVISOR = 16 if ON_CPU else 1
 NEW = 2 if ON_CPU else 20
 LENGTHS = (5, 9) if ON_CPU else (700, 33, 1, 260, 15, 512, 90, 1100)
 SHAPES = {"gemma4-e4b": 8, "gemma4-26b-a4b": 4, "gemma4-31b": 6, "gpt-oss-20b": 3, "llama-8b": 2}
+SHAPES |= {"gemma4-e4b:int4-g32": 8, "llama-8b:fp8": 2, "gpt-oss-20b:mxfp4": 3}  # SHAPE:WEIGHTS -> layers
 BOUNDS = {1: 1.05, 8: 1.05, 32: 1.2}
 CHAIN, TREE = SpecConfig(4), SpecConfig(4, 4, 16)
 
@@ -123,11 +126,14 @@ def engine_of(target: TargetModel, drafter: Any, spec: SpecConfig, **config: Any
     return Engine(target, drafter, spec=spec, config=EngineConfig(**settings))
 
 
-def bits_of_shape(name: str, layers: int) -> list[Row]:
-    """One shape in every company."""
+def bits_of_shape(pair: str, layers: int) -> list[Row]:
+    """One SHAPE or SHAPE:WEIGHTS in every company."""
     begin = time.perf_counter()
-    shape, shrink = find_shape(name), Shrink(2 if ON_CPU else layers, DIVISOR)
-    model = make_target(shape, shrink, DEVICE, DTYPE, 0)
+    name, _, weights = pair.partition(":")
+    form = find_form(weights or UNPACKED)
+    shape, shrink = find_shape(name), Shrink(2 if ON_CPU else layers, DIVISOR, multiple=32 if form else 8)
+    model = make_target(shape, shrink, DEVICE, DTYPE, 0, form)
+    name = pair
     target = TargetModel(model, FAST, deterministic=True)
     drafter = make_drafter(shape, shrink, target, 1)
     vocab = target.vocab_size
