@@ -392,6 +392,8 @@ def usual() -> Iterator[Launch]:
     yield launch(packed_products, BF16, 5, "e4m3-block")
     yield launch(packed_products, FP16, 5, "e4m3")
     yield launch(packed_products, FP32, 5, "e2m1")
+    yield launch(packed_products, FP32, 5, "int4")
+    yield launch(packed_products, FP32, 5, "int4-zeros")
     yield launch(packed_mixture, BF16, 8, "e2m1")
     yield launch(packed_mixture, BF16, 300, "int4")
     yield launch(packed_mixture, FP16, 1, "int4")
