@@ -5,9 +5,11 @@ import torch
 import triton
 
 from specdec.layers import linear as linear_module
-from specdec.layers.linear import gated_linear, linear, reference_gated_linear, reference_linear
+from specdec.layers.linear import Mlp, gated_linear, linear, reference_gated_linear, reference_linear
+from specdec.layers.moe.dense_and_moe import mlp_and_experts, reference_mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
-from specdec.layers.moe.routing import Routing
+from specdec.layers.moe.fork_join import Fork
+from specdec.layers.moe.routing import Router, Routing
 from specdec.layers.packed.dequantise import dequantise
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised, pack, unpack
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
@@ -143,6 +145,26 @@ def test_experts_over_packed_weights(form: str, few: bool):
     )
     got = apply_experts(x, routing, experts, few=few)
     close(reference_finish(got), reference_finish(reference_apply_experts(x, routing, experts)))
+
+
+@pytest.mark.parametrize("form", [None, "int4", "e4m3-block"], ids=str)
+@pytest.mark.parametrize("of_experts", [None, "e2m1", "e4m3-row"], ids=str)
+def test_an_mlp_next_to_experts_in_any_two_forms(form: str | None, of_experts: str | None):
+    """Where tiles of the experts do not fit the MLP's ranges or groups, both run by themselves."""
+    hidden, width, num_experts, dtype = 128, 1152, 3, torch.float16
+
+    def weight(kind: str | None, *shape: int) -> torch.Tensor | PackedWeight:
+        if kind is not None:
+            return random_weight(kind, *shape, dtype=dtype)
+        return (torch.randn(shape, device=DEVICE) * shape[-1] ** -0.5).to(dtype)
+
+    mlp = Mlp(weight(form, 2 * width, hidden), "silu", weight(form, hidden, width))
+    up, down = (weight(of_experts, num_experts, *shape) for shape in ((2 * 64, hidden), (hidden, 64)))
+    router = Router(weight(None, num_experts, hidden), 2, expert_scale=torch.ones(num_experts, device=DEVICE).to(dtype))
+    fork = Fork(*torch.randn(4, 3, hidden, device=DEVICE).to(dtype))
+    found = mlp_and_experts(fork, mlp, router, Experts(up, down, "silu"))
+    for got, want in zip(found, reference_mlp_and_experts(fork, mlp, router, Experts(up, down, "silu")), strict=True):
+        close(finish(got), reference_finish(want))
 
 
 def test_the_cut_of_a_packed_weight_is_its_shape_alone():

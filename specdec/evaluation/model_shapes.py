@@ -184,7 +184,7 @@ ON_REQUEST = {"chain7": SpecConfig(7), "tree60": SpecConfig(6, 10, 60)}
 
 _PLE = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144}
 NO_PLE = dict.fromkeys(_PLE, 0)
-"""Of a Gemma 4 without per-layer embeddings."""
+"""Fields of a Gemma 4 without per-layer embeddings."""
 _E2B = {"hidden_size": 1536, "intermediate_size": 6144, "use_double_wide_mlp": True, "num_attention_heads": 8}
 _E2B |= {"num_key_value_heads": 1, "sliding_window": 512, **_PLE}
 _E4B = {"hidden_size": 2560, "intermediate_size": 10_240, "sliding_window": 512, "num_attention_heads": 8}

@@ -96,7 +96,7 @@ def random_packed(form: WeightForm, generator: torch.Generator, shape: torch.Siz
 
 
 def root_mean_square(code: str) -> float:
-    """Of the numbers that random words hold, before their scales."""
+    """Root mean square of the numbers that random words hold, before their scales."""
     bits, (set_bits, kept_bits) = BITS[code], KEPT_BITS[code]
     every = (torch.arange(256) % (1 << bits)).to(torch.uint8)[None]
     words = pack(every, code).bitwise_or_(set_bits).bitwise_and_(kept_bits)

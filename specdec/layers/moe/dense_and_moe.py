@@ -26,6 +26,7 @@ from specdec.layers.linear import (
     vendor_gated_linear,
     vendor_linear,
 )
+from specdec.layers.moe.expert_tiles import expert_tiles
 from specdec.layers.moe.experts import (
     ExpertLaunch,
     Experts,
@@ -37,7 +38,7 @@ from specdec.layers.moe.experts import (
 )
 from specdec.layers.moe.fork_join import Fork
 from specdec.layers.moe.routing import Router, reference_route, route
-from specdec.layers.packed.packed_tile import weight_constants, weight_pointers
+from specdec.layers.packed.packed_tile import tile_columns, weight_constants, weight_pointers
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
 from specdec.layers.product import Cut, Product, cut_of
 
@@ -167,7 +168,9 @@ def mlp_and_experts(
     num_rows, hidden = fork.mlp.shape
     width = len(mlp.gate_up) // 2
     assert mlp.gate_up.shape == (2 * width, hidden) and mlp.down.shape == (hidden, width), f"{mlp.gate_up.shape=}"
-    if num_rows == 0 or not are_few(num_rows, router.top_k):
+    pairs = (mlp.gate_up, Cut(1, hidden), experts.gate_up), (mlp.down, cut_of(mlp.down), experts.down)
+    alike = all(_tiles_alike(*pair, num_rows, fork.mlp.dtype) for pair in pairs)
+    if num_rows == 0 or not alike or not are_few(num_rows, router.top_k):
         routing = route(fork.router, router)
         dense = linear(gated_linear(fork.mlp, mlp.gate_up, mlp.activation), mlp.down)
         return dense, apply_experts(fork.experts, routing, experts)
@@ -179,6 +182,17 @@ def mlp_and_experts(
     parts = torch.empty((cut.splits, num_rows, hidden), dtype=torch.float32, device=fork.mlp.device)
     _launch_both(gated, mlp.down, parts, None, cut, products.down, start="usual")
     return Product(parts, None, fork.mlp.dtype), products.result
+
+
+def _tiles_alike(dense: Weight, cut: Cut, experts: Weight, num_rows: int, dtype: torch.dtype) -> bool:
+    """Do tiles of the experts fit the ranges and the groups of the dense weight? Not always where one is packed
+    and the other is not, or in another form."""
+    columns = expert_tiles(num_rows, experts, dtype, None)["BLOCK_K"]
+    if cut.splits > 1 and cut.split_len % columns:
+        return False
+    if not isinstance(dense, PackedWeight):
+        return True
+    return tile_columns(dense) in (0, columns) and (dense.has_row_scales or columns % dense.group == 0)
 
 
 def _launch_both(

@@ -29,7 +29,7 @@ BLOCK = {4: 32, 8: 16}
 """Columns whose numbers share words."""
 
 MAX_GROUP = 64
-"""Of 4 bits. A coarser scale is repeated: so that every thread of a kernel's program has one of a tile's to copy."""
+"""Largest group of weights in 4 bits. A coarser scale is repeated, so that each thread of a program has one to copy."""
 
 SIGNS, MAGNITUDES = (15, 12, 14, 13), (6, 3, 9, 0)
 

@@ -27,7 +27,7 @@ from specdec.models.quantised.repack import (
 
 SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 Shapes = Callable[[int, int, int], dict[str, tuple[int, ...]]]
-"""Of a weight of N rows, K columns and S groups: the shape of each tensor."""
+"""The shape of each tensor of a weight with N rows, K columns and S groups."""
 
 
 @dataclass(frozen=True, slots=True)
