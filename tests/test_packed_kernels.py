@@ -147,6 +147,20 @@ def test_experts_over_packed_weights(form: str, few: bool):
     close(reference_finish(got), reference_finish(reference_apply_experts(x, routing, experts)))
 
 
+@pytest.mark.parametrize("form", ["int4", "int4-zeros", "e2m1"])
+def test_columns_behind_the_last_tile_of_an_expert(form: str):
+    """320 are a tile of 256 and one of 64; 352 are two of 256, the second masked."""
+    chosen = torch.tensor([[0, 1], [2, 0]], dtype=torch.int32, device=DEVICE)
+    routing = Routing(chosen, torch.rand(2, 2, device=DEVICE))
+    for hidden in (320, 352):
+        x = torch.randn(2, hidden, device=DEVICE).half()
+        up, down = (random_weight(form, 3, *shape, dtype=x.dtype) for shape in ((128, hidden), (hidden, 64)))
+        experts = Experts(up, down, "silu")
+        close(
+            finish(apply_experts(x, routing, experts)), reference_finish(reference_apply_experts(x, routing, experts))
+        )
+
+
 @pytest.mark.parametrize("form", [None, "int4", "e4m3-block"], ids=str)
 @pytest.mark.parametrize("of_experts", [None, "e2m1", "e4m3-row"], ids=str)
 def test_an_mlp_next_to_experts_in_any_two_forms(form: str | None, of_experts: str | None):
@@ -169,7 +183,9 @@ def test_an_mlp_next_to_experts_in_any_two_forms(form: str | None, of_experts: s
 
 def test_the_cut_of_a_packed_weight_is_its_shape_alone():
     """More ranges than in 16 bits: unpacking takes time that other programs hide."""
-    shapes = {(2560, 10240): 14, (2560, 2048): 4, (3072, 2560): 5, (20480, 2560): 2, (43008, 5376): 1, (70, 128): 1}
+    shapes = {(256, 2560): 10}  # few rows: ranges of one tile, which a program holds
+    shapes |= {(2560, 10240): 8, (2560, 2048): 4, (3072, 2560): 5, (20480, 2560): 2, (43008, 5376): 1, (8192, 28672): 3}
+    shapes |= {(70, 128): 1}
     for (n, k), splits in shapes.items():
         weight = PackedWeight("int4", torch.empty(n, k // 8, dtype=torch.int32), torch.empty(k // 32, n), None, 32)
         cut = cut_of(weight)

@@ -43,7 +43,7 @@ def random_weight(form: str, *shape: int, dtype: torch.dtype = DTYPE) -> PackedW
     *leading, n, k = shape
     words = torch.randint(-(2**31), 2**31 - 1, (*leading, n, k * BITS[code] // 32), dtype=torch.int32, device=DEVICE)
     if code == "e4m3":
-        words &= 0x77777777  # no NaN
+        words &= ~0x44004400  # no highest bit of an exponent, so no NaN
     group = {"row": k, "block": 128, "g128": 128}.get(kind, 32)
     size = {"int4": 4.6, "e2m1": 3.0, "e4m3": 16.0}[code]
     scales = (torch.rand(*leading, k // group, n, device=DEVICE) + 0.5) * k**-0.5 / size
@@ -101,7 +101,10 @@ def _bits_of_experts(form: str, dtype: torch.dtype) -> Row:
 
 
 def random_routing(rows: int, experts: int, top_k: int) -> Routing:
-    chosen = torch.stack([torch.randperm(experts, device=DEVICE)[:top_k] for _ in range(rows)]).int()
+    if rows * top_k <= experts:  # each another expert
+        chosen = torch.randperm(experts, device=DEVICE)[: rows * top_k].view(rows, top_k).int()
+    else:
+        chosen = torch.stack([torch.randperm(experts, device=DEVICE)[:top_k] for _ in range(rows)]).int()
     return Routing(chosen, torch.rand(rows, top_k, device=DEVICE))
 
 

@@ -5,11 +5,13 @@
 What `specdec bench --shape S --weights W` measures, for one shape after the other in one process; each row is printed
 when it is measured. A row whose tokens are not transformers' own on the dequantised weights shows no times and fails.
 `--unchecked` leaves that check out: with many experts it takes longer than the rounds. Floors count the words and
-scales of packed weights.
+scales of packed weights. Each cell is measured twice and the second is shown: before the first, kernels are compiled,
+and the clock of a GPU that has waited for that is low. `--prompt` is the time to read a prompt of so many tokens.
 """
 
 import argparse
 import gc
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +22,8 @@ from gpu_setup import DEVICE, ON_CPU, device_option, machine, require_device  # 
 import torch
 from result_table import table_head, table_row
 
-from specdec.config import EngineConfig
+from specdec.config import EngineConfig, SamplingParams
+from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.evaluation.model_shapes import ON_REQUEST, find_shape
 from specdec.evaluation.phases.parity import Parity, check_parity
@@ -60,8 +63,12 @@ def measure(pair: str, args: argparse.Namespace) -> int:
     made = time.perf_counter() - begin
     print(table_row([name, weights, "", about(subject, made), *[""] * (len(HEADS) - 4)]), flush=True)
     failed = 0
+    if args.prompt:
+        cells = [name, weights, 1, f"prompt of {args.prompt}", f"{prompt_ms(subject, args.prompt):.2f}"]
+        print(table_row([*cells, *[""] * (len(HEADS) - len(cells))]), flush=True)
     for batch in args.batches:
         for draft in wanted:
+            measured(subject, draft, batch, args)
             cell = measured(subject, draft, batch, args)
             print(table_row(row_of(pair, cell)), flush=True)
             failed += not cell.shown
@@ -73,6 +80,15 @@ def measured(subject: Subject, draft: str, batch: int, args: argparse.Namespace)
     one = replace(subject, drafts={draft: subject.drafts[draft]})
     [cell] = run_phases(one, plan, check=unchecked if args.unchecked else check_parity).cells
     return cell
+
+
+def prompt_ms(subject: Subject, length: int) -> float:
+    """In one chunk: the median of five after two."""
+    config = EngineConfig(max_batch_size=1, max_model_len=length + 64, prefill_chunk=length, prefix_cache=False)
+    [prompt] = subject.prompts(1, length)
+    with Engine(subject.target, None, config=config) as engine:
+        outs = [engine.generate(prompt, SamplingParams(max_new_tokens=1), progress=False)[0] for _ in range(7)]
+    return statistics.median(out.stats.prefill_seconds for out in outs[2:]) * 1e3
 
 
 def row_of(pair: str, cell: Cell) -> Sequence[object]:
@@ -103,6 +119,7 @@ def main() -> int:
     parser.add_argument("--drafts", nargs="+", help="default: plain, chain, and tree60 of llama-70b")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--prompt", type=int, help="tokens")
     parser.add_argument("--layers", type=int, help="only so many of each shape")
     parser.add_argument("--shrink", type=int, default=1, help="widths divided by this")
     parser.add_argument("--unchecked", action="store_true", help="do not compare tokens with transformers")

@@ -23,8 +23,11 @@ from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.packed.dequantise import dequantise
 from specdec.layers.packed.packed_tile import (
+    load_tile,
+    multiply_tile,
     row_pointers,
     scale_pointers,
+    scale_sum,
     weight_constants,
     weight_pointers,
     zero_pointers,
@@ -165,7 +168,10 @@ def linear_kernel(
     o_k = begin + tl.arange(0, BLOCK_K)
     m_k = o_k < end
     if HELD:
-        b_w = tl.load(p_w + o_k[None, :], mask=m_w & m_k[None, :], other=0.0)  # [BN, BK]
+        DTYPE: tl.constexpr = p_x.dtype.element_ty
+        b_w = load_tile(
+            *(p_w, p_scale, p_zero, s_scales, begin, end, m_w, m_n, EVEN_K, CODE, GROUP, FAST, BLOCK_K, DTYPE)
+        )
     if START != "early":
         wait_for_previous(PDL)
     if START == "holds":
@@ -186,7 +192,9 @@ def linear_kernel(
         _store_tile(*(b_tail, p_bias, p_out, o_tail, m_tail, i_n, i_split, num_rows, tile_rows, N, ACTIVATION, BLOCK_N))
     elif HELD:
         b_x = tl.load(p_row + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
-        b_sum = tl.dot(b_w, b_x, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), input_precision="ieee")
+        b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        b_sum = multiply_tile(b_w, b_x, b_sum, p_scale, s_scales, begin, m_n, CODE, GROUP)
+        b_sum = scale_sum(b_sum, p_scale, m_n, CODE, GROUP, FAST, DTYPE)
     elif SPLIT or WHOLE:
         b_sum = multiply_range(
             *(p_w, p_scale, p_zero, s_scales, p_row, m_w, m_n, m_x, begin, end, EVEN_K, CODE, GROUP, FAST),
@@ -304,7 +312,6 @@ def _launch(
 ) -> None:
     (num_rows, k), (n, weight_k) = x.shape, weight.shape
     assert k == weight_k and x.stride(1) == 1, f"{x.shape=} {weight.shape=} {x.stride()=}"
-    packed = isinstance(weight, PackedWeight)
     if not isinstance(weight, PackedWeight):
         assert x.dtype == weight.dtype and weight.stride(1) == 1, f"{x.dtype=} {weight.dtype=}"
     assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
@@ -322,7 +329,7 @@ def _launch(
         *(num_rows, tile_rows, n, k, cut.split_len, x.stride(0), s_w, s_scales),
         **weight_constants(weight, x.dtype),
         SPLIT=split,
-        HELD=split and cut.split_len == tiles.block_k and not packed,
+        HELD=split and cut.split_len == tiles.block_k,
         WHOLE=cut.splits == 1,
         ACTIVATION=activation,
         EVEN_K=k % tiles.block_k == 0,
@@ -333,5 +340,6 @@ def _launch(
         START="holds" if holds else "usual",
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        maxnreg=tiles.registers,
         **pdl_options(x.device),
     )

@@ -24,9 +24,20 @@ RANGE = 128
 SPLITS, SPLIT_ROWS = 4, 8192
 """A weight of at most SPLIT_ROWS rows is cut into SPLITS ranges of K: otherwise it would be too few programs."""
 
-PACKED_RANGE, PACKED_PROGRAMS, MAX_PACKED_SPLITS = 256, 640, 16
-"""Ranges of a packed weight begin at multiples of PACKED_RANGE; there are as many as give PACKED_PROGRAMS programs, of
-64 rows and two tiles at least: unpacking takes time that only other programs on the multiprocessor hide."""
+PACKED_RANGE, PACKED_PROGRAMS, MAX_PACKED_SPLITS = 256, 384, 8
+"""Ranges of a packed weight begin at multiples of PACKED_RANGE. They are so many, of two tiles at least, that there are
+PACKED_PROGRAMS programs of 64 rows: unpacking takes time that only other programs on the multiprocessor hide. Each is a
+part that the next kernel adds up, so there are at most MAX_PACKED_SPLITS."""
+
+PACKED_LONG, PACKED_SHORT = 2560, 1280
+"""Columns of a range of a packed weight above which a program has four tiles on their way, otherwise three; and up to
+which they are tiles of 128 columns where the weight has many rows."""
+
+PACKED_LARGE = 40960
+"""Rows of a packed weight from which on tiles of 128 rows are enough programs, for more rows of x than 32."""
+
+PACKED_REGISTERS = 128
+"""Of a thread at most, where that makes room for one more program on a multiprocessor."""
 
 SMALL_ROWS, SMALL_RANGE = 512, 512
 """A weight of at most SMALL_ROWS rows has ranges of at most SMALL_RANGE columns: a program can hold its tile of one."""
@@ -89,6 +100,7 @@ class Tiles(NamedTuple):
     num_stages: int
     rows: int
     tail_m: int = 0  # rows of x after those block_m, which the same program multiplies with what it has loaded
+    registers: int | None = None  # of a thread, at most
 
 
 def reference_finish(product: Product) -> torch.Tensor:
@@ -170,26 +182,39 @@ def cut_of(weight: Weight) -> Cut:
     if not isinstance(weight, PackedWeight):
         return choose_cut(n, k)
     steps = triton.cdiv(k, PACKED_RANGE)
-    splits = max(1, min(PACKED_PROGRAMS // triton.cdiv(n, 64), MAX_PACKED_SPLITS, steps // 2))
+    splits = min(triton.cdiv(PACKED_PROGRAMS, triton.cdiv(n, 64)), MAX_PACKED_SPLITS, max(1, steps // 2))
+    if n <= SMALL_ROWS:  # one tile a range, which a program can hold
+        splits = steps
     split_steps = triton.cdiv(steps, splits)
     return Cut(triton.cdiv(steps, split_steps), split_steps * PACKED_RANGE)
 
 
 def tiles_of(num_rows: int, weight: Weight, cut: Cut, x: torch.Tensor, *, gated: bool = False) -> Tiles:
     """Tiles for `num_rows` rows of x and this weight."""
-    if not isinstance(weight, PackedWeight):
-        return choose_tiles(num_rows, len(weight), cut, x, gated=gated)
+    if isinstance(weight, PackedWeight):
+        return choose_packed_tiles(num_rows, weight, cut, x.dtype)
+    return choose_tiles(num_rows, len(weight), cut, x, gated=gated)
+
+
+def choose_packed_tiles(num_rows: int, weight: PackedWeight, cut: Cut, dtype: torch.dtype) -> Tiles:
+    """Tiles for `num_rows` rows of x and this weight, whole ones."""
     fixed = tile_columns(weight)
-    if x.dtype == torch.float32:
+    if dtype == torch.float32:
         return Tiles(64, 16 if num_rows <= 16 else 64, fixed or 64, 4, 3, 64)
     block_m = max(16, triton.next_power_of_2(num_rows))
     if num_rows > 64:
         return Tiles(128, 64 if num_rows <= TWO_TILES else 128, fixed or 64, 8, 3, 128)
-    wide = len(weight) >= SPLIT_ROWS and cut.splits == 1
-    if BITS[weight.code] == 4 and block_m <= 32 and len(weight) > 64 * PACKED_PROGRAMS:
-        return Tiles(128, block_m, 256, 8, 3, 128)
-    columns = 256 if block_m <= 32 and (wide or BITS[weight.code] == 4) else 128
-    return Tiles(64, block_m, fixed or columns, 4, 3, 64)
+    stages = 4 if cut.split_len > PACKED_LONG else 3
+    if block_m == 64:
+        block_n, num_warps = (128, 8) if len(weight) > PACKED_LARGE else (64, 4)
+        return Tiles(block_n, 64, fixed or 128, num_warps, stages, block_n)
+    wide = len(weight) >= SPLIT_ROWS
+    if BITS[weight.code] == 8:
+        block_k = fixed or (256 if wide and cut.splits == 1 else 128)
+        return Tiles(64, block_m, block_k, 4, stages, 64, registers=PACKED_REGISTERS)
+    if wide and cut.splits > 1 and cut.split_len <= PACKED_SHORT:
+        return Tiles(64, block_m, fixed or 128, 4, stages, 64, registers=PACKED_REGISTERS)
+    return Tiles(64, block_m, fixed or 256, 4, stages, 64)
 
 
 def choose_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor, *, gated: bool = False) -> Tiles:

@@ -268,18 +268,22 @@ class TargetModel:
         kind = type(self.model).__name__
         texts = probe_texts(self.model.config, self.vocab_size).to(self.device)
         unpaged = f"{kind} does not run through the attention interface of transformers"
+
+        def own(tokens: torch.Tensor) -> torch.Tensor:
+            with refusing(self.name, f"{kind} does not run a forward of its own over text"):
+                model: Any = private_copy(self.model, "eager")
+                logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+                return logits
+
         try:
             with torch.autocast(self.device.type, enabled=False), refusing(self.name, unpaged):
-                with refusing(self.name, f"{kind} does not run a forward of its own over text"):
-                    own: Any = private_copy(self.model, "eager")
-                    own_logits = own(input_ids=texts, use_cache=False).logits
                 return prove(
                     self.name,
                     self.layout,
                     texts,
                     run=self._run,
                     head=self.head,
-                    own_logits=own_logits,
+                    own=own,
                     rules=logit_rules(self.config),
                     exact=self.device.type == "cpu" and not getattr(self.model, "is_quantized", False),
                 )

@@ -26,7 +26,7 @@ from specdec.layers.packed.packed_weight import BITS, PackedWeight, numbers_of, 
 COLUMNS = 32
 """K of every packed weight is a multiple: what a word's order and the smallest group need."""
 
-KEPT_BITS = {"int4": (0x11111111, -1), "e2m1": (0, -1), "e4m3": (0, ~0x40404040)}
+KEPT_BITS = {"int4": (0x11111111, -1), "e2m1": (0, -1), "e4m3": (0, ~0x44004400)}
 """Of random words, by code: bits that are set, then bits that are kept. int4: odd numbers, since 0 to 15 less 8 have a
 mean of -0.5. e4m3: no highest bit of the exponent, so that no number is infinite or NaN."""
 

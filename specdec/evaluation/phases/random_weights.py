@@ -93,6 +93,11 @@ def make_drafter(shape: Shape, shrink: Shrink, target: TargetModel, seed: int) -
     return Gemma4MTPDrafter(model, target)
 
 
+DECISIVE = 4.0
+"""Times that a router's weights are larger than others. The same experts are chosen, and their weights are far apart,
+as trained ones are: with alike ones a rounding that chooses another expert changes a quarter of a layer's output."""
+
+
 @torch.no_grad()
 def randomise(module: nn.Module, seed: int) -> None:
     """Fill every parameter in place, on its device."""
@@ -103,6 +108,8 @@ def randomise(module: nn.Module, seed: int) -> None:
             part = module.get_submodule(owner)
             plain = isinstance(part, nn.Embedding) and not hasattr(part, "embed_scale")
             mean, std = 0.0, 1.0 if plain else weight.shape[-1] ** -0.5
+            if "Router" in type(part).__name__ + type(module.get_submodule(owner.rpartition(".")[0])).__name__:
+                std *= DECISIVE
         elif name == "sinks":
             mean, std = 0.0, 1.0
         elif name.endswith("bias"):

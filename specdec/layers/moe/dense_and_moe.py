@@ -105,6 +105,7 @@ def _both_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TAIL_K: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     program = tl.program_id(0)
@@ -144,6 +145,7 @@ def _both_kernel(
                 BLOCK_N,
                 BLOCK_M,
                 BLOCK_K,
+                TAIL_K,
                 PDL,
             ),
         )

@@ -24,7 +24,16 @@ def expert_tiles(num_rows: int, weight: Weight, dtype: torch.dtype, expected: in
     else:
         block_k = 32 if dtype == torch.float32 else 128 if k % 128 == 0 else 64
         stages = (FEW_STAGES if block_m == 16 else STAGES)[block_k] if block_m <= 32 else 3
-    return {"BLOCK_N": 64, "BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": 4, "num_stages": stages}
+    tail = _packed_tail(weight, block_k) if isinstance(weight, PackedWeight) else 0
+    tiles = {"BLOCK_N": 64, "BLOCK_M": block_m, "BLOCK_K": block_k, "TAIL_K": tail}
+    return tiles | {"num_warps": 4, "num_stages": stages}
+
+
+def _packed_tail(weight: PackedWeight, block_k: int) -> int:
+    """Columns behind the last whole tile that are a tile of their own: of 4 bits a tile takes as long as it is wide,
+    however few of its columns there are. 0: there are none, or they do not make one."""
+    tail = weight.shape[-1] % block_k
+    return tail if BITS[weight.code] == 4 and tail in (64, 128) else 0
 
 
 def _packed_columns(weight: PackedWeight, dtype: torch.dtype, block_m: int) -> tuple[int, int]:

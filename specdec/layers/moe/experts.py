@@ -15,13 +15,15 @@ from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.linear import activate, reference_activate
 from specdec.layers.moe.expert_tiles import expert_tiles
-from specdec.layers.moe.routing import Routing
+from specdec.layers.moe.routing import Routing, list_kernel
 from specdec.layers.packed.packed_tile import (
     load_tile,
+    load_words,
     multiply_tile,
     row_pointers,
     scale_pointers,
     scale_sum,
+    unpack_tile,
     weight_constants,
     weight_pointers,
     zero_pointers,
@@ -75,35 +77,6 @@ def reference_gate(gate: torch.Tensor, up: torch.Tensor, experts: Experts) -> to
     return reference_activate(gate, experts.activation) * up
 
 
-@triton.jit(do_not_specialize=["num_slots"])
-def list_kernel(
-    p_experts: tl.tensor,  # [T * top_k]
-    p_first: tl.tensor,  # [E + 1] out: where the list of each expert begins
-    p_order: tl.tensor,  # [T * top_k] out: assignments by expert
-    num_slots: tl.tensor,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    trigger_next(PDL)
-    i_expert = tl.program_id(0)
-    wait_for_previous(PDL)
-    b_before, b_mine = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-    for i_slot in range(0, num_slots, BLOCK):
-        o_slot = i_slot + tl.arange(0, BLOCK)
-        b_expert = tl.load(p_experts + o_slot, mask=o_slot < num_slots, other=0x7FFFFFFF)
-        b_before += (b_expert < i_expert).to(tl.int32)
-        b_mine += (b_expert == i_expert).to(tl.int32)
-    first, count = tl.sum(b_before), tl.sum(b_mine)
-    tl.store(p_first + i_expert, first)
-    tl.store(p_first + i_expert + 1, first + count, mask=i_expert == tl.num_programs(0) - 1)
-    for i_slot in range(0, num_slots, BLOCK):
-        o_slot = i_slot + tl.arange(0, BLOCK)
-        m_mine = tl.load(p_experts + o_slot, mask=o_slot < num_slots, other=0x7FFFFFFF) == i_expert
-        b_mine = m_mine.to(tl.int32)
-        tl.store(p_order + first + tl.cumsum(b_mine) - 1, o_slot, mask=m_mine)
-        first += tl.sum(b_mine)
-
-
 @triton.jit
 def _gate(b_gate: tl.tensor, b_up: tl.tensor, alpha: tl.tensor, limit: tl.tensor, ACT: tl.constexpr) -> tl.tensor:
     """float32 in and out."""
@@ -146,15 +119,27 @@ def _multiply(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TAIL_K: tl.constexpr,  # columns behind the last tile of BLOCK_K
 ) -> None:
     """One tile of an expert's weight times BLOCK_M assignments, and what follows the product."""
     b_row = b_slot // TOP_K
     p_x += (b_slot if ACT is None else b_row).to(tl.int64)[None, :] * s_x
     b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for i_k in range(0, K, BLOCK_K):
+    end = K - TAIL_K
+    DTYPE: tl.constexpr = p_x.dtype.element_ty
+    b_bias, b_weight = 0.0, 1.0  # asked for here: behind the loop nothing would hide how long that takes
+    if p_bias is not None:
+        b_bias = tl.load(p_bias + o_bias[:, None], mask=m_n, other=0.0).to(tl.float32)
+    if ACT is None:
+        b_weight = tl.load(p_weights + b_slot, mask=m_slot, other=0.0)[None, :]
+    if TAIL_K:  # asked for before the others, and multiplied behind them
+        b_words, b_scales, b_zeros = load_words(
+            *(p_w, p_scales, p_zeros, s_scales, end, K, m_n, m_n, True, CODE, GROUP, TAIL_K)
+        )
+        b_last = tl.load(p_x + end + tl.arange(0, TAIL_K)[:, None], mask=m_slot[None, :], other=0.0)
+    for i_k in range(0, end, BLOCK_K):
         o_k = i_k + tl.arange(0, BLOCK_K)
         if CODE is not None:
-            DTYPE: tl.constexpr = p_x.dtype.element_ty
             b_w = load_tile(
                 *(p_w, p_scales, p_zeros, s_scales, i_k, K, m_n, m_n, EVEN_K, CODE, GROUP, FAST, BLOCK_K, DTYPE)
             )
@@ -168,13 +153,16 @@ def _multiply(
             b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")
         else:
             b_acc = multiply_tile(b_w, b_x, b_acc, p_scales, s_scales, i_k, m_n, CODE, GROUP)
+    if TAIL_K:
+        b_w = unpack_tile(b_words, b_scales, b_zeros, CODE, FAST, DTYPE)
+        b_acc = multiply_tile(b_w, b_last, b_acc, p_scales, s_scales, end, m_n, CODE, GROUP)
     if CODE is not None:
-        b_acc = scale_sum(b_acc, p_scales, m_n, CODE, GROUP, FAST, p_x.dtype.element_ty)
+        b_acc = scale_sum(b_acc, p_scales, m_n, CODE, GROUP, FAST, DTYPE)
     if p_bias is not None:
-        b_acc += tl.load(p_bias + o_bias[:, None], mask=m_n, other=0.0).to(tl.float32)
+        b_acc += b_bias
     if ACT is None:
         o_out = (b_slot % TOP_K * (num_slots // TOP_K) + b_row).to(tl.int64)[None, :]
-        b_acc *= tl.load(p_weights + b_slot, mask=m_slot, other=0.0)[None, :]
+        b_acc *= b_weight
         o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
         tl.store(p_out + o_out * N + o_n, b_acc, mask=m_slot[None, :] & (o_n < N), eviction_policy=KEEP)
     else:
@@ -228,6 +216,7 @@ def product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TAIL_K: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """grid (weight tiles, slots): weight rows as M operand, assignments of one expert as N operand.
@@ -263,7 +252,7 @@ def product_kernel(
             _multiply(
                 *(p_x, p_tile, p_scale_tile, p_zero_tile, p_bias, p_weights, p_out, b_slot, o_list < end, num_slots),
                 *(i_slot * N + o_w, m_n, i_n, N, K, s_x, s_wk, s_scales, alpha, limit, CODE, GROUP, FAST),
-                *(TOP_K, ACT, INTERLEAVED, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K),
+                *(TOP_K, ACT, INTERLEAVED, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K, TAIL_K),
             )
     else:
         i_expert = tl.load(p_experts + i_slot)
@@ -283,7 +272,7 @@ def product_kernel(
             _multiply(
                 *(p_x, p_tile, p_scale_tile, p_zero_tile, p_bias, p_weights, p_out, tl.maximum(b_slot, 0), b_slot >= 0),
                 *(num_slots, i_expert * N + o_w, m_n, i_n, N, K, s_x, s_wk, s_scales, alpha, limit, CODE, GROUP, FAST),
-                *(TOP_K, ACT, INTERLEAVED, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K),
+                *(TOP_K, ACT, INTERLEAVED, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K, TAIL_K),
             )
 
 
@@ -381,7 +370,7 @@ def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool
             "ACT": experts.activation if out_weight is None else None,
             "INTERLEAVED": experts.interleaved,
             "EVEN_N": n % tiles["BLOCK_N"] == 0,
-            "EVEN_K": k % tiles["BLOCK_K"] == 0,
+            "EVEN_K": k % tiles["BLOCK_K"] == tiles["TAIL_K"],
             "SLOTS": triton.next_power_of_2(slots) if few else 1,
             "LONE": few and num_rows == 1,
             **tiles,

@@ -126,3 +126,32 @@ def route(x: torch.Tensor, router: Router, *, holds: bool = False) -> Routing:
         **pdl_options(x.device),
     )
     return Routing(experts, weights)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def list_kernel(
+    p_experts: tl.tensor,  # [T * top_k]
+    p_first: tl.tensor,  # [E + 1] out: where the list of each expert begins
+    p_order: tl.tensor,  # [T * top_k] out: assignments by expert
+    num_slots: tl.tensor,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    i_expert = tl.program_id(0)
+    wait_for_previous(PDL)
+    b_before, b_mine = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    for i_slot in range(0, num_slots, BLOCK):
+        o_slot = i_slot + tl.arange(0, BLOCK)
+        b_expert = tl.load(p_experts + o_slot, mask=o_slot < num_slots, other=0x7FFFFFFF)
+        b_before += (b_expert < i_expert).to(tl.int32)
+        b_mine += (b_expert == i_expert).to(tl.int32)
+    first, count = tl.sum(b_before), tl.sum(b_mine)
+    tl.store(p_first + i_expert, first)
+    tl.store(p_first + i_expert + 1, first + count, mask=i_expert == tl.num_programs(0) - 1)
+    for i_slot in range(0, num_slots, BLOCK):
+        o_slot = i_slot + tl.arange(0, BLOCK)
+        m_mine = tl.load(p_experts + o_slot, mask=o_slot < num_slots, other=0x7FFFFFFF) == i_expert
+        b_mine = m_mine.to(tl.int32)
+        tl.store(p_order + first + tl.cumsum(b_mine) - 1, o_slot, mask=m_mine)
+        first += tl.sum(b_mine)

@@ -105,28 +105,69 @@ def load_tile(
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
     """Columns [i_k, i_k + BLOCK_K) of a weight, [BN, BK]; 0 from `end` on."""
-    last = i_k + BLOCK_K if EVEN_K else end
     if CODE is None:
+        last = i_k + BLOCK_K if EVEN_K else end
         o_k = i_k + tl.arange(0, BLOCK_K)
         b_tile = tl.load(p_w + o_k[None, :], mask=m_w & (o_k < last)[None, :], other=0.0)
     else:
-        PER_WORD: tl.constexpr = 4 if CODE == "e4m3" else 8
-        WORDS: tl.constexpr = BLOCK_K // PER_WORD
-        first = tl.multiple_of(i_k // PER_WORD, WORDS)
-        o_word = tl.arange(0, WORDS)
-        m_word = o_word // 4 < (WORDS // 4 if EVEN_K else (end - i_k) // (4 * PER_WORD))  # all of four words, or none
-        b_words = tl.load(p_w + (first + o_word)[None, :], mask=m_w & m_word[None, :], other=0)
-        if CODE == "e4m3":
-            b_tile = _e4m3_tile(b_words, FAST, DTYPE)
-        else:
-            o_group = i_k // GROUP + tl.arange(0, BLOCK_K // GROUP)
-            m_scale = m_n & (o_group * GROUP < last)[None, :]
-            o_scale = o_group[None, :] * s_scales
-            b_scales = tl.load(p_scales + o_scale, mask=m_scale, other=0.0)  # [BN, groups]
-            b_zeros = b_scales  # not read
-            if CODE == "int4-zeros":
-                b_zeros = tl.load(p_zeros + o_scale, mask=m_scale, other=0.0)
-            b_tile = _tile_of_4_bits(b_words, b_scales, b_zeros, CODE, FAST, DTYPE)
+        b_words, b_scales, b_zeros = load_words(
+            *(p_w, p_scales, p_zeros, s_scales, i_k, end, m_w, m_n, EVEN_K, CODE, GROUP, BLOCK_K)
+        )
+        b_tile = unpack_tile(b_words, b_scales, b_zeros, CODE, FAST, DTYPE)
+    return b_tile
+
+
+@triton.jit
+def load_words(
+    p_w: tl.tensor,
+    p_scales: tl.tensor,
+    p_zeros: tl.tensor,
+    s_scales: tl.tensor,
+    i_k: tl.tensor,
+    end: tl.tensor,
+    m_w: tl.tensor,
+    m_n: tl.tensor,
+    EVEN_K: tl.constexpr,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The same of a packed weight, as it lies in memory: words [BN, words], scales and zeros [BN, groups].
+
+    Where a code has none of one of these, it is another, which nothing reads."""
+    last = i_k + BLOCK_K if EVEN_K else end
+    PER_WORD: tl.constexpr = 4 if CODE == "e4m3" else 8
+    WORDS: tl.constexpr = BLOCK_K // PER_WORD
+    first = tl.multiple_of(i_k // PER_WORD, WORDS)
+    o_word = tl.arange(0, WORDS)
+    m_word = o_word // 4 < (WORDS // 4 if EVEN_K else (end - i_k) // (4 * PER_WORD))  # all of four words, or none
+    b_words = tl.load(p_w + (first + o_word)[None, :], mask=m_w & m_word[None, :], other=0)
+    b_scales = b_words
+    if CODE != "e4m3":
+        o_group = i_k // GROUP + tl.arange(0, BLOCK_K // GROUP)
+        m_scale = m_n & (o_group * GROUP < last)[None, :]
+        o_scale = o_group[None, :] * s_scales
+        b_scales = tl.load(p_scales + o_scale, mask=m_scale, other=0.0)
+    b_zeros = b_scales
+    if CODE == "int4-zeros":
+        b_zeros = tl.load(p_zeros + o_scale, mask=m_scale, other=0.0)
+    return b_words, b_scales, b_zeros
+
+
+@triton.jit
+def unpack_tile(
+    b_words: tl.tensor,  # what `load_words` returns
+    b_scales: tl.tensor,
+    b_zeros: tl.tensor,
+    CODE: tl.constexpr,
+    FAST: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> tl.tensor:
+    """[BN, BK]"""
+    if CODE == "e4m3":
+        b_tile = _e4m3_tile(b_words, FAST, DTYPE)
+    else:
+        b_tile = _tile_of_4_bits(b_words, b_scales, b_zeros, CODE, FAST, DTYPE)
     return b_tile
 
 
@@ -291,16 +332,18 @@ def _e4m3_tile(b_words: tl.tensor, FAST: tl.constexpr, DTYPE: tl.constexpr) -> t
             pack=1,
         )
     else:
-        b_0, b_1 = _e4m3(b_words, 8, DTYPE), _e4m3(b_words, 24, DTYPE)
-        b_2, b_3 = _e4m3(b_words, 0, DTYPE), _e4m3(b_words, 16, DTYPE)
+        b_0, b_1 = _e4m3(b_words, 0, DTYPE), _e4m3(b_words >> 16, 0, DTYPE)
+        b_2, b_3 = _e4m3(b_words, 1, DTYPE), _e4m3(b_words >> 16, 1, DTYPE)
     b_w = tl.reshape(tl.join(tl.join(b_0, b_1), tl.join(b_2, b_3)), (BLOCK_N, WORDS // 4, 4, 2, 2))  # J, t, c, b
     b_w = tl.reshape(tl.permute(b_w, (0, 1, 4, 2, 3)), (BLOCK_N, WORDS * 4))
     return b_w.to(DTYPE, bitcast=True) if FAST else b_w
 
 
 @triton.jit
-def _e4m3(b_words: tl.tensor, SHIFT: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """The 8 bits from SHIFT on: exponent and mantissa as a float32 has them, 2^-120 times the number."""
-    b_byte = b_words >> SHIFT
-    b_bits = ((b_byte & 0x80) << 24) | ((b_byte & 0x7F) << 20)
-    return (b_bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)  # 2^120
+def _e4m3(b_half: tl.tensor, NUMBER: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
+    """A number of the lower half word: where a bfloat16 has its bits they are 2^-120 times the number."""
+    if NUMBER == 0:
+        b_bits = b_half & 0x87F0
+    else:
+        b_bits = ((b_half << 4) & 0x80F0) | ((b_half >> 4) & 0x0700)
+    return ((b_bits << 16).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)  # 2^120

@@ -12,7 +12,7 @@ none of them between lanes. With a, b, c in 0, 1, word 4 J + t of a row has
     int4    k = 32 J + 16 a + 8 b + 2 t + c    at bit  4 (2 a + b) + 16 c
     e2m1    likewise                           its sign at bit SIGNS[2 a + b] + 16 c, the rest from MAGNITUDES[..] on,
                                                so that few shifts bring both where a bfloat16 has them
-    e4m3    k = 16 J + 8 b + 2 t + c           at bit  8 (1 - b) + 16 c
+    e4m3    k = 16 J + 8 b + 2 t + c           each piece of it, from its lowest bit on, at bit PLACES[b] + 16 c
 Scales lie [K / group, N]: a tile reads those of its rows as one piece.
 """
 
@@ -32,6 +32,10 @@ MAX_GROUP = 64
 """Largest group of weights in 4 bits. A coarser scale is repeated, so that each thread of a program has one to copy."""
 
 SIGNS, MAGNITUDES = (15, 12, 14, 13), (6, 3, 9, 0)
+
+PLACES = (((0, 7, 4), (7, 1, 15)), ((0, 4, 0), (4, 3, 12), (7, 1, 11)))
+"""Of 8 bits, for b = 0 and 1, pieces of a number: its lowest bit, how many, and where they lie in a half word. Those of
+the first are where a bfloat16 has its sign and the ends of exponent and mantissa; of the second, two shifts away."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -122,7 +126,8 @@ def _fields(numbers: torch.Tensor, code: str) -> Iterator[tuple[torch.Tensor, in
     if code == "e4m3":
         pairs = numbers.view(len(numbers), -1, 2, 4, 2)  # J, b, t, c
         for b, c in product((0, 1), (0, 1)):
-            yield pairs[:, :, b, :, c], 0, 0xFF, 8 * (1 - b) + 16 * c
+            for low, width, place in PLACES[b]:
+                yield pairs[:, :, b, :, c], low, (1 << width) - 1, place + 16 * c
         return
     blocks = numbers.view(len(numbers), -1, 2, 2, 4, 2)  # J, a, b, t, c
     for a, b, c in product((0, 1), (0, 1), (0, 1)):
