@@ -185,7 +185,7 @@ def test_the_cut_of_a_packed_weight_is_its_shape_alone():
     """More ranges than in 16 bits: unpacking takes time that other programs hide."""
     shapes = {(256, 2560): 10}  # few rows: ranges of one tile, which a program holds
     shapes |= {(2560, 10240): 8, (2560, 2048): 4, (3072, 2560): 5, (20480, 2560): 2, (43008, 5376): 1, (8192, 28672): 3}
-    shapes |= {(70, 128): 1}
+    shapes |= {(5376, 21504): 7, (10240, 8192): 4, (70, 128): 1}
     for (n, k), splits in shapes.items():
         weight = PackedWeight("int4", torch.empty(n, k // 8, dtype=torch.int32), torch.empty(k // 32, n), None, 32)
         cut = cut_of(weight)

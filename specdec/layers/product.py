@@ -24,14 +24,17 @@ RANGE = 128
 SPLITS, SPLIT_ROWS = 4, 8192
 """A weight of at most SPLIT_ROWS rows is cut into SPLITS ranges of K: otherwise it would be too few programs."""
 
-PACKED_RANGE, PACKED_PROGRAMS, MAX_PACKED_SPLITS = 256, 384, 8
-"""Ranges of a packed weight begin at multiples of PACKED_RANGE. They are so many, of two tiles at least, that there are
-PACKED_PROGRAMS programs of 64 rows: unpacking takes time that only other programs on the multiprocessor hide. Each is a
-part that the next kernel adds up, so there are at most MAX_PACKED_SPLITS."""
+PACKED_RANGE, MAX_PACKED_SPLITS = 256, 8
+"""Ranges of a packed weight begin at multiples of PACKED_RANGE. Each is a part that the next kernel adds up, so there
+are at most MAX_PACKED_SPLITS."""
+
+PACKED_WAVE, PACKED_PROGRAMS = 396, 640
+"""They are so many that programs of 64 rows fill PACKED_WAVE, what an H200 runs at once, to nine tenths or more; where
+no number does, as many as PACKED_PROGRAMS allow: unpacking takes time that only other programs hide."""
 
 PACKED_LONG, PACKED_SHORT = 2560, 1280
 """Columns of a range of a packed weight above which a program has four tiles on their way, otherwise three; and up to
-which they are tiles of 128 columns where the weight has many rows."""
+which int4 is read in tiles of 128 columns where the weight has many rows and small groups."""
 
 PACKED_LARGE = 40960
 """Rows of a packed weight from which on tiles of 128 rows are enough programs, for more rows of x than 32."""
@@ -181,8 +184,11 @@ def cut_of(weight: Weight) -> Cut:
     n, k = weight.shape
     if not isinstance(weight, PackedWeight):
         return choose_cut(n, k)
-    steps = triton.cdiv(k, PACKED_RANGE)
-    splits = min(triton.cdiv(PACKED_PROGRAMS, triton.cdiv(n, 64)), MAX_PACKED_SPLITS, max(1, steps // 2))
+    steps, tiles = triton.cdiv(k, PACKED_RANGE), triton.cdiv(n, 64)
+    splits = PACKED_WAVE // tiles
+    if 10 * splits * tiles < 9 * PACKED_WAVE:
+        splits = PACKED_PROGRAMS // tiles
+    splits = max(1, min(splits, MAX_PACKED_SPLITS, steps // 2))  # of two tiles at least
     if n <= SMALL_ROWS:  # one tile a range, which a program can hold
         splits = steps
     split_steps = triton.cdiv(steps, splits)
@@ -212,7 +218,7 @@ def choose_packed_tiles(num_rows: int, weight: PackedWeight, cut: Cut, dtype: to
     if BITS[weight.code] == 8:
         block_k = fixed or (256 if wide and cut.splits == 1 else 128)
         return Tiles(64, block_m, block_k, 4, stages, 64, registers=PACKED_REGISTERS)
-    if wide and cut.splits > 1 and cut.split_len <= PACKED_SHORT:
+    if wide and cut.splits > 1 and cut.split_len <= PACKED_SHORT and weight.code == "int4" and weight.group <= 32:
         return Tiles(64, block_m, fixed or 128, 4, stages, 64, registers=PACKED_REGISTERS)
     return Tiles(64, block_m, fixed or 256, 4, stages, 64)
 

@@ -2,7 +2,9 @@
 ones (random_packed.py) are never in 16 bits.
 
 Scales are such that activations stay near 1 through all layers: products keep the variance, norms are about 1, and
-attention scores are about 1, since with large ones every softmax picks one key and rounding picks which.
+attention scores are about 1, since with large ones every softmax picks one key and rounding picks which. An embedding
+outweighs what all layers add to it, as in trained models: otherwise a rounding that makes one router choose another
+expert changes the routers of all layers after it.
 """
 
 from functools import partial
@@ -93,23 +95,17 @@ def make_drafter(shape: Shape, shrink: Shrink, target: TargetModel, seed: int) -
     return Gemma4MTPDrafter(model, target)
 
 
-DECISIVE = 4.0
-"""Times that a router's weights are larger than others. The same experts are chosen, and their weights are far apart,
-as trained ones are: with alike ones a rounding that chooses another expert changes a quarter of a layer's output."""
-
-
 @torch.no_grad()
 def randomise(module: nn.Module, seed: int) -> None:
     """Fill every parameter in place, on its device."""
+    layers = getattr(getattr(module, "config", None), "num_hidden_layers", 1)
     for number, (path, weight) in enumerate(module.named_parameters(), start=1):  # a tied head is its embedding
         owner, _, name = path.rpartition(".")
         mean, std = 1.0, 0.05  # gains of norms, scales of routers
         if weight.dim() > 1:
             part = module.get_submodule(owner)
             plain = isinstance(part, nn.Embedding) and not hasattr(part, "embed_scale")
-            mean, std = 0.0, 1.0 if plain else weight.shape[-1] ** -0.5
-            if "Router" in type(part).__name__ + type(module.get_submodule(owner.rpartition(".")[0])).__name__:
-                std *= DECISIVE
+            mean, std = 0.0, (2 * layers) ** 0.5 if plain else weight.shape[-1] ** -0.5
         elif name == "sinks":
             mean, std = 0.0, 1.0
         elif name.endswith("bias"):

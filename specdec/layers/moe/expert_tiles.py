@@ -24,7 +24,7 @@ def expert_tiles(num_rows: int, weight: Weight, dtype: torch.dtype, expected: in
     else:
         block_k = 32 if dtype == torch.float32 else 128 if k % 128 == 0 else 64
         stages = (FEW_STAGES if block_m == 16 else STAGES)[block_k] if block_m <= 32 else 3
-    tail = _packed_tail(weight, block_k) if isinstance(weight, PackedWeight) else 0
+    tail = _packed_tail(weight, block_k) if isinstance(weight, PackedWeight) and block_m <= 32 else 0
     tiles = {"BLOCK_N": 64, "BLOCK_M": block_m, "BLOCK_K": block_k, "TAIL_K": tail}
     return tiles | {"num_warps": 4, "num_stages": stages}
 
