@@ -173,7 +173,9 @@ def test_why_the_hub_did_not_answer(module, says, monkeypatch):
 
 def record(index, speculative, plain, parting=None):
     def run(text, rounds, accepted, seconds):
-        stats = {"rounds": rounds, "round_tokens": rounds + sum(accepted), "accepted_counts": accepted}
+        tokens = rounds + sum(accepted)
+        stats = {"rounds": rounds, "round_tokens": tokens, "accepted_counts": accepted}
+        stats |= {"drafted_rounds": rounds, "drafted_round_tokens": tokens} if accepted else {}
         stats["output_tokens"] = 10
         return {"text": text, "token_ids": [], "finish_reason": "stop", "stats": stats, "seconds": seconds}
 

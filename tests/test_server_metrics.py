@@ -1,4 +1,4 @@
-"""What /metrics says of captures: a tape in the place of graphs, asked between two steps of a running engine."""
+"""What /metrics says: acceptance, and captures, with a tape in the place of graphs, between two steps of an engine."""
 
 import asyncio
 from typing import Any
@@ -10,8 +10,11 @@ from test_captures import GREEDY, WeighedTape
 import specdec.engine
 from specdec import Engine
 from specdec.gpu.captures import CaptureUse
+from specdec.runtime.engine_stats import EngineStats
+from specdec.runtime.request import RequestStats
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.metrics import Metrics
+from specdec.serving.metrics import Metrics, Snapshot, figures
+from specdec.serving.status_report import said
 
 
 def figures_after(engine: Engine, prompts: list[list[int]]) -> tuple[dict[str, float], CaptureUse]:
@@ -27,6 +30,19 @@ def figures_after(engine: Engine, prompts: list[list[int]]) -> tuple[dict[str, f
     text, use = asyncio.run(ask())
     samples = [each for family in text_string_to_metric_families(text.decode()) for each in family.samples]
     return {each.name: each.value for each in samples if each.name.startswith("specdec:")}, use
+
+
+def test_the_gauge_and_the_log_have_one_acceptance_length_which_leaves_out_rounds_without_drafts():
+    """They differed where some requests were sent with `speculation: false`: 1.21 in the one, 1.57 in the other."""
+    stats = RequestStats(prompt_tokens=9, output_tokens=23)
+    stats.record_round(5, 4, 4)
+    stats.record_round(2, 1, 4)
+    for _ in range(16):
+        stats.record_round(1, 0, 0)
+    snapshot = Snapshot(EngineStats(), stats)
+    [gauge] = [value for _, name, _, value in figures(snapshot) if name == "specdec:acceptance_length"]
+    assert gauge == 3.5
+    assert "acceptance length 3.50, 62.5 % of drafts" in said(None, snapshot, 10.0)
 
 
 def captured(figures: dict[str, float]) -> CaptureUse:

@@ -16,7 +16,8 @@ from served_engine import until
 
 def test_throughput_and_acceptance_are_those_between_two_looks_and_nothing_is_said_without_traffic():
     before = Snapshot(EngineStats(), RequestStats(prompt_tokens=100, output_tokens=50, accepted_counts=[5]))
-    after = RequestStats(prompt_tokens=300, output_tokens=150, cached_tokens=50, drafted_rounds=40, draft_tokens=160)
+    after = RequestStats(prompt_tokens=300, output_tokens=150, cached_tokens=50)
+    after.drafted_rounds, after.drafted_round_tokens, after.draft_tokens = 40, 100, 160
     after.accepted_counts = [35, 30]
     pool = PoolUse(held=50, peak=50, cached=0, capacity=200)
     line = said(before, Snapshot(EngineStats(running=3, waiting=2, full_slots=pool), after), 10.0)

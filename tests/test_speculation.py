@@ -60,6 +60,9 @@ def test_tokens_depend_on_none_of_it(drafter, page_size, captured, engine_for, r
         assert len(out.stats.accepted_counts) <= depth and out.stats.round_tokens == NEW - 1
         if not depth:
             assert out.stats.acceptance_length == 1 and not any(out.drafted)
+    drafted = [out.stats for out, kind in zip(got, KINDS, strict=True) if kind is not False]
+    tokens, rounds = (sum(getattr(s, name) for s in drafted) for name in ("drafted_round_tokens", "drafted_rounds"))
+    assert engine.stats().acceptance_length == tokens / rounds  # those without drafts have no part in it
 
 
 @pytest.mark.parametrize("depth", [1, 2])

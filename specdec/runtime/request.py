@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 class RequestStats:
     """What speculation did for one request, or (summed) for many.
 
-    `accepted_counts[i]`: rounds in which draft i + 1 was emitted. `drafted_rounds`: those that had drafts, and
-    `draft_tokens`: how deep these were, summed. `forced_tokens`: those that a grammar left no choice for, and that
-    stood in the place of drafts in `forced_rounds`. `cached_tokens`: prompt tokens whose K/V came out of the prefix
+    `accepted_counts[i]`: rounds in which draft i + 1 was emitted. `drafted_rounds`: those that had drafts,
+    `drafted_round_tokens`: what these emitted, the bonus included, and `draft_tokens`: how deep they were, summed.
+    `forced_tokens`: those that a grammar left no choice for, and that stood in the place of drafts in `forced_rounds`,
+    which had none. `cached_tokens`: prompt tokens whose K/V came out of the prefix
     cache. Seconds are a request's share of its batch's time; but queue and first_token are from when it was
     handed in until it had a row, and its first token.
     """
@@ -39,6 +40,7 @@ class RequestStats:
     rounds: int = 0
     round_tokens: int = 0
     drafted_rounds: int = 0
+    drafted_round_tokens: int = 0
     draft_tokens: int = 0
     accepted_counts: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -56,14 +58,14 @@ class RequestStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens emitted per target forward after prefill, the bonus included (0 before the first round)."""
-        return self.round_tokens / self.rounds if self.rounds else 0.0
+        """Tokens emitted per round that had drafts, the bonus included. Rounds without drafts do not count; if all are
+        without, it is 1, and before the first round 0."""
+        return self.drafted_round_tokens / self.drafted_rounds if self.drafted_rounds else float(self.rounds > 0)
 
     @property
     def accepted_per_position(self) -> list[float]:
         """Share of the rounds with drafts in which each draft position was accepted."""
-        drafted = self.rounds - self.forced_rounds
-        return [count / drafted for count in self.accepted_counts] if drafted else []
+        return [count / self.drafted_rounds for count in self.accepted_counts] if self.drafted_rounds else []
 
     def copy(self) -> "RequestStats":
         """These figures alone. Every round makes one for every request, so not by `replace`, which takes long."""
@@ -75,7 +77,9 @@ class RequestStats:
         """A verify emitted that many tokens, the first `accepted` of them out of drafts `num_drafts` deep."""
         self.rounds += 1
         self.round_tokens += emitted
-        self.drafted_rounds += num_drafts > 0
+        if num_drafts:
+            self.drafted_rounds += 1
+            self.drafted_round_tokens += emitted
         self.draft_tokens += num_drafts
         self.accepted_counts += [0] * (max(num_drafts, accepted) - len(self.accepted_counts))
         for i in range(accepted):

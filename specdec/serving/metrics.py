@@ -150,7 +150,7 @@ def figures(snapshot: Snapshot) -> list[tuple[str, str, str, float | None]]:
         (
             "gauge",
             "specdec:acceptance_length",
-            "Tokens of a request's round, with the bonus.",
+            "Tokens of a request's round with drafts, the bonus included.",
             requests.acceptance_length,
         ),
         ("gauge", "specdec:round_milliseconds", "A round on the device, on average.", engine.batch_milliseconds),

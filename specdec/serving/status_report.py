@@ -55,21 +55,21 @@ class Reporter:
 
 def said(before: Snapshot | None, after: Snapshot, seconds: float) -> str | None:
     """The line of what happened between two snapshots; None where nothing did."""
-    old, new = before.requests if before else RequestStats(), after.requests
-    prompt, output = new.prompt_tokens - old.prompt_tokens, new.output_tokens - old.output_tokens
-    if not (prompt or output):
+    since = after.requests.copy()
+    if before is not None:
+        since.add(before.requests, sign=-1)
+    if not (since.prompt_tokens or since.output_tokens):
         return None
-    accepted = sum(new.accepted_counts) - sum(old.accepted_counts)
-    drafts, rounds = new.draft_tokens - old.draft_tokens, new.drafted_rounds - old.drafted_rounds
     pool = after.engine.full_slots
     parts = [
-        f"prompts {prompt / seconds:.1f} tokens/s",
-        f"outputs {output / seconds:.1f} tokens/s",
+        f"prompts {since.prompt_tokens / seconds:.1f} tokens/s",
+        f"outputs {since.output_tokens / seconds:.1f} tokens/s",
         f"{after.engine.running} requests running, {after.engine.waiting} waiting",
         f"KV slots {100 * pool.held / pool.capacity if pool.capacity else 0:.1f} % in use",
     ]
-    if prompt:
-        parts.append(f"{100 * (new.cached_tokens - old.cached_tokens) / prompt:.1f} % of prompts cached")
-    if rounds and drafts:
-        parts.append(f"acceptance length {1 + accepted / rounds:.2f}, {100 * accepted / drafts:.1f} % of drafts")
+    if since.prompt_tokens:
+        parts.append(f"{100 * since.cached_tokens / since.prompt_tokens:.1f} % of prompts cached")
+    if since.drafted_rounds:
+        accepted = 100 * sum(since.accepted_counts) / since.draft_tokens
+        parts.append(f"acceptance length {since.acceptance_length:.2f}, {accepted:.1f} % of drafts")
     return ", ".join(parts)
