@@ -5,6 +5,7 @@ from specdec.draft_models.conformance import check_drafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.ngram import NgramDrafter
+from specdec.draft_models.suffix import SuffixDrafter
 
 assert __name__ == "specdec.draft_models", "import specdec.draft_models, not draft_models"
 
@@ -18,5 +19,6 @@ __all__ = [
     "NgramDrafter",
     "Observation",
     "StatelessDrafter",
+    "SuffixDrafter",
     "check_drafter",
 ]

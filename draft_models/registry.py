@@ -21,6 +21,7 @@ from specdec.draft_models.gemma4_mtp import (
     is_assistant_config,
 )
 from specdec.draft_models.ngram import NgramDrafter
+from specdec.draft_models.suffix import SuffixDrafter
 from specdec.errors import UnsupportedModelError
 
 
@@ -66,7 +67,7 @@ FAMILIES = (
     ),
 )
 
-WORDS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
+WORDS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
 """Drafters named by a word."""
 
 

@@ -145,8 +145,8 @@ class Engine:
         """Load and bind a pair.
 
         target: hub id, folder, bundled name or a loaded model (with peft adapters in place, if it has any). drafter:
-        the same, "ngram", or None ("none"). tokenizer: a tokenizer or its name; default: the target's own, None for a
-        loaded module. Other arguments (revision, token, trust_remote_code, quantization_config, ...) go to
+        the same, "suffix", "ngram", or None ("none"). tokenizer: a tokenizer or its name; default: the target's own,
+        None for a loaded module. Other arguments (revision, token, trust_remote_code, quantization_config, ...) go to
         transformers' `from_pretrained` for the target; `drafter_options` are those of the drafter, which also takes
         over the target's token, trust_remote_code, cache_dir and local_files_only.
         Raises CheckpointError (nothing there, tensors missing), UnsupportedModelError (a target that cannot be served

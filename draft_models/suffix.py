@@ -1,0 +1,130 @@
+r"""Suffix decoding: what followed the newest tokens wherever they stood before, by how often. Needs no model and no KV.
+
+    text        .. the cat sat .. the cat ran .. the cat sat .. the cat
+    matches     ends of earlier places where the last tokens of the text stand, m_i tokens of them (at most MATCH)
+    weight      4^(m_i - max m): a longer match outweighs shorter ones, which decide where it says nothing else
+    draft       sat with 2 / 3 of the weight, ran with 1 / 3; below each, what followed there
+
+The tree of all continuations of the matches, a node's probability the share of its parent's weight, grows best first as
+those of models do (Oliaro et al., "SuffixDecoding", 2024; there with a suffix tree on the host, here by comparing on
+the device, so that rounds stay captured and nobody waits). A continuation that runs into the end of the text goes on
+with its period, as in prompt lookup.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from specdec.attention.backend import Backend
+from specdec.attention.trees.growth import LOWEST, Growth
+from specdec.attention.trees.tree import DraftTree
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker, Observation
+from specdec.kvcache.frozen import KVView
+
+MATCH = 16
+"""Longest match that is told from a shorter one, in tokens."""
+
+MATCHES = 64
+"""Of a request that are followed: the longest, of equal ones the latest."""
+
+NOTHING = -1
+"""Stands before the first token of a text."""
+
+
+class SuffixDrafter(Drafter):
+    """Proposes chains and trees by lookup, for all requests at once and without a host synchronisation."""
+
+    name = "suffix"
+
+    def bind(self, binding: Binding) -> DraftWorker:
+        return SuffixWorker(binding.backend)
+
+
+class SuffixWorker(DraftWorker):
+    """Has no state but the backend that selects trees."""
+
+    view: KVView | None = None
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def propose(self, batch: DraftBatch) -> DraftTree:
+        matches = find_matches(batch.history, batch.history_len)
+        growth = Growth(batch.root)
+        followed = matches.weight[:, None]  # [B, beam, P]: weights of the matches whose text runs through each node
+        chain = [batch.root[:, None]]
+        for level in range(batch.num_steps):
+            next_token = matches.tokens_at(level)  # [B, P]
+            tokens, log_probs = children(next_token, followed, batch.topk)
+            beam = growth.add_level(tokens, log_probs)
+            through = next_token[:, None] == beam.tokens[..., None]
+            followed = followed.gather(1, beam.origin[..., None].expand_as(through)) * through
+            chain.append(beam.tokens)
+        if batch.topk == 1:
+            return DraftTree.chain(torch.cat(chain, dim=1))
+        return growth.select(self.backend, batch.num_nodes)
+
+    def observe(self, seen: Observation) -> None:
+        """Nothing to learn: each batch holds the history."""
+
+
+class Matches(NamedTuple):
+    """Earlier places of the newest tokens, best first.
+
+    history: [B, L]. after: [B, P] the position behind each. period: [B, P] >= 1, from there to the end of the text.
+    weight: [B, P] float32, 0: no match.
+    """
+
+    history: torch.Tensor
+    after: torch.Tensor
+    period: torch.Tensor
+    weight: torch.Tensor
+
+    def tokens_at(self, level: int) -> torch.Tensor:
+        """[B, P]: the token `level` tokens behind each match."""
+        return self.history.gather(1, self.after + level % self.period)
+
+
+def find_matches(history: torch.Tensor, length: torch.Tensor) -> Matches:
+    """history [B, L], of which the first `length` [B] tokens are the text."""
+    padded = F.pad(history, (MATCH, 0), value=NOTHING)  # token p at p + MATCH
+    steps = torch.arange(MATCH, device=history.device)
+    newest = padded.gather(1, length[:, None] + steps)  # [B, MATCH]
+    windows = padded[:, 1:].unfold(1, MATCH, 1)  # [B, L, MATCH], window p ends with token p
+    equal = (windows == newest[:, None]).flip(-1).to(torch.int32)
+    matched = equal.cumprod(-1).sum(-1)  # [B, L]
+    ends = torch.arange(history.shape[1], device=history.device)
+    matched = torch.where(ends < length[:, None] - 1, matched, 0)
+    rank = matched * history.shape[1] + ends  # of equal matches the later one
+    best = rank.topk(min(MATCHES, history.shape[1]), dim=1).indices
+    matched = matched.gather(1, best)
+    weight = torch.where(matched > 0, 4.0 ** (matched - matched[:, :1]), 0.0)
+    after = torch.minimum(best + 1, length[:, None] - 1)
+    return Matches(history, after, length[:, None] - after, weight)
+
+
+def children(next_token: torch.Tensor, followed: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The heaviest next tokens of each node, distinct: tokens [B, M, K] and their log-probabilities [B, M, K].
+
+    next_token: [B, P] of each match. followed: [B, M, P] weights of the matches that run through each node. Where fewer
+    than K tokens follow, the others are the lowest of all token ids that do not, with a log-probability of LOWEST.
+    """
+    same = next_token[:, :, None] == next_token[:, None]  # [B, P, P]
+    share = followed @ same.to(followed.dtype)  # of each match's next token
+    earlier = same.tril(-1).to(followed.dtype)
+    is_first = (followed > 0) & ((followed > 0).to(followed.dtype) @ earlier.mT == 0)  # of its token in this node
+    share = torch.where(is_first, share, 0.0)
+    width = share.shape[-1]
+    if width < topk:
+        share, next_token = F.pad(share, (0, topk - width)), F.pad(next_token, (0, topk - width))
+    heaviest = share.sort(dim=-1, descending=True, stable=True)
+    share, chosen = heaviest.values[..., :topk], heaviest.indices[..., :topk]
+    tokens = next_token[:, None].expand(-1, share.shape[1], -1).gather(2, chosen)
+    real = share > 0
+    log_probs = torch.where(real, (share / followed.sum(-1, keepdim=True)).log(), LOWEST)
+    slots = torch.arange(topk, device=tokens.device)
+    taken = ((slots[:, None] == tokens[..., None, :]) & real[..., None, :]).any(-1)  # [B, M, K] of the lowest ids
+    unused = taken.to(torch.int8).sort(dim=-1, stable=True).indices
+    unused = unused.gather(2, (slots - real.sum(-1, keepdim=True)).clamp(min=0))
+    return torch.where(real, tokens, unused), log_probs

@@ -1,0 +1,54 @@
+"""How near a model's packed rows must be to its own forward."""
+
+import pytest
+import torch
+
+from specdec.errors import UnsupportedModelError
+from specdec.models.probe import Closeness, prove
+from specdec.models.target import TargetModel
+
+
+def test_a_bound_follows_the_noise_up_to_a_point():
+    """In 16 bits, twice what the model's own forward differs from itself in a larger batch; one that differs by half is
+    another model. The noise is measured only where the fixed bound does not hold."""
+    asked = []
+
+    def noise_of(noise):
+        return lambda: asked.append(noise) or noise
+
+    assert Closeness(False, noise_of(0.3)).is_within(0.19, 0.2) and asked == []
+    assert Closeness(False, noise_of(0.3)).is_within(0.45, 0.2)
+    assert not Closeness(False, noise_of(0.1)).is_within(0.45, 0.2)
+    assert not Closeness(False, noise_of(0.9)).is_within(0.55, 0.2)
+    assert not Closeness(False, noise_of(0.9)).is_within(float("nan"), 0.2)
+    asked.clear()
+    assert not Closeness(True, noise_of(0.9)).is_within(0.01, 1e-3) and asked == []
+
+
+@pytest.mark.parametrize(("in_a_crowd", "served"), [(0.3, False), (0.0, True)])
+def test_a_forward_that_differs_from_itself_is_given_room(in_a_crowd, served, make_target):
+    """Of two texts its logits are 30 % off what packed rows give, and in a larger batch as far, or not at all."""
+    model = make_target("llama").to(torch.bfloat16)
+    target = TargetModel(model)
+    texts = torch.arange(12).view(2, 6)
+    own = model(input_ids=texts, use_cache=False).logits
+    noise = torch.randn(own.shape, generator=torch.Generator().manual_seed(0)) * own.float().std()
+
+    def forward(tokens):
+        logits = model(input_ids=tokens, use_cache=False).logits
+        size = in_a_crowd if len(tokens) > 2 else 0.3
+        logits[:2] += (size * noise).to(logits.dtype)
+        return logits
+
+    def tried():
+        with torch.inference_mode():
+            return prove(
+                "it", target.layout, texts, run=target._run, head=target.head, own=forward,
+                rules=[target.logit_rule], exact=False,
+            )  # fmt: skip
+
+    if served:
+        assert tried().rule == target.logit_rule
+        return
+    with pytest.raises(UnsupportedModelError, match="differ from those of its own forward by"):
+        tried()

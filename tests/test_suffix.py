@@ -1,0 +1,155 @@
+"""Suffix decoding proposes what its definition says, and the output is the target's."""
+
+import math
+import random
+from collections import defaultdict
+
+import pytest
+import torch
+
+from specdec import SamplingParams, SpecConfig
+from specdec.attention.torch_backend import TorchBackend
+from specdec.attention.trees.growth import LOWEST
+from specdec.draft_models.base import DraftBatch
+from specdec.draft_models.suffix import MATCH, MATCHES, SuffixWorker, children, find_matches
+from specdec.kvcache.table import Rows
+
+from marks import each_value, pairs
+from tiny_models import FAMILIES
+
+GREEDY = SamplingParams(max_new_tokens=24)
+
+
+def proposed(*histories, steps=3, topk=1, num_nodes=None):
+    length = max(map(len, histories))
+    padded = torch.tensor([[*h, *[h[-1]] * (length - len(h))] for h in histories])
+    batch = DraftBatch(
+        rows=Rows(torch.arange(len(histories)), length), root=torch.tensor([h[-1] for h in histories]),
+        history=padded, history_len=torch.tensor([len(h) for h in histories]), num_steps=steps, topk=topk,
+        num_nodes=num_nodes or 1 + steps, sample=None, best=None,
+    )  # fmt: skip
+    tree = SuffixWorker(TorchBackend()).propose(batch)
+    tree.check()
+    return tree
+
+
+def drafts(history, **shape):
+    return proposed(history, **shape).tokens[0, 1:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("history", "want"),
+    [
+        ([1, 2, 7, 8, 9, 1, 2], [7, 8, 9]),
+        ([1, 2, 3, 1, 2, 3], [1, 2, 3]),  # runs into the end: goes on with period 3
+        ([5, 7, 7], [7, 7, 7]),
+        ([2, 9, 2, 5, 6, 2, 5, 6, 2], [5, 6, 2]),  # 2 went on with 5 twice, with 9 once
+        ([2, 5, 3, 2, 9, 4, 2], [9, 4, 2]),  # once each: the later one
+        ([1, 2, 5, 0, 2, 6, 0, 2, 6, 0, 1, 2], [5, 0, 2]),  # [1 2] once outweighs [2] twice: 4 to 1 + 1
+        ([4], [0, 0, 0]),  # no match: tokens that nothing speaks for
+        ([4, 5], [0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_a_chain_by_eye(history, want):
+    assert drafts(history) == want
+
+
+def test_a_tree_by_eye():
+    """After [1]: 2 twice, then 3 and 4; 5 once, then 6."""
+    tree = proposed([1, 2, 3, 1, 2, 4, 1, 5, 6, 1], steps=2, topk=2, num_nodes=6)
+    paths = defaultdict(list)
+    for node in range(1, 6):
+        parent = int(tree.parents[0, node])
+        paths[node] = [*paths[parent], int(tree.tokens[0, node])]
+    # 2 and 5 follow with 8/21 and 5/21 or so: longer matches weigh more. The last place is a child's.
+    assert sorted(paths.values())[1:] == [[2], [2, 3], [2, 4], [5], [5, 6]]
+
+
+def test_children_by_eye():
+    """Of weights 4, 1, 1 and 2 for tokens 7, 7, 0 and 9, in a node that has all, and one that has only the third."""
+    next_token = torch.tensor([[7, 7, 0, 9]])
+    followed = torch.tensor([[[4.0, 1.0, 1.0, 2.0], [0.0, 0.0, 1.0, 0.0]]])
+    tokens, log_probs = children(next_token, followed, 3)
+    assert tokens.tolist() == [[[7, 9, 0], [0, 1, 2]]]  # 1 and 2 are the lowest ids that are left
+    assert log_probs[0, 0].exp().tolist() == pytest.approx([5 / 8, 2 / 8, 1 / 8])
+    assert log_probs[0, 1].tolist() == [0.0, LOWEST, LOWEST]
+    tokens, _ = children(next_token, followed, 6)  # more branches than matches
+    assert tokens.tolist() == [[[7, 9, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]]]
+
+
+def slow_matches(text):
+    found = []
+    for end in range(len(text) - 1):
+        size = 0
+        while size < min(MATCH, end + 1) and text[end - size] == text[-1 - size]:
+            size += 1
+        if size:
+            found.append((size, end))
+    return sorted(found, reverse=True)[:MATCHES]
+
+
+def slow_children(text, path):
+    """token -> its share among the weights of the matches that go on with `path`."""
+    found, shares = slow_matches(text), defaultdict(float)
+    for size, end in found:
+        period = len(text) - 1 - end
+        going_on = [text[end + 1 + step % period] for step in range(len(path) + 1)]
+        if going_on[:-1] == path:
+            shares[going_on[-1]] += 4.0 ** (size - found[0][0])
+    total = sum(shares.values())
+    return {token: share / total for token, share in shares.items()}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shares_are_those_of_the_definition(seed):
+    rng = random.Random(seed)
+    texts = [[rng.randrange(rng.choice((2, 3, 9))) for _ in range(rng.choice((1, 2, 30, 90)))] for _ in range(3)]
+    topk, length = rng.choice((1, 2, 4)), max(map(len, texts))
+    padded = torch.tensor([[*text, *[1] * (length - len(text))] for text in texts])
+    matches = find_matches(padded, torch.tensor([len(text) for text in texts]))
+    followed, paths = matches.weight[:, None], [[[]] for _ in texts]
+    for level in range(4):
+        next_token = matches.tokens_at(level)
+        tokens, log_probs = children(next_token, followed, topk)
+        for b, text in enumerate(texts):
+            want = slow_children(text, paths[b][0])
+            got = {t: math.exp(p) for t, p in zip(tokens[b, 0].tolist(), log_probs[b, 0].tolist(), strict=True)}
+            assert len(got) == topk, "siblings are distinct"
+            real = {token: share for token, share in got.items() if share > 0}
+            assert real == pytest.approx({token: want[token] for token in real})
+            assert sorted(real.values()) == pytest.approx(sorted(want.values())[-topk:])
+            paths[b] = [[*paths[b][0], int(tokens[b, 0, 0])]]
+        followed = followed * (next_token == tokens[:, 0, :1])[:, None]
+
+
+def test_alone_and_in_a_batch():
+    rng = random.Random(0)
+    texts = [[rng.randrange(3) for _ in range(size)] for size in (1, 5, 40, 77)]
+    together = proposed(*texts, topk=3, steps=3, num_nodes=9)
+    for i, text in enumerate(texts):
+        alone = proposed(text, topk=3, steps=3, num_nodes=9)
+        assert together.tokens[i].tolist() == alone.tokens[0].tolist()
+        assert together.parents[i].tolist() == alone.parents[0].tolist()
+
+
+SHAPES = [SpecConfig(num_steps=4), SpecConfig(num_steps=3, topk=3, num_draft_tokens=12)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "tree", "page_size"), each_value(pairs(FAMILIES, [False, True], [1, 4])))
+def test_the_output_is_the_targets(family, tree, page_size, make_target, make_engine, greedy_oracle, random_prompt):
+    model = make_target(family)
+    prompts = [random_prompt(n, seed=n) for n in (2, 17, 40)]
+    prompts[1] = prompts[1] * 2
+    engine = make_engine(model, "suffix", spec=SHAPES[tree], page_size=page_size, max_batch_size=2)
+    outputs = engine.generate(prompts, GREEDY)
+    assert [out.token_ids for out in outputs] == [greedy_oracle(model, p, GREEDY.max_new_tokens) for p in prompts]
+
+
+@pytest.mark.parametrize("spec", SHAPES, ids=["chain", "tree"])
+def test_text_that_repeats_is_accepted_whole(spec, make_target, make_engine, random_prompt):
+    engine = make_engine(make_target("gemma4-e2b"), "suffix", spec=spec)
+    [out] = engine.generate([random_prompt(9)], SamplingParams(max_new_tokens=81, logit_bias={7: 100.0}))
+    assert set(out.token_ids) == {7}
+    assert out.stats.accepted_per_position[-1] > 0.75  # of all rounds but the first ones, before 7 was seen
