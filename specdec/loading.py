@@ -20,6 +20,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils.hub import cached_file
 
 from specdec.draft_models.base import Drafter, TargetInfo
@@ -34,6 +35,7 @@ from specdec.plain_arguments import OWN_FORMS
 
 logger = logging.getLogger("specdec")
 
+NO_GGUF = "GGUF files are not read; give a checkpoint of safetensors"
 NO_NAMES = ("", "none", "null", "nan")
 """How a missing value reads as a string."""
 
@@ -71,11 +73,13 @@ class Checkpoint:
         known = f"give a checkpoint folder, a hub id, or one of {', '.join(BUNDLED_NAMES)}"
         if self.name.strip().lower() in NO_NAMES:
             raise CheckpointError(f"{self.name!r} names no checkpoint; {known}; a drafter of None is no drafter")
-        if self.name.endswith(".gguf"):
-            raise CheckpointError(f"{self.name!r} is a GGUF file, which is not read; {known}")
+        if self.name.lower().endswith(".gguf"):
+            raise CheckpointError(f"{self.name!r}: {NO_GGUF}")
         if Path(self.path).is_dir():
             file = Path(self.path, str(self.options.get("subfolder", "")), "config.json")
             if not file.is_file():
+                if any(file.parent.glob("*.gguf")):
+                    raise CheckpointError(f"{self.name!r} holds no config.json: {NO_GGUF}")
                 raise CheckpointError(f"{self.name!r} holds no config.json, so it is not a Hugging Face checkpoint")
             return file
         if self.name.startswith((".", "/", "~")) or self.name.count("/") > 1:
@@ -106,16 +110,21 @@ class Checkpoint:
         return config
 
     @property
-    def packed_formats(self) -> tuple[Format, ...] | None:
-        """The formats of its weights, where it is stored quantised and is read into packed weights; None: transformers
-        reads it. Raises UnsupportedModelError where nothing does."""
+    def quantization(self) -> dict[str, Any] | None:
+        """The `quantization_config` that it was stored with; None: it has none."""
         given = self.config.get("quantization_config")
         for part in self.config.values():  # of a multimodal config it may lie in the text's
             given = given or (part.get("quantization_config") if isinstance(part, dict) else None)
-        if not isinstance(given, dict):
+        return given if isinstance(given, dict) else None
+
+    @property
+    def packed_formats(self) -> tuple[Format, ...] | None:
+        """The formats of its weights, where it is stored quantised and is read into packed weights; None: transformers
+        reads it. Raises UnsupportedModelError where nothing does."""
+        if self.quantization is None:
             return None
         try:
-            return formats_of(given)
+            return formats_of(self.quantization)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{self.name!r} cannot be loaded: {error}") from error
 
@@ -143,21 +152,25 @@ class Checkpoint:
         """In the causal-LM class of its config (`hf_config`), with every tensor from the checkpoint."""
         config = self.hf_config() if config is None else config
         options = {"dtype": dtype, **self.options}
-        formats = None if options.get("quantization_config") is not None else self.packed_formats
+        asked = options.get("quantization_config")
+        formats = self.packed_formats if asked is None else None
         if formats is not None:
             config = without_quantization(config)
             options["quantization_config"] = PackedConfig(formats)
             if device.type != "cpu":  # packed there, file by file
                 options.setdefault("device_map", {"": device})
         try:
+            if isinstance(asked, dict) and self.quantization is not None:  # only objects override a stored one
+                options["quantization_config"] = AutoQuantizationConfig.from_dict(asked)
             with building(self.config):
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     self.path, config=config, output_loading_info=True, **options
                 )
         except (OSError, RuntimeError, ValueError, TypeError, ImportError, AssertionError, SafetensorError) as error:
             kind = CheckpointError if isinstance(error, (OSError, RuntimeError, SafetensorError)) else None
+            reason = _lacking_shard(self.config_file.parent) if isinstance(error, FileNotFoundError) else None
             raise (kind or UnsupportedModelError)(
-                f"{self.name!r} ({config.model_type}) cannot be loaded: {first_line(error)}"
+                f"{self.name!r} ({config.model_type}) cannot be loaded: {reason or first_line(error)}"
             ) from error
         model, info = loaded
         missing = sorted(info["missing_keys"])
@@ -177,12 +190,19 @@ class Checkpoint:
         return self.load(target.dtype, target.device)
 
 
+def _lacking_shard(folder: Path) -> str | None:
+    """Which file of an index is not there; None: all are, or there is no index."""
+    for index in sorted(folder.glob("*.index.json")):
+        for name in sorted(set(json.loads(index.read_text("utf-8")).get("weight_map", {}).values())):
+            if not (folder / name).is_file():
+                return f"the checkpoint lacks {name}, which {index.name} names"
+    return None
+
+
 def _understood(options: Mapping[str, Any]) -> dict[str, Any]:
     """Loading arguments with `torch_dtype` as `dtype`. Raises ConfigError for those that cannot be honoured."""
     if options.get("gguf_file") is not None:
-        raise ConfigError(
-            f"gguf_file={shown(options['gguf_file'])}: GGUF files are not read; give a checkpoint of safetensors"
-        )
+        raise ConfigError(f"gguf_file={shown(options['gguf_file'])}: {NO_GGUF}")
     understood = dict(options)
     old = plain_dtype(understood.pop("torch_dtype", None))
     new = plain_dtype(understood.pop("dtype", None))

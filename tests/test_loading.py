@@ -43,6 +43,15 @@ def test_shards_are_read(make_target, greedy_oracle, random_prompt, tmp_path):
         assert engine.generate(prompt, PARAMS)[0].token_ids == greedy_oracle(model, prompt, PARAMS.max_new_tokens)
 
 
+def test_a_missing_shard_is_named(make_target, tmp_path):
+    make_target("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    said = rf"cannot be loaded: the checkpoint lacks {shard.name}, which model.safetensors.index.json names$"
+    with pytest.raises(CheckpointError, match=said):
+        load_model(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+
+
 @pytest.mark.parametrize("ordered", [False, True], ids=["dense", "centroid"])
 def test_an_assistant_is_read_from_a_folder(ordered, make_target, make_assistant, random_prompt, tmp_path):
     target = make_target("gemma4-e2b")

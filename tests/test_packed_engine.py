@@ -368,6 +368,23 @@ def test_a_lacking_tensor_is_named(stored):
     assert f"lacks {UP}.weight_scale" in refusal(CheckpointError, folder)
 
 
+def test_a_lacking_shard_is_named(packed_pair, tmp_path):
+    folder, _ = packed_pair("llama", "int4-g32")
+    tensors = load_file(folder / "model.safetensors")
+    there, lacking = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    save_file(tensors, tmp_path / there, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: lacking if UP in name else there for name in tensors}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    assert f"the checkpoint lacks {lacking}, which " in refusal(CheckpointError, str(tmp_path))
+
+
+def test_a_quantization_config_without_a_method_is_one_sentence(packed_pair):
+    folder, _ = packed_pair("gpt_oss", "mxfp4")
+    with pytest.raises(UnsupportedModelError, match=r"cannot be loaded: .* no `quant_method`"):
+        load_model(str(folder), dtype=torch.float32, device=CPU, quantization_config={"dequantize": True})
+
+
 def test_a_lacking_linear_is_named(stored):
     def without(tensors):
         for name in [name for name in tensors if name.startswith(UP)]:
@@ -425,10 +442,14 @@ def test_a_format_that_is_not_read_is_named_with_its_checkpoint(packed_pair, tmp
     assert message.startswith(f"'{tmp_path}' cannot be loaded") and "8 bits, int" in message
 
 
-def test_the_users_own_quantization_config_goes_to_transformers(packed_pair):
+@pytest.mark.parametrize(
+    "given", [Mxfp4Config(dequantize=True), {"quant_method": "mxfp4", "dequantize": True}], ids=["object", "dict"]
+)
+def test_the_users_own_quantization_config_goes_to_transformers(given, packed_pair):
+    """A dict too, which transformers itself refuses beside the `quantization_config` of a checkpoint."""
     folder, plain = packed_pair("gpt_oss", "mxfp4")
-    options = {"quantization_config": Mxfp4Config(dequantize=True)}
-    experts = load_model(str(folder), dtype=torch.float32, device=CPU, **options).model.layers[0].mlp.experts
+    loaded = load_model(str(folder), dtype=torch.float32, device=CPU, quantization_config=given)
+    experts = loaded.model.layers[0].mlp.experts
     assert torch.equal(experts.down_proj, plain.model.layers[0].mlp.experts.down_proj)
 
 

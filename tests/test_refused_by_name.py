@@ -182,8 +182,10 @@ def test_what_is_in_the_cache_needs_no_network(monkeypatch):
 def test_gguf_files_are_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match=r"gguf_file='model\.gguf': GGUF files are not read"):
         load(tmp_path, gguf_file="model.gguf")
-    with pytest.raises(CheckpointError, match="is a GGUF file, which is not read"):
-        load(str(tmp_path / "model.gguf"))
+    (tmp_path / "model.gguf").touch()
+    for name, said in ((tmp_path / "model.gguf", "model.gguf'"), (tmp_path, "holds no config.json")):
+        with pytest.raises(CheckpointError, match=f"{said}: GGUF files are not read; give a checkpoint of safetensors"):
+            load(str(name))
 
 
 # models

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 
-from specdec.runtime.request import RequestStats
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.metrics import Metrics, Snapshot
 from specdec.serving.state import ServeState
