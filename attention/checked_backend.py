@@ -11,7 +11,7 @@ All of it is tensor operations without a value read, so a captured round does it
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -21,6 +21,7 @@ from specdec.attention.path_attention import part_of
 from specdec.attention.plan import Attend, KVPlan
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space
+from specdec.kvcache.layer_context import ScoreOptions
 from specdec.kvcache.sanitize import Capture, Fault, Sanitizer, sanitize_requested
 from specdec.kvcache.store import KVStore, LayerKV
 
@@ -153,8 +154,8 @@ class CheckedDraft:
     def destination(self, layer: int) -> tuple[LayerKV, FullLoc]:
         return self.block.destination(layer)
 
-    def attend(self, layer: int, query: torch.Tensor, *, scaling: float) -> torch.Tensor:
-        out = self.block.attend(layer, query, scaling=scaling)  # [B, K, Hq, D]
+    def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
+        out = self.block.attend(layer, query, **options)  # [B, K, Hq, D]
         rows = self.draft.rows.index
         broken = _broken(query, out) & (rows != self.sanitizer.table.padding_row)[:, None]
         positions = self.draft.positions[self.level][:, None]

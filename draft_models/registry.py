@@ -102,5 +102,5 @@ def building(config: Mapping[str, Any]) -> AbstractContextManager[None]:
 def _not_a_drafter(what: str, config: Mapping[str, Any]) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{what} has model_type {config.get('model_type')!r}; supported are "
-        f"{', '.join(family.title for family in FAMILIES)}, and by name {', '.join(WORDS)}"
+        f"{', '.join(family.title for family in FAMILIES)}, causal language models, and by name {', '.join(WORDS)}"
     )

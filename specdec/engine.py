@@ -26,10 +26,11 @@ from specdec.attention.backend import choose_backend
 from specdec.attention.checked_backend import sanitized
 from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfig, require_int
 from specdec.draft_models.base import Drafter
+from specdec.drafter_loading import load_any_drafter
 from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.gpu.captures import CaptureStore, default_budget, most_captures
 from specdec.gpu.operations import choose_operations
-from specdec.loading import SHARED_OPTIONS, load_any_drafter, load_target, pick_tokenizer
+from specdec.loading import SHARED_OPTIONS, load_target, pick_tokenizer
 from specdec.models.target import TargetModel
 from specdec.models.watched_weights import look_closely, updates_show
 from specdec.modules.weights_lock import weights_lock_held
@@ -161,7 +162,7 @@ class Engine:
         shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
         ops = choose_operations(config.fused, config.attention, model.device, model.dtype)
         bound = TargetModel(model, ops, deterministic=config.deterministic)
-        fitted = load_any_drafter(drafter, bound, {**shared, **(drafter_options or {})})
+        fitted = load_any_drafter(drafter, bound, {**shared, **(drafter_options or {})}, tokenizer)
         return cls(bound, fitted, tokenizer=tokenizer, spec=spec, config=config)
 
     def generate(

@@ -23,8 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils.hub import cached_file
 
-from specdec.draft_models.base import Drafter, TargetInfo
-from specdec.draft_models.registry import WORDS, building, is_drafter_config, load_drafter, wrap_drafter
+from specdec.draft_models.base import TargetInfo
+from specdec.draft_models.registry import WORDS, building, is_drafter_config
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, shown
 from specdec.models.bundled import BUNDLED_NAMES, resolve_name
 from specdec.models.hub import require_hub
@@ -263,31 +263,6 @@ def load_target(
     _require_same("device", None if device is None else torch.device(device).type, model.device.type)
     _require_same("dtype", dtype, model.dtype)
     return model
-
-
-@torch.inference_mode(False)  # as `Checkpoint.load`
-def load_any_drafter(drafter: Any, target: TargetInfo, options: Mapping[str, Any] | None = None) -> Drafter | None:
-    """A drafter by word (of `WORDS`, or "none"), bundled name, folder or hub id, or from a module; None stays None."""
-    if drafter is None or drafter == "none":
-        return None
-    if isinstance(drafter, str) and drafter in WORDS:
-        return WORDS[drafter]()
-    if isinstance(drafter, (str, os.PathLike)):
-        checkpoint = Checkpoint.of(drafter, options)
-        try:
-            return load_drafter(checkpoint, target)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}; drafters by name: {', '.join(WORDS)}, none") from error
-    if callable(getattr(drafter, "bind", None)):
-        bound: Drafter = drafter
-        return bound
-    module = unwrapped(drafter, "drafter")
-    if isinstance(module, nn.Module):
-        return wrap_drafter(module, target)
-    raise ConfigError(
-        f"drafter is {shown(drafter)}; expected a hub id, a folder, a bundled name, {', '.join(map(repr, WORDS))}, "
-        "'none', a module or None"
-    )
 
 
 def load_tokenizer(name: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Any | None:

@@ -491,7 +491,7 @@ def test_drafter_of_the_wrong_type(make_target):
     with pytest.raises(ConfigError) as error:
         Engine.from_pretrained(model, 5)
     assert_one_sentence(error, "5", "ngram")
-    for module, name in ((nn.Linear(2, 2), "Linear"), (make_target("qwen3"), "qwen3")):
+    for module, name in ((nn.Linear(2, 2), "Linear"), (make_target("qwen3").model, "Qwen3Model")):
         with pytest.raises(UnsupportedModelError) as error:
             Engine.from_pretrained(model, module)
         assert_one_sentence(error, name, "gemma4_assistant", "ngram")
@@ -612,7 +612,9 @@ def test_a_drafter_checkpoint_lacking_a_tensor(name, make_target, make_assistant
     refused(tmp_path, name, drafter_of=target)
 
 
-def test_a_target_is_no_drafter(checkpoint, make_target):
+def test_an_encoder_is_no_drafter(checkpoint, make_target):
+    described = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(described | {"architectures": ["LlamaModel"]}))
     with pytest.raises(UnsupportedModelError) as error:
         Engine.from_pretrained(make_target("llama"), str(checkpoint))
     assert_one_sentence(error, str(checkpoint), "'llama'", "gemma4_assistant")

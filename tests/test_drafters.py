@@ -113,12 +113,14 @@ class Checked(Drafter):
 
 
 @pytest.fixture
-def drafter_of(make_assistant, make_engine, scripted, tree_script):
+def drafter_of(make_assistant, make_engine, make_target, scripted, tree_script):
     def make(name, model):
         if name == "trees":
             return scripted(tree_script([]))
-        module = {"ngram": "ngram", "suffix": "suffix", "mtp": None, "mtp-centroid": None}[name]
-        if name.startswith("mtp"):
+        module = {"ngram": "ngram", "suffix": "suffix"}.get(name)
+        if name == "language_model":
+            module = make_target("gemma4-e2b", seed=3)
+        elif name.startswith("mtp"):
             module = make_assistant(model, ordered=name == "mtp-centroid")
         return make_engine(model, module).drafter
 
@@ -127,7 +129,8 @@ def drafter_of(make_assistant, make_engine, scripted, tree_script):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "page_size", "temperature"), pairs(["ngram", "suffix", "mtp", "mtp-centroid", "trees"], [1, 4], [0.0, 1.0])
+    ("name", "page_size", "temperature"),
+    pairs(["ngram", "suffix", "language_model", "mtp", "mtp-centroid", "trees"], [1, 4], [0.0, 1.0]),
 )
 def test_conformance(name, page_size, temperature, make_target, make_engine, greedy_oracle, random_prompt, drafter_of):
     model = make_target("gemma4-e2b")

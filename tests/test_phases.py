@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from specdec import SamplingParams, SpecConfig
 from specdec.cli.app import app
 from specdec.cli.bodies import bench_rounds as command
+from specdec.drafter_loading import load_any_drafter
 from specdec.errors import CapacityError, ConfigError
 from specdec.evaluation.conditions import conditions
 from specdec.evaluation.phases import phase_run as run_module
@@ -22,7 +23,6 @@ from specdec.evaluation.phases.phase_report import Cell, PhaseReport, Spread, ta
 from specdec.evaluation.phases.phase_run import Plan, Subject, run_phases
 from specdec.evaluation.phases.timed_rounds import drive, gaps_between_stamps, idle_within, most_new_tokens, round_time
 from specdec.evaluation.phases.transformers_steps import Peer, peers_for
-from specdec.loading import load_any_drafter
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted
 from specdec.runtime.rounds.result import RoundResult

@@ -1,6 +1,7 @@
 """Requests of one batch that speculate differently, or not at all: the same tokens, and a drafter that stays right."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ def engine_for(make_target, make_assistant, make_engine, monkeypatch):
     def make(drafter, captured=False, spec=TREE, **config) -> Engine:
         monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
         model = make_target("gemma4-e2b")
-        made = {"mtp": make_assistant, "eagle3": random_eagle3}
+        other = partial(make_target, "gemma4-e2b", seed=3)  # another model of the same vocabulary
+        made = {"mtp": make_assistant, "eagle3": random_eagle3, "language_model": lambda _: other()}
         module = made[drafter](model) if drafter in made else drafter
         return make_engine(model, module, spec=spec, **{"max_batch_size": 4, "max_model_len": 96, **config})
 
@@ -43,6 +45,7 @@ def engine_for(make_target, make_assistant, make_engine, monkeypatch):
     ("drafter", "page_size", "captured"),
     [
         *(("mtp", 1, False), ("eagle3", 4, False), slow("mtp", 4, True), slow("ngram", 1, True)),
+        *(slow("suffix", 4, True), slow("language_model", 4, True)),
         *(deep("mtp", 1, True), deep("eagle3", 4, True), deep("mtp", 4, False), deep("ngram", 1, False)),
     ],
 )

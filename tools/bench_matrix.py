@@ -13,10 +13,10 @@ from result_table import table_head, table_row
 from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.drafter_loading import load_any_drafter
 from specdec.evaluation.conditions import VERSIONS, hardware
 from specdec.evaluation.contest import engine_contestant, require_parity, take_turns
 from specdec.evaluation.transformers_peer import plain_peer
-from specdec.loading import load_any_drafter
 from specdec.progress import progress_bar
 from specdec.text.prompt_files import read_prompts
 

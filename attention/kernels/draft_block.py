@@ -9,7 +9,7 @@ the prefix and its ancestors among the keys written so far, each layer through i
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Unpack
 
 import torch
 
@@ -17,6 +17,7 @@ from specdec.attention.dense import bias_of, dense_attention, newest, visible
 from specdec.attention.kernels.page_table import build_page_tables
 from specdec.attention.kernels.paged_attention import WORD, paged_attention
 from specdec.kvcache.index_spaces import FullLoc, Space
+from specdec.kvcache.layer_context import ScoreOptions
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
 
@@ -60,7 +61,7 @@ class DraftBlock(Protocol):
     def destination(self, layer: int) -> tuple[LayerKV, FullLoc]:
         """Tensors [slots, Hkv, D] and slots [B * K] in them: where the K/V of the newest level are to be written."""
 
-    def attend(self, layer: int, query: torch.Tensor, *, scaling: float) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         """The newest level's queries [B, Hq, K, D] -> [B, K, Hq, D], once its keys are written."""
 
 
@@ -76,9 +77,10 @@ class CopiedDraft:
         all_slots = draft.table.slots.tensor[draft.rows.index, : max(draft.rows.longest, 1)]
         unseen = all_slots[:, :1]  # a key of its own request: a broken one of another cannot leak through a zero weight
         self.prefix: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}  # position, is it committed: [B, L]
-        self.kept: list[LayerKV] = []  # K and V [B * (L + M), Hkv, D] of each layer
+        self.kept: dict[int, LayerKV] = {}  # K and V [B * (L + M), Hkv, D] of each layer that keeps some
         self._cells: dict[int | None, torch.Tensor] = {}  # of the draft's nodes in those, [B, M]
-        for layer, window in enumerate(draft.windows):
+        for layer, kept in store.layers.items():
+            window = draft.windows[layer]
             slots, start = all_slots, torch.zeros_like(length)
             if window is not None:
                 slots, start = newest(all_slots, length, window)
@@ -88,8 +90,8 @@ class CopiedDraft:
             own = torch.cat([torch.where(committed, slots, unseen), unseen.expand(-1, num_nodes)], dim=1)  # [B, L + M]
             cells = torch.arange(own.numel(), device=device).view(batch, -1)
             self._cells[window] = cells[:, own.shape[1] - num_nodes :]
-            kept, own = store.layers[layer], own.flatten()
-            self.kept.append(LayerKV(kept.k.index_select(0, own), kept.v.index_select(0, own), Space.FULL))
+            own = own.flatten()
+            self.kept[layer] = LayerKV(kept.k.index_select(0, own), kept.v.index_select(0, own), Space.FULL)
         self._bias: dict[int | None, torch.Tensor] = {}
 
     def enter_level(self, origin: torch.Tensor | None) -> None:
@@ -104,10 +106,10 @@ class CopiedDraft:
         cells = self._cells[self.draft.windows[layer]][:, self._newest()]
         return self.kept[layer], FullLoc(cells.flatten())
 
-    def attend(self, layer: int, query: torch.Tensor, *, scaling: float) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         bias = self._bias[self.draft.windows[layer]]
         k, v = (x.unflatten(0, (len(query), -1))[:, : bias.shape[3]].transpose(1, 2) for x in self.kept[layer][:2])
-        return dense_attention(query, k, v, bias, scaling=scaling)
+        return dense_attention(query, k, v, bias, **options)
 
     def _newest(self) -> slice:
         """The nodes of the newest level."""
@@ -170,7 +172,7 @@ class PagedDraft:
     def destination(self, layer: int) -> tuple[LayerKV, FullLoc]:
         return self.scratch[layer], FullLoc(self.slots[self.level])
 
-    def attend(self, layer: int, query: torch.Tensor, *, scaling: float) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         kept, draft = self.store.layers[layer], self.draft
         filled = (self.level + 1) * draft.topk
         block_k, block_v = (
@@ -187,7 +189,7 @@ class PagedDraft:
             draft.committed_len,
             draft.positions[self.level][:, None].expand(-1, draft.topk),
             page_size=self.page_size,
-            scaling=scaling,
+            **options,
             ancestors=self.bits[:, :, : -(-filled // WORD)],
             block_positions=self.key_pos[:, :filled],
             window=draft.windows[layer],

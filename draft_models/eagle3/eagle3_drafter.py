@@ -14,23 +14,21 @@ nothing is rolled back. Invariant: after `observe`, K/V of [0, S) are those of a
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Unpack
 
 import torch
 
-from specdec.attention.backend import Backend
-from specdec.attention.bridge import AttentionCall, ForwardContext
-from specdec.attention.kernels.draft_block import Draft, DraftBlock
+from specdec.attention.bridge import ForwardContext
+from specdec.attention.kernels.draft_block import Draft
 from specdec.attention.plan import plan_chunk
 from specdec.attention.trees.growth import Growth
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, TargetInfo
+from specdec.draft_models.draft_context import DraftContext
 from specdec.draft_models.eagle3.checkpoint import TargetShape, read_head
 from specdec.draft_models.eagle3.fused_head import choose_form
 from specdec.draft_models.eagle3.head import Eagle3Head, HeadOutput, PlainHead
 from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.frozen import KVView, own_view
-from specdec.kvcache.layer_context import Destination, ScoreOptions
 from specdec.kvcache.layout import KVLayout
 from specdec.layers.accepted_path import keep_last, path_rows
 from specdec.layers.fuse import Weights
@@ -126,38 +124,11 @@ class Eagle3Worker:
             if origin is not None:
                 hidden = hidden.gather(1, origin[:, :, None].expand(-1, -1, hidden.shape[-1]))
             block.enter_level(origin if level else None)
-            out = drafter.form.step(beam, hidden, node_pos[level], DraftContext(block, backend, topk))
+            context = DraftContext(block, backend, topk, range(drafter.spec.num_layers))
+            out = drafter.form.step(beam, hidden, node_pos[level], context)
         if topk == 1:
             return DraftTree.chain(torch.cat(chain, dim=1))
         return growth.select(backend, batch.num_nodes)
-
-
-class DraftContext:
-    """The forward of one level of a draft in progress, K nodes per request: K/V go to the scratch block."""
-
-    def __init__(self, block: DraftBlock, backend: Backend, topk: int) -> None:
-        self.block, self.backend, self.topk = block, backend, topk
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (call.key, call.value))  # [B * K, Hkv, D]
-        self.backend.store(*self.block.destination(call.layer), k, v)
-        return self.block.attend(call.layer, call.query, scaling=call.scaling)
-
-    def destination(self, layer: int) -> Destination:
-        kept, slots = self.block.destination(layer)
-        return Destination(kept.k, kept.v, slots)
-
-    def attend_rows(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        **options: Unpack[ScoreOptions],
-    ) -> torch.Tensor:
-        assert options.get("softcap") is None and options.get("sinks") is None, "no head has them"
-        query = q.unflatten(0, (-1, self.topk)).transpose(1, 2)  # [B, Hq, K, D]
-        return self.block.attend(layer, query, scaling=options["scaling"]).reshape(q.shape)
 
 
 def eagle3_drafter(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:

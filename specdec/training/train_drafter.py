@@ -26,9 +26,10 @@ from accelerate.utils import gather
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.eagle3.head import Eagle3Spec
+from specdec.drafter_loading import load_any_drafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
-from specdec.loading import load_any_drafter, load_model, load_tokenizer
+from specdec.loading import load_model, load_tokenizer
 from specdec.models.target import TargetModel
 from specdec.training.draft_loss import TrainableDrafter, draft_loss
 from specdec.training.eagle3_training import TrainableEagle3

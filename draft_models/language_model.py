@@ -1,0 +1,123 @@
+"""A smaller causal language model of the same vocabulary as drafter: it continues the text, the target checks.
+
+Its K/V, of all its layers in full space, lie at the target's slots (shared slots, private storage), as an EAGLE-3
+head's do, so paging, eviction, commit and the prefix cache are the request table's alone. It reads nothing of the
+target, frozen or not.
+
+    positions      [0, S)  committed                     S, S+1, ...  the draft in progress, its root included
+    K/V in         its own store, at the table's slots   a scratch block that lives for one `propose`
+    written by     `observe`, from the committed tokens  `propose`
+
+Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from specdec.attention.kernels.draft_block import Draft
+from specdec.attention.plan import KVPlan, plan_chunk
+from specdec.attention.trees.growth import Growth
+from specdec.attention.trees.tree import DraftTree
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, TargetInfo
+from specdec.draft_models.draft_context import DraftContext
+from specdec.kvcache.frozen import KVView, own_view
+from specdec.kvcache.layout import FULL_ATTENTION, KVLayout
+from specdec.layers.fuse import Weights
+
+
+class LanguageModel(Protocol):
+    """A model that proved that it runs packed rows under any context, as a target does."""
+
+    layout: KVLayout
+    windows: Sequence[int | None]
+    vocab_size: int
+    unfused: str | None
+    weights: Weights
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def forward(self, tokens: torch.Tensor, plan: KVPlan, view: KVView) -> tuple[torch.Tensor, Any]:
+        """tokens [B, N] -> states after the final norm [B, N, H], and states of layers that nobody asked for."""
+
+    def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
+        """The same, of tokens at positions [B, N], with K/V wherever the context keeps them."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """States [B, N, H] -> [B, N, V]."""
+
+
+class LanguageModelDrafter(Drafter):
+    """A language model fitted to a target. Nothing of it depends on the target but the size of the vocabulary."""
+
+    name = "language_model"
+
+    def __init__(self, model: LanguageModel, target: TargetInfo) -> None:
+        self.model = model
+        layers = [replace(spec, layer_type=FULL_ATTENTION, window=None) for spec in model.layout.layers]
+        self.kv_layout: KVLayout | None = KVLayout(tuple(layers))
+        self.owners = [spec.owner for spec in layers]
+        self.vocab_size = target.vocab_size
+        self.fit = Fit.of(target)
+        self.unfused = model.unfused
+        self.weights: Weights | None = model.weights
+
+    def bind(self, binding: Binding) -> "LanguageModelWorker":
+        return LanguageModelWorker(self, binding)
+
+    def known(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens that the model has: others are the target's padding of the vocabulary, and stand for nothing."""
+        return tokens.clamp(max=self.model.vocab_size - 1)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[B, M, H] -> [B, M, V] of the target: checkpoints pad the same vocabulary to different sizes."""
+        logits = self.model.logits(hidden)[..., : self.vocab_size]
+        return F.pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)
+
+
+class LanguageModelWorker:
+    """A language model in one engine: its K/V, and nothing else."""
+
+    def __init__(self, drafter: LanguageModelDrafter, binding: Binding) -> None:
+        self.view: KVView | None = None
+        self.drafter = drafter
+        self.binding = binding
+        assert drafter.kv_layout is not None
+        self.store = binding.cache.add_store(drafter.kv_layout, drafter.model.dtype)
+        self.own_view = own_view(binding.cache.allocator, self.store)
+
+    @torch.inference_mode()
+    def observe(self, seen: Observation) -> None:
+        table, model, width = self.binding.cache.table, self.drafter.model, seen.path.shape[1]
+        plan = plan_chunk(self.binding.backend, table, seen.rows, seen.length, width, start=seen.start)
+        model.forward(self.drafter.known(seen.tokens.gather(1, seen.path)), plan, self.own_view)
+
+    @torch.inference_mode()
+    def propose(self, batch: DraftBatch) -> DraftTree:
+        """A forward a level, of topk nodes a request; on the first all of them are the root."""
+        drafter, backend, topk, levels = self.drafter, self.binding.backend, batch.topk, batch.num_steps
+        pos = batch.positions()  # [levels + 1, B], S first
+        draft = Draft(self.binding.cache.table, batch.rows, pos[:levels], topk, drafter.model.windows)
+        block = backend.draft_block(self.store, draft)
+        context = DraftContext(block, backend, topk, drafter.owners)
+        growth = Growth(batch.root)
+        chain = [batch.root[:, None]]
+        tokens, origin = batch.root[:, None].expand(-1, topk), None
+        for level in range(levels):
+            block.enter_level(origin)
+            node_pos = pos[level][:, None].expand(-1, topk)
+            hidden = drafter.model._run(drafter.known(tokens), node_pos, context)
+            logits = drafter.logits(hidden if level else hidden[:, :1])
+            drawn_pos = pos[level + 1][:, None].expand(-1, logits.shape[1])
+            if topk == 1:
+                tokens = batch.sample(logits, drawn_pos)  # [B, 1]
+                chain.append(tokens)
+            else:
+                tokens, origin = growth.add_level(*batch.best(logits, drawn_pos, topk))  # [B, K]
+        if topk == 1:
+            return DraftTree.chain(torch.cat(chain, dim=1))
+        return growth.select(backend, batch.num_nodes)

@@ -1,0 +1,98 @@
+"""A drafter from what a user gives: a word, a name, a module, or a drafter already."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.draft_models.base import Drafter
+from specdec.draft_models.language_model import LanguageModelDrafter
+from specdec.draft_models.registry import WORDS, is_drafter_config, load_drafter, wrap_drafter
+from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
+from specdec.loading import Checkpoint, load_tokenizer, unwrapped
+from specdec.models.target import TargetModel
+from specdec.plain_arguments import shown
+
+LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""How transformers ends the names of classes that continue a text."""
+
+
+@torch.inference_mode(False)  # as `Checkpoint.load`
+def load_any_drafter(
+    drafter: Any, target: TargetModel, options: Mapping[str, Any] | None = None, tokenizer: Any | None = None
+) -> Drafter | None:
+    """A drafter by word (of `WORDS`, or "none"), bundled name, folder or hub id, or from a module; None stays None.
+
+    tokenizer: the target's, which a language model's own is compared with. Raises CheckpointError, ConfigError, and
+    UnsupportedModelError for a drafter that does not fit.
+    """
+    if drafter is None or drafter == "none":
+        return None
+    if isinstance(drafter, str) and drafter in WORDS:
+        return WORDS[drafter]()
+    if isinstance(drafter, (str, os.PathLike)):
+        try:
+            checkpoint = Checkpoint.of(drafter, options)
+            if is_drafter_config(checkpoint.config) or not _continues_text(checkpoint.config):
+                return load_drafter(checkpoint, target)
+            own = None if tokenizer is None else load_tokenizer(drafter, options)
+            return _language_model(checkpoint.load(target.dtype, target.device), target, tokenizer, own)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; drafters by name: {', '.join(WORDS)}, none") from error
+    if callable(getattr(drafter, "bind", None)):
+        bound: Drafter = drafter
+        return bound
+    module = unwrapped(drafter, "drafter")
+    if isinstance(module, PreTrainedModel):
+        described = {**module.config.to_dict(), "architectures": [type(module).__name__]}
+        if _continues_text(described) and not is_drafter_config(described):
+            return _language_model(module, target, None, None)
+    if isinstance(module, nn.Module):
+        return wrap_drafter(module, target)
+    raise ConfigError(
+        f"drafter is {shown(drafter)}; expected a hub id, a folder, a bundled name, {', '.join(map(repr, WORDS))}, "
+        "'none', a module or None"
+    )
+
+
+def _continues_text(config: Mapping[str, Any]) -> bool:
+    return any(str(name).endswith(LANGUAGE_MODELS) for name in config.get("architectures") or ())
+
+
+def _language_model(model: PreTrainedModel, target: TargetModel, tokenizer: Any | None, own: Any | None) -> Drafter:
+    """Raises UnsupportedModelError where it cannot run, or its tokens are not the target's."""
+    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+    for what, here, there in (("dtype", model.dtype, target.dtype), ("device", model.device, target.device)):
+        if here != there:
+            raise UnsupportedModelError(f"drafter {name!r} is in {what} {here} and the target in {there}")
+    if tokenizer is not None and own is not None:
+        _require_same_tokens(name, tokenizer, own)
+    elif (size := int(model.config.get_text_config().vocab_size)) != target.vocab_size:
+        raise UnsupportedModelError(
+            f"drafter {name!r} has {size} tokens and the target {target.vocab_size}; a language model drafts for one "
+            "of the same tokenizer (give both by name, and their tokenizers are compared)"
+        )
+    return LanguageModelDrafter(TargetModel(model, target.given_ops), target)
+
+
+def _require_same_tokens(name: str, tokenizer: Any, own: Any) -> None:
+    """Added tokens of one alone are no difference: the other never writes them."""
+    targets, drafters = tokenizer.get_vocab(), own.get_vocab()
+    if targets == drafters:
+        return
+    at_target, at_drafter = ({number: token for token, number in vocab.items()} for vocab in (targets, drafters))
+    for number in sorted(at_target.keys() & at_drafter.keys()):
+        if at_target[number] != at_drafter[number]:
+            raise UnsupportedModelError(
+                f"drafter {name!r} has another vocabulary than the target: token {number} is {at_drafter[number]!r} "
+                f"there and {at_target[number]!r} in the target; a language model drafts for one of the same tokenizer"
+            )
+    smaller, larger = sorted((len(targets), len(drafters)))
+    if smaller < 0.99 * larger:
+        raise UnsupportedModelError(
+            f"drafter {name!r} has {len(drafters)} tokens and the target {len(targets)}; a language model drafts for "
+            "one of the same tokenizer"
+        )

@@ -1,0 +1,118 @@
+"""A language model drafts for another: the output is the target's, and one that drafts for itself is believed whole."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+import specdec
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.draft_models.language_model import LanguageModelDrafter
+from specdec.errors import UnsupportedModelError
+from specdec.models.target import TargetModel
+
+from marks import each_value, pairs
+from tiny_models import FAMILIES
+
+GREEDY = SamplingParams(max_new_tokens=21)
+CHAIN, TREE = SpecConfig(num_steps=4), SpecConfig(num_steps=3, topk=3, num_draft_tokens=10)
+
+
+def engine_of(model, drafter, spec=CHAIN, **config):
+    target = TargetModel(model)
+    settings = EngineConfig(**{"max_model_len": 256, "prefill_chunk": 16, **config})
+    return Engine(target, LanguageModelDrafter(TargetModel(drafter), target), spec=spec, config=settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "tree", "page_size"), each_value(pairs(FAMILIES, [False, True], [1, 4])))
+def test_a_model_that_drafts_for_itself(family, tree, page_size, make_target, greedy_oracle, random_prompt):
+    model = make_target(family)
+    prompts = [random_prompt(n, seed=n) for n in (2, 17, 40)]
+    engine = engine_of(model, model, (CHAIN, TREE)[tree], page_size=page_size, max_batch_size=2)
+    outputs = engine.generate(prompts, GREEDY)
+    assert [out.token_ids for out in outputs] == [greedy_oracle(model, p, 21) for p in prompts]
+    for out in outputs:
+        assert out.stats.accepted_per_position[0] == 1.0
+
+
+@pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
+def test_another_model_changes_no_token(spec, make_target, make_engine, random_prompt):
+    """Of another family, sampled and greedy, preempted, one request without drafts among the others."""
+    model, other = make_target("gemma4-e2b"), make_target("gemma2", seed=7)
+    prompts = [random_prompt(n, seed=n) for n in (2, 30, 9, 40, 21, 5)]
+    params = [
+        SamplingParams(max_new_tokens=24, temperature=(i % 2) * 0.8, seed=i, speculation=False if i == 2 else None)
+        for i in range(len(prompts))
+    ]
+    want = make_engine(model, None).generate(prompts, params)
+    engine = engine_of(model, other, spec, max_batch_size=4, full_slots=110, swa_slots=110)
+    outputs = engine.generate(prompts, params)
+    assert [out.token_ids for out in outputs] == [out.token_ids for out in want]
+    assert engine.stats().preemptions > 0
+    engine.table.check()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_its_own_cache_follows_the_prefix_cache_and_preemption(temperature, make_target, random_prompt):
+    """A model that drafts for itself is believed whole for as long as its K/V are those of the text."""
+    model = make_target("gpt_oss")
+    shared = random_prompt(30)
+    prompts = [[*shared, *random_prompt(n, seed=n)] for n in (3, 11, 20, 1)]
+    params = SamplingParams(max_new_tokens=31, temperature=temperature, seed=4)
+    engine = engine_of(model, model, max_batch_size=3, full_slots=120, swa_slots=120)
+    for _ in range(2):
+        outputs = engine.generate(prompts, params)
+        assert all(set(out.stats.accepted_per_position) == {1.0} for out in outputs)
+    assert engine.stats().preemptions > 0 and all(out.stats.cached_tokens > 0 for out in outputs)
+
+
+# as users give it
+
+
+def test_by_name_and_by_module(random_prompt):
+    """The bundled target drafts for itself; as a module it needs no tokenizer where the sizes are equal."""
+    plain = Engine.from_pretrained("tiny-gemma4")
+    prompt = plain.chat_prompt("Tom has 3 boxes of 12 pencils. He gives away 7. How many are left?")
+    [want] = plain.generate([prompt], GREEDY)
+    for drafter in ("tiny-gemma4", plain.target.model):
+        engine = Engine.from_pretrained("tiny-gemma4", drafter)
+        [out] = engine.generate([prompt], GREEDY)
+        assert out.token_ids == want.token_ids
+        assert set(out.stats.accepted_per_position) == {1.0}
+        assert isinstance(engine.drafter, LanguageModelDrafter)
+
+
+def test_transformers_users_call_it_assistant_model(make_target, random_prompt):
+    model = make_target("llama")
+    inputs = torch.tensor([random_prompt(9)])
+    want = model.generate(inputs, max_new_tokens=12, do_sample=False)
+    found = specdec.generate(model, inputs=inputs, assistant_model=make_target("llama", seed=3), max_new_tokens=12)
+    assert torch.equal(found, want)
+
+
+def test_other_vocabularies_are_refused_with_the_reason(make_target, tmp_path):
+    model = make_target("llama")
+    with pytest.raises(UnsupportedModelError, match="has 90 tokens and the target 96"):
+        Engine.from_pretrained(model, make_target("llama", vocab_size=90))
+    make_target("llama", seed=5).save_pretrained(tmp_path)
+    for token, says in (("b", "token 1 is 'b' there and 'a' in the target"), ("a", None)):
+        Tokenizer(WordLevel({"<s>": 0, token: 1, "c": 2}, unk_token="<s>")).save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<s>": 0, "a": 1, "c": 2})))
+        if says is None:
+            assert Engine.from_pretrained(model, str(tmp_path), tokenizer=tokenizer).drafter.name == "language_model"
+            return
+        with pytest.raises(UnsupportedModelError, match=says):
+            Engine.from_pretrained(model, str(tmp_path), tokenizer=tokenizer)
+
+
+def test_a_larger_padding_of_the_same_vocabulary(make_target, make_engine, random_prompt):
+    """Tokens that the target has not are never drafted, and a smaller vocabulary is filled up."""
+    model = make_target("llama")
+    [want] = make_engine(model, None).generate([random_prompt(9)], GREEDY)
+    for size in (90, 120):
+        engine = engine_of(model, make_target("llama", seed=5, vocab_size=size), TREE)
+        [out] = engine.generate([random_prompt(9)], GREEDY)
+        assert out.token_ids == want.token_ids
