@@ -31,6 +31,7 @@ from specdec.models.hub import require_hub
 from specdec.models.quantised.formats import Format
 from specdec.models.quantised.packed_quantizer import PackedConfig, without_quantization
 from specdec.models.quantised.recognise import formats_of
+from specdec.models.weight_storage import weights_in_words
 from specdec.plain_arguments import OWN_FORMS
 
 logger = logging.getLogger("specdec")
@@ -245,7 +246,9 @@ def load_target(
             )
         config = checkpoint.hf_config()
         where = pick_device(device)
-        return checkpoint.load(pick_dtype(dtype, where, config), where, config)
+        loaded = checkpoint.load(pick_dtype(dtype, where, config), where, config)
+        logger.info("target %s: weights in %s", checkpoint.name, weights_in_words(loaded))
+        return loaded
     if options:
         raise ConfigError(
             f"{', '.join(sorted(options))}: loading arguments are for names, and a loaded model was given"

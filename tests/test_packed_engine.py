@@ -6,15 +6,19 @@ Checkpoints are tiny and written bit by bit (`packed_checkpoints.py`), one for e
 import copy
 import json
 import logging
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from packed_checkpoints import FORMS, compressed, quantise, set_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
+from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.cli.app import app
 from specdec.errors import CheckpointError, UnsupportedModelError
 from specdec.gpu.operations import REFERENCE
 from specdec.layers.packed.packed_experts import PackedExperts
@@ -23,6 +27,7 @@ from specdec.layers.packed.packed_weight import dequantised
 from specdec.loading import load_model
 from specdec.models.bundled import BUNDLED_DIR
 from specdec.models.target import TargetModel
+from specdec.models.weight_storage import is_quantised, weights_in_words
 
 from marks import deep
 from tiny_models import VOCAB, build_target, random_eagle3, spread
@@ -320,6 +325,23 @@ def test_a_head_may_be_quantised(form, packed_pair, stored, make_engine, greedy_
         oracle = copy.deepcopy(plain)
         oracle.lm_head.weight.copy_(torch.from_numpy(meant))
     check_tokens(make_engine, model, oracle, greedy_oracle, [random_prompt(9)], "ngram")
+
+
+def test_it_is_said_how_weights_are_stored(packed_pair, bundled, caplog):
+    """At load, in the summary of `specdec generate`, and of what transformers runs quantised."""
+    words = "weights in int4 in groups of 32, the rest float32"
+    folder, _ = packed_pair("llama", "int4-g32")
+    with caplog.at_level(logging.INFO, logger="specdec"):
+        Engine.from_pretrained(folder, tokenizer="tiny-gemma4", config=EngineConfig(max_model_len=32)).close()
+    assert re.search(rf"^target {folder}: {words} \(\d+ MB\)$", "\n".join(caplog.messages), re.MULTILINE)
+    for target, said in ((str(bundled[0]), f"; {words} ("), ("tiny-gemma4", None)):
+        result = CliRunner().invoke(app, ["generate", "Hi", "--max-new-tokens", "2", "--target", target])
+        assert result.exit_code == 0, result.stderr
+        assert "; weights in" not in result.stderr if said is None else said in result.stderr
+    plain = build_target("llama")
+    assert not is_quantised(plain) and re.fullmatch(r"float32 \(\d+ MB\)", weights_in_words(plain))
+    plain.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="torchao"))
+    assert is_quantised(plain) and weights_in_words(plain) == "torchao as transformers runs it, the rest float32"
 
 
 def test_an_engine_notices_no_change_of_packed_modules(packed_pair, make_engine, caplog):

@@ -38,7 +38,8 @@ def test_the_start_says_what_is_served_and_traffic_is_reported():
 
         until(told)
         log = server.log()
-    assert "serving a, b: context " in log and "8 requests at a time" in log and "drafter " in log
+    assert "serving a, b: weights in float32 (" in log and "context " in log
+    assert "8 requests at a time" in log and "drafter " in log
     assert "KV slots" in log and "GB)" in log and "tool parser" in log
     assert "tokens/s" in log
 

@@ -18,9 +18,9 @@ from specdec.evaluation.phases.random_weights import (
     randomise,
     require_room,
 )
-from specdec.evaluation.phases.stored_weights import packed_of, stored_weights
 from specdec.layers.packed.packed_weight import dequantised
 from specdec.models.target import TargetModel
+from specdec.models.weight_storage import packed_of, stored_weights
 
 from marks import slow
 

@@ -23,6 +23,7 @@ from specdec.config import SamplingParams, require_int
 from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
 from specdec.errors import CapacityError, ConfigError, SpecDecError, StoppingError, shown
+from specdec.models.weight_storage import weights_in_words
 from specdec.runtime.arguments import params_for, require_one_sample, require_type
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import GenerationOutput, StreamDelta
@@ -73,6 +74,7 @@ class AsyncEngine:
         self.max_model_len: int = engine.max_model_len  # tokens of a prompt and its output together
         self.vocab_size: int = engine.target.vocab_size
         self.kv_bytes: int = engine.kv_bytes  # of all K/V pools together
+        self.weights: str = weights_in_words(engine.target.model)
         self._owns_engine = False
         self._closing = False
         self._pid = os.getpid()

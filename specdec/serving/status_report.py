@@ -12,7 +12,7 @@ logger = logging.getLogger("specdec.serving")
 
 
 def describe(state: ServeState) -> str:
-    """Context, slots, memory, drafter and parser of a server, in one line."""
+    """Weights, context, slots, memory, drafter and parser of a server, in one line."""
     engine, parser = state.engine, state.tool_parser
     stats, drafter = engine.stats_now(), "none"
     slots, sliding = f"{stats.full_slots.capacity} KV slots", stats.swa_slots.capacity
@@ -22,8 +22,9 @@ def describe(state: ServeState) -> str:
         sizes = f"{engine.spec.num_steps} steps, {engine.spec.num_nodes} nodes"
         drafter = f"{type(engine.drafter).__name__} ({sizes})"
     return (
-        f"serving {', '.join(state.settings.model_names)}: context {engine.max_model_len} tokens, "
-        f"{engine.config.max_batch_size} requests at a time, {slots} ({engine.kv_bytes / 1e9:.2f} GB), "
+        f"serving {', '.join(state.settings.model_names)}: weights in {engine.weights}, "
+        f"context {engine.max_model_len} tokens, {engine.config.max_batch_size} requests at a time, "
+        f"{slots} ({engine.kv_bytes / 1e9:.2f} GB), "
         f"drafter {drafter}, tool parser {'none' if parser is None else parser.__name__}"
     )
 

@@ -14,6 +14,7 @@ from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.errors import ConfigError, shown
 from specdec.evaluation.output_files import STDOUT, write_file
+from specdec.models.weight_storage import is_quantised, weights_in_words
 from specdec.progress import working
 from specdec.runtime.request import GenerationOutput, StreamDelta
 from specdec.text.drafts import DraftColours
@@ -40,7 +41,7 @@ def answer(options: GenerateOptions) -> None:
             return
         if options.show_drafts:
             Console(highlight=False, soft_wrap=True).print(coloured(out, engine.tokenizer))
-        print_summary(out, engine.drafter is not None, options.show_drafts)
+        print_summary(out, engine, options.show_drafts)
 
 
 def coloured(out: GenerationOutput, tokenizer: Any) -> Text:
@@ -66,18 +67,20 @@ def print_stream(engine: Engine, ids: list[int], params: SamplingParams) -> Gene
     return out
 
 
-def print_summary(out: GenerationOutput, drafter: bool, show_drafts: bool) -> None:
+def print_summary(out: GenerationOutput, engine: Engine, show_drafts: bool) -> None:
     stats = out.stats
     line = Text(style="dim")
     line.append(f"{len(out.token_ids)} tokens, finished by {out.finish_reason}; {stats.rounds} target forwards")
-    if not drafter:
+    if engine.drafter is None:
         line.append("; no drafter (give --drafter)")
     elif stats.rounds:  # a single token comes from the prompt's own forward
         line.append(f", acceptance length {stats.acceptance_length:.2f}")
+    if is_quantised(engine.target.model):
+        line.append(f"; weights in {weights_in_words(engine.target.model)}")
     if show_drafts:
         line.append("; ")
         line.append("from accepted drafts", style=DRAFTED_STYLE)
-    Console(stderr=True, highlight=False).print(line)
+    Console(stderr=True, highlight=False, soft_wrap=True).print(line)
 
 
 def as_record(out: GenerationOutput) -> dict[str, Any]:

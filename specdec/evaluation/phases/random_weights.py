@@ -21,9 +21,9 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, constructible_assi
 from specdec.errors import CapacityError
 from specdec.evaluation.model_shapes import Shape, Shrink
 from specdec.evaluation.phases.random_packed import WeightForm, empty_packed, leave_meta, pack_layers, random_packed
-from specdec.evaluation.phases.stored_weights import StoredWeights, stored_weights
 from specdec.gpu.memory import free_bytes
 from specdec.models.target import TargetModel
+from specdec.models.weight_storage import StoredWeights, stored_weights
 from specdec.runtime.sizing import MEMORY_SHARE
 
 META = torch.device("meta")

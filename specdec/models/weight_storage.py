@@ -1,0 +1,76 @@
+"""What the weights of a model take in memory. Packed ones are buffers, so `parameters()` leaves them out."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.layers.packed.packed_experts import PackedExperts
+from specdec.layers.packed.packed_linear import PackedLinear
+from specdec.layers.packed.packed_weight import PackedWeight
+
+
+class StoredWeights(NamedTuple):
+    """numbers: however many bits each has. form: of the packed ones, with the columns that share a stored scale; empty
+    where there are none."""
+
+    numbers: int
+    bytes: int
+    form: str
+
+    def words(self, dtype: torch.dtype) -> str:
+        """How they are stored, `dtype` being that of those that are not packed."""
+        return f"{self.form}, the rest {_name(dtype)}" if self.form else _name(dtype)
+
+
+def packed_of(module: nn.Module) -> list[PackedWeight]:
+    """The packed weights that a module holds itself, not those of its children."""
+    if isinstance(module, PackedLinear):
+        return [module.packed]
+    return [module.packed(name) for name in ("gate_up", "down")] if isinstance(module, PackedExperts) else []
+
+
+def stored_weights(*models: nn.Module) -> StoredWeights:
+    """Of several models together: what two of them share is counted once."""
+    parameters = {weight for model in models for weight in model.parameters()}
+    packed = {id(weight.words): weight for weight in _all_packed(models)}.values()
+    return StoredWeights(
+        sum(weight.numel() for weight in parameters) + sum(weight.shape.numel() for weight in packed),
+        sum(weight.nbytes for weight in parameters) + sum(weight.nbytes for weight in packed),
+        " and ".join(sorted({_form(weight) for weight in packed})),
+    )
+
+
+def is_quantised(model: PreTrainedModel) -> bool:
+    """By specdec, or by transformers."""
+    return getattr(model, "hf_quantizer", None) is not None or bool(stored_weights(model).form)
+
+
+def weights_in_words(model: PreTrainedModel) -> str:
+    """How the weights of a model are stored, and their size, as a log says it."""
+    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:  # its tensors may not tell their bytes
+        method = quantizer.quantization_config.quant_method
+        return f"{getattr(method, 'value', method)} as transformers runs it, the rest {_name(model.dtype)}"
+    stored = stored_weights(model)
+    size = f"{stored.bytes / 1e9:.1f} GB" if stored.bytes >= 1e9 else f"{stored.bytes / 1e6:.0f} MB"
+    return f"{stored.words(model.dtype).replace('-g', ' in groups of ')} ({size})"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _all_packed(models: tuple[nn.Module, ...]) -> Iterator[PackedWeight]:
+    for model in models:
+        for module in model.modules():
+            yield from packed_of(module)
+
+
+def _form(weight: PackedWeight) -> str:
+    if weight.code == "e2m1":
+        return "mxfp4"
+    if weight.code == "e4m3":
+        return "fp8" if weight.has_row_scales else f"fp8-g{weight.group}"
+    return f"int4-g{weight.group}"
