@@ -14,6 +14,7 @@ from specdec import SamplingParams, SpecConfig, SpecDecError
 from specdec.attention.trees.growth import Growth
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, Gemma4MTPWorker, fit_layers
 from specdec.errors import FrozenKVError, UnsupportedModelError
+from specdec.models.cache_argument import cache_argument
 from specdec.models.target import TargetModel
 
 from marks import pairs, quick
@@ -87,7 +88,8 @@ def reference():
         owners = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
         cache = DynamicCache()  # without a config it keeps every key of sliding layers too
         with eager(target):
-            out = target(torch.tensor([committed]), past_key_values=cache, use_cache=True, output_hidden_states=True)
+            given = {"use_cache": True, "output_hidden_states": True, **cache_argument(target, cache)}
+            out = target(torch.tensor([committed]), **given)
         # the last layer of each type that stores K/V. Not `return_shared_kv_states`: some
         # releases (5.23) give none for a target without shared layers
         kv = {kind: (cache.layers[i].keys, cache.layers[i].values) for i, kind in enumerate(owners)}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from transformers import DynamicCache
 from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig, SamplingParams
@@ -20,11 +21,13 @@ from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, embed_raw
 from specdec.draft_models.gemma4_mtp import WINDOW_SHIFT, Gemma4MTPDrafter
 from specdec.errors import UnsupportedModelError
+from specdec.models.cache_argument import cache_argument
 from specdec.models.target import TargetModel
 from specdec.training import mtp_training, train_drafter
 from specdec.training.draft_loss import draft_loss
 from specdec.training.eagle3_training import TrainableEagle3
 from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
+from specdec.training.target_answers import prompt_source, warn_of_repetition
 from specdec.training.training_progress import Stage
 
 from marks import deep, slow
@@ -258,8 +261,8 @@ def prompts(tmp_path) -> Path:
     return file
 
 
-SMALL = "--answers 24 --batch 8 --minutes 5 --steps 4 --rows 4 --length 96 --max-new 24 --heads 4 --draft-vocab 64"
-SMALL += " --report-count 2 --draft-steps 3 --device cpu --dtype float32"
+SMALL = "--answers 24 --batch 8 --minutes 5 --steps 4 --rows 4 --length 96 --max-new-tokens 24 --heads 4"
+SMALL += " --draft-vocab 64 --report-count 2 --draft-steps 3 --device cpu --dtype float32"
 
 
 def run(monkeypatch, target: Path, prompts: Path, out: Path, more: str = "") -> dict[str, Any]:
@@ -271,6 +274,31 @@ def run(monkeypatch, target: Path, prompts: Path, out: Path, more: str = "") -> 
     if result.exit_code:
         raise SystemExit(f"exit code {result.exit_code}: {result.stderr}")
     return json.loads((out / "training" / "report.json").read_text())
+
+
+def test_prompts_that_are_answered_again_are_a_warning(prompts, caplog) -> None:
+    """The default of 4,000 answers over a few prompts said nothing. A tenth of a file is kept for the report."""
+    assert prompt_source([prompts, prompts], seed=0).count == 36
+    warn_of_repetition(36, 36)
+    assert not caplog.messages
+    warn_of_repetition(4000, 36)
+    [said] = caplog.messages
+    assert said.startswith("--answers 4000 of 36 prompts: each is answered 111.1 times")
+
+
+def test_a_cache_is_given_by_the_name_that_a_forward_has_for_it(make_target) -> None:
+    """transformers renamed it in 5.24, with a FutureWarning for the old name."""
+
+    class Old(torch.nn.Module):
+        def forward(self, ids, past_key_values=None): ...
+
+    class New(torch.nn.Module):
+        def forward(self, ids, cache=None): ...
+
+    assert cache_argument(Old(), 1) == {"past_key_values": 1} and cache_argument(New(), 1) == {"cache": 1}
+    model, cache = make_target("llama"), DynamicCache()
+    model(torch.tensor([[1, 2, 3]]), use_cache=True, **cache_argument(model, cache))
+    assert cache.get_seq_length() == 3
 
 
 class Clock:

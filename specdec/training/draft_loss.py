@@ -17,6 +17,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
+from specdec.models.cache_argument import cache_argument
 from specdec.models.target import TargetModel
 from specdec.training.packed_rows import ANSWER, PackedRows, causal_masks, predicted_rows
 
@@ -74,7 +75,9 @@ def run_target(
     if getattr(target.config, "layer_types", None) is None:
         mask = mask[FULL_ATTENTION if window is None else SLIDING_ATTENTION]
     cache: Any = DynamicCache() if owners else None  # without a config it drops no key of a sliding layer
-    given = {"input_ids": batch.ids, "position_ids": batch.pos, "attention_mask": mask, "past_key_values": cache}
+    given = {"input_ids": batch.ids, "position_ids": batch.pos, "attention_mask": mask}
+    if cache is not None:
+        given |= cache_argument(decoder, cache)
     try:
         hidden = decoder(**given, use_cache=cache is not None).last_hidden_state
     finally:

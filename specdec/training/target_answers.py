@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from accelerate import PartialState
@@ -26,14 +27,25 @@ from specdec.training.packed_rows import Document
 from specdec.training.train_settings import TrainSettings
 from specdec.training.training_progress import Stage
 
+logger = logging.getLogger(__name__)
+
 PROMPT_KEYS = ("question", "prompt", "turns", "messages")
 MIN_ANSWER = 16  # tokens of an answer that must fit after a prompt
 MAX_SKIPPED = 1000  # prompts in a row without room for an answer, after which the search ends
 SAMPLED_EVERY = 8  # every eighth answer is sampled, the others are greedy
 
 
-def prompt_source(files: Sequence[Path], seed: int) -> tuple[Iterator[dict[str, Any]], list[dict[str, Any]]]:
-    """(training prompts, endless and from each file in turn; prompts that are kept for the report)."""
+class PromptSource(NamedTuple):
+    """prompts: to train on, endless and from each file in turn. count: how many there are before they repeat. kept:
+    those for the report."""
+
+    prompts: Iterator[dict[str, Any]]
+    count: int
+    kept: list[dict[str, Any]]
+
+
+def prompt_source(files: Sequence[Path], seed: int) -> PromptSource:
+    count: dict[Path, int] = {}
     sources: list[Iterator[dict[str, Any]]] = []
     kept: list[list[dict[str, Any]]] = []
     for turn, file in enumerate(files):  # a file given twice counts twice, in another order
@@ -41,10 +53,25 @@ def prompt_source(files: Sequence[Path], seed: int) -> tuple[Iterator[dict[str, 
         cut = max(1, min(200, len(lines) // 10))
         train = lines[:-cut]
         random.Random(seed + turn).shuffle(train)
+        count[file] = len(train)
         sources.append(itertools.cycle(train))
         kept.append(lines[-cut:])
     turns = itertools.chain.from_iterable(zip(*sources, strict=False))
-    return turns, [p for group in itertools.zip_longest(*kept) for p in group if p is not None]
+    reported = [p for group in itertools.zip_longest(*kept) for p in group if p is not None]
+    return PromptSource(turns, sum(count.values()), reported)
+
+
+def warn_of_repetition(answers: int, prompts: int) -> None:
+    """Say so where prompts are answered again: most answers are greedy, and then the same."""
+    if answers > prompts:
+        logger.warning(
+            "--answers %d of %d prompts: each is answered %.1f times, mostly with the same text, which teaches nothing "
+            "new; give more prompts, or --answers %d",
+            answers,
+            prompts,
+            answers / prompts,
+            prompts,
+        )
 
 
 def read_prompt_file(path: Path) -> list[dict[str, Any]]:
@@ -91,7 +118,7 @@ def collect_answers(engine: Engine, prompts: Iterator[dict[str, Any]], settings:
                 break
             params = [
                 SamplingParams(
-                    max_new_tokens=min(settings.max_new, settings.length - len(prompt)),
+                    max_new_tokens=min(settings.max_new_tokens, settings.length - len(prompt)),
                     temperature=settings.temperature if number % SAMPLED_EVERY == SAMPLED_EVERY - 1 else 0.0,
                     seed=settings.seed + state.process_index * 10**6 + number,
                 )

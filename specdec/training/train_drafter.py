@@ -35,7 +35,14 @@ from specdec.training.draft_loss import TrainableDrafter, draft_loss
 from specdec.training.eagle3_training import TrainableEagle3
 from specdec.training.mtp_training import TrainableMTP, new_assistant
 from specdec.training.packed_rows import Document
-from specdec.training.target_answers import MIN_ANSWER, collect_answers, encode, prompt_source, read_answers
+from specdec.training.target_answers import (
+    MIN_ANSWER,
+    collect_answers,
+    encode,
+    prompt_source,
+    read_answers,
+    warn_of_repetition,
+)
 from specdec.training.train_settings import TrainSettings
 from specdec.training.training_batches import TrainingBatches
 from specdec.training.training_optimizer import MixedOptimizer, average_gradients, schedule
@@ -116,7 +123,9 @@ def measure(
             ids = [p for prompt in prompts if len(p := encode(engine, prompt)) + MIN_ANSWER <= settings.length]
             for first in range(0, len(ids), settings.batch):
                 part = ids[first : first + settings.batch]
-                params = [SamplingParams(max_new_tokens=min(settings.max_new, settings.length - len(p))) for p in part]
+                params = [
+                    SamplingParams(max_new_tokens=min(settings.max_new_tokens, settings.length - len(p))) for p in part
+                ]
                 engine.generate(part, params, progress=False)
                 done = first + len(part)
                 stage.update((turn + done / len(ids)) / len(SHAPES), f"{name}, {done} prompts")
@@ -216,7 +225,7 @@ def train_drafter(settings: TrainSettings) -> None:
     """All stages. Raises SpecDecError for a drafter that cannot be made; after Ctrl-C the finished work is kept."""
     state = PartialState(cpu=settings.device == "cpu" or not torch.cuda.is_available())
     torch.manual_seed(settings.seed)
-    source, kept = prompt_source(settings.prompts, settings.seed)
+    source = prompt_source(settings.prompts, settings.seed)
     asked = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(state.device if asked == "cuda" else asked)
     model = load_model(settings.target, dtype=getattr(torch, settings.dtype), device=device).requires_grad_(False)
@@ -226,11 +235,12 @@ def train_drafter(settings: TrainSettings) -> None:
     check_shape(target, settings)
     if state.is_main_process:
         remember_settings(settings)
+        warn_of_repetition(settings.answers, source.count)
     state.wait_for_everyone()
     config = EngineConfig(max_batch_size=settings.batch, max_model_len=settings.length)
     shown: dict[str, Any] = {"every": settings.log_every, "show": state.is_main_process}
     with Engine(target, None, tokenizer=tokenizer, config=config) as engine, Stage("answers", **shown) as stage:
-        collect_answers(engine, source, settings, stage)
+        collect_answers(engine, source.prompts, settings, stage)
     state.wait_for_everyone()
     documents = read_answers(settings.out / "training", settings.length)
     tokens = sum(len(d) - cut for d, cut in documents)
@@ -244,7 +254,7 @@ def train_drafter(settings: TrainSettings) -> None:
         result |= train(drafter, TrainingBatches(drafter, documents, settings), settings, stage)
     if state.is_main_process:
         with Stage("report", **shown) as stage:
-            result["held_out"] = measure(target, tokenizer, settings, kept[: settings.report_count], stage)
+            result["held_out"] = measure(target, tokenizer, settings, source.kept[: settings.report_count], stage)
         result |= {"device": str(device), "torch": torch.__version__, "transformers": transformers.__version__}
         (settings.out / "training" / "report.json").write_text(json.dumps(result, indent=2) + "\n", "utf-8")
     state.wait_for_everyone()

@@ -29,7 +29,7 @@ class TrainSettings:
     minutes: Annotated[float, typer.Option(help="Time to train.")] = 10.0
     steps: Annotated[int, typer.Option(min=0, help="Also stop after this many optimiser steps; 0: by time alone.")] = 0
     batch: Annotated[int, typer.Option(min=1, help="Answers generated at a time.")] = 64
-    max_new: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256
     temperature: Annotated[float, typer.Option(help="Of every eighth answer; the others are greedy.")] = 1.0
     length: Annotated[int, typer.Option(min=1, help="Longest prompt with answer; length of a packed row.")] = 512
     rows: Annotated[int, typer.Option(min=1, help="Packed rows a step and process.")] = 16
