@@ -21,11 +21,12 @@ from specdec.cli.generate import ChatOptions
 from specdec.cli.options import PairOptions
 from specdec.cli.serve import ServeOptions
 from specdec.config import EngineConfig
-from specdec.models.bundled import BUNDLED_NAMES
+from specdec.models.bundled import BUNDLED_NAMES, HELD_OUT_PROBLEMS
 from specdec.models.published import EAGLE3_PAIRS, GEMMA4_PAIRS, QAT_PAIRS
 from specdec.runtime.request import StreamDelta
 from specdec.sampling_numbers import SamplingNumbers
 from specdec.serving.server_settings import ServeSettings
+from specdec.text.prompt_files import read_prompts
 
 from marks import slow
 from processes import start
@@ -131,6 +132,12 @@ def test_bench_reports_speed_acceptance_and_accuracy():
     assert report["acceptance_length"] > 1
     assert report["identical_to_plain"]
     assert 0 <= report["accuracy"] <= 1
+    with Engine.from_pretrained("tiny-gemma4") as engine:
+        prompts = [engine.chat_prompt(problem.text) for problem in read_prompts(HELD_OUT_PROBLEMS, 3)]
+        ends = [out.finish_reason for out in engine.generate(prompts, SamplingParams(64))]
+    assert 0 < report["cut_off"] == ends.count("length") < 3
+    table = run("bench", "--limit", "3", "--max-new-tokens", "9").stdout
+    assert "; accuracy 0.0 %, cut off: 3 of 3; identical" in table
 
 
 @pytest.mark.slow

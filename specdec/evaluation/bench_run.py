@@ -24,7 +24,8 @@ from specdec.text.prompt_files import Problem
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """What `run_bench` measured; `tokens_per_second` by contestant, in the order they ran."""
+    """What `run_bench` measured; `tokens_per_second` by contestant, in the order they ran. cut_off: outputs that
+    `max_new_tokens` ended."""
 
     target: str
     drafter: str | None
@@ -36,6 +37,7 @@ class BenchReport:
     acceptance_length: float
     accepted_per_position: list[float]
     accuracy: float | None
+    cut_off: int
     identical_to_plain: bool
     hardware: str
     versions: str
@@ -94,6 +96,7 @@ def run_bench(
             acceptance_length=stats.acceptance_length,
             accepted_per_position=stats.accepted_per_position,
             accuracy=_accuracy(engine, contestants[0], prompts),
+            cut_off=_cut_off(engine, contestants[0], params),
             identical_to_plain=True,
             hardware=hardware(engine.target.device),
             versions=VERSIONS,
@@ -116,6 +119,8 @@ def markdown_table(report: BenchReport) -> str:
     rows = [{"run": name, "tokens/s": f"{x:.1f}", "vs no drafter": f"{x / base:.2f}x"} for name, x in speeds.items()]
     positions = ", ".join(f"{share:.2f}" for share in report.accepted_per_position)
     accuracy = "" if report.accuracy is None else f"; accuracy {100 * report.accuracy:.1f} %"
+    if accuracy and report.cut_off:  # an answer that was cut off is mostly wrong
+        accuracy += f", cut off: {report.cut_off} of {report.prompts}"
     lines = [
         *table_lines(rows),
         "",
@@ -125,6 +130,11 @@ def markdown_table(report: BenchReport) -> str:
         f"identical to plain decoding: yes. {report.hardware}, {report.versions}.",
     ]
     return "\n".join(lines)
+
+
+def _cut_off(engine: Engine, plain: Contestant, params: SamplingParams) -> int:
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else engine.end_tokens)}
+    return sum(len(ids) == params.max_new_tokens and ids[-1] not in ends for ids in plain.outputs)
 
 
 def _accuracy(engine: Engine, plain: Contestant, prompts: Sequence[Problem]) -> float | None:
