@@ -110,7 +110,7 @@ class LanguageModelWorker:
         for level in range(levels):
             block.enter_level(origin)
             node_pos = pos[level][:, None].expand(-1, topk)
-            hidden = drafter.model._run(drafter.known(tokens), node_pos, context)
+            hidden = drafter.model.run(drafter.known(tokens), node_pos, context)
             logits = drafter.logits(hidden if level else hidden[:, :1])
             drawn_pos = pos[level + 1][:, None].expand(-1, logits.shape[1])
             if topk == 1:

@@ -389,7 +389,7 @@ def test_few_launches_stand_around_the_models_of_a_greedy_round(
     DraftTree.chain(torch.zeros((2, 5), dtype=torch.int64))  # a shape's first, which makes its constants
     launches, run = Launches(), DecodeRound.run
     target, drafter = engine.target, engine.round.worker.drafter
-    target._run, target.head = launches.unseen("[forward]", target._run), launches.unseen("[head]", target.head)
+    target.run, target.head = launches.unseen("[forward]", target.run), launches.unseen("[head]", target.head)
     drafter._run, drafter.draw = launches.unseen("[step]", drafter._run), launches.unseen("[draw]", drafter.draw)
 
     rounds = []

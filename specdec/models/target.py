@@ -27,6 +27,7 @@ from specdec.layers.fuse import Weights, fuse, fuse_linear
 from specdec.layers.merge import held_storages
 from specdec.models.batch_invariance import depends_on_others
 from specdec.models.context_length import ContextLength, context_length
+from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing
 from specdec.models.row_tiled import forward_in_tiles, rows_in_tiles, run_in_tiles
 from specdec.modules.module_watch import ModuleWatch
@@ -83,8 +84,10 @@ class TargetModel:
             self.head: nn.Module = private_copy(head)
             self.decoder: nn.Module = private_copy(self.user_decoder)
             self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
+        self.placeholders: Placeholders | None = None
         self.windows: Sequence[int | None] = tuple(spec.window for spec in self.layout.layers)
         proof = self._probe()
+        self.placeholders = find_placeholders(private_copy(model, "eager"), self.device)
         self.logit_rule: LogitRule = proof.rule
         self.unfused: str | None = "it was made without operations for fused layers"
         if ops is not None:
@@ -145,8 +148,8 @@ class TargetModel:
         self.weights.generation()
         context = ForwardContext.of(plan, view, self.windows, aux_layers)
         if self.in_tiles:
-            return forward_in_tiles(self._run, tokens, context, aux_layers)
-        hidden = self._run(tokens, plan.positions, context)
+            return forward_in_tiles(self.run, tokens, context, aux_layers)
+        hidden = self.run(tokens, plan.positions, context)
         if not aux_layers:
             return hidden, None
         states = [state for layer in aux_layers if (state := context.states[layer]) is not None]
@@ -166,14 +169,15 @@ class TargetModel:
         logits = self.head(hidden)
         return self.logit_rule(logits) if self.ops is None else self.logit_rule(logits, self.ops(softcap))
 
-    def _run(self, tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
         batch, num_rows = tokens.shape
+        if self.placeholders is not None:
+            tokens = self.placeholders.replaced_in(tokens)
         if self.context_length.most is not None:  # drafts and padding beyond the end: their output is not read
             positions = positions.clamp(max=self.context_length.most - 1)
         out = self.decoder(
             input_ids=tokens.reshape(1, -1),
             position_ids=positions.reshape(1, -1),
-            past_key_values=None,
             use_cache=False,
             specdec_ctx=context,
         )
@@ -229,7 +233,7 @@ class TargetModel:
             with refusing(self.name, "its fused layers do not run"), torch.inference_mode():
                 self.decoder, self.head = fuse(decoder, ops), fuse_linear(head, ops)
                 with torch.autocast(self.device.type, enabled=False):
-                    what = proof.difference(self._run)
+                    what = proof.difference(self.run)
                     if what is None and not proof.closeness.holds(self.head(proof.states), head(proof.states), 0):
                         what = "the logits"
             reason = None if what is None else f"{what} of its fused layers are not {type(decoder).__name__}'s own"
@@ -253,7 +257,7 @@ class TargetModel:
         if self.unfused is not None:
             run_experts_by_row(self.decoder)
         texts = probe_texts(self.model.config, self.vocab_size).to(self.device)
-        run = run_in_tiles(self._run) if self.in_tiles else self._run
+        run = run_in_tiles(self.run) if self.in_tiles else self.run
         with torch.autocast(self.device.type, enabled=False), refusing(self.name, "it does not run row by row"):
             what = depends_on_others(self.layout, texts, run, self.logits, ROWS if self.in_tiles else MANY_ROWS)
         if what is not None:
@@ -262,6 +266,14 @@ class TargetModel:
                 "deterministic=True cannot be kept; use deterministic=False"
             )
 
+    def _own_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens [B, T] -> [B, T, V] of the model's own forward."""
+        kind = type(self.model).__name__
+        with refusing(self.name, f"{kind} does not run a forward of its own over text"):
+            model: Any = private_copy(self.model, "eager")
+            logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+            return logits
+
     @torch.inference_mode()
     def _probe(self) -> Proof:
         """Prove that the model can be served, and how its logits follow from its head."""
@@ -269,21 +281,15 @@ class TargetModel:
         texts = probe_texts(self.model.config, self.vocab_size).to(self.device)
         unpaged = f"{kind} does not run through the attention interface of transformers"
 
-        def own(tokens: torch.Tensor) -> torch.Tensor:
-            with refusing(self.name, f"{kind} does not run a forward of its own over text"):
-                model: Any = private_copy(self.model, "eager")
-                logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
-                return logits
-
         try:
             with torch.autocast(self.device.type, enabled=False), refusing(self.name, unpaged):
                 return prove(
                     self.name,
                     self.layout,
                     texts,
-                    run=self._run,
+                    run=self.run,
                     head=self.head,
-                    own=own,
+                    own=self._own_logits,
                     rules=logit_rules(self.config),
                     exact=self.device.type == "cpu" and not getattr(self.model, "is_quantized", False),
                 )
