@@ -278,7 +278,7 @@ def run(monkeypatch, target: Path, prompts: Path, out: Path, more: str = "") -> 
 
 def test_prompts_that_are_answered_again_are_a_warning(prompts, caplog) -> None:
     """The default of 4,000 answers over a few prompts said nothing. A tenth of a file is kept for the report."""
-    assert prompt_source([prompts, prompts], seed=0).count == 36
+    assert prompt_source([prompts, prompts], seed=0).num_prompts == 36
     warn_of_repetition(36, 36)
     assert not caplog.messages
     warn_of_repetition(4000, 36)

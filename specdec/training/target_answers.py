@@ -36,11 +36,11 @@ SAMPLED_EVERY = 8  # every eighth answer is sampled, the others are greedy
 
 
 class PromptSource(NamedTuple):
-    """prompts: to train on, endless and from each file in turn. count: how many there are before they repeat. kept:
-    those for the report."""
+    """prompts: to train on, endless and from each file in turn. num_prompts: how many there are before they repeat.
+    kept: those for the report."""
 
     prompts: Iterator[dict[str, Any]]
-    count: int
+    num_prompts: int
     kept: list[dict[str, Any]]
 
 

@@ -235,7 +235,7 @@ def train_drafter(settings: TrainSettings) -> None:
     check_shape(target, settings)
     if state.is_main_process:
         remember_settings(settings)
-        warn_of_repetition(settings.answers, source.count)
+        warn_of_repetition(settings.answers, source.num_prompts)
     state.wait_for_everyone()
     config = EngineConfig(max_batch_size=settings.batch, max_model_len=settings.length)
     shown: dict[str, Any] = {"every": settings.log_every, "show": state.is_main_process}
