@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.registry import WORDS, is_drafter_config, load_drafter, wrap_drafter
-from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
+from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
 from specdec.loading import Checkpoint, load_tokenizer, unwrapped
 from specdec.models.target import TargetModel
-from specdec.plain_arguments import shown
 
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """How transformers ends the names of classes that continue a text."""
