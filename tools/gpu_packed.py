@@ -31,7 +31,7 @@ from specdec.evaluation.phases.phase_report import Cell
 from specdec.evaluation.phases.phase_run import PLAIN, Plan, Subject, run_phases
 from specdec.evaluation.phases.random_packed import UNPACKED, find_form
 from specdec.evaluation.phases.random_subject import random_subject
-from specdec.evaluation.phases.stored_weights import stored_weights
+from specdec.models.weight_storage import stored_weights
 
 PAIRS = (
     *("gemma4-e4b:bf16", "gemma4-e4b:int4-g32", "gemma4-e4b:fp8", "gemma4-31b:bf16", "gemma4-31b:int4-g32"),

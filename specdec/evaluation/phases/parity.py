@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+from specdec.models.cache_argument import cache_argument
 from specdec.modules.private_copy import private_copy
 
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-2}
@@ -53,11 +54,10 @@ def output_gaps(model: PreTrainedModel, prompt: Sequence[int], output: Sequence[
     ids = torch.tensor([*prompt, *output], device=model.device)
     chunk = max(16, MAX_SCORES // (len(ids) * int(reference.config.get_text_config().num_attention_heads)))
     first = len(prompt) - 1  # the row whose logits chose the first token
-    cache = None
+    cached = {"use_cache": True, **cache_argument(reference, DynamicCache(config=reference.config.get_text_config()))}
     for start in range(0, first, chunk):
-        fed = ids[None, start : min(start + chunk, first)]
-        cache = reference(fed, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
-    logits = reference(ids[None, first:-1], past_key_values=cache, use_cache=True).logits[0].float()
+        reference(ids[None, start : min(start + chunk, first)], logits_to_keep=1, **cached)
+    logits = reference(ids[None, first:-1], **cached).logits[0].float()
     chosen = logits.gather(1, ids[first + 1 :, None])[:, 0]
     gaps: torch.Tensor = (logits.amax(dim=1) - chosen) / logits.std(dim=1)
     return gaps.cpu()
