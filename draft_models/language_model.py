@@ -42,7 +42,7 @@ class LanguageModel(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def forward(self, tokens: torch.Tensor, plan: KVPlan, view: KVView) -> tuple[torch.Tensor, Any]:
-        """tokens [B, N] -> states after the final norm [B, N, H], and states of layers that nobody asked for."""
+        """tokens [B, N] -> states after the final norm [B, N, H]; what follows them is not read."""
 
     def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
         """The same, of tokens at positions [B, N], with K/V wherever the context keeps them."""

@@ -26,7 +26,7 @@ MATCH = 16
 """Longest match that is told from a shorter one, in tokens."""
 
 MATCHES = 64
-"""Of a request that are followed: the longest, of equal ones the latest."""
+"""Most matches of a request that are used: the longest ones, and among equally long ones the latest."""
 
 NOTHING = -1
 """Stands before the first token of a text."""
@@ -82,7 +82,7 @@ class Matches(NamedTuple):
     weight: torch.Tensor
 
     def tokens_at(self, level: int) -> torch.Tensor:
-        """[B, P]: the token `level` tokens behind each match."""
+        """[B, P]: of each match, the token that comes `level` tokens after the first one behind it."""
         return self.history.gather(1, self.after + level % self.period)
 
 

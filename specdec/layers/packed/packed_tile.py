@@ -132,9 +132,9 @@ def load_words(
     GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The same of a packed weight, as it lies in memory: words [BN, words], scales and zeros [BN, groups].
+    """A tile of a packed weight as it lies in memory: words [BN, words], scales and zeros [BN, groups].
 
-    Where a code has none of one of these, it is another, which nothing reads."""
+    A code without scales in a tile, or without zeros, returns another of the tensors there; nothing reads it."""
     last = i_k + BLOCK_K if EVEN_K else end
     PER_WORD: tl.constexpr = 4 if CODE == "e4m3" else 8
     WORDS: tl.constexpr = BLOCK_K // PER_WORD
