@@ -1,45 +1,168 @@
 """Ids that stand for images, video and sound in a text: what a multimodal model embeds in their place.
 
-Gemma 4 and others embed such an id as padding where no pixels are given, and so must we: it may stand in a prompt, and
-a model may write it. What its own forward hands to the embedding says which id that is, whatever the family.
+Gemma 4 embeds such an id as padding where no pixels are given, Granite Speech as id 0, and so must we: it may stand in
+a prompt, and a model may write it. The model itself is asked, once, by what its own forward hands to the embedding and
+to the text decoder; no layer runs. Invariant: an id is replaced by another only if the decoder then gets the same, to
+the bit. Drafters embed ids as they are, as in transformers' assisted generation.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.models.probe import refusing
+from specdec.modules.private_copy import private_copy
 
 
-class Placeholders(NamedTuple):
-    """ids: [P] those that are replaced. embedded: [P] by what."""
+@dataclass(frozen=True, slots=True)
+class Placeholders:
+    """What is embedded for which ids.
 
-    ids: torch.Tensor
-    embedded: torch.Tensor
+    replaced: id -> the id that is embedded in its place. table: the same for every id [V]; None: each as itself.
+    unread: id -> why no id is embedded in its place.
+    """
+
+    replaced: Mapping[int, int] = field(default_factory=dict)
+    table: torch.Tensor | None = None
+    unread: Mapping[int, str] = field(default_factory=dict)
 
     def replaced_in(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens of any shape, as the model embeds them."""
-        found = tokens[..., None] == self.ids
-        return torch.where(found.any(-1), (found * self.embedded).sum(-1), tokens)
+        return tokens if self.table is None else self.table[tokens]
+
+    def require_readable(self, what: str, tokens: Sequence[int]) -> None:
+        """Raise ConfigError where an id means nothing without an image or a sound."""
+        for token in tokens if self.unread else ():
+            if token in self.unread:
+                raise ConfigError(f"{what} token id {token}, {self.unread[token]}; specdec serves text alone")
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """How a forward read its tokens [1, T]. ids: what was embedded, given: the tensors that reached the decoder."""
+
+    ids: torch.Tensor | None
+    given: Mapping[str, torch.Tensor]
+    embedded: torch.Tensor | None
+
+    def is_plain(self, tokens: torch.Tensor) -> bool:
+        """Whether the decoder gets the embeddings of these ids, or is left to look them up."""
+        embeds = self.given.get("inputs_embeds")
+        return _equal(self.ids, tokens) and (embeds is None or _equal(embeds, self.embedded))
+
+    def same(self, other: "Read") -> bool:
+        """Whether the decoder gets the same."""
+        names = self.given.keys() | other.given.keys()
+        return all(_equal(self.given.get(name), other.given.get(name)) for name in names)
+
+
+class _ReachedError(Exception):
+    """Ends a forward at its decoder."""
 
 
 @torch.inference_mode()
-def find_placeholders(model: Any, device: torch.device) -> Placeholders | None:
-    """model: a copy, with its own attention. None: nothing is replaced. Nothing is run for a model of text alone."""
-    config = model.config
+def find_placeholders(model: PreTrainedModel, decoder: nn.Module, ordinary: torch.Tensor) -> Placeholders:
+    """Of a model and the text `decoder` in it. ordinary []: an id that is embedded as itself, on the model's device.
+
+    Nothing is run for a model of text alone."""
+    names = named_ids(model.config)
+    path = next((path for path, module in model.named_modules() if module is decoder), None)
+    if not names or path is None:
+        return Placeholders()
+    own: Any = private_copy(model, "eager")
+    inner: Any = own.get_submodule(path)
+
+    def text(token: int) -> torch.Tensor:
+        return torch.stack([ordinary, torch.full_like(ordinary, token)])[None]
+
+    def read(token: int) -> Read:
+        who = f"{names.get(token, 'an id')} of {type(model).__name__}"
+        with refusing(who, "its forward does not run without what that stands for"):
+            return _read(own, inner, text(token))
+
+    first = int(ordinary)
+    replaced: dict[int, int] = {}
+    unread: dict[int, str] = {}
+    try:
+        if not read(first).is_plain(text(first)):
+            return Placeholders()  # it embeds in a way of its own, which cannot be told from here
+    except UnsupportedModelError:
+        return Placeholders()
+    for token, name in names.items():
+        why = f"{name} of {type(model).__name__}, which it reads as no token of the vocabulary"
+        try:
+            found = read(token)
+            other = token if found.ids is None else int(found.ids[0, -1])
+            as_other = found if other == token else read(other)
+        except UnsupportedModelError as error:
+            unread[token] = str(error)
+            continue
+        if not as_other.is_plain(text(other)) or not as_other.same(found):
+            unread[token] = why
+        elif other != token:
+            replaced[token] = other
+    if not replaced:
+        return Placeholders(unread=unread)
+    rows = getattr(inner.get_input_embeddings(), "num_embeddings", 0)
+    table = torch.arange(max(rows, model.config.get_text_config().vocab_size))
+    table[list(replaced)] = torch.tensor(list(replaced.values()))
+    return Placeholders(replaced, table.to(ordinary.device), unread)
+
+
+def named_ids(config: Any) -> dict[int, str]:
+    """Ids, and their names, of the parts of a config besides its text part; none if it has no other part."""
+    parts = list(_parts(config))
     text = config.get_text_config()
-    if text is config:
-        return None
-    named = {value for key, value in vars(config).items() if "token" in key and isinstance(value, int)}
-    ids = sorted(value for value in named if 0 <= value < text.vocab_size)
-    seen: list[torch.Tensor] = []
-    tokens = torch.tensor([ids], dtype=torch.int64, device=device)
-    hook = model.get_input_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    if len(parts) == 1:
+        return {}
+    others = [part for part in parts if part is not text or text is config]
+    named = {token: name for part in reversed(others) for token, name in _ids(part).items()}
+    known = {} if text is config else _ids(text)
+    return {token: name for token, name in named.items() if 0 <= token < text.vocab_size and token not in known}
+
+
+def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            yield from _parts(value)
+
+
+def _ids(config: PreTrainedConfig) -> dict[int, str]:
+    return {value: key for key, value in vars(config).items() if "token" in key and type(value) is int}
+
+
+def _read(model: Any, decoder: Any, tokens: torch.Tensor) -> Read:
+    looked_up: list[tuple[torch.Tensor, torch.Tensor]] = []
+    given: dict[str, Any] = {}
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        looked_up.append((args[0] if args else next(iter(kwargs.values())), output))
+
+    def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given.update({"input_ids": args[0]} if args else {}, **kwargs)
+        raise _ReachedError
+
+    hooks = (
+        decoder.get_input_embeddings().register_forward_hook(note, with_kwargs=True),
+        decoder.register_forward_pre_hook(stop, with_kwargs=True),
+    )
     try:
         model(input_ids=tokens, use_cache=False)
-    except Exception:  # it wants the image that an id stands for: then no such text is run here either
-        return None
+    except _ReachedError:
+        pass
     finally:
-        hook.remove()
-    if not seen or seen[0].shape != tokens.shape:
-        return None
-    changed = (seen[0] != tokens)[0]
-    return Placeholders(tokens[0, changed], seen[0][0, changed]) if bool(changed.any()) else None
+        for hook in hooks:
+            hook.remove()
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    ids, embedded = looked_up[0] if looked_up else (tensors.get("input_ids"), None)
+    return Read(ids, tensors, embedded)
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other.to(one.dtype)))

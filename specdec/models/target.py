@@ -84,10 +84,11 @@ class TargetModel:
             self.head: nn.Module = private_copy(head)
             self.decoder: nn.Module = private_copy(self.user_decoder)
             self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
-        self.placeholders: Placeholders | None = None
+        self.placeholders = Placeholders()
         self.windows: Sequence[int | None] = tuple(spec.window for spec in self.layout.layers)
         proof = self._probe()
-        self.placeholders = find_placeholders(private_copy(model, "eager"), self.device)
+        ordinary = probe_texts(model.config, self.vocab_size)[0, 0]
+        self.placeholders = find_placeholders(model, self.user_decoder, ordinary.to(self.device))
         self.logit_rule: LogitRule = proof.rule
         self.unfused: str | None = "it was made without operations for fused layers"
         if ops is not None:
@@ -171,8 +172,7 @@ class TargetModel:
 
     def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
         batch, num_rows = tokens.shape
-        if self.placeholders is not None:
-            tokens = self.placeholders.replaced_in(tokens)
+        tokens = self.placeholders.replaced_in(tokens)
         if self.context_length.most is not None:  # drafts and padding beyond the end: their output is not read
             positions = positions.clamp(max=self.context_length.most - 1)
         out = self.decoder(

@@ -29,6 +29,7 @@ class Intake:
         self, target: TargetModel, tokenizer: Any | None, spec: SpecConfig | None, scheduler: Scheduler
     ) -> None:
         self.end_tokens = end_tokens(target.model, tokenizer)
+        self._target = target
         self._vocab_size = target.vocab_size
         self._tokenizer = tokenizer
         self._spec = spec
@@ -46,6 +47,7 @@ class Intake:
             if not prompt or not ids:
                 raise ConfigError(f"prompt {index} is empty; at least one token is needed to continue from")
             self._require_tokens(f"prompt {index} holds", ids)
+            self._target.placeholders.require_readable(f"prompt {index} holds", ids)
             self._require_tokens("stop_token_ids holds", one.stop_token_ids)
             self._require_tokens("logit_bias holds", list(one.logit_bias or ()))
             self._require_tokens("allowed_token_ids holds", one.allowed_token_ids or ())

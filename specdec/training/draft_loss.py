@@ -75,7 +75,7 @@ def run_target(
     if getattr(target.config, "layer_types", None) is None:
         mask = mask[FULL_ATTENTION if window is None else SLIDING_ATTENTION]
     cache: Any = DynamicCache() if owners else None  # without a config it drops no key of a sliding layer
-    given = {"input_ids": batch.ids, "position_ids": batch.pos, "attention_mask": mask}
+    given = {"input_ids": target.placeholders.replaced_in(batch.ids), "position_ids": batch.pos, "attention_mask": mask}
     if cache is not None:
         given |= cache_argument(decoder, cache)
     try:
