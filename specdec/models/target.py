@@ -87,8 +87,6 @@ class TargetModel:
         self.placeholders = Placeholders()
         self.windows: Sequence[int | None] = tuple(spec.window for spec in self.layout.layers)
         proof = self._probe()
-        ordinary = probe_texts(model.config, self.vocab_size)[0, 0]
-        self.placeholders = find_placeholders(model, self.user_decoder, ordinary.to(self.device))
         self.logit_rule: LogitRule = proof.rule
         self.unfused: str | None = "it was made without operations for fused layers"
         if ops is not None:
@@ -96,6 +94,8 @@ class TargetModel:
         self.in_tiles = deterministic and (self.unfused is not None or ops is not KERNELS)
         if deterministic:
             self._prove_bits()
+        ordinary = probe_texts(model.config, self.vocab_size)[0, 0]
+        self.placeholders = find_placeholders(model, self.user_decoder, ordinary.to(self.device))
         record_states(list(self.decoder.layers))  # type: ignore[arg-type]
         self.weights = Weights(self.name, self.decoder, self.head, original=original, copy_again=self._copy_again)
 
