@@ -162,7 +162,8 @@ class Drafter(Protocol):
     them between requests. `extra_keys`: committed keys on sliding layers that it reads beyond the target's own window.
     `fit`: the target that it was fitted to; None: it runs with any. `unfused`: why its own modules run although fused
     layers were requested; None: fused layers run, or it has no layers. `weights`: parameters that it reads and that
-    callers may re-point; None: it has none.
+    callers may re-point; None: it has none. `may_lag`: observing takes a forward, so an engine may show it several
+    rounds without drafts at once; False: it is shown every round.
     """
 
     name: str
@@ -172,6 +173,7 @@ class Drafter(Protocol):
     fit: Fit | None = None
     unfused: str | None = None
     weights: Weights | None = None
+    may_lag: bool = False
 
     def bind(self, binding: Binding) -> DraftWorker:
         """A worker for one engine."""

@@ -85,7 +85,7 @@ def chat(pair: Pair, args: argparse.Namespace) -> bool:
         repetition_penalty=args.repetition_penalty,
         seed=args.seed,
     )
-    spec = SpecConfig(args.steps or pair.num_steps, args.draft_topk, args.nodes)
+    spec = SpecConfig(args.steps or pair.num_steps, args.draft_topk, args.nodes, adaptive=False)
     engine = Engine.from_pretrained(pair.target, pair.drafter, spec=spec, config=config)
     prompts = [chat_prompt(engine, text, args.system) for text in args.prompt]
     plain = Engine(engine.target, None, tokenizer=engine.tokenizer, config=config) if args.compare else None

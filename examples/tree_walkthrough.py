@@ -122,7 +122,7 @@ def main() -> None:
 
     transformers_logging.disable_progress_bar()
     console = Console(highlight=False)
-    spec = SpecConfig(args.steps, args.draft_topk, args.nodes)
+    spec = SpecConfig(args.steps, args.draft_topk, args.nodes, adaptive=False)
     config = EngineConfig(max_batch_size=1, max_model_len=512, attention=args.attention)
     pair = Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", config=config)
     assert pair.drafter is not None

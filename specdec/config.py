@@ -54,13 +54,17 @@ class SpecConfig:
 
     topk = 1 is a chain. Otherwise the best `topk` nodes of each level are expanded, and the best nodes of all levels
     are verified. num_draft_tokens None: 1 + topk * num_steps nodes, of a tree at most 64.
+    adaptive: this is the largest draft, and each round has the one, down to none, that is expected to bring most tokens
+    a second, by what rounds take here and what was accepted. It changes no token. False: every round has this draft.
     """
 
     num_steps: int = 4
     topk: int = 1
     num_draft_tokens: int | None = None
+    adaptive: bool = True
 
     def __post_init__(self) -> None:
+        _require_bools(self, "adaptive")
         require_int("num_steps", self.num_steps, 1, MAX_TREE_NODES - 1)
         require_int("topk", self.topk, 1, MAX_TOPK)
         if self.num_draft_tokens is not None:
@@ -189,7 +193,8 @@ class SamplingParams(SamplingNumbers):
     so give one that ends the text, or a length. logprobs: None, or how many alternatives to report per token.
     prompt_logprobs: the same for the prompt's tokens; with it, max_new_tokens=0 scores the prompt and adds nothing.
     n: samples of the prompt; number i is that of the same parameters with n=1 and `seed` + i.
-    speculation: None, as the engine does; False, not at all; or a SpecConfig within the engine's. It changes no token.
+    speculation: None, as the engine does; False, not at all; or a SpecConfig within the engine's (adaptive=False: that
+    draft in every round, in an adaptive engine too). It changes no token.
     In company of deeper drafts a request accepts no more of them than its own depth.
     cache_salt: a secret text. Only requests with the same salt (None is one too) share K/V in the prefix cache, so that
     no other can find out what was in a prompt by what it finds cached. It changes no token.

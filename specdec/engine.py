@@ -35,6 +35,7 @@ from specdec.models.target import TargetModel
 from specdec.models.watched_weights import look_closely, updates_show
 from specdec.modules.weights_lock import weights_lock_held
 from specdec.progress import progress_bar
+from specdec.runtime.adaptive.draft_ladder import draft_ladder
 from specdec.runtime.arguments import (
     require_fused,
     require_no_setting,
@@ -50,6 +51,7 @@ from specdec.runtime.prompt_shares import PromptRoom
 from specdec.runtime.request import GenerationOutput, Request, StreamDelta
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_sizes, capture_for
+from specdec.runtime.rounds.catching_up import CatchUps
 from specdec.runtime.rounds.round import Round
 from specdec.runtime.scheduler import Scheduler, slots_needed
 from specdec.runtime.sizing import make_cache
@@ -101,9 +103,10 @@ class Engine:
         self.table = self.cache.table
         memory = capture  # before anything is put in front of it
         backend, capture = sanitized(self.cache, backend, capture)
-        self.round = Round(target, drafter, self.cache, backend)
+        self.round = Round(target, drafter, self.cache, backend, lags=self.spec.adaptive)
         shared = self.cache if config.prefix_cache and updates_show(target, drafter) else None
-        self.prefixes = Prefixes(shared, self.round.weights_version)
+        unread = None if self.round.unread is None else self.round.unread.count
+        self.prefixes = Prefixes(shared, self.round.weights_version, unread)
         self.scheduler = Scheduler(
             self.table,
             max_model_len=self.max_model_len,
@@ -111,14 +114,19 @@ class Engine:
             prompt_room=PromptRoom.of(self.config.max_prefill_tokens, target.device.type),
             prefixes=self.prefixes,
         )
-        graphs = chunks = None
+        graphs = chunks = catch_ups = None
         if capture is not None:
             strict = config.cuda_graphs is True
             budget = config.max_capture_bytes or default_budget(target.device)
-            store = CaptureStore(capture, memory, budget, most_captures(len(batch_sizes(self.table.max_requests))))
+            adaptive = drafter is not None and self.spec.adaptive
+            num_drafts = len(draft_ladder(self.spec)) if adaptive else 1
+            store = CaptureStore(
+                capture, memory, budget, most_captures(len(batch_sizes(self.table.max_requests)), num_drafts)
+            )
             graphs = RoundGraphs(self.round, store, strict=strict)
             chunks = ChunkGraphs(self.round, store, strict=strict)
-        self.steps = Steps(self.scheduler, self.round, self.spec, graphs, chunks)
+            catch_ups = CatchUps(self.round, store, strict=strict)
+        self.steps = Steps(self.scheduler, self.round, self.spec, graphs, chunks, catch_ups)
         self.intake = Intake(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
         self.end_tokens = self.intake.end_tokens
         self._live: dict[int, Request] = {}  # by number, oldest first: the one list that a fault cannot spoil

@@ -20,7 +20,7 @@ from specdec.evaluation.transformers_peer import plain_peer
 from specdec.progress import progress_bar
 from specdec.text.prompt_files import read_prompts
 
-CHAIN, TREE = SpecConfig(4), SpecConfig(4, 4, 16)
+CHAIN, TREE = SpecConfig(4, adaptive=False), SpecConfig(4, 4, 16, adaptive=False)
 
 
 def main() -> None:

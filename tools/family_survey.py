@@ -248,7 +248,7 @@ def survey(model: PreTrainedModel) -> Result:
     for page_size in (1, 4):
         for drafter in (None, trees):
             config = EngineConfig(max_batch_size=2, max_model_len=64, page_size=page_size, prefill_chunk=7)
-            engine = Engine(target, drafter, spec=SpecConfig(num_steps=6), config=config)
+            engine = Engine(target, drafter, spec=SpecConfig(num_steps=6, adaptive=False), config=config)
             outputs = engine.generate(prompts, SamplingParams(max_new_tokens=NEW, ignore_eos=True))
             found = [output.token_ids for output in outputs]
             if found != wanted:

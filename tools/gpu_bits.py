@@ -49,7 +49,7 @@ LENGTHS = (5, 9) if ON_CPU else (700, 33, 1, 260, 15, 512, 90, 1100)
 SHAPES = {"gemma4-e4b": 8, "gemma4-26b-a4b": 4, "gemma4-31b": 6, "gpt-oss-20b": 3, "llama-8b": 2}
 SHAPES |= {"gemma4-e4b:int4-g32": 8, "llama-8b:fp8": 2, "gpt-oss-20b:mxfp4": 3}  # SHAPE:WEIGHTS -> layers
 BOUNDS = {1: 1.05, 8: 1.05, 32: 1.2}
-CHAIN, TREE = SpecConfig(4), SpecConfig(4, 4, 16)
+CHAIN, TREE = SpecConfig(4, adaptive=False), SpecConfig(4, 4, 16, adaptive=False)
 
 Answer = tuple[list[int], Any]
 
@@ -155,9 +155,9 @@ def bits_of_shape(pair: str, layers: int) -> list[Row]:
         ("n-gram, among 80", NgramDrafter(), CHAIN, {}, True),
         (f"{drafter.name}, chain of 4", drafter, CHAIN, {}, False),
         (f"{drafter.name}, tree of 16, among 80", drafter, TREE, {"max_batch_size": 32}, True),
-        (f"{drafter.name}, tree of 200", drafter, SpecConfig(6, 8, 200), {}, False),
-        ("accepted trees of 16", planted, SpecConfig(15, 2, 16), {"cuda_graphs": False}, False),
-        ("accepted trees of 200", planted, SpecConfig(20, 20, 200), {"cuda_graphs": False}, False),
+        (f"{drafter.name}, tree of 200", drafter, SpecConfig(6, 8, 200, adaptive=False), {}, False),
+        ("accepted trees of 16", planted, SpecConfig(15, 2, 16, adaptive=False), {"cuda_graphs": False}, False),
+        ("accepted trees of 200", planted, SpecConfig(20, 20, 200, adaptive=False), {"cuda_graphs": False}, False),
     ]
     rows = []
 

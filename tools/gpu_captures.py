@@ -36,7 +36,7 @@ from specdec.gpu.operations import choose_operations
 from specdec.models.bundled import resolve_name
 from specdec.models.target import TargetModel
 
-TREE = SpecConfig(4, 4, 16)
+TREE = SpecConfig(4, 4, 16, adaptive=False)
 MOST_CAPTURES = 60
 SCHEMA = {
     "type": "object",

@@ -39,7 +39,7 @@ from specdec.modules.private_copy import text_configs
 
 VOCAB, WINDOW, TIE = 24, 16, 1e-3
 SLIDING, FULL = "sliding_attention", "full_attention"
-CHAIN, TREE = SpecConfig(4), SpecConfig(6, 3, 16)
+CHAIN, TREE = SpecConfig(4, adaptive=False), SpecConfig(6, 3, 16, adaptive=False)
 
 
 class Setting(NamedTuple):

@@ -57,7 +57,7 @@ def main() -> None:
     options.add_argument("--every-room", action="store_true", help="of the whole package, not of engine and runtime")
     options.add_argument("--tree", action="store_true", help="trees of 16 nodes in place of chains of 4")
     given = options.parse_args()
-    spec = SpecConfig(4, 4, 16) if given.tree else SpecConfig(4)
+    spec = SpecConfig(4, 4, 16, adaptive=False) if given.tree else SpecConfig(4, adaptive=False)
     config = EngineConfig(max_batch_size=2, max_model_len=256, device="cpu")
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=spec, config=config) as engine:
         for text in ("Tom has 3 boxes.", "A farm has 7 hens."):

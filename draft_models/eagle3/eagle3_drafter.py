@@ -38,6 +38,7 @@ class Eagle3Drafter(Drafter):
     """A head fitted to a target; `eagle3_drafter` makes one. Its layers are fused if the target's are."""
 
     name = "eagle3"
+    may_lag = True
     weights: Weights
 
     def __init__(self, head: Eagle3Head, target_ids: torch.Tensor | None, target: TargetInfo) -> None:

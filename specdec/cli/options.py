@@ -73,6 +73,13 @@ class PairOptions:
             help="Verified nodes, the root included; default: 1 + draft-topk * num-steps, of a tree at most 64."
         ),
     ] = None
+    adaptive: Annotated[
+        bool,
+        typer.Option(
+            "--adaptive/--fixed-drafts",
+            help="Draft only as much as pays, down to nothing; or the same draft in every round.",
+        ),
+    ] = True
     dtype: Annotated[
         str | None,
         typer.Option(callback=_dtype, help="float32, bfloat16 (bf16) or float16; default: float32 on the CPU."),

@@ -134,9 +134,9 @@ def default_budget(device: torch.device) -> int | None:
     return int(min(MEMORY_SHARE * all_bytes(device), FREE_SHARE * free_bytes(device)))
 
 
-def most_captures(num_sizes: int) -> int:
-    """Captures that are kept, where rounds have so many batch sizes."""
-    return max(FEWEST, 3 * num_sizes)
+def most_captures(num_sizes: int, num_drafts: int = 1) -> int:
+    """Captures that are kept, where rounds have so many batch sizes and kinds of drafts."""
+    return max(FEWEST, (2 + num_drafts) * num_sizes)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

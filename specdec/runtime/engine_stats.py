@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from specdec.gpu.captures import CaptureUse
 from specdec.kvcache.page_pool import PagedAllocator
+from specdec.runtime.adaptive.draft_choice import NO_CHOICE, DraftUse
 from specdec.runtime.request import Request, RequestStats
 from specdec.runtime.scheduler import Scheduler
 
@@ -45,7 +46,7 @@ class EngineStats(RequestStats):
     finished, aborted: requests that ended; those that failed are among the aborted. waiting, running: those that have
     not. batches: rounds of the engine, of all that decode together (`rounds` counts one for each of them), and the
     seconds that they took. Nothing is held in a space that the target does not have. captures:
-    rounds and prompts that are captured, and what ran without.
+    rounds and prompts that are captured, and what ran without. drafts: which drafts rounds had, and why.
     """
 
     finished: int = 0
@@ -57,6 +58,7 @@ class EngineStats(RequestStats):
     full_slots: PoolUse = NOTHING
     swa_slots: PoolUse = NOTHING
     captures: CaptureUse = NO_CAPTURES
+    drafts: DraftUse = NO_CHOICE
 
     @property
     def batch_milliseconds(self) -> float:
@@ -91,7 +93,7 @@ class EngineStats(RequestStats):
             self.finished += 1
             self.add(request.stats)
 
-    def now(self, scheduler: Scheduler, captures: CaptureUse) -> "EngineStats":
+    def now(self, scheduler: Scheduler, captures: CaptureUse, drafts: DraftUse) -> "EngineStats":
         """A copy, with the state of this moment."""
         allocator = scheduler.table.allocator
         return replace(
@@ -102,6 +104,7 @@ class EngineStats(RequestStats):
             full_slots=PoolUse.of(allocator.full, allocator.page_size),
             swa_slots=PoolUse.of(allocator.swa, allocator.page_size),
             captures=captures,
+            drafts=drafts,
         )
 
 

@@ -30,11 +30,14 @@ NO_PAGES: IntArray = np.zeros(0, dtype=np.int64)
 
 class Prefixes:
     """cache: with the stores of all models; None: nothing is shared. weights_version: another value whenever K/V would
-    come out otherwise."""
+    come out otherwise. unread: by row, so many of the newest tokens may lack the drafter's K/V; None: none do."""
 
-    def __init__(self, cache: KVCache | None, weights_version: Callable[[], object]) -> None:
+    def __init__(
+        self, cache: KVCache | None, weights_version: Callable[[], object], unread: IntArray | None = None
+    ) -> None:
         self._cache: PrefixCache | None = None
         self._weights_version = weights_version
+        self._unread = unread
         self._era = 0  # counts how often what was made before became worthless
         if cache is not None:
             self._cache = PrefixCache(cache.table, pairs=len(cache.stores) > 1)  # a drafter's may follow from the next
@@ -105,9 +108,7 @@ class Prefixes:
             return
         self._look()
         kept = [request for request in requests if self._began[request.row] == self._era]
-        self._cache.insert(
-            [request.row for request in kept], [self._key(request) for request in kept], [*map(salt_of, kept)]
-        )
+        self._cache.insert([request.row for request in kept], [*map(self._whole_key, kept)], [*map(salt_of, kept)])
         for request in requests:
             if not self._is_computing(request, request.prefill_target):
                 self._in_progress.discard(request)
@@ -155,6 +156,13 @@ class Prefixes:
     def _adoptable(self, request: Request) -> IntArray:
         """What it may begin with: see `Request.most_cached`."""
         return self._key(request)[: request.most_cached]
+
+    def _whole_key(self, request: Request) -> IntArray:
+        """Of its tokens whose K/V every model has made."""
+        assert self._cache is not None
+        if self._unread is None or not (unread := int(self._unread[request.row])):
+            return self._key(request)
+        return self._key(request)[: max(int(self._cache.table.committed_len.host[request.row]) - unread, 0)]
 
     def _key(self, request: Request) -> IntArray:
         """Of all its tokens, made longer when there are more."""

@@ -16,7 +16,7 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.errors import RequestFailedError, SpecDecError, first_line, is_fault
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompt_scores import PromptScores
-from specdec.runtime.rounds.round_shapes import NO_DRAFT
+from specdec.runtime.rounds.round_shapes import NO_DRAFT, DraftShape
 from specdec.sampling.grammars.grammar import Place
 from specdec.sampling.grammars.token_view import TokenView
 from specdec.sampling.log_probs import TokenLogprob
@@ -250,13 +250,12 @@ class Request:
         """Most drafts that it accepts in a round."""
         return 0 if self.draft is None else self.draft.depth
 
-    def draft_size(self, to_go: int) -> tuple[int, int, int]:
-        """(steps, topk, nodes) of a draft that is enough where `to_go` tokens may still come, the bonus token among
-        them."""
+    def draft_size(self, to_go: int) -> DraftShape:
+        """A draft that is enough where `to_go` tokens may still come, the bonus token among them."""
         if self.draft is None:
             return NO_DRAFT
         num_steps, num_nodes = self.draft.shortened(to_go - 1)
-        return num_steps, self.draft.topk, num_nodes
+        return DraftShape(num_steps, self.draft.topk, num_nodes)
 
     @property
     def place(self) -> Place | None:

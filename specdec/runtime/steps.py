@@ -21,23 +21,29 @@ import numpy as np
 import torch
 
 from specdec.config import MAX_FORCED_TOKENS, SpecConfig
+from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.captures import CaptureUse
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.kvcache.table import row_cells
 from specdec.progress import progress_bar
+from specdec.runtime.adaptive.draft_choice import NO_CHOICE, DraftChoice
+from specdec.runtime.adaptive.draft_ladder import draft_ladder
+from specdec.runtime.adaptive.round_timing import time_rounds
 from specdec.runtime.engine_stats import ENOUGH_DRAFTS, EngineStats, warn_of_rejected
 from specdec.runtime.grammar_masks import GrammarSteps, prepare, root_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
 from specdec.runtime.prompt_scores import scoring_of
 from specdec.runtime.request import Request, rows_of
+from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, batch_sizes, nothing, run_programs
+from specdec.runtime.rounds.catching_up import CatchUps, catch_up_if_due, time_catching_up
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
 from specdec.runtime.rounds.grouping import WORTH_A_FORWARD, WORTH_ON_CPU, group_chunks, padded_size
 from specdec.runtime.rounds.prompt_scoring import Scoring, score_chunk
 from specdec.runtime.rounds.result import RoundResult, RoundShape
 from specdec.runtime.rounds.round import PREFILL_STAGES, Chunk, Round
-from specdec.runtime.rounds.round_shapes import NO_DRAFT, round_shape, whole_draft, with_forced
+from specdec.runtime.rounds.round_shapes import NO_DRAFT, DraftShape, round_shape, whole_draft, with_forced
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.settling import commit_chunks, settle_chunks, settle_round
 from specdec.sampling.log_probs import max_logprobs
@@ -47,7 +53,8 @@ from specdec.sampling.sampling_table import Uses
 class Steps:
     """The steps of one engine. `under_way`: those launched and not settled, oldest first.
 
-    graphs, chunks: None where nothing is captured. `lag`: rounds that may be unsettled when one more is launched.
+    graphs, chunks, catch_ups: None where nothing is captured. `lag`: rounds that may be unsettled when one more is
+    launched. `choice`: which draft a round has; None: always the engine's own.
     """
 
     def __init__(
@@ -57,39 +64,64 @@ class Steps:
         spec: SpecConfig,
         graphs: RoundGraphs | None,
         chunks: ChunkGraphs | None,
+        catch_ups: CatchUps | None,
     ) -> None:
         self.scheduler = scheduler
         self.round = round
         self.spec = spec
         self.graphs = graphs
         self.chunks = chunks
+        self.catch_ups = catch_ups
         self.lag = 0 if graphs is None else 1
         self.table = scheduler.table
         self.totals = EngineStats()
         self.under_way: deque[LaunchedStep] = deque()
+        adaptive = spec.adaptive and round.worker is not None
+        self.choice = DraftChoice(draft_ladder(spec), self.table.max_requests + 1) if adaptive else None
         self._drafted = self._begun = 0  # drafts since the last look, and those whose first token was right
         self._warned = False
         round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
     def warm_up(self) -> None:
-        """Capture greedy rounds of full drafts at the shortest tables, the largest batch first, with no row seated.
+        """Capture greedy rounds at the shortest tables, the largest batch first, with no row seated: of full drafts,
+        and of all that may be chosen instead, which are timed then.
 
         Other shapes are captured when they first occur.
         """
         if self.graphs is None:
             return
         no_rows = np.zeros(0, dtype=np.int64)
-        drafts = [NO_DRAFT if self.round.worker is None else whole_draft(self.spec)]
+        own = NO_DRAFT if self.round.worker is None else whole_draft(self.spec)
+        drafts = [own] if self.choice is None else self.choice.shapes
         sizes = batch_sizes(self.table.max_requests)
-        with self._on_device(), progress_bar("capturing rounds", len(sizes)) as update:
-            for done, size in enumerate(reversed(sizes), start=1):
-                shape = round_shape(self.round, no_rows, [], drafts, 0)
-                shape = self.graphs.bucket(shape._replace(batch=size))
+        shapes = [
+            self.graphs.bucket(round_shape(self.round, no_rows, [], [draft], 0)._replace(batch=size))
+            for size in reversed(sizes)
+            for draft in reversed(drafts)
+        ]
+        with self._on_device(), progress_bar("capturing rounds", len(shapes)) as update:
+            for done, shape in enumerate(shapes, start=1):
                 for _ in range(2):  # as it is, then captured
                     self.round.seat(no_rows)
                     self.round.flush()
                     self.graphs.run(shape)
                 update(done)
+        lagging = self.catch_ups if self.round.unread is not None else None
+        if lagging is not None:
+            with self._on_device():
+                for shape in shapes[:: len(drafts)]:
+                    lagging.run(shape)
+                    lagging.run(shape)
+        if self.choice is not None and self.round.cache.sanitizer is None:  # which knows of no rows without slots
+            with self._on_device(), progress_bar("timing rounds", len(shapes)) as update:
+                seconds = time_rounds(self.graphs, shapes, update)
+            for size, of_size in zip(reversed(sizes), np.split(np.array(seconds), len(sizes)), strict=True):
+                self.choice.cost.timed[size] = of_size[::-1]
+            if lagging is not None:
+                with self._on_device():
+                    times = {shape.batch: time_catching_up(lagging, shape) for shape in shapes[:: len(drafts)]}
+                self.choice.cost.catching_up.update(times)
+            self.restart([])
         self.graphs.store.uncaptured["rounds"] = 0  # no request has asked for any so far
 
     def restart(self, requests: Sequence[Request]) -> None:
@@ -100,14 +132,14 @@ class Steps:
 
     def clear_captures(self) -> None:
         """Let go of all that was captured."""
-        for captures in (self.graphs, self.chunks):
+        for captures in (self.graphs, self.chunks, self.catch_ups):
             if captures is not None:
                 captures.clear()
 
     def stats(self) -> EngineStats:
         """A copy of the sums, with the state of this moment."""
         captures = CaptureUse() if self.graphs is None else self.graphs.store.use()
-        return self.totals.now(self.scheduler, captures)
+        return self.totals.now(self.scheduler, captures, NO_CHOICE if self.choice is None else self.choice.use())
 
     def run(self) -> list[Request]:
         """One step -> the requests that ended in it. Prompts come second, so that those that end make room for them."""
@@ -143,6 +175,10 @@ class Steps:
         round.sampling.load(rows, [(request.params, request.seed) for request in requests])
         round.max_drafts[rows] = np.array([request.max_drafts for request in requests], dtype=np.int64)
         round.prompt_len[rows] = np.array([len(request.prompt) for request in requests], dtype=np.int64)
+        if self.choice is not None:
+            self.choice.begin(rows)
+        if round.unread is not None:
+            round.unread.count[rows] = 0
         if round.seen_bits is not None:
             held = [request for request in requests if request.params.repetition_penalty != 1]
             round.seen_bits.load(rows_of(held), [request.tokens for request in held])
@@ -176,6 +212,7 @@ class Steps:
                 tokens = np.array([count, *request.forced[:count]], dtype=np.int64)
                 self.round.forced[request.row, : 1 + count] = tokens
         self.round.flush()
+        catch_up_if_due(self.round, self.catch_ups, shape, rows)
         between: Between = GrammarSteps(self.round, shape, places).between if masked else nothing
         if self.graphs is None:
             packed = run_programs(decode_programs(self.round, shape), between)
@@ -184,8 +221,8 @@ class Steps:
         self._launched(requests, None, shape, DECODE_STAGES, packed, forced, None)
 
     def shape_for(self, requests: Sequence[Request], to_go: Sequence[int]) -> RoundShape:
-        """Of a round of these requests, after those that are not settled. Captured rounds have two kinds of drafts, the
-        engine's own and none, so that few are captured."""
+        """Of a round of these requests, after those that are not settled. Captured rounds have few kinds of drafts: the
+        engine's own, none, and those that may be chosen."""
         if self.graphs is None:
             drafts = [request.draft_size(most) for request, most in zip(requests, to_go, strict=True)]
         else:
@@ -194,7 +231,38 @@ class Steps:
         unsettled = sum(launched.drawing is None for launched in self.under_way)
         most = 1 if self.round.worker is None else self.spec.num_nodes
         params = [request.params for request in requests]
-        return round_shape(self.round, rows_of(requests), params, drafts, unsettled * most)
+        shape = round_shape(self.round, rows_of(requests), params, drafts, unsettled * most)
+        if self.choice is None or shape.num_steps == 0:
+            return shape
+        return self._what_pays(self.choice, shape, requests, to_go, drafts)
+
+    def _what_pays(
+        self,
+        choice: DraftChoice,
+        shape: RoundShape,
+        requests: Sequence[Request],
+        to_go: Sequence[int],
+        drafts: Sequence[DraftShape],
+    ) -> RoundShape:
+        """This shape with the draft that is chosen; of the rarer classes of captured rounds there is only one."""
+        batch = next_power_of_two(shape.batch)
+        if self.graphs is not None:
+            bucket = self.graphs.bucket(shape)
+            if is_large(bucket):
+                return shape
+            batch = bucket.batch
+        fixed = [
+            draft
+            for draft, request in zip(drafts, requests, strict=True)
+            if request.draft is not None and not request.draft.adaptive
+        ]
+        least = DraftShape(*(max(size) for size in zip(NO_DRAFT, *fixed, strict=True)))
+        rows = rows_of(requests)
+        most = np.array([request.max_drafts for request in requests], dtype=np.int64)
+        most = np.minimum(most, np.array(to_go, dtype=np.int64) - 1)
+        context = int(self.table.committed_len.host[rows].sum())
+        behind = self.round.unread is not None and bool(self.round.unread.count[rows].any())
+        return shape._replace(**choice.choose(rows, most, batch, context, least, behind=behind)._asdict())
 
     def group(self, chunk_len: IntArray) -> list[IntArray]:
         """Numbers of the prompt chunks [B] that share a forward."""
@@ -270,12 +338,25 @@ class Steps:
                 result = launched.result()
                 if len(present) < len(launched.requests):
                     result = result.take(present)
+                self._learn(launched.shape, requests, result)
                 settle_round(self.round, requests, result)
                 self._note(requests, result)
             else:
                 settle_chunks(self.round, launched, present)
             finished += self._release_finished(requests)
         return finished
+
+    def _learn(self, shape: RoundShape, requests: Sequence[Request], result: RoundResult) -> None:
+        """What drafts bring and take, from a round that is about to be settled."""
+        if self.choice is None or shape.forced or (self.graphs is not None and is_large(shape)):
+            return
+        rows = rows_of(requests)
+        drafting = np.array([request.max_drafts for request in requests], dtype=np.int64)
+        batch = shape.batch if self.graphs is not None else next_power_of_two(shape.batch)
+        context = int(self.table.committed_len.host[rows].sum())
+        size, some = (shape.num_steps, shape.topk, shape.num_nodes), drafting > 0
+        given = rows[some], result.length[some] - 1, drafting[some]
+        self.choice.learn(size, batch, context, result.seconds, *given)
 
     def _note(self, requests: Sequence[Request], result: RoundResult) -> None:
         """Count a settled round, and warn once where drafts are hardly ever right."""

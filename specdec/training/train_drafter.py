@@ -53,7 +53,7 @@ FREE_SETTINGS = frozenset(
     {"out", "minutes", "answer_minutes", "answers", "steps", "log_every", "device", "report_count", "cache_gb", "batch"}
 )
 """Settings that a resumed run may change."""
-SHAPES = {"chain of 4": SpecConfig(4), "tree, topk 4, 16 nodes": SpecConfig(4, 4, 16)}
+SHAPES = {"chain of 4": SpecConfig(4, adaptive=False), "tree, topk 4, 16 nodes": SpecConfig(4, 4, 16, adaptive=False)}
 
 
 def train(drafter: TrainableDrafter, batches: TrainingBatches, settings: TrainSettings, stage: Stage) -> dict[str, Any]:

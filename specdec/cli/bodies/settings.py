@@ -60,7 +60,7 @@ def engine_config(pair: PairOptions, batch_size: int, **settings: Any) -> Engine
 
 def pair_arguments(pair: PairOptions, config: EngineConfig) -> dict[str, Any]:
     """Arguments of `Engine.from_pretrained`; those of `PairOptions.loading` come next to them."""
-    spec = SpecConfig(pair.num_steps, pair.draft_topk, pair.num_draft_tokens)
+    spec = SpecConfig(pair.num_steps, pair.draft_topk, pair.num_draft_tokens, pair.adaptive)
     names = {"target": pair.target, "drafter": drafter_name(pair), "drafter_options": pair.drafter_options()}
     return {**names, "spec": spec, "config": config}
 

@@ -162,7 +162,8 @@ def _driven(
         prefix_cache=False,
     )
     begin = perf_counter()
-    with Engine(subject.target, subject.drafter if spec else None, spec=spec, config=config) as engine:
+    fixed = None if spec is None else replace(spec, adaptive=False)
+    with Engine(subject.target, subject.drafter if spec else None, spec=fixed, config=config) as engine:
         ready = perf_counter() - begin
         _require_room(engine, len(prompts), max_len)
         return drive(engine, prompts, plan.rounds, spec.num_steps if spec else 0, profiled=plan.profiled), ready

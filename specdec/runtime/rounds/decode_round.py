@@ -137,7 +137,10 @@ class DecodeRound:
         path = nodes[:, : shape.depth]  # none is longer
         if round.seen_bits is not None and shape.uses.penalty:
             round.seen_bits.add(rows.index, tokens, length)
-        round.observe(rows, opened.committed_len, self.fed.tokens, *self.states, path, length, bonus)
+        if round.unread is not None and shape.is_plain:
+            round.keep_unread(rows, opened.committed_len, *self.states)
+        else:
+            round.observe(rows, opened.committed_len, self.fed.tokens, *self.states, path, length, bonus)
         if shape.logprobs is None:
             round.clock.stop(stamps)
             return numbers

@@ -38,6 +38,11 @@ class RoundShape(NamedTuple):
     forced: int = 0
 
     @property
+    def is_plain(self) -> bool:
+        """Has it neither drafts nor forced tokens? Every row commits one token."""
+        return self.width == 1
+
+    @property
     def width(self) -> int:
         """Nodes that are verified."""
         return self.forced or self.num_nodes

@@ -25,6 +25,7 @@ from specdec.models.target import TargetModel
 from specdec.models.watched_weights import watched_weights
 from specdec.runtime.rounds.opening import Opening
 from specdec.runtime.rounds.result import RoundShape, pack
+from specdec.runtime.rounds.unread import KEPT, Unread
 from specdec.sampling.kernel_sampler import KernelSampler
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import Past, ReferenceSampler
@@ -59,9 +60,12 @@ def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
 
 
 class Round:
-    """Target and drafter over one KV cache, and the state of both. `tokens`: token ids by row and position."""
+    """Target and drafter over one KV cache, and the state of both. `tokens`: token ids by row and position. lags: the
+    drafter reads rounds without drafts later (`catching_up.py`), if it can."""
 
-    def __init__(self, target: TargetModel, drafter: Drafter | None, cache: KVCache, backend: Backend) -> None:
+    def __init__(
+        self, target: TargetModel, drafter: Drafter | None, cache: KVCache, backend: Backend, *, lags: bool = False
+    ) -> None:
         self.target = target
         self.cache = cache
         self.backend = backend
@@ -81,6 +85,10 @@ class Round:
         self.seen_bits = SeenBits(len(self.tokens.host), target.vocab_size, self.device) if self.on_kernels else None
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows that take part, padding behind
         self.clock = StageClock(self.device)
+        self.unread: Unread | None = None
+        if drafter is not None and drafter.may_lag and lags:
+            width = target.hidden_size * max(1, len(self.aux_layers))
+            self.unread = Unread(len(self.tokens.host), width, target.dtype, self.device)
         self._weights = watched_weights(target, drafter)
         # as of the step under way, once it has been asked for
         self._versions: tuple[tuple[int, object], ...] | None = None
@@ -90,6 +98,8 @@ class Round:
         """A step was interrupted: nobody holds a view, and every row is to be taken again."""
         if self.worker is not None:
             self.worker.view = None
+        if self.unread is not None:
+            self.unread.reset()
         for mirrored in self._mirrored():
             mirrored.clear()
 
@@ -218,6 +228,8 @@ class Round:
         """Show the drafter what the target saw at the `length` [B] tokens behind `start` [B], and what comes next."""
         if self.worker is None:
             return
+        if self.unread is not None:
+            self.unread.read[rows.index] = start + length
         seen = Observation(
             rows=rows,
             start=start,
@@ -229,3 +241,39 @@ class Round:
             next_token=next_token,
         )
         self.worker.observe(seen)
+
+    def keep_unread(
+        self, rows: Rows, start: torch.Tensor, hidden: torch.Tensor, aux_states: torch.Tensor | None
+    ) -> None:
+        """A round without drafts has committed the token at `start` [B]: its states [B, 1, H] are for later."""
+        assert self.unread is not None, "this drafter reads every round"
+        states = hidden if aux_states is None else aux_states
+        self.unread.states[rows.index, start % KEPT] = states[:, 0]
+
+    @torch.inference_mode()
+    def catch_up(self, shape: RoundShape) -> torch.Tensor:
+        """The drafter observes what seated rows have that it has not read -> how many tokens, [B]."""
+        assert self.unread is not None, "this drafter reads every round"
+        table, index = self.cache.table, self.seats.tensor[: shape.batch]
+        committed = table.committed_len.tensor[index]
+        start = self.unread.read[index]
+        length = (committed - start).clamp(min=0)
+        behind = length > 0
+        start = torch.where(behind, start, 0)
+        position = start[:, None] + torch.arange(KEPT, device=self.device)  # [B, KEPT]
+        states = self.unread.states[index[:, None], position % KEPT]
+        tokens = self.tokens.tensor[index[:, None], position.clamp(max=self.tokens.tensor.shape[1] - 1)]
+        rows = Rows(
+            torch.where(behind, index, table.padding_row), shape.longest
+        )  # others keep the state that they have
+        self.observe(
+            rows,
+            start,
+            tokens,
+            states,
+            states if self.aux_layers else None,
+            torch.arange(KEPT, device=self.device).expand_as(tokens),
+            length,
+            self.tokens.tensor[index, committed],
+        )
+        return length

@@ -8,6 +8,7 @@ It knows rows and counts, no request.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,24 +19,38 @@ from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.round import Round
 from specdec.sampling.log_probs import max_logprobs
 
-NO_DRAFT = (0, 1, 1)
-"""Steps, topk and nodes of a draft that is the root alone."""
+
+class DraftShape(NamedTuple):
+    """A draft of `num_steps` levels, `topk` branches a node, and `num_nodes` nodes that are verified, with the root."""
+
+    num_steps: int
+    topk: int
+    num_nodes: int
+
+    @property
+    def depth(self) -> int:
+        """Most drafts that a round can accept."""
+        return min(self.num_steps, self.num_nodes - 1)
 
 
-def whole_draft(spec: SpecConfig) -> tuple[int, int, int]:
-    """(steps, topk, nodes) of drafts that nothing shortens."""
+NO_DRAFT = DraftShape(0, 1, 1)
+"""The root alone."""
+
+
+def whole_draft(spec: SpecConfig) -> DraftShape:
+    """The draft that nothing shortens."""
     num_steps, num_nodes = spec.shortened(spec.depth)
-    return num_steps, spec.topk, num_nodes
+    return DraftShape(num_steps, spec.topk, num_nodes)
 
 
 def round_shape(
     round: Round,
     rows: IntArray,
     params: Sequence[SamplingParams],
-    drafts: Sequence[tuple[int, int, int]],
+    drafts: Sequence[DraftShape],
     unsettled_nodes: int,
 ) -> RoundShape:
-    """drafts: (steps, topk, nodes) of each request. unsettled_nodes: by so much may a prefix be longer than the host
+    """drafts: of each request. unsettled_nodes: by so much may a prefix be longer than the host
     knows."""
     num_steps, topk, num_nodes = (max(size) for size in zip(NO_DRAFT, *drafts, strict=True))
     longest = int(round.cache.table.committed_len.host[rows].max(initial=0)) + unsettled_nodes

@@ -93,9 +93,9 @@ def _speculation(body: SamplingFields, own: SpecConfig) -> SpecConfig | bool | N
         return None
     num_steps = own.num_steps if asked.num_steps is None else asked.num_steps
     topk = own.topk if asked.topk is None else asked.topk
-    wanted = SpecConfig(num_steps, topk, asked.num_draft_tokens)
+    wanted = SpecConfig(num_steps, topk, asked.num_draft_tokens, own.adaptive)
     if asked.num_draft_tokens is None and wanted.num_nodes > own.num_nodes:
-        return SpecConfig(num_steps, topk, own.num_nodes)
+        return SpecConfig(num_steps, topk, own.num_nodes, own.adaptive)
     return wanted
 
 

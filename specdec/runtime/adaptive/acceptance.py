@@ -1,0 +1,102 @@
+r"""How many tokens a draft is expected to bring, learned from what was accepted.
+
+    chance[c, i]     of a draft of class c: that depth i + 1 is accepted where depth i was, over all requests. Chains
+                     are one class, since a long one begins as a short one does; each tree is its own.
+    odds             of a row: how much better its drafts do than the engine's, as a factor on p / (1 - p)
+    tokens           1 + p_1 + p_1 p_2 + ...      p_i the chance with the row's odds
+
+A depth is counted only where it was reached: a chain that broke off says nothing of what lay behind. All counts fade,
+so that what has not been seen for long is uncertain again; `hopeful` takes the chances as high as the counts allow.
+Everything lies by row of the request table; a row begins anew with each request that it is given.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.gpu.mirrored_array import IntArray
+from specdec.runtime.rounds.round_shapes import DraftShape
+
+FloatArray = npt.NDArray[np.float64]
+
+PRIOR, PRIOR_WEIGHT = 0.7, 3.0
+"""Chance of a chain before anything was seen, and how many drafts it counts for."""
+
+BRANCHES = 1.5
+"""Before anything was seen of a tree it fails where so many chains would."""
+
+KEEP, MEMORY = 1 - 1 / 512, 1000
+"""Of the engine's counts, what a round leaves, and how many drafts of a depth are remembered at most."""
+
+ROW_WEIGHT, ROW_MEMORY = 4.0, 128
+"""Drafts that the engine's chances count for in a row's odds, and most drafts that a row remembers."""
+
+HOPE, AT_LEAST = 1.5, 0.3
+"""Standard errors, about, by which a hopeful chance is above the one that was seen; and what it is at least for a row
+of which nothing is known, whatever others do."""
+
+
+class Acceptance:
+    """Chances of one engine and its rows. shapes: all drafts that it has, the first is none."""
+
+    def __init__(self, shapes: Sequence[DraftShape], num_rows: int) -> None:
+        trees = [shape for shape in shapes if shape.topk > 1]
+        self._class_of = [1 + trees.index(shape) if shape in trees else 0 for shape in shapes]
+        self._depth_of = [shape.depth for shape in shapes]
+        classes, most = 1 + len(trees), max(self._depth_of)
+        self._right = np.zeros((classes, most))  # [C, D]: accepted,
+        self._tried = np.zeros((classes, most))  # of those whose parent was
+        self._row = np.zeros((4, num_rows))  # accepted and rejected drafts, and how many the engine's chances foretold
+
+    def begin(self, rows: IntArray) -> None:
+        """These rows [B] have new requests."""
+        self._row[:, rows] = 0
+
+    @property
+    def chance(self) -> FloatArray:
+        """[C, D]"""
+        chain = (self._right[0] + PRIOR_WEIGHT * PRIOR) / (self._tried[0] + PRIOR_WEIGHT)
+        prior = np.where(np.arange(len(self._right))[:, None] == 0, PRIOR, 1 - (1 - chain) ** BRANCHES)
+        return (self._right + PRIOR_WEIGHT * prior) / (self._tried + PRIOR_WEIGHT)
+
+    def learn(self, shape: int, rows: IntArray, accepted: IntArray, most: IntArray) -> None:
+        """A round with the draft of that number: rows [B] accepted so many [B], and could accept at most `most` [B]."""
+        kind, depth = self._class_of[shape], self._depth_of[shape]
+        level = np.arange(depth)
+        right = level < accepted[:, None]  # [B, D]
+        tried = (level <= accepted[:, None]) & (level < most[:, None])
+        chance = self.chance[kind, :depth]
+        right &= tried
+        foretold = (tried * chance).sum(axis=1)
+        self._row[:, rows] += (right.sum(axis=1), (tried & ~right).sum(axis=1), foretold, tried.sum(axis=1) - foretold)
+        self._row[:, rows] *= np.where(self._row[:2, rows].sum(axis=0) > ROW_MEMORY, 0.5, 1.0)
+        self._right[kind, :depth] += right.sum(axis=0)
+        self._tried[kind, :depth] += tried.sum(axis=0)
+
+    def fade(self) -> None:
+        """A round has gone by."""
+        kept = np.minimum(KEEP, MEMORY / np.maximum(self._tried, 1))
+        self._right *= kept
+        self._tried *= kept
+
+    def tokens(self, rows: IntArray, most: IntArray, *, hopeful: bool = False) -> FloatArray:
+        """[K, B]: what each draft is expected to bring each row, the bonus included, where a row accepts at most
+        `most` [B]. hopeful: as many as are still believable."""
+        right, wrong, foretold, foretold_wrong = self._row[:, rows] + ROW_WEIGHT
+        odds = right * foretold_wrong / (wrong * foretold)  # [B]
+        doubt = 1 / np.sqrt((1 + right + wrong - 2 * ROW_WEIGHT) * len(rows))  # not all are lucky
+        chance = self.chance
+        if hopeful:
+            odds = odds * np.exp(HOPE * doubt)
+            chance = chance + HOPE * np.sqrt(chance * (1 - chance) / (self._tried + PRIOR_WEIGHT))
+        chance = chance.clip(1e-4, 1 - 1e-4)
+        of_row = odds[:, None, None] * (chance / (1 - chance))  # [B, C, D]
+        of_row = of_row / (1 + of_row)
+        if hopeful:
+            of_row = np.maximum(of_row, AT_LEAST * doubt[:, None, None])
+        reach = np.cumprod(of_row, axis=2)
+        reach *= (np.arange(reach.shape[2]) < most[:, None])[:, None]
+        brought = 1 + np.cumsum(reach, axis=2)  # [B, C, D], of a draft of each depth
+        kinds, depths = np.array(self._class_of), np.array(self._depth_of)
+        return np.where(depths[:, None] == 0, 1.0, brought[:, kinds, np.maximum(depths, 1) - 1].T)

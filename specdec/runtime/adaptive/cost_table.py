@@ -1,0 +1,119 @@
+"""What a round takes, by batch size and draft: timed when the engine is made where rounds are captured, otherwise as
+rounds go by.
+
+    seconds[batch][draft] + context * slope[draft]           context: committed tokens of all rows together
+
+A draft that has not been timed for a batch yet is put together from what has been, by stages: a verify of so many
+nodes, a level of so many branches, and the rest.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from specdec.runtime.adaptive.acceptance import FloatArray
+from specdec.runtime.rounds.round_shapes import DraftShape
+
+LEVEL, LINEAR = 0.15, 0.5
+"""Before anything was timed: a level of a draft in verify steps of one node a row, and how much of a verify grows with
+its nodes."""
+
+SLOWER, FASTER = 0.05, 0.5
+"""Weight of the newest round in a level if it took longer, and if it took less: what others on the processor add comes
+in bursts, and is no cost of the draft."""
+
+OUTLIER = 3.0
+"""A round that takes so many times its level counts as one that takes that."""
+
+FORGET = 0.995
+
+DOUBT = 0.3
+"""Share by which a draft that has been timed once may be faster than it seems."""
+
+
+class Level:
+    """What a part of a round takes: near the least that was seen lately."""
+
+    __slots__ = ("count", "value")
+
+    def __init__(self) -> None:
+        self.count, self.value = 0, 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        if self.count > 2:
+            value = min(value, OUTLIER * self.value)
+        weight = 1.0 if self.count == 1 else FASTER if value < self.value else SLOWER
+        self.value += (value - self.value) * weight
+
+
+class CostTable:
+    """Seconds of rounds of one engine. shapes: all drafts that it has, the first is none."""
+
+    def __init__(self, shapes: Sequence[DraftShape]) -> None:
+        self.shapes = shapes
+        self.timed: dict[int, FloatArray] = {}
+        """By batch size [K]: when the engine was made, with nothing committed."""
+        self.catching_up: dict[int, float] = {}
+        """By batch size: what comes before the first draft after rounds without, for some drafters."""
+        self._seen: defaultdict[int, list[Level]] = defaultdict(lambda: [Level() for _ in shapes])
+        self._verify: defaultdict[int, Level] = defaultdict(Level)  # by nodes of all rows
+        self._level: defaultdict[int, Level] = defaultdict(Level)  # of a draft, by its branches of all rows
+        self._rest = Level()
+        self._fit = np.zeros((2, len(shapes)))  # of the slope: sums of context * seconds beyond the table, context^2
+
+    def note(self, number: int, batch: int, context: int, seconds: Mapping[str, float]) -> None:
+        """A round with the draft of that number took so long, by stage."""
+        total = sum(seconds.values())
+        if batch in self.timed:
+            beyond = min(total / self.timed[batch][number], OUTLIER) * self.timed[batch][number]
+            self._fit *= FORGET
+            self._fit[:, number] += context * (beyond - self.timed[batch][number]), context**2
+            return
+        shape = self.shapes[number]
+        self._seen[batch][number].add(total)
+        self._verify[batch * shape.num_nodes].add(seconds["verify"])
+        self._rest.add(seconds["other"])
+        if shape.num_steps:
+            self._level[batch * shape.topk].add(seconds["draft"] / shape.num_steps)
+
+    def seconds(self, batch: int, context: int) -> FloatArray:
+        """[K]: of a round with each draft."""
+        if batch in self.timed:
+            return self.timed[batch] + context * self._slope()
+        seen = self._seen[batch]
+        seconds = [seen[i].value if seen[i].count else self._guess(batch, i) for i in range(len(seen))]
+        return np.minimum.accumulate(seconds[::-1])[::-1]  # what is smaller takes no longer
+
+    def hopeful(self, batch: int, seconds: FloatArray) -> FloatArray:
+        """[K]: as little as rounds may still take, if they are believed to take `seconds` [K]."""
+        if batch in self.timed:
+            return seconds
+        return seconds * (1 - DOUBT / np.sqrt([1 + level.count for level in self._seen[batch]]))
+
+    def _slope(self) -> FloatArray:
+        """[K]: of each draft, and where it has hardly been seen, of all together."""
+        product, square = self._fit
+        every = product.sum() / max(square.sum(), 1.0)
+        weight = square / max(square.max(), 1.0)  # 1: seen most
+        own = product / np.maximum(square, 1.0)
+        return np.maximum(np.where(weight > 0.01, own, every), 0.0)
+
+    def _guess(self, batch: int, number: int) -> float:
+        shape = self.shapes[number]
+        verify = _between(self._verify, batch * shape.num_nodes, 1.0)
+        level = _between(self._level, batch * shape.topk, LEVEL * _between(self._verify, batch, 1.0))
+        return verify + shape.num_steps * level + self._rest.value
+
+
+def _between(timed: Mapping[int, Level], size: int, unknown: float) -> float:
+    """Seconds of this size, from those of others; in front of and behind all of them half of it is in proportion."""
+    if not timed:
+        return unknown
+    sizes = sorted(timed)
+    values = [timed[each].value for each in sizes]
+    if sizes[0] <= size <= sizes[-1]:
+        return float(np.interp(size, sizes, values))
+    nearest = 0 if size < sizes[0] else -1
+    return values[nearest] * (1 - LINEAR + LINEAR * size / sizes[nearest])

@@ -1,0 +1,156 @@
+"""Which draft a round has: the one of most expected tokens a second, no draft included.
+
+    rate[k] = mean over rows of tokens[k, row] / seconds[k]
+
+The mean is the geometric one. Where every request has a text to finish, hard ones stay longest, and a draft that is
+good for easy ones alone holds them up: to first order, what ends them soonest is the most relative gain, over all rows.
+
+What seldom runs cannot be learned from, so a share of the time (`SPARE`) is kept to try what would be best if chances
+were as high as they may still be. A trial is paid from what was kept: all of them together cost no more than that
+share, whatever the drafter is worth. New requests, whose odds nobody knows, are tried soonest by this.
+
+Any choice is exact: the target draws the same tokens behind any draft. Nothing waits for the device: what is known is
+what was settled, a round or two ago.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from specdec.gpu.mirrored_array import IntArray
+from specdec.runtime.adaptive.acceptance import Acceptance, FloatArray
+from specdec.runtime.adaptive.cost_table import CostTable
+from specdec.runtime.rounds.round_shapes import DraftShape
+
+SPARE = 0.006
+"""Of the time, for trials."""
+
+FIRST_ROUNDS, MOST_ROUNDS = 2, 32
+"""Rounds without a draft whose time may be spent on trials at the start, and kept at most."""
+
+IN_A_ROW = 8
+"""Rounds with drafts, about, that catching up once is good for."""
+
+
+class DraftUse(NamedTuple):
+    """What an engine has made of its drafts.
+
+    shapes: (levels, branches, nodes with the root) of each draft there is, the first is none. rounds: that had it;
+    tried: those of them that were trials. milliseconds: of a round with each, by batch size, nothing committed, as far
+    as it was timed or guessed. chance: by depth, of a chain's draft where the one before was accepted. last: of the
+    newest choice, how many rows, and of each draft the tokens and the milliseconds that it was expected to bring and
+    take.
+    """
+
+    shapes: Sequence[DraftShape] = ()
+    rounds: Sequence[int] = ()
+    tried: Sequence[int] = ()
+    milliseconds: Mapping[int, Sequence[float]] = {}
+    chance: Sequence[float] = ()
+    last: tuple[int, Sequence[float], Sequence[float]] = (0, (), ())
+
+    @property
+    def why(self) -> str:
+        """One line: what the newest choice was between."""
+        rows, tokens, milliseconds = self.last
+        named = [
+            f"{name(shape)} {brought:.2f} tokens in {took:.2f} ms, {brought / took:.2f} a ms"
+            for shape, brought, took in zip(self.shapes, tokens, milliseconds, strict=False)
+        ]
+        return f"{rows} running: " + "; ".join(named) if named else "no round has had a choice yet"
+
+
+NO_CHOICE = DraftUse()
+
+
+class DraftChoice:
+    """Chooses and learns for one engine."""
+
+    def __init__(self, shapes: Sequence[DraftShape], num_rows: int) -> None:
+        self.shapes = shapes
+        self.cost = CostTable(shapes)
+        self.acceptance = Acceptance(shapes, num_rows)
+        self._numbers = {shape: number for number, shape in enumerate(shapes)}
+        self._spare: float | None = None  # seconds that trials may take; None: before the first round
+        self._rounds = np.zeros((2, len(shapes)), dtype=np.int64)  # chosen for its rate, and tried
+        self._batches: set[int] = set()
+        self._last: tuple[int, Sequence[float], Sequence[float]] = (0, (), ())
+
+    def begin(self, rows: IntArray) -> None:
+        """These rows have new requests."""
+        self.acceptance.begin(rows)
+
+    def choose(
+        self, rows: IntArray, most: IntArray, batch: int, context: int, least: DraftShape, *, behind: bool = False
+    ) -> DraftShape:
+        """For a round of these rows [B], which can accept at most `most` [B] drafts each.
+
+        batch: seats of the round, those of padding included. context: committed tokens of all rows together. least:
+        what some row must have, whatever it costs. behind: the drafter has to catch up before it drafts.
+        """
+        seconds = self.cost.seconds(batch, context)
+        catching_up = self.cost.catching_up.get(batch, 0.0) if behind else 0.0
+        seconds[1:] += catching_up / IN_A_ROW
+        tokens = _mean(self.acceptance.tokens(rows, most))
+        rate = tokens / seconds
+        rate[[not covers(shape, least) for shape in self.shapes]] = -1.0
+        best = int(rate.argmax())
+        if self._spare is None:
+            self._spare = FIRST_ROUNDS * float(seconds[0])
+        self._spare = min(self._spare + SPARE * float(seconds[best]), MOST_ROUNDS * float(seconds[0]))
+        hoped = _mean(self.acceptance.tokens(rows, most, hopeful=True)) / self.cost.hopeful(batch, seconds)
+        trial = int(np.where(rate < 0, -1.0, hoped).argmax())
+        lost = float(seconds[trial] - tokens[trial] / rate[best])  # the best draft brings these tokens in less time
+        lost += catching_up
+        tried = trial != best and lost <= self._spare
+        if tried:
+            self._spare -= lost
+        chosen = trial if tried else best
+        self._rounds[int(tried), chosen] += 1
+        self._batches.add(batch)
+        self._last = len(rows), tokens.tolist(), (1e3 * seconds).tolist()
+        self.acceptance.fade()
+        return self.shapes[chosen]
+
+    def learn(
+        self,
+        shape: tuple[int, int, int],
+        batch: int,
+        context: int,
+        seconds: Mapping[str, float],
+        rows: IntArray,
+        accepted: IntArray,
+        most: IntArray,
+    ) -> None:
+        """A round is settled. shape: (steps, topk, nodes) of its draft; accepted, most: drafts of each row [B]."""
+        number = self._numbers.get(DraftShape(*shape))
+        if number is None:  # shortened, or another's
+            return
+        self.cost.note(number, batch, context, seconds)
+        if number and len(rows):
+            self.acceptance.learn(number, rows, accepted, most)
+
+    def use(self) -> DraftUse:
+        """As it is now."""
+        milliseconds = {batch: (1e3 * self.cost.seconds(batch, 0)).tolist() for batch in sorted(self._batches)}
+        counts = self._rounds.sum(axis=0).tolist(), self._rounds[1].tolist()
+        return DraftUse(self.shapes, *counts, milliseconds, self.acceptance.chance[0].tolist(), self._last)
+
+
+def _mean(tokens: FloatArray) -> FloatArray:
+    """Geometric, over rows: [K, B] -> [K]."""
+    mean: FloatArray = np.exp(np.log(tokens).mean(axis=1))
+    return mean
+
+
+def covers(shape: DraftShape, least: DraftShape) -> bool:
+    """Has it all that `least` has?"""
+    return all(has >= wants for has, wants in zip(shape, least, strict=True))
+
+
+def name(shape: DraftShape) -> str:
+    """In words."""
+    if shape.num_nodes == 1:
+        return "no draft"
+    return f"a chain of {shape.num_steps}" if shape.topk == 1 else f"a tree of {shape.num_nodes} nodes"

@@ -1,0 +1,31 @@
+"""The drafts that a round may have, few, since each is captured for every batch size: from none to the whole one.
+
+chain of 6      none   chains of 1, 2, 3, 4, 6
+tree of 60      none   chains of 1, 2, 4, trees of 8, 16, 32, 60 nodes
+"""
+
+from collections.abc import Sequence
+
+from specdec.config import SpecConfig
+from specdec.runtime.rounds.round_shapes import NO_DRAFT, DraftShape, whole_draft
+
+CHAINS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+CHAINS_BESIDE_TREES = (1, 2, 4)
+TREES = (8, 16, 32, 64, 128, 256)
+"""Nodes, the root included."""
+
+
+def draft_ladder(spec: SpecConfig) -> Sequence[DraftShape]:
+    """No draft first, the engine's whole draft last, in between what is shallower or has fewer nodes."""
+    whole = whole_draft(spec)
+    chains = CHAINS if whole.topk == 1 else CHAINS_BESIDE_TREES
+    rungs = [DraftShape(depth, 1, depth + 1) for depth in chains if depth < whole.depth]
+    if whole.topk > 1:
+        rungs += [_tree(spec, nodes) for nodes in TREES if nodes < whole.num_nodes]
+    return [NO_DRAFT, *rungs, whole]
+
+
+def _tree(spec: SpecConfig, num_nodes: int) -> DraftShape:
+    """As deep as pays where every second node is on the best path, deeper for more nodes by one where they double."""
+    steps, most = spec.shortened(num_nodes.bit_length())
+    return DraftShape(steps, spec.topk, min(num_nodes, most))

@@ -1,0 +1,41 @@
+"""Times an engine's captured rounds when it is made: each draft in each batch size, over rows of random tokens.
+
+The rows are nobody's: their slots are the padding ones, and whoever calls empties the state behind it. Tokens are
+random, since equal ones would choose equal experts, and a mixture of experts reads more weights for unlike rows. The
+device's own clock is read (`StageClock`), so the host does not count.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from specdec.runtime.rounds.captured_rounds import RoundGraphs
+from specdec.runtime.rounds.decode_round import DECODE_STAGES
+from specdec.runtime.rounds.result import RoundShape
+
+REPEATS, WARM = 5, 3
+"""Rounds of a shape that are timed, and not timed before."""
+
+
+def time_rounds(graphs: RoundGraphs, shapes: Sequence[RoundShape], done: Callable[[int], None]) -> list[float]:
+    """Median seconds of a round of each of these captured shapes, which are bucketed. done: is told how many are."""
+    round = graphs.round
+    table, generator = round.cache.table, torch.Generator().manual_seed(0)
+    seconds = []
+    for number, shape in enumerate(shapes, start=1):
+        rows = np.arange(shape.batch, dtype=np.int64)
+        table.committed_len.clear()
+        round.seat(rows)
+        round.max_drafts[rows] = np.full_like(rows, shape.depth)
+        round.flush()
+        tokens = torch.randint(round.target.vocab_size, (shape.batch, 1), generator=generator)
+        round.tokens.tensor[: shape.batch, :1] = tokens.to(round.device)
+        room = (table.slots.host.shape[1] - 1) // shape.depth  # rounds until a row is full, if all drafts are right
+        stamps = []
+        for _ in range(min(WARM + REPEATS, room)):
+            stamps.append(graphs.run(shape)[-len(DECODE_STAGES) - 1 :].clone())
+        spent = [float(stamp[-1] - stamp[0]) / 1e9 for stamp in torch.stack(stamps).cpu()]
+        seconds.append(float(np.median(spent[min(WARM, len(spent) - 1) :])))
+        done(number)
+    return seconds

@@ -1,0 +1,64 @@
+"""A drafter with K/V of its own need not read along while nobody drafts: it catches up before its next draft.
+
+    a round without drafts    keeps the target's states behind the token that it commits, at position p:
+                              states[row, p % KEPT]
+    catching up               the drafter observes positions [read, S) of each row at once, as it does a prompt chunk
+
+So rounds without drafts take what they take without a drafter. At most `KEPT` tokens of a row are unread: rows that
+have so many catch up in any case. `count` is the host's: so many rounds without drafts has it launched since, each of
+which commits one token.
+"""
+
+from collections.abc import Hashable
+
+import numpy as np
+import torch
+
+from specdec.gpu.mirrored_array import IntArray
+from specdec.runtime.rounds.captured_rounds import Captures
+from specdec.runtime.rounds.result import RoundShape
+from specdec.runtime.rounds.round import Round
+from specdec.runtime.rounds.unread import KEPT
+
+
+class CatchUps(Captures):
+    """Catching up, captured as rounds are, by their batch size and longest prefix."""
+
+    what, warning = "rounds", "catching up runs without CUDA graphs: %s"
+
+    def run(self, shape: RoundShape) -> None:
+        """Of the seated rows of a round of this shape."""
+        self.run_captured(key_of(shape), [lambda: self.round.catch_up(shape)])
+
+
+def key_of(shape: RoundShape) -> Hashable:
+    return "catch up", shape.batch, shape.longest
+
+
+def catch_up_if_due(round: Round, graphs: CatchUps | None, shape: RoundShape, rows: IntArray) -> None:
+    """Before a round of this shape is launched over these rows, which are seated."""
+    unread = round.unread
+    if unread is None:
+        return
+    count = unread.count[rows]
+    if count.any() and (not shape.is_plain or int(count.max()) >= KEPT):
+        if graphs is None:
+            round.catch_up(shape)
+        else:
+            graphs.run(shape)
+        unread.count[rows] = 0
+    if shape.is_plain:
+        unread.count[rows] += np.int64(1)
+
+
+def time_catching_up(graphs: CatchUps, shape: RoundShape) -> float:
+    """Seconds of one, captured, over rows that have nothing to read: it does the same work."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(3):
+        graphs.run(shape)
+    begin.record()
+    for _ in range(5):
+        graphs.run(shape)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 5e3

@@ -1,0 +1,23 @@
+"""What a drafter has not read yet: the target's states at a row's newest tokens, kept by position."""
+
+import numpy as np
+import torch
+
+from specdec.gpu.mirrored_array import IntArray
+
+KEPT = 16
+"""Most tokens of a row that are unread."""
+
+
+class Unread:
+    """By row of the request table. width: numbers of a state. count: the host's, see `catching_up.py`."""
+
+    def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.states = torch.zeros((num_rows, KEPT, width), dtype=dtype, device=device)
+        self.read = torch.zeros(num_rows, dtype=torch.int64, device=device)  # tokens, from the first on
+        self.count: IntArray = np.zeros(num_rows, dtype=np.int64)
+
+    def reset(self) -> None:
+        """No row has anything."""
+        self.read.zero_()
+        self.count[:] = 0

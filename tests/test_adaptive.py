@@ -1,0 +1,298 @@
+"""Adaptive drafts: the ladder, what is learned of acceptance and cost, the choice, and that it changes no token."""
+
+import dataclasses
+import inspect
+
+import numpy as np
+import pytest
+
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.runtime.adaptive.acceptance import Acceptance
+from specdec.runtime.adaptive.cost_table import CostTable, Level
+from specdec.runtime.adaptive.draft_choice import DraftChoice
+from specdec.runtime.adaptive.draft_ladder import draft_ladder
+from specdec.runtime.rounds.round_shapes import NO_DRAFT, DraftShape
+
+CHAIN = SpecConfig(4, adaptive=True)
+
+
+def rows(count):
+    return np.arange(count)
+
+
+def test_it_is_the_default():
+    assert {each.name: each.default for each in dataclasses.fields(SpecConfig)}["adaptive"] is True
+    assert "adaptive=True" in inspect.getsource(SpecConfig).replace(": bool = ", "=")
+
+
+@pytest.mark.parametrize(
+    ("spec", "ladder"),
+    [
+        (SpecConfig(1), [(0, 1, 1), (1, 1, 2)]),
+        (SpecConfig(4), [(0, 1, 1), (1, 1, 2), (2, 1, 3), (3, 1, 4), (4, 1, 5)]),
+        (SpecConfig(7), [(0, 1, 1), (1, 1, 2), (2, 1, 3), (3, 1, 4), (4, 1, 5), (6, 1, 7), (7, 1, 8)]),
+        (SpecConfig(6, 1, 3), [(0, 1, 1), (1, 1, 2), (2, 1, 3)]),
+        (SpecConfig(4, 4, 16), [(0, 1, 1), (1, 1, 2), (2, 1, 3), (4, 4, 8), (4, 4, 16)]),
+        (SpecConfig(6, 3, 20), [(0, 1, 1), (1, 1, 2), (2, 1, 3), (4, 1, 5), (4, 3, 8), (5, 3, 16), (6, 3, 20)]),
+        (SpecConfig(1, 4), [(0, 1, 1), (1, 4, 5)]),
+    ],
+)
+def test_the_ladder_goes_from_none_to_the_whole_draft(spec, ladder):
+    assert draft_ladder(spec) == [DraftShape(*rung) for rung in ladder]
+
+
+@pytest.mark.parametrize("topk", [1, 2, 5, 63])
+def test_every_rung_is_a_draft_that_the_engine_could_have(topk):
+    for steps in (1, 2, 3, 7, 20):
+        whole = SpecConfig(steps, topk)
+        for shape in draft_ladder(whole)[1:]:
+            SpecConfig(shape.num_steps, shape.topk, shape.num_nodes)  # or it would raise
+            assert shape.num_steps <= whole.depth and shape.num_nodes <= whole.num_nodes and shape.topk <= topk
+
+
+def test_depths_are_counted_where_they_were_reached():
+    """Of a chain of 3, row 0 accepts 1 and row 1 all: depth 1 was right twice, depth 2 once of two, depth 3 once."""
+    acceptance = Acceptance(draft_ladder(SpecConfig(3)), num_rows=3)
+    before = acceptance.chance[0, 0]
+    acceptance.learn(3, rows(2), np.array([1, 3]), np.array([3, 3]))
+    assert acceptance._right[0].tolist() == [2, 1, 1] and acceptance._tried[0].tolist() == [2, 2, 1]
+    assert acceptance.chance[0, 0] > before and acceptance.chance[0, 1] < before
+
+
+def test_a_row_that_may_accept_no_more_has_rejected_nothing():
+    acceptance = Acceptance(draft_ladder(SpecConfig(3)), num_rows=1)
+    acceptance.learn(3, rows(1), np.array([1]), np.array([1]))  # it asked for drafts of one
+    assert acceptance._tried[0].tolist() == [1, 0, 0] and acceptance._right[0].tolist() == [1, 0, 0]
+
+
+def test_expected_tokens_by_hand():
+    """Chance one half at each depth: 1, 1.5, 1.75 tokens."""
+    acceptance = Acceptance(draft_ladder(SpecConfig(2)), num_rows=2)
+    acceptance._right[:], acceptance._tried[:] = 5e8, 1e9
+    tokens = acceptance.tokens(rows(2), np.array([2, 1]))
+    assert np.allclose(tokens, [[1, 1], [1.5, 1.5], [1.75, 1.5]])  # the second row accepts one draft at most
+
+
+def test_rows_differ_by_what_they_accepted_and_begin_anew():
+    acceptance = Acceptance(draft_ladder(CHAIN), num_rows=2)
+    for _ in range(30):
+        acceptance.learn(4, rows(2), np.array([0, 4]), np.array([4, 4]))
+    hard, easy = acceptance.tokens(rows(2), np.array([4, 4]))[-1]
+    assert hard < 1.5 and easy > 3.5
+    acceptance.begin(np.array([0]))
+    again, _ = acceptance.tokens(rows(2), np.array([4, 4]))[-1]
+    assert hard < again < easy
+
+
+def test_what_is_smaller_takes_no_longer():
+    table = CostTable(draft_ladder(SpecConfig(2)))
+    for number, seconds in ((0, 9.0), (1, 2.0)):
+        table.note(number, 1, 0, {"draft": 0.0, "verify": seconds, "other": 0.0})
+    assert table.seconds(1, 0)[:2].tolist() == [2.0, 2.0]
+
+
+def test_a_level_follows_the_least_and_forgets_it_slowly():
+    level = Level()
+    for value in (5.0, 2.0, 2.0, 2.0):
+        level.add(value)
+    fast = level.value
+    level.add(100.0)
+    assert 2.0 <= fast < 2.6 and level.value < 1.2 * fast
+    for _ in range(200):
+        level.add(4.0)
+    assert level.value == pytest.approx(4.0, rel=0.01)
+
+
+def test_a_timed_table_learns_what_context_costs():
+    table = CostTable(draft_ladder(SpecConfig(1)))
+    table.timed[8] = np.array([1.0, 1.5])
+    for _ in range(50):
+        table.note(1, 8, 1000, {"draft": 0.5, "verify": 2.0, "other": 0.0})
+    assert table.seconds(8, 0).tolist() == [1.0, 1.5]
+    assert np.allclose(table.seconds(8, 2000), [3.0, 3.5])  # nothing is known of the first but what the other showed
+
+
+def simulate(chances, seconds, spec, requests=60, tokens=200, batch=1, fixed=None):
+    """Total seconds until all requests have their tokens, each of a chance to be right; and the choice."""
+    shapes = draft_ladder(spec)
+    choice = DraftChoice(shapes, batch + 1)
+    choice.cost.timed[batch] = np.array([seconds(shape) for shape in shapes])
+    draw, queue = np.random.default_rng(0), list(np.random.default_rng(1).choice(chances, requests))
+    left, chance, on = np.full(batch, tokens), np.array([queue.pop() for _ in range(batch)]), np.ones(batch, bool)
+    total = 0.0
+    while on.any():
+        present, most = np.flatnonzero(on), np.minimum(spec.depth, left[on] - 1)
+        shape = shapes[fixed] if fixed is not None else choice.choose(present, most, batch, 0, NO_DRAFT)
+        right = draw.random((len(present), max(shape.depth, 1))) < chance[present, None]
+        accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), shape.depth)
+        total += seconds(shape)
+        stages = {"draft": 0.0, "verify": seconds(shape), "other": 0.0}
+        choice.learn(shape, batch, 0, stages, present, accepted, np.full(len(present), spec.depth))
+        left[present] -= np.minimum(accepted + 1, left[present])
+        for row in np.flatnonzero(on & (left == 0)):
+            on[row] = bool(queue)
+            if queue:
+                left[row], chance[row] = tokens, queue.pop()
+                choice.begin(np.array([row]))
+    return total, choice
+
+
+def cheap(shape):
+    return 1 + 0.04 * shape.num_steps
+
+
+def dear(shape):
+    return 1 + 0.4 * shape.num_steps
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("seconds", [cheap, dear])
+@pytest.mark.parametrize("chance", [0.0, 0.05, 0.3, 0.6, 0.9])
+def test_no_slower_than_plain_by_two_percent_and_near_the_best_fixed_draft(chance, seconds, batch):
+    fixed = [simulate([chance], seconds, CHAIN, batch=batch, fixed=i)[0] for i in range(len(draft_ladder(CHAIN)))]
+    adaptive, choice = simulate([chance], seconds, CHAIN, batch=batch)
+    assert adaptive <= 1.02 * fixed[0], choice.use()
+    assert adaptive <= 1.03 * min(fixed), choice.use()
+
+
+def test_hard_and_easy_requests_get_drafts_of_their_own():
+    fixed = [simulate([0.1, 0.9], dear, CHAIN, fixed=i)[0] for i in range(len(draft_ladder(CHAIN)))]
+    adaptive, choice = simulate([0.1, 0.9], dear, CHAIN)
+    assert adaptive < 0.95 * min(fixed), choice.use()
+
+
+def test_what_was_off_is_found_again():
+    """An engine that saw 20,000 wrong drafts meets requests whose drafts are right."""
+    shapes = draft_ladder(CHAIN)
+    choice = DraftChoice(shapes, 2)
+    choice.cost.timed[1] = np.array([cheap(shape) for shape in shapes])
+    one, most = rows(1), np.array([4])
+
+    def run(rounds, accepts):
+        chosen = []
+        for _ in range(rounds):
+            shape = choice.choose(one, most, 1, 0, NO_DRAFT)
+            accepted = np.minimum(np.array([accepts]), shape.depth)
+            choice.learn(shape, 1, 0, {"verify": cheap(shape), "draft": 0.0, "other": 0.0}, one, accepted, most)
+            chosen.append(shape.num_steps)
+        return chosen
+
+    for _ in range(100):
+        choice.begin(one)
+        assert np.mean(run(200, 0)) < 0.8
+    choice.begin(one)
+    assert np.mean(run(200, 4)) > 2
+
+
+def test_what_a_request_must_have_it_gets():
+    choice = DraftChoice(draft_ladder(CHAIN), 2)
+    choice.cost.timed[1] = np.array([1.0, 10, 10, 10, 10])
+    for _ in range(50):
+        assert choice.choose(rows(1), np.array([4]), 1, 0, DraftShape(3, 1, 4)).num_steps >= 3
+
+
+def prompts(engine):
+    texts = ["Tom has 3 boxes of 12 pencils.", "A cinema has 4 rows with 8 seats each.", "17 boys go to a match."]
+    return [engine.chat_prompt(text) for text in texts]
+
+
+@pytest.mark.parametrize("drafter", ["tiny-gemma4-mtp", "tiny-gemma4-eagle3", "ngram", "suffix"])
+@pytest.mark.parametrize("spec", [CHAIN, SpecConfig(3, 3, 12, adaptive=True)], ids=["chain", "tree"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
+def test_no_token_depends_on_the_choice(drafter, spec, sampling):
+    """Costs are such that every draft is the best in turn, and wrong ones are tried."""
+    plain = Engine.from_pretrained("tiny-gemma4", config=EngineConfig(max_batch_size=4, max_model_len=200))
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True, **sampling)
+    expected = [out.token_ids for out in plain.generate(prompts(plain), params)]
+    config = EngineConfig(max_batch_size=4, max_model_len=200)
+    with Engine.from_pretrained("tiny-gemma4", drafter, spec=spec, config=config) as engine:
+        choice, turn = engine.steps.choice, iter(range(10**6))
+        assert choice is not None
+        choose, shapes = choice.choose, choice.shapes
+
+        def in_turn(*given, behind=False):
+            chosen = choose(*given, behind=behind)
+            assert chosen in shapes
+            return shapes[next(turn) % len(shapes)]
+
+        choice.choose = in_turn
+        outs = engine.generate(prompts(engine), params)
+        assert [out.token_ids for out in outs] == expected
+        use = engine.stats().drafts
+        assert 10 < sum(use.rounds) <= engine.stats().batches and use.shapes == shapes and "running" in use.why
+
+
+def test_a_request_can_fix_its_draft_in_an_adaptive_engine():
+    config = EngineConfig(max_batch_size=1, max_model_len=200)
+    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=CHAIN, config=config) as engine:
+        choice = engine.steps.choice
+        assert choice is not None
+        choice.cost.timed[1] = np.array([1.0, 50, 50, 50, 50])  # nothing but no draft would be chosen
+        [prompt] = prompts(engine)[:1]
+        fixed = SpecConfig(2, adaptive=False)
+        [out] = engine.generate(prompt, SamplingParams(max_new_tokens=30, ignore_eos=True, speculation=fixed))
+        assert out.stats.drafted_rounds >= out.stats.rounds - 1
+        [out] = engine.generate(prompt, SamplingParams(max_new_tokens=30, ignore_eos=True))
+        assert out.stats.drafted_rounds <= 2
+
+
+def test_a_fixed_engine_chooses_nothing():
+    config = EngineConfig(max_batch_size=1, max_model_len=200)
+    spec = SpecConfig(2, adaptive=False)
+    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=spec, config=config) as engine:
+        assert engine.steps.choice is None
+        assert engine.stats().drafts.shapes == ()
+
+
+class Pattern:
+    """In the place of a choice: so many rounds without drafts between two with the whole one."""
+
+    def __init__(self, engine, plain_rounds):
+        self.shapes = engine.steps.choice.shapes
+        self.turn, self.plain_rounds = 0, plain_rounds
+        engine.steps.choice.choose = self.choose
+
+    def choose(self, *_, behind=False):
+        self.turn += 1
+        return self.shapes[-1 if self.turn % (self.plain_rounds + 1) == 0 else 0]
+
+
+@pytest.mark.parametrize("plain_rounds", [1, 5, 15, 16, 17, 40])
+@pytest.mark.parametrize("drafter", ["tiny-gemma4-eagle3", "tiny-gemma4"])
+def test_a_drafter_that_caught_up_drafts_as_if_it_had_read_along(drafter, plain_rounds, monkeypatch):
+    config = EngineConfig(max_batch_size=2, max_model_len=200)  # so that rows begin while others are behind
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    outs = []
+    for lags in (True, False):
+        with Engine.from_pretrained("tiny-gemma4", drafter, spec=CHAIN, config=config) as engine:
+            assert engine.round.unread is not None
+            if not lags:
+                engine.round.unread = None
+            Pattern(engine, plain_rounds)
+            observed = []
+            observe = engine.round.worker.observe
+            monkeypatch.setattr(
+                engine.round.worker, "observe", lambda seen, o=observed, f=observe: (o.append(seen), f(seen))[1]
+            )
+            outs.append(engine.generate(prompts(engine), params))
+            rounds = [seen for seen in observed if seen.path.shape[1] == 1]
+            assert bool(rounds) is not lags  # of one token, behind a round without drafts
+            if lags:
+                assert all(int(seen.length.max()) <= 16 for seen in observed if seen.path.shape[1] == 16)
+    lagging, reading = outs
+    assert [out.token_ids for out in lagging] == [out.token_ids for out in reading]
+    assert [out.drafted for out in lagging] == [out.drafted for out in reading]
+
+
+def test_the_prefix_cache_keeps_no_page_that_the_drafter_has_not_read():
+    config = EngineConfig(max_batch_size=1, max_model_len=200)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-eagle3", spec=CHAIN, config=config) as engine:
+        Pattern(engine, 10**6)
+        [prompt] = prompts(engine)[:1]
+        [out] = engine.generate(prompt, params)
+        assert engine.round.unread.count[0] > 0
+        text = prompt + out.token_ids
+        unread = int(engine.round.unread.count[0])
+        [again] = engine.generate(text, params)
+        assert again.stats.cached_tokens == len(text) - 1 - unread  # the newest token has no K/V at all

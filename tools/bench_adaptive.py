@@ -1,0 +1,213 @@
+"""Adaptive drafts against every fixed one, and plain decoding: `python tools/bench_adaptive.py --shape gemma4-e4b`.
+
+A published shape with random weights, and planted text: the target computes and draws, but the token that it is taken
+to have drawn follows from the number of the prompt and the place, and each draft is right with the probability of its
+prompt. So times are those of the shape, and acceptance is what the table says.
+
+    steady   so many requests at once, all with one probability; timed from the last first token to the last token
+    mixed    the number of requests rises and falls, every second prompt is hard; timed from beginning to end
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gpu_setup import DEVICE, device_option, machine, require_device  # isort: skip - before triton
+import numpy as np
+import torch
+from result_table import table_head, table_row
+
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.attention.trees.tree import DraftTree
+from specdec.draft_models.base import DraftBatch
+from specdec.evaluation.model_shapes import find_shape
+from specdec.evaluation.phases.random_subject import random_subject
+from specdec.runtime.adaptive.draft_choice import name as shape_name
+from specdec.sampling.reference_sampler import ReferenceSampler
+
+MIXED = (1, 4, 32, 128, 64, 16, 2, 1, 96, 8)
+"""Requests at once, one phase after the other."""
+
+FIRST_TEXT = 1000
+"""Tokens below it begin prompts."""
+
+
+class Plant:
+    """A text for each prompt number, and how often a draft of it is right."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.right = torch.zeros(FIRST_TEXT, device=device)
+
+    def text(self, number: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        mixed = (number * 7919 + position * 104729 + 12345) * 2654435761
+        return FIRST_TEXT + (mixed >> 7) % (self.vocab_size - FIRST_TEXT)
+
+    def is_right(self, number: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        mixed = ((number * 104723 + position * 15485863 + 777) * 2246822519) >> 9
+        return (mixed % 4096) < self.right[number] * 4096
+
+    @contextmanager
+    def in_samplers(self) -> Iterator[None]:
+        """Inside, what the target draws is the text."""
+        drawn_after = ReferenceSampler.draw_after
+
+        def planted(sampler: ReferenceSampler, tree: Any, allowed: Any, logits: Any, positions: Any, cap: Any) -> Any:
+            drawn = drawn_after(sampler, tree, allowed, logits, positions, cap)
+            assert sampler.past is not None
+            number = sampler.past.history[:, :1].clamp(max=FIRST_TEXT - 1)
+            return self.text(number, positions).where(positions > 0, drawn)
+
+        ReferenceSampler.draw_after = planted  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            ReferenceSampler.draw_after = drawn_after  # type: ignore[method-assign]
+
+    def in_worker(self, worker: Any) -> None:
+        """Chains of this worker are right as often as their prompts say; it does all its work."""
+        propose = worker.propose
+
+        def planted(batch: DraftBatch) -> DraftTree:
+            tree = propose(batch)
+            number = batch.history[:, :1].clamp(max=FIRST_TEXT - 1)
+            position = batch.history_len[:, None] - 1 + torch.arange(tree.num_nodes, device=number.device)
+            text = self.text(number, position)
+            tokens = torch.where(self.is_right(number, position), text, text - 1)
+            return DraftTree.chain(torch.where(position < batch.history_len[:, None], tree.tokens, tokens))
+
+        worker.propose = planted
+
+
+def prompt(number: int, length: int) -> list[int]:
+    draw = np.random.default_rng(number)
+    return [number, *draw.integers(FIRST_TEXT, 2 * FIRST_TEXT, length - 1).tolist()]
+
+
+def steady(engine: Engine, batch: int, length: int, tokens: int) -> float:
+    """Seconds a token and request."""
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    with engine.prompts_only():
+        handles = engine.submit_many([prompt(1 + i, length) for i in range(batch)], params)
+        while any(
+            handle.read() is None for handle in handles if not handle.finished and not handle.stats.output_tokens
+        ):
+            engine.step()
+    torch.cuda.synchronize() if torch.cuda.is_available() else None
+    begin = time.perf_counter()
+    while engine.step():
+        pass
+    return (time.perf_counter() - begin) / (batch * (tokens - 1)) * batch
+
+
+def mixed(engine: Engine, length: int, tokens: int, most: int) -> float:
+    """Seconds for all of it."""
+    draw = np.random.default_rng(0)
+    number, begin = 1, time.perf_counter()
+    for wanted in (min(each, most) for each in MIXED):
+        for _ in range(max(8, wanted)):
+            running = len(engine.running_ids())
+            while running < wanted:
+                asked = SamplingParams(max_new_tokens=int(draw.integers(tokens // 3, tokens)), ignore_eos=True)
+                engine.submit(prompt(number, length), asked)
+                number, running = number % (FIRST_TEXT - 1) + 1, running + 1
+            engine.step()
+            while len(engine.running_ids()) >= max(wanted, 1):
+                engine.step()
+    while engine.step():
+        pass
+    return time.perf_counter() - begin
+
+
+def fixed_to(engine: Engine, number: int) -> Callable[[], None]:
+    """Every round has the draft of this number -> what takes that back."""
+    choice = engine.steps.choice
+    assert choice is not None
+    choose = choice.choose
+    choice.choose = lambda *_: choice.shapes[number]  # type: ignore[method-assign]
+
+    def back() -> None:
+        choice.choose = choose  # type: ignore[method-assign]
+
+    return back
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[device_option]
+    )
+    parser.add_argument("--shape", default="gemma4-e4b")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--divisor", type=int, default=1)
+    parser.add_argument("--batches", default="1,8,32,128")
+    parser.add_argument("--right", default="0,0.3,0.8", help="how often a draft is right")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--length", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of an output")
+    parser.add_argument("--no-mixed", action="store_true")
+    given = parser.parse_args()
+    require_device()
+    batches = [int(each) for each in given.batches.split(",")]
+    rights = [float(each) for each in given.right.split(",")]
+    print(machine())
+    sizes = EngineConfig(max_batch_size=max(batches), max_model_len=given.length + given.tokens + 32, device=DEVICE)
+    spec = SpecConfig(given.steps)
+    shape = find_shape(given.shape)
+    subject = random_subject(shape, {"chain": spec}, layers=given.layers, divisor=given.divisor, config=sizes)
+    plant = Plant(subject.target.vocab_size, subject.target.device)
+    with plant.in_samplers():
+        begin = time.perf_counter()
+        plain = Engine(subject.target, config=sizes)
+        made = time.perf_counter()
+        bind = type(subject.drafter).bind
+
+        def planted_bind(drafter: Any, binding: Any) -> Any:
+            worker = bind(drafter, binding)
+            plant.in_worker(worker)
+            return worker
+
+        type(subject.drafter).bind = planted_bind  # type: ignore[method-assign,union-attr]
+        engine = Engine(subject.target, subject.drafter, spec=spec, config=sizes)
+        print(f"engines: plain {made - begin:.1f} s, adaptive {time.perf_counter() - made:.1f} s to make")
+        print(engine.stats().captures)
+        choice = engine.steps.choice
+        assert choice is not None
+        use = engine.stats().drafts
+        for size, seconds in sorted(choice.cost.timed.items()):
+            print(f"{size} requests: " + ", ".join(f"{1e3 * each:.3f}" for each in seconds) + " ms")
+        names = [shape_name(each) for each in choice.shapes]
+        print(table_head("requests", "right", "plain engine", *names, "adaptive", "to plain", "to best", "chosen"))
+
+        def row(case: str, right: str, measure: Callable[[Engine], float], scale: float) -> None:
+            measure(engine), measure(plain)  # warm: prompts are captured, clocks are up
+            first = measure(plain)
+            times = []
+            for number in range(len(names)):
+                back = fixed_to(engine, number)
+                times.append(measure(engine))
+                back()
+            before = engine.stats().drafts.rounds
+            adaptive = measure(engine)
+            rounds = [now - then for now, then in zip(engine.stats().drafts.rounds, before, strict=True)]
+            first = min(first, measure(plain))
+            ratios = [f"{first / adaptive:.3f}", f"{min(first, *times) / adaptive:.3f}"]
+            shown = [f"{scale * each:.3f}" for each in (first, *times, adaptive)]
+            print(table_row([case, right, *shown, *ratios, "/".join(map(str, rounds))]), flush=True)
+
+        for right in rights:
+            plant.right.fill_(right)
+            for batch in batches:
+                row(str(batch), f"{right}", lambda each, b=batch: steady(each, b, given.length, given.tokens), 1e3)
+        if not given.no_mixed:
+            plant.right[::2], plant.right[1::2] = 0.9, 0.2
+            most = max(batches)
+            row("mixed, s", "0.2, 0.9", lambda each: mixed(each, given.length, given.tokens, most), 1.0)
+        use = engine.stats().drafts
+        print(use.why)
+        print(engine.stats().captures)
+
+
+if __name__ == "__main__":
+    main()
