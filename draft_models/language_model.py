@@ -55,6 +55,7 @@ class LanguageModelDrafter(Drafter):
     """A language model fitted to a target. Nothing of it depends on the target but the size of the vocabulary."""
 
     name = "language_model"
+    reads_every_state = False
 
     def __init__(self, model: LanguageModel, target: TargetInfo) -> None:
         self.model = model

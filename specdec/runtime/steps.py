@@ -217,9 +217,10 @@ class Steps:
         self.round.sampling.load_biases(rows[chosen], params, shape.uses)
         self.round.flush()
         self.round.clock.start(*PREFILL_STAGES)
-        chunk = self._read(rows, chunk_len)
+        scoring = scoring_of([request.scores for request in requests], done, chunk_len)
+        chunk = self._read(rows, chunk_len, self.round.reads_every_state(scored=scoring is not None))
         scores = None
-        if scoring := scoring_of([request.scores for request in requests], done, chunk_len):
+        if scoring is not None:
             cells = upload(scoring.cells(), self.round.device)
             scores = scoring, copy_to_host(score_chunk(self.round, chunk, cells, scoring.alternatives))
         packed = self.round.prefill(chunk, chosen, shape, root_masks([request.place for request in drawn]))
@@ -227,12 +228,12 @@ class Steps:
         self._launched(requests, drawing, shape, PREFILL_STAGES, packed, forced, scores)
         commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)
 
-    def _read(self, rows: IntArray, chunk_len: IntArray) -> Chunk:
-        """The target's part of prompt chunks, captured where they are few."""
-        chunk = None if self.chunks is None else self.chunks.read(rows, chunk_len)
+    def _read(self, rows: IntArray, chunk_len: IntArray, every: bool) -> Chunk:
+        """The target's part of prompt chunks, captured where they are few; every: see `Chunk`."""
+        chunk = None if self.chunks is None else self.chunks.read(rows, chunk_len, every=every)
         if chunk is None:
             length = upload(chunk_len, self.round.device)
-            chunk = self.round.read(self.table.rows(rows), length, int(chunk_len.max()))
+            chunk = self.round.read(self.table.rows(rows), length, int(chunk_len.max()), every=every)
         return chunk
 
     def _launched(

@@ -32,11 +32,12 @@ since the weights are read all the same."""
 
 class ChunkShape(NamedTuple):
     """All that decides what a forward over prompt chunks computes, but for data: `width` positions of each of `batch`
-    rows, behind committed prefixes of which none is longer than `longest`."""
+    rows, behind committed prefixes of which none is longer than `longest`; every: see `Chunk`."""
 
     batch: int
     width: int
     longest: int
+    every: bool = True
 
 
 class Results:
@@ -56,7 +57,7 @@ class Results:
         return chunk._replace(
             fed=self._copy("fed", chunk.fed),
             committed_len=self._copy("committed_len", chunk.committed_len[:, None])[:, 0],
-            hidden=self._copy("hidden", chunk.hidden),
+            hidden=self._copy("hidden", chunk.hidden[:, : None if chunk.every else 1]).expand_as(chunk.hidden),
             aux_states=None if chunk.aux_states is None else self._copy("aux", chunk.aux_states),
         )
 
@@ -87,7 +88,8 @@ class ChunkProgram:
 
     def __call__(self) -> torch.Tensor:
         rows = Rows(self._inputs[0], self._shape.longest)
-        self.chunk = self._results.keep(self._round.read(rows, self._inputs[1], self._shape.width))
+        chunk = self._round.read(rows, self._inputs[1], self._shape.width, every=self._shape.every)
+        self.chunk = self._results.keep(chunk)
         return self.chunk.hidden
 
 
@@ -105,9 +107,10 @@ class ChunkGraphs(Captures):
     def shared_bytes(self) -> int:
         return self._results.num_bytes
 
-    def read(self, rows: IntArray, chunk_len: IntArray) -> Chunk | None:
-        """The target reads the next `chunk_len` [B] tokens of `rows` [B]; None: they are too many to be captured."""
-        shape = self.bucket(rows, chunk_len)
+    def read(self, rows: IntArray, chunk_len: IntArray, *, every: bool) -> Chunk | None:
+        """The target reads the next `chunk_len` [B] tokens of `rows` [B]; None: they are too many to be captured.
+        every: see `Chunk`."""
+        shape = self.bucket(rows, chunk_len)._replace(every=every)
         if shape.batch * shape.width > MOST_POSITIONS:
             self.store.uncaptured[self.what] += 1
             return None

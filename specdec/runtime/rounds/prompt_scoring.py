@@ -61,6 +61,7 @@ def score_chunk(round: Round, chunk: Chunk, cells: torch.Tensor, alternatives: i
 
     cells [2, T]: of `Scoring`. -> [T, 1 + 2K] int32: the bits of the float32 numbers, then the ids.
     """
+    assert chunk.every, "a chunk is scored from the states of all its tokens"
     number, column = cells
     following = round.tokens.tensor[chunk.rows.index[number], chunk.committed_len[number] + column + 1]  # [T]
     tile = max(1, MOST_LOGITS // round.target.vocab_size)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from specdec.attention.backend import Backend
-from specdec.attention.plan import plan_chunk
+from specdec.attention.plan import plan_chunk, plan_last
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.draft_models.base import Binding, Drafter, Observation
 from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
@@ -37,7 +37,8 @@ PREFILL_STAGES = ("prefill",)
 
 class Chunk(NamedTuple):
     """What the target has read of prompts: the next `length` [B] tokens `fed` [B, N] of each row, 0 behind them, where
-    `committed_len` [B] were before; and what its forward returned."""
+    `committed_len` [B] were before; and what its forward returned. every: `hidden` has the state of every token; else
+    that of the last in every place."""
 
     rows: Rows
     length: torch.Tensor
@@ -45,12 +46,13 @@ class Chunk(NamedTuple):
     fed: torch.Tensor
     hidden: torch.Tensor
     aux_states: torch.Tensor | None
+    every: bool
 
     def first(self, count: int) -> "Chunk":
         """Of the first `count` rows only."""
         rows, aux_states = self.rows, None if self.aux_states is None else self.aux_states[:count]
         length, committed, fed, hidden = (x[:count] for x in (self.length, self.committed_len, self.fed, self.hidden))
-        return Chunk(Rows(rows.index[:count], rows.longest), length, committed, fed, hidden, aux_states)
+        return Chunk(Rows(rows.index[:count], rows.longest), length, committed, fed, hidden, aux_states, self.every)
 
 
 def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
@@ -67,6 +69,7 @@ class Round:
         self.backend = backend
         self.device = cache.allocator.device
         self.aux_layers = drafter.aux_layers if drafter is not None else ()
+        self._drafter_reads_every_state = drafter is not None and drafter.reads_every_state
         store = cache.add_store(target.layout, target.dtype)
         self.view = own_view(cache.allocator, store)
         self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store))
@@ -128,14 +131,24 @@ class Round:
         """Send what the host has changed anywhere, in one upload."""
         self.cache.flush(*self._mirrored())
 
+    def reads_every_state(self, scored: bool) -> bool:
+        """Do prompts need the final state of every token, or the target no fewer layers if they do not? scored: some
+        ask for the log-probabilities of their tokens."""
+        return scored or self._drafter_reads_every_state or self.target.narrows_at(self.aux_layers) is None
+
     @torch.inference_mode()
-    def read(self, rows: Rows, length: torch.Tensor, width: int) -> "Chunk":
-        """The target reads the next `length` [B] tokens of each row, at most `width`: makes their K/V."""
+    def read(self, rows: Rows, length: torch.Tensor, width: int, *, every: bool) -> "Chunk":
+        """The target reads the next `length` [B] tokens of each row, at most `width`: makes their K/V.
+
+        every: makes the final state of each, as `reads_every_state` says; else of the last, by fewer layers."""
         plan = plan_chunk(self.backend, self.cache.table, rows, length, width)
         last_column = self.tokens.tensor.shape[1] - 1
         fed = self.tokens.tensor[rows.index[:, None], plan.positions.clamp(max=last_column)]  # [B, N]
         fed = fed.masked_fill(plan.positions >= (plan.committed_len + length)[:, None], 0)
-        return Chunk(rows, length, plan.committed_len, fed, *self.target.forward(fed, plan, self.view, self.aux_layers))
+        last = None if every else plan_last(self.backend, self.cache.table, rows, plan, fed)
+        hidden, aux_states = self.target.forward(fed, plan, self.view, self.aux_layers, last=last)
+        hidden = hidden.expand(-1, width, -1)
+        return Chunk(rows, length, plan.committed_len, fed, hidden, aux_states, every)
 
     @torch.inference_mode()
     def prefill(
@@ -151,7 +164,7 @@ class Round:
         they draw is in its place in `tokens`, so a round may follow. The host commits the chunks, from its own side,
         once they are launched; the drafter observes them as if it had.
         """
-        rows, length, committed, fed, hidden, aux_states = chunk
+        rows, length, committed, fed, hidden, aux_states, _ = chunk
         width = fed.shape[1]
         last_column = self.tokens.tensor.shape[1] - 1
         behind = self.tokens.tensor[rows.index, (committed + length).clamp(max=last_column)]
