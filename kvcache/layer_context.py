@@ -1,7 +1,7 @@
 """What a layer asks of the forward that it runs in, over T packed rows: the one interface between layers and attention.
 
-Layers know no plan, no pool and no backend; what runs a forward hands them a `LayerContext`, and a `Narrowing` where
-the last layers run for some of the rows only.
+Layers know no plan, no pool and no backend; what runs a forward hands them a `LayerContext`, and a `Narrowing`
+or an `Ending` where the last layers run for some of the rows only, or for none.
 """
 
 from typing import NamedTuple, Protocol, Required, TypedDict, Unpack
@@ -52,3 +52,9 @@ class Narrowing(NamedTuple):
     layer: int
     rows: torch.Tensor
     context: LayerContext
+
+
+class Ending(NamedTuple):
+    """A forward ends before `layer`: what it is run for has been stored by then."""
+
+    layer: int

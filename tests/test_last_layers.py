@@ -1,4 +1,4 @@
-"""Layers at the end that store no K/V run for the last token of a prompt's chunk alone, and nothing else changes.
+"""Layers at the end that store no K/V run for the last token of a prompt alone, and nothing else changes.
 
 Gemma 4 with shared K/V, six layers of which the last three store nothing: tokens by transformers' own forward, drafts
 and bits by the same engine with every layer run for every token, and rows by what the layers are called with.
@@ -18,7 +18,7 @@ from specdec.attention.plan import plan_last
 from specdec.draft_models.suffix import SuffixDrafter
 from specdec.errors import SpecDecError
 from specdec.gpu.operations import FAST, REFERENCE, Operations
-from specdec.models.target import TargetModel
+from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.rounds.round import Round
 
 from marks import deep, examples, slow
@@ -64,9 +64,22 @@ def rows_of_layers(target: TargetModel) -> list[list[int]]:
     return seen
 
 
-def always(every: bool) -> Callable[[Round, bool], bool]:
-    """In the place of `Round.reads_every_state`."""
-    return lambda self, scored: every
+def drafts_of(engine: Engine) -> list[Any]:
+    """What its drafter proposes from now on."""
+    propose, drafts = engine.round.worker.propose, []
+
+    def noted(batch: Any) -> Any:
+        tree = propose(batch)
+        drafts.append(tree.tokens.tolist())
+        return tree
+
+    engine.round.worker.propose = noted
+    return drafts
+
+
+def run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer runs for every token from now on."""
+    monkeypatch.setattr(Round, "final_states", lambda self, scored, ends: FinalStates.EVERY)
 
 
 def outputs(engine: Engine, prompts: Sequence[list[int]], params: Any) -> list[Any]:
@@ -91,13 +104,18 @@ def test_layers_that_may_be_skipped(make_target):
 
 
 @pytest.mark.parametrize("family", SHARING)
-def test_layers_that_store_nothing_see_one_row_a_chunk(family, make_target, engine, random_prompt):
-    """12 and 5 tokens in chunks of 8: the second prompt is padded to 8, the rest of the first comes alone."""
+def test_layers_that_store_nothing_see_one_row_a_prompt(family, make_target, engine, random_prompt):
+    """12 and 5 tokens in chunks of 8: the second prompt is padded to 8, the rest of the first comes alone. A chunk with
+    which no prompt ends does not reach these layers."""
     made = engine(make_target(family), prefill_chunk=8, max_batch_size=2)
     made.steps.group = lambda chunk_len: [list(range(len(chunk_len)))]
     rows = rows_of_layers(made.target)
     made.generate([random_prompt(12), random_prompt(5)], SamplingParams(max_new_tokens=1))
     assert rows == [[16, 4]] * STORING + [[2, 1]] * (LAYERS - STORING)
+    for seen in rows:
+        seen.clear()
+    made.generate([random_prompt(20, seed=1)], SamplingParams(max_new_tokens=1))
+    assert rows == [[8, 8, 4]] * STORING + [[1]] * (LAYERS - STORING)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -139,19 +157,34 @@ def test_drafts_are_the_same(drafter, make_target, engine, random_prompt, monkey
     """A drafter that were shown another state would only draft worse: what it proposes is compared."""
     model, prompts = make_target("gemma4-e2b"), [random_prompt(length, seed=length) for length in (21, 3, 40)]
     seen = []
-    for every in (False, True):
-        monkeypatch.setattr(Round, "reads_every_state", always(every))
+    for whole in (False, True):
+        if whole:
+            run_whole(monkeypatch)
         made = engine(model, drafter, prefill_chunk=8, max_batch_size=2)
-        propose, drafts = made.round.worker.propose, []
-
-        def noted(batch: Any, propose: Any = propose, drafts: Any = drafts) -> Any:
-            drafts.append(propose(batch))
-            return drafts[-1]
-
-        made.round.worker.propose = noted
+        drafts = drafts_of(made)
         made.generate(prompts, GREEDY)
-        seen.append([tree.tokens.tolist() for tree in drafts])
+        seen.append(drafts)
     assert seen[0] == seen[1] and len(seen[0]) > 5
+
+
+def test_a_resumed_request_drafts_from_its_last_state(make_target, engine, random_prompt, monkeypatch):
+    """What it had is read again, in chunks; none of them draws a token, yet the next draft starts where they end."""
+    model, prompts = make_target("gemma4-e2b"), [random_prompt(30, seed=1), random_prompt(21, seed=2)]
+    seen = []
+    for whole in (False, True):
+        if whole:
+            run_whole(monkeypatch)
+        made = engine(model, "mtp", prefill_chunk=8, max_batch_size=2)
+        handles = made.submit_many(prompts, [SamplingParams(max_new_tokens=20)] * 2)
+        while any(request.num_output < 2 for request in made.scheduler.running) or made.scheduler.waiting:
+            made.step()
+        made.steps.restart(list(made.scheduler.running))
+        drafts = drafts_of(made)
+        while not made.scheduler.idle:
+            made.step()
+        seen.append(drafts)
+        assert [len(handle.output().token_ids) for handle in handles] == [20, 20]
+    assert seen[0] == seen[1] and len(seen[0]) > 2
 
 
 @pytest.mark.parametrize("case", range(examples(12, 60)))
@@ -188,7 +221,7 @@ def test_captured_prompts(drafter, make_target, engine, random_prompt, monkeypat
     got = outputs(made, prompts, params)
     assert [one[0] for one in got] == [one[0] for one in expected]
     captured = [shape for shape, kept in made.steps.chunks._captured.items() if kept is not None]
-    assert {shape.every for shape in captured} == {False, True}
+    assert {shape.states for shape in captured} == set(FinalStates)
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=[interpreted, pytest.mark.slow])])
@@ -226,14 +259,14 @@ def test_bits_are_those_of_every_layer_on_the_kernels(drafter, chunk, make_targe
     ]
     config = {"deterministic": True, "attention": "triton", "prefill_chunk": chunk, "max_batch_size": 2}
     got = []
-    for every in (False, True):
-        if every:
-            monkeypatch.setattr(Round, "reads_every_state", always(True))
+    for whole in (False, True):
+        if whole:
+            run_whole(monkeypatch)
         made = engine(model, drafter, FAST, max_model_len=64, **config)
         rows = rows_of_layers(made.target)
         assert made.target.narrows_at() == STORING
         got.append(outputs(made, prompts, params))
-        assert (rows[0][0] == rows[-1][0]) == every
+        assert (rows[0] == rows[-1]) == whole
     assert got[0] == got[1]
 
 
@@ -247,4 +280,4 @@ def test_tokens_on_the_kernels(make_target, engine, random_prompt, greedy_oracle
     rows = rows_of_layers(made.target)
     tokens = [out.token_ids for out in made.generate(prompts, SamplingParams(max_new_tokens=4))]
     assert tokens == [greedy_oracle(model, prompt, 4) for prompt in prompts]
-    assert rows[0][0] > rows[-1][0]
+    assert sum(rows[0]) > sum(rows[-1])

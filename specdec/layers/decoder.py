@@ -25,7 +25,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.gpu.operations import Operations
-from specdec.kvcache.layer_context import LayerContext, Narrowing
+from specdec.kvcache.layer_context import Ending, LayerContext, Narrowing
 from specdec.layers.linear import Mlp, gated_linear, linear
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts
@@ -216,11 +216,11 @@ class FusedDecoder(nn.Module):
         position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         specdec_ctx: LayerContext | None = None,
-        narrowing: Narrowing | None = None,
+        narrowing: Narrowing | Ending | None = None,
         **unused: Any,
     ) -> BaseModelOutputWithPast:
         """input_ids or inputs_embeds, and position_ids, of any leading shape that packs to T rows -> states of that
-        shape; [1, R, H] where the forward goes on with R of the rows."""
+        shape; [1, R, H] where the forward goes on with R of the rows, None where it ends with none."""
         assert position_ids is not None and specdec_ctx is not None
         if inputs_embeds is None:
             inputs_embeds = self.embedding(input_ids)
@@ -236,6 +236,8 @@ class FusedDecoder(nn.Module):
         )
         for number, layer in enumerate(self.layers):
             if narrowing is not None and number == narrowing.layer:
+                if isinstance(narrowing, Ending):
+                    return BaseModelOutputWithPast()
                 hidden, normed, shared = hidden[narrowing.rows], normed[narrowing.rows], shared.of(narrowing.rows)
                 specdec_ctx = narrowing.context
             hidden, normed = layer(hidden, normed, shared, specdec_ctx=specdec_ctx)

@@ -8,6 +8,7 @@ fused layers (`specdec/layers`) if its family has any and they prove to compute 
 
 import logging
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from specdec.attention.row_tiles import ROWS
 from specdec.errors import SpecDecError, UnsupportedModelError
 from specdec.gpu.operations import KERNELS, Operations
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.layer_context import Narrowing
+from specdec.kvcache.layer_context import Ending, Narrowing
 from specdec.kvcache.layout import KVLayout, layout_from_config
 from specdec.layers.batch_invariant_torch import rowwise, run_experts_by_row
 from specdec.layers.decoder import FusedDecoder
@@ -51,6 +52,14 @@ DYNAMIC_INT8 = ("torch.ao.nn.quantized", "torch.nn.quantized")
 
 MANY_ROWS = 80
 """Rows of a forward on kernels: more than fit the smallest tiles of their products."""
+
+
+class FinalStates(Enum):
+    """Whose states after the final norm a forward over prompts makes."""
+
+    EVERY = "of every token"
+    LAST = "of the last token of each run"
+    NONE = "of no token"
 
 
 class TargetModel:
@@ -159,19 +168,22 @@ class TargetModel:
         view: KVView,
         aux_layers: Sequence[int] = (),
         last: KVPlan | None = None,
+        *,
+        ends: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run tokens [B, N] under `plan` and write their K/V -> states after the final norm [B, N, H], and those that
         enter `aux_layers` (num_layers: that leave the last) side by side [B, N, A * H]; None: no such layers.
 
         last: of `plan_last`; the layers from `narrows_at` on run for the last token of each run alone, and the states
         after the final norm are theirs, [B, 1, H].
+        ends: these layers do not run at all, and the states after the final norm are zeros [B, 1, H].
         """
         self.weights.generation()
         context = ForwardContext.of(plan, view, self.windows, aux_layers)
         if self.in_tiles:
-            assert last is None, "tiles are not narrowed"
+            assert last is None and not ends, "tiles are not narrowed"
             return forward_in_tiles(self.run, tokens, context, aux_layers)
-        narrowing = None if last is None else self._narrowing(last, view, tokens.shape, aux_layers)
+        narrowing = self._narrowing(last, view, tokens.shape, aux_layers) if ends or last is not None else None
         hidden = self.run(tokens, plan.positions, context, narrowing)
         if not aux_layers:
             return hidden, None
@@ -192,17 +204,27 @@ class TargetModel:
         logits = self.head(hidden)
         return self.logit_rule(logits) if self.ops is None else self.logit_rule(logits, self.ops(softcap))
 
-    def _narrowing(self, last: KVPlan, view: KVView, shape: torch.Size, aux_layers: Sequence[int]) -> Narrowing:
+    def _narrowing(
+        self, last: KVPlan | None, view: KVView, shape: torch.Size, aux_layers: Sequence[int]
+    ) -> Narrowing | Ending:
         layer = self.narrows_at(aux_layers)
-        assert layer is not None and last.stored is not None, f"{layer=} {last.stored=}"
+        assert layer is not None, f"no layer can be skipped: {aux_layers=}"
+        if last is None:
+            return Ending(layer)
+        assert last.stored is not None, "only the last token of a run goes on alone"
         batch, width = shape
         rows = torch.arange(0, batch * width, width, device=last.stored.device) + last.stored  # [B]
         return Narrowing(layer, rows, ForwardContext.of(last, view, self.windows))
 
     def run(
-        self, tokens: torch.Tensor, positions: torch.Tensor, context: object, narrowing: Narrowing | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        context: object,
+        narrowing: Narrowing | Ending | None = None,
     ) -> torch.Tensor:
-        """tokens, positions [B, N] -> states after the final norm [B, N, H], or of the rows that it is narrowed to."""
+        """tokens, positions [B, N] -> states after the final norm [B, N, H], or of the rows that it is narrowed to, or
+        zeros."""
         batch = len(tokens)
         tokens = self.placeholders.replaced_in(tokens)
         if self.context_length.most is not None:  # drafts and padding beyond the end: their output is not read
@@ -215,6 +237,8 @@ class TargetModel:
             **({} if narrowing is None else {"narrowing": narrowing}),
         )
         hidden: torch.Tensor = out.last_hidden_state
+        if isinstance(narrowing, Ending):
+            hidden = torch.zeros((1, batch, self.hidden_size), dtype=self.dtype, device=self.device)
         return hidden.view(batch, -1, hidden.shape[-1])
 
     def _require_supported(self) -> None:

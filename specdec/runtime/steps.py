@@ -24,6 +24,7 @@ from specdec.config import MAX_FORCED_TOKENS, SpecConfig
 from specdec.gpu.captures import CaptureUse
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.kvcache.table import row_cells
+from specdec.models.target import FinalStates
 from specdec.progress import progress_bar
 from specdec.runtime.engine_stats import ENOUGH_DRAFTS, EngineStats, warn_of_rejected
 from specdec.runtime.grammar_masks import GrammarSteps, prepare, root_masks
@@ -218,7 +219,8 @@ class Steps:
         self.round.flush()
         self.round.clock.start(*PREFILL_STAGES)
         scoring = scoring_of([request.scores for request in requests], done, chunk_len)
-        chunk = self._read(rows, chunk_len, self.round.reads_every_state(scored=scoring is not None))
+        ends = any(done[i] + chunk_len[i] == request.prefill_target for i, request in enumerate(requests))
+        chunk = self._read(rows, chunk_len, self.round.final_states(scored=scoring is not None, ends=ends))
         scores = None
         if scoring is not None:
             cells = upload(scoring.cells(), self.round.device)
@@ -228,12 +230,12 @@ class Steps:
         self._launched(requests, drawing, shape, PREFILL_STAGES, packed, forced, scores)
         commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)
 
-    def _read(self, rows: IntArray, chunk_len: IntArray, every: bool) -> Chunk:
-        """The target's part of prompt chunks, captured where they are few; every: see `Chunk`."""
-        chunk = None if self.chunks is None else self.chunks.read(rows, chunk_len, every=every)
+    def _read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk:
+        """The target's part of prompt chunks, captured where they are few; states: see `Chunk`."""
+        chunk = None if self.chunks is None else self.chunks.read(rows, chunk_len, states)
         if chunk is None:
             length = upload(chunk_len, self.round.device)
-            chunk = self.round.read(self.table.rows(rows), length, int(chunk_len.max()), every=every)
+            chunk = self.round.read(self.table.rows(rows), length, int(chunk_len.max()), states)
         return chunk
 
     def _launched(

@@ -21,7 +21,7 @@ from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view
 from specdec.kvcache.table import Rows
-from specdec.models.target import TargetModel
+from specdec.models.target import FinalStates, TargetModel
 from specdec.models.watched_weights import watched_weights
 from specdec.runtime.rounds.opening import Opening
 from specdec.runtime.rounds.result import RoundShape, pack
@@ -37,8 +37,8 @@ PREFILL_STAGES = ("prefill",)
 
 class Chunk(NamedTuple):
     """What the target has read of prompts: the next `length` [B] tokens `fed` [B, N] of each row, 0 behind them, where
-    `committed_len` [B] were before; and what its forward returned. every: `hidden` has the state of every token; else
-    that of the last in every place."""
+    `committed_len` [B] were before; and what its forward returned. states: whose `hidden` has; that of the last token
+    stands in every place."""
 
     rows: Rows
     length: torch.Tensor
@@ -46,13 +46,13 @@ class Chunk(NamedTuple):
     fed: torch.Tensor
     hidden: torch.Tensor
     aux_states: torch.Tensor | None
-    every: bool
+    states: FinalStates
 
     def first(self, count: int) -> "Chunk":
         """Of the first `count` rows only."""
         rows, aux_states = self.rows, None if self.aux_states is None else self.aux_states[:count]
         length, committed, fed, hidden = (x[:count] for x in (self.length, self.committed_len, self.fed, self.hidden))
-        return Chunk(Rows(rows.index[:count], rows.longest), length, committed, fed, hidden, aux_states, self.every)
+        return Chunk(Rows(rows.index[:count], rows.longest), length, committed, fed, hidden, aux_states, self.states)
 
 
 def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
@@ -131,24 +131,26 @@ class Round:
         """Send what the host has changed anywhere, in one upload."""
         self.cache.flush(*self._mirrored())
 
-    def reads_every_state(self, scored: bool) -> bool:
-        """Do prompts need the final state of every token, or the target no fewer layers if they do not? scored: some
-        ask for the log-probabilities of their tokens."""
-        return scored or self._drafter_reads_every_state or self.target.narrows_at(self.aux_layers) is None
+    def final_states(self, *, scored: bool, ends: bool) -> FinalStates:
+        """Those that chunks need, or all where fewer would save no layer. scored: log-probabilities of their tokens are
+        asked for. ends: a prompt ends with one of them, so its last state is drawn from, or a draft starts from it."""
+        if scored or self._drafter_reads_every_state or self.target.narrows_at(self.aux_layers) is None:
+            return FinalStates.EVERY
+        return FinalStates.LAST if ends else FinalStates.NONE
 
     @torch.inference_mode()
-    def read(self, rows: Rows, length: torch.Tensor, width: int, *, every: bool) -> "Chunk":
-        """The target reads the next `length` [B] tokens of each row, at most `width`: makes their K/V.
-
-        every: makes the final state of each, as `reads_every_state` says; else of the last, by fewer layers."""
+    def read(self, rows: Rows, length: torch.Tensor, width: int, states: FinalStates) -> "Chunk":
+        """The target reads the next `length` [B] tokens of each row, at most `width`: makes their K/V, and the final
+        states that `final_states` says, by as few layers as that takes."""
         plan = plan_chunk(self.backend, self.cache.table, rows, length, width)
         last_column = self.tokens.tensor.shape[1] - 1
         fed = self.tokens.tensor[rows.index[:, None], plan.positions.clamp(max=last_column)]  # [B, N]
         fed = fed.masked_fill(plan.positions >= (plan.committed_len + length)[:, None], 0)
-        last = None if every else plan_last(self.backend, self.cache.table, rows, plan, fed)
-        hidden, aux_states = self.target.forward(fed, plan, self.view, self.aux_layers, last=last)
+        last = plan_last(self.backend, self.cache.table, rows, plan, fed) if states is FinalStates.LAST else None
+        ends = {"ends": True} if states is FinalStates.NONE else {}
+        hidden, aux_states = self.target.forward(fed, plan, self.view, self.aux_layers, last=last, **ends)
         hidden = hidden.expand(-1, width, -1)
-        return Chunk(rows, length, plan.committed_len, fed, hidden, aux_states, every)
+        return Chunk(rows, length, plan.committed_len, fed, hidden, aux_states, states)
 
     @torch.inference_mode()
     def prefill(
