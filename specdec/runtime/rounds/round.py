@@ -7,7 +7,7 @@ request.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -69,7 +69,8 @@ class Round:
         self.backend = backend
         self.device = cache.allocator.device
         self.aux_layers = drafter.aux_layers if drafter is not None else ()
-        self._drafter_reads_every_state = drafter is not None and drafter.reads_every_state
+        # a drafter that inherits no defaults may be older than this one
+        self._drafter_reads_every_state = drafter is not None and getattr(drafter, "reads_every_state", True)
         store = cache.add_store(target.layout, target.dtype)
         self.view = own_view(cache.allocator, store)
         self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store))
@@ -146,9 +147,12 @@ class Round:
         last_column = self.tokens.tensor.shape[1] - 1
         fed = self.tokens.tensor[rows.index[:, None], plan.positions.clamp(max=last_column)]  # [B, N]
         fed = fed.masked_fill(plan.positions >= (plan.committed_len + length)[:, None], 0)
-        last = plan_last(self.backend, self.cache.table, rows, plan, fed) if states is FinalStates.LAST else None
-        ends = {"ends": True} if states is FinalStates.NONE else {}
-        hidden, aux_states = self.target.forward(fed, plan, self.view, self.aux_layers, last=last, **ends)
+        fewer: dict[str, Any] = {}
+        if states is FinalStates.LAST:
+            fewer = {"last": plan_last(self.backend, self.cache.table, rows, plan, fed)}
+        elif states is FinalStates.NONE:
+            fewer = {"ends": True}
+        hidden, aux_states = self.target.forward(fed, plan, self.view, self.aux_layers, **fewer)
         hidden = hidden.expand(-1, width, -1)
         return Chunk(rows, length, plan.committed_len, fed, hidden, aux_states, states)
 
