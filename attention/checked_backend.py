@@ -59,6 +59,8 @@ class CheckedBackend:
     def _check_lengths(self, plan: KVPlan) -> None:
         """A run may begin anywhere in what is committed; trees and frozen drafts begin right after it."""
         planned, committed = plan.committed_len, self.sanitizer.table.committed_len.tensor[plan.rows]
+        if plan.stored is not None:
+            committed = committed + plan.stored
         wrong = planned > committed if plan.block_len is not None else planned != committed
         wrong &= self._real(plan)
         shown = (planned[:, None], committed[:, None], planned[:, None])

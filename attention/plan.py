@@ -1,9 +1,10 @@
 """Everything one forward needs to know about KV, in one immutable object made for that forward.
 
 Both write locations are looked up once, here; no layer translates anything, and nothing outlives the step. A plan is
-made on the device from the request table by one of three builders:
+made on the device from the request table by one of four builders:
 
     plan_chunk    B runs of tokens after their prefixes, causal, padded to the longest; padding writes to the null slot
+    plan_last     the last token of each of those runs alone, once the K/V of the whole run are stored
     plan_verify   B trees of N nodes after their committed prefixes
     plan_frozen   queries on the committed prefix only: what a frozen-KV drafter reads
 
@@ -11,7 +12,7 @@ A plan refers to the backend that made it and holds that backend's tables: no ot
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -58,6 +59,7 @@ class KVPlan:
     write_full, write_swa: [B * N] where their K/V go; None when they bring none.
     prefix: the backend's tables of the prefixes.
     block_len: [B] queries of each run that exist, and the run is causal; None: all of them.
+    stored: [B] keys at the end of the prefix that the table has not committed: the forward itself has stored them.
     window_shift: added to the sliding window of every sliding layer (0 except for a frozen drafter's convention).
     """
 
@@ -71,6 +73,7 @@ class KVPlan:
     write_full: FullLoc | None = None
     write_swa: SwaLoc | None = None
     block_len: torch.Tensor | None = None
+    stored: torch.Tensor | None = None
     window_shift: int = 0
 
     def write_slots(self, space: Space) -> FullLoc | SwaLoc:
@@ -106,6 +109,26 @@ def plan_chunk(
         write_swa=None if swa is None else SwaLoc(swa.masked_fill(padding, NULL_SLOT).reshape(-1)),
         block_len=block_len,
     )
+
+
+def plan_last(backend: PlanBackend, table: RequestTable, rows: Rows, chunk: KVPlan, tokens: torch.Tensor) -> KVPlan:
+    """The last token of each run of `chunk`, which were planned for these rows: one query, as in plain decoding.
+
+    tokens: [B, N] of the runs. For layers that store nothing and run after those that do; rows without tokens query at
+    position 0.
+    """
+    assert chunk.block_len is not None, "only runs have a last token"
+    width = tokens.shape[1]
+    ahead = (chunk.block_len - 1).clamp(min=0)  # [B]
+    longest = min(rows.longest + width - 1, table.slots.host.shape[1] - 1)
+    plan = plan_verify(
+        backend,
+        table,
+        Rows(rows.index, longest),
+        DraftTree.chain(tokens.gather(1, ahead[:, None])),
+        committed_len=chunk.committed_len + ahead,
+    )
+    return replace(plan, stored=ahead)
 
 
 def plan_verify(

@@ -117,8 +117,9 @@ class Observation:
     """The target's results of the last forward (a verify, or a prefill chunk), after the device has committed it.
 
     rows: the rows of the request table; start: [B] S before the commit.
-    tokens: [B, N] what was fed; hidden: [B, N, H] target states after the final norm; aux_states: [B, N, A * H] the
-    states that the drafter asked for, side by side, or None.
+    tokens: [B, N] what was fed; hidden: [B, N, H] target states after the final norm. In prompts, for a drafter that
+    does not read every state, that of the last of `length` tokens may stand in every place, or zeros if no prompt ends
+    with them. aux_states: [B, N, A * H] the states that the drafter asked for, side by side, or None.
     path: [B, D] accepted nodes in order, root first; length: [B] how many of them count, now committed at start, ...
     next_token: [B] the token after the last of them: the new bonus token, or the next one of the prompt.
     """
@@ -160,16 +161,19 @@ class Drafter(Protocol):
     what leaves the last layer, before the final norm). `kv_layout`: K/V of its own, in full space, by the target's
     slots; None: it keeps none. They must depend only on the tokens up to the next one, since the prefix cache shares
     them between requests. `extra_keys`: committed keys on sliding layers that it reads beyond the target's own window.
-    `fit`: the target that it was fitted to; None: it runs with any. `unfused`: why its own modules run although fused
-    layers were requested; None: fused layers run, or it has no layers. `weights`: parameters that it reads and that
-    callers may re-point; None: it has none. `may_lag`: observing takes a forward, so an engine may show it several
-    rounds without drafts at once; False: it is shown every round.
+    `reads_every_state`: it reads the final state of every token of a prompt; False: of the prompt's last token at most,
+    so that the target may skip its last layers for the others. `fit`: the target that it was fitted to; None: it
+    runs with any. `unfused`: why its own modules run although fused layers were requested; None: fused layers run, or
+    it has no layers. `weights`: parameters that it reads and that callers may re-point; None: it has none. `may_lag`:
+    observing takes a forward, so an engine may show it several rounds without drafts at once; False: it is shown every
+    round.
     """
 
     name: str
     aux_layers: tuple[int, ...] = ()
     kv_layout: KVLayout | None = None
     extra_keys: int = 0
+    reads_every_state: bool = True
     fit: Fit | None = None
     unfused: str | None = None
     weights: Weights | None = None

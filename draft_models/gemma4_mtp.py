@@ -59,6 +59,7 @@ class Gemma4MTPDrafter(Drafter):
     name = "gemma4_mtp"
     weights: Weights
     extra_keys = WINDOW_SHIFT - QUERY_POSITION_OFFSET
+    reads_every_state = False
 
     def __init__(self, assistant: nn.Module, target: TargetInfo) -> None:
         self.assistant: Any = assistant

@@ -56,6 +56,7 @@ class LanguageModelDrafter(Drafter):
 
     name = "language_model"
     may_lag = True
+    reads_every_state = False
 
     def __init__(self, model: LanguageModel, target: TargetInfo) -> None:
         self.model = model

@@ -15,6 +15,7 @@ class NgramDrafter(StatelessDrafter):
     """Proposes a chain by lookup, for all requests at once and without a host synchronisation."""
 
     name = "ngram"
+    reads_every_state = False
 
     def __init__(self, max_ngram: int = 3) -> None:
         self.max_ngram = max_ngram

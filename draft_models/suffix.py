@@ -36,6 +36,7 @@ class SuffixDrafter(Drafter):
     """Proposes chains and trees by lookup, for all requests at once and without a host synchronisation."""
 
     name = "suffix"
+    reads_every_state = False
 
     def bind(self, binding: Binding) -> DraftWorker:
         return SuffixWorker(binding.backend)

@@ -1,6 +1,7 @@
 """What a layer asks of the forward that it runs in, over T packed rows: the one interface between layers and attention.
 
-Layers know no plan, no pool and no backend; what runs a forward hands them a `LayerContext`.
+Layers know no plan, no pool and no backend; what runs a forward hands them a `LayerContext`, and a `Narrowing`
+or an `Ending` where the last layers run for some of the rows only, or for none.
 """
 
 from typing import NamedTuple, Protocol, Required, TypedDict, Unpack
@@ -43,3 +44,17 @@ class LayerContext(Protocol):
     ) -> torch.Tensor:
         """q [T, Hq, D] -> [T, Hq, D], contiguous. k, v [T, Hkv, D]: the rows' own, stored already; None: another
         layer's."""
+
+
+class Narrowing(NamedTuple):
+    """From `layer` on a forward goes on with these of its packed rows [R] only, under a context of their own."""
+
+    layer: int
+    rows: torch.Tensor
+    context: LayerContext
+
+
+class Ending(NamedTuple):
+    """A forward ends before `layer`: what it is run for has been stored by then."""
+
+    layer: int

@@ -112,7 +112,7 @@ def test_states_that_drafters_ask_for_are_those_of_unfused_layers(family, make_t
         layers = len(engine.target.layout.layers)
         inner, outputs = engine.target.forward, []
 
-        def forward(tokens, plan, view, aux_layers=(), inner=inner, outputs=outputs, layers=layers):
+        def forward(tokens, plan, view, aux_layers=(), last=None, inner=inner, outputs=outputs, layers=layers):
             outputs.append(inner(tokens, plan, view, (0, 2, layers)))
             return outputs[-1][0], None
 

@@ -421,8 +421,10 @@ def make_engine() -> Callable[..., Engine]:
     return make
 
 
-def random_eagle3(model: PreTrainedModel, windows: tuple[int | None, ...] = (None, 6)) -> Eagle3Drafter:
-    """A head of random weights, fitted to the model, that drafts nine of its tokens."""
+def random_eagle3(
+    model: PreTrainedModel, windows: tuple[int | None, ...] = (None, 6), aux_layers: tuple[int, ...] | None = None
+) -> Eagle3Drafter:
+    """A head of random weights, fitted to the model, that drafts nine of its tokens. aux_layers: None: some of all."""
     target = TargetModel(model)
     torch.manual_seed(3)
     sizes = {"intermediate_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 6, "draft_vocab_size": 9}
@@ -430,7 +432,7 @@ def random_eagle3(model: PreTrainedModel, windows: tuple[int | None, ...] = (Non
         hidden_size=target.hidden_size,
         target_hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
-        aux_layers=(0, 1, len(target.layout.layers)),
+        aux_layers=(0, 1, len(target.layout.layers)) if aux_layers is None else aux_layers,
         windows=windows,
         **sizes,
     )

@@ -45,6 +45,7 @@ class Eagle3Drafter(Drafter):
         self.head = head
         self.spec = head.spec
         self.aux_layers: tuple[int, ...] = self.spec.aux_layers
+        self.reads_every_state = not self.aux_layers
         self.kv_layout: KVLayout | None = KVLayout.uniform(
             self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim
         )

@@ -25,7 +25,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.gpu.operations import Operations
-from specdec.kvcache.layer_context import LayerContext
+from specdec.kvcache.layer_context import Ending, LayerContext, Narrowing
 from specdec.layers.linear import Mlp, gated_linear, linear
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts
@@ -113,6 +113,11 @@ class Shared(NamedTuple):
 
     rotary: dict[str, Rotary]
     layer_inputs: torch.Tensor | None
+
+    def of(self, rows: torch.Tensor) -> "Shared":
+        """Of these rows [R] only."""
+        tables = {kind: Rotary(table.cos[rows], table.sin[rows]) for kind, table in self.rotary.items()}
+        return Shared(tables, None if self.layer_inputs is None else self.layer_inputs[rows])
 
 
 class FusedLayer(nn.Module):
@@ -211,9 +216,11 @@ class FusedDecoder(nn.Module):
         position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         specdec_ctx: LayerContext | None = None,
+        narrowing: Narrowing | Ending | None = None,
         **unused: Any,
     ) -> BaseModelOutputWithPast:
-        """input_ids or inputs_embeds, and position_ids, of any leading shape that packs to T rows."""
+        """input_ids or inputs_embeds, and position_ids, of any leading shape that packs to T rows -> states of that
+        shape; [1, R, H] where the forward goes on with R of the rows, None where it ends with none."""
         assert position_ids is not None and specdec_ctx is not None
         if inputs_embeds is None:
             inputs_embeds = self.embedding(input_ids)
@@ -227,10 +234,16 @@ class FusedDecoder(nn.Module):
         hidden, normed = self.ops(norm)(
             Product.of(hidden), factor=self.parts.factor, pre=self.parts.layers[0].input_norm
         )
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
+            if narrowing is not None and number == narrowing.layer:
+                if isinstance(narrowing, Ending):
+                    return BaseModelOutputWithPast()
+                hidden, normed, shared = hidden[narrowing.rows], normed[narrowing.rows], shared.of(narrowing.rows)
+                specdec_ctx = narrowing.context
             hidden, normed = layer(hidden, normed, shared, specdec_ctx=specdec_ctx)
         last: Any = self.ops(norm)(Product.of(hidden), pre=self.parts.final_norm)[1]
-        return BaseModelOutputWithPast(last_hidden_state=last.view(inputs_embeds.shape))
+        shape = inputs_embeds.shape if narrowing is None else (1, *last.shape)
+        return BaseModelOutputWithPast(last_hidden_state=last.view(shape))
 
     def _layer_inputs(self, hidden: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor | None:
         parts = self.parts.embeddings

@@ -8,6 +8,7 @@ fused layers (`specdec/layers`) if its family has any and they prove to compute 
 
 import logging
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from specdec.attention.row_tiles import ROWS
 from specdec.errors import SpecDecError, UnsupportedModelError
 from specdec.gpu.operations import KERNELS, Operations
 from specdec.kvcache.frozen import KVView
+from specdec.kvcache.layer_context import Ending, Narrowing
 from specdec.kvcache.layout import KVLayout, layout_from_config
 from specdec.layers.batch_invariant_torch import rowwise, run_experts_by_row
+from specdec.layers.decoder import FusedDecoder
 from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights, fuse, fuse_linear
 from specdec.layers.merge import held_storages
@@ -49,6 +52,14 @@ DYNAMIC_INT8 = ("torch.ao.nn.quantized", "torch.nn.quantized")
 
 MANY_ROWS = 80
 """Rows of a forward on kernels: more than fit the smallest tiles of their products."""
+
+
+class FinalStates(Enum):
+    """Whose states after the final norm a forward over prompts makes."""
+
+    EVERY = "of every token"
+    LAST = "of the last token of each run"
+    NONE = "of no token"
 
 
 class TargetModel:
@@ -86,6 +97,7 @@ class TargetModel:
             self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
         self.placeholders = Placeholders()
         self.windows: Sequence[int | None] = tuple(spec.window for spec in self.layout.layers)
+        self.storing_layers = 1 + max(spec.owner for spec in self.layout.layers)  # those behind store no K/V
         proof = self._probe()
         self.logit_rule: LogitRule = proof.rule
         self.unfused: str | None = "it was made without operations for fused layers"
@@ -141,16 +153,38 @@ class TargetModel:
         weight: torch.Tensor = self.embed.weight  # type: ignore[assignment]
         return weight.dtype
 
+    def narrows_at(self, aux_layers: Sequence[int] = ()) -> int | None:
+        """The first layer of those at the end that need run only for tokens whose final states are read, as they store
+        no K/V and none of `aux_layers` is entered behind; None: there is none, or layers run as they were written."""
+        layer = max(self.storing_layers, *(1 + entered for entered in aux_layers), 0)
+        if layer >= len(self.layout.layers) or self.in_tiles or not isinstance(self.decoder, FusedDecoder):
+            return None
+        return layer
+
     def forward(
-        self, tokens: torch.Tensor, plan: KVPlan, view: KVView, aux_layers: Sequence[int] = ()
+        self,
+        tokens: torch.Tensor,
+        plan: KVPlan,
+        view: KVView,
+        aux_layers: Sequence[int] = (),
+        last: KVPlan | None = None,
+        *,
+        ends: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run tokens [B, N] under `plan` and write their K/V -> states after the final norm [B, N, H], and those that
-        enter `aux_layers` (num_layers: that leave the last) side by side [B, N, A * H]; None: no such layers."""
+        enter `aux_layers` (num_layers: that leave the last) side by side [B, N, A * H]; None: no such layers.
+
+        last: of `plan_last`; the layers from `narrows_at` on run for the last token of each run alone, and the states
+        after the final norm are theirs, [B, 1, H].
+        ends: these layers do not run at all, and the states after the final norm are zeros [B, 1, H].
+        """
         self.weights.generation()
         context = ForwardContext.of(plan, view, self.windows, aux_layers)
         if self.in_tiles:
+            assert last is None and not ends, "tiles are not narrowed"
             return forward_in_tiles(self.run, tokens, context, aux_layers)
-        hidden = self.run(tokens, plan.positions, context)
+        narrowing = self._narrowing(last, view, tokens.shape, aux_layers) if ends or last is not None else None
+        hidden = self.run(tokens, plan.positions, context, narrowing)
         if not aux_layers:
             return hidden, None
         states = [state for layer in aux_layers if (state := context.states[layer]) is not None]
@@ -170,8 +204,28 @@ class TargetModel:
         logits = self.head(hidden)
         return self.logit_rule(logits) if self.ops is None else self.logit_rule(logits, self.ops(softcap))
 
-    def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
-        batch, num_rows = tokens.shape
+    def _narrowing(
+        self, last: KVPlan | None, view: KVView, shape: torch.Size, aux_layers: Sequence[int]
+    ) -> Narrowing | Ending:
+        layer = self.narrows_at(aux_layers)
+        assert layer is not None, f"no layer can be skipped: {aux_layers=}"
+        if last is None:
+            return Ending(layer)
+        assert last.stored is not None, "only the last token of a run goes on alone"
+        batch, width = shape
+        rows = torch.arange(0, batch * width, width, device=last.stored.device) + last.stored  # [B]
+        return Narrowing(layer, rows, ForwardContext.of(last, view, self.windows))
+
+    def run(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        context: object,
+        narrowing: Narrowing | Ending | None = None,
+    ) -> torch.Tensor:
+        """tokens, positions [B, N] -> states after the final norm [B, N, H], or of the rows that it is narrowed to, or
+        zeros."""
+        batch = len(tokens)
         tokens = self.placeholders.replaced_in(tokens)
         if self.context_length.most is not None:  # drafts and padding beyond the end: their output is not read
             positions = positions.clamp(max=self.context_length.most - 1)
@@ -180,9 +234,12 @@ class TargetModel:
             position_ids=positions.reshape(1, -1),
             use_cache=False,
             specdec_ctx=context,
+            **({} if narrowing is None else {"narrowing": narrowing}),
         )
         hidden: torch.Tensor = out.last_hidden_state
-        return hidden.view(batch, num_rows, -1)
+        if isinstance(narrowing, Ending):
+            hidden = torch.zeros((1, batch, self.hidden_size), dtype=self.dtype, device=self.device)
+        return hidden.view(batch, -1, hidden.shape[-1])
 
     def _require_supported(self) -> None:
         """Raise UnsupportedModelError for what config and placement say before anything is run."""

@@ -25,6 +25,7 @@ from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.captures import CaptureUse
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.kvcache.table import row_cells
+from specdec.models.target import FinalStates
 from specdec.progress import progress_bar
 from specdec.runtime.adaptive.draft_choice import NO_CHOICE, DraftChoice
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
@@ -285,9 +286,11 @@ class Steps:
         self.round.sampling.load_biases(rows[chosen], params, shape.uses)
         self.round.flush()
         self.round.clock.start(*PREFILL_STAGES)
-        chunk = self._read(rows, chunk_len)
+        scoring = scoring_of([request.scores for request in requests], done, chunk_len)
+        ends = any(done[i] + chunk_len[i] == request.prefill_target for i, request in enumerate(requests))
+        chunk = self._read(rows, chunk_len, self.round.final_states(scored=scoring is not None, ends=ends))
         scores = None
-        if scoring := scoring_of([request.scores for request in requests], done, chunk_len):
+        if scoring is not None:
             cells = upload(scoring.cells(), self.round.device)
             scores = scoring, copy_to_host(score_chunk(self.round, chunk, cells, scoring.alternatives))
         packed = self.round.prefill(chunk, chosen, shape, root_masks([request.place for request in drawn]))
@@ -295,12 +298,12 @@ class Steps:
         self._launched(requests, drawing, shape, PREFILL_STAGES, packed, forced, scores)
         commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)
 
-    def _read(self, rows: IntArray, chunk_len: IntArray) -> Chunk:
-        """The target's part of prompt chunks, captured where they are few."""
-        chunk = None if self.chunks is None else self.chunks.read(rows, chunk_len)
+    def _read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk:
+        """The target's part of prompt chunks, captured where they are few; states: see `Chunk`."""
+        chunk = None if self.chunks is None else self.chunks.read(rows, chunk_len, states)
         if chunk is None:
             length = upload(chunk_len, self.round.device)
-            chunk = self.round.read(self.table.rows(rows), length, int(chunk_len.max()))
+            chunk = self.round.read(self.table.rows(rows), length, int(chunk_len.max()), states)
         return chunk
 
     def _launched(

@@ -15,6 +15,7 @@ from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.captures import CaptureStore
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.kvcache.table import Rows
+from specdec.models.target import FinalStates
 from specdec.runtime.rounds.captured_rounds import Captures, wide_bucket
 from specdec.runtime.rounds.round import Chunk, Round
 
@@ -32,11 +33,12 @@ since the weights are read all the same."""
 
 class ChunkShape(NamedTuple):
     """All that decides what a forward over prompt chunks computes, but for data: `width` positions of each of `batch`
-    rows, behind committed prefixes of which none is longer than `longest`."""
+    rows, behind committed prefixes of which none is longer than `longest`; states: see `Chunk`."""
 
     batch: int
     width: int
     longest: int
+    states: FinalStates = FinalStates.EVERY
 
 
 class Results:
@@ -53,10 +55,11 @@ class Results:
     @torch.inference_mode()
     def keep(self, chunk: Chunk) -> Chunk:
         """The same, copied. Made by the first forward, which no capture is made of."""
+        distinct = None if chunk.states is FinalStates.EVERY else 1
         return chunk._replace(
             fed=self._copy("fed", chunk.fed),
             committed_len=self._copy("committed_len", chunk.committed_len[:, None])[:, 0],
-            hidden=self._copy("hidden", chunk.hidden),
+            hidden=self._copy("hidden", chunk.hidden[:, :distinct]).expand_as(chunk.hidden),
             aux_states=None if chunk.aux_states is None else self._copy("aux", chunk.aux_states),
         )
 
@@ -87,7 +90,8 @@ class ChunkProgram:
 
     def __call__(self) -> torch.Tensor:
         rows = Rows(self._inputs[0], self._shape.longest)
-        self.chunk = self._results.keep(self._round.read(rows, self._inputs[1], self._shape.width))
+        chunk = self._round.read(rows, self._inputs[1], self._shape.width, self._shape.states)
+        self.chunk = self._results.keep(chunk)
         return self.chunk.hidden
 
 
@@ -105,9 +109,10 @@ class ChunkGraphs(Captures):
     def shared_bytes(self) -> int:
         return self._results.num_bytes
 
-    def read(self, rows: IntArray, chunk_len: IntArray) -> Chunk | None:
-        """The target reads the next `chunk_len` [B] tokens of `rows` [B]; None: they are too many to be captured."""
-        shape = self.bucket(rows, chunk_len)
+    def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk | None:
+        """The target reads the next `chunk_len` [B] tokens of `rows` [B]; None: they are too many to be captured.
+        states: see `Chunk`."""
+        shape = self.bucket(rows, chunk_len)._replace(states=states)
         if shape.batch * shape.width > MOST_POSITIONS:
             self.store.uncaptured[self.what] += 1
             return None

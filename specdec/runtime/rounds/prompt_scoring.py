@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from specdec.gpu.mirrored_array import IntArray
+from specdec.models.target import FinalStates
 from specdec.runtime.rounds.round import Chunk, Round
 from specdec.sampling.log_probs import LogProbs, TokenScores
 
@@ -61,6 +62,7 @@ def score_chunk(round: Round, chunk: Chunk, cells: torch.Tensor, alternatives: i
 
     cells [2, T]: of `Scoring`. -> [T, 1 + 2K] int32: the bits of the float32 numbers, then the ids.
     """
+    assert chunk.states is FinalStates.EVERY, f"a chunk is scored from every state: {chunk.states}"
     number, column = cells
     following = round.tokens.tensor[chunk.rows.index[number], chunk.committed_len[number] + column + 1]  # [T]
     tile = max(1, MOST_LOGITS // round.target.vocab_size)

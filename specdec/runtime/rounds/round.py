@@ -7,13 +7,13 @@ request.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from specdec.attention.backend import Backend
-from specdec.attention.plan import plan_chunk
+from specdec.attention.plan import plan_chunk, plan_last
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.draft_models.base import Binding, Drafter, Observation
 from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
@@ -21,7 +21,7 @@ from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view
 from specdec.kvcache.table import Rows
-from specdec.models.target import TargetModel
+from specdec.models.target import FinalStates, TargetModel
 from specdec.models.watched_weights import watched_weights
 from specdec.runtime.rounds.opening import Opening
 from specdec.runtime.rounds.result import RoundShape, pack
@@ -38,7 +38,8 @@ PREFILL_STAGES = ("prefill",)
 
 class Chunk(NamedTuple):
     """What the target has read of prompts: the next `length` [B] tokens `fed` [B, N] of each row, 0 behind them, where
-    `committed_len` [B] were before; and what its forward returned."""
+    `committed_len` [B] were before; and what its forward returned. states: whose `hidden` has; that of the last token
+    stands in every place."""
 
     rows: Rows
     length: torch.Tensor
@@ -46,12 +47,13 @@ class Chunk(NamedTuple):
     fed: torch.Tensor
     hidden: torch.Tensor
     aux_states: torch.Tensor | None
+    states: FinalStates
 
     def first(self, count: int) -> "Chunk":
         """Of the first `count` rows only."""
         rows, aux_states = self.rows, None if self.aux_states is None else self.aux_states[:count]
         length, committed, fed, hidden = (x[:count] for x in (self.length, self.committed_len, self.fed, self.hidden))
-        return Chunk(Rows(rows.index[:count], rows.longest), length, committed, fed, hidden, aux_states)
+        return Chunk(Rows(rows.index[:count], rows.longest), length, committed, fed, hidden, aux_states, self.states)
 
 
 def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
@@ -71,6 +73,8 @@ class Round:
         self.backend = backend
         self.device = cache.allocator.device
         self.aux_layers = drafter.aux_layers if drafter is not None else ()
+        # a drafter that inherits no defaults may be older than this one
+        self._drafter_reads_every_state = drafter is not None and getattr(drafter, "reads_every_state", True)
         store = cache.add_store(target.layout, target.dtype)
         self.view = own_view(cache.allocator, store)
         self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store))
@@ -138,14 +142,29 @@ class Round:
         """Send what the host has changed anywhere, in one upload."""
         self.cache.flush(*self._mirrored())
 
+    def final_states(self, *, scored: bool, ends: bool) -> FinalStates:
+        """Those that chunks need, or all where fewer would save no layer. scored: log-probabilities of their tokens are
+        asked for. ends: a prompt ends with one of them, so its last state is drawn from, or a draft starts from it."""
+        if scored or self._drafter_reads_every_state or self.target.narrows_at(self.aux_layers) is None:
+            return FinalStates.EVERY
+        return FinalStates.LAST if ends else FinalStates.NONE
+
     @torch.inference_mode()
-    def read(self, rows: Rows, length: torch.Tensor, width: int) -> "Chunk":
-        """The target reads the next `length` [B] tokens of each row, at most `width`: makes their K/V."""
+    def read(self, rows: Rows, length: torch.Tensor, width: int, states: FinalStates) -> "Chunk":
+        """The target reads the next `length` [B] tokens of each row, at most `width`: makes their K/V, and the final
+        states that `final_states` says, by as few layers as that takes."""
         plan = plan_chunk(self.backend, self.cache.table, rows, length, width)
         last_column = self.tokens.tensor.shape[1] - 1
         fed = self.tokens.tensor[rows.index[:, None], plan.positions.clamp(max=last_column)]  # [B, N]
         fed = fed.masked_fill(plan.positions >= (plan.committed_len + length)[:, None], 0)
-        return Chunk(rows, length, plan.committed_len, fed, *self.target.forward(fed, plan, self.view, self.aux_layers))
+        fewer: dict[str, Any] = {}
+        if states is FinalStates.LAST:
+            fewer = {"last": plan_last(self.backend, self.cache.table, rows, plan, fed)}
+        elif states is FinalStates.NONE:
+            fewer = {"ends": True}
+        hidden, aux_states = self.target.forward(fed, plan, self.view, self.aux_layers, **fewer)
+        hidden = hidden.expand(-1, width, -1)
+        return Chunk(rows, length, plan.committed_len, fed, hidden, aux_states, states)
 
     @torch.inference_mode()
     def prefill(
@@ -161,7 +180,7 @@ class Round:
         they draw is in its place in `tokens`, so a round may follow. The host commits the chunks, from its own side,
         once they are launched; the drafter observes them as if it had.
         """
-        rows, length, committed, fed, hidden, aux_states = chunk
+        rows, length, committed, fed, hidden, aux_states, _ = chunk
         width = fed.shape[1]
         last_column = self.tokens.tensor.shape[1] - 1
         behind = self.tokens.tensor[rows.index, (committed + length).clamp(max=last_column)]

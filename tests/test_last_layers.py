@@ -1,0 +1,283 @@
+"""Layers at the end that store no K/V run for the last token of a prompt alone, and nothing else changes.
+
+Gemma 4 with shared K/V, six layers of which the last three store nothing: tokens by transformers' own forward, drafts
+and bits by the same engine with every layer run for every token, and rows by what the layers are called with.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tape import record
+
+import specdec.engine
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.attention.plan import plan_last
+from specdec.draft_models.suffix import SuffixDrafter
+from specdec.errors import SpecDecError
+from specdec.gpu.operations import FAST, REFERENCE, Operations
+from specdec.models.target import FinalStates, TargetModel
+from specdec.runtime.rounds.round import Round
+
+from marks import deep, examples, slow
+from tiny_models import random_eagle3
+
+SHARING = ["gemma4-e2b", "gemma4-multimodal"]
+STORING, LAYERS = 3, 6
+NEW = 6
+GREEDY = SamplingParams(max_new_tokens=NEW)
+DRAFTERS = [None, "ngram", "suffix", "mtp", "mtp-tree", "eagle3-low", "eagle3-middle", "eagle3-all", "eagle3-final"]
+EAGLE3_LAYERS = {"low": (0, 1, 2), "middle": (0, 2, 3), "all": (0, 1, LAYERS), "final": ()}
+NARROWED = {None: 3, "ngram": 3, "suffix": 3, "mtp": 3, "mtp-tree": 3, "eagle3-low": 3, "eagle3-middle": 4}
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+
+
+@pytest.fixture
+def engine(make_assistant: Callable[..., Any]) -> Callable[..., Engine]:
+    """engine(model, drafter=None, ops=REFERENCE, **config): on fused layers."""
+
+    def make(model: Any, kind: str | None = None, ops: Operations = REFERENCE, **config: Any) -> Engine:
+        drafter: Any = kind
+        target = TargetModel(model, ops, deterministic=bool(config.get("deterministic")))
+        if kind is not None and kind.startswith("eagle3-"):
+            drafter = random_eagle3(model, aux_layers=EAGLE3_LAYERS[kind.removeprefix("eagle3-")])
+        elif kind is not None and kind.startswith("mtp"):
+            drafter = make_assistant(model)
+        elif kind == "suffix":
+            drafter = SuffixDrafter()
+        spec = SpecConfig(3, 2, 6) if kind == "mtp-tree" else SpecConfig(3)
+        settings = {"max_model_len": 256, "prefill_chunk": 16, "fused": True, **config}
+        if kind is None or hasattr(drafter, "propose"):
+            return Engine(target, drafter, spec=spec, config=EngineConfig(**settings))
+        return Engine.from_pretrained(target.model, drafter, spec=spec, config=EngineConfig(**settings))
+
+    return make
+
+
+def rows_of_layers(target: TargetModel) -> list[list[int]]:
+    """How many rows each layer is called with, forward by forward, from now on."""
+    seen: list[list[int]] = [[] for _ in target.decoder.layers]  # type: ignore[union-attr, arg-type]
+    for number, layer in enumerate(target.decoder.layers):  # type: ignore[union-attr, arg-type]
+        layer.register_forward_pre_hook(lambda _, args, number=number: seen[number].append(len(args[0])))
+    return seen
+
+
+def drafts_of(engine: Engine) -> list[Any]:
+    """What its drafter proposes from now on."""
+    propose, drafts = engine.round.worker.propose, []
+
+    def noted(batch: Any) -> Any:
+        tree = propose(batch)
+        drafts.append(tree.tokens.tolist())
+        return tree
+
+    engine.round.worker.propose = noted
+    return drafts
+
+
+def run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer runs for every token from now on."""
+    monkeypatch.setattr(Round, "final_states", lambda self, scored, ends: FinalStates.EVERY)
+
+
+def outputs(engine: Engine, prompts: Sequence[list[int]], params: Any) -> list[Any]:
+    """All that a caller gets, log-probabilities bit by bit, and how drafts fared."""
+    outs = engine.generate(list(prompts), params)
+    engine.table.check()
+    return [(o.token_ids, o.logprobs, o.prompt_logprobs, o.stats.accepted_per_position) for o in outs]
+
+
+# which layers, by eye
+
+
+def test_layers_that_may_be_skipped(make_target):
+    """Behind those that store K/V, and behind the last that a state is taken from on its way in."""
+    target = TargetModel(make_target("gemma4-e2b"), REFERENCE)
+    assert [spec.owner for spec in target.layout.layers] == [0, 1, 2, 2, 2, 1]
+    assert target.narrows_at() == target.narrows_at((0, 2)) == 3
+    assert [target.narrows_at((0, entered)) for entered in (2, 3, 4, 5, 6)] == [3, 4, 5, None, None]
+    assert TargetModel(make_target("llama"), REFERENCE).narrows_at() is None
+    assert TargetModel(make_target("gemma4-e2b")).narrows_at() is None  # layers as they were written
+    assert TargetModel(make_target("gemma4-e2b"), REFERENCE, deterministic=True).narrows_at() is None  # in tiles
+
+
+@pytest.mark.parametrize("family", SHARING)
+def test_layers_that_store_nothing_see_one_row_a_prompt(family, make_target, engine, random_prompt):
+    """12 and 5 tokens in chunks of 8: the second prompt is padded to 8, the rest of the first comes alone. A chunk with
+    which no prompt ends does not reach these layers."""
+    made = engine(make_target(family), prefill_chunk=8, max_batch_size=2)
+    made.steps.group = lambda chunk_len: [list(range(len(chunk_len)))]
+    rows = rows_of_layers(made.target)
+    made.generate([random_prompt(12), random_prompt(5)], SamplingParams(max_new_tokens=1))
+    assert rows == [[16, 4]] * STORING + [[2, 1]] * (LAYERS - STORING)
+    for seen in rows:
+        seen.clear()
+    made.generate([random_prompt(20, seed=1)], SamplingParams(max_new_tokens=1))
+    assert rows == [[8, 8, 4]] * STORING + [[1]] * (LAYERS - STORING)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_rows_by_what_a_drafter_reads(drafter, make_target, engine, random_prompt):
+    """Taps need the layers up to the last one, a head on final states all layers; the others need the last token."""
+    made = engine(make_target("gemma4-e2b"), drafter, prefill_chunk=8)
+    rows = rows_of_layers(made.target)
+    made.generate([random_prompt(8)], SamplingParams(max_new_tokens=1))
+    first = NARROWED.get(drafter, LAYERS)
+    assert [seen[0] for seen in rows] == [8] * first + [1] * (LAYERS - first)
+
+
+def test_scored_prompts_run_through_every_layer(make_target, engine, random_prompt):
+    """The chunks with tokens to score: not those behind, nor those of others."""
+    made = engine(make_target("gemma4-e2b"), prefill_chunk=8)
+    rows = rows_of_layers(made.target)
+    made.generate([random_prompt(8)], SamplingParams(max_new_tokens=1, prompt_logprobs=0))
+    made.generate([random_prompt(8, seed=1)], SamplingParams(max_new_tokens=1))
+    assert [seen[:2] for seen in rows] == [[8, 8]] * STORING + [[8, 1]] * (LAYERS - STORING)
+
+
+# what comes out
+
+
+@pytest.mark.parametrize("family", SHARING)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_tokens_are_those_of_transformers(family, drafter, make_target, engine, random_prompt, greedy_oracle):
+    """Past the window, in chunks, prompts of unlike lengths at once, with a token alone in its chunk."""
+    model = make_target(family)
+    prompts = [random_prompt(length, seed=length) for length in (23, 1, 17, 9, 8)]
+    made = engine(model, drafter, prefill_chunk=8, max_batch_size=3)
+    assert (made.target.narrows_at(made.round.aux_layers) is None) == (drafter == "eagle3-all")
+    tokens = [out.token_ids for out in made.generate(prompts, GREEDY)]
+    assert tokens == [greedy_oracle(model, prompt, NEW, said) for prompt, said in zip(prompts, tokens, strict=True)]
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "eagle3-middle"])
+def test_drafts_are_the_same(drafter, make_target, engine, random_prompt, monkeypatch):
+    """A drafter that were shown another state would only draft worse: what it proposes is compared."""
+    model, prompts = make_target("gemma4-e2b"), [random_prompt(length, seed=length) for length in (21, 3, 40)]
+    seen = []
+    for whole in (False, True):
+        if whole:
+            run_whole(monkeypatch)
+        made = engine(model, drafter, prefill_chunk=8, max_batch_size=2)
+        drafts = drafts_of(made)
+        made.generate(prompts, GREEDY)
+        seen.append(drafts)
+    assert seen[0] == seen[1] and len(seen[0]) > 5
+
+
+def test_a_resumed_request_drafts_from_its_last_state(make_target, engine, random_prompt, monkeypatch):
+    """What it had is read again, in chunks; none of them draws a token, yet the next draft starts where they end."""
+    model, prompts = make_target("gemma4-e2b"), [random_prompt(30, seed=1), random_prompt(21, seed=2)]
+    seen = []
+    for whole in (False, True):
+        if whole:
+            run_whole(monkeypatch)
+        made = engine(model, "mtp", prefill_chunk=8, max_batch_size=2)
+        handles = made.submit_many(prompts, [SamplingParams(max_new_tokens=20)] * 2)
+        while any(request.num_output < 2 for request in made.scheduler.running) or made.scheduler.waiting:
+            made.step()
+        made.steps.restart(list(made.scheduler.running))
+        drafts = drafts_of(made)
+        while not made.scheduler.idle:
+            made.step()
+        seen.append(drafts)
+        assert [len(handle.output().token_ids) for handle in handles] == [20, 20]
+    assert seen[0] == seen[1] and len(seen[0]) > 2
+
+
+@pytest.mark.parametrize("case", range(examples(12, 60)))
+def test_random_loads(case, make_target, engine, random_prompt, greedy_oracle):
+    """Chunks, pages, pools that are too small, prompts that begin alike, scores, every drafter that can skip."""
+    draw = random.Random(case)
+    model, drafter = make_target(draw.choice(SHARING)), draw.choice(sorted(NARROWED, key=str))
+    shared = random_prompt(draw.randrange(0, 30), seed=case)
+    prompts = [shared + random_prompt(draw.randrange(1, 30), seed=100 + i) for i in range(draw.randrange(1, 7))]
+    params = [
+        SamplingParams(max_new_tokens=draw.randrange(1, 9), prompt_logprobs=draw.choice([None, None, None, 1]))
+        for _ in prompts
+    ]
+    pools = draw.choice([{}, {"page_size": 4, "full_slots": 112, "swa_slots": 112}])
+    made = engine(model, drafter, prefill_chunk=draw.randrange(3, 20), max_batch_size=draw.randrange(1, 5), **pools)
+    for _ in range(2):  # the second time the prompts are cached
+        outs = made.generate(prompts, params)
+        made.table.check()
+        for prompt, out, asked in zip(prompts, outs, params, strict=True):
+            assert out.token_ids == greedy_oracle(model, prompt, asked.max_new_tokens, out.token_ids)
+            assert (out.prompt_logprobs is None) == (asked.prompt_logprobs is None)
+
+
+@pytest.mark.parametrize("drafter", [None, "mtp", "eagle3-middle"])
+def test_captured_prompts(drafter, make_target, engine, random_prompt, monkeypatch):
+    """Replayed for other rows and lengths, scored chunks among them, with the same outputs; shapes do not mix."""
+    model = make_target("gemma4-e2b")
+    draw = random.Random(5)
+    prompts = [random_prompt(draw.randrange(1, 50), seed=i) for i in range(16)]
+    params = [SamplingParams(max_new_tokens=NEW, prompt_logprobs=2 if 3 < i < 8 else None) for i in range(16)]
+    expected = outputs(engine(model, drafter, max_batch_size=4), prompts, params)
+    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    made = engine(model, drafter, max_batch_size=4)
+    got = outputs(made, prompts, params)
+    assert [one[0] for one in got] == [one[0] for one in expected]
+    captured = [shape for shape, kept in made.steps.chunks._captured.items() if kept is not None]
+    assert {shape.states for shape in captured} == set(FinalStates)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=[interpreted, pytest.mark.slow])])
+def test_under_the_sanitizer(backend, make_target, engine, random_prompt, monkeypatch):
+    """Slots and lengths of both plans of a chunk are right, and one key fewer or more is noticed."""
+    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
+    if backend == "triton":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    config = {"attention": backend, "prefill_chunk": 8, "max_batch_size": 2}
+    prompts = [random_prompt(20), random_prompt(3)]
+    made = engine(make_target("gemma4-e2b"), "ngram", FAST if backend == "triton" else REFERENCE, **config)
+    outs = made.generate(prompts, SamplingParams(max_new_tokens=3))
+    assert all(len(out.token_ids) == 3 for out in outs)
+
+    def short(backend: Any, table: Any, rows: Any, chunk: Any, tokens: torch.Tensor) -> Any:
+        plan = plan_last(backend, table, rows, chunk, tokens)
+        object.__setattr__(plan, "stored", plan.stored - 1)
+        return plan
+
+    monkeypatch.setattr("specdec.runtime.rounds.round.plan_last", short)
+    with pytest.raises(SpecDecError, match="committed"):
+        made.generate([random_prompt(9, seed=4)], SamplingParams(max_new_tokens=3))
+
+
+@interpreted
+@pytest.mark.parametrize(("drafter", "chunk"), [slow(None, 7), deep("mtp", 32)])
+def test_bits_are_those_of_every_layer_on_the_kernels(drafter, chunk, make_target, engine, random_prompt, monkeypatch):
+    """deterministic=True: the last token alone, by the kernels of a round, or among the others by those of a prompt."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    model = make_target("gemma4-e2b")
+    prompts = [random_prompt(17), random_prompt(3)]
+    params = [
+        SamplingParams(max_new_tokens=4, logprobs=5),
+        SamplingParams(max_new_tokens=3, temperature=0.9, seed=1, logprobs=5),
+    ]
+    config = {"deterministic": True, "attention": "triton", "prefill_chunk": chunk, "max_batch_size": 2}
+    got = []
+    for whole in (False, True):
+        if whole:
+            run_whole(monkeypatch)
+        made = engine(model, drafter, FAST, max_model_len=64, **config)
+        rows = rows_of_layers(made.target)
+        assert made.target.narrows_at() == STORING
+        got.append(outputs(made, prompts, params))
+        assert (rows[0] == rows[-1]) == whole
+    assert got[0] == got[1]
+
+
+@interpreted
+@pytest.mark.slow
+def test_tokens_on_the_kernels(make_target, engine, random_prompt, greedy_oracle, monkeypatch):
+    """Not deterministic: a prompt's rows and its last one are attended by unlike kernels."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    model, prompts = make_target("gemma4-e2b"), [random_prompt(18), random_prompt(5)]
+    made = engine(model, "mtp", FAST, attention="triton", prefill_chunk=11, max_batch_size=2, max_model_len=64)
+    rows = rows_of_layers(made.target)
+    tokens = [out.token_ids for out in made.generate(prompts, SamplingParams(max_new_tokens=4))]
+    assert tokens == [greedy_oracle(model, prompt, 4) for prompt in prompts]
+    assert sum(rows[0]) > sum(rows[-1])

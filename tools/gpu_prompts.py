@@ -1,0 +1,128 @@
+"""What skipping the last layers of prompts saves: `python tools/gpu_prompts.py`.
+
+    bits     at the widths of Gemma 4 E4B, 12 layers, deterministic=True: tokens and log-probabilities of prompts whose
+             last layers ran for every token, and for the last one alone, must be equal
+    times    at the shape of E4B, random bf16 weights, no drafter: milliseconds from `submit` to the first token, every
+             layer for every token -> the last layers for the last token; of several prompts: the mean and the last
+
+The same engine serves both, in turn. The prefix cache is off, and each prompt is read a few times before it is timed.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from gpu_bits import prompts_of
+
+from gpu_setup import DEVICE, ON_CPU, device_option, machine, require_device  # isort: skip - before triton
+import torch
+from result_table import ResultTable, Row
+
+from specdec.config import EngineConfig, SamplingParams
+from specdec.engine import Engine
+from specdec.evaluation.model_shapes import Shrink, find_shape
+from specdec.evaluation.phases.random_weights import make_target
+from specdec.gpu.operations import FAST
+from specdec.models.target import FinalStates, TargetModel
+from specdec.runtime.rounds.round import Round
+
+DTYPE = torch.float32 if ON_CPU else torch.bfloat16
+LOADS = {"8": (8, 1), "3 x 5": (5, 3)} if ON_CPU else {str(n): (n, 1) for n in (512, 2048, 8192, 32768)}
+LOADS |= {} if ON_CPU else {"16 x 2048": (2048, 16), "16 x 128": (128, 16)}
+UNTIMED, TIMED = (0, 1) if ON_CPU else (3, 3)
+
+FEWEST = Round.final_states
+
+
+def read_every_state(every: bool) -> None:
+    """Of all engines from now on."""
+    Round.final_states = (lambda self, *, scored, ends: FinalStates.EVERY) if every else FEWEST  # type: ignore[method-assign]
+
+
+def bit_rows() -> list[Row]:
+    shrink = Shrink(8 if ON_CPU else 12, 16 if ON_CPU else 1)
+    model = make_target(find_shape("gemma4-e4b"), shrink, DEVICE, DTYPE, 0)
+    target = TargetModel(model, FAST, deterministic=True)
+    config = {"deterministic": True, "fused": True, "attention": "triton", "prefix_cache": False}
+    prompts = prompts_of((5, 9) if ON_CPU else (700, 33, 1, 260, 1100), target.vocab_size, 0)
+    params = SamplingParams(max_new_tokens=2, logprobs=5, ignore_eos=True)
+    found = []
+    for every in (True, False):
+        read_every_state(every)
+        with Engine(
+            target, None, config=EngineConfig(max_model_len=64 if ON_CPU else 2048, prefill_chunk=512, **config)
+        ) as engine:
+            found.append([(out.token_ids, out.logprobs) for out in engine.generate(prompts, params)])
+    first = target.narrows_at()
+    what = f"prompts of {', '.join(str(len(prompt)) for prompt in prompts)}; from layer {first} on, one token a prompt"
+    equal = found[0] == found[1] and first is not None
+    return [Row(what, "bits equal" if equal else "OTHER BITS", ok=equal)]
+
+
+def first_token_ms(engine: Engine, prompts: list[list[int]]) -> tuple[float, float]:
+    """Milliseconds until the first token, the mean of these prompts, and the last one's."""
+    params = SamplingParams(max_new_tokens=1, ignore_eos=True)
+    if not ON_CPU:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    handles = engine.submit_many(prompts, [params] * len(prompts))
+    waiting, times = list(handles), []
+    while waiting:
+        engine.step()
+        now = (time.perf_counter() - begin) * 1e3
+        done = [handle for handle in waiting if handle.finish_reason is not None]
+        times += [now] * len(done)
+        waiting = [handle for handle in waiting if handle.finish_reason is None]
+    return statistics.mean(times), max(times)
+
+
+def time_rows(prefill_chunk: int, max_prefill_tokens: int | None) -> list[Row]:
+    shape = find_shape("gemma4-e4b")
+    model = make_target(shape, Shrink(8, 16) if ON_CPU else Shrink(), DEVICE, DTYPE, 0)
+    target = TargetModel(model, FAST)
+    longest = max(length for length, _ in LOADS.values())
+    config = EngineConfig(
+        max_batch_size=16,
+        max_model_len=longest + 64,
+        prefix_cache=False,
+        fused=True,
+        attention="triton",
+        prefill_chunk=prefill_chunk,
+        max_prefill_tokens=max_prefill_tokens,
+    )
+    rows = []
+    with Engine(target, None, config=config) as engine:
+        for name, (length, count) in LOADS.items():
+            prompts = prompts_of([length] * count, target.vocab_size, length)
+            cells = []
+            for every in (True, False):
+                read_every_state(every)
+                times = [first_token_ms(engine, prompts) for _ in range(UNTIMED + TIMED)][UNTIMED:]
+                cells.append([statistics.median(column) for column in zip(*times, strict=True)])
+            found = ", ".join(
+                f"{what} {before:.1f} -> {now:.1f} ms ({now / before - 1:+.0%})"
+                for what, before, now in zip(("mean", "last"), *cells, strict=True)
+            )
+            rows.append(Row(f"first token, prompts of {name}", found))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, parents=[device_option])
+    parser.add_argument("--prefill-chunk", type=int, default=EngineConfig().prefill_chunk)
+    parser.add_argument("--max-prefill-tokens", type=int)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    require_device()
+    title = f"{machine()}; chunks of {args.prefill_chunk}, {args.max_prefill_tokens or 'usual'} tokens a step"
+    table = ResultTable(title)
+    table.add(bit_rows())
+    if not table.failed:
+        table.add(time_rows(args.prefill_chunk, args.max_prefill_tokens))
+    return table.finish(args.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
