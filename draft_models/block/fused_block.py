@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.draft_models.block.block_head import BlockHead, HeadContext, PlainBlock, TapContext
+from specdec.draft_models.block.block_head import BlockHead, PlainBlock, TapContext
 from specdec.draft_models.eagle3.fused_head import gain_of, layer_parts
+from specdec.draft_models.eagle3.head import HeadContext
 from specdec.draft_models.fused_form import Echo, why_unfused
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import Destination

@@ -47,10 +47,11 @@ class TrainableBlock(TrainableDrafter):
         return {"hidden": hidden, "states": torch.cat(states, dim=-1)}
 
     def learnt_rows(self, batch: PackedRows) -> torch.Tensor:
-        [begins] = predicted_rows(batch, 1, self.ahead)  # a block before an answer's token
+        begins = predicted_rows(batch, 1, self.ahead)[0]  # a block before an answer's token
         order = torch.rand(begins.shape, device=begins.device).masked_fill(~begins, -1.0)
         self.places = order.topk(min(BLOCKS, begins.shape[1]), dim=1).indices.sort(dim=1).values  # [B, A]
-        return torch.zeros_like(begins).scatter_(1, self.places, True) & begins
+        chosen = torch.zeros_like(begins).scatter_(1, self.places, True)
+        return chosen & begins
 
     def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
         """Of the places that `learnt_rows` has chosen; zeros elsewhere."""
@@ -72,8 +73,8 @@ class TrainableBlock(TrainableDrafter):
         pos = batch.pos.gather(1, places)[:, :, None] + steps
         embeds = self.target.embed(tokens.flatten(1)).to(head.fc.weight.dtype)
         attention = BlocksAttention(head, batch, head.taps(states), places)
-        out: torch.Tensor = head(embeds, pos.flatten(1), attention)
-        return out.unflatten(1, (-1, rows))
+        out: torch.Tensor = head(embeds, pos.flatten(1), attention).unflatten(1, (-1, rows))
+        return out
 
     def score(self, states: torch.Tensor) -> torch.Tensor:
         scores: torch.Tensor = self.target.head(states.to(self.target.dtype))
@@ -116,5 +117,5 @@ class BlocksAttention:
             (q @ k.mT).masked_fill(~own, -torch.inf),
         ]
         weights = torch.cat(scores, dim=-1).softmax(-1, dtype=torch.float32).to(v.dtype)  # [B, Hq, A, K, T + K]
-        out = (weights[..., :length].flatten(2, 3) @ old_v) + (weights[..., length:] @ v).flatten(2, 3)
-        return out.transpose(1, 2)
+        out: torch.Tensor = weights[..., :length].flatten(2, 3) @ old_v  # [B, Hq, A * K, D]
+        return (out + (weights[..., length:] @ v).flatten(2, 3)).transpose(1, 2)
