@@ -22,6 +22,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "dspark": DSPARK,
     "dspark-gated": DSPARK | {"successor": "gated"},
     "dspark-rnn": DSPARK | {"successor": "rnn"},
+    "dspark-gemma4": {
+        **DSPARK,
+        "is_gemma4": True,
+        "keys_are_values": True,
+        "softcap": 30.0,
+        "hidden_act": "gelu_pytorch_tanh",
+        "rope": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
+        "windows": (None, None),
+    },
     "deepspec-dflash": {"shifted": True, "owns_vocabulary": True},
 }
 

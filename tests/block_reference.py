@@ -29,15 +29,29 @@ class Checkpoint(NamedTuple):
     def is_dspark(self) -> bool:
         return "DSpark" in self.config["architectures"][0]
 
+    @property
+    def is_gemma4(self) -> bool:
+        return "Gemma4" in self.config["architectures"][0]
+
+    def frequencies(self, dim: int) -> torch.Tensor:
+        """Angle of each pair of channels at position 1."""
+        half = dim // 2
+        pairs = torch.arange(half, dtype=torch.float64)
+        if not self.is_gemma4:
+            return self.config["rope_theta"] ** (-pairs / half)
+        rope = self.config["rope_parameters"]["full_attention"]
+        turning = pairs < rope["partial_rotary_factor"] * half
+        return torch.where(turning, rope["rope_theta"] ** (-pairs / half), 0.0)
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return weight * x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-    """x [T, heads, D] at positions [T]: pair (j, j + D / 2) turns by position * theta ** (-2 j / D)."""
+def rotate(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, D] at positions [T]: pair (j, j + D / 2) turns by position * frequency j."""
     half = x.shape[-1] // 2
-    angle = positions[:, None, None] * theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = positions[:, None, None] * frequencies
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
 
@@ -45,8 +59,9 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tens
 def block_states(checkpoint: Checkpoint, states: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     """states [S, A * H] of all committed positions, block [K, H] embedded -> [K, H] after the final norm."""
     config, w = checkpoint.config, checkpoint.tensors
-    eps, dim, theta = config["rms_norm_eps"], config["head_dim"], config["rope_theta"]
-    group = config["num_attention_heads"] // config["num_key_value_heads"]
+    eps, dim = config["rms_norm_eps"], len(w["layers.0.self_attn.q_norm.weight"])
+    group = config["num_attention_heads"] * dim // len(w["layers.0.self_attn.k_proj.weight"])
+    turns, gemma = checkpoint.frequencies(dim), checkpoint.is_gemma4
     length, rows = len(states), len(block)
     key_pos = torch.arange(length + rows, dtype=torch.float64)
     query_pos = key_pos[length:]
@@ -59,21 +74,31 @@ def block_states(checkpoint: Checkpoint, states: torch.Tensor, block: torch.Tens
         window = config["sliding_window"] if config["layer_types"][layer] == "sliding_attention" else math.inf
         x = rms_norm(block, part["input_layernorm.weight"], eps)
         both = torch.cat([taps, x])
+        part.setdefault("self_attn.v_proj.weight", part["self_attn.k_proj.weight"])
         q, k, v = (
             (rows_of @ part[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, dim))
             for name, rows_of in (("q", x), ("k", both), ("v", both))
         )
-        q = rotate(rms_norm(q, part["self_attn.q_norm.weight"], eps), query_pos, theta)
-        k = rotate(rms_norm(k, part["self_attn.k_norm.weight"], eps), key_pos, theta)
+        q = rotate(rms_norm(q, part["self_attn.q_norm.weight"], eps), query_pos, turns)
+        k = rotate(rms_norm(k, part["self_attn.k_norm.weight"], eps), key_pos, turns)
+        v = rms_norm(v, torch.ones(dim, dtype=torch.float64), eps) if gemma else v
         visible = seen & (query_pos[:, None] - key_pos < window)
         heads = []
         for head in range(q.shape[1]):
-            scores = q[:, head] @ k[:, head // group].T / math.sqrt(dim)
+            scores = q[:, head] @ k[:, head // group].T / (1.0 if gemma else math.sqrt(dim))
             heads.append(scores.masked_fill(~visible, -math.inf).softmax(-1) @ v[:, head // group])
-        block = block + torch.cat(heads, dim=-1) @ part["self_attn.o_proj.weight"].T
-        x = rms_norm(block, part["post_attention_layernorm.weight"], eps)
+        added = torch.cat(heads, dim=-1) @ part["self_attn.o_proj.weight"].T
+        if gemma:
+            added = rms_norm(added, part["post_attention_layernorm.weight"], eps)
+        block = block + added
+        before_mlp = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
+        x = rms_norm(block, part[f"{before_mlp}.weight"], eps)
         gate, up = x @ part["mlp.gate_proj.weight"].T, x @ part["mlp.up_proj.weight"].T
-        block = block + (gate * gate.sigmoid() * up) @ part["mlp.down_proj.weight"].T
+        active = torch.nn.functional.gelu(gate, approximate="tanh") if gemma else gate * gate.sigmoid()
+        added = (active * up) @ part["mlp.down_proj.weight"].T
+        if gemma:
+            added = rms_norm(added, part["post_feedforward_layernorm.weight"], eps)
+        block = (block + added) * part.get("layer_scalar", 1.0)
     return rms_norm(block, w["norm.weight"], eps)
 
 
@@ -94,8 +119,12 @@ def draft(checkpoint: Checkpoint, model: Any, tokens: list[int]) -> Drafted:
     block = torch.tensor([tokens[-1]] + [checkpoint.setting("mask_token_id")] * (size - 1))
     table, lm_head = w.get("embed_tokens.weight"), w.get("lm_head.weight")
     embedded = model.get_input_embeddings()(block).double() if table is None else table[block]
+    if checkpoint.is_gemma4:
+        embedded = embedded * math.sqrt(embedded.shape[-1])
     out = block_states(checkpoint, states, embedded)
     logits = out @ (model.lm_head.weight.double() if lm_head is None else lm_head).T
+    if cap := checkpoint.setting("final_logit_softcapping"):
+        logits = (logits / cap).tanh() * cap
     if not checkpoint.is_dspark:
         return Drafted(logits[1:], logits[1:].argmax(-1).tolist())
     chain, before = [], tokens[-1]

@@ -120,6 +120,43 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }
+GEMMA4 = {
+    # what the config of Gemma4DSparkModel has of the target's, and its own
+    "model_type": "gemma4_text",
+    "target_model_type": "gemma4",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "enable_moe_block": False,
+    "hidden_size_per_layer_input": 0,
+    "use_double_wide_mlp": False,
+    "final_logit_softcapping": 30.0,
+    "num_kv_shared_layers": 0,
+    "rms_norm_eps": 1e-6,
+    "vocab_size_per_layer_input": 262144,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+    },
+}
+DEEPSPEC_GEMMA4 = {**GEMMA4, "architectures": ["Gemma4DSparkModel"], "num_anchors": 512, "block_size": 7}
+PUBLISHED |= {
+    "deepseek-ai/dflash_gemma4_12b_block7": (
+        48,
+        {**DEEPSPEC_GEMMA4, "markov_rank": 0, "target_layer_ids": [5, 17, 29, 41, 46], "num_hidden_layers": 5},
+    ),
+    "deepseek-ai/dspark_gemma4_12b_block7": (
+        48,
+        {
+            **DEEPSPEC_GEMMA4,
+            **SUCCESSOR,
+            **CONFIDENCE,
+            "target_layer_ids": [5, 17, 29, 41, 46],
+            "num_hidden_layers": 5,
+        },
+    ),
+}
 VOCAB = 7
 
 
@@ -139,13 +176,18 @@ def narrow(name: str, folder: Path, seed: int = 0) -> int:
         config["mask_token_id"] = VOCAB - 1
     given = config.get("dflash_config", config)
     rank, is_dspark = config.get("markov_rank", 0), "dflash_config" not in config
+    is_gemma4, special = config["model_type"] == "gemma4_text", dict[str, Any]()
+    if is_gemma4:  # a global head is twice as wide, and its keys are values
+        special = {"is_gemma4": True, "keys_are_values": True, "hidden_act": "gelu_pytorch_tanh"}
+        special["rope"] = config["rope_parameters"]["full_attention"]
     spec = BlockSpec(
         hidden_size=32,
         vocab_size=VOCAB,
         intermediate_size=40,
         num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
+        num_kv_heads=1 if is_gemma4 else 2,
+        head_dim=16 if is_gemma4 else 8,
+        **special,
         aux_layers=tuple(i + 1 for i in given["target_layer_ids"]),
         block_size=config["block_size"],
         mask_token=VOCAB - 1,
@@ -326,7 +368,6 @@ SHAPE = TargetShape("small", 36, 32, VOCAB)
         ({"dflash_conv_kernel_size": 2}, UnsupportedModelError, "a DFlash2 drafter"),
         ({"dflash_selector_rank": 8}, UnsupportedModelError, "a DFlash2 drafter"),
         ({"speculators_model_type": "dflash"}, UnsupportedModelError, "speculators' format"),
-        ({"architectures": ["Gemma4DSparkModel"]}, UnsupportedModelError, "Gemma 4 layers"),
         ({"model_type": "laguna"}, UnsupportedModelError, "laguna layers"),
         ({"dflash_attention_mode": "mla"}, UnsupportedModelError, "dflash_config.attention_mode='mla' is not known"),
         ({"logit_scale": 2.0}, UnsupportedModelError, "flag logit_scale=2.0 is not known"),
@@ -375,7 +416,23 @@ def test_tensors_must_be_those_of_the_head(change: str, tmp_path: Path) -> None:
         read_block(tmp_path, SHAPE)
 
 
-def test_families_are_named() -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"enable_moe_block": True}, "enable_moe_block=True of a drafter of Gemma 4's layers; it must be off"),
+        ({"layer_types": ["sliding_attention"] * 5}, "attend fully in all of them"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type default or proportional"),
+    ],
+    ids=str,
+)
+def test_what_gemmas_layers_cannot_be(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    narrow("deepseek-ai/dspark_gemma4_12b_block7", tmp_path)
+    edited(tmp_path, **changes)
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_block(tmp_path, TargetShape("small", 48, 32, VOCAB))
+
+
+def test_layers_are_named_by_their_output() -> None:
     assert resolve_layer_ids(None, 5, 36) == (2, 10, 18, 26, 34)
     assert resolve_layer_ids(None, 1, 36) == (19,)
     assert resolve_layer_ids([-1, 0], 5, 36) == (0, 1)

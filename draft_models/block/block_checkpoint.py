@@ -3,12 +3,12 @@
     format     published by           recognised by                            settings of the block are in
     DFlash     z-lab                  `dflash_config`, "DFlashDraftModel"      `dflash_config` and the top level
     JetSpec    JetSpec (JetFlow)      the same                                 the same, with causal_head
-    DSpark     deepseek-ai            "Qwen3DSparkModel"                       the top level
+    DSpark     deepseek-ai            "Qwen3DSparkModel", "Gemma4DSparkModel"  the top level
 
 DeepSpec's DFlash files are DSpark files without a successor head. A config key is read, compared with the tensors or
 the target, known to change nothing, or refused by name. Refused as a whole: DFlash2 (a convolution in each layer and a
-selector over candidates), speculators' format, layers of other kinds than Qwen3's. Confidence heads are not read: they
-say where a draft may be cut, never what is drafted.
+selector over candidates), speculators' format, layers of other kinds than Qwen3's and Gemma 4's. Confidence heads are
+not read: they say where a draft may be cut, never what is drafted.
 """
 
 import json
@@ -44,6 +44,7 @@ from specdec.draft_models.eagle3.checkpoint_formats import (
 from specdec.errors import CheckpointError, UnsupportedModelError, first_line, naming_file
 
 DFLASH_CONFIG = "dflash_config"
+GEMMA4_TYPES = ("gemma4_text", "gemma4_unified_text")
 INDEX = Kind("a whole number of 0 or more", lambda value: type(value) is int and value >= 0)
 READ: dict[str, Kind] = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), COUNT),
@@ -51,14 +52,22 @@ READ: dict[str, Kind] = {
     **dict.fromkeys(("num_target_layers", "target_hidden_size", "block_size"), COUNT),
     **dict.fromkeys(("markov_rank", "mask_token_id"), INDEX),
     **dict.fromkeys(("attention_bias", "use_sliding_window", "causal_head", "causal", "is_causal"), FLAG),
-    **dict.fromkeys(("rms_norm_eps", "rope_theta", "max_window_layers"), NUMBER),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "max_window_layers", "final_logit_softcapping"), NUMBER),
     **dict.fromkeys(("rope_parameters", "rope_scaling", DFLASH_CONFIG), OBJECT),
-    **dict.fromkeys(("hidden_act", "markov_head_type", "model_type"), TEXT),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "markov_head_type", "model_type"), TEXT),
     **dict.fromkeys(("architectures", "layer_types", "sliding_window"), ANY),
     "target_layer_ids": LIST,
 }
 """Keys that are read or compared, at the top or in `dflash_config`, and what they must hold."""
 TRAINING = ("num_anchors", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha")
+GEMMA4_HARMLESS = (
+    *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config", "num_kv_shared_layers"),
+    *("vocab_size_per_layer_input", "target_model_type", "target_text_model_type"),
+)
+"""Of Gemma 4's config: shapes, which the tensors decide, and what only its own other layers read."""
+GEMMA4_OFF = ("enable_moe_block", "use_double_wide_mlp", "hidden_size_per_layer_input", "use_bidirectional_attention")
+"""What must be off."""
+GEMMA4_V = "layers.0.self_attn.v_proj.weight"
 CAUSAL_KEYS = ("causal_head", "causal", "is_causal")
 REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "block_size", "mask_token_id")
 IGNORED_TENSORS = re.compile(r"(^|\.)rotary_emb\.|^confidence_head\.")
@@ -93,6 +102,8 @@ def read_block(folder: str | Path, target: TargetShape) -> ReadBlock:
             for key, tensor in read_tensors(Path(folder)).items()
             if not IGNORED_TENSORS.search(key)
         }
+        if settings["model_type"] != "qwen3":
+            settings |= _gemma4_shape(state)
         spec = make_spec(config, settings, state, target)
         _require_tensors(spec, state)
     except (CheckpointError, UnsupportedModelError) as error:
@@ -105,12 +116,17 @@ def read_block(folder: str | Path, target: TargetShape) -> ReadBlock:
 def read_block_settings(config: Mapping[str, Any]) -> Settings:
     """The keys of READ that are set, from both places. Raises as `read_block`."""
     _refuse_families(config)
+    is_gemma4 = config.get("model_type") in GEMMA4_TYPES
     entries = [("", key, value) for key, value in config.items()]
     entries += [(f"{DFLASH_CONFIG}.", key, value) for key, value in (config.get(DFLASH_CONFIG) or {}).items()]
     settings: Settings = {}
     for place, key, value in entries:
         where = f"{place}{key}={reprlib.repr(value)}"
-        if value is None or (key not in READ and (key in HARMLESS or key in TRAINING or HARMLESS_NAME.search(key))):
+        if is_gemma4 and key in GEMMA4_OFF and value:
+            raise UnsupportedModelError(f"{where} of a drafter of Gemma 4's layers; it must be off")
+        if value is None or (is_gemma4 and (key in GEMMA4_HARMLESS or key in GEMMA4_OFF)):
+            continue
+        if key not in READ and (key in HARMLESS or key in TRAINING or HARMLESS_NAME.search(key)):
             continue
         if key == "quantization_config":
             raise UnsupportedModelError("the drafter is quantised; specdec loads fp32, fp16 and bf16 block drafters")
@@ -127,8 +143,8 @@ def read_block_settings(config: Mapping[str, Any]) -> Settings:
     for key in REQUIRED:
         if key not in settings:
             raise CheckpointError(f"config.json says no {key}")
-    if (kind := settings.get("model_type", "qwen3")) != "qwen3":
-        raise UnsupportedModelError(f"a block drafter of {kind} layers; specdec runs those of Qwen3 layers")
+    if (kind := settings.get("model_type", "qwen3")) not in ("qwen3", *GEMMA4_TYPES):
+        raise UnsupportedModelError(f"a block drafter of {kind} layers; specdec runs those of Qwen3 and Gemma 4 layers")
     heads = settings["num_attention_heads"]
     return {"num_key_value_heads": heads, "head_dim": 128, "model_type": "qwen3", **settings}
 
@@ -145,11 +161,6 @@ def _refuse_families(config: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(
             f"a DFlash2 drafter ({names}); specdec does not run its convolution and its candidate selector; use a "
             "DFlash, DSpark or JetSpec drafter of the same target"
-        )
-    if "gemma4" in names.lower():
-        raise UnsupportedModelError(
-            f"a block drafter of Gemma 4 layers ({names}); specdec runs those of Qwen3 layers, which z-lab publishes "
-            "for Gemma 4 targets too"
         )
 
 
@@ -196,6 +207,11 @@ def make_spec(config: Mapping[str, Any], settings: Settings, state: State, targe
             "even head_dim"
         )
     optional = ("max_position_embeddings", "rms_norm_eps", "hidden_act", "attention_bias")
+    special: dict[str, Any] = {}
+    if settings["model_type"] == "qwen3":
+        special = {"windows": read_windows(settings, num_layers), "rope": read_rope(settings, by_layer_type=False)}
+    else:
+        special = _gemma4_fields(settings, num_layers, keys_are_values=GEMMA4_V not in state)
     return BlockSpec(
         hidden_size=settings["hidden_size"],
         vocab_size=target.vocab_size,
@@ -208,13 +224,40 @@ def make_spec(config: Mapping[str, Any], settings: Settings, state: State, targe
         mask_token=mask,
         causal=any(causal.values()),
         shifted=shifted,
-        windows=read_windows(settings, num_layers),
-        rope=read_rope(settings, by_layer_type=False),
+        **special,
         owns_vocabulary="embed_tokens.weight" in state,
         successor=kind,
         successor_rank=rank,
         **{key: settings[key] for key in optional if key in settings},
     )
+
+
+def _gemma4_shape(state: State) -> Settings:
+    """Head size and K/V heads by the tensors: a config of Gemma 4 has two of each, and several places for them."""
+    try:
+        head_dim = len(state["layers.0.self_attn.q_norm.weight"])
+        return {"head_dim": head_dim, "num_key_value_heads": len(state["layers.0.self_attn.k_proj.weight"]) // head_dim}
+    except (KeyError, ZeroDivisionError) as error:
+        raise CheckpointError("tensors layers.0.self_attn.q_norm.weight and k_proj.weight are missing") from error
+
+
+def _gemma4_fields(settings: Settings, num_layers: int, *, keys_are_values: bool) -> dict[str, Any]:
+    kinds = settings.get("layer_types", ["full_attention"] * num_layers)
+    if set(kinds) != {"full_attention"}:
+        raise UnsupportedModelError(f"layer_types={kinds}; drafters of Gemma 4's layers attend fully in all of them")
+    rope = settings.get("rope_parameters", {}).get("full_attention")
+    if not isinstance(rope, dict) or rope.get("rope_type") not in ("default", "proportional"):
+        raise UnsupportedModelError(
+            f"rope_parameters.full_attention={rope}; expected an object of rope_type default or proportional"
+        )
+    return {
+        "is_gemma4": True,
+        "keys_are_values": keys_are_values,
+        "rope": rope,
+        "softcap": settings.get("final_logit_softcapping"),
+        "hidden_act": settings.get("hidden_activation", "gelu_pytorch_tanh"),
+        "windows": (None,) * num_layers,
+    }
 
 
 def resolve_layer_ids(ids: list[Any] | None, num_layers: int, target_layers: int) -> tuple[int, ...]:
@@ -253,7 +296,9 @@ def _require_tensors(spec: BlockSpec, state: State) -> None:
 
 def write_block(folder: str | Path, spec: BlockSpec, state: State, target: TargetShape) -> None:
     """Write a head in DFlash's format, with JetSpec's `causal_head` where blocks are causal."""
-    assert not (spec.shifted or spec.owns_vocabulary or spec.successor), "a head that DFlash's format has no room for"
+    assert not (spec.is_gemma4 or spec.shifted or spec.owns_vocabulary or spec.successor), (
+        "a head that DFlash's format has no room for"
+    )
     sliding = {window for window in spec.windows if window is not None}
     if len(sliding) > 1:
         raise UnsupportedModelError(f"a head with sliding windows {sorted(sliding)}; the format has room for one")

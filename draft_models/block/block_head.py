@@ -12,6 +12,8 @@
     JetSpec    those up to their own     token S + j, j > 0           the target's          -
     DSpark     each other, both ways     token S + j + 1              copies in the file    a successor head's bias
 
+DSpark's drafters for Gemma 4 have layers of Gemma's kind (`gemma4_block_layer.py`).
+
 K/V of a position depend on the target's states there and on nothing that is drafted. One forward drafts a whole block.
 A head holds no K/V and knows no requests: `HeadContext` and `TapContext` say where they are.
 """
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import Qwen3Config
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextScaledWordEmbedding
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
     Qwen3RMSNorm,
@@ -33,6 +36,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.kernels.draft_block import Order
 from specdec.attention.plan import KVPlan
+from specdec.draft_models.block.gemma4_block_layer import Gemma4BlockLayer, Gemma4Rotary, gemma4_config
 from specdec.draft_models.block.successor_head import SuccessorHead
 from specdec.draft_models.eagle3.head import Attend, HeadContext
 from specdec.kvcache.frozen import KVView
@@ -50,6 +54,7 @@ class BlockSpec:
     `target_layer_ids`. block_size: rows of a block, the last token's included. shifted: row j drafts the token after
     position S + j, else the one there. windows: sliding window of each layer, None: full. owns_vocabulary: it has an
     embedding table and an lm_head of its own. successor: kind of its successor head, of `successor_rank`, or None.
+    is_gemma4: layers, norms and embedding of Gemma 4's kind; keys_are_values and softcap, of logits, are its too.
     """
 
     hidden_size: int
@@ -72,6 +77,9 @@ class BlockSpec:
     owns_vocabulary: bool = False
     successor: str | None = None
     successor_rank: int = 0
+    is_gemma4: bool = False
+    keys_are_values: bool = False
+    softcap: float | None = None
 
     @property
     def num_layers(self) -> int:
@@ -80,6 +88,11 @@ class BlockSpec:
     @property
     def qk_norm(self) -> bool:
         return True
+
+    @property
+    def scaling(self) -> float:
+        """Of attention scores."""
+        return 1.0 if self.is_gemma4 else self.head_dim**-0.5
 
     @property
     def order(self) -> Order:
@@ -152,6 +165,20 @@ class BlockHead(nn.Module):
     def __init__(self, spec: BlockSpec) -> None:
         super().__init__()
         self.spec = spec
+        hidden = spec.hidden_size
+        self.fc = nn.Linear(len(spec.aux_layers) * hidden, hidden, bias=False)
+        self.embed_tokens: nn.Embedding | None = None
+        if spec.is_gemma4:
+            self._add_gemma4_layers(spec)
+        else:
+            self._add_qwen3_layers(spec)
+        self.lm_head = nn.Linear(hidden, spec.vocab_size, bias=False) if spec.owns_vocabulary else None
+        self.markov_head: SuccessorHead | None = None
+        if spec.successor is not None:
+            self.markov_head = SuccessorHead(spec.successor, spec.vocab_size, hidden, spec.successor_rank)
+
+    def _add_qwen3_layers(self, spec: BlockSpec) -> None:
+        hidden, eps = spec.hidden_size, spec.rms_norm_eps
         config = Qwen3Config(
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size,
@@ -162,17 +189,21 @@ class BlockHead(nn.Module):
             max_position_embeddings=spec.max_position_embeddings,
             rope_parameters=dict(spec.rope),
         )
-        hidden, eps = spec.hidden_size, spec.rms_norm_eps
-        self.fc = nn.Linear(len(spec.aux_layers) * hidden, hidden, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(hidden, eps)
+        self.hidden_norm: nn.Module = Qwen3RMSNorm(hidden, eps)
         self.layers = nn.ModuleList([BlockLayer(spec, i, config) for i in range(spec.num_layers)])
-        self.norm = Qwen3RMSNorm(hidden, eps)
-        self.rotary_emb = Qwen3RotaryEmbedding(config)
-        self.embed_tokens = nn.Embedding(spec.vocab_size, hidden) if spec.owns_vocabulary else None
-        self.lm_head = nn.Linear(hidden, spec.vocab_size, bias=False) if spec.owns_vocabulary else None
-        self.markov_head: SuccessorHead | None = None
-        if spec.successor is not None:
-            self.markov_head = SuccessorHead(spec.successor, spec.vocab_size, hidden, spec.successor_rank)
+        self.norm: nn.Module = Qwen3RMSNorm(hidden, eps)
+        self.rotary_emb: nn.Module = Qwen3RotaryEmbedding(config)
+        if spec.owns_vocabulary:
+            self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
+
+    def _add_gemma4_layers(self, spec: BlockSpec) -> None:
+        hidden, eps, config = spec.hidden_size, spec.rms_norm_eps, gemma4_config(spec)
+        self.hidden_norm = Gemma4RMSNorm(hidden, eps)
+        self.layers = nn.ModuleList([Gemma4BlockLayer(spec, i, config) for i in range(spec.num_layers)])
+        self.norm = Gemma4RMSNorm(hidden, eps)
+        self.rotary_emb = Gemma4Rotary(config)
+        if spec.owns_vocabulary:
+            self.embed_tokens = Gemma4TextScaledWordEmbedding(spec.vocab_size, hidden, 0, embed_scale=hidden**0.5)
 
     def taps(self, states: torch.Tensor) -> torch.Tensor:
         """Target states side by side [..., A * H] -> c [..., H], what the keys are made of."""
@@ -229,7 +260,7 @@ class PlainBlock:
 
     def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: HeadContext) -> torch.Tensor:
         """A block's tokens and positions [B, K] -> states after the final norm [B, K, H]."""
-        scaling = self.head.spec.head_dim**-0.5
+        scaling = self.head.spec.scaling
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return context.attend(AttentionCall(layer, q, k, v, scaling, None, None, None, {}))
@@ -240,4 +271,5 @@ class PlainBlock:
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """States after the final norm [B, N, H] -> [B, N, V], without what a successor head adds."""
         logits: torch.Tensor = self.lm_head(states)
-        return logits
+        cap = self.head.spec.softcap
+        return logits if cap is None else (logits / cap).tanh() * cap

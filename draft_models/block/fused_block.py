@@ -19,6 +19,7 @@ from specdec.draft_models.fused_form import Echo, why_unfused
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import Destination
 from specdec.layers.decoder import FusedLayer, Shared
+from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights, fuse_linear
 from specdec.layers.linear import linear
 from specdec.layers.merge import MERGING
@@ -35,6 +36,8 @@ class FusedBlock(PlainBlock):
         self, head: BlockHead, table: nn.Module, lm_head: nn.Module, weights: Weights, ops: Operations
     ) -> None:
         super().__init__(head, table, lm_head)
+        if head.spec.is_gemma4:
+            raise Unfusable("its layers are of Gemma 4's kind")
         self.ops, self.weights = ops, weights
         self.lm_head = fuse_linear(self.lm_head, ops)
         self._describe()
@@ -67,9 +70,8 @@ class FusedBlock(PlainBlock):
         return x.view(*tokens.shape, -1)
 
     def _angles(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
-        rope = self.head.rotary_emb
-        frequencies: torch.Tensor = rope.inv_freq
-        return self.ops(rotary)(positions.reshape(-1), frequencies, float(rope.attention_scaling), dtype)
+        rope: Any = self.head.rotary_emb
+        return self.ops(rotary)(positions.reshape(-1), rope.inv_freq, float(rope.attention_scaling), dtype)
 
     def _describe_again(self) -> None:
         """If weights have moved."""

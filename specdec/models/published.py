@@ -69,6 +69,7 @@ BLOCK_PAIRS = tuple(
         ("Qwen3-8B JetSpec", "Qwen/Qwen3-8B", "JetSpec/jetspec-qwen3-8b", 15, "19 GB"),
         ("Qwen3-8B DSpark", "Qwen/Qwen3-8B", "deepseek-ai/dspark_qwen3_8b_block7", 7, "19 GB"),
         ("Qwen3-14B DSpark", "Qwen/Qwen3-14B", "deepseek-ai/dspark_qwen3_14b_block7", 7, "33 GB"),
+        ("gemma-4-12B DSpark", "google/gemma-4-12B-it", "deepseek-ai/dspark_gemma4_12b_block7", 7, "30 GB"),
         (
             *("Llama-3.1-8B DFlash", "meta-llama/Llama-3.1-8B-Instruct"),
             *("z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", 9, "18 GB"),

@@ -104,7 +104,7 @@ class BlocksAttention:
         old_k, old_v, k, v = (
             x.repeat_interleave(group, 1) for x in (*attention.keys_values(self.taps, self.rotary), k, v)
         )
-        q, k, v = (x.unflatten(2, (-1, rows)) for x in (q * self.spec.head_dim**-0.5, k, v))  # [B, Hq, A, K, D]
+        q, k, v = (x.unflatten(2, (-1, rows)) for x in (q * self.spec.scaling, k, v))  # [B, Hq, A, K, D]
         seen = self.before[:, :, None].expand(-1, -1, rows, -1)  # [B, A, K, T]
         own = self.apart >= 0 if self.spec.causal else torch.ones_like(self.apart, dtype=torch.bool)
         if (window := self.spec.windows[layer]) is not None:
