@@ -134,5 +134,6 @@ def _probed(form: PlainBlock) -> torch.Tensor:
         form.observe(states, tokens * 100, taps)
         block = form.run(tokens, tokens * 100, Echo())
         out = torch.cat([block, form.logits(block)], dim=-1).flatten(0, 1)
-    kept = taps.rows()
-    return torch.cat([x.float() / x.float().norm(dim=-1, keepdim=True) for x in (kept, out)], dim=-1)
+    parts = [x.float() for x in (taps.rows(), out)]
+    # each part counts alike; a padding token's embedding may be 0, and then so is its row
+    return torch.cat([x / x.norm(dim=-1, keepdim=True).clamp(min=1e-12) for x in parts], dim=-1)
