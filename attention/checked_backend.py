@@ -160,7 +160,7 @@ class CheckedDraft:
         out = self.block.attend(layer, query, **options)  # [B, K, Hq, D]
         rows = self.draft.rows.index
         broken = _broken(query, out) & (rows != self.sanitizer.table.padding_row)[:, None]
-        positions = self.draft.positions[self.level][:, None]
+        positions = self.draft.level_positions(self.level)
         null = torch.zeros_like(positions)
         self.sanitizer.note(Fault.POISON, Space.FULL, broken, rows, positions, null, null)
         return out

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from specdec.draft_models.base import Drafter, TargetInfo
+from specdec.draft_models.block.block_checkpoint import is_block_config
+from specdec.draft_models.block.block_drafter import block_drafter
 from specdec.draft_models.eagle3.checkpoint_formats import is_eagle3_config
 from specdec.draft_models.eagle3.eagle3_drafter import eagle3_drafter
 from specdec.draft_models.gemma4_mtp import (
@@ -59,6 +61,11 @@ FAMILIES = (
         load=lambda checkpoint, target: Gemma4MTPDrafter(checkpoint.module(target), target),
         wrap=Gemma4MTPDrafter,
         building=constructible_assistants,
+    ),
+    DrafterFamily(
+        title="block drafters (DFlash, DSpark, JetSpec)",
+        matches=is_block_config,
+        load=lambda checkpoint, target: block_drafter(checkpoint.folder(), target),
     ),
     DrafterFamily(
         title="EAGLE-3 heads",

@@ -213,6 +213,9 @@ class Constant:
         self.target = target
         self.scores, self.target_ids = torch.tensor(scores), target_ids
 
+    def learnt_rows(self, batch):
+        return None
+
     def drafts(self, batch, known, steps):
         yield from [known["hidden"]] * steps
 

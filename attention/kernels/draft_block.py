@@ -6,9 +6,13 @@
 A drafter with K/V of its own enters a level, writes the keys of its nodes at `destination`, then attends. The prefix is
 its store over [0, S), read through the target's slots, all in full space, and never written. Invariant: a level sees
 the prefix and its ancestors among the keys written so far, each layer through its own window.
+
+A draft of one forward (`Order.CAUSAL`, `Order.MUTUAL`) is one level of K nodes in a row, at positions S .. S + K - 1:
+each sees the nodes up to itself, or all of them, those after it too.
 """
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import NamedTuple, Protocol, Unpack
 
 import torch
@@ -22,10 +26,19 @@ from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
 
 
+class Order(Enum):
+    """How the nodes of a draft lie and see each other; the last two are of one level, nodes in a row."""
+
+    LEVELS = "levels"  # K nodes a position, each sees its ancestors
+    CAUSAL = "causal"  # a node sees those up to itself
+    MUTUAL = "mutual"  # a node sees all
+
+
 class Draft(NamedTuple):
     """The shape of a draft: K = `topk` nodes per level and request, on `num_levels` levels at `positions` [levels, B].
 
-    windows: one per layer of the drafter, None: full attention.
+    windows: one per layer of the drafter, None: full attention. order: of nodes in a row, `positions` [1, B] has the
+    first.
     """
 
     table: RequestTable
@@ -33,6 +46,7 @@ class Draft(NamedTuple):
     positions: torch.Tensor
     topk: int
     windows: Sequence[int | None]
+    order: Order = Order.LEVELS
 
     @property
     def num_levels(self) -> int:
@@ -49,7 +63,16 @@ class Draft(NamedTuple):
 
     def key_positions(self) -> torch.Tensor:
         """[B, M]: the position of each node."""
+        if self.order is not Order.LEVELS:
+            return self.level_positions(0)
         return self.positions.t()[:, :, None].expand(-1, -1, self.topk).reshape(-1, self.num_nodes)
+
+    def level_positions(self, level: int) -> torch.Tensor:
+        """[B, K]: the position of each node of a level."""
+        first = self.positions[level][:, None]
+        if self.order is Order.LEVELS:
+            return first.expand(-1, self.topk)
+        return first + torch.arange(self.topk, device=first.device)
 
 
 class DraftBlock(Protocol):
@@ -99,7 +122,11 @@ class CopiedDraft:
         if origin is not None:
             self.ancestors = self.ancestors.gather(1, origin[:, :, None].expand_as(self.ancestors))
         columns = torch.arange(self.draft.num_nodes, device=self.key_pos.device)
-        self.ancestors = self.ancestors | (columns[self._newest(), None] == columns)
+        own = columns[self._newest(), None]
+        if self.draft.order is Order.LEVELS:
+            self.ancestors = self.ancestors | (own == columns)
+        else:
+            self.ancestors = self.ancestors | (columns <= (own if self.draft.order is Order.CAUSAL else own.amax()))
         self._bias = {window: bias_of(self._seen(window)) for window in self.prefix}
 
     def destination(self, layer: int) -> tuple[LayerKV, FullLoc]:
@@ -121,8 +148,7 @@ class CopiedDraft:
         filled = (self.level + 1) * self.draft.topk
         known = [committed[:, None].expand(-1, self.draft.topk, -1), self.ancestors[:, :, :filled]]
         key_pos = torch.cat([key_pos, self.key_pos[:, :filled]], dim=1)
-        positions = self.draft.positions[self.level][:, None].expand(-1, self.draft.topk)
-        return visible(positions, key_pos, torch.cat(known, dim=2), window)
+        return visible(self.draft.level_positions(self.level), key_pos, torch.cat(known, dim=2), window)
 
 
 class PagedDraft:
@@ -152,7 +178,11 @@ class PagedDraft:
         nodes = torch.arange(num_nodes, device=device)
         words = torch.arange(-(-num_nodes // WORD), device=device)
         bits = (nodes[:, None] // WORD == words).long() << (nodes % WORD)[:, None]  # [M, words]
-        self.bits_of = bits if draft.topk > 1 else bits.cumsum(0)  # of a node itself; on a chain with its ancestors
+        # of a node itself; in a row with those before it; of all
+        if draft.order is Order.MUTUAL:
+            self.bits_of = bits.sum(0, keepdim=True).expand_as(bits)
+        else:
+            self.bits_of = bits.cumsum(0) if draft.topk == 1 or draft.order is Order.CAUSAL else bits
         self.bits = bits[None, : draft.topk].expand(batch, -1, -1)  # [B, K, words] of the newest level
         by_level = nodes.view(-1, 1, draft.topk) + num_nodes * torch.arange(batch, device=device)[:, None]
         self.slots = by_level.flatten(1)  # [levels, B * K]
@@ -187,7 +217,7 @@ class PagedDraft:
             self.pages,
             self.start,
             draft.committed_len,
-            draft.positions[self.level][:, None].expand(-1, draft.topk),
+            draft.level_positions(self.level),
             page_size=self.page_size,
             **options,
             ancestors=self.bits[:, :, : -(-filled // WORD)],

@@ -69,9 +69,9 @@ def read_head(folder: str | Path, target: TargetShape, aux_layers: Sequence[int]
     UnsupportedModelError (a flag that this runtime does not know or cannot honour).
     """
     try:
-        config = _read_config(Path(folder))
+        config = read_config(Path(folder))
         settings = read_settings(config)
-        state = {own: tensor for key, tensor in _read_tensors(Path(folder)).items() if (own := own_name(key))}
+        state = {own: tensor for key, tensor in read_tensors(Path(folder)).items() if (own := own_name(key))}
         spec = _make_spec(config, settings, state, target, aux_layers)
         target_ids = _target_ids(state.pop("d2t", None), state.pop("t2d", None), spec, target)
         if not spec.final_norm and settings.get("use_last_layernorm", True):
@@ -139,7 +139,8 @@ def write_head(
 # files
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """The object in a folder's config.json. Raises CheckpointError."""
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -149,7 +150,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, on the CPU. Raises CheckpointError."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:
         raise CheckpointError("there is no *.safetensors and no pytorch_model*.bin")

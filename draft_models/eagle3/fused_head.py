@@ -8,12 +8,12 @@ A head that fused layers cannot express (biases in the MLP, other activations) r
 `PlainHead`.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, HeadContext, HeadOutput, PlainHead
+from specdec.draft_models.eagle3.head import Eagle3Head, HeadContext, HeadOutput, PlainHead
 from specdec.draft_models.fused_form import Echo, why_unfused
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedLayer, LayerParts, Shared
@@ -38,8 +38,8 @@ class FusedHead(PlainHead):
         self.ops, self.weights = ops, weights
         self.lm_head = fuse_linear(self.lm_head, ops)
         first: Any = head.layers[0]
-        self.token_gain, self.state_gain = _gain(first.input_layernorm), _gain(first.hidden_norm)
-        self.final_gain = _gain(head.norm) if head.spec.final_norm else None
+        self.token_gain, self.state_gain = gain_of(first.input_layernorm), gain_of(first.hidden_norm)
+        self.final_gain = gain_of(head.norm) if head.spec.final_norm else None
         self._describe()
 
     def extend(
@@ -63,7 +63,7 @@ class FusedHead(PlainHead):
             _, normed = ops(norm)(Product.of(rows), pre=Gain(None, head.spec.rms_norm_eps))
             states = self.fc_norm * normed.view_as(states)
         if head.input_norm is not None:
-            _, states = ops(norm)(Product.of(states), pre=_gain(head.input_norm))
+            _, states = ops(norm)(Product.of(states), pre=gain_of(head.input_norm))
         return Product.of(states) if head.fc is None else ops(linear)(states, head.fc.weight, head.fc.bias)
 
     def _run(self, tokens: torch.Tensor, hidden: Product, positions: torch.Tensor, context: HeadContext) -> HeadOutput:
@@ -87,7 +87,7 @@ class FusedHead(PlainHead):
         head: Any = self.head
         # outside inference mode, where a parameter cannot be given other data
         with MERGING, torch.inference_mode(False), torch.no_grad():
-            parts = [_parts(head.spec, layer) for layer in head.layers]
+            parts = [layer_parts(head.spec, layer) for layer in head.layers]
             self.fc_norm = None if head.fc_norm is None else merge_rows([norm.weight for norm in head.fc_norm])
         following = [*(part.input_norm for part in parts[1:]), self.final_gain]
         layers = enumerate(zip(parts, following, strict=True))
@@ -121,12 +121,28 @@ def _probed(form: PlainHead) -> torch.Tensor:
     return torch.cat(rows).flatten(0, 1).float()
 
 
-def _gain(norm: Any) -> Gain:
+def gain_of(norm: Any) -> Gain:
     """The gain of a Llama norm."""
     return Gain(norm.weight, norm.variance_epsilon, round_first=True)
 
 
-def _parts(spec: Eagle3Spec, module: Any) -> LayerParts:
+class LayerShape(Protocol):
+    """What a spec says of its layers."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def hidden_act(self) -> str: ...
+    @property
+    def qk_norm(self) -> bool: ...
+
+
+def layer_parts(spec: LayerShape, module: Any) -> LayerParts:
+    """A Llama- or Qwen3-type layer, its matrices merged. Raises Unfusable for one that fused layers cannot express."""
     attention, mlp = module.self_attn, module.mlp
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
     biases = [p.bias for p in projections if p.bias is not None]
@@ -140,8 +156,8 @@ def _parts(spec: Eagle3Spec, module: Any) -> LayerParts:
         num_q=spec.num_heads,
         num_kv=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        q_norm=_gain(attention.q_norm) if spec.qk_norm else None,
-        k_norm=_gain(attention.k_norm) if spec.qk_norm else None,
+        q_norm=gain_of(attention.q_norm) if spec.qk_norm else None,
+        k_norm=gain_of(attention.k_norm) if spec.qk_norm else None,
     )
     return LayerParts(
         kind="",
@@ -151,9 +167,9 @@ def _parts(spec: Eagle3Spec, module: Any) -> LayerParts:
         qkv_bias=merge_rows(biases) if biases else None,
         out=attention.o_proj.weight,
         out_bias=attention.o_proj.bias,
-        input_norm=_gain(module.input_layernorm),
+        input_norm=gain_of(module.input_layernorm),
         attention_norm=None,
-        mlp_input_norm=_gain(module.post_attention_layernorm),
+        mlp_input_norm=gain_of(module.post_attention_layernorm),
         mlp=Mlp(
             gate_up=merge_rows([mlp.gate_proj.weight, mlp.up_proj.weight]),
             activation=ACTIVATIONS[spec.hidden_act],

@@ -8,6 +8,7 @@ from specdec.cli.options import JsonFile
 from specdec.evaluation.output_files import STDOUT, write_file
 from specdec.models.bundled import BUNDLED_DIR, BUNDLED_NAMES
 from specdec.models.published import (
+    BLOCK_PAIRS,
     BUNDLED_EAGLE3,
     BUNDLED_MTP,
     EAGLE3_PAIRS,
@@ -25,6 +26,7 @@ PAIRS = {
         QAT_PAIRS
     ),
     "published EAGLE-3 heads and their targets": EAGLE3_PAIRS,
+    "published block drafters and their targets": BLOCK_PAIRS,
 }
 
 

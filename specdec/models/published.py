@@ -61,6 +61,26 @@ EAGLE3_PAIRS = tuple(
     )
 )
 
+BLOCK_PAIRS = tuple(
+    Pair(name, target, drafter, steps, "bfloat16", memory, "MXFP4" if name.startswith("gpt-oss") else "")
+    for name, target, drafter, steps, memory in (
+        ("Qwen3-4B DFlash", "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", 15, "10 GB"),
+        ("Qwen3-8B DFlash", "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", 15, "19 GB"),
+        ("Qwen3-8B JetSpec", "Qwen/Qwen3-8B", "JetSpec/jetspec-qwen3-8b", 15, "19 GB"),
+        ("Qwen3-8B DSpark", "Qwen/Qwen3-8B", "deepseek-ai/dspark_qwen3_8b_block7", 7, "19 GB"),
+        ("Qwen3-14B DSpark", "Qwen/Qwen3-14B", "deepseek-ai/dspark_qwen3_14b_block7", 7, "33 GB"),
+        ("gemma-4-12B DSpark", "google/gemma-4-12B-it", "deepseek-ai/dspark_gemma4_12b_block7", 7, "30 GB"),
+        (
+            *("Llama-3.1-8B DFlash", "meta-llama/Llama-3.1-8B-Instruct"),
+            *("z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", 9, "18 GB"),
+        ),
+        ("gpt-oss-20b DFlash", "openai/gpt-oss-20b", "z-lab/gpt-oss-20b-DFlash", 7, "16 GB"),
+        ("gpt-oss-20b JetSpec", "openai/gpt-oss-20b", "JetSpec/jetspec-gpt-oss-20b", 15, "16 GB"),
+    )
+)
+"""Steps: what a block drafts, or fewer where its size was not found in a public file; more than a block drafts are not
+drafted."""
+
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells as lines of text, columns aligned."""

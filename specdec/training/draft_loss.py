@@ -1,4 +1,4 @@
-"""A drafter in training: what it reads of the frozen target, and the loss that both kinds learn from.
+"""A drafter in training: what it reads of the frozen target, and the loss that all kinds learn from.
 
 Row i of draft step t predicts token i + ahead + t from what a draft that begins after position i would see. The
 target's distribution of that token is the one of its own row i + ahead + t - 1.
@@ -43,6 +43,10 @@ class TrainableDrafter(ABC):
     @abstractmethod
     def target_states(self, batch: PackedRows) -> TargetStates:
         """Run the target over a batch and keep what the drafter reads."""
+
+    def learnt_rows(self, batch: PackedRows) -> torch.Tensor | None:
+        """[B, T] the rows from which this batch's drafts begin, asked for once before `drafts`; None: all."""
+        return None
 
     @abstractmethod
     def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
@@ -107,6 +111,8 @@ def draft_loss(drafter: TrainableDrafter, batch: PackedRows, known: TargetStates
         expected = logits.float().softmax(-1)  # [M, draft V]
     loss, total = torch.zeros((), device=device), 0.0
     predicted = predicted_rows(batch, steps, drafter.ahead)
+    if (chosen := drafter.learnt_rows(batch)) is not None:
+        predicted = [rows & chosen for rows in predicted]
     for step, states in enumerate(drafter.drafts(batch, known, steps)):
         rows, columns = predicted[step].nonzero(as_tuple=True)
         place = places[rows, columns + drafter.ahead + step]

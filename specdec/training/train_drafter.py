@@ -1,4 +1,4 @@
-"""Train a drafter for a Hugging Face causal LM that specdec runs: an EAGLE-3 head or a frozen-KV (MTP) drafter.
+"""Train a drafter for a Hugging Face causal LM: an EAGLE-3 head, a frozen-KV (MTP) drafter, or a block drafter.
 
     specdec train --target DIR --prompts prompts.jsonl --out head
     accelerate launch --num_processes 4 -m specdec.cli train ...
@@ -7,8 +7,8 @@ Stages: the target answers the prompts, the drafter learns from these answers al
 reports its acceptance on prompts kept aside. Each stage is limited by time and leaves its state under OUT/training, so
 that the same command continues where it was stopped (by Ctrl-C too), or only reports.
 
-The drafter is saved in a published format (SpecForge's EAGLE-3, or transformers' Gemma4Assistant), to be used as
-`Engine.from_pretrained(target, drafter=OUT)`.
+The drafter is saved in a published format (SpecForge's EAGLE-3, transformers' Gemma4Assistant, or DFlash), to be used
+as `Engine.from_pretrained(target, drafter=OUT)`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from accelerate import PartialState
 from accelerate.utils import gather
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
+from specdec.draft_models.block.block_checkpoint import resolve_layer_ids
+from specdec.draft_models.block.block_head import BlockSpec
 from specdec.draft_models.eagle3.head import Eagle3Spec
 from specdec.drafter_loading import load_any_drafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.loading import load_model, load_tokenizer
 from specdec.models.target import TargetModel
+from specdec.training.block_training import TrainableBlock
 from specdec.training.draft_loss import TrainableDrafter, draft_loss
 from specdec.training.eagle3_training import TrainableEagle3
 from specdec.training.mtp_training import TrainableMTP, new_assistant
@@ -116,8 +119,9 @@ def measure(
     """Acceptance of the saved drafter in an engine, greedy, on prompts kept aside."""
     found: dict[str, Any] = {}
     config = EngineConfig(max_batch_size=settings.batch, max_model_len=settings.length)
-    for turn, (name, spec) in enumerate(SHAPES.items()):
-        stage.update(turn / len(SHAPES), name)
+    shapes = reported_shapes(settings)
+    for turn, (name, spec) in enumerate(shapes.items()):
+        stage.update(turn / len(shapes), name)
         drafter = load_any_drafter(str(settings.out), target)
         with Engine(target, drafter, tokenizer=tokenizer, spec=spec, config=config) as engine:
             ids = [p for prompt in prompts if len(p := encode(engine, prompt)) + MIN_ANSWER <= settings.length]
@@ -128,7 +132,7 @@ def measure(
                 ]
                 engine.generate(part, params, progress=False)
                 done = first + len(part)
-                stage.update((turn + done / len(ids)) / len(SHAPES), f"{name}, {done} prompts")
+                stage.update((turn + done / len(ids)) / len(shapes), f"{name}, {done} prompts")
             stats = engine.stats()
         found[name] = {
             "prompts": len(ids),
@@ -139,10 +143,24 @@ def measure(
     return found
 
 
+def reported_shapes(settings: TrainSettings) -> dict[str, SpecConfig]:
+    """What acceptance is measured with: of a block drafter the whole block."""
+    if settings.kind != "block" or settings.draft_steps == 4:
+        return SHAPES
+    depth, nodes = settings.draft_steps, min(32, 5 + 16 * (settings.draft_steps - 1))
+    return {
+        f"chain of {depth}": SpecConfig(depth),
+        f"tree of depth {depth}, topk 4, {nodes} nodes": SpecConfig(depth, 4, nodes),
+    }
+
+
 def check_shape(target: TargetModel, settings: TrainSettings) -> None:
     """Raises ConfigError for a drafter that cannot be made, before the target answers anything."""
     if settings.kind == "eagle3":
         eagle3_spec(target, settings)
+        return
+    if settings.kind == "block":
+        block_spec(target, settings)
         return
     for layer in target.layout.layers:
         _require_groups(_query_heads(target, settings), layer.num_kv_heads, f"the target's {layer.layer_type}")
@@ -151,6 +169,8 @@ def check_shape(target: TargetModel, settings: TrainSettings) -> None:
 def new_drafter(target: TargetModel, documents: list[Document], settings: TrainSettings) -> TrainableDrafter:
     if settings.kind == "eagle3":
         return TrainableEagle3.new(target, documents, eagle3_spec(target, settings), settings.draft_vocab)
+    if settings.kind == "block":
+        return TrainableBlock.new(target, block_spec(target, settings))
     hidden = settings.hidden or max(64, target.hidden_size // 2)
     assistant = new_assistant(
         target,
@@ -164,14 +184,8 @@ def new_drafter(target: TargetModel, documents: list[Document], settings: TrainS
 
 def eagle3_spec(target: TargetModel, settings: TrainSettings) -> Eagle3Spec:
     """The head's shape. Raises ConfigError where heads and widths do not fit each other."""
-    hidden, heads = settings.hidden or target.hidden_size, _query_heads(target, settings)
-    if settings.head_dim is None and hidden % heads:
-        raise ConfigError(f"--heads {heads} does not divide --hidden {hidden}; give a divisor, or --head-dim")
-    head_dim = settings.head_dim or hidden // heads
-    if head_dim % 2:
-        raise ConfigError(f"--head-dim {head_dim} is odd, but RoPE turns pairs of numbers; give an even --head-dim")
-    kv_heads = settings.kv_heads or target.layout.layers[-1].num_kv_heads
-    _require_groups(heads, kv_heads, "--kv-heads")
+    hidden = settings.hidden or target.hidden_size
+    heads, kv_heads, head_dim = _attention_shape(target, settings, hidden)
     num_layers = len(target.layout.layers)
     return Eagle3Spec(
         hidden_size=hidden,
@@ -189,6 +203,48 @@ def eagle3_spec(target: TargetModel, settings: TrainSettings) -> Eagle3Spec:
         fc_norm=True,
         norm_output=True,
     )
+
+
+def block_spec(target: TargetModel, settings: TrainSettings) -> BlockSpec:
+    """The head's shape. Raises ConfigError where widths, heads or the MASK do not fit."""
+    hidden, num_layers = target.hidden_size, len(target.layout.layers)
+    if settings.hidden not in (None, hidden):
+        raise ConfigError(f"--hidden {settings.hidden}: a block drafter has the target's width, {hidden}; leave it out")
+    heads, kv_heads, head_dim = _attention_shape(target, settings, hidden)
+    pad = getattr(target.config, "pad_token_id", None)
+    mask = settings.mask_token if settings.mask_token is not None else pad
+    if mask is None or not 0 <= mask < target.vocab_size:
+        raise ConfigError(
+            f"MASK is token {mask}; give --mask-token, an id below {target.vocab_size} that texts do not contain"
+        )
+    layers = settings.layers or 2
+    return BlockSpec(
+        hidden_size=hidden,
+        vocab_size=target.vocab_size,
+        intermediate_size=settings.intermediate or 3 * hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        aux_layers=resolve_layer_ids(None, max(3, layers), num_layers),
+        block_size=1 + settings.draft_steps,
+        mask_token=mask,
+        causal=settings.causal,
+        windows=(None,) * layers,
+        max_position_embeddings=target.max_position_embeddings or 4096,
+    )
+
+
+def _attention_shape(target: TargetModel, settings: TrainSettings, hidden: int) -> tuple[int, int, int]:
+    """Query heads, K/V heads and head size. Raises ConfigError where they do not fit each other."""
+    heads = _query_heads(target, settings)
+    if settings.head_dim is None and hidden % heads:
+        raise ConfigError(f"--heads {heads} does not divide --hidden {hidden}; give a divisor, or --head-dim")
+    head_dim = settings.head_dim or hidden // heads
+    if head_dim % 2:
+        raise ConfigError(f"--head-dim {head_dim} is odd, but RoPE turns pairs of numbers; give an even --head-dim")
+    kv_heads = settings.kv_heads or target.layout.layers[-1].num_kv_heads
+    _require_groups(heads, kv_heads, "--kv-heads")
+    return heads, kv_heads, head_dim
 
 
 def _query_heads(target: TargetModel, settings: TrainSettings) -> int:

@@ -1,0 +1,1 @@
+"""Block drafters (DFlash, DSpark, JetSpec): one loader, one head and its fused form, one drafter."""

@@ -1,0 +1,343 @@
+"""Block drafters on disk: a folder in one of the published formats <-> one spec and one state dict of `BlockHead`.
+
+    format     published by           recognised by                            settings of the block are in
+    DFlash     z-lab                  `dflash_config`, "DFlashDraftModel"      `dflash_config` and the top level
+    JetSpec    JetSpec (JetFlow)      the same                                 the same, with causal_head
+    DSpark     deepseek-ai            "Qwen3DSparkModel", "Gemma4DSparkModel"  the top level
+
+DeepSpec's DFlash files are DSpark files without a successor head. A config key is read, compared with the tensors or
+the target, known to change nothing, or refused by name. Refused as a whole: DFlash2 (a convolution in each layer and a
+selector over candidates), speculators' format, layers of other kinds than Qwen3's and Gemma 4's. Confidence heads are
+not read: they say where a draft may be cut, never what is drafted.
+"""
+
+import json
+import re
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from transformers.activations import ACT2FN
+
+from specdec.draft_models.block.block_head import BlockHead, BlockSpec
+from specdec.draft_models.block.successor_head import KINDS
+from specdec.draft_models.eagle3.checkpoint import State, TargetShape, read_config, read_tensors
+from specdec.draft_models.eagle3.checkpoint_formats import (
+    ANY,
+    COUNT,
+    FLAG,
+    HARMLESS,
+    HARMLESS_NAME,
+    LIST,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    Kind,
+    Settings,
+    read_rope,
+    read_windows,
+)
+from specdec.errors import CheckpointError, UnsupportedModelError, first_line, naming_file
+
+DFLASH_CONFIG = "dflash_config"
+GEMMA4_TYPES = ("gemma4_text", "gemma4_unified_text")
+INDEX = Kind("a whole number of 0 or more", lambda value: type(value) is int and value >= 0)
+READ: dict[str, Kind] = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), COUNT),
+    **dict.fromkeys(("head_dim", "max_position_embeddings", "vocab_size", "num_hidden_layers"), COUNT),
+    **dict.fromkeys(("num_target_layers", "target_hidden_size", "block_size"), COUNT),
+    **dict.fromkeys(("markov_rank", "mask_token_id"), INDEX),
+    **dict.fromkeys(("attention_bias", "use_sliding_window", "causal_head", "causal", "is_causal"), FLAG),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "max_window_layers", "final_logit_softcapping"), NUMBER),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", DFLASH_CONFIG), OBJECT),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "markov_head_type", "model_type"), TEXT),
+    **dict.fromkeys(("architectures", "layer_types", "sliding_window"), ANY),
+    "target_layer_ids": LIST,
+}
+"""Keys that are read or compared, at the top or in `dflash_config`, and what they must hold."""
+TRAINING = ("num_anchors", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha")
+GEMMA4_HARMLESS = (
+    *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config", "num_kv_shared_layers"),
+    *("vocab_size_per_layer_input", "target_model_type", "target_text_model_type"),
+)
+"""Of Gemma 4's config: shapes, which the tensors decide, and what only its own other layers read."""
+GEMMA4_OFF = ("enable_moe_block", "use_double_wide_mlp", "hidden_size_per_layer_input", "use_bidirectional_attention")
+"""What must be off."""
+GEMMA4_V = "layers.0.self_attn.v_proj.weight"
+CAUSAL_KEYS = ("causal_head", "causal", "is_causal")
+REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "block_size", "mask_token_id")
+IGNORED_TENSORS = re.compile(r"(^|\.)rotary_emb\.|^confidence_head\.")
+
+
+class ReadBlock(NamedTuple):
+    """A head with the weights of its checkpoint, on the CPU, and the name of its family."""
+
+    head: BlockHead
+    family: str
+
+
+def is_block_config(config: Mapping[str, Any]) -> bool:
+    """Is this config.json one of a block drafter, of a family that runs here or of one that is refused by name?"""
+    named = [*(config.get("architectures") or ()), config.get("speculators_model_type") or ""]
+    return isinstance(config.get(DFLASH_CONFIG), dict) or any(
+        word in str(name).lower() for name in named for word in ("dflash", "dspark")
+    )
+
+
+def read_block(folder: str | Path, target: TargetShape) -> ReadBlock:
+    """Read a block drafter for `target`.
+
+    Raises CheckpointError (files missing, tensors that disagree with the config or with the target) and
+    UnsupportedModelError (a family, layer or flag that this runtime does not know or cannot honour).
+    """
+    try:
+        config = read_config(Path(folder))
+        settings = read_block_settings(config)
+        state = {
+            key.removeprefix("model."): tensor
+            for key, tensor in read_tensors(Path(folder)).items()
+            if not IGNORED_TENSORS.search(key)
+        }
+        if settings["model_type"] != "qwen3":
+            settings |= _gemma4_shape(state)
+        spec = make_spec(config, settings, state, target)
+        _require_tensors(spec, state)
+    except (CheckpointError, UnsupportedModelError) as error:
+        raise type(error)(f"{folder}: {error}") from error
+    head = BlockHead(spec)
+    head.load_state_dict(state)
+    return ReadBlock(head, "dspark" if spec.shifted else "jetspec" if spec.causal else "dflash")
+
+
+def read_block_settings(config: Mapping[str, Any]) -> Settings:
+    """The keys of READ that are set, from both places. Raises as `read_block`."""
+    _refuse_families(config)
+    is_gemma4 = config.get("model_type") in GEMMA4_TYPES
+    entries = [("", key, value) for key, value in config.items()]
+    entries += [(f"{DFLASH_CONFIG}.", key, value) for key, value in (config.get(DFLASH_CONFIG) or {}).items()]
+    settings: Settings = {}
+    for place, key, value in entries:
+        where = f"{place}{key}={reprlib.repr(value)}"
+        if is_gemma4 and key in GEMMA4_OFF and value:
+            raise UnsupportedModelError(f"{where} of a drafter of Gemma 4's layers; it must be off")
+        if value is None or (is_gemma4 and (key in GEMMA4_HARMLESS or key in GEMMA4_OFF)):
+            continue
+        if key not in READ and (key in HARMLESS or key in TRAINING or HARMLESS_NAME.search(key)):
+            continue
+        if key == "quantization_config":
+            raise UnsupportedModelError("the drafter is quantised; specdec loads fp32, fp16 and bf16 block drafters")
+        if key not in READ:
+            raise UnsupportedModelError(
+                f"flag {where} is not known and may change what the drafter computes; remove it from config.json if it "
+                f"does not; known are {', '.join(sorted(READ))}"
+            )
+        if not READ[key].holds(value):
+            raise CheckpointError(f"{where}, expected {READ[key].words}")
+        value = float(value) if READ[key] is NUMBER else value
+        if settings.setdefault(key, value) != value:
+            raise CheckpointError(f"{key} is {settings[key]} in one place of its config and {value} in another")
+    for key in REQUIRED:
+        if key not in settings:
+            raise CheckpointError(f"config.json says no {key}")
+    if (kind := settings.get("model_type", "qwen3")) not in ("qwen3", *GEMMA4_TYPES):
+        raise UnsupportedModelError(f"a block drafter of {kind} layers; specdec runs those of Qwen3 and Gemma 4 layers")
+    heads = settings["num_attention_heads"]
+    return {"num_key_value_heads": heads, "head_dim": 128, "model_type": "qwen3", **settings}
+
+
+def _refuse_families(config: Mapping[str, Any]) -> None:
+    nested = config.get(DFLASH_CONFIG) or {}
+    names = ", ".join(map(str, config.get("architectures") or ["?"]))
+    if kind := config.get("speculators_model_type"):
+        raise UnsupportedModelError(
+            f"a {kind} drafter in speculators' format; specdec reads block drafters as z-lab, JetSpec and deepseek-ai "
+            "publish them, and EAGLE-3 heads in speculators' format"
+        )
+    if "dflash2" in names.lower() or any(str(key).startswith(("conv_", "selector_")) for key in nested):
+        raise UnsupportedModelError(
+            f"a DFlash2 drafter ({names}); specdec does not run its convolution and its candidate selector; use a "
+            "DFlash, DSpark or JetSpec drafter of the same target"
+        )
+
+
+def make_spec(config: Mapping[str, Any], settings: Settings, state: State, target: TargetShape) -> BlockSpec:
+    """What config and tensors say together; what they and the target say twice is checked, but for shapes."""
+    num_layers = 1 + max((int(key.split(".")[1]) for key in state if re.match(r"layers\.\d+\.", key)), default=-1)
+    if not num_layers:
+        raise CheckpointError("there are no tensors layers.N.*")
+    compared = {
+        ("num_hidden_layers", "the file"): num_layers,
+        ("num_target_layers", f"target {target.name}"): target.num_layers,
+        ("hidden_size", f"target {target.name}"): target.hidden_size,
+        ("target_hidden_size", f"target {target.name}"): target.hidden_size,
+    }
+    for (key, where), expected in compared.items():
+        if settings.get(key, expected) != expected:
+            raise CheckpointError(
+                f"{key}={settings[key]}, but {where} says {expected}; give a config.json, weights and a target that "
+                "belong together"
+            )
+    shifted = any("dspark" in str(name).lower() for name in config.get("architectures") or ())
+    causal = {key: settings[key] for key in CAUSAL_KEYS if key in settings}
+    if len(set(causal.values())) > 1:
+        raise CheckpointError(f"{causal} contradict each other about whether blocks are causal")
+    rank = settings.get("markov_rank", 0)
+    kind = settings.get("markov_head_type") if rank else None
+    if rank and kind not in KINDS:
+        raise UnsupportedModelError(f"markov_head_type={kind!r} with markov_rank={rank}; known are {', '.join(KINDS)}")
+    mask, vocab = settings["mask_token_id"], settings.get("vocab_size", target.vocab_size)
+    if mask >= target.vocab_size:
+        raise CheckpointError(
+            f"mask_token_id={mask}, but target {target.name} has {target.vocab_size} rows in its embedding table"
+        )
+    if vocab != target.vocab_size:
+        raise CheckpointError(f"vocab_size={vocab}, target {target.name} has {target.vocab_size} tokens")
+    if settings["block_size"] < 2 and not shifted:
+        raise CheckpointError("block_size=1 drafts nothing; expected 2 or more")
+    if settings.get("hidden_act", "silu") not in ACT2FN:
+        raise UnsupportedModelError(f"hidden_act={settings['hidden_act']!r} is no activation that transformers knows")
+    if settings["num_attention_heads"] % settings["num_key_value_heads"] or settings["head_dim"] % 2:
+        raise CheckpointError(
+            f"num_attention_heads={settings['num_attention_heads']}, num_key_value_heads="
+            f"{settings['num_key_value_heads']}, head_dim={settings['head_dim']}; expected groups of equal size and an "
+            "even head_dim"
+        )
+    optional = ("max_position_embeddings", "rms_norm_eps", "hidden_act", "attention_bias")
+    special: dict[str, Any] = {}
+    if settings["model_type"] == "qwen3":
+        special = {"windows": read_windows(settings, num_layers), "rope": read_rope(settings, by_layer_type=False)}
+    else:
+        special = _gemma4_fields(settings, num_layers, keys_are_values=GEMMA4_V not in state)
+    return BlockSpec(
+        hidden_size=settings["hidden_size"],
+        vocab_size=target.vocab_size,
+        intermediate_size=settings["intermediate_size"],
+        num_heads=settings["num_attention_heads"],
+        num_kv_heads=settings["num_key_value_heads"],
+        head_dim=settings["head_dim"],
+        aux_layers=resolve_layer_ids(settings.get("target_layer_ids"), num_layers, target.num_layers),
+        block_size=settings["block_size"],
+        mask_token=mask,
+        causal=any(causal.values()),
+        shifted=shifted,
+        **special,
+        owns_vocabulary="embed_tokens.weight" in state,
+        successor=kind,
+        successor_rank=rank,
+        **{key: settings[key] for key in optional if key in settings},
+    )
+
+
+def _gemma4_shape(state: State) -> Settings:
+    """Head size and K/V heads by the tensors: a config of Gemma 4 has two of each, and several places for them."""
+    try:
+        head_dim = len(state["layers.0.self_attn.q_norm.weight"])
+        return {"head_dim": head_dim, "num_key_value_heads": len(state["layers.0.self_attn.k_proj.weight"]) // head_dim}
+    except (KeyError, ZeroDivisionError) as error:
+        raise CheckpointError("tensors layers.0.self_attn.q_norm.weight and k_proj.weight are missing") from error
+
+
+def _gemma4_fields(settings: Settings, num_layers: int, *, keys_are_values: bool) -> dict[str, Any]:
+    kinds = settings.get("layer_types", ["full_attention"] * num_layers)
+    if set(kinds) != {"full_attention"}:
+        raise UnsupportedModelError(f"layer_types={kinds}; drafters of Gemma 4's layers attend fully in all of them")
+    rope = settings.get("rope_parameters", {}).get("full_attention")
+    if not isinstance(rope, dict) or rope.get("rope_type") not in ("default", "proportional"):
+        raise UnsupportedModelError(
+            f"rope_parameters.full_attention={rope}; expected an object of rope_type default or proportional"
+        )
+    return {
+        "is_gemma4": True,
+        "keys_are_values": keys_are_values,
+        "rope": rope,
+        "softcap": settings.get("final_logit_softcapping"),
+        "hidden_act": settings.get("hidden_activation", "gelu_pytorch_tanh"),
+        "windows": (None,) * num_layers,
+    }
+
+
+def resolve_layer_ids(ids: list[Any] | None, num_layers: int, target_layers: int) -> tuple[int, ...]:
+    """Boundaries (see `BlockSpec.aux_layers`) from ids that name layers by their output, -1 being the embeddings.
+
+    Without ids: spread evenly from layer 1 to the third last, as DFlash's reference does. The last layer's output is
+    refused: transformers norms it, engines do not, and no published drafter says which it was trained with.
+    """
+    if ids is None:
+        last = target_layers - 3
+        ids = [round(1 + i * (last - 1) / max(1, num_layers - 1)) for i in range(num_layers)]
+        ids = ids if num_layers > 1 else [target_layers // 2]
+    if not ids or any(type(i) is not int or not -1 <= i < target_layers - 1 for i in ids):
+        raise UnsupportedModelError(
+            f"target_layer_ids={ids}; expected layers -1 (the embeddings) to {target_layers - 2} of the target's "
+            f"{target_layers}"
+        )
+    return tuple(i + 1 for i in ids)
+
+
+def _require_tensors(spec: BlockSpec, state: State) -> None:
+    """Raise CheckpointError unless the tensors are those of the head, in its shapes and in a floating dtype."""
+    with torch.device("meta"):
+        expected = BlockHead(spec).state_dict()
+    shapes = {key: (list(state[key].shape), list(t.shape)) for key, t in expected.items() if key in state}
+    faults = [f"{key} is {has}, the config says {says}" for key, (has, says) in shapes.items() if has != says]
+    faults += [f"{key} is missing" for key in expected if key not in state]
+    faults += [f"{key} is not known" for key in sorted(state.keys() - expected.keys())]
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise CheckpointError(f"tensor {faults[0]}{more}")
+    for key, tensor in state.items():
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise CheckpointError(f"tensor {key} is {tensor.dtype}, expected a floating type of 16 bits or more")
+
+
+def write_block(folder: str | Path, spec: BlockSpec, state: State, target: TargetShape) -> None:
+    """Write a head in DFlash's format, with JetSpec's `causal_head` where blocks are causal."""
+    assert not (spec.is_gemma4 or spec.shifted or spec.owns_vocabulary or spec.successor), (
+        "a head that DFlash's format has no room for"
+    )
+    sliding = {window for window in spec.windows if window is not None}
+    if len(sliding) > 1:
+        raise UnsupportedModelError(f"a head with sliding windows {sorted(sliding)}; the format has room for one")
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "num_hidden_layers": spec.num_layers,
+        "num_target_layers": target.num_layers,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "hidden_act": spec.hidden_act,
+        "attention_bias": spec.attention_bias,
+        "rope_theta": spec.rope["rope_theta"],
+        "rope_scaling": None if spec.rope["rope_type"] == "default" else dict(spec.rope),
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in spec.windows],
+        "sliding_window": max(sliding, default=None),
+        "use_sliding_window": bool(sliding),
+        "tie_word_embeddings": False,
+        "dtype": str(next(iter(state.values())).dtype).removeprefix("torch."),
+        "block_size": spec.block_size,
+        DFLASH_CONFIG: {
+            "mask_token_id": spec.mask_token,
+            "target_layer_ids": [entered - 1 for entered in spec.aux_layers],
+            **({"causal_head": True} if spec.causal else {}),
+        },
+    }
+    out = Path(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    with naming_file(out / "config.json"):
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    weights = out / "model.safetensors"
+    try:
+        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
+        save_file(tensors, weights, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise CheckpointError(f"{str(weights)!r} cannot be written: {first_line(error)}") from error

@@ -1,0 +1,170 @@
+"""The block drafter: one forward of a small transformer drafts a whole block, from the target's own hidden states.
+
+Its K/V are indexed by the target's full slots (shared slots, private storage), as an EAGLE-3 head's are. Who writes
+what:
+
+    positions      [0, S)  committed                             S, S + 1, ...  the block: the last token, then MASK
+    K/V in         its own store, slot table.slots[row, p]       a scratch block that lives for one `propose`
+    written by     `observe`, from true target features          `propose`
+
+A round has one forward, whatever the depth: row d of a block has the distribution of draft d, given the text and no
+other draft. A chain takes the best token of each row. A tree gives every node of depth d the candidates of row d, and
+its log-probability is the sum along its path; so the best tree is grown from as many rows as there are levels. With a
+successor head (DSpark) candidates also depend on the token before, at a small product a level.
+
+Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the tokens.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from specdec.attention.kernels.draft_block import Draft
+from specdec.attention.plan import plan_chunk
+from specdec.attention.trees.growth import Growth
+from specdec.attention.trees.tree import DraftTree
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, TargetInfo
+from specdec.draft_models.block.block_checkpoint import read_block
+from specdec.draft_models.block.block_head import BlockHead, PlainBlock, TapContext
+from specdec.draft_models.block.fused_block import choose_block_form
+from specdec.draft_models.draft_context import DraftContext
+from specdec.draft_models.eagle3.checkpoint import TargetShape
+from specdec.gpu.operations import REFERENCE
+from specdec.kvcache.frozen import KVView, own_view
+from specdec.kvcache.layout import KVLayout
+from specdec.layers.accepted_path import path_rows
+from specdec.layers.fuse import Weights
+
+
+class BlockDrafter(Drafter):
+    """A head fitted to a target; `block_drafter` makes one. Its layers are fused if the target's are."""
+
+    name = "block"
+    weights: Weights
+
+    def __init__(self, head: BlockHead, target: TargetInfo) -> None:
+        self.head, self.spec = head, head.spec
+        self.aux_layers: tuple[int, ...] = self.spec.aux_layers
+        self.kv_layout: KVLayout | None = KVLayout.uniform(
+            self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim
+        )
+        self.fit = Fit.of(target)
+        self.dtype = target.dtype
+        self.weights = Weights(self.name, head)
+        table = target.embed if head.embed_tokens is None else head.embed_tokens
+        plain = PlainBlock(head, table, target.head if head.lm_head is None else head.lm_head)
+        self.form = plain
+        self.ops = REFERENCE
+        if target.ops is not None:
+            self.form, self.unfused = choose_block_form(plain, self.weights, target.ops)
+            self.ops = target.ops
+
+    def bind(self, binding: Binding) -> "BlockWorker":
+        return BlockWorker(self, binding)
+
+
+class BlockWorker:
+    """A head in one engine: its K/V, and nothing else."""
+
+    def __init__(self, drafter: BlockDrafter, binding: Binding) -> None:
+        self.view: KVView | None = None
+        self.drafter = drafter
+        self.binding = binding
+        assert drafter.kv_layout is not None
+        self.store = binding.cache.add_store(drafter.kv_layout, drafter.dtype)
+        self.own_view = own_view(binding.cache.allocator, self.store)
+
+    @torch.inference_mode()
+    def observe(self, seen: Observation) -> None:
+        drafter, table, width = self.drafter, self.binding.cache.table, seen.path.shape[1]
+        assert seen.aux_states is not None, "a block drafter reads states of the target"
+        states, _ = drafter.ops(path_rows)(seen.aux_states, seen.tokens, seen.path, seen.length, seen.next_token)
+        # new tokens after [0, start), whatever has been committed since
+        plan = plan_chunk(self.binding.backend, table, seen.rows, seen.length, width, start=seen.start)
+        drafter.form.observe(states, plan.positions, TapContext(plan, self.own_view))
+
+    @torch.inference_mode()
+    def propose(self, batch: DraftBatch) -> DraftTree:
+        """At most `num_drafts` levels: a block has no more."""
+        drafter, spec = self.drafter, self.drafter.spec
+        levels = min(batch.num_steps, spec.num_drafts)
+        pos = batch.positions()  # [num_steps + 1, B], S first
+        states = self._run_block(batch, pos[:1], levels)
+        logits = drafter.form.logits(states)  # [B, levels, V]
+        drawn_pos = pos[1 : levels + 1].t().contiguous()  # [B, levels]
+        if drafter.head.markov_head is not None:
+            return self._by_successors(batch, states, logits, drawn_pos)
+        if batch.topk == 1:
+            return DraftTree.chain(torch.cat([batch.root[:, None], batch.sample(logits, drawn_pos)], dim=1))
+        tokens, log_probs = batch.best(logits, drawn_pos, batch.topk)  # [B, levels, K]
+        growth = Growth(batch.root)
+        for level in range(levels):
+            width = 1 if level == 0 else batch.topk  # all nodes of a level have the same candidates
+            growth.add_level(*(x[:, level, None].expand(-1, width, -1) for x in (tokens, log_probs)))
+        return self._select(growth, batch, levels)
+
+    def _run_block(self, batch: DraftBatch, start: torch.Tensor, levels: int) -> torch.Tensor:
+        """start [1, B], S -> states [B, levels, H] of the rows that draft."""
+        drafter, spec, backend = self.drafter, self.drafter.spec, self.binding.backend
+        rows = spec.rows_for(levels)
+        draft = Draft(self.binding.cache.table, batch.rows, start, rows, spec.windows, spec.order)
+        block = backend.draft_block(self.store, draft)
+        block.enter_level(None)
+        masks = batch.root.new_full((len(batch.root), rows - 1), spec.mask_token)
+        tokens = torch.cat([batch.root[:, None], masks], dim=1)
+        context = DraftContext(block, backend, rows, range(spec.num_layers))
+        states = drafter.form.run(tokens, draft.key_positions(), context)
+        return states[:, spec.first_row : spec.first_row + levels]
+
+    def _by_successors(
+        self, batch: DraftBatch, states: torch.Tensor, logits: torch.Tensor, drawn_pos: torch.Tensor
+    ) -> DraftTree:
+        """The rows of a block one after another, each node's scores depending on its parent's token."""
+        successors = self.drafter.head.markov_head
+        assert successors is not None
+        growth, topk, levels = Growth(batch.root), batch.topk, logits.shape[1]
+        chain = [batch.root[:, None]]
+        before, carried = batch.root[:, None], None  # [B, M], [B, M, r]
+        for level in range(levels):
+            bias, carried = successors(before, states[:, level], carried)
+            scores = logits[:, level, None] + bias  # [B, M, V]
+            node_pos = drawn_pos[:, level, None].expand(-1, scores.shape[1]).contiguous()
+            if topk == 1:
+                before = batch.sample(scores, node_pos)
+                chain.append(before)
+                continue
+            before, origin = growth.add_level(*batch.best(scores, node_pos, topk))  # [B, K]
+            if carried is not None:
+                carried = carried.gather(1, origin[:, :, None].expand(-1, -1, carried.shape[-1]))
+        if topk == 1:
+            return DraftTree.chain(torch.cat(chain, dim=1))
+        return self._select(growth, batch, levels)
+
+    def _select(self, growth: Growth, batch: DraftBatch, levels: int) -> DraftTree:
+        candidates = batch.topk + (levels - 1) * batch.topk**2
+        return growth.select(self.binding.backend, min(batch.num_nodes, 1 + candidates))
+
+
+def block_drafter(folder: str | Path, target: TargetInfo) -> BlockDrafter:
+    """Read the head in `folder` and fit it to `target`."""
+    head = read_block(folder, TargetShape.of(target)).head.place(target.device, target.dtype).eval()
+    _share_vocabulary(head, target)
+    return BlockDrafter(head, target)
+
+
+def _share_vocabulary(head: BlockHead, target: TargetInfo) -> None:
+    """DSpark's files hold copies of the target's table and lm_head: drop what is equal."""
+    if head.embed_tokens is not None and _equal(head.embed_tokens, target.embed):
+        head.embed_tokens = None
+    if head.lm_head is not None and _equal(head.lm_head, target.head):
+        head.lm_head = None
+
+
+def _equal(own: nn.Module, theirs: nn.Module) -> bool:
+    """Plain modules of one class with equal weights: scaled embeddings and packed heads are others."""
+    if type(own) is not type(theirs) or getattr(theirs, "bias", None) is not None:
+        return False
+    a, b = own.weight, theirs.weight
+    assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

@@ -1,0 +1,275 @@
+"""The head of a block drafter: what it computes (`BlockSpec`), its modules, and how a drafter runs them (`PlainBlock`).
+
+    c_i  = hidden_norm( fc( cat(states_i) ) )        states: what leaves the target's layers `target_layer_ids` at i
+    K/V of a committed position i                    k_norm(W_k c_i) and W_v c_i of each layer, RoPE at i
+    block                                            embed([last token, MASK, MASK, ..]) at positions S, S + 1, ..
+    each layer                                       a Qwen3 layer; queries are the block's, keys those of all committed
+                                                     positions and, by the same W_k and W_v, the block's own
+    logits                                           lm_head( norm( block ) )
+
+    family     rows of a block see       row j drafts                 table and lm_head     logits also have
+    DFlash     each other, both ways     token S + j, j > 0           the target's          -
+    JetSpec    those up to their own     token S + j, j > 0           the target's          -
+    DSpark     each other, both ways     token S + j + 1              copies in the file    a successor head's bias
+
+DSpark's drafters for Gemma 4 have layers of Gemma's kind (`gemma4_block_layer.py`).
+
+K/V of a position depend on the target's states there and on nothing that is drafted. One forward drafts a whole block.
+A head holds no K/V and knows no requests: `HeadContext` and `TapContext` say where they are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import Qwen3Config
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextScaledWordEmbedding
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from specdec.attention.bridge import AttentionCall
+from specdec.attention.kernels.draft_block import Order
+from specdec.attention.plan import KVPlan
+from specdec.draft_models.block.gemma4_block_layer import Gemma4BlockLayer, Gemma4Rotary, gemma4_config
+from specdec.draft_models.block.successor_head import SuccessorHead
+from specdec.draft_models.eagle3.head import Attend, HeadContext
+from specdec.kvcache.frozen import KVView
+from specdec.kvcache.index_spaces import Space
+from specdec.kvcache.layer_context import Destination
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpec:
+    """What a head computes.
+
+    aux_layers: the target states that it reads, each named by the layer that it enters, so one more than in
+    `target_layer_ids`. block_size: rows of a block, the last token's included. shifted: row j drafts the token after
+    position S + j, else the one there. windows: sliding window of each layer, None: full. owns_vocabulary: it has an
+    embedding table and an lm_head of its own. successor: kind of its successor head, of `successor_rank`, or None.
+    is_gemma4: layers, norms and embedding of Gemma 4's kind; keys_are_values and softcap, of logits, are its too.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    aux_layers: tuple[int, ...]
+    block_size: int
+    mask_token: int
+    causal: bool = False
+    shifted: bool = False
+    windows: tuple[int | None, ...] = (None,)
+    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 1000000.0})
+    max_position_embeddings: int = 40960
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    owns_vocabulary: bool = False
+    successor: str | None = None
+    successor_rank: int = 0
+    is_gemma4: bool = False
+    keys_are_values: bool = False
+    softcap: float | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+    @property
+    def qk_norm(self) -> bool:
+        return True
+
+    @property
+    def scaling(self) -> float:
+        """Of attention scores."""
+        return 1.0 if self.is_gemma4 else self.head_dim**-0.5
+
+    @property
+    def order(self) -> Order:
+        return Order.CAUSAL if self.causal else Order.MUTUAL
+
+    @property
+    def first_row(self) -> int:
+        """The row that drafts the first token."""
+        return 0 if self.shifted else 1
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that a block drafts."""
+        return self.block_size - self.first_row
+
+    def rows_for(self, levels: int) -> int:
+        """Rows that must run for the first `levels` drafts: all where rows see those after them."""
+        return self.first_row + levels if self.causal else self.block_size
+
+
+class BlockAttention(nn.Module):
+    """Projections of one layer, for committed positions and for the block alike."""
+
+    def __init__(self, spec: BlockSpec, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, spec.head_dim
+        hidden, kv_size, q_size = spec.hidden_size, spec.num_kv_heads * spec.head_dim, spec.num_heads * spec.head_dim
+        self.q_proj = nn.Linear(hidden, q_size, bias=spec.attention_bias)
+        self.k_proj = nn.Linear(hidden, kv_size, bias=spec.attention_bias)
+        self.v_proj = nn.Linear(hidden, kv_size, bias=spec.attention_bias)
+        self.o_proj = nn.Linear(q_size, hidden, bias=spec.attention_bias)
+        self.q_norm = Qwen3RMSNorm(spec.head_dim, spec.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(spec.head_dim, spec.rms_norm_eps)
+
+    def keys_values(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [B, N, H], taps or rows of a block -> K after RoPE and V, [B, Hkv, N, D]."""
+        shape = (*x.shape[:2], -1, self.head_dim)
+        k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
+        return apply_rotary_pos_emb(k, k, *rotary)[1], self.v_proj(x).view(shape).transpose(1, 2)
+
+    def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+        q = self.q_norm(self.q_proj(x).view(*x.shape[:2], -1, self.head_dim)).transpose(1, 2)
+        q = apply_rotary_pos_emb(q, q, *rotary)[0]
+        out: torch.Tensor = self.o_proj(attend(self.layer, q, *self.keys_values(x, rotary)).flatten(2))
+        return out
+
+
+class BlockLayer(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, spec: BlockSpec, layer: int, config: Qwen3Config) -> None:
+        super().__init__()
+        self.self_attn = BlockAttention(spec, layer)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+        y = x + self.self_attn(self.input_layernorm(x), rotary, attend)
+        out: torch.Tensor = y + self.mlp(self.post_attention_layernorm(y))
+        return out
+
+
+class BlockHead(nn.Module):
+    """The head of a spec, randomly initialised; `read_block` fills one from a checkpoint.
+
+    embed_tokens, lm_head: None when the head shares the target's.
+    """
+
+    def __init__(self, spec: BlockSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        hidden = spec.hidden_size
+        self.fc = nn.Linear(len(spec.aux_layers) * hidden, hidden, bias=False)
+        self.embed_tokens: nn.Embedding | None = None
+        if spec.is_gemma4:
+            self._add_gemma4_layers(spec)
+        else:
+            self._add_qwen3_layers(spec)
+        self.lm_head = nn.Linear(hidden, spec.vocab_size, bias=False) if spec.owns_vocabulary else None
+        self.markov_head: SuccessorHead | None = None
+        if spec.successor is not None:
+            self.markov_head = SuccessorHead(spec.successor, spec.vocab_size, hidden, spec.successor_rank)
+
+    def _add_qwen3_layers(self, spec: BlockSpec) -> None:
+        hidden, eps = spec.hidden_size, spec.rms_norm_eps
+        config = Qwen3Config(
+            hidden_size=spec.hidden_size,
+            intermediate_size=spec.intermediate_size,
+            num_attention_heads=spec.num_heads,
+            num_key_value_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            hidden_act=spec.hidden_act,
+            max_position_embeddings=spec.max_position_embeddings,
+            rope_parameters=dict(spec.rope),
+        )
+        self.hidden_norm: nn.Module = Qwen3RMSNorm(hidden, eps)
+        self.layers = nn.ModuleList([BlockLayer(spec, i, config) for i in range(spec.num_layers)])
+        self.norm: nn.Module = Qwen3RMSNorm(hidden, eps)
+        self.rotary_emb: nn.Module = Qwen3RotaryEmbedding(config)
+        if spec.owns_vocabulary:
+            self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
+
+    def _add_gemma4_layers(self, spec: BlockSpec) -> None:
+        hidden, eps, config = spec.hidden_size, spec.rms_norm_eps, gemma4_config(spec)
+        self.hidden_norm = Gemma4RMSNorm(hidden, eps)
+        self.layers = nn.ModuleList([Gemma4BlockLayer(spec, i, config) for i in range(spec.num_layers)])
+        self.norm = Gemma4RMSNorm(hidden, eps)
+        self.rotary_emb = Gemma4Rotary(config)
+        if spec.owns_vocabulary:
+            self.embed_tokens = Gemma4TextScaledWordEmbedding(spec.vocab_size, hidden, 0, embed_scale=hidden**0.5)
+
+    def taps(self, states: torch.Tensor) -> torch.Tensor:
+        """Target states side by side [..., A * H] -> c [..., H], what the keys are made of."""
+        normed: torch.Tensor = self.hidden_norm(self.fc(states))
+        return normed
+
+    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """A block's embeddings [B, K, H] at positions [B, K] -> states after the final norm [B, K, H]."""
+        rotary = self.rotary_emb(embeds, positions)
+        hidden = embeds
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, attend)
+        normed: torch.Tensor = self.norm(hidden)
+        return normed
+
+    def place(self, device: torch.device, dtype: torch.dtype) -> "BlockHead":
+        """Move it. RoPE frequencies stay float32: `.to(dtype)` would round them."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(device, dtype)
+        self.to(device)
+        return self
+
+
+class TapContext(NamedTuple):
+    """Where the K/V of committed positions go: the slots of `plan`, in the drafter's own store."""
+
+    plan: KVPlan
+    view: KVView
+
+    def destination(self, layer: int) -> Destination:
+        kept = self.view.writable_layer(layer)
+        return Destination(kept.k, kept.v, self.plan.write_slots(Space.FULL))
+
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """k, v [B, Hkv, N, D]."""
+        kept = self.view.writable_layer(layer)
+        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+        self.plan.backend.store(kept, self.plan.write_slots(Space.FULL), k, v)
+
+
+class PlainBlock:
+    """A head with its embedding table and lm_head, run by its own modules. `FusedBlock` is the other form."""
+
+    def __init__(self, head: BlockHead, table: nn.Module, lm_head: nn.Module) -> None:
+        self.head, self.table, self.lm_head = head, table, lm_head
+
+    def observe(self, states: torch.Tensor, positions: torch.Tensor, context: TapContext) -> None:
+        """Store K/V of committed positions [B, N], from states [B, N, A * H] of the target."""
+        taps = self.head.taps(states)
+        rotary = self.head.rotary_emb(taps, positions)
+        for layer in self.head.layers:
+            attention: Any = layer.self_attn
+            context.store(attention.layer, *attention.keys_values(taps, rotary))
+
+    def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: HeadContext) -> torch.Tensor:
+        """A block's tokens and positions [B, K] -> states after the final norm [B, K, H]."""
+        scaling = self.head.spec.scaling
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return context.attend(AttentionCall(layer, q, k, v, scaling, None, None, None, {}))
+
+        states: torch.Tensor = self.head(self.table(tokens), positions, attend)
+        return states
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """States after the final norm [B, N, H] -> [B, N, V], without what a successor head adds."""
+        logits: torch.Tensor = self.lm_head(states)
+        cap = self.head.spec.softcap
+        return logits if cap is None else (logits / cap).tanh() * cap

@@ -1,0 +1,123 @@
+"""Training of block drafters: blocks of packed rows are what the drafter runs, and a run leaves one that loads."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from block_heads import random_head
+from typer.testing import CliRunner
+
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.cli.app import app
+from specdec.draft_models.block.block_drafter import BlockDrafter
+from specdec.drafter_loading import load_any_drafter
+from specdec.models.target import TargetModel
+from specdec.training.block_training import TrainableBlock
+from specdec.training.draft_loss import draft_loss
+from specdec.training.packed_rows import PackedRows, pack_rows
+
+from marks import slow
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"), [("dflash", "llama"), ("jetspec", "gemma4-e2b"), slow("dflash", "mistral")]
+)
+def test_blocks_of_packed_rows_are_those_of_the_drafter(
+    kind: str, family: str, make_target: Callable[..., Any]
+) -> None:
+    """The first block after each of several prompts in an engine, against blocks of one packed batch."""
+    model = make_target(family)
+    target = TargetModel(model)
+    head = random_head(target, kind)
+    trainable = TrainableBlock(head, target)
+    rng = np.random.default_rng(0)
+    documents = [(rng.integers(1, 90, n).astype(np.int32), 1) for n in (17, 13, 9)]
+    batch = PackedRows(*(x.long() for x in pack_rows(documents, 80)))
+    places = torch.tensor([[1, 4, 16, 17, 23, 33]])  # the documents begin at 0, 17 and 30
+    with torch.no_grad():
+        known = trainable.target_states(batch)
+        blocks = trainable.block_states(batch, known["states"], places)
+        got = trainable.score(blocks[:, :, head.spec.first_row :])  # [B, A, D, V]
+    drafter = BlockDrafter(head, target)
+    seen: list[torch.Tensor] = []
+    logits = drafter.form.logits
+    drafter.form.logits = lambda states: seen.append(logits(states)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
+    checked = 0
+    with Engine(target, drafter, spec=SpecConfig(5), config=EngineConfig(max_model_len=64)) as engine:
+        for row, column in np.ndindex(*places.shape):
+            place = int(places[row, column])
+            begin = place - int(batch.pos[row, place])
+            prompt = batch.ids[row, begin:place].tolist()
+            if not prompt:  # an engine has no empty ones
+                continue
+            seen.clear()
+            bias = {int(batch.ids[row, place]): 100.0}  # the block's first token is the text's
+            engine.generate([prompt], SamplingParams(max_new_tokens=7, ignore_eos=True, logit_bias=bias))
+            torch.testing.assert_close(got[row, column], seen[0][0], atol=1e-4, rtol=1e-4)
+            checked += 1
+    assert checked == 5
+
+
+def test_rows_of_answers_begin_blocks(make_target: Callable[..., Any]) -> None:
+    target = TargetModel(make_target("llama"))
+    trainable = TrainableBlock(random_head(target, "dflash"), target)
+    batch = PackedRows(*(x.long() for x in pack_rows([(np.arange(1, 12, dtype=np.int32), 4)], 14)))
+    # tokens 4 .. 10 are the answer, so that blocks begin at the tokens before each of them
+    assert trainable.learnt_rows(batch)[0].nonzero()[:, 0].tolist() == [3, 4, 5, 6, 7, 8, 9]
+    loss = draft_loss(trainable, batch, trainable.target_states(batch), 5)
+    loss.backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in trainable.module.parameters())
+
+
+@pytest.mark.slow
+def test_a_run_leaves_a_drafter_that_loads_and_drafts(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"question": f"Emma has {n} marbles. She buys {n + 3} more. How many has she now?"} for n in range(12)]
+    prompts.write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    run = ["train", "--kind", "block", "--target", "tiny-gemma4", "--prompts", str(prompts), "--device", "cpu"]
+    sizes = [
+        "--answers",
+        "8",
+        "--minutes",
+        "5",
+        "--steps",
+        "4",
+        "--length",
+        "96",
+        "--max-new-tokens",
+        "48",
+        "--rows",
+        "2",
+    ]
+    shape = ["--draft-steps", "3", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--head-dim", "32", "--causal"]
+    done = CliRunner().invoke(app, [*run, *sizes, *shape, "--out", str(tmp_path / "head"), "--report-count", "1"])
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "head" / "training" / "report.json").read_text("utf-8"))
+    assert list(report["held_out"]) == ["chain of 3", "tree of depth 3, topk 4, 32 nodes"]
+    with Engine.from_pretrained("tiny-gemma4", drafter=str(tmp_path / "head"), spec=SpecConfig(3)) as engine:
+        drafter: Any = engine.drafter
+        assert drafter.spec.causal and drafter.spec.block_size == 4 and drafter.aux_layers == (2, 15, 28)
+    assert load_any_drafter("none", drafter) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--hidden", "64"], "--hidden 64: a block drafter has the target's width, 160"),
+        (["--heads", "3"], "--heads 3 does not divide"),
+        (["--mask-token", "9999"], "MASK is token 9999; give --mask-token"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused_before_the_target_answers(
+    options: list[str], message: str, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n', "utf-8")
+    run = ["train", "--kind", "block", "--target", "tiny-gemma4", "--prompts", str(prompts), "--device", "cpu"]
+    done = CliRunner().invoke(app, [*run, "--out", str(tmp_path / "head"), *options])
+    assert done.exit_code != 0
+    assert message in " ".join(f"{done.output} {done.exception}".split())
