@@ -126,7 +126,7 @@ def fixed_to(engine: Engine, number: int) -> Callable[[], None]:
     choice = engine.steps.choice
     assert choice is not None
     choose = choice.choose
-    choice.choose = lambda *_: choice.shapes[number]  # type: ignore[method-assign]
+    choice.choose = lambda *_, **__: choice.shapes[number]  # type: ignore[method-assign]
 
     def back() -> None:
         choice.choose = choose  # type: ignore[method-assign]

@@ -25,7 +25,11 @@ from specdec.models.target import TargetModel
 
 DSPARK = {"shifted": True, "owns_vocabulary": True, "successor": "vanilla", "successor_rank": 16}
 KINDS: dict[str, dict[str, Any]] = {"dflash": {}, "jetspec": {"causal": True}, "dspark": DSPARK}
-SPECS = {"chain": SpecConfig(15), "tree of 32": SpecConfig(15, 4, 32), "tree of 64": SpecConfig(15, 8, 64)}
+SPECS = {
+    "chain": SpecConfig(15, adaptive=False),
+    "tree of 32": SpecConfig(15, 4, 32, adaptive=False),
+    "tree of 64": SpecConfig(15, 8, 64, adaptive=False),
+}
 
 
 def filled(module: Any, gain: float) -> Any:
@@ -111,7 +115,7 @@ def time_rounds(layers: int) -> None:
     config = EngineConfig(max_model_len=2048, max_batch_size=1, page_size=16)
     for name, spec in {"plain": None, **SPECS}.items():
         drafts = drafter if spec is not None else None
-        with Engine(target, drafts, spec=spec or SpecConfig(1), config=config) as engine:
+        with Engine(target, drafts, spec=spec or SpecConfig(1, adaptive=False), config=config) as engine:
             engine.generate([prompt], params)  # compiled and captured
             stats = engine.generate([prompt], params)[0].stats
         parts = {"draft": stats.draft_seconds, "verify": stats.verify_seconds, "other": stats.other_seconds}

@@ -72,9 +72,9 @@ def first_token_ms(engine: Engine, prompts: list[list[int]]) -> tuple[float, flo
     while waiting:
         engine.step()
         now = (time.perf_counter() - begin) * 1e3
-        done = [handle for handle in waiting if handle.finish_reason is not None]
+        done = [handle for handle in waiting if handle.finished]
         times += [now] * len(done)
-        waiting = [handle for handle in waiting if handle.finish_reason is None]
+        waiting = [handle for handle in waiting if not handle.finished]
     return statistics.mean(times), max(times)
 
 

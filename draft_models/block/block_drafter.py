@@ -41,6 +41,8 @@ class BlockDrafter(Drafter):
     """A head fitted to a target; `block_drafter` makes one. Its layers are fused if the target's are."""
 
     name = "block"
+    reads_every_state = False
+    may_lag = True
     weights: Weights
 
     def __init__(self, head: BlockHead, target: TargetInfo) -> None:

@@ -149,8 +149,8 @@ def reported_shapes(settings: TrainSettings) -> dict[str, SpecConfig]:
         return SHAPES
     depth, nodes = settings.draft_steps, min(32, 5 + 16 * (settings.draft_steps - 1))
     return {
-        f"chain of {depth}": SpecConfig(depth),
-        f"tree of depth {depth}, topk 4, {nodes} nodes": SpecConfig(depth, 4, nodes),
+        f"chain of {depth}": SpecConfig(depth, adaptive=False),
+        f"tree of depth {depth}, topk 4, {nodes} nodes": SpecConfig(depth, 4, nodes, adaptive=False),
     }
 
 

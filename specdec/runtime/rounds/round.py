@@ -90,7 +90,7 @@ class Round:
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows that take part, padding behind
         self.clock = StageClock(self.device)
         self.unread: Unread | None = None
-        if drafter is not None and drafter.may_lag and lags:
+        if drafter is not None and lags and getattr(drafter, "may_lag", False):
             width = target.hidden_size * max(1, len(self.aux_layers))
             self.unread = Unread(len(self.tokens.host), width, target.dtype, self.device)
         self._weights = watched_weights(target, drafter)
