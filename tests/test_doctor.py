@@ -3,6 +3,7 @@
 Causes are seeded as exports get them wrong: in config.json, in the weights, in the tokenizer's files, in names.
 """
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -225,3 +226,26 @@ def test_every_cause_can_be_recognised():
     assert all(cause.seen is not None or cause.changes is not None for cause in CAUSES)
     assert all(cause.seen is not None for cause in CAUSES if cause.warns)
     assert Path(BUNDLED_DIR).is_dir()
+
+
+def turned(tokenizer, template):
+    """A tokenizer with another chat template, as its files may have it."""
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = template
+    return other
+
+
+def test_a_tokenizer_without_its_template_is_named(engine, diagnose):
+    found = diagnose(ASSISTANT, turned(engine.tokenizer, None), prompts=["a", "b", "c", "d"])
+    assert "template" in causes(found)
+
+
+@pytest.mark.slow
+def test_a_thinking_mode_that_the_drafter_was_not_trained_in_is_named(engine, diagnose):
+    """A template that thinks unless it is told not to, as Qwen 3's."""
+    thinks = (
+        "{% if enable_thinking is not defined or enable_thinking %}"
+        "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %} <think> {% else %}"
+    )
+    template = f"{thinks}{engine.tokenizer.chat_template}{{% endif %}}"
+    assert causes(diagnose(ASSISTANT, turned(engine.tokenizer, template))) == ["thinking mode"]

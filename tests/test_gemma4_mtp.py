@@ -201,7 +201,7 @@ def test_a_failing_step_thaws_the_cache(
     target, prompt = make_target("gemma4-e2b"), random_prompt(9)
     engine = make_engine(target, make_assistant(target))
     with monkeypatch.context() as broken:
-        broken.setattr(engine.drafter, "_head", lambda hidden: 1 / 0)
+        broken.setattr(engine.drafter, "logits", lambda hidden: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.generate(prompt, SamplingParams(max_new_tokens=5))
     assert engine.round.worker.view is None and not engine.table.allocator.frozen
