@@ -11,17 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
-from specdec import Engine, EngineConfig, SpecConfig
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.cli.app import app
 from specdec.doctor.acceptance import Comparison, Measured
 from specdec.doctor.causes import CAUSES
 from specdec.doctor.changed_drafters import changed_head
+from specdec.doctor.dense_drafts import dense_drafts
 from specdec.doctor.published_acceptance import PUBLISHED, published_for
+from specdec.doctor.recorded_text import record
 from specdec.doctor.rounded_weights import NONE, grid_of
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.drafter_loading import load_any_drafter
 from specdec.errors import ConfigError
-from specdec.models.bundled import BUNDLED_DIR
+from specdec.models.bundled import BUNDLED_DIR, HELD_OUT_PROBLEMS
 from specdec.models.published import BUNDLED_EAGLE3, BUNDLED_MTP, EAGLE3_PAIRS, GEMMA4_PAIRS, QAT_PAIRS
+from specdec.text.prompt_files import read_prompts
 
 HEAD, ASSISTANT = "tiny-gemma4-eagle3", "tiny-gemma4-mtp"
 SPEC = SpecConfig(4)
@@ -104,6 +110,10 @@ def fed_back_unnormed(config):
     config["eagle_config"]["norm_output"] = False
 
 
+def slides(config):
+    config |= {"layer_types": ["sliding_attention"], "sliding_window": 6, "use_sliding_window": True}
+
+
 def narrower(config):
     config["text_config"]["sliding_window"] = 47
 
@@ -114,7 +124,8 @@ SEEDED = {
     "norm": (HEAD, fed_back_unnormed, None, "norm"),
     "rope base of a head": (HEAD, lambda config: config.update(rope_theta=1e6), None, "rope base"),
     "rope base of an assistant": (ASSISTANT, text_rope, None, "rope base"),
-    "window": (ASSISTANT, narrower, None, "window"),
+    "window of an assistant": (ASSISTANT, narrower, None, "window"),
+    "window of a head": (HEAD, slides, None, "window"),
     "fp8 head": (HEAD, None, rounded_fp8, "dtype"),
     "int4 head": (HEAD, None, rounded_int4, "dtype"),
     "int4 assistant": (ASSISTANT, None, rounded_int4, "dtype"),
@@ -249,3 +260,50 @@ def test_a_thinking_mode_that_the_drafter_was_not_trained_in_is_named(engine, di
     )
     template = f"{thinks}{engine.tokenizer.chat_template}{{% endif %}}"
     assert causes(diagnose(ASSISTANT, turned(engine.tokenizer, template))) == ["thinking mode"]
+
+
+@pytest.fixture(scope="module")
+def earlier(engine, tmp_path_factory):
+    """An assistant for queries at S - 1, on disk: sharp attention, and a head that is fitted to its states there."""
+    folder = tmp_path_factory.mktemp("earlier")
+    fitted = load_any_drafter(ASSISTANT, engine.target)
+    assistant = copy.deepcopy(fitted.assistant)
+    for layer in assistant.model.layers:
+        layer.self_attn.q_norm.weight.data *= 10
+        layer.post_attention_layernorm.weight.data *= 10
+    prompts = [engine.chat_prompt(problem.text) for problem in read_prompts(HELD_OUT_PROBLEMS, 8)]
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=TOKENS, ignore_eos=True))
+    drafter = Gemma4MTPDrafter(assistant, engine.target, query_offset=-1, window_shift=1)
+    states, tokens = [], []
+    with pytest.MonkeyPatch.context() as spying, torch.inference_mode():
+        head = drafter.logits
+        spying.setattr(drafter, "logits", lambda hidden: states.append(hidden[0]) or head(hidden))
+        for output in outputs:
+            text = record(engine.target, output.prompt_token_ids, output.token_ids)
+            roots = dense_drafts(drafter, text, 4).roots
+            tokens += [text.tokens[roots + 1 + depth] for depth in range(4)]
+        x, y = torch.cat(states), torch.cat(tokens)
+        wanted = torch.nn.functional.one_hot(y, engine.target.vocab_size).float()
+        ridge = 1e-3 * x.pow(2).mean() * torch.eye(x.shape[1])
+        head_weight = 20 * torch.linalg.solve(x.T @ x + ridge, x.T @ wanted).T
+    assistant.lm_head.weight.data.copy_(head_weight)  # tied: the assistant reads the target's embedding, never its own
+    assistant.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_an_assistant_for_another_frozen_position_is_named(earlier, diagnose):
+    assert causes(diagnose(earlier)) == ["frozen position"]
+
+
+def test_the_command_says_what_it_found_and_exits_with_1_for_a_cause(export, tmp_path):
+    copied = export(ASSISTANT, narrower)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"How many are {n} and {n}?"}) + "\n" for n in range(4)))
+    report = tmp_path / "report.json"
+    words = ["--max-new-tokens", "8", "--prompts", str(prompts), "--json", str(report)]
+    result = CliRunner().invoke(app, ["doctor", "--drafter", str(copied), *words])
+    assert result.exit_code == 1
+    assert "window: its sliding_window is 47, the target's 48" in result.stdout
+    assert json.loads(report.read_text())["findings"][0]["cause"] == "window"
+    assert CliRunner().invoke(app, ["doctor", "--drafter", "none"]).exit_code == 2
