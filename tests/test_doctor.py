@@ -25,8 +25,10 @@ from specdec.doctor.rounded_weights import NONE, grid_of
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.drafter_loading import load_any_drafter
 from specdec.errors import ConfigError
+from specdec.gpu.operations import REFERENCE
 from specdec.models.bundled import BUNDLED_DIR, HELD_OUT_PROBLEMS
 from specdec.models.published import BUNDLED_EAGLE3, BUNDLED_MTP, EAGLE3_PAIRS, GEMMA4_PAIRS, QAT_PAIRS
+from specdec.models.target import TargetModel
 from specdec.text.prompt_files import read_prompts
 
 HEAD, ASSISTANT = "tiny-gemma4-eagle3", "tiny-gemma4-mtp"
@@ -307,3 +309,17 @@ def test_the_command_says_what_it_found_and_exits_with_1_for_a_cause(export, tmp
     assert "window: its sliding_window is 47, the target's 48" in result.stdout
     assert json.loads(report.read_text())["findings"][0]["cause"] == "window"
     assert CliRunner().invoke(app, ["doctor", "--drafter", "none"]).exit_code == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", [ASSISTANT, HEAD])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_fused_layers_and_16_bits_are_no_cause(drafter, dtype, engine):
+    model = copy.deepcopy(engine.target.model).to(dtype)
+    target = TargetModel(model, REFERENCE)
+    fitted = load_any_drafter(drafter, target)
+    assert target.unfused is None and fitted.unfused is None
+    with Engine(target, fitted, tokenizer=engine.tokenizer, spec=SPEC, config=engine.config) as pair:
+        found = pair.diagnose(max_new_tokens=TOKENS)
+    assert causes(found) == []
+    assert found.reference.holds

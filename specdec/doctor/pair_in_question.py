@@ -68,9 +68,16 @@ class PairInQuestion:
         return [self._ids(question) for question in self.questions]
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[GenerationOutput]:
-        """Outputs of an engine of this pair's own, so that no prefix cache and no figure is shared."""
+        """Outputs of an engine of this pair's own, so that no prefix cache and no figure is shared.
+
+        It captures nothing: a drafter that notes its logits waits for the device.
+        """
         config = replace(
-            self.engine.config, max_batch_size=len(prompts), prefix_cache=False, **self._room(prompts, params)
+            self.engine.config,
+            max_batch_size=len(prompts),
+            prefix_cache=False,
+            cuda_graphs=False,
+            **self._room(prompts, params),
         )
         made = self.make(self.target, self.drafter, tokenizer=self.tokenizer, spec=self.engine.spec, config=config)
         try:

@@ -46,7 +46,7 @@ PUBLISHED = (
         num_steps=7,
         length=5.37,
         data="coding, temperature 1, bfloat16, B300",
-        source="vLLM users' reports (FACTS D.3)",
+        source="users' reports of vLLM, read 2026-11",
     ),
     PublishedAcceptance(
         target="gemma-4-26b-a4b-it",
@@ -54,7 +54,7 @@ PUBLISHED = (
         num_steps=4,
         length=3.68,
         data="DGX Spark",
-        source="users' reports (FACTS D.3)",
+        source="users' reports, read 2026-11",
     ),
     PublishedAcceptance(
         target="llama-3.1-8b-instruct",
@@ -62,7 +62,7 @@ PUBLISHED = (
         num_steps=7,
         length=3.34,
         data="GSM8K, temperature 1 (MT-bench 2.77, HumanEval 3.49)",
-        source="yuhuili's head in chains (FACTS D.2)",
+        source="published figures of yuhuili's head in chains of 7, read 2026-11",
     ),
     PublishedAcceptance(
         target="qwen3-8b",
@@ -70,7 +70,7 @@ PUBLISHED = (
         num_steps=5,
         length=3.48,
         data="math, temperature 0.6 (HumanEval 3.24, all 2.82)",
-        source="speculators, pull request 610 (FACTS D.2)",
+        source="speculators, pull request 610, read 2026-11",
     ),
 )
 

@@ -43,8 +43,8 @@ class RecordedText:
         """[T, A * H], side by side; no layers: the final states."""
         if not layers:
             return self.hidden
-        found = [state[0] for layer in layers if (state := self.context.states[layer]) is not None]
-        return torch.cat(found, dim=-1)
+        found = [state for layer in layers if (state := self.context.states[layer]) is not None]
+        return torch.cat(found, dim=-1).view(len(self.tokens), -1)  # [1, T, H] each, of fused layers [T, H]
 
 
 @torch.inference_mode()

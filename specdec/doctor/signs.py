@@ -103,12 +103,14 @@ def norm_of_ones(subject: Subject) -> Sign | None:
 
 
 def qat_with_plain(subject: Subject) -> Sign | None:
-    """Targets trained for int4 have assistants of their own (FACTS 6.2)."""
+    """Targets trained for int4 have assistants of their own. Only names as they are published are compared: a folder
+    may be called anything."""
     assert isinstance(subject.drafter, Gemma4MTPDrafter)
     target = subject.target.name
     drafter = str(getattr(subject.drafter.assistant.config, "_name_or_path", "") or "")
-    is_qat, drafts_for_qat = (bool(re.search(r"(^|[-_/])qat([-_/]|$)", _last(name))) for name in (target, drafter))
-    if not drafter or is_qat == drafts_for_qat:
+    is_qat, drafts_for_qat = (bool(re.search(r"(^|[-_])qat([-_]|$)", _last(name))) for name in (target, drafter))
+    published = "gemma" in _last(target) and "assistant" in _last(drafter)
+    if not published or is_qat == drafts_for_qat:
         return None
     wanted, given = ("QAT", "plain") if is_qat else ("plain", "QAT")
     return Sign(
