@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from specdec.doctor import changes_of_assistants, changes_of_heads, changes_of_prompts, signs
-from specdec.doctor.change import Change
+from specdec.doctor import signs
+from specdec.doctor.changes import changes_of_assistants, changes_of_heads, changes_of_prompts
+from specdec.doctor.changes.change import Change
 from specdec.doctor.pair_in_question import PairInQuestion
 from specdec.doctor.signs import Sign, Subject
 from specdec.draft_models.base import Drafter

@@ -17,7 +17,7 @@ from typing import Any
 from specdec.config import SamplingParams
 from specdec.doctor.acceptance import Acceptance, Comparison, Measured, measured_by_engine, measured_densely
 from specdec.doctor.causes import CAUSES, Cause, Seeing, subject_of, what_is_seen
-from specdec.doctor.change import Change
+from specdec.doctor.changes.change import Change
 from specdec.doctor.dense_drafts import can_be_run, dense_drafts
 from specdec.doctor.diagnosis import Diagnosis, Finding, Trial
 from specdec.doctor.pair_facts import drafter_path, pair_facts

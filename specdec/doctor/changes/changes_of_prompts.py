@@ -6,7 +6,7 @@ The answers are other texts then, so a gain says less than one on the same text:
 import re
 from collections.abc import Iterator
 
-from specdec.doctor.change import Change
+from specdec.doctor.changes.change import Change
 from specdec.doctor.pair_in_question import PairInQuestion
 
 MIN_GAIN = 0.15

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from specdec.doctor.change import Change
-from specdec.doctor.changed_drafters import changed_assistant
+from specdec.doctor.changes.change import Change
+from specdec.doctor.changes.changed_drafters import changed_assistant
 from specdec.doctor.pair_in_question import PairInQuestion
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 

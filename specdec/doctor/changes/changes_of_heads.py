@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from specdec.doctor.change import Change
-from specdec.doctor.changed_drafters import changed_head
+from specdec.doctor.changes.change import Change
+from specdec.doctor.changes.changed_drafters import changed_head
 from specdec.doctor.pair_in_question import PairInQuestion
 from specdec.draft_models.eagle3.checkpoint_formats import AUX_IDS
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
