@@ -58,10 +58,21 @@ class Gemma4MTPDrafter(Drafter):
 
     name = "gemma4_mtp"
     weights: Weights
-    extra_keys = WINDOW_SHIFT - QUERY_POSITION_OFFSET
     reads_every_state = False
 
-    def __init__(self, assistant: nn.Module, target: TargetInfo) -> None:
+    def __init__(
+        self,
+        assistant: nn.Module,
+        target: TargetInfo,
+        *,
+        query_offset: int | None = None,
+        window_shift: int | None = None,
+    ) -> None:
+        """query_offset, window_shift: for an assistant that was trained for other conventions than
+        `QUERY_POSITION_OFFSET` and `WINDOW_SHIFT`, the defaults."""
+        self.query_offset = QUERY_POSITION_OFFSET if query_offset is None else query_offset
+        self.window_shift = WINDOW_SHIFT if window_shift is None else window_shift
+        self.extra_keys = max(self.window_shift - self.query_offset, 0)
         self.assistant: Any = assistant
         self.model: Any = private_copy(assistant)
         self.embed = target.embed
@@ -110,14 +121,14 @@ class Gemma4MTPDrafter(Drafter):
         """The next token [B, M] of each state [B, M, H]; positions [B, M]: where it will stand."""
         head, ops = self._centroids, None if self.unfused else self.ops
         if head is None or ops is None or batch.params is None:
-            return batch.sample(self._head(out), positions)
+            return batch.sample(self.logits(out), positions)
         return ops(centroid_sample)(out, positions, batch.params, head)
 
     def best(self, out: torch.Tensor, positions: torch.Tensor, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """The `topk` likeliest next tokens under the noise, and their log-probabilities: [B, M, K]."""
         head, ops = self._centroids, None if self.unfused else self.ops
         if head is None or ops is None or batch.params is None or batch.topk > min(MAX_BEST, head.num_listed):
-            return batch.best(self._head(out), positions, batch.topk)
+            return batch.best(self.logits(out), positions, batch.topk)
         return ops(centroid_best)(out, positions, batch.params, head, batch.topk)
 
     @property
@@ -157,7 +168,7 @@ class Gemma4MTPDrafter(Drafter):
             out, following = self._run(tokens, hidden, tokens * 100, Echo())
             return torch.cat([self.model.lm_head(out), following], dim=-1).flatten(0, 1).float()
 
-    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, M, H] -> [B, M, V], -inf outside the best centroids if the head has any."""
         head = self._centroids
         if head is None:
@@ -221,8 +232,8 @@ class Gemma4MTPWorker:
             self.binding.cache.table,
             batch.rows,
             num_queries=num_queries,
-            position_offset=QUERY_POSITION_OFFSET,
-            window_shift=WINDOW_SHIFT,
+            position_offset=self.drafter.query_offset,
+            window_shift=self.drafter.window_shift,
             committed_len=batch.positions()[0],
             prefix=batch.prefix,
         )

@@ -25,6 +25,8 @@ from transformers import PreTrainedModel
 from specdec.attention.backend import choose_backend
 from specdec.attention.checked_backend import sanitized
 from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfig, require_int
+from specdec.doctor.diagnose import NEW_TOKENS, diagnose, warn_at_load
+from specdec.doctor.diagnosis import Diagnosis
 from specdec.draft_models.base import Drafter
 from specdec.drafter_loading import load_any_drafter
 from specdec.errors import ConfigError, SpecDecError, shown
@@ -171,6 +173,7 @@ class Engine:
         ops = choose_operations(config.fused, config.attention, model.device, model.dtype)
         bound = TargetModel(model, ops, deterministic=config.deterministic)
         fitted = load_any_drafter(drafter, bound, {**shared, **(drafter_options or {})}, tokenizer)
+        warn_at_load(bound, fitted, tokenizer)
         return cls(bound, fitted, tokenizer=tokenizer, spec=spec, config=config)
 
     def generate(
@@ -286,6 +289,24 @@ class Engine:
     def stats(self) -> EngineStats:
         """Sums over all requests that finished in this engine."""
         return self._turns.run(self.steps.stats)
+
+    def diagnose(
+        self,
+        prompts: Sequence[str | list[int]] | None = None,
+        *,
+        chat: bool = True,
+        max_new_tokens: int = NEW_TOKENS,
+    ) -> Diagnosis:
+        """Why the drafter is accepted less than it could be: `findings` names each cause and what to change.
+
+        The pair answers the prompts greedily, in an engine of its own; then the drafter is made again with one setting
+        changed at a time, and a change that raises acceptance clearly is named. `healthy` means that nothing is.
+        prompts: at least 4 texts, or lists of token ids, of the kind that the pair is meant for; None: word problems.
+        chat: texts are turns of a chat, as in `chat`; False: as `generate` takes them. Not for an engine
+        that serves requests meanwhile: it takes half a minute, and memory for a second K/V cache.
+        Raises ConfigError for an engine without a drafter, fewer prompts, or texts where there is no tokenizer.
+        """
+        return diagnose(self, type(self), prompts, chat=chat, max_new_tokens=max_new_tokens)
 
     def running_ids(self) -> set[int]:
         """Ids (`Handle.id`) of the requests that have a row."""

@@ -495,10 +495,10 @@ def test_a_centroid_head_draws_from_its_list(shape, make_target, make_assistant,
     target.ops = REFERENCE.replacing({head: counted(head) for head in (centroid_sample, centroid_best)})
     drafter = Gemma4MTPDrafter(make_assistant(model, ordered=True), target)
     engine = Engine(target, drafter, spec=DRAFTS[shape], config=EngineConfig(max_model_len=64))
-    drafter._head = lambda hidden: pytest.fail("the head made a row of the vocabulary")
+    drafter.logits = lambda hidden: pytest.fail("the head made a row of the vocabulary")
     engine.generate(random_prompt(5), GREEDY)
     assert set(calls) == {centroid_sample if shape == "chain" else centroid_best}
-    del drafter._head
+    del drafter.logits
     wide = Engine(target, drafter, spec=SpecConfig(1, 25), config=EngineConfig(max_model_len=64))
     calls.clear()
     wide.generate(random_prompt(5), GREEDY)

@@ -51,7 +51,7 @@ def spy(monkeypatch):
         this = record.rounds[-1]
         this.fed.append(tokens[:, 0].clone())
         this.positions.append(context.plan.positions.clone())
-        this.logits.append(self._head(states)[:, 0].clone())
+        this.logits.append(self.logits(states)[:, 0].clone())
         worker = record.worker
         allocator = worker.binding.cache.allocator
         record.states.append((allocator.frozen, worker.view is context.view and not worker.view.writable))
@@ -166,7 +166,7 @@ def test_every_level_of_a_tree_goes_on_from_the_states_of_its_own_path(
 
     def spying_step(self, tokens, hidden, context):
         states, after = step(self, tokens, hidden, context)
-        levels.append((tokens[0].tolist(), self._head(states)[0]))
+        levels.append((tokens[0].tolist(), self.logits(states)[0]))
         return states, after
 
     def spying_add_level(self, *scored):
@@ -201,7 +201,7 @@ def test_a_failing_step_thaws_the_cache(
     target, prompt = make_target("gemma4-e2b"), random_prompt(9)
     engine = make_engine(target, make_assistant(target))
     with monkeypatch.context() as broken:
-        broken.setattr(engine.drafter, "_head", lambda hidden: 1 / 0)
+        broken.setattr(engine.drafter, "logits", lambda hidden: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.generate(prompt, SamplingParams(max_new_tokens=5))
     assert engine.round.worker.view is None and not engine.table.allocator.frozen

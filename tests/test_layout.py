@@ -22,14 +22,17 @@ FLOORS = (  # a module imports from lower floors and from its own room; the long
     ("specdec.attention", "specdec.sampling", "specdec.layers"),
     ("specdec.models", "specdec.draft_models"),
     ("specdec.runtime",),
-    ("specdec.loading", "specdec.drafter_loading", "specdec.engine", "specdec.hf_generate", "specdec"),
+    (
+        *("specdec.loading", "specdec.drafter_loading", "specdec.doctor", "specdec.engine", "specdec.hf_generate"),
+        "specdec",
+    ),
     ("specdec.serving", "specdec.evaluation", "specdec.training"),
     ("specdec.cli",),
 )
 OPEN_FLOORS = (0, 5)
-"""Their rooms are single files, and import each other in the order in which they stand."""
+"""Their rooms are single files, and the doctor; they import each other in the order in which they stand."""
 
-COMMAND_FILES = tuple(f"specdec.cli.{name}" for name in ("generate", "bench", "evaluate", "serve", "train"))
+COMMAND_FILES = tuple(f"specdec.cli.{name}" for name in ("generate", "bench", "evaluate", "doctor", "serve", "train"))
 LIGHT_FILES = (*COMMAND_FILES, *(f"specdec.cli.{name}" for name in ("app", "command", "options", "config_file")))
 NEVER = (  # what a room does not know, beyond its floor
     ("specdec.runtime.rounds", "specdec.runtime", "the device's part knows no request and no scheduler"),

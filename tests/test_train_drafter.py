@@ -165,7 +165,7 @@ def test_the_parallel_mtp_forward_is_the_drafters_own_step(family, make_target) 
             for step in range(steps):
                 with torch.no_grad():
                     states, hidden = drafter.step(torch.tensor([[ids[s + step]]]), hidden, context)
-                    want = drafter._head(states)
+                    want = drafter.logits(states)
                 torch.testing.assert_close(logits[step, row, start + s], want[0, 0], atol=1e-4, rtol=1e-4)
                 checked += 1
     assert checked == 27

@@ -35,10 +35,12 @@ from specdec.layers.fuse import Weights
 
 
 class Eagle3Drafter(Drafter):
-    """A head fitted to a target; `eagle3_drafter` makes one. Its layers are fused if the target's are."""
+    """A head fitted to a target; `eagle3_drafter` makes one. Its layers are fused if the target's are. source: the
+    folder that it was read from, None for a head that was made otherwise."""
 
     name = "eagle3"
     may_lag = True
+    source: str | None = None
     weights: Weights
 
     def __init__(self, head: Eagle3Head, target_ids: torch.Tensor | None, target: TargetInfo) -> None:
@@ -55,7 +57,7 @@ class Eagle3Drafter(Drafter):
         self.target_ids = None if target_ids is None else target_ids.to(target.device)
         self.weights = Weights(self.name, head)
         table = target.embed if head.embed_tokens is None else head.embed_tokens
-        plain = PlainHead(head, table, target.head)
+        self.plain = plain = PlainHead(head, table, target.head)
         self.form = plain
         self.ops = REFERENCE
         if target.ops is not None:
@@ -67,7 +69,10 @@ class Eagle3Drafter(Drafter):
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """norm(a) [B, M, H] -> [B, M, V] over the target's vocabulary, -inf for tokens outside the draft's."""
-        logits = self.form.logits(normed)
+        return self.over_vocabulary(self.form.logits(normed))
+
+    def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """[B, M, draft V] -> [B, M, V], -inf for tokens outside the draft's vocabulary."""
         if self.target_ids is None:
             return logits
         full = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
@@ -136,4 +141,6 @@ class Eagle3Worker:
 def eagle3_drafter(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:
     """Read the head in `folder` and fit it to `target`. `aux_layers`: see `Eagle3Spec`; None: what the files say."""
     head, target_ids = read_head(folder, TargetShape.of(target), aux_layers)
-    return Eagle3Drafter(head.place(target.device, target.dtype).eval(), target_ids, target)
+    drafter = Eagle3Drafter(head.place(target.device, target.dtype).eval(), target_ids, target)
+    drafter.source = str(folder)
+    return drafter

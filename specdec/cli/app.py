@@ -22,6 +22,7 @@ COMMANDS = {  # its line of help
     "chat": "Talk with a model: history is kept, and text from accepted drafts is coloured.",
     "bench": "Measure tokens/s with and without the drafter; refuses to print figures if any output differs.",
     "eval": "Is it right, and how much faster?",
+    "doctor": "Why is the drafter accepted less than it could be? Names the cause, and what to change.",
     "serve": "Serve a pair over HTTP, as OpenAI's API and clients have it. Needs the extra: specdec-runtime\\[serve].",
     "train": "Train a drafter for a target on the target's own answers to your prompts.",
     "models": "List the bundled models and the pairs of target and drafter that are known by name.",

@@ -60,6 +60,18 @@ class DraftUse(NamedTuple):
         ]
         return f"{rows} running: " + "; ".join(named) if named else "no round has had a choice yet"
 
+    def best_chain(self, batch: int, accepted: Sequence[float]) -> str:
+        """In words: the chain of most tokens a millisecond for so many requests, where drafts 1, 2, ... are accepted in
+        these shares of the rounds; none, perhaps."""
+        tokens = np.cumsum([1.0, *accepted])
+        chains = [
+            (tokens[min(shape.num_steps, len(accepted))] / took, shape)
+            for shape, took in zip(self.shapes, self.milliseconds[batch], strict=True)
+            if shape.topk == 1
+        ]
+        plain, (rate, best) = chains[0][0], max(chains)
+        return f"{name(best)}, {rate / plain:.2f} times the tokens a second of none"
+
 
 NO_CHOICE = DraftUse()
 

@@ -1,0 +1,90 @@
+"""`specdec doctor`: a diagnosis as tables or as JSON, and as the exit status."""
+
+import json
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from specdec.cli.bodies.settings import drafter_name, engine_config, load_engine, prepare_output
+from specdec.cli.doctor import DoctorOptions
+from specdec.doctor.diagnosis import Diagnosis
+from specdec.errors import ConfigError
+from specdec.evaluation.output_files import STDOUT, write_file
+from specdec.text.prompt_files import read_prompts
+
+WIDE = 160
+"""Columns of a table that is written to a file or a pipe."""
+
+
+def examine_pair(options: DoctorOptions) -> None:
+    if drafter_name(options.pair) is None:
+        raise ConfigError("the doctor looks at a drafter; give --drafter a hub id, a folder or a bundled name")
+    prepare_output(options.pair)
+    questions = None
+    if options.prompts is not None:
+        questions = [problem.text for problem in read_prompts(options.prompts, options.limit)]
+    with load_engine(options.pair, engine_config(options.pair, batch_size=1)) as engine:
+        found = engine.diagnose(questions, chat=not options.raw, max_new_tokens=options.max_new_tokens)
+    if options.json_file is not None:
+        write_file(options.json_file, json.dumps(found.as_json(), indent=2))
+    if options.json_file != STDOUT:
+        show(found)
+    if not found.healthy:
+        raise typer.Exit(1)
+
+
+def show(found: Diagnosis) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDE)
+    for table in (facts(found), acceptance(found), trials(found)):
+        console.print(table)
+    for note in found.notes:
+        console.print(note, markup=False)
+    for finding in found.findings:
+        gained = (
+            "" if finding.after is None else f" (expected accepted length {finding.before:.2f} -> {finding.after:.2f})"
+        )
+        console.print(f"{finding.cause}: {finding.what}{gained}\n    {finding.do}", markup=False)
+    if found.healthy:
+        console.print(f"nothing wrong was found, in {found.seconds:.0f} s")
+
+
+def facts(found: Diagnosis) -> Table:
+    """What was read, the reference, and memory."""
+    table = Table("read", "", title="the pair", title_justify="left")
+    for name, text in found.read.items():
+        table.add_row(name, text)
+    if found.reference is not None:
+        says = "the same" if found.reference.holds else "DIFFERENT"
+        table.add_row("logits", f"{says} as the dense reference's, to {found.reference.difference:.1e}")
+    pools = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in found.memory.items())
+    table.add_row("memory of K/V", pools)
+    if found.best_shape is not None:
+        table.add_row("best shape", found.best_shape)
+    return table
+
+
+def acceptance(found: Diagnosis) -> Table:
+    """By depth, next to what is published."""
+    depths = [str(depth + 1) for depth in range(len(found.acceptance.by_depth))]
+    table = Table("acceptance", "length", *depths, "of", title="acceptance by draft", title_justify="left")
+    shares = [f"{share:.2f}" for share in found.acceptance.by_depth]
+    table.add_row("here", f"{found.acceptance.length:.2f}", *shares, f"{found.prompts} prompts, greedy")
+    if (figure := found.published) is not None:
+        known = [f"{share:.2f}" for share in figure.by_depth][: len(depths)]
+        known += [""] * (len(depths) - len(known))
+        table.add_row(
+            "published", f"{figure.length:.2f}", *known, f"{figure.num_steps} drafts; {figure.data}; {figure.source}"
+        )
+    return table
+
+
+def trials(found: Diagnosis) -> Table:
+    """Every change that was tried."""
+    table = Table("cause", "change", "gain", "greedy", "t", "", title="changes tried", title_justify="left")
+    for trial in found.trials:
+        figures = f"{trial.gain:+.3f}", f"{trial.greedy:+.3f}", f"{trial.t:.1f}"
+        table.add_row(trial.cause, trial.what, *figures, "helps" if trial.named else "")
+    return table

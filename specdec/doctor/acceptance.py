@@ -1,0 +1,92 @@
+"""How far drafts are accepted, prompt by prompt, and when one pair is clearly better than another.
+
+Greedy answers do not depend on the drafter, so two drafters are compared on the same texts, prompt by prompt. Two
+figures of each: the greedy accepted length, and the expected one, were drafts drawn (`Drafts.expected`), which moves
+with every probability and so needs fewer prompts. A change is clearly better if
+
+    the mean of the differences d_i of the expected length is at least MIN_GAIN of what it was,
+    it is T_LIMIT standard errors above zero, and d_i > 0 on 7 of 8 prompts at least,
+    and the greedy length has not become shorter
+
+With 8 prompts t >= 4 has a probability of 0.003 by chance; about ten changes are tried, most of which do harm to a
+healthy pair.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import NamedTuple
+
+from specdec.doctor.dense_drafts import Drafts
+from specdec.runtime.request import GenerationOutput, RequestStats
+
+MIN_GAIN, T_LIMIT, POSITIVE = 0.01, 4.0, 0.87
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Of an engine's rounds. lengths: tokens a round on each prompt, the bonus token included. by_depth: share of the
+    rounds in which drafts 1, 2, ... were accepted, over all prompts."""
+
+    lengths: tuple[float, ...]
+    by_depth: tuple[float, ...]
+
+    @property
+    def length(self) -> float:
+        """Mean over the prompts."""
+        return mean(self.lengths)
+
+    @classmethod
+    def of(cls, outputs: Sequence[GenerationOutput]) -> "Acceptance":
+        total = RequestStats()
+        for output in outputs:
+            total.add(output.stats)
+        return cls(tuple(output.stats.acceptance_length for output in outputs), tuple(total.accepted_per_position))
+
+
+class Measured(NamedTuple):
+    """Accepted lengths, the bonus included, on each prompt: expected, and greedy."""
+
+    expected: tuple[float, ...]
+    greedy: tuple[float, ...]
+
+    @property
+    def length(self) -> float:
+        """The expected one, over all prompts."""
+        return mean(self.expected)
+
+
+def measured_densely(drafts: Sequence[Drafts]) -> Measured:
+    """One `Drafts` a prompt, each over every place of its answer."""
+    expected = tuple(1 + float(each.expected.mean()) for each in drafts)
+    return Measured(expected, tuple(1 + float(each.accepted.float().mean()) for each in drafts))
+
+
+def measured_by_engine(outputs: Sequence[GenerationOutput]) -> Measured:
+    """Where drafts have no probabilities, the greedy length stands for both."""
+    lengths = Acceptance.of(outputs).lengths
+    return Measured(lengths, lengths)
+
+
+class Comparison(NamedTuple):
+    """Of two pairs on the same prompts. gain: mean difference of the expected lengths; t: the same in standard errors;
+    positive: share of the prompts with a gain; greedy_gain: mean difference of the greedy lengths; before: the expected
+    length before the change."""
+
+    gain: float
+    t: float
+    positive: float
+    greedy_gain: float
+    before: float
+
+    @classmethod
+    def of(cls, now: Measured, before: Measured) -> "Comparison":
+        d = [a - b for a, b in zip(now.expected, before.expected, strict=True)]
+        greedy = mean(a - b for a, b in zip(now.greedy, before.greedy, strict=True))
+        error = max(stdev(d) / len(d) ** 0.5, 1e-9)
+        return cls(mean(d), mean(d) / error, sum(x > 0 for x in d) / len(d), greedy, before.length)
+
+    def is_clear(self, least: float = MIN_GAIN) -> bool:
+        """See the head of this file; `least` stands for MIN_GAIN."""
+        large = self.gain >= least * self.before
+        return large and self.t >= T_LIMIT and self.positive >= POSITIVE and self.greedy_gain >= 0

@@ -1,0 +1,159 @@
+"""What a drafter says after every place of a text, in a few dense forwards: its drafts, and how far they are right.
+
+    root r      the bonus token at position r; the drafter knows [0, r], and of the target's states [0, r - 1]
+    depth d     predicts token r + 1 + d, given the true tokens up to r + d, by its own feedback after depth 0
+
+so a draft is accepted greedily as far as its predictions are the text. All roots run at once as rows; no pages, plans
+or kernels are involved, which makes it the reference for what an engine's worker proposes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import NamedTuple, Unpack
+
+import torch
+
+from specdec.attention.bridge import AttentionCall
+from specdec.attention.dense import bias_of, dense_attention
+from specdec.doctor.recorded_text import RecordedText
+from specdec.draft_models.base import Drafter
+from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.kvcache.layer_context import ScoreOptions
+
+
+class Drafts(NamedTuple):
+    """Of R roots and K depths. roots [R]: positions; first_logits [V]: of the first root, the end of the prompt, at
+    depth 0; right [R, K] bool: is the prediction the text's token; log_p [R, K]: of the text's token, float32."""
+
+    roots: torch.Tensor
+    first_logits: torch.Tensor
+    right: torch.Tensor
+    log_p: torch.Tensor
+
+    @property
+    def accepted(self) -> torch.Tensor:
+        """[R] drafts that a greedy verification accepts."""
+        return self.right.long().cumprod(1).sum(1)
+
+    @property
+    def expected(self) -> torch.Tensor:
+        """[R] float32: the same if drafts were drawn, the sum of the probabilities of the text's first 1, 2, ...
+        tokens. It moves where the number of right tokens does not yet."""
+        return self.log_p.cumsum(1).exp().sum(1)
+
+
+Dense = Callable[[Drafter, RecordedText, torch.Tensor, int], list[torch.Tensor]]
+"""(drafter, text, roots [R], K) -> logits [R, V] of each depth."""
+
+
+def can_be_run(drafter: Drafter) -> bool:
+    """Is there a dense form of drafters of this kind?"""
+    return type(drafter) in DENSE_FORMS
+
+
+@torch.inference_mode()
+def dense_drafts(drafter: Drafter, text: RecordedText, num_steps: int) -> Drafts:
+    """Drafts of `num_steps` depths after every place of the answer that has as many tokens after it."""
+    last = len(text.tokens) - num_steps - 1
+    roots = torch.arange(text.prompt_len, last + 1, device=text.tokens.device)
+    logits = DENSE_FORMS[type(drafter)](drafter, text, roots, num_steps)
+    right, log_p = [], []
+    for depth, scores in enumerate(logits):
+        true = text.tokens[roots + 1 + depth]
+        right.append(scores.argmax(-1) == true)
+        log_p.append(scores.float().log_softmax(-1).gather(1, true[:, None])[:, 0])
+    return Drafts(roots, logits[0][0].float(), torch.stack(right, 1), torch.stack(log_p, 1))
+
+
+@dataclass(slots=True)
+class FrozenText:
+    """Attention of a Gemma 4 assistant over the target's K/V: root r sees the newest of [0, r) through its window."""
+
+    text: RecordedText
+    drafter: Gemma4MTPDrafter
+    roots: torch.Tensor
+    plan: SimpleNamespace  # `positions` [1, R] of the queries
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        return call.answer(self, *call.rows())
+
+    def destination(self, layer: int) -> None:
+        """Nothing is stored."""
+
+    def attend_rows(
+        self, layer: int, q: torch.Tensor, k: object, v: object, **options: Unpack[ScoreOptions]
+    ) -> torch.Tensor:
+        """q [R, Hq, D] -> [R, Hq, D]."""
+        keys, values = (x.transpose(0, 1)[None] for x in self.text.kv(self.drafter.layer_map[layer]))
+        positions = self.text.positions
+        seen = positions < self.roots[:, None]
+        window = self.drafter.windows[layer]
+        if window is not None:
+            distance = self.plan.positions[0][:, None] - positions
+            seen = seen & (distance < window + self.drafter.window_shift)
+        out = dense_attention(q.transpose(0, 1)[None], keys, values, bias_of(seen[None]), **options)
+        return out[0].to(q.dtype)
+
+
+def frozen_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
+    """`Dense` of Gemma 4 assistants."""
+    assert isinstance(drafter, Gemma4MTPDrafter)
+    plan = SimpleNamespace(positions=(roots + drafter.query_offset)[None])
+    context = FrozenText(text, drafter, roots, plan)
+    hidden, logits = text.hidden[roots - 1][None], []
+    for depth in range(num_steps):
+        out, hidden = drafter.step(text.tokens[roots + depth][None], hidden, context)  # type: ignore[arg-type]
+        logits.append(drafter.logits(out)[0])
+    return logits
+
+
+@dataclass(slots=True)
+class HeadText:
+    """Attention of an EAGLE-3 head: the rows of the text, then the draft's own ones, one a root and depth."""
+
+    windows: tuple[int | None, ...]
+    text_rows: torch.Tensor | None = None  # [R]: the last row of the text that each root sees; None: in order
+    depth: int = 0
+    kept: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)  # by layer, [1, heads, N, D]
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        rows = self.kept.setdefault(call.layer, [])
+        rows.append((call.key, call.value))
+        num_text, device = rows[0][0].shape[2], call.query.device
+        column = torch.arange(num_text, device=device)
+        last = column if self.text_rows is None else self.text_rows  # [N]
+        own = torch.eye(len(last), dtype=torch.bool, device=device)
+        seen = [column <= last[:, None], *(own for _ in rows[1:])]
+        distance = [(last + self.depth)[:, None] - column]
+        distance += [torch.full_like(own, self.depth - d, dtype=torch.long) for d in range(1, len(rows))]
+        visible, apart = torch.cat(seen, 1), torch.cat(distance, 1)
+        if (window := self.windows[call.layer]) is not None:
+            visible = visible & (apart < window)
+        k, v = (torch.cat([row[i] for row in rows], dim=2) for i in (0, 1))
+        return dense_attention(call.query, k, v, bias_of(visible[None]), scaling=call.scaling)
+
+
+def head_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
+    """`Dense` of EAGLE-3 heads, by the head's own modules."""
+    assert isinstance(drafter, Eagle3Drafter)
+    form, context = drafter.plain, HeadText(drafter.spec.windows)
+    states = text.aux_states(drafter.aux_layers)[:-1]
+    out = form.extend(text.tokens[None, 1:], states[None], text.positions[None, :-1], context)  # type: ignore[arg-type]
+    row = roots - 1  # holds the features of r - 1 and the token r
+    state, normed = out.state[:, row], out.normed[:, row]
+    context.text_rows = row
+    logits = []
+    for depth in range(num_steps):
+        logits.append(drafter.over_vocabulary(form.logits(normed))[0])
+        if depth + 1 < num_steps:
+            context.depth = depth + 1
+            fed_back = normed if drafter.spec.norm_output else state
+            tokens, positions = text.tokens[roots + 1 + depth][None], (row + 1 + depth)[None]
+            state, normed = form.step(tokens, fed_back, positions, context)  # type: ignore[arg-type]
+    return logits
+
+
+DENSE_FORMS: dict[type, Dense] = {Gemma4MTPDrafter: frozen_drafts, Eagle3Drafter: head_drafts}
+"""A kind of drafter that is not here is measured by engines alone, and has no reference."""

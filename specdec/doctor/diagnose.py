@@ -1,0 +1,236 @@
+"""The doctor's round: read the pair, measure it, try one change at a time, name what helps.
+
+    read      what config, weights and names say           signs that are certain
+    run       an engine of the pair answers the prompts    acceptance by depth; logits against the reference
+    record    the target reads each text once, densely     what every drafter reads is kept
+    try       each change, after every place of the text   the largest clear gain is named; then others on top of it
+
+Drafters of a kind without a dense form, and changes of prompts, are tried by an engine's rounds.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from specdec.config import SamplingParams
+from specdec.doctor.acceptance import Acceptance, Comparison, Measured, measured_by_engine, measured_densely
+from specdec.doctor.causes import CAUSES, Cause, Seeing, subject_of, what_is_seen
+from specdec.doctor.changes.change import Change
+from specdec.doctor.dense_drafts import can_be_run, dense_drafts
+from specdec.doctor.diagnosis import Diagnosis, Finding, Trial
+from specdec.doctor.pair_facts import drafter_path, pair_facts
+from specdec.doctor.pair_in_question import EngineLike, PairInQuestion
+from specdec.doctor.published_acceptance import published_for
+from specdec.doctor.recorded_text import RecordedText, record
+from specdec.doctor.reference_check import ReferenceCheck, Watched
+from specdec.draft_models.base import Drafter
+from specdec.errors import ConfigError
+from specdec.models.bundled import HELD_OUT_PROBLEMS
+from specdec.models.target import TargetModel
+from specdec.progress import progress_bar
+from specdec.runtime.request import GenerationOutput
+from specdec.text.prompt_files import read_prompts
+
+logger = logging.getLogger("specdec")
+
+PROMPTS, NEW_TOKENS = 8, 48
+"""How many prompts are taken where none are given, and how long an answer is."""
+MOST_NAMED = 3
+"""Changes that are named one on top of another."""
+
+
+def diagnose(
+    engine: EngineLike,
+    make: Callable[..., EngineLike],
+    prompts: Sequence[str | list[int]] | None = None,
+    *,
+    chat: bool = True,
+    max_new_tokens: int = NEW_TOKENS,
+    causes: Sequence[Cause] = CAUSES,
+) -> Diagnosis:
+    """Find out why `engine`'s drafter is accepted less than it could be; see `Engine.diagnose`.
+
+    make: the class of engines. Raises ConfigError for an engine without a drafter, and for fewer than 4 prompts.
+    """
+    started = time.perf_counter()
+    if engine.drafter is None:
+        raise ConfigError("this engine has no drafter, so there is nothing to diagnose; make one with drafter=...")
+    questions = list(prompts) if prompts is not None else default_questions(engine)
+    if len(questions) < 4:
+        raise ConfigError(f"{len(questions)} prompts; 4 or more are needed to tell a gain from chance")
+    pair = PairInQuestion(engine=engine, make=make, drafter=engine.drafter, questions=questions, chat=chat)
+    seen = what_is_seen(subject_of(engine.target, engine.drafter, engine.tokenizer), tuple(causes))
+    with progress_bar("diagnosing", 2 + len(causes)) as update:
+        examination = Examination(pair, max_new_tokens)
+        update(1)
+        findings = [examination.mend(seeing) for seeing in seen]
+        reference = examination.reference()
+        if reference is not None and not reference.holds:
+            findings.append(_broken_worker(reference))
+        update(2)
+        trials, named = examination.name_changes(causes, update)
+    return Diagnosis(
+        read=pair_facts(pair),
+        prompts=len(questions),
+        acceptance=examination.as_loaded,
+        published=published_for(engine.target.name, drafter_path(pair)),
+        reference=reference,
+        findings=(*findings, *named),
+        trials=tuple(trials),
+        memory=_memory(engine),
+        best_shape=examination.best_shape(),
+        notes=tuple(_notes(pair)),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def warn_at_load(target: TargetModel, drafter: Drafter | None, tokenizer: Any | None) -> None:
+    """Log what is certain of a pair and costs no generation to see."""
+    if drafter is None:
+        return
+    for seeing in what_is_seen(subject_of(target, drafter, tokenizer), at_load=True):
+        logger.warning(
+            "the drafter will be accepted less than it could be (%s): %s; %s",
+            seeing.cause.name,
+            seeing.sign.what,
+            seeing.sign.do,
+        )
+
+
+class Examination:
+    """One pair under examination: the texts of its answers, and how far the drafter in `pair` is accepted on them."""
+
+    def __init__(self, pair: PairInQuestion, max_new_tokens: int) -> None:
+        self.params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+        self.pair = pair
+        self.num_steps = pair.engine.spec.num_steps
+        self.outputs = pair.generate(pair.prompts(), self.params)
+        self.as_loaded = Acceptance.of(self.outputs)
+        self.texts = self._record(self.outputs) if can_be_run(pair.drafter) else []
+        self.measured = self._measure(pair)
+
+    def mend(self, seeing: Seeing) -> Finding:
+        """What a sign says, with what its mending brings, and the mended drafter from now on."""
+        cause, sign = seeing
+        before = after = None
+        if sign.mended is not None and self.texts:
+            before = self.measured.length
+            self.pair = self.pair.changed(drafter=sign.mended())
+            self.measured = self._measure(self.pair)
+            after = self.measured.length
+        return Finding(cause=cause.name, what=sign.what, do=sign.do, certain=True, before=before, after=after)
+
+    def reference(self) -> ReferenceCheck | None:
+        """The logits of the drafter as it was loaded, after the first prompt; None where there is no dense form, or a
+        kernel draws without logits."""
+        if not self.texts:
+            return None
+        pair, text = self.pair, self.texts[0]
+        watched: Any = Watched(pair.drafter)
+        prompt = text.tokens[: text.prompt_len].tolist()
+        pair.changed(drafter=watched).generate([prompt], replace(self.params, max_new_tokens=2 + self.num_steps))
+        proposed = watched.seen.get(text.prompt_len)
+        if proposed is None:
+            return None
+        exact = pair.target.device.type == "cpu" and pair.target.dtype.itemsize >= 4
+        return ReferenceCheck.of(proposed, dense_drafts(pair.drafter, text, self.num_steps), exact)
+
+    def best_shape(self) -> str | None:
+        """Of one request: what drafts take here, and what they bring with the acceptance that was found. None for trees,
+        whose acceptance says nothing of chains."""
+        if self.pair.engine.spec.topk > 1:
+            return None
+        use = self.pair.draft_use(self.pair.prompts()[0], self.params)
+        return use.best_chain(1, self.as_loaded.by_depth)
+
+    def name_changes(self, causes: Sequence[Cause], update: Callable[[int], None]) -> tuple[list[Trial], list[Finding]]:
+        """All trials; and the causes whose change raises acceptance clearly, the largest gain first, each on top of
+        those before it."""
+        trials: list[Trial] = []
+        named: list[Finding] = []
+        while len(named) < MOST_NAMED:
+            found = self._largest_gain(causes, trials, {finding.cause for finding in named}, update)
+            if found is None:
+                break
+            cause, change, measured = found
+            before, after = self.measured.length, measured.length
+            named.append(
+                Finding(cause=cause.name, what=change.what, do=change.do, certain=False, before=before, after=after)
+            )
+            self.pair, self.measured = change.pair, measured
+            if change.prompts:
+                self._answer_again()
+        return trials, named
+
+    def _largest_gain(
+        self, causes: Sequence[Cause], trials: list[Trial], done: set[str], update: Callable[[int], None]
+    ) -> tuple[Cause, Change, Measured] | None:
+        best: tuple[Cause, Change, Measured] | None = None
+        for number, cause in enumerate(causes):
+            update(2 + number)
+            if cause.changes is None or cause.name in done or not cause.applies_to(self.pair.drafter):
+                continue
+            for change in cause.changes(self.pair):
+                measured = self._measure(change.pair, change.prompts)
+                compared = Comparison.of(measured, self.measured)
+                clear = compared.is_clear() if cause.least is None else compared.is_clear(cause.least)
+                trials.append(
+                    Trial(
+                        cause=cause.name,
+                        what=change.what,
+                        gain=compared.gain,
+                        greedy=compared.greedy_gain,
+                        t=compared.t,
+                        named=clear,
+                    )
+                )
+                if clear and (best is None or measured.length > best[2].length):
+                    best = cause, change, measured
+        return best
+
+    def _measure(self, pair: PairInQuestion, new_prompts: bool = False) -> Measured:
+        if new_prompts or not self.texts:
+            outputs = self.outputs if pair is self.pair else pair.generate(pair.prompts(), self.params)
+            if not self.texts:
+                return measured_by_engine(outputs)
+            return measured_densely(
+                [dense_drafts(pair.drafter, text, self.num_steps) for text in self._record(outputs)]
+            )
+        return measured_densely([dense_drafts(pair.drafter, text, self.num_steps) for text in self.texts])
+
+    def _record(self, outputs: Sequence[GenerationOutput]) -> list[RecordedText]:
+        return [record(self.pair.target, output.prompt_token_ids, output.token_ids) for output in outputs]
+
+    def _answer_again(self) -> None:
+        self.outputs = self.pair.generate(self.pair.prompts(), self.params)
+        self.texts = self._record(self.outputs) if self.texts else []
+
+
+def default_questions(engine: EngineLike) -> list[str | list[int]]:
+    """Word problems that are shipped. Raises ConfigError where texts cannot be tokenised."""
+    if engine.tokenizer is None:
+        raise ConfigError("this engine has no tokenizer; give prompts=[[token ids], ...], 4 or more")
+    return [problem.text for problem in read_prompts(HELD_OUT_PROBLEMS, PROMPTS)]
+
+
+def _broken_worker(reference: ReferenceCheck) -> Finding:
+    return Finding(
+        cause="worker",
+        what=f"the engine's logits differ from the dense reference by {reference.difference:.2g}; rounding explains "
+        f"{reference.bound:g} at most",
+        do="try EngineConfig(fused=False) and attention='torch'; if one of them helps, a kernel is wrong: report it",
+        certain=True,
+    )
+
+
+def _memory(engine: Any) -> dict[str, int]:
+    return {space.value: size for space, size in engine.cache.bytes_by_space().items()}
+
+
+def _notes(pair: PairInQuestion) -> list[str]:
+    notes = []
+    if not can_be_run(pair.drafter):
+        notes.append(f"drafters of kind {pair.drafter.name} have no dense reference; only prompts were changed")
+    return notes

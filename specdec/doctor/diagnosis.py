@@ -1,0 +1,78 @@
+"""What the doctor found, and its forms: plain text for a reader, a dictionary for JSON."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from specdec.doctor.acceptance import Acceptance
+from specdec.doctor.published_acceptance import PublishedAcceptance
+from specdec.doctor.reference_check import ReferenceCheck
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A cause that was named. what: is the matter; do: about it. before, after: expected accepted length without and
+    with the change; None where none can be made here. certain: it was read, not measured."""
+
+    cause: str
+    what: str
+    do: str
+    certain: bool
+    before: float | None = None
+    after: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A change that was tried. gain: of the expected accepted length; greedy: of the greedy one; t: the gain in
+    standard errors over the prompts."""
+
+    cause: str
+    what: str
+    gain: float
+    greedy: float
+    t: float
+    named: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """read: what was read of the pair, in words. acceptance: of the engine's rounds on `prompts` prompts.
+    reference: None where the drafter has no dense form. memory: bytes of K/V by pool. best_shape: of the engine's cost
+    table, None where it has none. seconds: it took."""
+
+    read: Mapping[str, str]
+    prompts: int
+    acceptance: Acceptance
+    published: PublishedAcceptance | None
+    reference: ReferenceCheck | None
+    findings: tuple[Finding, ...]
+    trials: tuple[Trial, ...]
+    memory: Mapping[str, int]
+    seconds: float
+    best_shape: str | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def healthy(self) -> bool:
+        """Nothing is wrong: no cause is named, and the worker computes what the reference does."""
+        return not self.findings
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as JSON has it."""
+        return {
+            "healthy": self.healthy,
+            "read": dict(self.read),
+            "prompts": self.prompts,
+            "acceptance_length": self.acceptance.length,
+            "acceptance_lengths": list(self.acceptance.lengths),
+            "accepted_by_depth": list(self.acceptance.by_depth),
+            "published": None if self.published is None else asdict(self.published),
+            "reference": None if self.reference is None else self.reference._asdict() | {"holds": self.reference.holds},
+            "findings": [asdict(finding) for finding in self.findings],
+            "trials": [asdict(trial) for trial in self.trials],
+            "memory": dict(self.memory),
+            "best_shape": self.best_shape,
+            "notes": list(self.notes),
+            "seconds": self.seconds,
+        }

@@ -1,0 +1,325 @@
+"""The doctor names a seeded cause and only that, finds nothing in a healthy pair, and its reference is the worker's.
+
+Causes are seeded as exports get them wrong: in config.json, in the weights, in the tokenizer's files, in names.
+"""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.cli.app import app
+from specdec.doctor.acceptance import Comparison, Measured
+from specdec.doctor.causes import CAUSES
+from specdec.doctor.changes.changed_drafters import changed_head
+from specdec.doctor.dense_drafts import dense_drafts
+from specdec.doctor.published_acceptance import PUBLISHED, published_for
+from specdec.doctor.recorded_text import record
+from specdec.doctor.rounded_weights import NONE, grid_of
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.drafter_loading import load_any_drafter
+from specdec.errors import ConfigError
+from specdec.gpu.operations import REFERENCE
+from specdec.models.bundled import BUNDLED_DIR, HELD_OUT_PROBLEMS
+from specdec.models.published import BUNDLED_EAGLE3, BUNDLED_MTP, EAGLE3_PAIRS, GEMMA4_PAIRS, QAT_PAIRS
+from specdec.models.target import TargetModel
+from specdec.text.prompt_files import read_prompts
+
+HEAD, ASSISTANT = "tiny-gemma4-eagle3", "tiny-gemma4-mtp"
+SPEC = SpecConfig(4)
+TOKENS = 32
+
+pytestmark = pytest.mark.usefixtures("bundled_once")
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine.from_pretrained("tiny-gemma4", None, spec=SPEC, config=EngineConfig(max_batch_size=1)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def diagnose(engine):
+    """Of a drafter by name or folder."""
+
+    def run(drafter, tokenizer=None, **options):
+        fitted = load_any_drafter(str(drafter), engine.target)
+        tokenizer = engine.tokenizer if tokenizer is None else tokenizer
+        with Engine(engine.target, fitted, tokenizer=tokenizer, spec=SPEC, config=engine.config) as pair:
+            return pair.diagnose(max_new_tokens=TOKENS, **options)
+
+    return run
+
+
+@pytest.fixture
+def export(tmp_path):
+    """A copy of a bundled checkpoint, with its config.json and tensors changed."""
+
+    def copy(name, config=None, tensors=None, folder="copy"):
+        place = shutil.copytree(BUNDLED_DIR / name, tmp_path / folder)
+        if config is not None:
+            content = json.loads((place / "config.json").read_text())
+            config(content)
+            (place / "config.json").write_text(json.dumps(content))
+        if tensors is not None:
+            state = tensors(load_file(place / "model.safetensors"))
+            save_file(state, place / "model.safetensors", metadata={"format": "pt"})
+        return place
+
+    return copy
+
+
+def causes(diagnosis):
+    return [finding.cause for finding in diagnosis.findings]
+
+
+def taps(*ids):
+    def change(config):
+        del config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+        config["eagle_aux_hidden_state_layer_ids"] = list(ids)
+
+    return change
+
+
+def rounded_fp8(state):
+    def cast(weight):
+        scale = weight.float().abs().amax(1, keepdim=True) / 448
+        return ((weight.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(weight.dtype)
+
+    return {name: cast(w) if "proj" in name and "layer" in name else w for name, w in state.items()}
+
+
+def rounded_int4(state):
+    def cast(weight):
+        groups = weight.float().view(-1, 32)
+        scale = groups.abs().amax(1, keepdim=True) / 7
+        return ((groups / scale).round() * scale).view_as(weight).to(weight.dtype)
+
+    return {name: cast(w) if "proj" in name and "layer" in name else w for name, w in state.items()}
+
+
+def text_rope(config):
+    config["text_config"]["rope_parameters"]["full_attention"]["rope_theta"] = 10000.0
+
+
+def fed_back_unnormed(config):
+    config["eagle_config"]["norm_output"] = False
+
+
+def slides(config):
+    config |= {"layer_types": ["sliding_attention"], "sliding_window": 6, "use_sliding_window": True}
+
+
+def narrower(config):
+    config["text_config"]["sliding_window"] = 47
+
+
+SEEDED = {
+    "taps one later": (HEAD, taps(3, 16, 28), None, "taps"),
+    "taps one earlier": (HEAD, taps(1, 14, 26), None, "taps"),
+    "norm": (HEAD, fed_back_unnormed, None, "norm"),
+    "rope base of a head": (HEAD, lambda config: config.update(rope_theta=1e6), None, "rope base"),
+    "rope base of an assistant": (ASSISTANT, text_rope, None, "rope base"),
+    "window of an assistant": (ASSISTANT, narrower, None, "window"),
+    "window of a head": (HEAD, slides, None, "window"),
+    "fp8 head": (HEAD, None, rounded_fp8, "dtype"),
+    "int4 head": (HEAD, None, rounded_int4, "dtype"),
+    "int4 assistant": (ASSISTANT, None, rounded_int4, "dtype"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", [ASSISTANT, HEAD])
+def test_nothing_is_named_in_a_healthy_pair_and_the_reference_is_what_the_worker_computes(drafter, diagnose):
+    found = diagnose(drafter)
+    assert causes(found) == []
+    assert found.healthy
+    assert found.reference.holds
+    assert found.reference.same_token
+    assert found.reference.difference < 1e-4
+    assert found.published is not None
+    assert len(found.acceptance.by_depth) == SPEC.num_steps
+    assert json.loads(json.dumps(found.as_json()))["healthy"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("drafter", "config", "tensors", "cause"), SEEDED.values(), ids=SEEDED.keys())
+def test_a_seeded_cause_is_named_and_only_that(drafter, config, tensors, cause, export, diagnose):
+    found = diagnose(export(drafter, config, tensors))
+    assert causes(found) == [cause]
+    assert not found.healthy
+    [finding] = found.findings
+    assert finding.do
+    if finding.after is not None and not finding.certain:
+        assert finding.after > finding.before
+
+
+@pytest.mark.slow
+def test_raw_prompts_of_a_chat_model_are_named(diagnose):
+    assert causes(diagnose(ASSISTANT, chat=False)) == ["template"]
+
+
+def test_signs_of_a_qat_target_with_the_plain_assistant(export, tmp_path, caplog):
+    target = export("tiny-gemma4", folder="gemma-4-tiny-it-qat-w4a16-ct")
+    plain = export(ASSISTANT, folder="gemma-4-tiny-it-assistant")
+    qat = export(ASSISTANT, folder="gemma-4-tiny-it-qat-q4_0-unquantized-assistant")
+    config = EngineConfig(max_batch_size=1, max_model_len=64)
+    Engine.from_pretrained(target, qat, config=config).close()
+    assert "QAT" not in caplog.text
+    with Engine.from_pretrained(target, plain, config=config) as engine:
+        assert "QAT pair" in caplog.text
+        found = engine.diagnose(["a", "b", "c", "d"], max_new_tokens=8)
+    assert "QAT pair" in causes(found)
+
+
+def test_few_prompts_and_no_drafter_are_refused(engine):
+    with pytest.raises(ConfigError, match="no drafter"):
+        engine.diagnose()
+    fitted = load_any_drafter(ASSISTANT, engine.target)
+    with (
+        Engine(engine.target, fitted, tokenizer=engine.tokenizer, spec=SPEC, config=engine.config) as pair,
+        pytest.raises(ConfigError, match="3 prompts; 4 or more"),
+    ):
+        pair.diagnose(["a", "b", "c"])
+
+
+def test_a_changed_head_is_the_same_head_where_nothing_changes(engine):
+    head = load_any_drafter(HEAD, engine.target)
+    twin = changed_head(head, engine.target)
+    assert twin.spec == head.spec
+    for name, tensor in head.head.state_dict().items():
+        torch.testing.assert_close(twin.head.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("expected", "greedy", "clear"),
+    [
+        ((2.1, 2.1, 2.1, 2.1), (2.0,) * 4, True),
+        ((2.1, 2.1, 2.1, 1.9), (2.0,) * 4, False),
+        ((2.01, 2.01, 2.01, 2.01), (2.0,) * 4, False),
+        ((2.1, 2.1, 2.1, 2.1), (2.0, 2.0, 2.0, 1.9), False),
+        ((2.9, 2.01, 2.01, 2.01), (2.0,) * 4, False),
+    ],
+    ids=["clear", "one lost", "too little", "greedy lost", "one prompt alone"],
+)
+def test_what_is_clearly_better(expected, greedy, clear):
+    before = Measured((2.0,) * 4, (2.0,) * 4)
+    assert Comparison.of(Measured(expected, greedy), before).is_clear() is clear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grids_are_told_from_ordinary_weights(dtype):
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert grid_of(weight) == NONE
+    name = "layers.0.proj"
+    assert grid_of(rounded_fp8({name: weight})[name]) == "FP8"
+    assert grid_of(weight.to(torch.float8_e4m3fn).to(dtype)) == "FP8"
+    assert grid_of(rounded_int4({name: weight})[name]) == "int4"
+    assert grid_of(torch.ones(64, 256)) is None
+
+
+def test_published_figures_name_known_pairs_and_their_source():
+    known = {
+        (pair.target.rpartition("/")[2].lower(), pair.drafter.rpartition("/")[2].lower())
+        for pair in (BUNDLED_MTP, BUNDLED_EAGLE3, *GEMMA4_PAIRS, *QAT_PAIRS, *EAGLE3_PAIRS)
+    }
+    assert {(figure.target, figure.drafter) for figure in PUBLISHED} <= known
+    assert all(figure.source and figure.data for figure in PUBLISHED)
+    assert published_for("google/gemma-4-31B-it", "google/gemma-4-31B-it-assistant").length == 5.37
+    assert published_for("tiny-gemma4", None) is None
+
+
+def test_every_cause_can_be_recognised():
+    assert all(cause.seen is not None or cause.changes is not None for cause in CAUSES)
+    assert all(cause.seen is not None for cause in CAUSES if cause.warns)
+    assert Path(BUNDLED_DIR).is_dir()
+
+
+def turned(tokenizer, template):
+    """A tokenizer with another chat template, as its files may have it."""
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = template
+    return other
+
+
+def test_a_tokenizer_without_its_template_is_named(engine, diagnose):
+    found = diagnose(ASSISTANT, turned(engine.tokenizer, None), prompts=["a", "b", "c", "d"])
+    assert "template" in causes(found)
+
+
+@pytest.mark.slow
+def test_a_thinking_mode_that_the_drafter_was_not_trained_in_is_named(engine, diagnose):
+    """A template that thinks unless it is told not to, as Qwen 3's."""
+    thinks = (
+        "{% if enable_thinking is not defined or enable_thinking %}"
+        "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %} <think> {% else %}"
+    )
+    template = f"{thinks}{engine.tokenizer.chat_template}{{% endif %}}"
+    assert causes(diagnose(ASSISTANT, turned(engine.tokenizer, template))) == ["thinking mode"]
+
+
+@pytest.fixture(scope="module")
+def earlier(engine, tmp_path_factory):
+    """An assistant for queries at S - 1, on disk: sharp attention, and a head that is fitted to its states there."""
+    folder = tmp_path_factory.mktemp("earlier")
+    fitted = load_any_drafter(ASSISTANT, engine.target)
+    assistant = copy.deepcopy(fitted.assistant)
+    for layer in assistant.model.layers:
+        layer.self_attn.q_norm.weight.data *= 10
+        layer.post_attention_layernorm.weight.data *= 10
+    prompts = [engine.chat_prompt(problem.text) for problem in read_prompts(HELD_OUT_PROBLEMS, 8)]
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=TOKENS, ignore_eos=True))
+    drafter = Gemma4MTPDrafter(assistant, engine.target, query_offset=-1, window_shift=1)
+    states, tokens = [], []
+    with pytest.MonkeyPatch.context() as spying, torch.inference_mode():
+        head = drafter.logits
+        spying.setattr(drafter, "logits", lambda hidden: states.append(hidden[0]) or head(hidden))
+        for output in outputs:
+            text = record(engine.target, output.prompt_token_ids, output.token_ids)
+            roots = dense_drafts(drafter, text, 4).roots
+            tokens += [text.tokens[roots + 1 + depth] for depth in range(4)]
+        x, y = torch.cat(states), torch.cat(tokens)
+        wanted = torch.nn.functional.one_hot(y, engine.target.vocab_size).float()
+        ridge = 1e-3 * x.pow(2).mean() * torch.eye(x.shape[1])
+        head_weight = 20 * torch.linalg.solve(x.T @ x + ridge, x.T @ wanted).T
+    assistant.lm_head.weight.data.copy_(head_weight)  # tied: the assistant reads the target's embedding, never its own
+    assistant.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_an_assistant_for_another_frozen_position_is_named(earlier, diagnose):
+    assert causes(diagnose(earlier)) == ["frozen position"]
+
+
+def test_the_command_says_what_it_found_and_exits_with_1_for_a_cause(export, tmp_path):
+    copied = export(ASSISTANT, narrower)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"How many are {n} and {n}?"}) + "\n" for n in range(4)))
+    report = tmp_path / "report.json"
+    words = ["--max-new-tokens", "8", "--prompts", str(prompts), "--json", str(report)]
+    result = CliRunner().invoke(app, ["doctor", "--drafter", str(copied), *words])
+    assert result.exit_code == 1
+    assert "window: its sliding_window is 47, the target's 48" in result.stdout
+    assert json.loads(report.read_text())["findings"][0]["cause"] == "window"
+    assert CliRunner().invoke(app, ["doctor", "--drafter", "none"]).exit_code == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", [ASSISTANT, HEAD])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_fused_layers_and_16_bits_are_no_cause(drafter, dtype, engine):
+    model = copy.deepcopy(engine.target.model).to(dtype)
+    target = TargetModel(model, REFERENCE)
+    fitted = load_any_drafter(drafter, target)
+    assert target.unfused is None and fitted.unfused is None
+    with Engine(target, fitted, tokenizer=engine.tokenizer, spec=SPEC, config=engine.config) as pair:
+        found = pair.diagnose(max_new_tokens=TOKENS)
+    assert causes(found) == []
+    assert found.reference.holds
