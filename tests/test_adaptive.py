@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.runtime.adaptive.acceptance import Acceptance
+from specdec.runtime.adaptive.draft_chances import DraftChances
 from specdec.runtime.adaptive.cost_table import CostTable, Level
 from specdec.runtime.adaptive.draft_choice import DraftChoice
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
@@ -52,35 +52,35 @@ def test_every_rung_is_a_draft_that_the_engine_could_have(topk):
 
 def test_depths_are_counted_where_they_were_reached():
     """Of a chain of 3, row 0 accepts 1 and row 1 all: depth 1 was right twice, depth 2 once of two, depth 3 once."""
-    acceptance = Acceptance(draft_ladder(SpecConfig(3)), num_rows=3)
-    before = acceptance.chance[0, 0]
-    acceptance.learn(3, rows(2), np.array([1, 3]), np.array([3, 3]))
-    assert acceptance._right[0].tolist() == [2, 1, 1] and acceptance._tried[0].tolist() == [2, 2, 1]
-    assert acceptance.chance[0, 0] > before and acceptance.chance[0, 1] < before
+    chances = DraftChances(draft_ladder(SpecConfig(3)), num_rows=3)
+    before = chances.chance[0, 0]
+    chances.learn(3, rows(2), np.array([1, 3]), np.array([3, 3]))
+    assert chances._right[0].tolist() == [2, 1, 1] and chances._tried[0].tolist() == [2, 2, 1]
+    assert chances.chance[0, 0] > before and chances.chance[0, 1] < before
 
 
 def test_a_row_that_may_accept_no_more_has_rejected_nothing():
-    acceptance = Acceptance(draft_ladder(SpecConfig(3)), num_rows=1)
-    acceptance.learn(3, rows(1), np.array([1]), np.array([1]))  # it asked for drafts of one
-    assert acceptance._tried[0].tolist() == [1, 0, 0] and acceptance._right[0].tolist() == [1, 0, 0]
+    chances = DraftChances(draft_ladder(SpecConfig(3)), num_rows=1)
+    chances.learn(3, rows(1), np.array([1]), np.array([1]))  # it asked for drafts of one
+    assert chances._tried[0].tolist() == [1, 0, 0] and chances._right[0].tolist() == [1, 0, 0]
 
 
 def test_expected_tokens_by_hand():
     """Chance one half at each depth: 1, 1.5, 1.75 tokens."""
-    acceptance = Acceptance(draft_ladder(SpecConfig(2)), num_rows=2)
-    acceptance._right[:], acceptance._tried[:] = 5e8, 1e9
-    tokens = acceptance.tokens(rows(2), np.array([2, 1]))
+    chances = DraftChances(draft_ladder(SpecConfig(2)), num_rows=2)
+    chances._right[:], chances._tried[:] = 5e8, 1e9
+    tokens = chances.tokens(rows(2), np.array([2, 1]))
     assert np.allclose(tokens, [[1, 1], [1.5, 1.5], [1.75, 1.5]])  # the second row accepts one draft at most
 
 
 def test_rows_differ_by_what_they_accepted_and_begin_anew():
-    acceptance = Acceptance(draft_ladder(CHAIN), num_rows=2)
+    chances = DraftChances(draft_ladder(CHAIN), num_rows=2)
     for _ in range(30):
-        acceptance.learn(4, rows(2), np.array([0, 4]), np.array([4, 4]))
-    hard, easy = acceptance.tokens(rows(2), np.array([4, 4]))[-1]
+        chances.learn(4, rows(2), np.array([0, 4]), np.array([4, 4]))
+    hard, easy = chances.tokens(rows(2), np.array([4, 4]))[-1]
     assert hard < 1.5 and easy > 3.5
-    acceptance.begin(np.array([0]))
-    again, _ = acceptance.tokens(rows(2), np.array([4, 4]))[-1]
+    chances.begin(np.array([0]))
+    again, _ = chances.tokens(rows(2), np.array([4, 4]))[-1]
     assert hard < again < easy
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from specdec.runtime.adaptive.acceptance import FloatArray
+from specdec.runtime.adaptive.draft_chances import FloatArray
 from specdec.runtime.rounds.round_shapes import DraftShape
 
 LEVEL, LINEAR = 0.15, 0.5

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.adaptive.acceptance import Acceptance, FloatArray
+from specdec.runtime.adaptive.draft_chances import DraftChances, FloatArray
 from specdec.runtime.adaptive.cost_table import CostTable
 from specdec.runtime.rounds.round_shapes import DraftShape
 
@@ -82,7 +82,7 @@ class DraftChoice:
     def __init__(self, shapes: Sequence[DraftShape], num_rows: int) -> None:
         self.shapes = shapes
         self.cost = CostTable(shapes)
-        self.acceptance = Acceptance(shapes, num_rows)
+        self.chances = DraftChances(shapes, num_rows)
         self._numbers = {shape: number for number, shape in enumerate(shapes)}
         self._spare: float | None = None  # seconds that trials may take; None: before the first round
         self._rounds = np.zeros((2, len(shapes)), dtype=np.int64)  # chosen for its rate, and tried
@@ -91,7 +91,7 @@ class DraftChoice:
 
     def begin(self, rows: IntArray) -> None:
         """These rows have new requests."""
-        self.acceptance.begin(rows)
+        self.chances.begin(rows)
 
     def choose(
         self, rows: IntArray, most: IntArray, batch: int, context: int, least: DraftShape, *, behind: bool = False
@@ -104,14 +104,14 @@ class DraftChoice:
         seconds = self.cost.seconds(batch, context)
         catching_up = self.cost.catching_up.get(batch, 0.0) if behind else 0.0
         seconds[1:] += catching_up / IN_A_ROW
-        tokens = _mean(self.acceptance.tokens(rows, most))
+        tokens = _mean(self.chances.tokens(rows, most))
         rate = tokens / seconds
         rate[[not covers(shape, least) for shape in self.shapes]] = -1.0
         best = int(rate.argmax())
         if self._spare is None:
             self._spare = FIRST_ROUNDS * float(seconds[0])
         self._spare = min(self._spare + SPARE * float(seconds[best]), MOST_ROUNDS * float(seconds[0]))
-        hoped = _mean(self.acceptance.tokens(rows, most, hopeful=True)) / self.cost.hopeful(batch, seconds)
+        hoped = _mean(self.chances.tokens(rows, most, hopeful=True)) / self.cost.hopeful(batch, seconds)
         trial = int(np.where(rate < 0, -1.0, hoped).argmax())
         lost = float(seconds[trial] - tokens[trial] / rate[best])  # the best draft brings these tokens in less time
         lost += catching_up
@@ -122,7 +122,7 @@ class DraftChoice:
         self._rounds[int(tried), chosen] += 1
         self._batches.add(batch)
         self._last = len(rows), tokens.tolist(), (1e3 * seconds).tolist()
-        self.acceptance.fade()
+        self.chances.fade()
         return self.shapes[chosen]
 
     def learn(
@@ -141,13 +141,13 @@ class DraftChoice:
             return
         self.cost.note(number, batch, context, seconds)
         if number and len(rows):
-            self.acceptance.learn(number, rows, accepted, most)
+            self.chances.learn(number, rows, accepted, most)
 
     def use(self) -> DraftUse:
         """As it is now."""
         milliseconds = {batch: (1e3 * self.cost.seconds(batch, 0)).tolist() for batch in sorted(self._batches)}
         counts = self._rounds.sum(axis=0).tolist(), self._rounds[1].tolist()
-        return DraftUse(self.shapes, *counts, milliseconds, self.acceptance.chance[0].tolist(), self._last)
+        return DraftUse(self.shapes, *counts, milliseconds, self.chances.chance[0].tolist(), self._last)
 
 
 def _mean(tokens: FloatArray) -> FloatArray:

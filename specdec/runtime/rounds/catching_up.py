@@ -61,4 +61,5 @@ def time_catching_up(graphs: CatchUps, shape: RoundShape) -> float:
         graphs.run(shape)
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 5e3
+    spent: float = begin.elapsed_time(end)
+    return spent / 5e3

@@ -37,7 +37,7 @@ HOPE, AT_LEAST = 1.5, 0.3
 of which nothing is known, whatever others do."""
 
 
-class Acceptance:
+class DraftChances:
     """Chances of one engine and its rows. shapes: all drafts that it has, the first is none."""
 
     def __init__(self, shapes: Sequence[DraftShape], num_rows: int) -> None:
