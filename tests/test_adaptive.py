@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.runtime.adaptive.draft_chances import DraftChances
 from specdec.runtime.adaptive.cost_table import CostTable, Level
+from specdec.runtime.adaptive.draft_chances import DraftChances
 from specdec.runtime.adaptive.draft_choice import DraftChoice
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
 from specdec.runtime.rounds.round_shapes import NO_DRAFT, DraftShape

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.adaptive.draft_chances import DraftChances, FloatArray
 from specdec.runtime.adaptive.cost_table import CostTable
+from specdec.runtime.adaptive.draft_chances import DraftChances, FloatArray
 from specdec.runtime.rounds.round_shapes import DraftShape
 
 SPARE = 0.006
