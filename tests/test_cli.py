@@ -142,12 +142,12 @@ def test_bench_reports_speed_acceptance_and_accuracy():
 
 @pytest.mark.slow
 def test_a_tree_gives_the_same_tokens(answer):
-    tree = ("--num-steps", "3", "--draft-topk", "4", "--num-draft-tokens", "12")
+    tree = ("--num-steps", "3", "--draft-topk", "4", "--num-draft-tokens", "12", "--fixed-drafts")
     out = json.loads(run("generate", QUESTION, "--json", "-", "--max-new-tokens", "24", *tree).stdout)
     assert out["token_ids"] == answer["token_ids"]
     assert len(out["stats"]["accepted_per_position"]) == 3
     report = json.loads(run("bench", "--limit", "2", "--max-new-tokens", "16", "--json", "-", *tree).stdout)
-    assert report["spec"] == {"num_steps": 3, "topk": 4, "num_draft_tokens": 12}
+    assert report["spec"] == {"num_steps": 3, "topk": 4, "num_draft_tokens": 12, "adaptive": False}
 
 
 EVAL = ("eval", "gsm8k", "--limit", "2", "--max-new-tokens", "16")
