@@ -34,7 +34,18 @@ from processes import run, run_ranks, start
 
 PAIR = ("tiny-gemma4", "tiny-gemma4-mtp")
 SMALL = {"limit": 7, "compare": True, "params": SamplingParams(16), "config": EngineConfig(max_batch_size=2)}
-COMMAND = ("eval", "gsm8k", "--limit", "7", "--compare", "--max-new-tokens", "16", "--batch-size", "2", "--fixed-drafts")
+COMMAND = (
+    "eval",
+    "gsm8k",
+    "--limit",
+    "7",
+    "--compare",
+    "--max-new-tokens",
+    "16",
+    "--batch-size",
+    "2",
+    "--fixed-drafts",
+)
 pytestmark = pytest.mark.usefixtures("bundled_once")
 
 
