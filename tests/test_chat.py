@@ -116,7 +116,7 @@ def test_a_conversation_in_a_terminal(engine):
     first, second = told(engine, TOM, ANN)
     alone = told(engine, ANN)[0]
     assert alone.text != second.text  # so history can be seen
-    with Terminal("--max-new-tokens", "48") as terminal:
+    with Terminal("--max-new-tokens", "48", "--fixed-drafts") as terminal:
         assert "/reset forgets what was said" in terminal.until("> ")
         for typed, want in ((TOM, first), (ANN, second), ("/reset", None), (ANN, alone)):
             terminal.type(typed + "\n")
