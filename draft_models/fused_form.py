@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,16 @@ logger = logging.getLogger("specdec")
 FUSED_BOUND = 0.03
 """Largest relative difference of the median row, times the root of the layers: rounding in 16 bits. A wrong layer is
 off by about 1."""
+
+
+class HeadForm(Protocol):
+    """A form of a head of layers: as it was written, or fused."""
+
+    @property
+    def head(self) -> Any: ...
+
+
+Form = TypeVar("Form", bound=HeadForm)
 
 
 class Echo:
@@ -60,3 +70,20 @@ def why_unfused(
     if reason is not None:
         logger.log(level, "drafter %s runs unfused: %s", name, reason)
     return reason
+
+
+def proved_form(
+    name: str, plain: Form, fused: Callable[[], Form], probed: Callable[[Form], torch.Tensor]
+) -> tuple[Form, str | None]:
+    """The fused form if it computes what the plain one does; else the plain one, and the reason.
+
+    fused: makes it. probed: rows [R, W] float32 that a form computes, see `why_unfused`.
+    """
+    made: list[Form] = []
+
+    def rows_of_fused() -> torch.Tensor:
+        made.append(fused())
+        return probed(made[0])
+
+    reason = why_unfused(name, plain.head, len(plain.head.layers), lambda: probed(plain), rows_of_fused)
+    return (made[0], None) if reason is None else (plain, reason)

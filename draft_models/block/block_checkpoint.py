@@ -11,7 +11,6 @@ selector over candidates), speculators' format, layers of other kinds than Qwen3
 not read: they say where a draft may be cut, never what is drafted.
 """
 
-import json
 import re
 import reprlib
 from collections.abc import Mapping
@@ -19,13 +18,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from transformers.activations import ACT2FN
 
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec
 from specdec.draft_models.block.successor_head import KINDS
-from specdec.draft_models.eagle3.checkpoint import State, TargetShape, read_config, read_tensors
+from specdec.draft_models.checkpoint_files import (
+    State,
+    and_more,
+    read_config,
+    read_tensors,
+    require_floats,
+    tensor_faults,
+    write_folder,
+)
+from specdec.draft_models.eagle3.checkpoint import TargetShape
 from specdec.draft_models.eagle3.checkpoint_formats import (
     ANY,
     COUNT,
@@ -41,7 +47,7 @@ from specdec.draft_models.eagle3.checkpoint_formats import (
     read_rope,
     read_windows,
 )
-from specdec.errors import CheckpointError, UnsupportedModelError, first_line, naming_file
+from specdec.errors import CheckpointError, UnsupportedModelError
 
 DFLASH_CONFIG = "dflash_config"
 GEMMA4_TYPES = ("gemma4_text", "gemma4_unified_text")
@@ -282,16 +288,9 @@ def _require_tensors(spec: BlockSpec, state: State) -> None:
     """Raise CheckpointError unless the tensors are those of the head, in its shapes and in a floating dtype."""
     with torch.device("meta"):
         expected = BlockHead(spec).state_dict()
-    shapes = {key: (list(state[key].shape), list(t.shape)) for key, t in expected.items() if key in state}
-    faults = [f"{key} is {has}, the config says {says}" for key, (has, says) in shapes.items() if has != says]
-    faults += [f"{key} is missing" for key in expected if key not in state]
-    faults += [f"{key} is not known" for key in sorted(state.keys() - expected.keys())]
-    if faults:
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise CheckpointError(f"tensor {faults[0]}{more}")
-    for key, tensor in state.items():
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise CheckpointError(f"tensor {key} is {tensor.dtype}, expected a floating type of 16 bits or more")
+    if faults := tensor_faults(expected, state):
+        raise CheckpointError(f"tensor {faults[0]}{and_more(faults)}")
+    require_floats(state)
 
 
 def write_block(folder: str | Path, spec: BlockSpec, state: State, target: TargetShape) -> None:
@@ -331,13 +330,4 @@ def write_block(folder: str | Path, spec: BlockSpec, state: State, target: Targe
             **({"causal_head": True} if spec.causal else {}),
         },
     }
-    out = Path(folder)
-    out.mkdir(parents=True, exist_ok=True)
-    with naming_file(out / "config.json"):
-        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-    weights = out / "model.safetensors"
-    try:
-        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
-        save_file(tensors, weights, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise CheckpointError(f"{str(weights)!r} cannot be written: {first_line(error)}") from error
+    write_folder(folder, config, state)

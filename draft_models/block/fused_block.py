@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from specdec.draft_models.block.block_head import BlockHead, PlainBlock, TapContext
-from specdec.draft_models.eagle3.fused_head import gain_of, layer_parts
+from specdec.draft_models.eagle3.fused_head import fused_layers, gain_of, layer_parts
 from specdec.draft_models.eagle3.head import HeadContext
-from specdec.draft_models.fused_form import Echo, why_unfused
+from specdec.draft_models.fused_form import Echo, proved_form
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import Destination
 from specdec.layers.decoder import FusedLayer, Shared
@@ -84,22 +84,15 @@ class FusedBlock(PlainBlock):
         # outside inference mode, where a parameter cannot be given other data
         with MERGING, torch.inference_mode(False), torch.no_grad():
             parts = [layer_parts(self.head.spec, layer) for layer in self.head.layers]
-        following = [*(part.input_norm for part in parts[1:]), gain_of(self.head.norm)]
-        layers = enumerate(zip(parts, following, strict=True))
-        self.layers = [FusedLayer(i, part, next_norm, self.ops) for i, (part, next_norm) in layers]
+        self.layers = fused_layers(parts, gain_of(self.head.norm), self.ops)
         self.generation = self.weights.generation()  # after the merge, which moves weights
 
 
 def choose_block_form(plain: PlainBlock, weights: Weights, ops: Operations) -> tuple[PlainBlock, str | None]:
     """The fused form if it computes what the plain one does; else the plain one, and the reason."""
-    forms = [plain]
-
-    def fused() -> torch.Tensor:
-        forms.append(FusedBlock(plain.head, plain.table, plain.lm_head, weights, ops))
-        return _probed(forms[-1])
-
-    reason = why_unfused("block", plain.head, len(plain.head.layers), lambda: _probed(plain), fused)
-    return (forms[-1], None) if reason is None else (plain, reason)
+    return proved_form(
+        "block", plain, lambda: FusedBlock(plain.head, plain.table, plain.lm_head, weights, ops), _probed
+    )
 
 
 class KeptTaps:

@@ -3,18 +3,24 @@
 `checkpoint_formats.py` says what the formats hold. Invariant: config, tensors and target agree, or the head is refused.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from transformers.activations import ACT2FN
 
 from specdec.draft_models.base import TargetInfo
+from specdec.draft_models.checkpoint_files import (
+    State,
+    and_more,
+    read_config,
+    read_tensors,
+    require_floats,
+    tensor_faults,
+    write_folder,
+)
 from specdec.draft_models.eagle3.checkpoint_formats import (
     AUX_IDS,
     EAGLE_CONFIG,
@@ -29,9 +35,8 @@ from specdec.draft_models.eagle3.checkpoint_formats import (
     resolve_aux_ids,
 )
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
-from specdec.errors import CheckpointError, UnsupportedModelError, first_line, naming_file
+from specdec.errors import CheckpointError, UnsupportedModelError
 
-State = Mapping[str, torch.Tensor]
 FIRST_TENSOR = "layers.0.self_attn.q_proj.weight"
 VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight", "t2d")
 SHAPING: tuple[str, ...] = (
@@ -120,48 +125,12 @@ def write_head(
             f"a head on target states {list(spec.aux_layers)} cannot be told from another in the SpecForge format; "
             f"begin with state 2, as in {[2, target.num_layers // 2, target.num_layers - 3]}"
         )
-    tensors = {key.replace("layers.0.", "midlayer.", 1): t.detach().cpu().contiguous() for key, t in state.items()}
+    tensors = {key.replace("layers.0.", "midlayer.", 1): tensor for key, tensor in state.items()}
     if target_ids is not None:
         ids = target_ids.detach().cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    out = Path(folder)
-    out.mkdir(parents=True, exist_ok=True)
-    with naming_file(out / "config.json"):
-        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-    weights = out / "model.safetensors"
-    try:
-        save_file(tensors, weights, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise CheckpointError(f"{str(weights)!r} cannot be written: {first_line(error)}") from error
-
-
-# files
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The object in a folder's config.json. Raises CheckpointError."""
-    try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"there is no config.json that can be read ({first_line(error)})") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"config.json holds {type(config).__name__}, expected an object")
-    return config
-
-
-def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder, on the CPU. Raises CheckpointError."""
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    if not files:
-        raise CheckpointError("there is no *.safetensors and no pytorch_model*.bin")
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        try:
-            tensors |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-        except Exception as error:  # a broken or hostile file can raise anything
-            raise CheckpointError(f"{file.name} cannot be read: {first_line(error)}") from error
-    return tensors
+    write_folder(folder, config, tensors)
 
 
 # tensors
@@ -247,20 +216,14 @@ def _require_tensors(spec: Eagle3Spec, settings: Settings, state: State) -> None
     """Raise CheckpointError unless the tensors are those of the head, in its shapes and in a floating dtype."""
     with torch.device("meta"):
         expected = Eagle3Head(spec).state_dict()
-    shapes = {key: (list(state[key].shape), list(t.shape)) for key, t in expected.items() if key in state}
-    faults = [f"{key} is {has}, the config says {says}" for key, (has, says) in shapes.items() if has != says]
-    faults += [f"{key} is missing" for key in expected if key not in state]
-    faults += [f"{key} is not known" for key in sorted(state.keys() - expected.keys())]
-    if faults:
+    if faults := tensor_faults(expected, state):
         says = ", ".join(f"{key}={settings[key]}" for key in SHAPING if key in settings)
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        more = and_more(faults)
         if faults[0].startswith("fc.weight is ["):
             states = list(spec.aux_layers) or "after the final norm"
             more += f"; trained on other states than {states}? Then give eagle3_drafter(..., aux_layers=[...])"
         raise CheckpointError(f"tensor {faults[0]}{more}; config.json has {says}")
-    for key, tensor in state.items():
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise CheckpointError(f"tensor {key} is {tensor.dtype}, expected a floating type of 16 bits or more")
+    require_floats(state)
 
 
 def _target_ids(

@@ -8,13 +8,14 @@ A head that fused layers cannot express (biases in the MLP, other activations) r
 `PlainHead`.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from specdec.draft_models.eagle3.head import Eagle3Head, HeadContext, HeadOutput, PlainHead
-from specdec.draft_models.fused_form import Echo, why_unfused
+from specdec.draft_models.fused_form import Echo, proved_form
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedLayer, LayerParts, Shared
 from specdec.layers.embedding import embed_and_norm
@@ -89,22 +90,15 @@ class FusedHead(PlainHead):
         with MERGING, torch.inference_mode(False), torch.no_grad():
             parts = [layer_parts(head.spec, layer) for layer in head.layers]
             self.fc_norm = None if head.fc_norm is None else merge_rows([norm.weight for norm in head.fc_norm])
-        following = [*(part.input_norm for part in parts[1:]), self.final_gain]
-        layers = enumerate(zip(parts, following, strict=True))
-        self.layers = [FusedLayer(i, part, next_norm, self.ops) for i, (part, next_norm) in layers]
+        self.layers = fused_layers(parts, self.final_gain, self.ops)
         self.generation = self.weights.generation()  # after the merge, which moves weights
 
 
 def choose_form(plain: PlainHead, weights: Weights, ops: Operations) -> tuple[PlainHead, str | None]:
     """The fused form if it computes what the plain one does; else the plain one, and the reason."""
-    forms = [plain]
-
-    def fused() -> torch.Tensor:
-        forms.append(FusedHead(plain.head, plain.table, plain.lm_head, weights, ops))
-        return _probed(forms[-1])
-
-    reason = why_unfused("eagle3", plain.head, len(plain.head.layers), lambda: _probed(plain), fused)
-    return (forms[-1], None) if reason is None else (plain, reason)
+    return proved_form(
+        "eagle3", plain, lambda: FusedHead(plain.head, plain.table, plain.lm_head, weights, ops), _probed
+    )
 
 
 @torch.inference_mode()
@@ -124,6 +118,13 @@ def _probed(form: PlainHead) -> torch.Tensor:
 def gain_of(norm: Any) -> Gain:
     """The gain of a Llama norm."""
     return Gain(norm.weight, norm.variance_epsilon, round_first=True)
+
+
+def fused_layers(parts: Sequence[LayerParts], final: Gain | None, ops: Operations) -> list[FusedLayer]:
+    """These layers one behind the other, each with the norm that the next one begins with; behind the last, `final`."""
+    following = [*(part.input_norm for part in parts[1:]), final]
+    layers = enumerate(zip(parts, following, strict=True))
+    return [FusedLayer(i, part, next_norm, ops) for i, (part, next_norm) in layers]
 
 
 class LayerShape(Protocol):

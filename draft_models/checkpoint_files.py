@@ -1,0 +1,73 @@
+"""A drafter's folder, whatever its format: config.json and tensors, read and written, and tensors against a head's."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from specdec.errors import CheckpointError, first_line, naming_file
+
+State = Mapping[str, torch.Tensor]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The object in a folder's config.json. Raises CheckpointError."""
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"there is no config.json that can be read ({first_line(error)})") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"config.json holds {type(config).__name__}, expected an object")
+    return config
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, on the CPU. Raises CheckpointError."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
+        raise CheckpointError("there is no *.safetensors and no pytorch_model*.bin")
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            tensors |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        except Exception as error:  # a broken or hostile file can raise anything
+            raise CheckpointError(f"{file.name} cannot be read: {first_line(error)}") from error
+    return tensors
+
+
+def write_folder(folder: str | Path, config: Mapping[str, Any], state: State) -> None:
+    """Write config.json and model.safetensors. Raises CheckpointError where tensors cannot be written."""
+    out = Path(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    with naming_file(out / "config.json"):
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    weights = out / "model.safetensors"
+    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
+    try:
+        save_file(tensors, weights, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise CheckpointError(f"{str(weights)!r} cannot be written: {first_line(error)}") from error
+
+
+def tensor_faults(expected: State, state: State) -> list[str]:
+    """Where tensors are not those of a head, by name and shape, the first to be told first; empty: they are."""
+    shapes = {key: (list(state[key].shape), list(t.shape)) for key, t in expected.items() if key in state}
+    faults = [f"{key} is {has}, the config says {says}" for key, (has, says) in shapes.items() if has != says]
+    faults += [f"{key} is missing" for key in expected if key not in state]
+    return faults + [f"{key} is not known" for key in sorted(state.keys() - expected.keys())]
+
+
+def and_more(faults: list[str]) -> str:
+    """Behind the first of these faults: how many others there are."""
+    return f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+
+
+def require_floats(state: State) -> None:
+    """Raise CheckpointError for a tensor that is not of a floating type of 16 bits or more."""
+    for key, tensor in state.items():
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise CheckpointError(f"tensor {key} is {tensor.dtype}, expected a floating type of 16 bits or more")
