@@ -1,12 +1,12 @@
 """Drafters that fit any target, in a hundred engines each: every request has the tokens of plain decoding."""
 
 import random
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+from random_loads import check_tokens, random_config, random_requests
 
-from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec import Engine, SpecConfig
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.suffix import SuffixDrafter
 from specdec.models.target import TargetModel
@@ -30,28 +30,9 @@ def spec_of(rng):
 def test_tokens_of_plain_decoding(seed, drafter, make_target, make_engine, random_prompt):
     rng = random.Random(f"{drafter} {seed}")
     model = make_target(rng.choice(FAMILIES))
-    shared = random_prompt(rng.randint(0, 20)) if rng.random() < 0.7 else []
-    prompts = [[*shared, *random_prompt(rng.randint(1, 30), seed=i)] for i in range(6)]
-    params = [
-        SamplingParams(
-            max_new_tokens=rng.randint(1, 30),
-            temperature=rng.choice((0.0, 0.9)),
-            seed=i,
-            repetition_penalty=rng.choice((1.0, 1.0, 1.2)),
-            speculation=rng.choice((None, None, None, False, SpecConfig(1))),
-        )
-        for i in range(len(prompts))
-    ]
+    prompts, params = random_requests(rng, random_prompt)
     slots = rng.choice((None, 110))
-    config = EngineConfig(
-        max_model_len=128,
-        max_batch_size=rng.choice((1, 3, 8)),
-        page_size=rng.choice((1, 4)),
-        prefill_chunk=rng.choice((4, 16, 64)),
-        prefix_cache=rng.random() < 0.7,
-        full_slots=slots,
-        swa_slots=slots,
-    )
+    config = random_config(rng, slots)
     alone = [replace(each, speculation=None) for each in params]
     want = [out.token_ids for out in make_engine(model, None, max_model_len=128).generate(prompts, alone)]
     target = TargetModel(model)
@@ -60,10 +41,4 @@ def test_tokens_of_plain_decoding(seed, drafter, make_target, make_engine, rando
         other = model if rng.random() < 0.3 else make_target(rng.choice(FAMILIES), seed=rng.randint(0, 2))
         chosen = LanguageModelDrafter(TargetModel(other), target)
     engine = Engine(target, chosen, spec=spec_of(rng), config=config)
-    assert [out.token_ids for out in engine.generate(prompts, params)] == want
-    with ThreadPoolExecutor(3) as threads:  # again, by three threads, some of it found in the prefix cache
-        again = list(
-            threads.map(lambda i: engine.generate([prompts[i]], [params[i]])[0].token_ids, range(len(prompts)))
-        )
-    assert again == want
-    engine.table.check()
+    check_tokens(engine, prompts, params, want)

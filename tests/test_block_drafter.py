@@ -4,7 +4,6 @@ same on both backends, captured or not."""
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 from block_heads import KINDS, random_block, random_head
 from capturable import capturable
 from kv_rig import KVRig
+from random_loads import check_tokens, random_config, random_requests
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.kernels.draft_block import CopiedDraft, Draft, Order
@@ -53,30 +53,10 @@ def test_tokens_of_plain_decoding(
     rng = random.Random(f"block {seed}")
     model = make_target(rng.choice(FAMILIES))
     kind, deterministic = rng.choice(list(KINDS)), rng.random() < 0.25
-    shared = random_prompt(rng.randint(0, 20)) if rng.random() < 0.7 else []
-    prompts = [[*shared, *random_prompt(rng.randint(1, 30), seed=i)] for i in range(6)]
-    params = [
-        SamplingParams(
-            max_new_tokens=rng.randint(1, 30),
-            temperature=rng.choice((0.0, 0.9)),
-            seed=i,
-            repetition_penalty=rng.choice((1.0, 1.0, 1.2)),
-            speculation=rng.choice((None, None, None, False, SpecConfig(1))),
-        )
-        for i in range(len(prompts))
-    ]
+    prompts, params = random_requests(rng, random_prompt)
     spec = spec_of(rng)
     slots = rng.choice((None, 90 + spec.num_nodes))  # few: requests are preempted
-    config = EngineConfig(
-        max_model_len=128,
-        max_batch_size=rng.choice((1, 3, 8)),
-        page_size=rng.choice((1, 4)),
-        prefill_chunk=rng.choice((4, 16, 64)),
-        prefix_cache=rng.random() < 0.7,
-        full_slots=slots,
-        swa_slots=slots,
-        deterministic=deterministic,
-    )
+    config = random_config(rng, slots, deterministic=deterministic)
     alone = [replace(each, speculation=None) for each in params]
     plain = make_engine(model, None, max_model_len=128, deterministic=deterministic)
     want = [out.token_ids for out in plain.generate(prompts, alone)]
@@ -84,13 +64,7 @@ def test_tokens_of_plain_decoding(
     drafter = random_block(model, kind, ops=ops)
     assert isinstance(drafter.form, FusedBlock) == (ops is not None and kind != "dspark-gemma4"), drafter.unfused
     engine = Engine(TargetModel(model), drafter, spec=spec, config=config)
-    assert [out.token_ids for out in engine.generate(prompts, params)] == want
-    with ThreadPoolExecutor(3) as threads:  # again, by three threads, some of it found in the prefix cache
-        again = list(
-            threads.map(lambda i: engine.generate([prompts[i]], [params[i]])[0].token_ids, range(len(prompts)))
-        )
-    assert again == want
-    engine.table.check()
+    check_tokens(engine, prompts, params, want)
 
 
 @pytest.mark.parametrize("kind", ["dflash", slow("jetspec"), slow("dspark-rnn")])
