@@ -6,12 +6,15 @@ import inspect
 import numpy as np
 import pytest
 
+import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.runtime.adaptive import round_timing
 from specdec.runtime.adaptive.cost_table import CostTable, Level
 from specdec.runtime.adaptive.draft_chances import DraftChances
 from specdec.runtime.adaptive.draft_choice import DraftChoice
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
-from specdec.runtime.rounds.round_shapes import NO_DRAFT, DraftShape
+from specdec.runtime.rounds.result import DraftShape
+from specdec.runtime.rounds.round_shapes import NO_DRAFT
 
 CHAIN = SpecConfig(4, adaptive=True)
 
@@ -234,6 +237,33 @@ def test_a_request_can_fix_its_draft_in_an_adaptive_engine():
         assert out.stats.drafted_rounds >= out.stats.rounds - 1
         [out] = engine.generate(prompt, SamplingParams(max_new_tokens=30, ignore_eos=True))
         assert out.stats.drafted_rounds <= 2
+
+
+def recorded(program):
+    """A capture that runs its program again at each replay, into what it returned first."""
+    out = program().clone()
+    return lambda: out.copy_(program()), out
+
+
+@pytest.mark.parametrize("drafter", ["tiny-gemma4-mtp", "tiny-gemma4-eagle3"])
+def test_a_captured_engine_has_its_table_when_it_is_made(drafter, monkeypatch):
+    monkeypatch.setattr(specdec.engine, "capture_for", lambda *_: recorded)
+    monkeypatch.setattr(specdec.engine, "default_budget", lambda _: None)
+    monkeypatch.setattr(round_timing, "time_catching_up", lambda graphs, shape: graphs.run(shape) or 1e-3)
+    config = EngineConfig(max_batch_size=2, max_model_len=200)
+    plain = Engine.from_pretrained("tiny-gemma4", config=EngineConfig(max_batch_size=2, max_model_len=200))
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    expected = [out.token_ids for out in plain.generate(prompts(plain), params)]
+    with Engine.from_pretrained("tiny-gemma4", drafter, spec=CHAIN, config=config) as engine:
+        cost = engine.steps.choice.cost
+        assert sorted(cost.timed) == [1, 2] and all((seconds > 0).all() for seconds in cost.timed.values())
+        assert set(cost.catching_up) == (set() if drafter == "tiny-gemma4-mtp" else {1, 2})
+        made = engine.stats().captures
+        assert made.uncaptured_rounds == 0 and engine.table.committed_len.host.max() == 0
+        outs = engine.generate(prompts(engine), params)
+        assert [out.token_ids for out in outs] == expected
+        assert engine.stats().captures.uncaptured_rounds == 0  # no draft is captured later
+        engine.table.check()
 
 
 def test_a_fixed_engine_chooses_nothing():

@@ -16,7 +16,8 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.errors import RequestFailedError, SpecDecError, first_line, is_fault
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompt_scores import PromptScores
-from specdec.runtime.rounds.round_shapes import NO_DRAFT, DraftShape
+from specdec.runtime.rounds.result import DraftShape
+from specdec.runtime.rounds.round_shapes import NO_DRAFT
 from specdec.sampling.grammars.grammar import Place
 from specdec.sampling.grammars.token_view import TokenView
 from specdec.sampling.log_probs import TokenLogprob

@@ -29,7 +29,7 @@ from specdec.models.target import FinalStates
 from specdec.progress import progress_bar
 from specdec.runtime.adaptive.draft_choice import NO_CHOICE, DraftChoice
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
-from specdec.runtime.adaptive.round_timing import time_rounds
+from specdec.runtime.adaptive.round_timing import fill_cost_table
 from specdec.runtime.engine_stats import ENOUGH_DRAFTS, EngineStats, warn_of_rejected
 from specdec.runtime.grammar_masks import GrammarSteps, prepare, root_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
@@ -38,13 +38,13 @@ from specdec.runtime.request import Request, rows_of
 from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, batch_sizes, nothing, run_programs
-from specdec.runtime.rounds.catching_up import CatchUps, catch_up_if_due, time_catching_up
+from specdec.runtime.rounds.catching_up import CatchUps, catch_up_if_due
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
 from specdec.runtime.rounds.grouping import WORTH_A_FORWARD, WORTH_ON_CPU, group_chunks, padded_size
 from specdec.runtime.rounds.prompt_scoring import Scoring, score_chunk
-from specdec.runtime.rounds.result import RoundResult, RoundShape
+from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape
 from specdec.runtime.rounds.round import PREFILL_STAGES, Chunk, Round
-from specdec.runtime.rounds.round_shapes import NO_DRAFT, DraftShape, round_shape, whole_draft, with_forced
+from specdec.runtime.rounds.round_shapes import NO_DRAFT, largest, round_shape, whole_draft, with_forced
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.settling import commit_chunks, settle_chunks, settle_round
 from specdec.sampling.log_probs import max_logprobs
@@ -107,21 +107,13 @@ class Steps:
                     self.round.flush()
                     self.graphs.run(shape)
                 update(done)
-        lagging = self.catch_ups if self.round.unread is not None else None
-        if lagging is not None:
-            with self._on_device():
-                for shape in shapes[:: len(drafts)]:
-                    lagging.run(shape)
-                    lagging.run(shape)
+            if self.catch_ups is not None and self.round.unread is not None:
+                for shape in shapes[:: len(drafts)]:  # one of each batch size
+                    for _ in range(2):
+                        self.catch_ups.run(shape)
         if self.choice is not None and self.round.cache.sanitizer is None:  # which knows of no rows without slots
-            with self._on_device(), progress_bar("timing rounds", len(shapes)) as update:
-                seconds = time_rounds(self.graphs, shapes, update)
-            for size, of_size in zip(reversed(sizes), np.split(np.array(seconds), len(sizes)), strict=True):
-                self.choice.cost.timed[size] = of_size[::-1]
-            if lagging is not None:
-                with self._on_device():
-                    times = {shape.batch: time_catching_up(lagging, shape) for shape in shapes[:: len(drafts)]}
-                self.choice.cost.catching_up.update(times)
+            with self._on_device():
+                fill_cost_table(self.choice.cost, self.graphs, self.catch_ups, shapes)
             self.restart([])
         self.graphs.store.uncaptured["rounds"] = 0  # no request has asked for any so far
 
@@ -257,13 +249,11 @@ class Steps:
             for draft, request in zip(drafts, requests, strict=True)
             if request.draft is not None and not request.draft.adaptive
         ]
-        least = DraftShape(*(max(size) for size in zip(NO_DRAFT, *fixed, strict=True)))
         rows = rows_of(requests)
-        most = np.array([request.max_drafts for request in requests], dtype=np.int64)
-        most = np.minimum(most, np.array(to_go, dtype=np.int64) - 1)
+        most = np.minimum(self.round.max_drafts.host[rows], np.array(to_go, dtype=np.int64) - 1)
         context = int(self.table.committed_len.host[rows].sum())
         behind = self.round.unread is not None and bool(self.round.unread.count[rows].any())
-        return shape._replace(**choice.choose(rows, most, batch, context, least, behind=behind)._asdict())
+        return shape.with_draft(choice.choose(rows, most, batch, context, largest(fixed), behind=behind))
 
     def group(self, chunk_len: IntArray) -> list[IntArray]:
         """Numbers of the prompt chunks [B] that share a forward."""
@@ -354,12 +344,12 @@ class Steps:
         if self.choice is None or shape.forced or (self.graphs is not None and is_large(shape)):
             return
         rows = rows_of(requests)
-        drafting = np.array([request.max_drafts for request in requests], dtype=np.int64)
+        most = self.round.max_drafts.host[rows]
         batch = shape.batch if self.graphs is not None else next_power_of_two(shape.batch)
         context = int(self.table.committed_len.host[rows].sum())
-        size, some = (shape.num_steps, shape.topk, shape.num_nodes), drafting > 0
-        given = rows[some], result.length[some] - 1, drafting[some]
-        self.choice.learn(size, batch, context, result.seconds, *given)
+        drafting = most > 0
+        given = rows[drafting], result.length[drafting] - 1, most[drafting]
+        self.choice.learn(shape.draft, batch, context, result.seconds, *given)
 
     def _note(self, requests: Sequence[Request], result: RoundResult) -> None:
         """Count a settled round, and warn once where drafts are hardly ever right."""

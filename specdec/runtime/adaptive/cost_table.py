@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from specdec.runtime.adaptive.draft_chances import FloatArray
-from specdec.runtime.rounds.round_shapes import DraftShape
+from specdec.runtime.rounds.result import DraftShape
 
 LEVEL, LINEAR = 0.15, 0.5
 """Before anything was timed: a level of a draft in verify steps of one node a row, and how much of a verify grows with

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.rounds.round_shapes import DraftShape
+from specdec.runtime.rounds.result import DraftShape
 
 FloatArray = npt.NDArray[np.float64]
 

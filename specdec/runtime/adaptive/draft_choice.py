@@ -21,7 +21,7 @@ import numpy as np
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.adaptive.cost_table import CostTable
 from specdec.runtime.adaptive.draft_chances import DraftChances, FloatArray
-from specdec.runtime.rounds.round_shapes import DraftShape
+from specdec.runtime.rounds.result import DraftShape
 
 SPARE = 0.006
 """Of the time, for trials."""
@@ -127,7 +127,7 @@ class DraftChoice:
 
     def learn(
         self,
-        shape: tuple[int, int, int],
+        shape: DraftShape,
         batch: int,
         context: int,
         seconds: Mapping[str, float],
@@ -135,8 +135,8 @@ class DraftChoice:
         accepted: IntArray,
         most: IntArray,
     ) -> None:
-        """A round is settled. shape: (steps, topk, nodes) of its draft; accepted, most: drafts of each row [B]."""
-        number = self._numbers.get(DraftShape(*shape))
+        """A round with this draft is settled. accepted, most: drafts of each row [B]."""
+        number = self._numbers.get(shape)
         if number is None:  # shortened, or another's
             return
         self.cost.note(number, batch, context, seconds)

@@ -7,7 +7,8 @@ tree of 60      none   chains of 1, 2, 4, trees of 8, 16, 32, 60 nodes
 from collections.abc import Sequence
 
 from specdec.config import SpecConfig
-from specdec.runtime.rounds.round_shapes import NO_DRAFT, DraftShape, whole_draft
+from specdec.runtime.rounds.result import DraftShape
+from specdec.runtime.rounds.round_shapes import NO_DRAFT, whole_draft
 
 CHAINS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CHAINS_BESIDE_TREES = (1, 2, 4)

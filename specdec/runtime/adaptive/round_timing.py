@@ -10,12 +10,31 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from specdec.progress import progress_bar
+from specdec.runtime.adaptive.cost_table import CostTable
 from specdec.runtime.rounds.captured_rounds import RoundGraphs
+from specdec.runtime.rounds.catching_up import CatchUps
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.result import RoundShape
 
 REPEATS, WARM = 5, 3
 """Rounds of a shape that are timed, and not timed before."""
+
+
+def fill_cost_table(
+    table: CostTable, graphs: RoundGraphs, catch_ups: CatchUps | None, shapes: Sequence[RoundShape]
+) -> None:
+    """Time these captured shapes: for each batch size a round with every draft of the table, and catching up if the
+    drafter lags."""
+    with progress_bar("timing rounds", len(shapes)) as update:
+        seconds = dict(zip(shapes, time_rounds(graphs, shapes, update), strict=True))
+    by_draft = {(shape.batch, shape.draft): spent for shape, spent in seconds.items()}
+    for size in {shape.batch for shape in shapes}:
+        table.timed[size] = np.array([by_draft[size, draft] for draft in table.shapes])
+    if catch_ups is not None and graphs.round.unread is not None:
+        table.catching_up.update(
+            {shape.batch: time_catching_up(catch_ups, shape) for shape in shapes if shape.is_plain}
+        )
 
 
 def time_rounds(graphs: RoundGraphs, shapes: Sequence[RoundShape], done: Callable[[int], None]) -> list[float]:
@@ -39,3 +58,17 @@ def time_rounds(graphs: RoundGraphs, shapes: Sequence[RoundShape], done: Callabl
         seconds.append(float(np.median(spent[min(WARM, len(spent) - 1) :])))
         done(number)
     return seconds
+
+
+def time_catching_up(graphs: CatchUps, shape: RoundShape) -> float:
+    """Seconds of one, captured, over rows that have nothing to read: it does the same work."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(3):
+        graphs.run(shape)
+    begin.record()
+    for _ in range(5):
+        graphs.run(shape)
+    end.record()
+    end.synchronize()
+    spent: float = begin.elapsed_time(end)
+    return spent / 5e3

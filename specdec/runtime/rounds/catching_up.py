@@ -9,10 +9,7 @@ have so many catch up in any case. `count` is the host's: so many rounds without
 which commits one token.
 """
 
-from collections.abc import Hashable
-
 import numpy as np
-import torch
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.rounds.captured_rounds import Captures
@@ -28,11 +25,7 @@ class CatchUps(Captures):
 
     def run(self, shape: RoundShape) -> None:
         """Of the seated rows of a round of this shape."""
-        self.run_captured(key_of(shape), [lambda: self.round.catch_up(shape)])
-
-
-def key_of(shape: RoundShape) -> Hashable:
-    return "catch up", shape.batch, shape.longest
+        self.run_captured((shape.batch, shape.longest), [lambda: self.round.catch_up(shape)])
 
 
 def catch_up_if_due(round: Round, graphs: CatchUps | None, shape: RoundShape, rows: IntArray) -> None:
@@ -49,17 +42,3 @@ def catch_up_if_due(round: Round, graphs: CatchUps | None, shape: RoundShape, ro
         unread.count[rows] = 0
     if shape.is_plain:
         unread.count[rows] += np.int64(1)
-
-
-def time_catching_up(graphs: CatchUps, shape: RoundShape) -> float:
-    """Seconds of one, captured, over rows that have nothing to read: it does the same work."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(3):
-        graphs.run(shape)
-    begin.record()
-    for _ in range(5):
-        graphs.run(shape)
-    end.record()
-    end.synchronize()
-    spent: float = begin.elapsed_time(end)
-    return spent / 5e3

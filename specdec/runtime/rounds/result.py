@@ -20,6 +20,19 @@ from specdec.sampling.log_probs import LogProbs, TokenLogprob
 from specdec.sampling.sampling_table import Uses
 
 
+class DraftShape(NamedTuple):
+    """A draft of `num_steps` levels, `topk` branches a node, and `num_nodes` nodes that are verified, with the root."""
+
+    num_steps: int
+    topk: int
+    num_nodes: int
+
+    @property
+    def depth(self) -> int:
+        """Most drafts that a round can accept."""
+        return min(self.num_steps, self.num_nodes - 1)
+
+
 class RoundShape(NamedTuple):
     """All that decides what a round computes, but for the data on the device: captured rounds are found by it.
 
@@ -36,6 +49,14 @@ class RoundShape(NamedTuple):
     uses: Uses
     logprobs: int | None
     forced: int = 0
+
+    @property
+    def draft(self) -> DraftShape:
+        return DraftShape(self.num_steps, self.topk, self.num_nodes)
+
+    def with_draft(self, draft: DraftShape) -> "RoundShape":
+        """The same with another draft."""
+        return self._replace(**draft._asdict())
 
     @property
     def is_plain(self) -> bool:

@@ -8,30 +8,15 @@ It knows rows and counts, no request.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from specdec.config import SamplingParams, SpecConfig
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.rounds.captured_rounds import RoundGraphs
-from specdec.runtime.rounds.result import RoundShape
+from specdec.runtime.rounds.result import DraftShape, RoundShape
 from specdec.runtime.rounds.round import Round
 from specdec.sampling.log_probs import max_logprobs
-
-
-class DraftShape(NamedTuple):
-    """A draft of `num_steps` levels, `topk` branches a node, and `num_nodes` nodes that are verified, with the root."""
-
-    num_steps: int
-    topk: int
-    num_nodes: int
-
-    @property
-    def depth(self) -> int:
-        """Most drafts that a round can accept."""
-        return min(self.num_steps, self.num_nodes - 1)
-
 
 NO_DRAFT = DraftShape(0, 1, 1)
 """The root alone."""
@@ -43,6 +28,11 @@ def whole_draft(spec: SpecConfig) -> DraftShape:
     return DraftShape(num_steps, spec.topk, num_nodes)
 
 
+def largest(drafts: Sequence[DraftShape]) -> DraftShape:
+    """What has all that any of these has; of none, no draft."""
+    return DraftShape(*(max(size) for size in zip(NO_DRAFT, *drafts, strict=True)))
+
+
 def round_shape(
     round: Round,
     rows: IntArray,
@@ -52,10 +42,9 @@ def round_shape(
 ) -> RoundShape:
     """drafts: of each request. unsettled_nodes: by so much may a prefix be longer than the host
     knows."""
-    num_steps, topk, num_nodes = (max(size) for size in zip(NO_DRAFT, *drafts, strict=True))
     longest = int(round.cache.table.committed_len.host[rows].max(initial=0)) + unsettled_nodes
     asked = round.sampling.uses(params), max_logprobs(params)
-    return RoundShape(len(rows), longest, num_steps, topk, num_nodes, *asked)
+    return RoundShape(len(rows), longest, *largest(drafts), *asked)
 
 
 def with_forced(
