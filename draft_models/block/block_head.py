@@ -91,7 +91,7 @@ class BlockSpec:
 
     @property
     def scaling(self) -> float:
-        """Of attention scores."""
+        """Factor of attention scores before the softmax."""
         return 1.0 if self.is_gemma4 else self.head_dim**-0.5
 
     @property

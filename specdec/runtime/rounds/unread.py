@@ -10,7 +10,7 @@ KEPT = 16
 
 
 class Unread:
-    """By row of the request table. width: numbers of a state. count: the host's, see `catching_up.py`."""
+    """By row of the request table. width: numbers of a state. count: on the host, tokens unread (`catching_up.py`)."""
 
     def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.states = torch.zeros((num_rows, KEPT, width), dtype=dtype, device=device)
