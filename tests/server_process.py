@@ -56,7 +56,8 @@ def running_server(
     """
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH")]))
-    command = ["-m", "specdec.cli", "serve", "--port", "0", *options]
+    # what is drafted must not depend on how long rounds take: `drafts_of_one_shape` in conftest.py, for this process
+    command = ["-m", "specdec.cli", "serve", "--port", "0", "--fixed-drafts", *options]
     with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder, "log.txt")
         with log_path.open("w") as log:

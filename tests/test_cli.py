@@ -41,7 +41,7 @@ def run(*args):
 
 @pytest.fixture(scope="module")
 def answer():
-    result = run("generate", QUESTION, "--json", "-", "--max-new-tokens", "24")
+    result = run("generate", QUESTION, "--json", "-", "--max-new-tokens", "24", "--fixed-drafts")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
