@@ -3,15 +3,29 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from specdec.draft_models.base import TargetInfo
 from specdec.errors import CheckpointError, first_line, naming_file
 
 State = Mapping[str, torch.Tensor]
+
+
+class TargetShape(NamedTuple):
+    """What a reader must know of the target."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, target: TargetInfo) -> "TargetShape":
+        return cls(target.name, len(target.layout.layers), target.hidden_size, target.vocab_size)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -70,10 +70,8 @@ def _language_model(model: PreTrainedModel, target: TargetModel, tokenizer: Any 
     if tokenizer is not None and own is not None:
         _require_same_tokens(name, tokenizer, own)
     elif (size := int(model.config.get_text_config().vocab_size)) != target.vocab_size:
-        raise UnsupportedModelError(
-            f"drafter {name!r} has {size} tokens and the target {target.vocab_size}; a language model drafts for one "
-            "of the same tokenizer (give both by name, and their tokenizers are compared)"
-        )
+        hint = " (give both by name, and their tokenizers are compared)"
+        raise _other_tokens(name, f"{size} tokens and the target {target.vocab_size}", hint)
     return LanguageModelDrafter(TargetModel(model, target.given_ops), target)
 
 
@@ -85,13 +83,15 @@ def _require_same_tokens(name: str, tokenizer: Any, own: Any) -> None:
     at_target, at_drafter = ({number: token for token, number in vocab.items()} for vocab in (targets, drafters))
     for number in sorted(at_target.keys() & at_drafter.keys()):
         if at_target[number] != at_drafter[number]:
-            raise UnsupportedModelError(
-                f"drafter {name!r} has another vocabulary than the target: token {number} is {at_drafter[number]!r} "
-                f"there and {at_target[number]!r} in the target; a language model drafts for one of the same tokenizer"
-            )
+            here, there = at_drafter[number], at_target[number]
+            differing = f"another vocabulary: token {number} is {here!r} there and {there!r} in the target"
+            raise _other_tokens(name, differing)
     smaller, larger = sorted((len(targets), len(drafters)))
     if smaller < 0.99 * larger:
-        raise UnsupportedModelError(
-            f"drafter {name!r} has {len(drafters)} tokens and the target {len(targets)}; a language model drafts for "
-            "one of the same tokenizer"
-        )
+        raise _other_tokens(name, f"{len(drafters)} tokens and the target {len(targets)}")
+
+
+def _other_tokens(name: str, differing: str, hint: str = "") -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"drafter {name!r} has {differing}; a language model drafts for one of the same tokenizer{hint}"
+    )

@@ -39,6 +39,7 @@ from specdec.modules.weights_lock import weights_lock_held
 from specdec.progress import progress_bar
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
 from specdec.runtime.arguments import (
+    require_depth,
     require_fused,
     require_no_setting,
     require_one_sample,
@@ -93,6 +94,7 @@ class Engine:
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.spec = spec or SpecConfig()
+        require_depth(self.spec, drafter)
         require_fused(self.config.fused, target, drafter)
         layouts = [target.layout] + ([] if drafter is None or drafter.kv_layout is None else [drafter.kv_layout])
         head_dim = max(layer.head_dim for layout in layouts for layer in layout.layers)

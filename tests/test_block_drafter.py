@@ -23,6 +23,7 @@ from specdec.draft_models.base import Binding, DraftBatch, Observation
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.block.fused_block import FusedBlock
 from specdec.draft_models.conformance import check_drafter
+from specdec.errors import ConfigError
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.kvcache.table import Rows
 from specdec.models.target import TargetModel
@@ -61,10 +62,20 @@ def test_tokens_of_plain_decoding(
     plain = make_engine(model, None, max_model_len=128, deterministic=deterministic)
     want = [out.token_ids for out in plain.generate(prompts, alone)]
     ops = rng.choice((None, REFERENCE))
-    drafter = random_block(model, kind, ops=ops)
+    drafter = random_block(model, kind, ops=ops, block_size=9)
     assert isinstance(drafter.form, FusedBlock) == (ops is not None and kind != "dspark-gemma4"), drafter.unfused
     engine = Engine(TargetModel(model), drafter, spec=spec, config=config)
     check_tokens(engine, prompts, params, want)
+
+
+def test_more_steps_than_a_block_drafts_are_refused(make_target: Callable[..., Any]) -> None:
+    """They were cut without a word: rounds verified nodes that nothing had drafted."""
+    model = make_target("llama")
+    for kind, most in (("dflash", 5), ("dspark", 6)):  # of blocks of 6
+        drafter = random_block(model, kind)
+        Engine(TargetModel(model), drafter, spec=SpecConfig(most)).close()
+        with pytest.raises(ConfigError, match=rf"num_steps={most + 1}.* at most {most} tokens.*num_steps={most}\)"):
+            Engine(TargetModel(model), drafter, spec=SpecConfig(most + 1))
 
 
 @pytest.mark.parametrize("kind", ["dflash", slow("jetspec"), slow("dspark-rnn")])

@@ -19,7 +19,6 @@ from specdec.doctor.acceptance import Comparison, Measured
 from specdec.doctor.causes import CAUSES
 from specdec.doctor.changes.changed_drafters import changed_head
 from specdec.doctor.dense_drafts import dense_drafts
-from specdec.doctor.published_acceptance import PUBLISHED, published_for
 from specdec.doctor.recorded_text import record
 from specdec.doctor.rounded_weights import NONE, grid_of
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
@@ -27,7 +26,7 @@ from specdec.drafter_loading import load_any_drafter
 from specdec.errors import ConfigError
 from specdec.gpu.operations import REFERENCE
 from specdec.models.bundled import BUNDLED_DIR, HELD_OUT_PROBLEMS
-from specdec.models.published import BUNDLED_EAGLE3, BUNDLED_MTP, EAGLE3_PAIRS, GEMMA4_PAIRS, QAT_PAIRS
+from specdec.models.published import ACCEPTED, PAIRS, published_acceptance
 from specdec.models.target import TargetModel
 from specdec.text.prompt_files import read_prompts
 
@@ -225,14 +224,12 @@ def test_grids_are_told_from_ordinary_weights(dtype):
 
 
 def test_published_figures_name_known_pairs_and_their_source():
-    known = {
-        (pair.target.rpartition("/")[2].lower(), pair.drafter.rpartition("/")[2].lower())
-        for pair in (BUNDLED_MTP, BUNDLED_EAGLE3, *GEMMA4_PAIRS, *QAT_PAIRS, *EAGLE3_PAIRS)
-    }
-    assert {(figure.target, figure.drafter) for figure in PUBLISHED} <= known
-    assert all(figure.source and figure.data for figure in PUBLISHED)
-    assert published_for("google/gemma-4-31B-it", "google/gemma-4-31B-it-assistant").length == 5.37
-    assert published_for("tiny-gemma4", None) is None
+    drafters = [pair.drafter for pair in PAIRS]
+    assert all(drafters.count(drafter) == 1 for drafter in ACCEPTED)
+    assert all(figure.source and figure.data for figure in ACCEPTED.values())
+    assert published_acceptance("google/gemma-4-31B-it", "google/gemma-4-31B-it-assistant").length == 5.37
+    assert published_acceptance("some/gemma-4-31b-it", "/models/gemma-4-31B-it-assistant/").length == 5.37
+    assert published_acceptance("tiny-gemma4", None) is None
 
 
 def test_every_cause_can_be_recognised():

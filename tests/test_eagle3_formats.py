@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
-from specdec.draft_models.eagle3.checkpoint import ReadHead, TargetShape, read_head, write_head
+from specdec.draft_models.checkpoint_files import TargetShape
+from specdec.draft_models.eagle3.checkpoint import ReadHead, read_head, write_head
 from specdec.draft_models.eagle3.checkpoint_formats import (
     HARMLESS,
     HARMLESS_NAME,

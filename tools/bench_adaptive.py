@@ -6,6 +6,10 @@ prompt. So times are those of the shape, and acceptance is what the table says.
 
     steady   so many requests at once, all with one probability; timed from the last first token to the last token
     mixed    the number of requests rises and falls, every second prompt is hard; timed from beginning to end
+
+Every engine has the same requests in each phase of the mixed load: one arrives when another ends, and the next phase
+begins when all have ended. Otherwise a phase of one request would be that of whichever was left over, and runs would
+differ by 5 % by chance. `--only-mixed` makes one engine, and no plain one: "no draft" is within 1 % of that.
 """
 
 import argparse
@@ -27,8 +31,8 @@ from specdec.evaluation.phases.random_subject import random_subject
 from specdec.runtime.adaptive.draft_choice import name as shape_name
 from specdec.sampling.reference_sampler import ReferenceSampler
 
-MIXED = (1, 4, 32, 128, 64, 16, 2, 1, 96, 8)
-"""Requests at once, one phase after the other."""
+MIXED = ((1, 6), (4, 16), (32, 64), (128, 256), (64, 96), (16, 40), (2, 8), (96, 144), (8, 24))
+"""Requests at once, and how many in all, one phase after the other."""
 
 FIRST_TEXT = 1000
 """Tokens below it begin prompts."""
@@ -106,16 +110,15 @@ def mixed(engine: Engine, length: int, tokens: int, most: int) -> float:
     """Seconds for all of it."""
     draw = np.random.default_rng(0)
     number, begin = 1, time.perf_counter()
-    for wanted in (min(each, most) for each in MIXED):
-        for _ in range(max(8, wanted)):
-            running = len(engine.running_ids())
-            while running < wanted:
+    for at_once, in_all in MIXED:
+        wanted = min(at_once, most)
+        to_come = in_all * wanted // at_once
+        while to_come or engine.running_ids():
+            for _ in range(min(to_come, wanted - len(engine.running_ids()))):
                 asked = SamplingParams(max_new_tokens=int(draw.integers(tokens // 3, tokens)), ignore_eos=True)
                 engine.submit(prompt(number, length), asked)
-                number, running = number % (FIRST_TEXT - 1) + 1, running + 1
+                number, to_come = number % (FIRST_TEXT - 1) + 1, to_come - 1
             engine.step()
-            while len(engine.running_ids()) >= max(wanted, 1):
-                engine.step()
     while engine.step():
         pass
     return time.perf_counter() - begin
@@ -147,6 +150,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of an output")
     parser.add_argument("--no-mixed", action="store_true")
+    parser.add_argument("--only-mixed", action="store_true", help="--tokens 96 takes about two minutes at batch 128")
     given = parser.parse_args()
     require_device()
     batches = [int(each) for each in given.batches.split(",")]
@@ -159,7 +163,7 @@ def main() -> None:
     plant = Plant(subject.target.vocab_size, subject.target.device)
     with plant.in_samplers():
         begin = time.perf_counter()
-        plain = Engine(subject.target, config=sizes)
+        plain = None if given.only_mixed else Engine(subject.target, config=sizes)
         made = time.perf_counter()
         bind = type(subject.drafter).bind
 
@@ -181,8 +185,10 @@ def main() -> None:
         print(table_head("requests", "right", "plain engine", *names, "adaptive", "to plain", "to best", "chosen"))
 
         def row(case: str, right: str, measure: Callable[[Engine], float], scale: float) -> None:
-            measure(engine), measure(plain)  # warm: prompts are captured, clocks are up
-            first = measure(plain)
+            measure(engine)  # warm: prompts are captured, clocks are up
+            if plain is not None:
+                measure(plain)
+            first = None if plain is None else measure(plain)
             times = []
             for number in range(len(names)):
                 back = fixed_to(engine, number)
@@ -191,12 +197,12 @@ def main() -> None:
             before = engine.stats().drafts.rounds
             adaptive = measure(engine)
             rounds = [now - then for now, then in zip(engine.stats().drafts.rounds, before, strict=True)]
-            first = min(first, measure(plain))
+            first = times[0] if plain is None or first is None else min(first, measure(plain))
             ratios = [f"{first / adaptive:.3f}", f"{min(first, *times) / adaptive:.3f}"]
             shown = [f"{scale * each:.3f}" for each in (first, *times, adaptive)]
             print(table_row([case, right, *shown, *ratios, "/".join(map(str, rounds))]), flush=True)
 
-        for right in rights:
+        for right in () if given.only_mixed else rights:
             plant.right.fill_(right)
             for batch in batches:
                 row(str(batch), f"{right}", lambda each, b=batch: steady(each, b, given.length, given.tokens), 1e3)

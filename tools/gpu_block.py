@@ -1,136 +1,127 @@
-"""Block drafters on a GPU: captured rounds against plain decoding, and what a round takes at the shape of Qwen3-8B.
+"""What a round with a block drafter takes at the shape of Qwen3-8B: `python tools/gpu_block.py`.
 
-    python tools/gpu_block.py                # parity, then times
-    python tools/gpu_block.py --layers 4     # times of a smaller target, to see that they run
+Random weights in bfloat16, one request after a prompt of 1,024 tokens, a DFlash head of 5 layers with blocks of 16.
+Medians of the device's own clock: a plain step, rounds with the block's chain and with trees of 31 and 63 drafts, and a
+round with four steps of the EAGLE-3 head of that shape, whose draft time is compared with the block's. Bounds: the
+chain's round at most 1.35 plain steps, the tree of 31 at most 1.5.
 
-Parity: small random targets and heads of every kind in float32, chains and trees, captured and not; every token must be
-that of plain decoding in the same engine's operations. Times: random weights in bfloat16, one request after a prompt of
-1,024 tokens, plain and with blocks of 16; milliseconds a round by the engine's own clock, medians are not taken.
+Each row makes an engine. A row that would not end within `--seconds` is left out and says so. Text is not compared
+here: `gpu_adaptive_bits.py` does that. `--device cpu` runs two narrow layers in plain torch.
 """
 
 import argparse
-import random
+import sys
+import time
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from gpu_setup import DEVICE, ON_CPU, device_option, machine, require_device  # isort: skip - before triton
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from result_table import ResultTable, Row
 
-from specdec.config import EngineConfig, SamplingParams, SpecConfig
+from specdec.config import EngineConfig, SpecConfig
+from specdec.draft_models.base import Drafter
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec
 from specdec.engine import Engine
-from specdec.gpu.operations import choose_operations
+from specdec.evaluation.model_shapes import Shrink, find_shape
+from specdec.evaluation.phases.random_weights import make_drafter, make_target, randomise
+from specdec.evaluation.phases.timed_rounds import Driven, drive, most_new_tokens
+from specdec.gpu.operations import FAST, REFERENCE
 from specdec.models.target import TargetModel
 
 DSPARK = {"shifted": True, "owns_vocabulary": True, "successor": "vanilla", "successor_rank": 16}
 KINDS: dict[str, dict[str, Any]] = {"dflash": {}, "jetspec": {"causal": True}, "dspark": DSPARK}
-SPECS = {
-    "chain": SpecConfig(15, adaptive=False),
-    "tree of 32": SpecConfig(15, 4, 32, adaptive=False),
-    "tree of 64": SpecConfig(15, 8, 64, adaptive=False),
+
+BLOCK = 16
+LAST = BLOCK - 1  # drafts of a block
+ROUNDS = 2 if ON_CPU else 40
+CONTEXT = 6 if ON_CPU else 1024
+CASES = {
+    "plain step": (None, SpecConfig(1), None),
+    "block, chain of 15": ("block", SpecConfig(LAST), 1.35),
+    "block, tree of 31": ("block", SpecConfig(LAST, 4, 32), 1.5),
+    "EAGLE-3, chain of 4": ("eagle3", SpecConfig(4), None),
+    "block, tree of 63": ("block", SpecConfig(LAST, 8, 64), None),
 }
+"""What is timed: the drafter, its draft, and how many plain steps a round may take."""
 
 
-def filled(module: Any, gain: float) -> Any:
-    """Random weights that keep activations near `gain`."""
-    with torch.no_grad():
-        for name, weight in module.named_parameters():
-            if weight.dim() > 1:
-                weight.normal_(std=1.0 if "embed" in name else gain * weight.shape[-1] ** -0.5)
-    return module.eval()
-
-
-def target_of(layers: int, hidden: int, vocab: int, dtype: torch.dtype) -> TargetModel:
-    torch.manual_seed(0)
-    heads = max(4, hidden // 128)
-    config = Qwen3Config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 4,
-        head_dim=128,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with DEVICE:
-        model = Qwen3ForCausalLM._from_config(config, dtype=dtype)
-    return TargetModel(filled(model, 1.0), choose_operations("auto", "auto", DEVICE, dtype))
-
-
-def drafter_of(target: TargetModel, kind: str, layers: int, block: int) -> BlockDrafter:
-    torch.manual_seed(1)
-    taps, heads = len(target.layout.layers), target.config.num_attention_heads
+def random_block(target: TargetModel, kind: str, *, layers: int, block: int, seed: int) -> BlockDrafter:
+    """A block drafter of random weights with the widths of its target; kind: of `KINDS`."""
+    config, num_layers = target.config, len(target.layout.layers)
+    taps = [1 + round(i * max(num_layers - 3, 0) / 4) for i in range(5)]
     spec = BlockSpec(
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
-        intermediate_size=3 * target.hidden_size,
-        num_heads=heads,
-        num_kv_heads=heads // 4,
-        head_dim=128,
-        aux_layers=tuple(1 + i * (taps - 2) // 5 for i in range(5)),
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        aux_layers=tuple(dict.fromkeys(taps)),
         block_size=block,
         mask_token=target.vocab_size - 1,
         windows=(None,) * layers,
         **KINDS[kind],
     )
-    with DEVICE:
-        head = BlockHead(spec)
-    return BlockDrafter(filled(head.place(DEVICE, target.dtype), 1.0), target)
+    with target.device:
+        head = BlockHead(spec).place(target.device, target.dtype).eval()
+    randomise(head, seed)
+    return BlockDrafter(head, target)
 
 
-def check_parity() -> None:
-    target = target_of(6, 512, 24, torch.float32)
-    prompts = [[random.Random(i).randrange(24) for _ in range(5 + 9 * i)] for i in range(6)]
-    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
-    for deterministic in (False, True):
-        settings: dict[str, Any] = {"max_model_len": 256, "max_batch_size": 4, "deterministic": deterministic}
-        with Engine(target, None, config=EngineConfig(**settings)) as engine:
-            want = [out.token_ids for out in engine.generate(prompts, params)]
-        for kind in KINDS:
-            drafter = drafter_of(target, kind, 2, 8)
-            for graphs in (False,) if ON_CPU else (False, True):
-                for name, spec in SPECS.items():
-                    config = EngineConfig(**settings, cuda_graphs=graphs, page_size=16)
-                    with Engine(target, drafter, spec=spec, config=config) as engine:
-                        got = [out.token_ids for out in engine.generate(prompts, params)]
-                        length = engine.stats().acceptance_length
-                    wrong = sum(a != b for a, b in zip(got, want, strict=True))
-                    label = f"{kind}, {name}, graphs={graphs}, deterministic={deterministic}"
-                    fused = "fused" if drafter.unfused is None else f"unfused: {drafter.unfused}"
-                    print(
-                        f"{label}: {len(want) - wrong} of {len(want)} equal, {length:.2f} a round, {fused}", flush=True
-                    )
+def timed(target: TargetModel, drafter: Drafter | None, spec: SpecConfig) -> Driven:
+    room = CONTEXT + most_new_tokens(ROUNDS, spec.depth)
+    sizes = EngineConfig(max_model_len=room, max_batch_size=1, page_size=16, prefix_cache=False, prefill_chunk=512)
+    prompt = [(7919 * i + 13) % target.vocab_size for i in range(CONTEXT)]
+    with Engine(target, drafter, spec=spec, config=sizes) as engine:
+        return drive(engine, [prompt], ROUNDS, spec.depth, profiled=False)
 
 
-def time_rounds(layers: int) -> None:
-    target = target_of(layers, 4096, 151_936, torch.bfloat16)
-    drafter = drafter_of(target, "dflash", 5, 16)
-    prompt = [random.Random(0).randrange(151_000) for _ in range(1024)]
-    params = SamplingParams(max_new_tokens=200, ignore_eos=True)
-    config = EngineConfig(max_model_len=2048, max_batch_size=1, page_size=16)
-    for name, spec in {"plain": None, **SPECS}.items():
-        drafts = drafter if spec is not None else None
-        with Engine(target, drafts, spec=spec or SpecConfig(1, adaptive=False), config=config) as engine:
-            engine.generate([prompt], params)  # compiled and captured
-            stats = engine.generate([prompt], params)[0].stats
-        parts = {"draft": stats.draft_seconds, "verify": stats.verify_seconds, "other": stats.other_seconds}
-        each = {part: 1e3 * seconds / stats.rounds for part, seconds in parts.items()}
-        print(f"{name}: {sum(each.values()):.2f} ms a round; {each}", flush=True)
-
-
-if __name__ == "__main__":
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[device_option]
     )
-    parser.add_argument("--layers", type=int, default=36, help="of the target that is timed; 0: no times")
+    parser.add_argument("--layers", type=int, default=2 if ON_CPU else None, help="of the target, to see that it runs")
+    parser.add_argument("--seconds", type=float, default=150, help="no row is begun that would end later")
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     require_device()
-    print(machine(), flush=True)
-    check_parity()
-    if given.layers:
-        time_rounds(given.layers)
+    begin = time.perf_counter()
+    shape, shrink = find_shape("qwen3-8b"), Shrink(given.layers, 16 if ON_CPU else 1)
+    results = ResultTable(f"{machine()}, {shape.published}, widths / {shrink.divisor}")
+    with torch.no_grad():
+        model = make_target(shape, shrink, DEVICE, torch.float32 if ON_CPU else torch.bfloat16, 0)
+        target = TargetModel(model, REFERENCE if ON_CPU else FAST)
+        drafters: dict[str | None, Drafter | None] = {
+            None: None,
+            "block": random_block(target, "dflash", layers=1 if ON_CPU else 5, block=BLOCK, seed=1),
+            "eagle3": make_drafter(shape, shrink, target, 2),
+        }
+    results.add([Row("weights", "", f"{time.perf_counter() - begin:.0f} s")])
+    plain, longest = 0.0, 0.0
+    for case, (name, draft, bound) in CASES.items():
+        started = time.perf_counter()
+        if started - begin + longest > given.seconds:
+            results.add([Row(case, "left out", f"{given.seconds:.0f} s are over", ok=bound is None)])
+            continue
+        rounds = timed(target, drafters[name], SpecConfig(draft.num_steps, draft.topk, draft.num_draft_tokens, False))
+        took = time.perf_counter() - started
+        longest = max(longest, took)
+        parts = {
+            part: 1e3 * median(getattr(each, part) for each in rounds.rounds) for part in ("draft", "verify", "other")
+        }
+        total = 1e3 * median(each.draft + each.verify + each.other for each in rounds.rounds)
+        wall = 1e3 * median(each.wall for each in rounds.rounds)
+        plain = plain or total
+        emitted = sum(each.emitted for each in rounds.rounds) / len(rounds.rounds)
+        stages = ", ".join(f"{part} {ms:.3f}" for part, ms in parts.items())
+        found = f"{total:.3f} ms, {total / plain:.2f}x plain; {stages}; wall {wall:.3f}; {emitted:.2f} tokens a round"
+        ok = ON_CPU or bound is None or total <= bound * plain
+        results.add([Row(case, found, f"{took:.0f} s" + (f", at most {bound}x" if bound else ""), ok)])
+    return results.finish(given.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -24,6 +24,7 @@ from specdec.draft_models.block.block_head import BlockHead, BlockSpec
 from specdec.draft_models.block.successor_head import KINDS
 from specdec.draft_models.checkpoint_files import (
     State,
+    TargetShape,
     and_more,
     read_config,
     read_tensors,
@@ -31,7 +32,6 @@ from specdec.draft_models.checkpoint_files import (
     tensor_faults,
     write_folder,
 )
-from specdec.draft_models.eagle3.checkpoint import TargetShape
 from specdec.draft_models.eagle3.checkpoint_formats import (
     ANY,
     COUNT,

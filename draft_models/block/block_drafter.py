@@ -28,8 +28,8 @@ from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observa
 from specdec.draft_models.block.block_checkpoint import read_block
 from specdec.draft_models.block.block_head import BlockHead, PlainBlock, TapContext
 from specdec.draft_models.block.fused_block import choose_block_form
+from specdec.draft_models.checkpoint_files import TargetShape
 from specdec.draft_models.draft_context import DraftContext
-from specdec.draft_models.eagle3.checkpoint import TargetShape
 from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.frozen import KVView, own_view
 from specdec.kvcache.layout import KVLayout
@@ -47,6 +47,7 @@ class BlockDrafter(Drafter):
 
     def __init__(self, head: BlockHead, target: TargetInfo) -> None:
         self.head, self.spec = head, head.spec
+        self.max_steps: int | None = self.spec.num_drafts
         self.aux_layers: tuple[int, ...] = self.spec.aux_layers
         self.kv_layout: KVLayout | None = KVLayout.uniform(
             self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim
@@ -55,7 +56,7 @@ class BlockDrafter(Drafter):
         self.dtype = target.dtype
         self.weights = Weights(self.name, head)
         table = target.embed if head.embed_tokens is None else head.embed_tokens
-        plain = PlainBlock(head, table, target.head if head.lm_head is None else head.lm_head)
+        self.plain = plain = PlainBlock(head, table, target.head if head.lm_head is None else head.lm_head)
         self.form = plain
         self.ops = REFERENCE
         if target.ops is not None:
@@ -88,9 +89,8 @@ class BlockWorker:
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
-        """At most `num_drafts` levels: a block has no more."""
-        drafter, spec = self.drafter, self.drafter.spec
-        levels = min(batch.num_steps, spec.num_drafts)
+        drafter, levels = self.drafter, batch.num_steps
+        assert levels <= drafter.spec.num_drafts, f"{levels=} of a block that drafts {drafter.spec.num_drafts}"
         pos = batch.positions()  # [num_steps + 1, B], S first
         states = self._run_block(batch, pos[:1], levels)
         logits = drafter.form.logits(states)  # [B, levels, V]

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers.activations import ACT2FN
 
-from specdec.draft_models.base import TargetInfo
 from specdec.draft_models.checkpoint_files import (
     State,
+    TargetShape,
     and_more,
     read_config,
     read_tensors,
@@ -44,19 +44,6 @@ SHAPING: tuple[str, ...] = (
     *("norm_before_fc", "fc_norm", "use_last_layernorm", "use_aux_hidden_state"),
 )
 """Keys that decide which tensors a head has, and their shapes."""
-
-
-class TargetShape(NamedTuple):
-    """What a reader must know of the target."""
-
-    name: str
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-
-    @classmethod
-    def of(cls, target: TargetInfo) -> "TargetShape":
-        return cls(target.name, len(target.layout.layers), target.hidden_size, target.vocab_size)
 
 
 class ReadHead(NamedTuple):

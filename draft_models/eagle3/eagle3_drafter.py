@@ -23,8 +23,9 @@ from specdec.attention.plan import plan_chunk
 from specdec.attention.trees.growth import Growth
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, TargetInfo
+from specdec.draft_models.checkpoint_files import TargetShape
 from specdec.draft_models.draft_context import DraftContext
-from specdec.draft_models.eagle3.checkpoint import TargetShape, read_head
+from specdec.draft_models.eagle3.checkpoint import read_head
 from specdec.draft_models.eagle3.fused_head import choose_form
 from specdec.draft_models.eagle3.head import Eagle3Head, HeadOutput, PlainHead
 from specdec.gpu.operations import REFERENCE

@@ -4,7 +4,6 @@
     changes    the pair with one setting changed; the one that raises acceptance clearly names the cause
 
 A new kind of drafter adds its rows to `CAUSES` and, for `changes` of its drafter, its dense form to `DENSE_FORMS`.
-Block drafters will add the MASK id (changes: the ids that tokenizer and config could mean); nothing here has one yet.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from specdec.doctor import signs
-from specdec.doctor.changes import changes_of_assistants, changes_of_heads, changes_of_prompts
+from specdec.doctor.changes import changes_of_assistants, changes_of_blocks, changes_of_heads, changes_of_prompts
 from specdec.doctor.changes.change import Change
 from specdec.doctor.pair_in_question import PairInQuestion
 from specdec.doctor.signs import Sign, Subject
 from specdec.draft_models.base import Drafter
+from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 
@@ -40,10 +40,12 @@ class Cause:
         return isinstance(drafter, self.kinds)
 
 
-HEADS, ASSISTANTS, ANY = (Eagle3Drafter,), (Gemma4MTPDrafter,), (object,)
+HEADS, ASSISTANTS, BLOCKS, ANY = (Eagle3Drafter,), (Gemma4MTPDrafter,), (BlockDrafter,), (object,)
 
 CAUSES = (
     Cause(name="taps", kinds=HEADS, changes=changes_of_heads.taps),
+    Cause(name="taps", kinds=BLOCKS, changes=changes_of_blocks.taps),
+    Cause(name="MASK id", kinds=BLOCKS, changes=changes_of_blocks.mask_ids),
     Cause(name="norm", kinds=HEADS, changes=changes_of_heads.norms),
     Cause(name="norm", kinds=(*HEADS, *ASSISTANTS), seen=signs.norm_of_ones),
     Cause(name="rope base", kinds=HEADS, changes=changes_of_heads.rope_bases),

@@ -16,8 +16,10 @@ import torch
 
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
+from specdec.doctor.dense_blocks import block_drafts
 from specdec.doctor.recorded_text import RecordedText
 from specdec.draft_models.base import Drafter
+from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.kvcache.layer_context import ScoreOptions
@@ -45,7 +47,7 @@ class Drafts(NamedTuple):
 
 
 Dense = Callable[[Drafter, RecordedText, torch.Tensor, int], list[torch.Tensor]]
-"""(drafter, text, roots [R], K) -> logits [R, V] of each depth."""
+"""(drafter, text, roots [R], K) -> logits [R, V] of each depth, or of fewer where no more are drafted."""
 
 
 def can_be_run(drafter: Drafter) -> bool:
@@ -155,5 +157,9 @@ def head_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_s
     return logits
 
 
-DENSE_FORMS: dict[type, Dense] = {Gemma4MTPDrafter: frozen_drafts, Eagle3Drafter: head_drafts}
+DENSE_FORMS: dict[type, Dense] = {
+    Gemma4MTPDrafter: frozen_drafts,
+    Eagle3Drafter: head_drafts,
+    BlockDrafter: block_drafts,
+}
 """A kind of drafter that is not here is measured by engines alone, and has no reference."""

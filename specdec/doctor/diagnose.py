@@ -22,12 +22,12 @@ from specdec.doctor.dense_drafts import can_be_run, dense_drafts
 from specdec.doctor.diagnosis import Diagnosis, Finding, Trial
 from specdec.doctor.pair_facts import drafter_path, pair_facts
 from specdec.doctor.pair_in_question import EngineLike, PairInQuestion
-from specdec.doctor.published_acceptance import published_for
 from specdec.doctor.recorded_text import RecordedText, record
 from specdec.doctor.reference_check import ReferenceCheck, Watched
 from specdec.draft_models.base import Drafter
 from specdec.errors import ConfigError
 from specdec.models.bundled import HELD_OUT_PROBLEMS
+from specdec.models.published import published_acceptance
 from specdec.models.target import TargetModel
 from specdec.progress import progress_bar
 from specdec.runtime.request import GenerationOutput
@@ -75,7 +75,7 @@ def diagnose(
         read=pair_facts(pair),
         prompts=len(questions),
         acceptance=examination.as_loaded,
-        published=published_for(engine.target.name, drafter_path(pair)),
+        published=published_acceptance(engine.target.name, drafter_path(pair)),
         reference=reference,
         findings=(*findings, *named),
         trials=tuple(trials),

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from specdec.doctor.acceptance import Acceptance
-from specdec.doctor.published_acceptance import PublishedAcceptance
 from specdec.doctor.reference_check import ReferenceCheck
+from specdec.models.published import PublishedAcceptance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

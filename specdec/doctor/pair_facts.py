@@ -1,6 +1,7 @@
 """What was read of a pair, in words: format, taps, positions, norms, tied tensors, dtype, template, window."""
 
 from specdec.doctor.pair_in_question import PairInQuestion
+from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 
@@ -17,6 +18,8 @@ def pair_facts(pair: PairInQuestion) -> dict[str, str]:
     }
     if isinstance(drafter, Eagle3Drafter):
         facts |= _head_facts(drafter)
+    elif isinstance(drafter, BlockDrafter):
+        facts |= _block_facts(drafter)
     elif isinstance(drafter, Gemma4MTPDrafter):
         facts |= _assistant_facts(drafter)
     return facts
@@ -57,6 +60,19 @@ def _head_facts(drafter: Eagle3Drafter) -> dict[str, str]:
         "window": ", ".join(str(window or "none") for window in spec.windows),
         "tensors of its own": ", ".join(own) or "none",
         "vocabulary": f"{spec.draft_vocab_size or spec.vocab_size} of {drafter.vocab_size} tokens",
+    }
+
+
+def _block_facts(drafter: BlockDrafter) -> dict[str, str]:
+    spec = drafter.spec
+    own = ["embedding, lm_head"] if drafter.head.lm_head is not None else []
+    return {
+        "format": f"block drafter, {spec.num_layers} layer(s), hidden {spec.hidden_size}, blocks of {spec.block_size}, "
+        f"{'causal' if spec.causal else 'both ways'}",
+        "taps": f"states that enter layers {', '.join(map(str, spec.aux_layers))}",
+        "MASK": str(spec.mask_token),
+        "window": ", ".join(str(window or "none") for window in spec.windows),
+        "tensors of its own": ", ".join([*own, *(["successor head"] if spec.successor else [])]) or "none",
     }
 
 

@@ -1,11 +1,25 @@
-"""Pairs of targets and drafters by short names: the bundled ones and those published on the hub, with settings.
+"""Pairs of targets and drafters by short names: the bundled ones and those published on the hub, with settings and
+the lengths that they are published to accept.
 
 Steps of Gemma 4: the best of vLLM's figures for one H100 (PR 41745; 12B is not among them). Memory is for the weights
-of both models, without encoders where these are quantised; the KV cache takes a share of the rest.
+of both models, without encoders where these are quantised; the KV cache takes a share of the rest. Accepted lengths are
+figures of others on their own data, there to be looked at; only those of bundled pairs were measured here.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedAcceptance:
+    """num_steps: drafts a round. length: tokens a round, with the bonus. by_depth: share of the rounds that accepted
+    drafts 1, 2, ..., where it is known. data, source: what it was measured on, and who says so."""
+
+    num_steps: int
+    length: float
+    data: str
+    source: str
+    by_depth: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +34,11 @@ class Pair:
     dtype: str
     memory: str
     quantised: str = ""
+
+    @property
+    def accepts(self) -> PublishedAcceptance | None:
+        """None: no figure is known."""
+        return ACCEPTED.get(self.drafter)
 
 
 BUNDLED_MTP = Pair("tiny-gemma4", "tiny-gemma4", "tiny-gemma4-mtp", num_steps=4, dtype="float32", memory="0.05 GB")
@@ -80,6 +99,68 @@ BLOCK_PAIRS = tuple(
 )
 """Steps: what a block drafts, or fewer where its size was not found in a public file; more than a block drafts are not
 drafted."""
+
+PAIRS = (BUNDLED_MTP, BUNDLED_EAGLE3, SMOLLM2, *GEMMA4_PAIRS, *QAT_PAIRS, *EAGLE3_PAIRS, *BLOCK_PAIRS)
+
+ACCEPTED = {
+    "tiny-gemma4-mtp": PublishedAcceptance(
+        num_steps=4,
+        length=4.85,
+        by_depth=(0.991, 0.985, 0.978, 0.970),
+        data="200 held-out word problems, greedy",
+        source="specdec/bundled/tiny-gemma4-mtp/README.md",
+    ),
+    "tiny-gemma4-eagle3": PublishedAcceptance(
+        num_steps=4,
+        length=3.01,
+        by_depth=(0.72, 0.58, 0.43, 0.31),
+        data="200 held-out word problems, greedy",
+        source="specdec/bundled/tiny-gemma4-eagle3/README.md",
+    ),
+    "google/gemma-4-31B-it-assistant": PublishedAcceptance(
+        num_steps=7,
+        length=5.37,
+        data="coding, temperature 1, bfloat16, B300",
+        source="users' reports of vLLM, read 2026-11",
+    ),
+    "google/gemma-4-26B-A4B-it-assistant": PublishedAcceptance(
+        num_steps=4,
+        length=3.68,
+        data="DGX Spark",
+        source="users' reports, read 2026-11",
+    ),
+    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": PublishedAcceptance(
+        num_steps=7,
+        length=3.34,
+        data="GSM8K, temperature 1 (MT-bench 2.77, HumanEval 3.49)",
+        source="published figures of yuhuili's head in chains of 7, read 2026-11",
+    ),
+    "RedHatAI/Qwen3-8B-speculator.eagle3": PublishedAcceptance(
+        num_steps=5,
+        length=3.48,
+        data="math, temperature 0.6 (HumanEval 3.24, all 2.82)",
+        source="speculators, pull request 610, read 2026-11",
+    ),
+    "deepseek-ai/dspark_qwen3_8b_block7": PublishedAcceptance(
+        num_steps=7,
+        length=3.41,
+        data="SPEED-Bench coding, temperature 1, in vLLM",
+        source="model card of Dogacel/Qwen3-8B-DSpark, read 2026-11",
+    ),
+}
+"""By drafter, each of which is in one pair."""
+
+
+def published_acceptance(target: str, drafter: str | None) -> PublishedAcceptance | None:
+    """Of a pair by the last parts of both names, whatever their case; None: nothing is known."""
+    if drafter is None:
+        return None
+    asked = _last(target), _last(drafter)
+    return next((pair.accepts for pair in PAIRS if (_last(pair.target), _last(pair.drafter)) == asked), None)
+
+
+def _last(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].lower()
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:

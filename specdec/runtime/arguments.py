@@ -78,6 +78,16 @@ def require_parts(target: Any, drafter: Any, tokenizer: Any) -> None:
         )
 
 
+def require_depth(spec: SpecConfig, drafter: Any) -> None:
+    """Raise ConfigError for more levels than the drafter has."""
+    most = getattr(drafter, "max_steps", None)
+    if most is not None and spec.num_steps > most:
+        raise ConfigError(
+            f"num_steps={spec.num_steps}, and drafter {drafter.name} drafts at most {most} tokens a round; give "
+            f"spec=SpecConfig(num_steps={most}), or fewer"
+        )
+
+
 def require_fused(fused: str | bool, target: Any, drafter: Any) -> None:
     """Parts are fused, or not, where they are made: `True` wants all of them, `False` none, "auto" what they are."""
     for part in (target, drafter):

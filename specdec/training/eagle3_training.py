@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.draft_models.eagle3.checkpoint import TargetShape, write_head
+from specdec.draft_models.checkpoint_files import TargetShape
+from specdec.draft_models.eagle3.checkpoint import write_head
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, embed_raw
 from specdec.models.target import TargetModel
 from specdec.training.draft_loss import TargetStates, TrainableDrafter, run_target

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
@@ -27,6 +28,13 @@ def changed_head(drafter: Eagle3Drafter, target: TargetModel, **spec: Any) -> Ea
         state[NORM] = torch.ones(drafter.spec.hidden_size)
     head.load_state_dict(state)
     return Eagle3Drafter(head.place(target.device, target.dtype).eval(), drafter.target_ids, target)
+
+
+def changed_block(drafter: BlockDrafter, target: TargetModel, **spec: Any) -> BlockDrafter:
+    """With these fields of its `BlockSpec`, none of which shapes a weight: modules are shared."""
+    head = copy.copy(drafter.head)
+    head.spec = replace(drafter.spec, **spec)
+    return BlockDrafter(head, target)
 
 
 def changed_assistant(drafter: Gemma4MTPDrafter, target: TargetModel, **conventions: int) -> Gemma4MTPDrafter:
