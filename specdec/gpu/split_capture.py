@@ -29,8 +29,9 @@ class SplitCapture(CudaCapture):
             with torch.cuda.device(device):
                 pools.append(torch.cuda.graph_pool_handle())
         graphs = [torch.cuda.CUDAGraph(keep_graph=True) for _ in self._devices]
-        self._stream = self._streams[0]
-        self._warm_stream()
+        for device, self._stream in zip(self._devices, self._streams, strict=True):
+            with torch.cuda.device(device):
+                self._warm_stream()
         self.wait()
         gc.collect()
         for device in self._devices:
