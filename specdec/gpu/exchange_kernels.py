@@ -48,7 +48,7 @@ def push_kernel(
     if p_x is not None:
         p_out = tl.load(p_outs + i_rank).to(p_x.dtype) + offset.to(tl.int64)
         for i_block in range(i_program, tl.cdiv(num, BLOCK), programs):
-            o = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            o = i_block * BLOCK + tl.arange(0, BLOCK)
             tl.store(p_out + o, tl.load(p_x + o, mask=o < num, other=0.0), mask=o < num)
     tl.debug_barrier()
     p_flag = tl.load(p_flags + i_rank).to(p_round.dtype) + source * programs + i_program
