@@ -9,8 +9,9 @@ phase by phase, and whatever a kernel waits for was launched before it. Invarian
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class Ranks:
 
 
 class PeerRanks(Ranks):
-    """GPUs of one process with access to each other's memory.
+    """GPUs of one process with access to each other's memory; tests run it on CPUs that are one, in the interpreter.
 
     Gathers use two halves of a buffer in turn: a rank pushes into a half again only after a gather in between, for
     which every peer had read that half. So a forward makes an even number of gathers.
@@ -90,7 +91,8 @@ class PeerRanks(Ranks):
         self._flags = [torch.zeros((len(devices), PROGRAMS), device=device, **ints) for device in devices]
         self._round = [torch.zeros(1, device=device, **ints) for device in devices]
         self._error = [torch.zeros(1, device=device, **ints) for device in devices]
-        self._host_error = [torch.zeros(1, pin_memory=True, **ints) for _ in devices]
+        pinned = devices[0].type == "cuda"
+        self._host_error = [torch.zeros(1, pin_memory=pinned, **ints) for _ in devices]
         self._errors = [error.numpy() for error in self._host_error]
         self._flag_table = self._addresses(self._flags)
         self._buffers: list[torch.Tensor] = []  # [2 * size] of each rank
@@ -102,7 +104,8 @@ class PeerRanks(Ranks):
         self._synchronize()
 
     def on(self, rank: int) -> AbstractContextManager[object]:
-        return torch.cuda.device(self.devices[rank])
+        device = self.devices[rank]
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def reserve(self, numbers: int) -> None:
         self._size = numbers
@@ -136,8 +139,8 @@ class PeerRanks(Ranks):
         for rank in range(1, len(self)):
             with self.on(rank):
                 self._wait(rank, sources=1)
-                sources = iter(whole)
-                values.append(map_tensors(value, lambda _, s=sources, d=self.devices[rank]: _pull(next(s), d)))
+                copies = iter([_pull(source, self.devices[rank]) for source in whole])
+                values.append(map_tensors(value, partial(_next_of, copies)))
         self._step += 1
         return values
 
@@ -194,7 +197,8 @@ class PeerRanks(Ranks):
 
     def _synchronize(self) -> None:
         for device in self.devices:
-            torch.cuda.synchronize(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
 
 class _Guarded:
@@ -208,6 +212,10 @@ class _Guarded:
             self._ranks.check()
             time.sleep(POLL_SECONDS)
         self._ranks.check()
+
+
+def _next_of(tensors: Iterator[torch.Tensor], _: torch.Tensor) -> torch.Tensor:
+    return next(tensors)
 
 
 def _pull(source: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -225,7 +233,8 @@ def make_ranks(device: torch.device, count: int) -> Ranks:
     """`count` ranks from `device` on. Raises ConfigError: too few GPUs, or no access to each other's memory."""
     if device.type != "cuda":
         return Ranks([device] * count)
-    first = torch.cuda.current_device() if device.index is None else device.index
+    index: int | None = device.index  # torch's stubs know no device without
+    first = torch.cuda.current_device() if index is None else index
     devices = [torch.device("cuda", first + rank) for rank in range(count)]
     there = torch.cuda.device_count()
     if first + count > there:

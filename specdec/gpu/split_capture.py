@@ -8,6 +8,7 @@ import gc
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ class SplitCapture(CudaCapture):
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__()
         self._devices = tuple(devices)
-        self._device_pools: dict[str, list[tuple[int, int]]] = {}
+        self._device_pools: dict[str, list[Any]] = {}
         self._streams = [torch.cuda.Stream(device) for device in devices]
 
     def __call__(self, program: Program) -> tuple[Replay, torch.Tensor]:
@@ -29,7 +30,8 @@ class SplitCapture(CudaCapture):
             with torch.cuda.device(device):
                 pools.append(torch.cuda.graph_pool_handle())
         graphs = [torch.cuda.CUDAGraph(keep_graph=True) for _ in self._devices]
-        for device, self._stream in zip(self._devices, self._streams, strict=True):
+        for device, stream in zip(self._devices, self._streams, strict=True):
+            self._stream = stream
             with torch.cuda.device(device):
                 self._warm_stream()
         self.wait()

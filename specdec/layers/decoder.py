@@ -62,7 +62,7 @@ class MoeParts:
 
 
 class Cuts(NamedTuple):
-    """Of a layer that is one rank's share (`layers/split`): how its weights are cut, as they were in the whole layer."""
+    """Of one rank's share of a layer (`layers/split`): how its weights are cut, as they were in the whole layer."""
 
     qkv: Cut
     out: Cut

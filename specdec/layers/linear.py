@@ -240,9 +240,7 @@ def _gate_kernel(
     tl.store(p_out + i_row * width + o, b_out.to(p_out.dtype.element_ty), mask=m, eviction_policy=KEEP)
 
 
-def vendor_linear(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, cut: Cut | None = None
-) -> Product:
+def vendor_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, cut: Cut | None = None) -> Product:
     """`linear`, by the vendor's library where x has many rows: faster there, with bits that depend on their number. It
     multiplies a packed weight dequantised, into memory that is free again afterwards."""
     if len(x) <= VENDOR_ROWS or can_hold(weight, cut or cut_of(weight), len(x), x.dtype):

@@ -50,9 +50,7 @@ class SplitLayer(nn.Module):
         return after[0][0], after
 
 
-def walk_together(
-    walks: Sequence[Walk], ranks: Ranks, ops: Operations
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def walk_together(walks: Sequence[Walk], ranks: Ranks, ops: Operations) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Every rank goes on to its next sum, then the sums are made whole, until all have ended: what each returns."""
     ended: list[tuple[torch.Tensor, torch.Tensor]] = []
     whole: list[Any] = [None] * len(walks)
@@ -94,9 +92,7 @@ class SplitDecoder(nn.Module):
         self.whole, self.ranks, self.ops = whole, ranks, whole.ops
         self.config: Any = whole.config
         with torch.inference_mode(False), torch.no_grad():
-            self.parts = [
-                share_of(whole.parts, rank, device, len(ranks)) for rank, device in enumerate(ranks.devices)
-            ]
+            self.parts = [share_of(whole.parts, rank, device, len(ranks)) for rank, device in enumerate(ranks.devices)]
         by_rank = [_layers(parts.layers, whole.ops) for parts in self.parts]
         self.layers = nn.ModuleList(SplitLayer(shares, ranks) for shares in zip(*by_rank, strict=True))
 
