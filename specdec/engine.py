@@ -33,6 +33,7 @@ from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.gpu.captures import CaptureStore, default_budget, most_captures
 from specdec.gpu.operations import choose_operations
 from specdec.gpu.ranks import make_ranks
+from specdec.gpu.split_capture import SplitCapture
 from specdec.loading import SHARED_OPTIONS, load_target, pick_tokenizer
 from specdec.models.split_target import split_target
 from specdec.models.target import TargetModel
@@ -102,8 +103,9 @@ class Engine:
         head_dim = max(layer.head_dim for layout in layouts for layer in layout.layers)
         where = target.device, target.dtype, head_dim
         backend = choose_backend(config.attention, *where, deterministic=target.deterministic)
-        devices = None if target.ranks is None else target.ranks.devices
-        capture = capture_for(target.device, self.config.cuda_graphs, devices)
+        capture = capture_for(target.device, self.config.cuda_graphs)
+        if capture is not None and target.ranks is not None:
+            capture = SplitCapture(target.ranks.devices)
         rounds_ahead = 1 if capture is None else 2  # slots for a round that starts before the one in front is settled
         lookahead = rounds_ahead * (self.spec.num_nodes if drafter is not None else 1)
         self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)

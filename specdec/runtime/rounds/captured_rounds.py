@@ -21,7 +21,6 @@ from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, FrozenKVError, first_line
 from specdec.gpu.buckets import next_power_of_two, step_up
 from specdec.gpu.captures import Capture, Captured, CaptureStore, CudaCapture, Program, is_out_of_memory
-from specdec.gpu.split_capture import SplitCapture
 from specdec.runtime.rounds.capture_classes import is_large, share
 from specdec.runtime.rounds.decode_round import decode_programs
 from specdec.runtime.rounds.result import RoundShape
@@ -194,20 +193,15 @@ def run_programs(programs: Sequence[Program], between: Between) -> torch.Tensor:
     return programs[-1]()
 
 
-def capture_for(
-    device: torch.device, setting: str | bool, devices: Sequence[torch.device] | None = None
-) -> Capture | None:
-    """What `EngineConfig.cuda_graphs` means on a device, the first of `devices` that share a model. Raises ConfigError
-    when it is True, and there is no GPU."""
+def capture_for(device: torch.device, setting: str | bool) -> Capture | None:
+    """What `EngineConfig.cuda_graphs` means on a device. Raises ConfigError when it is True, and there is no GPU."""
     if device.type != "cuda":
         if setting is True:
             raise ConfigError(
                 f"cuda_graphs=True needs a CUDA device, and this model is on {device}; use 'auto' or False"
             )
         return None
-    if setting is False:
-        return None
-    return CudaCapture() if devices is None else SplitCapture(devices)
+    return None if setting is False else CudaCapture()
 
 
 def batch_sizes(most: int) -> list[int]:
