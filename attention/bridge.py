@@ -7,7 +7,7 @@ copy of a model names the function (`private_copy.py`), so a user's model is lef
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
@@ -104,6 +104,7 @@ class ForwardContext:
     `attention` maps (space, window) to the attention of layers with them; made here, for this forward.
     `lent` holds the new K/V [B, Hkv, N, D] of the layers whose K/V later layers share, once they have run.
     `states` collects the hidden states [1, B*N, H] entering the layers that it has as keys.
+    `peers` are the same forward on the ranks after the first, each with its own heads; none on one device.
     """
 
     plan: KVPlan
@@ -112,12 +113,27 @@ class ForwardContext:
     attention: dict[tuple[Space, Window], Attend]
     lent: dict[int, tuple[torch.Tensor, torch.Tensor] | None]
     states: dict[int, torch.Tensor | None]
+    peers: tuple["ForwardContext", ...] = ()
 
     @classmethod
     def of(
         cls, plan: KVPlan, view: KVView, windows: Sequence[Window], aux_layers: Sequence[int] = ()
     ) -> "ForwardContext":
         """`windows[i]` is the sliding window of worker layer i, None on full layers; aux_layers: see `states`."""
+        context = cls._of_rank(plan, view, windows, aux_layers)
+        if view.ranks is None:
+            return context
+        view.ranks.begin()
+        peers = []
+        for rank, (own_plan, own) in enumerate(zip(view.ranks.send(plan)[1:], view.peers, strict=True), start=1):
+            with view.ranks.on(rank):
+                peers.append(cls._of_rank(own_plan, own, windows, ()))
+        return replace(context, peers=tuple(peers))
+
+    @classmethod
+    def _of_rank(
+        cls, plan: KVPlan, view: KVView, windows: Sequence[Window], aux_layers: Sequence[int]
+    ) -> "ForwardContext":
         kinds = {(view.layer(layer).space, window) for layer, window in enumerate(windows)}
         attention = {kind: plan.backend.attention(plan, *kind) for kind in kinds}
         lenders = {owner for layer, owner in enumerate(view.layer_map) if owner != layer}

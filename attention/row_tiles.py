@@ -63,4 +63,5 @@ def tile_context(whole: ForwardContext, tile: Tile) -> ForwardContext:
         attention={kind: part_of(attend, *tile) for kind, attend in whole.attention.items()},
         lent=dict.fromkeys(whole.lent),
         states=dict.fromkeys(whole.states),
+        peers=tuple(tile_context(peer, tile) for peer in whole.peers),
     )

@@ -39,9 +39,9 @@ class KVCache:
         self.stores: list[KVStore] = []
         self.sanitizer: Sanitizer | None = None
 
-    def add_store(self, layout: KVLayout, dtype: torch.dtype) -> KVStore:
-        """Make the store of one more model; from now on `move` visits it."""
-        store = KVStore(layout, self.allocator, dtype)
+    def add_store(self, layout: KVLayout, dtype: torch.dtype, device: torch.device | None = None) -> KVStore:
+        """Make the store of one more model; from now on `move` visits it. device: None for that of the slots."""
+        store = KVStore(layout, self.allocator, dtype, device)
         self.stores.append(store)
         if self.sanitizer is not None:
             self.sanitizer.watch(store)

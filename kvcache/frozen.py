@@ -17,15 +17,19 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from specdec.errors import FrozenKVError, KVStateError
+from specdec.gpu.ranks import Ranks
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.store import KVStore, LayerKV
 
 
 class KVView:
-    """Layer i of a worker -> the K/V it reads. `layer_map[i]` is the layer of the store that owns them."""
+    """Layer i of a worker -> the K/V it reads. `layer_map[i]` is the layer of the store that owns them.
 
-    __slots__ = ("_allocator", "_open", "_store", "layer_map", "writable")
+    ranks, peers: of a model on several devices, and the views of its ranks after the first, each with its own heads.
+    """
+
+    __slots__ = ("_allocator", "_open", "_store", "layer_map", "peers", "ranks", "writable")
 
     def __init__(self, allocator: HybridAllocator, store: KVStore, layer_map: Sequence[int], *, writable: bool) -> None:
         self._allocator = allocator
@@ -33,6 +37,8 @@ class KVView:
         self._open = True
         self.layer_map = tuple(layer_map)
         self.writable = writable
+        self.ranks: Ranks | None = None
+        self.peers: tuple[KVView, ...] = ()
 
     @property
     def key(self) -> tuple[int, tuple[int, ...], bool]:
@@ -69,6 +75,13 @@ class KVWorker(Protocol):
 def own_view(allocator: HybridAllocator, store: KVStore) -> KVView:
     """The view of the model whose store it is: every layer reads its owner, owners are written."""
     return KVView(allocator, store, [spec.owner for spec in store.layout.layers], writable=True)
+
+
+def split_view(allocator: HybridAllocator, stores: Sequence[KVStore], ranks: Ranks) -> KVView:
+    """`own_view` of a model on several ranks, each of which has its heads in a store of its own."""
+    first, *others = (own_view(allocator, store) for store in stores)
+    first.ranks, first.peers = ranks, tuple(others)
+    return first
 
 
 def require_owners(layout: KVLayout, layer_map: Sequence[int]) -> None:

@@ -4,6 +4,7 @@ Layers know no plan, no pool and no backend; what runs a forward hands them a `L
 or an `Ending` where the last layers run for some of the rows only, or for none.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, Required, TypedDict, Unpack
 
 import torch
@@ -44,6 +45,13 @@ class LayerContext(Protocol):
     ) -> torch.Tensor:
         """q [T, Hq, D] -> [T, Hq, D], contiguous. k, v [T, Hkv, D]: the rows' own, stored already; None: another
         layer's."""
+
+
+class SplitContext(LayerContext, Protocol):
+    """A forward in progress on several ranks: what the layers of rank 0 ask, and of each rank after it."""
+
+    @property
+    def peers(self) -> Sequence[LayerContext]: ...
 
 
 class Narrowing(NamedTuple):

@@ -5,7 +5,7 @@ last non-shared layer of their type), how many kv heads of which size, and the s
 One invariant: an owner owns itself, and a layer has its owner's space, heads and window.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec.errors import UnsupportedModelError
@@ -49,6 +49,10 @@ class KVLayout:
         """The owner that the last layer of this type reads, as a frozen-KV drafter layer of that type does."""
         of_type = [spec for spec in self.layers if spec.layer_type == layer_type]
         return self.layers[of_type[-1].owner] if of_type else None
+
+    def share(self, count: int) -> "KVLayout":
+        """Of one of `count` ranks, among which the heads of every layer are divided."""
+        return KVLayout(tuple(replace(spec, num_kv_heads=spec.num_kv_heads // count) for spec in self.layers))
 
     @classmethod
     def uniform(cls, num_layers: int, num_kv_heads: int, head_dim: int) -> "KVLayout":

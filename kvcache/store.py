@@ -58,9 +58,11 @@ class StoreAddresses:
 
 
 class KVStore:
-    """K and V of all layers of a layout that own theirs, for every slot of an allocator."""
+    """K and V of all layers of a layout that own theirs, for every slot of an allocator. device: None for its own."""
 
-    def __init__(self, layout: KVLayout, allocator: HybridAllocator, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layout: KVLayout, allocator: HybridAllocator, dtype: torch.dtype, device: torch.device | None = None
+    ) -> None:
         self.layout = layout
         self.dtype = dtype
         self.layers: dict[int, LayerKV] = {}
@@ -68,7 +70,7 @@ class KVStore:
             for spec in layout.layers:
                 if spec.owner == spec.layer:
                     shape = (allocator.num_slots(spec.space), spec.num_kv_heads, spec.head_dim)  # [slots, Hkv, D]
-                    k, v = (torch.zeros(shape, dtype=dtype, device=allocator.device) for _ in range(2))
+                    k, v = (torch.zeros(shape, dtype=dtype, device=device or allocator.device) for _ in range(2))
                     self.layers[spec.layer] = LayerKV(k, v, spec.space)
             self.addresses = {space: StoreAddresses.of(tensors) for space in Space if (tensors := self.tensors(space))}
 

@@ -28,6 +28,9 @@ MAX_TOPK = 63
 
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
 
+MAX_RANKS = 8
+"""Devices that one model is split over."""
+
 MAX_PRIORITY = 100
 """Priorities range from -100 to 100, and lower values are served first. The value of a waiting request falls by 1 for
 every 64 later requests that are admitted before it, so at most 12,800 are."""
@@ -128,6 +131,9 @@ class EngineConfig:
     GPU, where the family has them; True everywhere (in plain torch without "triton"), and refuses a model or drafter
     that has none; False never. Merges weights in place: they become views of larger tensors, the same values under the
     same names.
+    tensor_parallel: GPUs of this host that share every layer of the target, from `device` on. They must reach each
+    other's memory; the first also holds the whole model. Dense fused families with pages of one slot, and drafters
+    that do not read the target's K/V. With deterministic=True the logits are those of one GPU, to the bit.
     """
 
     max_batch_size: int = 8
@@ -146,10 +152,17 @@ class EngineConfig:
     prefix_cache: bool = True
     max_capture_bytes: int | None = None
     memory_share: float | None = None
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        for name, most in (("max_batch_size", 4096), ("page_size", 1024), ("prefill_chunk", 1 << 20)):
+        sizes = {"max_batch_size": 4096, "page_size": 1024, "prefill_chunk": 1 << 20, "tensor_parallel": MAX_RANKS}
+        for name, most in sizes.items():
             require_int(name, getattr(self, name), 1, most)
+        if self.tensor_parallel > 1 and self.page_size > 1:
+            raise ConfigError(
+                f"page_size={self.page_size} with tensor_parallel={self.tensor_parallel}: K/V that move within a page "
+                "would have to move on every device; use page_size=1"
+            )
         optional = {"max_prefill_tokens": 1 << 30}
         optional |= dict.fromkeys(("max_model_len", "full_slots", "swa_slots", "max_capture_bytes"), 1 << 40)
         for name, most in optional.items():

@@ -32,7 +32,10 @@ from specdec.drafter_loading import load_any_drafter
 from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.gpu.captures import CaptureStore, default_budget, most_captures
 from specdec.gpu.operations import choose_operations
+from specdec.gpu.ranks import make_ranks
+from specdec.gpu.split_capture import SplitCapture
 from specdec.loading import SHARED_OPTIONS, load_target, pick_tokenizer
+from specdec.models.split_target import split_target
 from specdec.models.target import TargetModel
 from specdec.models.watched_weights import look_closely, updates_show
 from specdec.modules.weights_lock import weights_lock_held
@@ -96,11 +99,15 @@ class Engine:
         self.spec = spec or SpecConfig()
         require_depth(self.spec, drafter)
         require_fused(self.config.fused, target, drafter)
+        if config.tensor_parallel > 1:
+            self.target = target = split_target(target, drafter, make_ranks(target.device, config.tensor_parallel))
         layouts = [target.layout] + ([] if drafter is None or drafter.kv_layout is None else [drafter.kv_layout])
         head_dim = max(layer.head_dim for layout in layouts for layer in layout.layers)
         where = target.device, target.dtype, head_dim
         backend = choose_backend(config.attention, *where, deterministic=target.deterministic)
         capture = capture_for(target.device, self.config.cuda_graphs)
+        if capture is not None and target.ranks is not None:
+            capture = SplitCapture(target.ranks.devices)
         rounds_ahead = 1 if capture is None else 2  # slots for a round that starts before the one in front is settled
         lookahead = rounds_ahead * (self.spec.num_nodes if drafter is not None else 1)
         self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)

@@ -50,6 +50,10 @@ class RoundFailedError(SpecDecError):
     """The rounds that a request was in raised an error, again when they were tried again."""
 
 
+class DeviceLostError(SpecDecError):
+    """A device of an engine that is split over several did not answer in time. The engine cannot go on."""
+
+
 class KVStateError(SpecDecError):
     """A KV operation that the present state forbids."""
 

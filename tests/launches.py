@@ -7,6 +7,7 @@ an integer that Triton specialises on.
 
 from collections.abc import Callable, Iterator
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from specdec.attention.trees.growth import select_tree
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import tree_fields
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample
+from specdec.gpu.exchange_kernels import next_round_kernel, pull_kernel, push_kernel, wait_kernel
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import FullLoc
@@ -26,7 +28,7 @@ from specdec.kvcache.store import StoreAddresses, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
 from specdec.layers.accepted_path import keep_last, path_rows
 from specdec.layers.embedding import embed, embed_and_norm
-from specdec.layers.linear import Mlp, gated_linear, linear, vendor_gated_linear
+from specdec.layers.linear import Mlp, gated_linear, linear, linear_parts, vendor_gated_linear
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts
 from specdec.layers.moe.fork_join import Fork, fork_norm, join_norm
@@ -34,7 +36,7 @@ from specdec.layers.moe.routing import Router, Routing, route
 from specdec.layers.norm import Gain, norm, qk_norm
 from specdec.layers.packed.packed_weight import BITS, PackedWeight
 from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
-from specdec.layers.product import Product, finish
+from specdec.layers.product import Product, cut_of, finish
 from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
 from specdec.runtime.rounds.closing import closing
 from specdec.runtime.rounds.opening import opening
@@ -64,6 +66,25 @@ def parts_of(num_parts: int, num_rows: int, width: int, dtype: torch.dtype, *, b
 
 def gain_of(width: int, dtype: torch.dtype, *, round_first: bool = False) -> Gain:
     return Gain(numbers(width, dtype=dtype), 1e-6, round_first)
+
+
+# several devices
+
+
+def exchange(dtype: torch.dtype, num_rows: int) -> None:
+    ints: dict[str, Any] = {"device": "cuda", "dtype": torch.int32}
+    flags, word, addresses = torch.empty(2, 64, **ints), torch.empty(1, **ints), integers(2)
+    next_round_kernel[(1,)](word)
+    for x in (numbers(2, num_rows, 4096, dtype=FP32), None):
+        where = addresses, addresses, word
+        push_kernel[(64, 2)](x, *where, num_rows * 8192, 0, 3, 1, STEPS=4096, BLOCK=1024, num_warps=4)
+    wait_kernel[(1,)](flags, word, word, word, 3, 128, 1000, STEPS=4096, BLOCK=128, num_warps=4)
+    for kind in (torch.int32, torch.uint8):
+        pull_kernel[(3,)](numbers(3000, dtype=kind), numbers(3000, dtype=kind), 3000, BLOCK=1024, num_warps=4)
+    for height, width in ((4096, 2048), (512, 512), (512, 256)):  # of columns of a larger weight
+        weight = numbers(height, 2 * width, dtype=dtype)
+        cut = cut_of(weight).share(2)
+        linear_parts(numbers(num_rows, width, dtype=dtype), weight[:, :width], cut)
 
 
 # the cache
@@ -371,6 +392,7 @@ def launch(function: Callable[..., None], *args: object, **kwargs: object) -> La
 
 def usual() -> Iterator[Launch]:
     """A variant of each kind: every statement of every kernel becomes code in one of them."""
+    yield launch(exchange, BF16, 5)
     yield launch(cache, BF16, 1, swa=True)
     yield launch(cache, FP32, 16, swa=False)
     yield launch(moves, torch.int64)

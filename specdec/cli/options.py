@@ -87,6 +87,9 @@ class PairOptions:
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: the first GPU, else the CPU.")
     ] = None
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="GPUs of this host that share every layer of the target, from the device on.")
+    ] = 1
     revision: Annotated[str | None, loading_option(help="Branch, tag or commit of the target on the hub.")] = None
     drafter_revision: Annotated[str | None, loading_option(help="Branch, tag or commit of the drafter on the hub.")] = (
         None

@@ -19,9 +19,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE, Operations
+from specdec.layers.linear import linear, reference_linear, reference_linear_parts
 from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
 from specdec.layers.moe.routing import Routing
-from specdec.layers.product import Product
+from specdec.layers.packed.packed_weight import PackedWeight, Weight
+from specdec.layers.product import Cut, Product, cut_of
 
 VECTOR = 64
 """A multiple of what torch takes at once, of any dtype."""
@@ -116,7 +118,17 @@ def rowwise_apply_experts(x: torch.Tensor, routing: Routing, experts: Experts) -
     return Product(rows_alone(parts, x, *routing).transpose(0, 1), None, x.dtype)
 
 
-ROWWISE = REFERENCE.replacing({apply_experts: rowwise_apply_experts})
+def rowwise_linear(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, cut: Cut | None = None
+) -> Product:
+    """`reference_linear` with the sums of the kernels: by ranges of K, so that ranks can share them."""
+    cut = cut or cut_of(weight)
+    if cut.splits == 1 or isinstance(weight, PackedWeight):
+        return reference_linear(x, weight, bias)
+    return reference_linear_parts(x, weight, cut)._replace(bias=bias)
+
+
+ROWWISE = REFERENCE.replacing({apply_experts: rowwise_apply_experts, linear: rowwise_linear})
 """`REFERENCE` in a batch-invariant form, for rows in tiles of a fixed size and under `ByVectors`."""
 
 

@@ -17,6 +17,7 @@ computed where the one before ends. Per layer, with [..] where the family has it
 The families are descriptions (`LayerParts`) read off the Hugging Face modules; the weights are theirs.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import Ending, LayerContext, Narrowing
-from specdec.layers.linear import Mlp, gated_linear, linear
+from specdec.layers.linear import Mlp, gated_linear, linear, linear_parts
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts
 from specdec.layers.moe.fork_join import fork_norm, join_norm
@@ -34,7 +35,7 @@ from specdec.layers.moe.routing import Router, route
 from specdec.layers.norm import Gain, norm, qk_norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
-from specdec.layers.product import Product
+from specdec.layers.product import Cut, Product
 from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
 
 
@@ -58,6 +59,14 @@ class MoeParts:
     input_norm: Gain | None = None
     mlp_norm: Gain | None = None
     norm: Gain | None = None
+
+
+class Cuts(NamedTuple):
+    """Of one rank's share of a layer (`layers/split`): how its weights are cut, as they were in the whole layer."""
+
+    qkv: Cut
+    out: Cut
+    down: Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +93,7 @@ class LayerParts:
     moe: MoeParts | None = None
     ple: PleParts | None = None
     scale: torch.Tensor | None = None
+    cuts: Cuts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +130,29 @@ class Shared(NamedTuple):
         return Shared(tables, None if self.layer_inputs is None else self.layer_inputs[rows])
 
 
+class Entry(NamedTuple):
+    """What a forward starts from: embeddings [T, H], positions [T], per-layer embeddings [T, L, P] or None."""
+
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    layer_inputs: torch.Tensor | None
+
+
+def begin(parts: DecoderParts, entry: Entry, ops: Operations) -> tuple[torch.Tensor, torch.Tensor, Shared]:
+    """-> the residual stream [T, H] and its normed form, which the first layer reads, and what all layers share."""
+    tables = {
+        kind: ops(rotary)(entry.positions, frequencies, factor, entry.hidden.dtype)
+        for kind, (frequencies, factor) in parts.rotary.items()
+    }
+    hidden, normed = ops(norm)(Product.of(entry.hidden), factor=parts.factor, pre=parts.layers[0].input_norm)
+    return hidden, normed, Shared(tables, entry.layer_inputs)
+
+
+Walk = Generator[Product, Product, tuple[torch.Tensor, torch.Tensor]]
+"""A layer on its way: yields each product of which other ranks may have parts, is sent the whole one, and returns the
+next layer's residual stream and its normed form."""
+
+
 class FusedLayer(nn.Module):
     """One decoder layer; `next_norm` is how the next one begins."""
 
@@ -131,27 +164,43 @@ class FusedLayer(nn.Module):
         self, hidden: torch.Tensor, normed: torch.Tensor, shared: Shared, *, specdec_ctx: LayerContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden, normed [T, H] -> the next layer's."""
+        walk = self.walk(hidden, normed, shared, specdec_ctx)
+        try:
+            product = next(walk)
+            while True:
+                product = walk.send(product)  # there are no other ranks
+        except StopIteration as end:
+            states: tuple[torch.Tensor, torch.Tensor] = end.value
+            return states
+
+    def walk(self, hidden: torch.Tensor, normed: torch.Tensor, shared: Shared, context: LayerContext) -> Walk:
+        """The same, for a rank with its share of the layer."""
         parts, ops = self.parts, self.ops
-        qkv = ops(linear)(normed, parts.qkv, parts.qkv_bias)
+        qkv = ops(linear)(normed, parts.qkv, parts.qkv_bias, None if parts.cuts is None else parts.cuts.qkv)
         if parts.wide_norms is not None:
             qkv = ops(qk_norm)(qkv, *parts.wide_norms)
-        rows = ops(rope_store)(qkv, parts.heads, shared.rotary[parts.kind], specdec_ctx.destination(self.index))
-        attended = specdec_ctx.attend_rows(
+        rows = ops(rope_store)(qkv, parts.heads, shared.rotary[parts.kind], context.destination(self.index))
+        attended = context.attend_rows(
             self.index, *rows, scaling=parts.scaling, softcap=parts.softcap, sinks=parts.sinks
         )
-        out = ops(linear)(attended.flatten(1), parts.out, parts.out_bias)
+        out = yield self._last_sum(attended.flatten(1), parts.out, parts.out_bias, parts.cuts and parts.cuts.out)
         end: dict[str, Any] = {"scale": parts.scale, "pre": self.next_norm}
         if parts.ple is None or shared.layer_inputs is None:
-            return self._feed_forward(out, hidden, normed, **end)
-        hidden, _ = self._feed_forward(out, hidden, normed)
+            return (yield from self._feed_forward(out, hidden, normed, **end))
+        hidden, _ = yield from self._feed_forward(out, hidden, normed)
         gate = ops(linear)(hidden, parts.ple.gate)
         layer_input = shared.layer_inputs[:, self.index]
         added = ops(gated_projection)(gate, layer_input, parts.ple.projection, parts.ple.activation)
         return ops(norm)(added, post=parts.ple.norm, residual=hidden, **end)
 
-    def _feed_forward(
-        self, out: Product, hidden: torch.Tensor, x: torch.Tensor, **end: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _last_sum(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, cut: Cut | None) -> Product:
+        """A product, or this rank's parts of it."""
+        if cut is None:
+            return self.ops(linear)(x, weight, bias)
+        assert isinstance(weight, torch.Tensor), "ranks share dense weights"
+        return self.ops(linear_parts)(x, weight, cut)._replace(bias=bias)
+
+    def _feed_forward(self, out: Product, hidden: torch.Tensor, x: torch.Tensor, **end: Any) -> Walk:
         """Add what attention gave, then what MLP or experts make of it, or of x, which attention read.
 
         end: what else the norm after them does.
@@ -168,7 +217,8 @@ class FusedLayer(nn.Module):
             added = ops(apply_experts)(normed, ops(route)(normed, moe.router), moe.experts)
         else:
             assert parts.mlp is not None
-            added = ops(linear)(ops(gated_linear)(normed, parts.mlp.gate_up, parts.mlp.activation), parts.mlp.down)
+            gated = ops(gated_linear)(normed, parts.mlp.gate_up, parts.mlp.activation)
+            added = yield self._last_sum(gated, parts.mlp.down, None, parts.cuts and parts.cuts.down)
         return ops(norm)(added, post=parts.mlp_norm, residual=hidden, factor=parts.factor, **end)
 
     def _branches(
@@ -225,15 +275,8 @@ class FusedDecoder(nn.Module):
         if inputs_embeds is None:
             inputs_embeds = self.embedding(input_ids)
         hidden = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])
-        positions = position_ids.reshape(-1)
-        tables = {
-            kind: self.ops(rotary)(positions, frequencies, factor, hidden.dtype)
-            for kind, (frequencies, factor) in self.parts.rotary.items()
-        }
-        shared = Shared(tables, self._layer_inputs(hidden, input_ids))
-        hidden, normed = self.ops(norm)(
-            Product.of(hidden), factor=self.parts.factor, pre=self.parts.layers[0].input_norm
-        )
+        entry = Entry(hidden, position_ids.reshape(-1), self.layer_inputs(hidden, input_ids))
+        hidden, normed, shared = begin(self.parts, entry, self.ops)
         for number, layer in enumerate(self.layers):
             if narrowing is not None and number == narrowing.layer:
                 if isinstance(narrowing, Ending):
@@ -245,7 +288,7 @@ class FusedDecoder(nn.Module):
         shape = inputs_embeds.shape if narrowing is None else (1, *last.shape)
         return BaseModelOutputWithPast(last_hidden_state=last.view(shape))
 
-    def _layer_inputs(self, hidden: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor | None:
+    def layer_inputs(self, hidden: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor | None:
         parts = self.parts.embeddings
         if parts is None:
             return None

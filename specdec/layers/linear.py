@@ -56,8 +56,15 @@ class Mlp(NamedTuple):
     down: Weight
 
 
-def reference_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> Product:
+def reference_linear(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, cut: Cut | None = None
+) -> Product:
     return Product.of(multiply(x, weight, bias))
+
+
+def reference_linear_parts(x: torch.Tensor, weight: torch.Tensor, cut: Cut) -> Product:
+    ranges = zip(x.float().split(cut.split_len, 1), weight.float().split(cut.split_len, 1), strict=True)
+    return Product(torch.stack([F.linear(some, columns) for some, columns in ranges]), None, x.dtype)
 
 
 def reference_gated_linear(x: torch.Tensor, weight: Weight, activation: str) -> torch.Tensor:
@@ -233,11 +240,11 @@ def _gate_kernel(
     tl.store(p_out + i_row * width + o, b_out.to(p_out.dtype.element_ty), mask=m, eviction_policy=KEEP)
 
 
-def vendor_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> Product:
+def vendor_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, cut: Cut | None = None) -> Product:
     """`linear`, by the vendor's library where x has many rows: faster there, with bits that depend on their number. It
     multiplies a packed weight dequantised, into memory that is free again afterwards."""
-    if len(x) <= VENDOR_ROWS or can_hold(weight, cut_of(weight), len(x), x.dtype):
-        return linear(x, weight, bias)
+    if len(x) <= VENDOR_ROWS or can_hold(weight, cut or cut_of(weight), len(x), x.dtype):
+        return linear(x, weight, bias, cut)
     return Product.of(F.linear(x, _whole(weight, x.dtype), bias))
 
 
@@ -266,6 +273,7 @@ def linear(
     x: torch.Tensor,
     weight: Weight,
     bias: torch.Tensor | None = None,
+    cut: Cut | None = None,
     *,
     tiles: Tiles | None = None,
     apart: bool = False,
@@ -273,9 +281,10 @@ def linear(
 ) -> Product:
     """x [M, K], weight [N, K] (rows of both at any stride; packed or not), bias [N] or None -> their product.
 
-    apart: its ranges of K are parts whatever the number of rows. holds: no later kernel starts before x is written.
+    cut: of the larger weight whose rows these are; None: the weight's own. apart: its ranges of K are parts whatever
+    the number of rows. holds: no later kernel starts before x is written.
     """
-    cut = cut_of(weight)
+    cut = cut or cut_of(weight)
     tiles = tiles or tiles_of(len(x), weight, cut, x)
     count = triton.cdiv(len(x), tiles.block_m + tiles.tail_m) * triton.cdiv(len(weight), tiles.rows)
     few = count < FEW_PROGRAMS and len(x) <= FEW_ROWS
@@ -286,6 +295,16 @@ def linear(
     parts = torch.empty(shape, dtype=torch.float32 if split else x.dtype, device=x.device)
     _launch(x, weight, None if split else bias, parts, None, cut, tiles, split, holds)
     return Product(parts, bias if split else None, x.dtype)
+
+
+@op(reference=reference_linear_parts)
+def linear_parts(x: torch.Tensor, weight: torch.Tensor, cut: Cut) -> Product:
+    """x [M, K], weight [N, K]: columns of a larger weight, cut as there -> a part for each range of K, in float32."""
+    assert cut.splits * cut.split_len >= weight.shape[1] > (cut.splits - 1) * cut.split_len, f"{cut=} {weight.shape=}"
+    tiles = tiles_of(len(x), weight, cut, x)
+    parts = torch.empty((cut.splits, len(x), len(weight)), dtype=torch.float32, device=x.device)
+    _launch(x, weight, None, parts, None, cut, tiles, split=cut.splits > 1)
+    return Product(parts, None, x.dtype)
 
 
 @op(reference=reference_gated_linear, vendor=vendor_gated_linear)

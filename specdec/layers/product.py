@@ -92,6 +92,10 @@ class Cut(NamedTuple):
     splits: int
     split_len: int
 
+    def share(self, count: int) -> "Cut":
+        """Of the columns of one of `count` ranks, which have the same ranges as in the whole."""
+        return Cut(self.splits // count, self.split_len)
+
 
 class Tiles(NamedTuple):
     """One launch. A program has `rows` <= `block_n` rows of the weight."""

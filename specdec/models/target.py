@@ -20,6 +20,7 @@ from specdec.attention.plan import KVPlan
 from specdec.attention.row_tiles import ROWS
 from specdec.errors import SpecDecError, UnsupportedModelError
 from specdec.gpu.operations import KERNELS, Operations
+from specdec.gpu.ranks import Ranks
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layer_context import Ending, Narrowing
 from specdec.kvcache.layout import KVLayout, layout_from_config
@@ -95,6 +96,7 @@ class TargetModel:
             self.head: nn.Module = private_copy(head)
             self.decoder: nn.Module = private_copy(self.user_decoder)
             self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
+        self.ranks: Ranks | None = None  # several devices that share its layers: `split_target.py`
         self.placeholders = Placeholders()
         self.windows: Sequence[int | None] = tuple(spec.window for spec in self.layout.layers)
         self.storing_layers = 1 + max(spec.owner for spec in self.layout.layers)  # those behind store no K/V
@@ -134,6 +136,11 @@ class TargetModel:
                 )
         vars(self).update({**vars(new), "weights": self.weights})
         return new.weights
+
+    @property
+    def stored_layout(self) -> KVLayout:
+        """Of the K/V that one device stores."""
+        return self.layout if self.ranks is None else self.layout.share(len(self.ranks))
 
     @property
     def hidden_size(self) -> int:

@@ -25,7 +25,7 @@ def make_cache(
 
     num_nodes: verify width, the root included.
     """
-    layout, page_size = target.layout, config.page_size
+    layout, page_size = target.stored_layout, config.page_size
     item = torch.empty((), dtype=target.dtype).element_size()
     full_bytes, swa_bytes = (layout.numbers_per_slot(space) * item for space in (Space.FULL, Space.SWA))
     if drafter is not None and drafter.kv_layout is not None:
@@ -46,7 +46,10 @@ def make_cache(
         swa_each = whole_pages(held + page_size + config.prefill_chunk)
         swa_each = min(swa_each, full_each)
     share = config.memory_share or MEMORY_SHARE.get(target.device.type, 0.5)
-    budget = int(free_bytes(target.device) * share)
+    devices = (target.device,) if target.ranks is None else target.ranks.devices
+    budget = int(min(map(free_bytes, devices)) * share)
+    if target.ranks is not None and target.device.type == "cpu":
+        budget //= len(devices)  # which are one
     full_slots, swa_slots = config.full_slots, config.swa_slots
     if swa_slots is None:
         swa_slots = min(swa_each * batch, budget // max(2 * swa_bytes, 1))

@@ -307,7 +307,8 @@ class Steps:
         scores: tuple[Scoring, torch.Tensor] | None,
     ) -> None:
         epochs = [request.row_epoch for request in requests]
-        on_host, done = copy_to_host(packed), event_now(packed.device)
+        on_host, done, ranks = copy_to_host(packed), event_now(packed.device), self.round.target.ranks
+        done = done if ranks is None else ranks.guarded(done)
         self.under_way.append(LaunchedStep(requests, epochs, drawing, shape, stages, on_host, forced, scores, done))
 
     def _settle(self, busy: bool) -> list[Request]:

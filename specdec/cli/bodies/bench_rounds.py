@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from io import BytesIO
 
 from rich.console import Console
@@ -83,7 +84,7 @@ def pair_subject(options: BenchOptions) -> Subject:
     if asked.layers is not None or asked.shrink != 1 or asked.weights is not None:
         raise ConfigError("--layers, --shrink and --weights are for --shape; a target is measured as it is")
     problems = read_prompts(options.data, options.limit)
-    engine = load_engine(pair, engine_config(pair, batch_size=1))
+    engine = load_engine(pair, replace(engine_config(pair, batch_size=1), tensor_parallel=1))  # engines split it later
     drafter, spec = drafter_name(pair), engine.spec
     ids = [engine.chat_prompt(problem.text) for problem in problems]
     engine.close()
@@ -97,6 +98,7 @@ def pair_subject(options: BenchOptions) -> Subject:
         drafts=choose_drafts(shapes, asked.drafts),
         prompts=joined_prompts(ids),
         dtype=engine.target.dtype,
+        tensor_parallel=pair.tensor_parallel,
     )
 
 

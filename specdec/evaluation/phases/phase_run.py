@@ -40,6 +40,7 @@ class Subject:
     """What is measured. drafts: by name; plain decoding has none. assumed: acceptance lengths of random weights.
 
     prepared: seconds of preparing target and drafter once their weights were loaded: fusing, probing, compiling.
+    tensor_parallel: devices that engines split the target over.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Subject:
     assumed: Sequence[float] = ()
     dtype: torch.dtype
     prepared: float = 0.0
+    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +162,7 @@ def _driven(
         dtype=subject.dtype,
         prefill_chunk=min(2048, max(16, max_len)),
         prefix_cache=False,
+        tensor_parallel=subject.tensor_parallel,
     )
     begin = perf_counter()
     fixed = None if spec is None else replace(spec, adaptive=False)

@@ -54,7 +54,8 @@ def random_subject(
         return [[draw.randrange(target.vocab_size) for _ in range(context)] for _ in range(batch)]
 
     return Subject(
-        name=f"random weights{f' ({form.name})' if form else ''} at the shape of {shape.published}",
+        name=f"random weights{f' ({form.name})' if form else ''} at the shape of {shape.published}"
+        + (f", on {config.tensor_parallel} devices" if config.tensor_parallel > 1 else ""),
         shrunk=shrink.words,
         target=target,
         drafter=drafter,
@@ -63,4 +64,5 @@ def random_subject(
         assumed=assumed,
         dtype=dtype,
         prepared=prepared,
+        tensor_parallel=config.tensor_parallel,
     )

@@ -1,0 +1,253 @@
+"""The devices that one model is split over, driven by one thread of the host; and what they say to each other.
+
+    send      values of rank 0 -> the same on every rank                         at the beginning of a forward
+    gather    x_r [S, ...] float32 of each rank r -> [ranks * S, ...] on each, in the order of ranks
+
+`Ranks` is the form for one device: every rank is the same device, memory is shared, and the order of the calls is the
+order of the work. It is what runs on the CPU. `PeerRanks` are GPUs that reach each other's memory: the host launches
+phase by phase, and whatever a kernel waits for was launched before it. Invariant: all ranks hold the same bits.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from specdec.errors import ConfigError, DeviceLostError
+from specdec.gpu.exchange_kernels import (
+    MAX_POLLS,
+    PROGRAMS,
+    STEPS,
+    next_round_kernel,
+    pull_kernel,
+    push_kernel,
+    wait_kernel,
+    words,
+)
+from specdec.gpu.tensor_tree import map_tensors
+from specdec.gpu.triton_shim import triton
+
+MOST_ROWS = 2048
+"""Rows that a gather takes at once: its buffers are as large."""
+
+POLL_SECONDS = 2e-5
+
+
+class Ranks:
+    """`count` ranks that are one device, one after the other."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(devices)
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def on(self, rank: int) -> AbstractContextManager[object]:
+        """What is launched in the block runs on this rank."""
+        return nullcontext()
+
+    def reserve(self, numbers: int) -> None:
+        """There is room for gathers of so many float32 numbers from now on."""
+
+    def send(self, value: Any) -> list[Any]:
+        """A nested value of rank 0 (`map_tensors`) -> the same for each rank. The first of a forward is a `begin`."""
+        return [value] * len(self)
+
+    def begin(self) -> None:
+        """A forward begins. Raises DeviceLostError once a rank has not answered."""
+
+    def end(self) -> None:
+        """A forward has been launched."""
+
+    def gather(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """[S, ...] float32 of each rank, contiguous -> [ranks * S, ...] for each rank, until the next but one."""
+        whole = torch.cat(list(parts))
+        return [whole] * len(self)
+
+    def check(self) -> None:
+        """Raise DeviceLostError once a rank has not answered."""
+
+    def guarded(self, event: Any) -> Any:
+        """An event of rank 0 whose `synchronize` raises DeviceLostError in the place of waiting for ever."""
+        return event
+
+
+class PeerRanks(Ranks):
+    """GPUs of one process with access to each other's memory; tests run it on CPUs that are one, in the interpreter.
+
+    Gathers use two halves of a buffer in turn: a rank pushes into a half again only after a gather in between, for
+    which every peer had read that half. So a forward makes an even number of gathers.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        super().__init__(devices)
+        for device in devices:  # torch opens access with the first copy
+            for peer in devices:
+                torch.ones(8, device=device).to(peer)
+        ints: dict[str, Any] = {"dtype": torch.int32}
+        self._flags = [torch.zeros((len(devices), PROGRAMS), device=device, **ints) for device in devices]
+        self._round = [torch.zeros(1, device=device, **ints) for device in devices]
+        self._error = [torch.zeros(1, device=device, **ints) for device in devices]
+        pinned = devices[0].type == "cuda"
+        self._host_error = [torch.zeros(1, pin_memory=pinned, **ints) for _ in devices]
+        self._errors = [error.numpy() for error in self._host_error]
+        self._flag_table = self._addresses(self._flags)
+        self._buffers: list[torch.Tensor] = []  # [2 * size] of each rank
+        self._out_table: list[torch.Tensor] = []
+        self._size = 0
+        self._step = 0
+        self._held: list[torch.Tensor] = []  # what peers may still read
+        self.max_polls = MAX_POLLS
+        self._synchronize()
+
+    def on(self, rank: int) -> AbstractContextManager[object]:
+        device = self.devices[rank]
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+    def reserve(self, numbers: int) -> None:
+        self._size = numbers
+        self._buffers = [torch.zeros(2 * numbers, dtype=torch.float32, device=device) for device in self.devices]
+        self._out_table = self._addresses(self._buffers)
+        self._synchronize()
+
+    def begin(self) -> None:
+        self.check()
+        self._step = 0
+        for rank in range(len(self)):
+            with self.on(rank):
+                next_round_kernel[(1,)](self._round[rank])
+
+    def end(self) -> None:
+        assert self._step < STEPS, f"{self._step} steps of one forward"
+        self._held.clear()
+
+    def send(self, value: Any) -> list[Any]:
+        with self.on(0):
+            whole: list[torch.Tensor] = []
+
+            def note(tensor: torch.Tensor) -> torch.Tensor:
+                whole.append(tensor.contiguous())
+                return tensor
+
+            map_tensors(value, note)
+            self._held += whole
+            self._push(0, None, 0)
+        values = [value]
+        for rank in range(1, len(self)):
+            with self.on(rank):
+                self._wait(rank, sources=1)
+                copies = iter([_pull(source, self.devices[rank]) for source in whole])
+                values.append(map_tensors(value, partial(_next_of, copies)))
+        self._step += 1
+        return values
+
+    def gather(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        num = parts[0].numel()
+        assert len(self) * num <= self._size, f"{num=} {self._size=}"
+        half = self._step % 2
+        for rank, part in enumerate(parts):
+            assert part.is_contiguous() and part.dtype == torch.float32 and part.numel() == num, f"{part.shape=}"
+            with self.on(rank):
+                self._push(rank, part, half * self._size + rank * num)
+        outs = []
+        for rank, buffer in enumerate(self._buffers):
+            with self.on(rank):
+                self._wait(rank, sources=len(self))
+            shape = (len(self) * len(parts[0]), *parts[0].shape[1:])
+            outs.append(buffer[half * self._size :][: len(self) * num].view(shape))
+        self._step += 1
+        return outs
+
+    def check(self) -> None:
+        lost = [str(self.devices[rank]) for rank, error in enumerate(self._errors) if error[0]]
+        if lost:
+            raise DeviceLostError(
+                f"{' and '.join(lost)} waited for another of {', '.join(map(str, self.devices))}, which did not "
+                "answer within seconds: it is busy with other work, or lost; end this engine, free the devices of "
+                "other programs, and make a new one"
+            )
+
+    def guarded(self, event: Any) -> Any:
+        return None if event is None else _Guarded(event, self)
+
+    def _push(self, rank: int, x: torch.Tensor | None, offset: int) -> None:
+        push_kernel[(PROGRAMS, len(self))](
+            *(x, self._out_table[rank] if self._out_table else None, self._flag_table[rank], self._round[rank]),
+            *(0 if x is None else x.numel(), offset, self._step, rank),
+            STEPS=STEPS,
+            BLOCK=1024,
+            num_warps=4,
+        )
+
+    def _wait(self, rank: int, sources: int) -> None:
+        wait_kernel[(1,)](
+            *(self._flags[rank], self._round[rank], self._error[rank], self._host_error[rank]),
+            *(self._step, sources * PROGRAMS, self.max_polls),
+            STEPS=STEPS,
+            BLOCK=triton.next_power_of_2(len(self) * PROGRAMS),
+            num_warps=4,
+        )
+
+    def _addresses(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
+        return [addresses.to(device) for device in self.devices]
+
+    def _synchronize(self) -> None:
+        for device in self.devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+
+class _Guarded:
+    """An event whose wait looks at the errors of ranks."""
+
+    def __init__(self, event: torch.cuda.Event, ranks: Ranks) -> None:
+        self._event, self._ranks = event, ranks
+
+    def synchronize(self) -> None:
+        while not self._event.query():
+            self._ranks.check()
+            time.sleep(POLL_SECONDS)
+        self._ranks.check()
+
+
+def _next_of(tensors: Iterator[torch.Tensor], _: torch.Tensor) -> torch.Tensor:
+    return next(tensors)
+
+
+def _pull(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A contiguous tensor of a peer, copied by the current device."""
+    out = torch.empty(source.shape, dtype=source.dtype, device=device)
+    if out.numel():
+        x, y = words(source), words(out)
+        if x.dtype != y.dtype:
+            x, y = (tensor.reshape(-1).view(torch.uint8) for tensor in (source, out))
+        pull_kernel[(triton.cdiv(len(x), 1024),)](x, y, len(x), BLOCK=1024, num_warps=4)
+    return out
+
+
+def make_ranks(device: torch.device, count: int) -> Ranks:
+    """`count` ranks from `device` on. Raises ConfigError: too few GPUs, or no access to each other's memory."""
+    if device.type != "cuda":
+        return Ranks([device] * count)
+    index: int | None = device.index  # torch's stubs know no device without
+    first = torch.cuda.current_device() if index is None else index
+    devices = [torch.device("cuda", first + rank) for rank in range(count)]
+    there = torch.cuda.device_count()
+    if first + count > there:
+        raise ConfigError(
+            f"tensor_parallel={count} from {devices[0]} on needs {count} GPUs, and this process sees {there} in all; "
+            "lower it, or give another device"
+        )
+    access: Callable[[torch.device, torch.device], bool] = torch.cuda.can_device_access_peer
+    blocked = [(a, b) for a in devices for b in devices if a != b and not access(a, b)]
+    if blocked:
+        a, b = blocked[0]
+        raise ConfigError(
+            f"tensor_parallel={count} needs GPUs that reach each other's memory, and {a} has no peer access to {b}; "
+            "run replicas in its place, one a GPU"
+        )
+    return PeerRanks(devices)

@@ -1,0 +1,271 @@
+"""Several devices, the same bits: ranks that share every layer give the logits of one device.
+
+On a CPU the ranks are one device, one after the other; `PeerRanks`, which exchange by flags and addresses, run there in
+Triton's interpreter. What two GPUs do is for `tools/gpu_tensor_parallel.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import specdec.engine
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.draft_models.ngram import NgramDrafter
+from specdec.errors import ConfigError, DeviceLostError, SpecDecError, UnsupportedModelError
+from specdec.gpu.operations import REFERENCE
+from specdec.gpu.ranks import PeerRanks, Ranks, make_ranks
+from specdec.gpu.tensor_tree import map_tensors
+from specdec.layers.linear import linear, linear_parts, reference_linear_parts
+from specdec.layers.product import cut_of
+from specdec.models.target import TargetModel
+
+from tiny_models import VOCAB, build_target, random_eagle3
+
+NEW = 10
+WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
+WIDE |= {"num_key_value_heads": 4}
+FAMILIES: dict[str, dict[str, Any]] = {  # four ranges of K in every sum
+    "llama": {},
+    "qwen3": {},
+    "gemma4-31b": {"num_global_key_value_heads": 4, "global_head_dim": 128},  # keys that are values
+    "gemma4-e2b": {"num_global_key_value_heads": 4, "global_head_dim": 128},  # shared K/V, per-layer embeddings
+}
+CPUS = [torch.device("cpu")] * 2
+TREE = SpecConfig(6, 2, 8, adaptive=False)
+CHAIN = SpecConfig(3, adaptive=False)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels may run on the CPU."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here; see tools/gpu_tensor_parallel.py")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="module")
+def targets() -> dict[str, TargetModel]:
+    """A deterministic target of each family."""
+    found = {}
+    for number, (family, fields) in enumerate(FAMILIES.items()):
+        torch.manual_seed(number)
+        found[family] = TargetModel(build_target(family, **WIDE, **fields).eval(), REFERENCE, deterministic=True)
+    return found
+
+
+def engine_of(target: TargetModel, count: int, drafter: Any = None, spec: SpecConfig = CHAIN, **config: Any) -> Engine:
+    settings = {"max_model_len": 128, "deterministic": True, "fused": True, **config}
+    return Engine(target, drafter, spec=spec, config=EngineConfig(tensor_parallel=count, **settings))
+
+
+def prompts(random_prompt: Callable[..., list[int]]) -> list[list[int]]:
+    repeated = random_prompt(5, seed=1)
+    return [repeated * 4, random_prompt(40, seed=2), random_prompt(1, seed=3)]
+
+
+PARAMS = [
+    SamplingParams(max_new_tokens=NEW, logprobs=VOCAB, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
+    for i in range(3)
+]
+
+
+def answers(engine: Engine, asked: Sequence[list[int]]) -> list[Any]:
+    """Tokens, and the log-probabilities of the whole vocabulary: another bit of any logit shows."""
+    with engine:
+        outs = engine.generate(list(asked), PARAMS)
+        engine.table.check()
+        return [(out.token_ids, out.logprobs) for out in outs]
+
+
+@pytest.fixture
+def want(
+    request: pytest.FixtureRequest, targets: dict[str, TargetModel], random_prompt: Callable[..., list[int]]
+) -> tuple[TargetModel, list[list[int]], list[Any]]:
+    target, asked = targets[request.param], prompts(random_prompt)
+    return target, asked, answers(engine_of(target, 1, max_batch_size=1), asked)
+
+
+@pytest.mark.parametrize("want", FAMILIES, indirect=True)
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_have_the_bits_of_one_device(
+    want: tuple[TargetModel, list[list[int]], list[Any]],
+    count: int,
+    scripted: Callable[..., Any],
+    tree_script: Callable[..., Any],
+):
+    target, asked, alone = want
+    truths = [prompt + tokens for prompt, (tokens, _) in zip(asked, alone, strict=True)]
+    tree = scripted(tree_script(truths))
+    assert answers(engine_of(target, count, tree, TREE, prefill_chunk=16), asked) == alone
+    assert target.ranks is None, "the engine splits a copy"
+
+
+@pytest.mark.parametrize("want", ["llama"], indirect=True)
+def test_chains_heads_preemption_and_cached_prefixes_too(want: tuple[TargetModel, list[list[int]], list[Any]]):
+    target, asked, alone = want
+    assert answers(engine_of(target, 2, NgramDrafter()), asked) == alone
+    head = random_eagle3(target.model)
+    assert answers(engine_of(target, 2, head, TREE, max_batch_size=2), asked) == alone
+
+    tight = engine_of(target, 2, full_slots=56, prefix_cache=False)
+    assert answers(tight, asked) == alone
+    assert tight.stats().preemptions > 0
+
+    engine = engine_of(target, 2)
+    engine.generate(asked, PARAMS)
+    assert answers(engine, asked) == alone
+    assert engine.stats().cached_tokens > 0
+
+
+def test_each_rank_stores_its_own_heads(targets: dict[str, TargetModel]):
+    engine = engine_of(targets["llama"], 4)
+    heads = [layer.k.shape[1] for store in engine.cache.stores for layer in store.layers.values()]
+    assert heads == [1] * 4 * len(targets["llama"].layout.layers)
+    one = engine_of(targets["llama"], 1)
+    assert engine.cache.bytes_by_space() == one.cache.bytes_by_space()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_parts_of_ranks_are_those_of_the_whole_weight():
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 1024), torch.randn(32, 1024) / 32
+    cut = cut_of(weight)
+    assert cut == (4, 256)
+    whole = linear(x, weight, apart=True).parts
+    for count in (2, 4):
+        shares = zip(x.chunk(count, 1), weight.chunk(count, 1), strict=True)
+        parts = [linear_parts(some.contiguous(), columns, cut.share(count)) for some, columns in shares]
+        assert torch.equal(torch.cat([product.parts for product in parts]), whole)
+    torch.testing.assert_close(reference_linear_parts(x, weight, cut).parts, whole)
+
+
+# what is refused
+
+
+def refusal(model: Any, count: int = 2, drafter: Any = None, **config: Any) -> str:
+    with pytest.raises(SpecDecError) as error:
+        Engine.from_pretrained(model, drafter, config=EngineConfig(fused=True, tensor_parallel=count, **config))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "said"),
+    [
+        ("qwen3_moe", WIDE, "has experts"),
+        ("cohere", WIDE, "runs its MLP next to its attention"),
+        ("olmo2", WIDE, "norms all heads of its queries together"),
+        ("llama", {**WIDE, "num_key_value_heads": 1}, "cannot divide the 1 K/V heads of layer 0"),
+        ("llama", {**WIDE, "head_dim": 16}, "sums 128 columns of its out weight in one range of 128"),
+        ("llama", {**WIDE, "intermediate_size": 384}, "sums 384 columns of its down weight in 2 ranges of 256"),
+    ],
+    ids=["experts", "parallel", "wide-norms", "heads", "one-range", "ranges"],
+)
+def test_what_cannot_be_shared_is_refused(family: str, fields: dict[str, Any], said: str):
+    assert said in refusal(build_target(family, **fields))
+
+
+def test_quantised_unfused_and_paged_engines_are_refused(monkeypatch: pytest.MonkeyPatch):
+    model = build_target("llama", **WIDE)
+    with pytest.raises(ConfigError, match=r"splits fused layers, and .* runs unfused"):
+        Engine.from_pretrained(model, config=EngineConfig(tensor_parallel=2))
+    with pytest.raises(ConfigError, match="page_size=4 with tensor_parallel=2"):
+        EngineConfig(tensor_parallel=2, page_size=4)
+    with pytest.raises(ConfigError, match="tensor_parallel=9"):
+        EngineConfig(tensor_parallel=9)
+
+
+def test_a_drafter_that_reads_the_targets_keys_is_refused(targets: dict[str, TargetModel]):
+    class Reader(NgramDrafter):
+        name = "reader"
+        reads_target_keys = True
+
+    with pytest.raises(UnsupportedModelError, match="reader reads all of them on one device"):
+        engine_of(targets["llama"], 2, Reader())
+
+
+def test_weights_that_change_after_the_split_are_refused():
+    model = build_target("llama", **WIDE)
+    with Engine.from_pretrained(model, config=EngineConfig(fused=True, tensor_parallel=2, max_model_len=64)) as engine:
+        engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.mul_(2)
+        with pytest.raises(UnsupportedModelError, match="changed after they were split"):
+            engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))
+
+
+@pytest.mark.parametrize(("there", "access", "said"), [(1, True, "sees 1 in all"), (2, False, "no peer access")])
+def test_gpus_that_are_not_there_or_apart_are_refused(
+    there: int, access: bool, said: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: access)
+    with pytest.raises(ConfigError, match=said):
+        make_ranks(torch.device("cuda", 0), 2)
+
+
+# the exchange
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_gather_is_in_the_order_of_ranks_and_sends_are_copies():
+    for ranks in (Ranks(CPUS), PeerRanks(CPUS)):
+        ranks.reserve(64)
+        for _ in range(2):  # another round
+            ranks.begin()
+            here = {"ids": torch.tensor([[3, 4], [5, 6]]).t(), "mask": torch.tensor([True, False, True]), "none": None}
+            first, second = ranks.send(here)
+            assert first is here
+            assert map_tensors(second, torch.Tensor.tolist) == {
+                "ids": [[3, 5], [4, 6]],
+                "mask": [True, False, True],
+                "none": None,
+            }
+            for number in range(3):
+                parts = [torch.full((2, 1, 3), float(10 * rank + number)) for rank in range(2)]
+                for whole in ranks.gather(parts):
+                    assert whole[:, 0, 0].tolist() == [number, number, 10 + number, 10 + number]
+            ranks.end()
+        ranks.check()
+
+
+def peers(monkeypatch: pytest.MonkeyPatch) -> list[PeerRanks]:
+    """Engines from now on have these."""
+    made: list[PeerRanks] = []
+
+    def make(device: torch.device, count: int) -> PeerRanks:
+        made.append(PeerRanks([device] * count))
+        return made[-1]
+
+    monkeypatch.setattr(specdec.engine, "make_ranks", make)
+    return made
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_an_engine_on_peers_answers_as_on_one_device(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(5)
+    target = TargetModel(build_target("llama", **WIDE, num_hidden_layers=1).eval(), REFERENCE)
+    params = SamplingParams(max_new_tokens=3)
+    outs = []
+    for patch in (False, True):
+        if patch:
+            peers(monkeypatch)
+        with engine_of(target, 2, deterministic=False) as engine:
+            outs.append([out.token_ids for out in engine.generate([[1, 2, 3, 4]], params)])
+    assert outs[0] == outs[1]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_rank_that_stops_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch):
+    target = TargetModel(build_target("llama", **WIDE, num_hidden_layers=1).eval(), REFERENCE)
+    made = peers(monkeypatch)
+    with engine_of(target, 2, deterministic=False) as engine:
+        [ranks] = made
+        ranks.max_polls = 2
+        push = ranks._push
+        monkeypatch.setattr(ranks, "_push", lambda rank, *rest: None if rank == 1 else push(rank, *rest))
+        with pytest.raises(DeviceLostError, match="did not answer within seconds"):
+            engine.generate([[1, 2, 3, 4]], SamplingParams(max_new_tokens=3))
+        with pytest.raises(DeviceLostError):  # it cannot go on
+            engine.generate([[5]], SamplingParams(max_new_tokens=1))
