@@ -257,7 +257,7 @@ def round_of(scene: Scene, seats: Sequence[int | None], longest: int, shape: tup
     return Outcome(tree.tokens[picked].tolist(), tree.parents[picked].tolist(), logits, kept)
 
 
-SHAPES = {"chain": (4, 1, 5), "tree": (4, 3, 9), "short": (2, 2, 4), "beyond the block": (9, 2, 20)}
+SHAPES = {"chain": (4, 1, 5), "tree": (4, 3, 9), "short": (2, 2, 4)}
 LENGTHS = (9, 1, 14)
 
 
@@ -270,8 +270,6 @@ LENGTHS = (9, 1, 14)
         slow("dspark", "tree", 1),
         deep("dspark-rnn", "tree", 4),
         deep("dspark-gated", "chain", 4),
-        deep("deepspec-dflash", "beyond the block", 4),
-        deep("dflash", "beyond the block", 1),
     ],
 )
 def test_a_round_is_the_same_however_it_runs(

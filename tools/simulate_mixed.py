@@ -1,9 +1,9 @@
 """What a mixed load could gain from drafts that are chosen: `python tools/simulate_mixed.py`. Needs no GPU.
 
-Rounds take what they took on an H200 at E4B shapes (docs/results/2026-11-24-adaptive.md), between the measured batch sizes in
-proportion. Half of the requests accept each draft with 0.9, half with `--hard`. Policies: every fixed draft; the
-engine's own choice; choices that know all chances, by the geometric mean over rows or by the sum of tokens; and one
-that gives each row a depth of its own, where a round costs what its mean depth does.
+Rounds take what they took on an H200 at E4B shapes (docs/results/2026-11-24-adaptive.md), between the batch sizes that
+were measured in proportion. Half of the requests accept each draft with 0.9, half with `--hard`. Policies: every fixed
+draft; the engine's own choice; choices that know all chances, by the geometric mean over rows or by the sum of tokens;
+and one that gives each row a depth of its own, where a round costs what its mean depth does.
 """
 
 import argparse

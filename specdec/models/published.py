@@ -97,8 +97,8 @@ BLOCK_PAIRS = tuple(
         ("gpt-oss-20b JetSpec", "openai/gpt-oss-20b", "JetSpec/jetspec-gpt-oss-20b", 15, "16 GB"),
     )
 )
-"""Steps: what a block drafts, or fewer where its size was not found in a public file; more than a block drafts are not
-drafted."""
+"""Steps: what a block drafts, or fewer where its size was not found in a public file; more than a block drafts are
+refused."""
 
 PAIRS = (BUNDLED_MTP, BUNDLED_EAGLE3, SMOLLM2, *GEMMA4_PAIRS, *QAT_PAIRS, *EAGLE3_PAIRS, *BLOCK_PAIRS)
 
