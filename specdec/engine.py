@@ -112,8 +112,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.table,
             max_model_len=self.max_model_len,
-            prefill_chunk=self.config.prefill_chunk,
-            prompt_room=PromptRoom.of(self.config.max_prefill_tokens, target.device.type),
+            prompt_room=PromptRoom.of(config.max_prefill_tokens, config.prefill_chunk, target.device.type),
             prefixes=self.prefixes,
         )
         graphs = chunks = catch_ups = None

@@ -78,7 +78,7 @@ def first_token_ms(engine: Engine, prompts: list[list[int]]) -> tuple[float, flo
     return statistics.mean(times), max(times)
 
 
-def time_rows(prefill_chunk: int, max_prefill_tokens: int | None) -> list[Row]:
+def time_rows(prefill_chunk: int | None, max_prefill_tokens: int | None) -> list[Row]:
     shape = find_shape("gemma4-e4b")
     model = make_target(shape, Shrink(8, 16) if ON_CPU else Shrink(), DEVICE, DTYPE, 0)
     target = TargetModel(model, FAST)
@@ -111,12 +111,13 @@ def time_rows(prefill_chunk: int, max_prefill_tokens: int | None) -> list[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, parents=[device_option])
-    parser.add_argument("--prefill-chunk", type=int, default=EngineConfig().prefill_chunk)
+    parser.add_argument("--prefill-chunk", type=int)
     parser.add_argument("--max-prefill-tokens", type=int)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     require_device()
-    title = f"{machine()}; chunks of {args.prefill_chunk}, {args.max_prefill_tokens or 'usual'} tokens a step"
+    sizes = f"chunks of {args.prefill_chunk or 'usual'}, {args.max_prefill_tokens or 'usual'} tokens a step"
+    title = f"{machine()}; {sizes}"
     table = ResultTable(title)
     table.add(bit_rows())
     if not table.failed:

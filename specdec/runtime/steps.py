@@ -29,11 +29,12 @@ from specdec.models.target import FinalStates
 from specdec.progress import progress_bar
 from specdec.runtime.adaptive.draft_choice import NO_CHOICE, DraftChoice
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
-from specdec.runtime.adaptive.round_timing import fill_cost_table
+from specdec.runtime.adaptive.round_timing import fill_cost_table, time_prompts, time_rounds
 from specdec.runtime.engine_stats import ENOUGH_DRAFTS, EngineStats, warn_of_rejected
 from specdec.runtime.grammar_masks import GrammarSteps, prepare, root_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
 from specdec.runtime.prompt_scores import scoring_of
+from specdec.runtime.prompt_shares import PromptCost
 from specdec.runtime.request import Request, rows_of
 from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
@@ -55,7 +56,8 @@ class Steps:
     """The steps of one engine. `under_way`: those launched and not settled, oldest first.
 
     graphs, chunks, catch_ups: None where nothing is captured. `lag`: rounds that may be unsettled when one more is
-    launched. `choice`: which draft a round has; None: always the engine's own.
+    launched. `choice`: which draft a round has; None: always the engine's own. `prompt_cost`: what prompts take, once
+    that has been timed.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Steps:
         self.under_way: deque[LaunchedStep] = deque()
         adaptive = spec.adaptive and round.worker is not None
         self.choice = DraftChoice(draft_ladder(spec), self.table.max_requests + 1) if adaptive else None
+        self.prompt_cost: PromptCost | None = None
         self._drafted = self._begun = 0  # drafts since the last look, and those whose first token was right
         self._warned = False
         round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
@@ -111,11 +114,21 @@ class Steps:
                 for shape in shapes[:: len(drafts)]:  # one of each batch size
                     for _ in range(2):
                         self.catch_ups.run(shape)
-        if self.choice is not None and self.round.cache.sanitizer is None:  # which knows of no rows without slots
+        if self.round.cache.sanitizer is None:  # which knows of no rows without slots
             with self._on_device():
-                fill_cost_table(self.choice.cost, self.graphs, self.catch_ups, shapes)
+                if self.choice is not None:
+                    fill_cost_table(self.choice.cost, self.graphs, self.catch_ups, shapes)
+                self._time_prompts(shapes[0])
             self.restart([])
         self.graphs.store.uncaptured["rounds"] = 0  # no request has asked for any so far
+
+    def _time_prompts(self, largest: RoundShape) -> None:
+        """Fit how many tokens of prompts a step reads to what they take here."""
+        assert self.graphs is not None
+        [longest] = time_rounds(self.graphs, [largest], lambda _: None)
+        room = self.scheduler.prompt_room
+        self.prompt_cost = PromptCost.fitted(time_prompts(self.round, room.busy), longest)
+        self.scheduler.prompt_room = room.within(self.prompt_cost)
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Begin again with these requests, whatever state everything is in."""
@@ -132,7 +145,9 @@ class Steps:
     def stats(self) -> EngineStats:
         """A copy of the sums, with the state of this moment."""
         captures = CaptureUse() if self.graphs is None else self.graphs.store.use()
-        return self.totals.now(self.scheduler, captures, NO_CHOICE if self.choice is None else self.choice.use())
+        drafts = NO_CHOICE if self.choice is None else self.choice.use()
+        gap = 0.0 if self.prompt_cost is None else self.prompt_cost.gap(self.scheduler.prompt_room.busy)
+        return self.totals.now(self.scheduler, captures, drafts, gap)
 
     def run(self) -> list[Request]:
         """One step -> the requests that ended in it. Prompts come second, so that those that end make room for them."""
