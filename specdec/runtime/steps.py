@@ -41,7 +41,6 @@ from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, batch_sizes, nothing, run_programs
 from specdec.runtime.rounds.catching_up import CatchUps, catch_up_if_due
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
-from specdec.runtime.rounds.grouping import WORTH_A_FORWARD, WORTH_ON_CPU, group_chunks, padded_size
 from specdec.runtime.rounds.prompt_scoring import Scoring, score_chunk
 from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape
 from specdec.runtime.rounds.round import PREFILL_STAGES, Chunk, Round
@@ -162,8 +161,7 @@ class Steps:
                 finished += self._release_finished(prepare(admitted))
             requests, chunk_len = self.scheduler.next_prefill()
             if requests:
-                for chosen in self.group(chunk_len):
-                    self.prefill([requests[i] for i in chosen], chunk_len[chosen])
+                self.prefill(requests, chunk_len)
                 finished += self._settle(busy=None in [launched.drawing for launched in self.under_way])
             return finished
 
@@ -270,11 +268,6 @@ class Steps:
         behind = self.round.unread is not None and bool(self.round.unread.count[rows].any())
         return shape.with_draft(choice.choose(rows, most, batch, context, largest(fixed), behind=behind))
 
-    def group(self, chunk_len: IntArray) -> list[IntArray]:
-        """Numbers of the prompt chunks [B] that share a forward."""
-        worth = WORTH_ON_CPU if self.round.device.type == "cpu" else WORTH_A_FORWARD
-        return group_chunks(chunk_len, padded_size if self.chunks is None else self.chunks.size, worth)
-
     def prefill(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
         """Launch the next `chunk_len` [B] tokens of these prompts; those that end with them draw their first token."""
         rows = rows_of(requests)
@@ -298,17 +291,18 @@ class Steps:
         if scoring is not None:
             cells = upload(scoring.cells(), self.round.device)
             scores = scoring, copy_to_host(score_chunk(self.round, chunk, cells, scoring.alternatives))
-        packed = self.round.prefill(chunk, chosen, shape, root_masks([request.place for request in drawn]))
+        longest = int((done + chunk_len)[chosen].max(initial=0))
+        packed = self.round.prefill(chunk, chosen, longest, shape, root_masks([request.place for request in drawn]))
         forced = np.zeros(len(drawn), dtype=np.int64)
         self._launched(requests, drawing, shape, PREFILL_STAGES, packed, forced, scores)
         commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)
 
     def _read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk:
-        """The target's part of prompt chunks, captured where they are few; states: see `Chunk`."""
+        """The target's part of prompt chunks, captured where they are short; states: see `Chunk`."""
         chunk = None if self.chunks is None else self.chunks.read(rows, chunk_len, states)
         if chunk is None:
-            length = upload(chunk_len, self.round.device)
-            chunk = self.round.read(self.table.rows(rows), length, int(chunk_len.max()), states)
+            runs = upload(np.stack([rows, chunk_len]), self.round.device)
+            chunk = self.round.read(runs[0], runs[1], int(chunk_len.sum()), states)
         return chunk
 
     def _launched(

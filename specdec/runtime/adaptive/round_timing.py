@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from specdec.kvcache.table import Rows
 from specdec.progress import progress_bar
 from specdec.runtime.adaptive.cost_table import CostTable
 from specdec.runtime.rounds.captured_rounds import RoundGraphs
@@ -65,12 +64,14 @@ def time_rounds(graphs: RoundGraphs, shapes: Sequence[RoundShape], done: Callabl
 def time_prompts(round: Round, most: int) -> dict[int, float]:
     """Seconds of forwards over prompts of a quarter of `most` tokens, of half and of all: the fastest of three."""
     seconds = {}
-    nobody = Rows(torch.full((1,), round.cache.table.padding_row, device=round.device), 0)
+    longest = round.cache.table.slots.host.shape[1]
     for count in sorted({max(1, most // 4), max(2, most // 2), max(3, most)}):
         spent = []
+        length = torch.tensor([min(longest, count - first) for first in range(0, count, longest)], device=round.device)
+        nobody = torch.full_like(length, round.cache.table.padding_row)
         for _ in range(4):
             round.clock.start("prefill")
-            round.read(nobody, torch.zeros_like(nobody.index), count, round.final_states(scored=False, ends=True))
+            round.read(nobody, length, count, round.final_states(scored=False, ends=True))
             begin, end = round.clock.stop().tolist()
             spent.append((end - begin) / 1e9)
         seconds[count] = min(spent[1:])
