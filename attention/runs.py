@@ -30,12 +30,11 @@ class RunsAttention:
     def of(cls, make: Callable[..., Attend], pack: Pack, lines: Lines, window: int | None) -> "RunsAttention":
         """make: `dense_run` or `exact_run`."""
         runs, begin = [], 0
-        lengths, starts = pack.length.tolist(), pack.start.tolist()
-        real = pack.exists.tolist()
-        for number, (length, start) in enumerate(zip(lengths, starts, strict=True)):
+        for number in range(len(pack.rows)):
+            length, start = int(pack.length[number]), int(pack.start[number])
             places = slice(begin, begin + length)
             begin += length
-            if length and real[places.start]:
+            if length and bool(pack.exists[places.start]):
                 positions = torch.arange(start, start + length, device=pack.start.device)
                 oldest = 0 if window is None else max(0, start - window + 1)
                 keys = torch.arange(oldest, start + length, device=positions.device)
@@ -60,6 +59,38 @@ class RunsAttention:
                 some = part_of(attend, slice(0, 1), slice(first - places.start, stop - places.start))
                 runs.append((slice(first - columns.start, stop - columns.start), some))
         return RunsAttention(columns.stop - columns.start, runs)
+
+
+@dataclass(frozen=True, slots=True)
+class EveryRun:
+    """The same without reading a length: every run is attended by all places, and those of others are dropped. It can be
+    captured, and takes R times as long."""
+
+    pack: Pack
+    lines: Lines
+    window: int | None
+
+    def __call__(
+        self, query: torch.Tensor, _k: object, _v: object, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        pack, lines = self.pack, self.lines
+        out = query.new_zeros((1, query.shape[2], query.shape[1], query.shape[3]))
+        columns = torch.arange(lines.slots.shape[1], device=query.device)
+        for number in range(len(pack.rows)):
+            run = torch.full_like(columns, number)
+            keys = columns if lines.begin is None else columns + lines.begin[number]
+            first, end = pack.start[number], pack.start[number] + pack.length[number]
+            oldest = torch.zeros_like(first) if self.window is None else (first - self.window + 1).clamp(min=0)
+            inside = keys.maximum(oldest).minimum((end - 1).clamp(min=0))  # a key that nobody sees may be broken
+            mine = pack.exists & (pack.row_of == number)
+            back = torch.where(mine, pack.positions, end - 1)[:, None] - keys  # [T, L]
+            seen = (back >= 0) & (keys == inside)
+            if self.window is not None:
+                seen = seen & (back < self.window)
+            attend = VisibleKeys(lines.at(run, inside)[None], bias_of(seen[None])).attend
+            answer = attend(query, None, None, pool_k, pool_v, **options)
+            out = torch.where(mine[:, None, None], answer, out)
+        return out
 
 
 def dense_run(slots: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, window: int | None) -> Attend:

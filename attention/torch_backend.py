@@ -12,7 +12,7 @@ from specdec.attention.kernels.own_keys import reference_own_keys
 from specdec.attention.pack import PackTables
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan
-from specdec.attention.runs import RunsAttention, dense_run, exact_run
+from specdec.attention.runs import EveryRun, RunsAttention, dense_run, exact_run
 from specdec.attention.trees.growth import reference_select_tree
 from specdec.kvcache.index_spaces import FullLoc, SlotTable, Space, SwaLoc
 from specdec.kvcache.store import KVStore, LayerKV, reference_move_kv, reference_store_kv
@@ -35,10 +35,12 @@ class SlotTables(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TorchBackend:
-    """Every step as torch operators. deterministic: keys are cut by absolute position."""
+    """Every step as torch operators. deterministic: keys are cut by absolute position, which reads lengths back.
+    captured: nothing else does."""
 
     name = "torch"
     deterministic: bool = False
+    captured: bool = False
 
     def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> SlotTables:
         page_size, retain = table.allocator.page_size, table.retain
@@ -61,6 +63,8 @@ class TorchBackend:
     def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:
         if plan.pack is not None:
             assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
+            if self.captured and not self.deterministic:
+                return EveryRun(plan.pack, plan.prefix.of(space), window)
             make = exact_run if self.deterministic else dense_run
             return RunsAttention.of(make, plan.pack, plan.prefix.of(space), window)
         assert isinstance(plan.prefix, SlotTables), f"a plan of another backend: {type(plan.prefix).__name__}"

@@ -16,7 +16,7 @@ from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention, reference_ragged_attention
 from specdec.attention.kernels.tree_attention import Cut, RowTiles, tree_attention
 from specdec.attention.pack import Lines, Pack
-from specdec.attention.runs import RunsAttention, dense_run, exact_run
+from specdec.attention.runs import EveryRun, RunsAttention, dense_run, exact_run
 from specdec.runtime.rounds.captured_prompts import MOST_TOKENS, token_buckets
 
 CUDA = torch.cuda.is_available()
@@ -190,3 +190,10 @@ def test_random_packs_are_as_each_run_alone() -> None:
                 part = attend.part(slice(0, 1), slice(first, stop))
                 some = part(case.q[:, :, first:stop], None, None, case.k, case.v, scaling=0.3)
                 assert torch.equal(some, got[:, first:stop])
+
+
+@pytest.mark.parametrize(("window", "begin"), [(None, None), (9, None), (9, [8, 0, 16, 0])])
+def test_a_capture_reads_no_length(window: int | None, begin: list[int] | None) -> None:
+    case = Case([17, 0, 40, 3], [11, 1, 0, 20], 5, begin, 0)
+    got = EveryRun(case.pack, case.lines, window)(case.q, None, None, case.k, case.v, scaling=0.3)
+    torch.testing.assert_close(got.cpu().double(), case.expected(window, None, None), rtol=2e-5, atol=2e-5)
