@@ -3,13 +3,10 @@
 import itertools
 import random
 
-import numpy as np
 import pytest
-import torch
 
 from specdec import EngineConfig, SamplingParams
 from specdec.runtime.prompt_shares import LEAST_ROOM, PROMISED_GAP, Prompt, PromptCost, PromptRoom, shares
-from specdec.runtime.rounds.grouping import WORTH_A_FORWARD, WORTH_ON_CPU, group_chunks
 
 LONG = 900
 
@@ -99,17 +96,3 @@ def test_a_short_prompt_has_its_token_while_long_ones_are_read(beside, make_engi
     assert steps <= 3
     assert all(each.read() is None for each in long)
     assert stream.finished is False
-
-
-def test_a_cpu_pads_no_chunk_that_costs_more_than_a_forward_of_its_own() -> None:
-    """One long chunk and five short ones: 200 positions of padding, as long as two rounds, to save one forward."""
-    chunk_len = np.array([48, *[8] * 5], dtype=np.int64)
-    together, apart = (group_chunks(chunk_len, worth=worth) for worth in (WORTH_A_FORWARD, WORTH_ON_CPU))
-    assert [group.tolist() for group in together] == [[0, 1, 2, 3, 4, 5]]
-    assert [group.tolist() for group in apart] == [[0], [1, 2, 3, 4, 5]]
-
-
-def test_chunks_are_grouped_as_a_cpu_wants_it(make_engine, make_target) -> None:
-    engine = make_engine(make_target("llama"), max_batch_size=2)
-    assert engine.round.device == torch.device("cpu")
-    assert len(engine.steps.group(np.array([48, *[8] * 5], dtype=np.int64))) == 2
