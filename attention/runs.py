@@ -63,8 +63,8 @@ class RunsAttention:
 
 @dataclass(frozen=True, slots=True)
 class EveryRun:
-    """The same without reading a length: every run is attended by all places, and those of others are dropped. It can be
-    captured, and takes R times as long."""
+    """The same without reading a length: every run is attended by all places, and those of others are dropped. It can
+    be captured, and takes R times as long."""
 
     pack: Pack
     lines: Lines

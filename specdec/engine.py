@@ -98,8 +98,9 @@ class Engine:
         head_dim = max(layer.head_dim for layout in layouts for layer in layout.layers)
         where = target.device, target.dtype, head_dim
         capture = capture_for(target.device, self.config.cuda_graphs)
-        how = {"deterministic": target.deterministic, "captured": capture is not None}
-        backend = choose_backend(config.attention, *where, **how)
+        backend = choose_backend(
+            config.attention, *where, deterministic=target.deterministic, captured=capture is not None
+        )
         rounds_ahead = 1 if capture is None else 2  # slots for a round that starts before the one in front is settled
         lookahead = rounds_ahead * (self.spec.num_nodes if drafter is not None else 1)
         self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)

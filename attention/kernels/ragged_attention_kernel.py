@@ -250,9 +250,9 @@ def ragged_kernel(
             b_acc = tl.fma(b_part, tl.zeros_like(b_part) + b_weight[:, None], b_acc * b_decay[:, None])
         if p_sinks is not None:
             b_sink = tl.load(p_sinks + o_head, mask=m_row, other=0.0).to(tl.float32) * LOG2E
-            b_max, b_decay, b_weight = fold_weights(b_max, b_sink)
-            b_sum = tl.fma(b_sum, b_decay, b_weight)
-            b_acc = b_acc * b_decay[:, None]
+            b_max, b_total_decay, b_weight = fold_weights(b_max, b_sink)
+            b_sum = tl.fma(b_sum, b_total_decay, b_weight)
+            b_acc = b_acc * b_total_decay[:, None]
         b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
     if not is_real:
         b_out = tl.zeros_like(b_out)

@@ -118,8 +118,10 @@ class ChunkGraphs(Captures):
         program.feed(rows, chunk_len)
         self.run_captured(shape, [program])
         self._programs[shape] = program  # not before: where weights have moved, all programs are forgotten within
-        assert program.chunk is not None
-        return program.chunk
+        chunk = program.chunk
+        assert chunk is not None
+        self.capture_next(shape, [program])  # at once: there are few shapes, and each comes again
+        return chunk
 
     def bucket(self, num_runs: int, num_tokens: int, states: FinalStates) -> ChunkShape | None:
         """The shape under which so many are read, padded to the next size there is."""
