@@ -33,11 +33,18 @@ class Backend(PlanBackend, TreeBackend, Protocol):
 
 
 def choose_backend(
-    attention: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False
+    attention: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    deterministic: bool = False,
+    captured: bool = False,
 ) -> Backend:
     """The backend that `EngineConfig.attention` means; "auto" is Triton on a GPU that can run the kernels.
 
-    head_dim: the largest of all models that keep K/V. Raises ConfigError when it is "triton", and Triton cannot run on
+    head_dim: the largest of all models that keep K/V. captured: forwards may be captured, so nothing may be read back
+    within. Raises ConfigError when it is "triton", and Triton cannot run on
     `device`, or not with the dtype or that head.
     """
     obstacle = ""
@@ -51,4 +58,4 @@ def choose_backend(
             raise ConfigError(f"attention='triton'{obstacle}")
     if deterministic and device.type != "cpu":
         raise ConfigError(f"deterministic=True on {device} needs attention='triton'{obstacle}")
-    return TorchBackend(deterministic)
+    return TorchBackend(deterministic, captured)

@@ -17,6 +17,7 @@ import torch
 
 from specdec.attention.backend import Backend
 from specdec.attention.kernels.draft_block import Draft, DraftBlock
+from specdec.attention.pack import Pack, PackTables
 from specdec.attention.path_attention import part_of
 from specdec.attention.plan import Attend, KVPlan
 from specdec.kvcache.cache import KVCache
@@ -45,6 +46,9 @@ class CheckedBackend:
         self.store, self.move = backend.store, backend.move
 
     def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:
+        if plan.pack is not None:
+            self._check_pack(plan, plan.pack, space, window)
+            return CheckedAttention(self, self.backend.attention(plan, space, window), plan, space)
         self._check_lengths(plan)
         slots = self.sanitizer.table.slots.tensor[plan.rows]  # [B, W] of each row, by position
         if space is Space.SWA:
@@ -56,11 +60,35 @@ class CheckedBackend:
     def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
         return CheckedDraft(self.backend.draft_block(store, draft), draft, self.sanitizer)
 
+    def _check_pack(self, plan: KVPlan, pack: Pack, space: Space, window: int | None) -> None:
+        """The slot of every place, and of the oldest and the newest key that it sees."""
+        assert isinstance(plan.prefix, PackTables)
+        table, lines, rows = self.sanitizer.table, plan.prefix.of(space), pack.rows[pack.row_of]
+        real = pack.exists & (rows != table.padding_row)
+        inside = pack.positions < table.slots.tensor.shape[1]
+
+        def expected(positions: torch.Tensor) -> torch.Tensor:
+            """[T] slots of these positions, one a place."""
+            slots = FullLoc(table.slots.tensor[rows, positions.clamp(max=table.slots.tensor.shape[1] - 1)])
+            return self.sanitizer.allocator.translate(slots) if space is Space.SWA else slots
+
+        def note(fault: Fault, found: torch.Tensor, positions: torch.Tensor, *slots: torch.Tensor) -> None:
+            self.sanitizer.note(fault, space, found[:, None], rows, *(x[:, None] for x in (positions, *slots)))
+
+        if plan.write_full is not None:
+            write, own = plan.write_slots(space), expected(pack.positions)
+            wrong = torch.where(real & inside, (write != own) | (write == NULL_SLOT), write != NULL_SLOT)
+            note(Fault.WRITE, wrong, pack.positions, write, own)
+            owners = self.sanitizer.owners.tensor[plan.write_slots(Space.FULL) // plan.page_size]
+            note(Fault.SHARED, real & (owners > 1), pack.positions, write, own)
+        oldest = torch.zeros_like(pack.positions) if window is None else (pack.positions - window + 1).clamp(min=0)
+        for positions in (oldest, pack.positions):
+            read, own = lines.at(pack.row_of, positions), expected(positions)
+            note(Fault.READ, real & inside & ((read != own) | (read == NULL_SLOT)), positions, read, own)
+
     def _check_lengths(self, plan: KVPlan) -> None:
         """A run may begin anywhere in what is committed; trees and frozen drafts begin right after it."""
         planned, committed = plan.committed_len, self.sanitizer.table.committed_len.tensor[plan.rows]
-        if plan.stored is not None:
-            committed = committed + plan.stored
         wrong = planned > committed if plan.block_len is not None else planned != committed
         wrong &= self._real(plan)
         shown = (planned[:, None], committed[:, None], planned[:, None])
@@ -107,6 +135,10 @@ class CheckedBackend:
         """query [B, Hq, N, D], out [B, N, Hq, D] of a part of the requests and columns of a plan."""
         broken, positions = _broken(query, out) & self._own(plan)[part], plan.positions[part]
         null = torch.zeros_like(positions)
+        if plan.pack is not None:
+            rows = plan.rows[plan.pack.row_of][part[1]]
+            self.sanitizer.note(Fault.POISON, space, broken.t(), rows, positions.t(), null.t(), null.t())
+            return
         self.sanitizer.note(Fault.POISON, space, broken, plan.rows[part[0]], positions, null, null)
 
     def _real(self, plan: KVPlan) -> torch.Tensor:
@@ -115,6 +147,8 @@ class CheckedBackend:
 
     def _own(self, plan: KVPlan) -> torch.Tensor:
         """[B, N]: queries that exist."""
+        if plan.pack is not None:
+            return (plan.pack.exists & (plan.rows[plan.pack.row_of] != self.sanitizer.table.padding_row))[None]
         steps = torch.arange(plan.positions.shape[1], device=plan.positions.device)
         real = self._real(plan)[:, None].expand_as(plan.positions)
         return real if plan.block_len is None else real & (steps < plan.block_len[:, None])

@@ -3,8 +3,9 @@
 Both write locations are looked up once, here; no layer translates anything, and nothing outlives the step. A plan is
 made on the device from the request table by one of four builders:
 
-    plan_chunk    B runs of tokens after their prefixes, causal, padded to the longest; padding writes to the null slot
+    plan_packed   runs of prompt tokens of many requests, in one row of T places, after whatever precedes each
     plan_last     the last token of each of those runs alone, once the K/V of the whole run are stored
+    plan_chunk    B runs of tokens that a drafter reads, causal, padded to the longest; padding writes to the null slot
     plan_verify   B trees of N nodes after their committed prefixes
     plan_frozen   queries on the committed prefix only: what a frozen-KV drafter reads
 
@@ -17,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from specdec.attention.pack import Pack, locate_pack
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.cache import KVOperations
 from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space, SwaLoc
@@ -52,14 +54,14 @@ class PlanBackend(KVOperations, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVPlan:
-    """B requests, N queries each, packed as one sequence of B * N rows.
+    """B requests, N queries each, packed as one sequence of B * N rows; of a pack, one row of T places.
 
     rows: [B] of the request table.    committed_len: [B] keys in the prefix.    positions: [B, N] of the queries.
     tree: how the queries see each other, if they bring keys of a tree; else they are causal, or bring none.
     write_full, write_swa: [B * N] where their K/V go; None when they bring none.
     prefix: the backend's tables of the prefixes.
     block_len: [B] queries of each run that exist, and the run is causal; None: all of them.
-    stored: [B] keys at the end of the prefix that the table has not committed: the forward itself has stored them.
+    pack: the runs of which the row consists; then rows and committed_len are by run, [R].
     window_shift: added to the sliding window of every sliding layer (0 except for a frozen drafter's convention).
     """
 
@@ -73,7 +75,7 @@ class KVPlan:
     write_full: FullLoc | None = None
     write_swa: SwaLoc | None = None
     block_len: torch.Tensor | None = None
-    stored: torch.Tensor | None = None
+    pack: Pack | None = None
     window_shift: int = 0
 
     def write_slots(self, space: Space) -> FullLoc | SwaLoc:
@@ -111,24 +113,26 @@ def plan_chunk(
     )
 
 
-def plan_last(backend: PlanBackend, table: RequestTable, rows: Rows, chunk: KVPlan, tokens: torch.Tensor) -> KVPlan:
-    """The last token of each run of `chunk`, which were planned for these rows: one query, as in plain decoding.
-
-    tokens: [B, N] of the runs. For layers that store nothing and run after those that do; rows without tokens query at
-    position 0.
-    """
-    assert chunk.block_len is not None, "only runs have a last token"
-    width = tokens.shape[1]
-    ahead = (chunk.block_len - 1).clamp(min=0)  # [B]
-    longest = min(rows.longest + width - 1, table.slots.host.shape[1] - 1)
-    plan = plan_verify(
-        backend,
-        table,
-        Rows(rows.index, longest),
-        DraftTree.chain(tokens.gather(1, ahead[:, None])),
-        committed_len=chunk.committed_len + ahead,
+def plan_packed(backend: PlanBackend, table: RequestTable, pack: Pack, longest: int | None = None) -> KVPlan:
+    """longest: no run has more tokens; None: as many as the row has places."""
+    num_places = len(pack.row_of)
+    tables = locate_pack(table, pack, num_places if longest is None else longest)
+    return KVPlan(
+        backend=backend,
+        rows=pack.rows,
+        committed_len=pack.start,
+        positions=pack.positions[None],
+        prefix=tables,
+        page_size=table.allocator.page_size,
+        write_full=tables.write_full,
+        write_swa=tables.write_swa,
+        pack=pack,
     )
-    return replace(plan, stored=ahead)
+
+
+def plan_last(backend: PlanBackend, table: RequestTable, pack: Pack) -> KVPlan:
+    """The last token of each run, as in plain decoding: for layers that store nothing and run after those that do."""
+    return replace(plan_packed(backend, table, pack.last_tokens(), 1), write_full=None, write_swa=None)
 
 
 def plan_verify(

@@ -9,8 +9,10 @@ from specdec.attention.dense import VisibleKeys
 from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels.draft_block import CopiedDraft, Draft, DraftBlock
 from specdec.attention.kernels.own_keys import reference_own_keys
+from specdec.attention.pack import PackTables
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan
+from specdec.attention.runs import EveryRun, RunsAttention, dense_run, exact_run
 from specdec.attention.trees.growth import reference_select_tree
 from specdec.kvcache.index_spaces import FullLoc, SlotTable, Space, SwaLoc
 from specdec.kvcache.store import KVStore, LayerKV, reference_move_kv, reference_store_kv
@@ -33,10 +35,12 @@ class SlotTables(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TorchBackend:
-    """Every step as torch operators. deterministic: keys are cut by absolute position."""
+    """Every step as torch operators. deterministic: keys are cut by absolute position, which reads lengths back.
+    captured: nothing else does."""
 
     name = "torch"
     deterministic: bool = False
+    captured: bool = False
 
     def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> SlotTables:
         page_size, retain = table.allocator.page_size, table.retain
@@ -57,6 +61,12 @@ class TorchBackend:
         return SlotTables(prefix_full, prefix_swa, write_full, table.allocator.translate(write_full))
 
     def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:
+        if plan.pack is not None:
+            assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
+            if self.captured and not self.deterministic:
+                return EveryRun(plan.pack, plan.prefix.of(space), window)
+            make = exact_run if self.deterministic else dense_run
+            return RunsAttention.of(make, plan.pack, plan.prefix.of(space), window)
         assert isinstance(plan.prefix, SlotTables), f"a plan of another backend: {type(plan.prefix).__name__}"
         table = plan.prefix.full if space is Space.FULL else plan.prefix.swa
         assert table is not None, "a sliding layer, but the plan has no SWA table"

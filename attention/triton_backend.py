@@ -9,7 +9,9 @@ from specdec.attention.kernels.draft_block import Draft, DraftBlock, PagedDraft
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.page_table import PageTables, build_page_tables
 from specdec.attention.kernels.paged_attention import paged_attention
+from specdec.attention.kernels.ragged_attention import RaggedAttention
 from specdec.attention.kernels.tree_attention import tree_attention
+from specdec.attention.pack import PackTables
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan
 from specdec.attention.trees.growth import MAX_CANDIDATES, reference_select_tree, select_tree
@@ -43,6 +45,9 @@ class TritonBackend:
         )
 
     def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:
+        if plan.pack is not None:
+            assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
+            return RaggedAttention(plan.pack, plan.prefix.of(space), window, self.deterministic)
         assert isinstance(plan.prefix, PageTables), f"a plan of another backend: {type(plan.prefix).__name__}"
         if plan.block_len is None or self.deterministic:
             return PathAttention.of(tree_attention, own_keys, plan, plan.prefix.of(space), space, window)

@@ -1,6 +1,14 @@
 """The Drafter protocol, the drafters, and their checkpoint formats."""
 
-from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker, Observation, StatelessDrafter
+from specdec.draft_models.base import (
+    Binding,
+    DraftBatch,
+    Drafter,
+    DraftWorker,
+    Observation,
+    PromptObservation,
+    StatelessDrafter,
+)
 from specdec.draft_models.conformance import check_drafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
@@ -18,6 +26,7 @@ __all__ = [
     "Gemma4MTPDrafter",
     "NgramDrafter",
     "Observation",
+    "PromptObservation",
     "StatelessDrafter",
     "SuffixDrafter",
     "check_drafter",

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from specdec.attention.backend import Backend
+from specdec.attention.pack import Pack
 from specdec.attention.plan import PrefixTables
 from specdec.attention.trees.tree import DraftTree
 from specdec.gpu.on_demand import OnDemand
@@ -114,14 +115,13 @@ class DraftBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """The target's results of the last forward (a verify, or a prefill chunk), after the device has committed it.
+    """The target's results of the last verify, or of rounds without drafts, after the device has committed them.
 
     rows: the rows of the request table; start: [B] S before the commit.
-    tokens: [B, N] what was fed; hidden: [B, N, H] target states after the final norm. In prompts, for a drafter that
-    does not read every state, that of the last of `length` tokens may stand in every place, or zeros if no prompt ends
-    with them. aux_states: [B, N, A * H] the states that the drafter asked for, side by side, or None.
+    tokens: [B, N] what was fed; hidden: [B, N, H] target states after the final norm. aux_states: [B, N, A * H] the
+    states that the drafter asked for, side by side, or None.
     path: [B, D] accepted nodes in order, root first; length: [B] how many of them count, now committed at start, ...
-    next_token: [B] the token after the last of them: the new bonus token, or the next one of the prompt.
+    next_token: [B] the token after the last of them: the new bonus token.
     """
 
     rows: Rows
@@ -132,6 +132,24 @@ class Observation:
     path: torch.Tensor
     length: torch.Tensor
     next_token: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptObservation:
+    """The target's results of a forward over prompts, runs of many requests in one row of T places, as if committed.
+
+    pack: which rows of the request table, and where their tokens lie; what stands in places of padding is not to be
+    read. tokens: [T] what was fed; following: [T] the token after each, of a run's last one too. hidden: [T, H] target
+    states after the final norm; None where no drafter reads every one. last_hidden: [R, H] those of the last token of
+    each run, zeros if no prompt ends with them. aux_states: [T, A * H] as in `Observation`.
+    """
+
+    pack: Pack
+    tokens: torch.Tensor
+    following: torch.Tensor
+    hidden: torch.Tensor | None
+    last_hidden: torch.Tensor
+    aux_states: torch.Tensor | None
 
 
 class Binding(NamedTuple):
@@ -151,7 +169,10 @@ class DraftWorker(Protocol):
         """A tree per request, of at most `num_nodes` nodes and `num_steps` levels, whose root is `batch.root`."""
 
     def observe(self, seen: Observation) -> None:
-        """Learn which tokens were committed. Prompt tokens whose K/V the prefix cache supplied are not reported."""
+        """Learn which tokens a round has committed."""
+
+    def observe_prompts(self, seen: PromptObservation) -> None:
+        """Learn prompt tokens. Those whose K/V the prefix cache supplied are not reported."""
 
 
 class Drafter(Protocol):
@@ -199,3 +220,6 @@ class StatelessDrafter(Drafter, Protocol):
 
     def observe(self, seen: Observation) -> None:
         """Nothing to learn: each batch holds the history."""
+
+    def observe_prompts(self, seen: PromptObservation) -> None:
+        """Nor of prompts."""

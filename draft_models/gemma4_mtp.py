@@ -25,7 +25,7 @@ from specdec.attention.bridge import ForwardContext
 from specdec.attention.plan import plan_frozen
 from specdec.attention.trees.growth import Growth
 from specdec.attention.trees.tree import DraftTree
-from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, TargetInfo
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample, reference_centroid_logits
 from specdec.draft_models.fused_form import Echo, why_unfused
 from specdec.errors import UnsupportedModelError
@@ -193,6 +193,10 @@ class Gemma4MTPWorker:
     def observe(self, seen: Observation) -> None:
         keep = (self.drafter.ops or REFERENCE)(keep_last)
         keep(self._seed_hidden, seen.rows.index, seen.hidden, seen.length, seen.path)
+
+    @torch.inference_mode()
+    def observe_prompts(self, seen: PromptObservation) -> None:
+        self._seed_hidden[seen.pack.rows] = seen.last_hidden
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 
 from specdec.attention.kernels.draft_block import Draft
-from specdec.attention.plan import KVPlan, plan_chunk
+from specdec.attention.plan import KVPlan, plan_chunk, plan_packed
 from specdec.attention.trees.growth import Growth
 from specdec.attention.trees.tree import DraftTree
-from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, TargetInfo
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.draft_context import DraftContext
 from specdec.kvcache.frozen import KVView, own_view
 from specdec.kvcache.layout import FULL_ATTENTION, KVLayout
@@ -97,6 +97,11 @@ class LanguageModelWorker:
         table, model, width = self.binding.cache.table, self.drafter.model, seen.path.shape[1]
         plan = plan_chunk(self.binding.backend, table, seen.rows, seen.length, width, start=seen.start)
         model.forward(self.drafter.known(seen.tokens.gather(1, seen.path)), plan, self.own_view)
+
+    @torch.inference_mode()
+    def observe_prompts(self, seen: PromptObservation) -> None:
+        plan = plan_packed(self.binding.backend, self.binding.cache.table, seen.pack)
+        self.drafter.model.forward(self.drafter.known(seen.tokens[None]), plan, self.own_view)
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from specdec.attention.backend import Backend
 from specdec.attention.trees.growth import LOWEST, Growth
 from specdec.attention.trees.tree import DraftTree
-from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker, Observation
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker, Observation, PromptObservation
 from specdec.kvcache.frozen import KVView
 
 MATCH = 16
@@ -68,6 +68,9 @@ class SuffixWorker(DraftWorker):
 
     def observe(self, seen: Observation) -> None:
         """Nothing to learn: each batch holds the history."""
+
+    def observe_prompts(self, seen: PromptObservation) -> None:
+        """Nor of prompts."""
 
 
 class Matches(NamedTuple):

@@ -111,11 +111,13 @@ class EngineConfig:
     `max_model_len`, within memory_share of the memory that is free once the weights are loaded (None: 0.8 of a GPU,
     0.25 on the CPU). dtype: a torch.dtype or its name ("bfloat16", "bf16"); None is
     float32 on the CPU, the checkpoint's elsewhere.
-    prefill_chunk: maximum prompt tokens per step of one request.
-    max_prefill_tokens: maximum prompt tokens per step over all requests; None: 2048, on a CPU 96. Bounds how long a
-    decoding request waits between two rounds. While no request decodes, prompts of up to four times as many tokens are
-    read in one step. Prompts are read in order of rank, except that a prompt at most half as long as what the first one
-    has left passes it, within the half of the step that is not the first one's.
+    prefill_chunk: maximum prompt tokens per step of one request; None: 2048, on a CPU 512.
+    max_prefill_tokens: maximum prompt tokens per step over all requests, which bounds how long a decoding request
+    waits between two rounds (`EngineStats.prompt_gap_ms`); None: on a GPU as many as it reads in a quarter of a second,
+    round included, at most 8192, as timed when the engine is made; on a CPU 96. While no request decodes, prompts of up
+    to four times as many tokens, at most 8192, are read in one step. Prompts are read in order of rank, except that a
+    prompt at most half as long as what the first one has left passes it, within the half of the step that is not the
+    first one's.
     attention: "torch" runs anywhere; "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a
     CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
     deterministic: the logits of a token are a function of its request alone, to the bit: not of the batch, the chunks
@@ -146,7 +148,7 @@ class EngineConfig:
     deterministic: bool = False
     dtype: torch.dtype | None = None  # a name is turned into one before
     device: str | torch.device | None = None
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
     max_prefill_tokens: int | None = None
     fused: str | bool = "auto"
     prefix_cache: bool = True
@@ -155,7 +157,7 @@ class EngineConfig:
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        sizes = {"max_batch_size": 4096, "page_size": 1024, "prefill_chunk": 1 << 20, "tensor_parallel": MAX_RANKS}
+        sizes = {"max_batch_size": 4096, "page_size": 1024, "tensor_parallel": MAX_RANKS}
         for name, most in sizes.items():
             require_int(name, getattr(self, name), 1, most)
         if self.tensor_parallel > 1 and self.page_size > 1:
@@ -163,7 +165,7 @@ class EngineConfig:
                 f"page_size={self.page_size} with tensor_parallel={self.tensor_parallel}: K/V that move within a page "
                 "would have to move on every device; use page_size=1"
             )
-        optional = {"max_prefill_tokens": 1 << 30}
+        optional = {"prefill_chunk": 1 << 20, "max_prefill_tokens": 1 << 30}
         optional |= dict.fromkeys(("max_model_len", "full_slots", "swa_slots", "max_capture_bytes"), 1 << 40)
         for name, most in optional.items():
             if getattr(self, name) is not None:

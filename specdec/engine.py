@@ -104,10 +104,12 @@ class Engine:
         layouts = [target.layout] + ([] if drafter is None or drafter.kv_layout is None else [drafter.kv_layout])
         head_dim = max(layer.head_dim for layout in layouts for layer in layout.layers)
         where = target.device, target.dtype, head_dim
-        backend = choose_backend(config.attention, *where, deterministic=target.deterministic)
         capture = capture_for(target.device, self.config.cuda_graphs)
         if capture is not None and target.ranks is not None:
             capture = SplitCapture(target.ranks.devices)
+        backend = choose_backend(
+            config.attention, *where, deterministic=target.deterministic, captured=capture is not None
+        )
         rounds_ahead = 1 if capture is None else 2  # slots for a round that starts before the one in front is settled
         lookahead = rounds_ahead * (self.spec.num_nodes if drafter is not None else 1)
         self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)
@@ -121,8 +123,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.table,
             max_model_len=self.max_model_len,
-            prefill_chunk=self.config.prefill_chunk,
-            prompt_room=PromptRoom.of(self.config.max_prefill_tokens, target.device.type),
+            prompt_room=PromptRoom.of(config.max_prefill_tokens, config.prefill_chunk, target.device.type),
             prefixes=self.prefixes,
         )
         graphs = chunks = catch_ups = None

@@ -14,7 +14,9 @@ import torch
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.page_table import build_page_tables
 from specdec.attention.kernels.paged_attention import paged_attention
+from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
+from specdec.attention.pack import Lines, Pack
 from specdec.attention.trees.growth import select_tree
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import tree_fields
@@ -175,6 +177,27 @@ def attention(
         page_size=page_size, scaling=0.1, ancestors=words if tree else None, block_len=held, window=window, softcap=cap,
         sinks=sink,
     )  # fmt: skip
+
+
+def prompts(
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    num_tokens: int,
+    *,
+    exact: bool,
+    window: int | None,
+    cap: float | None,
+) -> None:
+    """Runs of eight requests in one row. Of windowed layers the lines begin behind position 0."""
+    query = numbers(1, num_tokens, 2 * group, head_dim, dtype=dtype).transpose(1, 2)
+    pools = (numbers(9999, 2, head_dim, dtype=dtype) for _ in "kv")
+    places = (integers(num_tokens) for _ in range(3))
+    pack = Pack(integers(8), integers(8), integers(8), integers(9), *places)
+    lines = Lines(integers(8, 4096), integers(8), None if window is None else integers(8))
+    sinks = None if cap is None else numbers(2 * group, dtype=dtype)
+    options: dict[str, Any] = {"scaling": 0.1, "exact": exact, "window": window, "softcap": cap, "sinks": sinks}
+    ragged_attention(query, *pools, pack, lines, **options)
 
 
 # layers
@@ -403,6 +426,9 @@ def usual() -> Iterator[Launch]:
     yield launch(attention, FP16, 64, 8, 512, sinks=True, chunk=True, window=128, page_size=16)  # gpt-oss
     yield launch(attention, BF16, 128, 4, 130, tree=True, cap=50.0)
     yield launch(attention, FP32, 80, 1, 5, page_size=16, tree=True, window=64)
+    for exact in (False, True):
+        yield launch(prompts, BF16, 512, 4, 16, exact=exact, window=None, cap=None)
+        yield launch(prompts, BF16, 256, 4, 2048, exact=exact, window=512, cap=50.0)
     yield launch(products, BF16, 5, "gelu_tanh")
     yield launch(products, FP32, 5, "silu", bias=True)
     yield launch(products, BF16, 160, "silu")
@@ -459,6 +485,8 @@ def every() -> Iterator[Launch]:
         for window, cap in ((None, None), (512, None), (512, 50.0)):
             yield launch(attention, *shape, window=window, cap=cap, chunk=num_rows == 512)
         yield launch(attention, *shape, batch=40, page_size=16, tree=1 < num_rows < 512, sinks=True)
+        for (window, cap), exact in product(((None, None), (512, 50.0)), (False, True)):
+            yield launch(prompts, *shape, exact=exact, window=window, cap=cap)
     for dtype, num_rows in product(DTYPES, (1, 20, 40, 100, 300, 600)):
         for activation in ("gelu_tanh", "silu"):
             yield launch(products, dtype, num_rows, activation, bias=num_rows == 20)

@@ -37,9 +37,7 @@ def make(
     allocator = HybridAllocator(full_pages=pages, swa_pages=swa_pages, page_size=page_size, device=device)
     table = RequestTable(allocator, max_requests=rows, max_len=max_len, lookahead=2, window=window)
     prefixes = Prefixes(SimpleNamespace(table=table, stores=[None]), lambda: 0)  # type: ignore[arg-type]
-    return Scheduler(
-        table, prefixes=prefixes, max_model_len=max_len, prefill_chunk=chunk, prompt_room=PromptRoom(10**6, 10**6)
-    )
+    return Scheduler(table, prefixes=prefixes, max_model_len=max_len, prompt_room=PromptRoom(10**6, 10**6, chunk))
 
 
 def submit(scheduler: Scheduler, number: int, prompt: list[int], *, priority: int = 0, **params: Any) -> Request:

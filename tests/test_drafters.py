@@ -106,6 +106,9 @@ class Checked(Drafter):
     def observe(self, seen):
         self.worker.observe(seen)
 
+    def observe_prompts(self, seen):
+        self.worker.observe_prompts(seen)
+
     def propose(self, batch):
         self.rounds += 1
         cache, store = self.binding.cache, self.binding.target_store

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from samplers import sampler_of
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.base import Binding, DraftBatch, Observation
+from specdec.draft_models.base import Binding, DraftBatch, Observation, PromptObservation
 from specdec.draft_models.conformance import check_drafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter, eagle3_drafter
 from specdec.models.target import TargetModel
@@ -312,6 +312,10 @@ class Spy:
     def observe(self, seen: Observation) -> None:
         self.worker.observe(seen)
         self.accepted += seen.length.tolist()
+
+    def observe_prompts(self, seen: PromptObservation) -> None:
+        self.worker.observe_prompts(seen)
+        self.accepted += seen.pack.length.tolist()
 
     def propose(self, batch: DraftBatch) -> DraftTree:
         drawn: list[tuple[torch.Tensor, torch.Tensor]] = []

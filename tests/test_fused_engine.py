@@ -28,7 +28,7 @@ from specdec.layers.moe import dense_and_moe
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.norm import norm
 from specdec.layers.rope_store import rotary
-from specdec.models.target import TargetModel
+from specdec.models.target import FinalStates, TargetModel
 
 from marks import deep, each_value, examples, pairs, quick, slow
 
@@ -112,7 +112,9 @@ def test_states_that_drafters_ask_for_are_those_of_unfused_layers(family, make_t
         layers = len(engine.target.layout.layers)
         inner, outputs = engine.target.forward, []
 
-        def forward(tokens, plan, view, aux_layers=(), last=None, inner=inner, outputs=outputs, layers=layers):
+        engine.round.final_states = lambda **_: FinalStates.EVERY
+
+        def forward(tokens, plan, view, aux_layers=(), inner=inner, outputs=outputs, layers=layers):
             outputs.append(inner(tokens, plan, view, (0, 2, layers)))
             return outputs[-1][0], None
 
@@ -387,7 +389,7 @@ def test_rounds_on_the_kernels_can_be_captured(
 ):
     """Nothing is read back, uploaded or shaped by data: layers, experts, an assistant and its centroid head."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.NARROWEST", 4)  # the interpreter is slow
+    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.FEWEST_TOKENS", 4)  # the interpreter is slow
     small: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     if family == "gemma4-e2b":  # and one that keeps no keys of its own
         small = {"num_hidden_layers": 3, "layer_types": [*small["layer_types"], "full_attention"]}

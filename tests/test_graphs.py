@@ -15,6 +15,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.torch_backend import TorchBackend
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import ConfigError, FrozenKVError
+from specdec.models.target import FinalStates
 from specdec.runtime.rounds.captured_rounds import batch_sizes, length_bucket
 
 pytestmark = pytest.mark.usefixtures("bundled_once")
@@ -114,7 +115,7 @@ def test_graphs_give_the_same_tokens_on_a_small_model(small_engine) -> None:
 def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant, monkeypatch) -> None:
     """Tables, attention and tree selection as interpreted kernels on the tape."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.NARROWEST", 4)  # the interpreter is slow
+    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.FEWEST_TOKENS", 4)  # the interpreter is slow
     assistant = make_assistant(make_target("gemma4-e2b"))
     outputs = []
     for on in (True, False):
@@ -135,19 +136,35 @@ def test_prompts_are_captured_too(drafter, small_engine, make_target, make_assis
         outputs.append([serve(engine, *asked) for _ in range(2)])
         if on:
             captured = {shape for shape, taken in engine.steps.chunks._captured.items() if taken}
-            assert {shape.batch for shape in captured} > {1} and {shape.width for shape in captured} == {16}
-            assert {shape.longest > 0 for shape in captured} == {False, True}
+            assert {shape.tokens for shape in captured} == {16, 24} and {shape.runs for shape in captured} == {3}
     assert outputs[0] == outputs[1] and outputs[0][0] == outputs[0][1]
 
 
-@pytest.mark.parametrize(("most", "shapes"), [(32, {(1, 16), (2, 16)}), (23, {(1, 16)}), (15, set())])
+@pytest.mark.parametrize(("most", "shapes"), [(32, {16, 24, 32}), (23, {16}), (15, set())])
 def test_prompts_of_many_tokens_are_read_as_they_are(small_engine, monkeypatch, most, shapes) -> None:
-    """16 positions a row, so two rows are apart where one alone can be captured."""
-    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MOST_POSITIONS", most)
+    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MOST_TOKENS", most)
     asked = requests(6, seed=7)
     engine = small_engine()
     assert serve(engine, *asked) == serve(small_engine(on=False), *asked)
-    assert {(shape.batch, shape.width) for shape in engine.steps.chunks._captured} == shapes
+    assert {shape.tokens for shape in engine.steps.chunks._captured} <= shapes
+    assert bool(engine.steps.chunks._captured) == bool(shapes)
+
+
+def test_any_load_takes_few_shapes(small_engine) -> None:
+    """Once a shape was (batch, width, prefix): there were up to a thousand."""
+    graphs = small_engine(max_batch_size=256, max_model_len=64).steps.chunks
+    draw = random.Random(0)
+    shapes = set()
+    for states in (FinalStates.LAST, FinalStates.NONE):
+        for _ in range(2000):
+            tokens = int(2 ** draw.uniform(0, 12))
+            runs = draw.randint(1, min(tokens, 256))
+            shape = graphs.bucket(runs, tokens, states)
+            if shape is not None:
+                assert shape.tokens >= tokens and shape.runs >= runs
+                shapes.add(shape)
+    assert 20 < len(shapes) <= 40
+    assert graphs.bucket(1, 2048, FinalStates.LAST).tokens == 2048 and graphs.bucket(1, 2049, FinalStates.LAST) is None
 
 
 def test_rounds_are_captured_before_the_first_request(small_engine) -> None:

@@ -261,9 +261,7 @@ def busy(seed: int, page_size: int, **sizes: int) -> Scheduler:
     """Some decode, some read their prompts, some wait."""
     draw = random.Random(seed)
     table = make(page_size, **sizes)
-    scheduler = Scheduler(
-        table, prefixes=prefixes_of(table), max_model_len=MAX_LEN, prefill_chunk=8, prompt_room=PromptRoom(24, 24)
-    )
+    scheduler = Scheduler(table, prefixes=prefixes_of(table), max_model_len=MAX_LEN, prompt_room=PromptRoom(24, 24, 8))
     head = [draw.randrange(2) for _ in range(20)]
     for number in range(ROWS + 2):
         shared = draw.randint(0, 12)

@@ -13,9 +13,11 @@ import pytest
 import torch
 from tape import record
 
+import specdec.attention.plan
 import specdec.engine
 from specdec import DraftTree, Engine, SamplingParams, SpecConfig
 from specdec.attention.dense import VisibleKeys
+from specdec.attention.pack import Pack, PackTables
 from specdec.attention.plan import KVPlan
 from specdec.attention.torch_backend import SlotTables, TorchBackend
 from specdec.draft_models.base import DraftBatch
@@ -121,8 +123,6 @@ def seen(sanitize: bool, *others: type[Exception]) -> Iterator[None]:
 
 
 def for_kind(kind: str) -> Callable[[KVPlan], bool]:
-    if kind == "extend":
-        return lambda plan: plan.block_len is not None
     if kind == "frozen":
         return lambda plan: plan.write_full is None
     return lambda plan: plan.tree is not None and not plan.tree.is_chain
@@ -147,12 +147,28 @@ def read_own_keys_by_full_slots(kind: str) -> Seed:
     return seed
 
 
+def read_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch) -> None:
+    """The same of a prefill: where its own tokens lie is not translated."""
+    right = specdec.attention.plan.locate_pack
+
+    def wrong(table: Any, pack: Pack, longest: int) -> PackTables:
+        tables = right(table, pack, longest)
+        if tables.swa is None:
+            return tables
+        columns = tables.swa.begin[:, None] + torch.arange(tables.swa.slots.shape[1])
+        full = table.slots.tensor[pack.rows[:, None], columns.clamp(max=table.slots.tensor.shape[1] - 1)]
+        mixed = torch.where(columns >= pack.start[:, None], full, tables.swa.slots)
+        return tables._replace(swa=tables.swa._replace(slots=mixed))
+
+    patch.setattr(specdec.attention.plan, "locate_pack", wrong)
+
+
 def write_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch) -> None:
     """The same the other way round: written with full slots, read with SWA slots."""
     right = KVPlan.write_slots
 
     def wrong(plan: KVPlan, space: Space) -> FullLoc | SwaLoc:
-        return right(plan, Space.FULL if plan.block_len is not None else space)
+        return right(plan, Space.FULL if plan.pack is not None else space)
 
     patch.setattr(KVPlan, "write_slots", wrong)
 
@@ -208,16 +224,16 @@ def keep_the_translation(patch: pytest.MonkeyPatch) -> None:
 
 def use_a_stale_location(patch: pytest.MonkeyPatch) -> None:
     """The SWA slots of a prefill are kept where the forward behind it finds them instead of its own."""
-    right, kept = KVPlan.write_slots, {}
+    right, kept = KVPlan.write_slots, []
 
     def wrong(plan: KVPlan, space: Space) -> FullLoc | SwaLoc:
         slots = right(plan, space)
-        if plan.block_len is None or space is Space.FULL:
+        if plan.pack is None or space is Space.FULL:
             return slots
-        before = kept.setdefault(len(slots), [])
-        if not any(plan is other for other, _ in before):
-            before.append((plan, slots))
-        return before[-2][1] if len(before) > 1 else slots
+        if not any(plan is other for other, _ in kept):
+            kept.append((plan, slots))
+        stale = kept[-2][1] if len(kept) > 1 else slots
+        return SwaLoc(torch.cat([stale, slots[len(stale) :]])[: len(slots)])
 
     patch.setattr(KVPlan, "write_slots", wrong)
 
@@ -228,7 +244,7 @@ def ignore_the_location(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(plan: KVPlan, space: Space) -> FullLoc | SwaLoc:
         slots = right(plan, space)
-        if plan.block_len is None or space is Space.FULL:
+        if plan.pack is None or space is Space.FULL:
             return slots
         return SwaLoc(1 + torch.arange(len(slots)) % 90)
 
@@ -244,7 +260,7 @@ def test_extend_tokens_are_read_in_the_space_they_were_written_in(sanitize, load
 
 
 @pytest.mark.parametrize("sanitize", [False, True])
-@pytest.mark.parametrize("seed", [read_own_keys_by_full_slots("extend"), write_extend_tokens_by_full_slots])
+@pytest.mark.parametrize("seed", [read_extend_tokens_by_full_slots, write_extend_tokens_by_full_slots])
 def test_extend_tokens_read_in_the_wrong_space_are_seen(seed, sanitize, load) -> None:
     with seen(sanitize):
         load(seed, drafter="trees", sanitize=sanitize)

@@ -227,7 +227,7 @@ class Letters:
 
 def scheduler_of(table: RequestTable, prompts: list[int]) -> Scheduler:
     """So many tokens of each request are committed; those of odd length have more of their prompt to come."""
-    scheduler = Scheduler(table, max_model_len=22, prefill_chunk=8, prompt_room=PromptRoom(8, 8))
+    scheduler = Scheduler(table, max_model_len=22, prompt_room=PromptRoom(8, 8, 8))
     for row, length in enumerate(prompts):
         request = request_of(row, length)
         request.seat(row)

@@ -230,19 +230,21 @@ def test_admission_counts_what_running_prompts_have_yet_to_take(engine_for, rand
     assert [handle.output().stats.preemptions for handle in handles] == [0, 0]
 
 
-def test_prompts_in_several_forwards_are_one_step(engine_for, make_target, greedy_oracle, random_prompt, monkeypatch):
+def test_prompts_of_a_step_are_one_forward_without_padding(
+    engine_for, make_target, greedy_oracle, random_prompt, monkeypatch
+):
     engine = engine_for(False, prefill_chunk=128, max_model_len=256)
     widths, read = [], engine.round.read
 
-    def watched(rows, length, *rest):
-        widths.append(length.tolist())
-        return read(rows, length, *rest)
+    def watched(rows, length, num_places, *rest):
+        widths.append((length.tolist(), num_places))
+        return read(rows, length, num_places, *rest)
 
     monkeypatch.setattr(engine.round, "read", watched)
     prompts = [random_prompt(n) for n in (4, 100, 2, 6)]
     handles = [engine.submit(prompt, PARAMS) for prompt in prompts]
     engine.step()
-    assert widths == [[100], [6, 4, 2]] and all(handle.read() for handle in handles)
+    assert widths == [([4, 100, 2, 6], 112)] and all(handle.read() for handle in handles)
     model = make_target("gemma4-e2b")
     assert [h.output().token_ids for h in handles] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
     assert_empty(engine)

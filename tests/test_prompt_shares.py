@@ -3,13 +3,10 @@
 import itertools
 import random
 
-import numpy as np
 import pytest
-import torch
 
 from specdec import EngineConfig, SamplingParams
-from specdec.runtime.prompt_shares import Prompt, PromptRoom, shares
-from specdec.runtime.rounds.grouping import WORTH_A_FORWARD, WORTH_ON_CPU, group_chunks
+from specdec.runtime.prompt_shares import LEAST_ROOM, PROMISED_GAP, Prompt, PromptCost, PromptRoom, shares
 
 LONG = 900
 
@@ -58,17 +55,31 @@ def test_any_prompts_keep_the_bounds_and_the_first_advances() -> None:
 def test_a_step_reads_fewer_prompt_tokens_on_a_cpu_unless_it_is_told() -> None:
     """2,048 tokens take a CPU as long as ten rounds: streams stood still meanwhile."""
     assert EngineConfig().max_prefill_tokens is None
-    cpu, gpu = (PromptRoom.of(None, device) for device in ("cpu", "cuda"))
-    assert [room.tokens(10_000, decoding=True) for room in (cpu, gpu)] == [96, 2048]
-    assert [room.tokens(10_000, decoding=False) for room in (cpu, gpu)] == [384, 2048]
+    cpu, gpu = (PromptRoom.of(None, None, device) for device in ("cpu", "cuda"))
+    assert [room.tokens(10_000, decoding=True) for room in (cpu, gpu)] == [96, 8192]
+    assert [room.tokens(10_000, decoding=False) for room in (cpu, gpu)] == [384, 8192]
     assert [room.tokens(300, decoding=False) for room in (cpu, gpu)] == [300, 300]
     for device in ("cpu", "cuda"):
-        assert PromptRoom.of(7, device) == PromptRoom(7, 7)
+        assert PromptRoom.of(7, 5, device) == PromptRoom(7, 7, 5, fixed=True)
+    assert (cpu.chunk, gpu.chunk) == (512, 2048)
+
+
+def test_a_gpu_reads_as_many_prompt_tokens_a_step_as_the_promised_gap_takes() -> None:
+    """10 ms a forward and 40 us a token: 5,500 tokens and a round of 20 ms are a quarter of a second."""
+    cost = PromptCost.fitted({512: 0.03048, 2048: 0.09192, 4096: 0.17384}, round=0.02)
+    assert cost == pytest.approx((0.01, 4e-5, 0.02))
+    room = PromptRoom.of(None, None, "cuda").within(cost)
+    assert (room.busy, room.idle, room.chunk) == (5376, 5376, 2048)
+    assert cost.gap(room.busy) <= PROMISED_GAP < cost.gap(room.busy + 256)
+    assert PromptRoom.of(None, None, "cuda").within(cost._replace(token=1e-6)).busy == 8192  # a quick model
+    assert PromptRoom.of(None, None, "cuda").within(cost._replace(token=1.0)).busy == LEAST_ROOM  # it must get on
+    assert PromptRoom.of(3000, None, "cuda").within(cost).busy == 3000  # somebody has said it
+    assert PromptRoom.of(None, None, "cpu").within(cost).busy == 96
 
 
 def test_an_engine_has_the_room_of_its_device(make_engine, make_target) -> None:
     engine = make_engine(make_target("llama"), max_batch_size=2)
-    assert engine.scheduler.prompt_room == PromptRoom.of(None, "cpu")
+    assert engine.scheduler.prompt_room == PromptRoom.of(None, engine.config.prefill_chunk, "cpu")
 
 
 @pytest.mark.parametrize("beside", [1, 3])
@@ -85,17 +96,3 @@ def test_a_short_prompt_has_its_token_while_long_ones_are_read(beside, make_engi
     assert steps <= 3
     assert all(each.read() is None for each in long)
     assert stream.finished is False
-
-
-def test_a_cpu_pads_no_chunk_that_costs_more_than_a_forward_of_its_own() -> None:
-    """One long chunk and five short ones: 200 positions of padding, as long as two rounds, to save one forward."""
-    chunk_len = np.array([48, *[8] * 5], dtype=np.int64)
-    together, apart = (group_chunks(chunk_len, worth=worth) for worth in (WORTH_A_FORWARD, WORTH_ON_CPU))
-    assert [group.tolist() for group in together] == [[0, 1, 2, 3, 4, 5]]
-    assert [group.tolist() for group in apart] == [[0], [1, 2, 3, 4, 5]]
-
-
-def test_chunks_are_grouped_as_a_cpu_wants_it(make_engine, make_target) -> None:
-    engine = make_engine(make_target("llama"), max_batch_size=2)
-    assert engine.round.device == torch.device("cpu")
-    assert len(engine.steps.group(np.array([48, *[8] * 5], dtype=np.int64))) == 2

@@ -93,7 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def make_scheduler(self) -> Scheduler:
         prefixes = Prefixes(self.rig if self.cached else None, lambda: 0)
-        sizes = {"max_model_len": MAX_LEN, "prefill_chunk": CHUNK, "prompt_room": PromptRoom(GROUP, GROUP)}
+        sizes = {"max_model_len": MAX_LEN, "prompt_room": PromptRoom(GROUP, GROUP, CHUNK)}
         return Scheduler(self.table, prefixes=prefixes, **sizes)
 
     # events
@@ -339,7 +339,7 @@ def test_a_low_priority_is_not_kept_waiting_by_a_steady_stream(level: int) -> No
     layout = KVLayout((spec(SLIDING_LAYER, WINDOW), spec(FULL_LAYER, None)))
     sizes = {"full_pages": 200, "swa_pages": 200, "page_size": 1, "max_len": MAX_LEN, "lookahead": NODES}
     table = KVRig(layout, **sizes, max_requests=ROWS).table
-    made = Scheduler(table, max_model_len=MAX_LEN, prefill_chunk=CHUNK, prompt_room=PromptRoom(GROUP, GROUP))
+    made = Scheduler(table, max_model_len=MAX_LEN, prompt_room=PromptRoom(GROUP, GROUP, CHUNK))
     numbers = itertools.count()
 
     def submit(priority: int) -> Request:

@@ -15,7 +15,7 @@ import triton
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention import dense as reference
 from specdec.attention.backend import choose_backend
-from specdec.attention.kernels import page_table, paged_attention
+from specdec.attention.kernels import page_table, ragged_attention
 from specdec.attention.plan import plan_chunk, plan_frozen, plan_verify
 from specdec.attention.trees import growth as tree_build
 from specdec.errors import ConfigError
@@ -39,7 +39,7 @@ TARGETS = {
     "gemma2": {**SMALL, "num_hidden_layers": 2, "layer_types": [SLIDING, FULL]},
 }
 KERNELS = {
-    "attention": (paged_attention, "attend_kernel"),
+    "attention": (ragged_attention, "ragged_kernel"),
     "tables": (page_table, "_page_tables_kernel"),
     "store": (kv_store, "_store_kv_kernel"),
     "move": (kv_store, "_copy_rows_kernel"),

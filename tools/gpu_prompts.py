@@ -4,6 +4,10 @@
              last layers ran for every token, and for the last one alone, must be equal
     times    at the shape of E4B, random bf16 weights, no drafter: milliseconds from `submit` to the first token, every
              layer for every token -> the last layers for the last token; of several prompts: the mean and the last
+    in order the same first tokens with deterministic=True, and how much longer they take
+    load     256 requests of 512 + 128 tokens, so many of them running: tokens a second
+    gap      32 streams while a prompt of 32,768 arrives: the longest time between two tokens, against before and
+             against what `stats()` says; and how many shapes of prompts were captured
 
 The same engine serves both, in turn. The prefix cache is off, and each prompt is read a few times before it is timed.
 """
@@ -13,6 +17,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from gpu_bits import prompts_of
 
@@ -78,7 +83,7 @@ def first_token_ms(engine: Engine, prompts: list[list[int]]) -> tuple[float, flo
     return statistics.mean(times), max(times)
 
 
-def time_rows(prefill_chunk: int, max_prefill_tokens: int | None) -> list[Row]:
+def time_rows(prefill_chunk: int | None, max_prefill_tokens: int | None) -> list[Row]:
     shape = find_shape("gemma4-e4b")
     model = make_target(shape, Shrink(8, 16) if ON_CPU else Shrink(), DEVICE, DTYPE, 0)
     target = TargetModel(model, FAST)
@@ -109,18 +114,97 @@ def time_rows(prefill_chunk: int, max_prefill_tokens: int | None) -> list[Row]:
     return rows
 
 
+def engine_of(target: TargetModel, batch: int, longest: int, **config: Any) -> Engine:
+    usual = {"prefix_cache": False, "fused": True, "attention": "triton"}
+    return Engine(target, None, config=EngineConfig(max_batch_size=batch, max_model_len=longest, **usual, **config))
+
+
+def usual_ms(target: TargetModel, *, deterministic: bool) -> dict[str, float]:
+    """Milliseconds to the last first token, by load, as an engine is by default."""
+    longest = max(length for length, _ in LOADS.values())
+    found = {}
+    with engine_of(target, 16, longest + 64, deterministic=deterministic) as engine:
+        for name, (length, count) in LOADS.items():
+            prompts = prompts_of([length] * count, target.vocab_size, length)
+            times = [first_token_ms(engine, prompts)[1] for _ in range(UNTIMED + TIMED)][UNTIMED:]
+            found[name] = statistics.median(times)
+    return found
+
+
+def order_rows() -> list[Row]:
+    read_every_state(False)
+    model = make_target(find_shape("gemma4-e4b"), Shrink(8, 16) if ON_CPU else Shrink(), DEVICE, DTYPE, 0)
+    usual = usual_ms(TargetModel(model, FAST), deterministic=False)
+    exact = usual_ms(TargetModel(model, FAST, deterministic=True), deterministic=True)
+    return [
+        Row(
+            f"in order, prompts of {name}",
+            f"{usual[name]:.1f} -> {exact[name]:.1f} ms ({exact[name] / usual[name]:.2f}x)",
+        )
+        for name in usual
+    ]
+
+
+def load_rows() -> list[Row]:
+    model = make_target(find_shape("gemma4-e4b"), Shrink(8, 16) if ON_CPU else Shrink(), DEVICE, DTYPE, 0)
+    target = TargetModel(model, FAST)
+    count, length, new, long, streams = (4, 5, 3, 40, 2) if ON_CPU else (256, 512, 128, 32768, 32)
+    params = SamplingParams(max_new_tokens=new, ignore_eos=True)
+    rows = []
+    for running in (2, 4) if ON_CPU else (128, 256):
+        with engine_of(target, running, length + new + 64) as engine:
+            for _ in range(2):  # the first time shapes are captured
+                begin = time.perf_counter()
+                engine.generate(prompts_of([length] * count, target.vocab_size, 1), params)
+                spent = time.perf_counter() - begin
+            use = engine.stats().captures
+            rows.append(Row(f"{count} of {length} + {new}, {running} running", f"{count * new / spent:,.0f} tokens/s"))
+            shapes = len(engine.steps.chunks._captured) if engine.steps.chunks is not None else 0
+            rows.append(Row("shapes of prompts, all captures", f"{shapes}, {use.bytes / 1e6:,.0f} MB", ok=shapes <= 40))
+    with engine_of(target, streams + 1, long + 64) as engine:
+        texts = prompts_of([length] * streams, target.vocab_size, 2)
+        handles = engine.submit_many(
+            texts, [SamplingParams(max_new_tokens=40 if ON_CPU else 2048, ignore_eos=True)] * streams
+        )
+        gaps: dict[str, list[float]] = {"before": [], "while": []}
+        late = None
+        for step in range(30 if ON_CPU else 300):
+            if step == (10 if ON_CPU else 100):
+                late = engine.submit(prompts_of([long], target.vocab_size, 3)[0], SamplingParams(max_new_tokens=1))
+            arriving = late is None or not late.finished
+            begin = time.perf_counter()
+            engine.step()
+            spent = (time.perf_counter() - begin) * 1e3
+            if step > 5 and arriving:
+                gaps["before" if late is None else "while"].append(spent)
+        said = engine.stats().prompt_gap_ms
+        for handle in handles:
+            handle.abort()
+        before, meanwhile = max(gaps["before"]), max(gaps["while"])
+        rows.append(
+            Row(
+                f"{streams} streams, longest step",
+                f"{before:.1f} ms, while {long} arrive {meanwhile:.1f} (said: {said:.1f})",
+            )
+        )
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, parents=[device_option])
-    parser.add_argument("--prefill-chunk", type=int, default=EngineConfig().prefill_chunk)
+    parser.add_argument("--prefill-chunk", type=int)
     parser.add_argument("--max-prefill-tokens", type=int)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     require_device()
-    title = f"{machine()}; chunks of {args.prefill_chunk}, {args.max_prefill_tokens or 'usual'} tokens a step"
+    sizes = f"chunks of {args.prefill_chunk or 'usual'}, {args.max_prefill_tokens or 'usual'} tokens a step"
+    title = f"{machine()}; {sizes}"
     table = ResultTable(title)
     table.add(bit_rows())
     if not table.failed:
         table.add(time_rows(args.prefill_chunk, args.max_prefill_tokens))
+        table.add(order_rows())
+        table.add(load_rows())
     return table.finish(args.out)
 
 

@@ -18,7 +18,7 @@ from specdec.gpu.triton_shim import tl, triton
 
 
 @triton.jit
-def _absorb(
+def absorb(
     b_q: tl.tensor,
     b_k: tl.tensor,
     b_v: tl.tensor,
@@ -29,13 +29,14 @@ def _absorb(
     scaling: tl.tensor,
     softcap: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One step of the online softmax, base 2: b_q [BM, BD], b_k and b_v [BK, BD], m_seen [BM, BK] or [1, BK]."""
+    """One step of the online softmax, base 2: b_q [BM, BD], b_k and b_v [BK, BD], m_seen [BM, BK], [1, BK], or None."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     if softcap is None:
         b_s = b_s * (scaling * LOG2E)
     else:
         b_s = (softcap * LOG2E) * (2.0 * tl.sigmoid(2.0 / softcap * scaling * b_s) - 1.0)  # c tanh(s / c)
-    b_s = tl.where(m_seen, b_s, float("-inf"))
+    if m_seen is not None:
+        b_s = tl.where(m_seen, b_s, float("-inf"))
     b_new = tl.maximum(b_max, tl.max(b_s, 1))
     b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
     b_p = tl.exp2(b_s - b_shift[:, None])
@@ -162,7 +163,7 @@ def attend_kernel(
         m_seen = m_key[None, :]
         if window is not None:
             m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)
-        b_max, b_sum, b_acc = _absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
+        b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
     # the block: keys [first, last) of the forward's own, in split 0
     if p_block_k is not None:
@@ -197,7 +198,7 @@ def attend_kernel(
             o_bv = i_b * s_bv_b + i_h * s_bv_h + o_kv * s_bv_n + o_d[None, :] * s_bv_d
             b_k = tl.load(p_block_k + o_bk, mask=m_kv, other=0.0)
             b_v = tl.load(p_block_v + o_bv, mask=m_kv, other=0.0)
-            b_max, b_sum, b_acc = _absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
+            b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
     b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)  # a row that saw nothing
     b_scale = tl.where(m_row, 1.0 / b_sum, 0.0)

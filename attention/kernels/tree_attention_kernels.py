@@ -47,7 +47,7 @@ def split_begin(split: tl.tensor, SPLIT_LEN: tl.constexpr, GROWS: tl.constexpr) 
 
 
 @triton.jit
-def _absorb(
+def absorb_in_order(
     b_q: tl.tensor,  # [BM, BD]
     b_k: tl.tensor,  # [BK, BD]
     b_v: tl.tensor,
@@ -78,7 +78,7 @@ def _absorb(
 
 
 @triton.jit
-def _fold_weights(b_max: tl.tensor, b_split_max: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def fold_weights(b_max: tl.tensor, b_split_max: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """(new maximum, what the total is scaled by, what the split is scaled by)."""
     b_new = tl.maximum(b_max, b_split_max)
     b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
@@ -212,7 +212,7 @@ def attend_kernel(
             o_column = o_key - start
             b_slot = page_slots(p_page, o_column, s_page, PAGE_SIZE)
             b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
-            b_max, b_sum, b_acc = _absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
+            b_max, b_sum, b_acc = absorb_in_order(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
         # the node's own tiles: one walk over them a run of nodes that lie on one path
         begin = tl.maximum(begin, own_begin)
@@ -237,12 +237,12 @@ def attend_kernel(
                 o_key = tl.minimum(tl.maximum(o_key, lo), newest)
                 b_slot = tl.load(p_slot + (o_key - own_base)).to(tl.int64)[:, None]
                 b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
-                b_max, b_sum, b_acc = _absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
+                b_max, b_sum, b_acc = absorb_in_order(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
             node = run_end + 1
 
         b_sum = tl.max(b_sum, 1)
         if FOLD:
-            b_total_max, b_decay, b_weight = _fold_weights(b_total_max, b_max)
+            b_total_max, b_decay, b_weight = fold_weights(b_total_max, b_max)
             b_total_sum = tl.fma(b_sum, b_weight, b_total_sum * b_decay)
             b_total = tl.fma(b_acc, tl.zeros_like(b_acc) + b_weight[:, None], b_total * b_decay[:, None])
         else:
@@ -318,12 +318,12 @@ def merge_kernel(
             b_split_sum = tl.load(p_part_sum + o_part, mask=m_split, other=0.0)
             b_part = tl.load(p_part + o_part * HEAD_DIM + o_d, mask=o_d < tl.where(m_split, HEAD_DIM, 0), other=0.0)
             b_part = tl.where(b_split_max > float("-inf"), b_part, 0.0)  # what a row did not see may hold anything
-            b_max, b_decay, b_weight = _fold_weights(b_max, b_split_max)
+            b_max, b_decay, b_weight = fold_weights(b_max, b_split_max)
             b_sum = tl.fma(b_split_sum, b_weight, b_sum * b_decay)
             b_acc = tl.fma(b_part, tl.zeros_like(b_part) + b_weight, b_acc * b_decay)
     if p_sinks is not None:
         b_sink = tl.load(p_sinks + i_head).to(tl.float32) * LOG2E
-        b_max, b_decay, b_weight = _fold_weights(b_max, b_sink)
+        b_max, b_decay, b_weight = fold_weights(b_max, b_sink)
         b_sum = tl.fma(b_sum, b_decay, b_weight)
         b_acc = b_acc * b_decay
     b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)

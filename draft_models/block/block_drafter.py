@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 from specdec.attention.kernels.draft_block import Draft
-from specdec.attention.plan import plan_chunk
+from specdec.attention.plan import plan_chunk, plan_packed
 from specdec.attention.trees.growth import Growth
 from specdec.attention.trees.tree import DraftTree
-from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, TargetInfo
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.block.block_checkpoint import read_block
 from specdec.draft_models.block.block_head import BlockHead, PlainBlock, TapContext
 from specdec.draft_models.block.fused_block import choose_block_form
@@ -86,6 +86,12 @@ class BlockWorker:
         # new tokens after [0, start), whatever has been committed since
         plan = plan_chunk(self.binding.backend, table, seen.rows, seen.length, width, start=seen.start)
         drafter.form.observe(states, plan.positions, TapContext(plan, self.own_view))
+
+    @torch.inference_mode()
+    def observe_prompts(self, seen: PromptObservation) -> None:
+        assert seen.aux_states is not None, "a block drafter reads states of the target"
+        plan = plan_packed(self.binding.backend, self.binding.cache.table, seen.pack)
+        self.drafter.form.observe(seen.aux_states[None], plan.positions, TapContext(plan, self.own_view))
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:

@@ -19,10 +19,10 @@ import torch
 
 from specdec.attention.bridge import ForwardContext
 from specdec.attention.kernels.draft_block import Draft
-from specdec.attention.plan import plan_chunk
+from specdec.attention.plan import plan_chunk, plan_packed
 from specdec.attention.trees.growth import Growth
 from specdec.attention.trees.tree import DraftTree
-from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, TargetInfo
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.checkpoint_files import TargetShape
 from specdec.draft_models.draft_context import DraftContext
 from specdec.draft_models.eagle3.checkpoint import read_head
@@ -104,6 +104,15 @@ class Eagle3Worker:
         context = ForwardContext.of(plan, self.own_view, drafter.spec.windows)
         state = drafter.form.extend(next_tokens, states, plan.positions, context).state  # [B, D, H]
         drafter.ops(keep_last)(self._hidden, seen.rows.index, state, seen.length)
+
+    @torch.inference_mode()
+    def observe_prompts(self, seen: PromptObservation) -> None:
+        drafter, source = self.drafter, seen.hidden if seen.aux_states is None else seen.aux_states
+        assert source is not None, "a head without taps reads every final state"
+        plan = plan_packed(self.binding.backend, self.binding.cache.table, seen.pack)
+        context = ForwardContext.of(plan, self.own_view, drafter.spec.windows)
+        state = drafter.form.extend(seen.following[None], source[None], plan.positions, context).state  # [1, T, H]
+        self._hidden[seen.pack.rows] = state[0, seen.pack.last]
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:

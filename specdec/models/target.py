@@ -181,8 +181,8 @@ class TargetModel:
         """Run tokens [B, N] under `plan` and write their K/V -> states after the final norm [B, N, H], and those that
         enter `aux_layers` (num_layers: that leave the last) side by side [B, N, A * H]; None: no such layers.
 
-        last: of `plan_last`; the layers from `narrows_at` on run for the last token of each run alone, and the states
-        after the final norm are theirs, [B, 1, H].
+        last: of `plan_last`, and `plan` is of that pack of R runs; the layers from `narrows_at` on run for the last
+        token of each run alone, and the states after the final norm are theirs, [1, R, H].
         ends: these layers do not run at all, and the states after the final norm are zeros [B, 1, H].
         """
         self.weights.generation()
@@ -190,7 +190,7 @@ class TargetModel:
         if self.in_tiles:
             assert last is None and not ends, "tiles are not narrowed"
             return forward_in_tiles(self.run, tokens, context, aux_layers)
-        narrowing = self._narrowing(last, view, tokens.shape, aux_layers) if ends or last is not None else None
+        narrowing = self._narrowing(last, plan, view, aux_layers) if ends or last is not None else None
         hidden = self.run(tokens, plan.positions, context, narrowing)
         if not aux_layers:
             return hidden, None
@@ -212,16 +212,14 @@ class TargetModel:
         return self.logit_rule(logits) if self.ops is None else self.logit_rule(logits, self.ops(softcap))
 
     def _narrowing(
-        self, last: KVPlan | None, view: KVView, shape: torch.Size, aux_layers: Sequence[int]
+        self, last: KVPlan | None, plan: KVPlan, view: KVView, aux_layers: Sequence[int]
     ) -> Narrowing | Ending:
         layer = self.narrows_at(aux_layers)
         assert layer is not None, f"no layer can be skipped: {aux_layers=}"
         if last is None:
             return Ending(layer)
-        assert last.stored is not None, "only the last token of a run goes on alone"
-        batch, width = shape
-        rows = torch.arange(0, batch * width, width, device=last.stored.device) + last.stored  # [B]
-        return Narrowing(layer, rows, ForwardContext.of(last, view, self.windows))
+        assert plan.pack is not None, "only the last token of a run goes on alone"
+        return Narrowing(layer, plan.pack.last, ForwardContext.of(last, view, self.windows))
 
     def run(
         self,

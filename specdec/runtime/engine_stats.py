@@ -46,7 +46,9 @@ class EngineStats(RequestStats):
     finished, aborted: requests that ended; those that failed are among the aborted. waiting, running: those that have
     not. batches: rounds of the engine, of all that decode together (`rounds` counts one for each of them), and the
     seconds that they took. Nothing is held in a space that the target does not have. captures:
-    rounds and prompts that are captured, and what ran without. drafts: which drafts rounds had, and why.
+    rounds and prompts that are captured, and what ran without. drafts: which drafts rounds had, and why. prompt_gap_ms:
+    how long somebody who decodes waits for the next token at most while prompts are read, as timed when the engine was
+    made; 0.0 where nothing was timed, as on a CPU.
     """
 
     finished: int = 0
@@ -59,6 +61,7 @@ class EngineStats(RequestStats):
     swa_slots: PoolUse = NOTHING
     captures: CaptureUse = NO_CAPTURES
     drafts: DraftUse = NO_CHOICE
+    prompt_gap_ms: float = 0.0
 
     @property
     def batch_milliseconds(self) -> float:
@@ -93,7 +96,7 @@ class EngineStats(RequestStats):
             self.finished += 1
             self.add(request.stats)
 
-    def now(self, scheduler: Scheduler, captures: CaptureUse, drafts: DraftUse) -> "EngineStats":
+    def now(self, scheduler: Scheduler, captures: CaptureUse, drafts: DraftUse, gap: float) -> "EngineStats":
         """A copy, with the state of this moment."""
         allocator = scheduler.table.allocator
         return replace(
@@ -105,6 +108,7 @@ class EngineStats(RequestStats):
             swa_slots=PoolUse.of(allocator.swa, allocator.page_size),
             captures=captures,
             drafts=drafts,
+            prompt_gap_ms=1e3 * gap,
         )
 
 

@@ -36,14 +36,12 @@ class Scheduler:
         table: RequestTable,
         *,
         max_model_len: int,
-        prefill_chunk: int,
         prompt_room: PromptRoom,
         prefixes: Prefixes | None = None,
     ) -> None:
         self.table = table
         self.prefixes = Prefixes(None, object) if prefixes is None else prefixes
         self.max_model_len = max_model_len
-        self.prefill_chunk = prefill_chunk
         self.prompt_room = prompt_room
         self.waiting: list[Request] = []  # both by rank
         self.running: list[Request] = []
@@ -251,7 +249,7 @@ class Scheduler:
         prompts = [Prompt(rank(r)[0], r.prefill_target - n) for r, n in zip(reading, done, strict=True)]
         to_come = sum(each.to_go for each in prompts)
         room = self.prompt_room.tokens(to_come, RequestState.DECODE in [request.state for request in self.running])
-        given = zip(reading, shares(prompts, room, self.prefill_chunk), strict=True)
+        given = zip(reading, shares(prompts, room, self.prompt_room.chunk), strict=True)
         return [(request, share) for request, share in given if share > 0]
 
     def _make_room(self) -> None:

@@ -11,9 +11,13 @@ from specdec.kvcache.cache import KVCache, KVOperations
 from specdec.kvcache.index_spaces import Space
 from specdec.kvcache.table import RequestTable, swa_slots_held
 from specdec.models.target import TargetModel
+from specdec.runtime.prompt_shares import PromptRoom
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 """Of the memory that is free once the weights are loaded."""
+SWA_SPARE = 512
+"""Sliding slots a request, or a chunk if that is shorter, beyond what it holds while it decodes: for chunks in flight,
+and while there are fewer of those, for what the prefix cache keeps."""
 FALLBACK_MODEL_LEN = 4096
 """For a model that states no limit."""
 
@@ -41,10 +45,13 @@ def make_cache(
     batch, window = config.max_batch_size, layout.window
     full_each = whole_pages(max_len + num_nodes)
     swa_each = 0
-    if window is not None:  # what one request holds while it decodes, the slack, and a prefill chunk in flight
+    swa_in_flight = 0
+    if window is not None:  # what one request holds while it decodes and the slack; besides, chunks in flight
         held = swa_slots_held(window - 1 + extra_keys, num_nodes, page_size)
-        swa_each = whole_pages(held + page_size + config.prefill_chunk)
-        swa_each = min(swa_each, full_each)
+        swa_each = min(whole_pages(held + page_size), full_each)
+        room = PromptRoom.of(config.max_prefill_tokens, config.prefill_chunk, target.device.type)
+        together = max(room.idle, batch * min(room.chunk, SWA_SPARE))  # a step reads `idle`; the rest keeps prefixes
+        swa_in_flight = min(batch * min(room.chunk, full_each - swa_each), whole_pages(together))
     share = config.memory_share or MEMORY_SHARE.get(target.device.type, 0.5)
     devices = (target.device,) if target.ranks is None else target.ranks.devices
     budget = int(min(map(free_bytes, devices)) * share)
@@ -52,7 +59,7 @@ def make_cache(
         budget //= len(devices)  # which are one
     full_slots, swa_slots = config.full_slots, config.swa_slots
     if swa_slots is None:
-        swa_slots = min(swa_each * batch, budget // max(2 * swa_bytes, 1))
+        swa_slots = min(swa_each * batch + swa_in_flight, budget // max(2 * swa_bytes, 1))
     if full_slots is None:
         rest = max(budget - swa_slots * swa_bytes, 0)
         full_slots = min(full_each * batch, rest // max(full_bytes, 1))

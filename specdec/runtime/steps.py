@@ -29,18 +29,18 @@ from specdec.models.target import FinalStates
 from specdec.progress import progress_bar
 from specdec.runtime.adaptive.draft_choice import NO_CHOICE, DraftChoice
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
-from specdec.runtime.adaptive.round_timing import fill_cost_table
+from specdec.runtime.adaptive.round_timing import fill_cost_table, time_prompts, time_rounds
 from specdec.runtime.engine_stats import ENOUGH_DRAFTS, EngineStats, warn_of_rejected
 from specdec.runtime.grammar_masks import GrammarSteps, prepare, root_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
 from specdec.runtime.prompt_scores import scoring_of
+from specdec.runtime.prompt_shares import PromptCost
 from specdec.runtime.request import Request, rows_of
 from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, batch_sizes, nothing, run_programs
 from specdec.runtime.rounds.catching_up import CatchUps, catch_up_if_due
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
-from specdec.runtime.rounds.grouping import WORTH_A_FORWARD, WORTH_ON_CPU, group_chunks, padded_size
 from specdec.runtime.rounds.prompt_scoring import Scoring, score_chunk
 from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape
 from specdec.runtime.rounds.round import PREFILL_STAGES, Chunk, Round
@@ -55,7 +55,8 @@ class Steps:
     """The steps of one engine. `under_way`: those launched and not settled, oldest first.
 
     graphs, chunks, catch_ups: None where nothing is captured. `lag`: rounds that may be unsettled when one more is
-    launched. `choice`: which draft a round has; None: always the engine's own.
+    launched. `choice`: which draft a round has; None: always the engine's own. `prompt_cost`: what prompts take, once
+    that has been timed.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Steps:
         self.under_way: deque[LaunchedStep] = deque()
         adaptive = spec.adaptive and round.worker is not None
         self.choice = DraftChoice(draft_ladder(spec), self.table.max_requests + 1) if adaptive else None
+        self.prompt_cost: PromptCost | None = None
         self._drafted = self._begun = 0  # drafts since the last look, and those whose first token was right
         self._warned = False
         round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
@@ -111,11 +113,21 @@ class Steps:
                 for shape in shapes[:: len(drafts)]:  # one of each batch size
                     for _ in range(2):
                         self.catch_ups.run(shape)
-        if self.choice is not None and self.round.cache.sanitizer is None:  # which knows of no rows without slots
+        if self.round.cache.sanitizer is None:  # which knows of no rows without slots
             with self._on_device():
-                fill_cost_table(self.choice.cost, self.graphs, self.catch_ups, shapes)
+                if self.choice is not None:
+                    fill_cost_table(self.choice.cost, self.graphs, self.catch_ups, shapes)
+                self._time_prompts(shapes[0])
             self.restart([])
         self.graphs.store.uncaptured["rounds"] = 0  # no request has asked for any so far
+
+    def _time_prompts(self, largest: RoundShape) -> None:
+        """Fit how many tokens of prompts a step reads to what they take here."""
+        assert self.graphs is not None
+        [longest] = time_rounds(self.graphs, [largest], lambda _: None)
+        room = self.scheduler.prompt_room
+        self.prompt_cost = PromptCost.fitted(time_prompts(self.round, room.busy), longest)
+        self.scheduler.prompt_room = room.within(self.prompt_cost)
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Begin again with these requests, whatever state everything is in."""
@@ -132,7 +144,9 @@ class Steps:
     def stats(self) -> EngineStats:
         """A copy of the sums, with the state of this moment."""
         captures = CaptureUse() if self.graphs is None else self.graphs.store.use()
-        return self.totals.now(self.scheduler, captures, NO_CHOICE if self.choice is None else self.choice.use())
+        drafts = NO_CHOICE if self.choice is None else self.choice.use()
+        gap = 0.0 if self.prompt_cost is None else self.prompt_cost.gap(self.scheduler.prompt_room.busy)
+        return self.totals.now(self.scheduler, captures, drafts, gap)
 
     def run(self) -> list[Request]:
         """One step -> the requests that ended in it. Prompts come second, so that those that end make room for them."""
@@ -147,8 +161,7 @@ class Steps:
                 finished += self._release_finished(prepare(admitted))
             requests, chunk_len = self.scheduler.next_prefill()
             if requests:
-                for chosen in self.group(chunk_len):
-                    self.prefill([requests[i] for i in chosen], chunk_len[chosen])
+                self.prefill(requests, chunk_len)
                 finished += self._settle(busy=None in [launched.drawing for launched in self.under_way])
             return finished
 
@@ -255,11 +268,6 @@ class Steps:
         behind = self.round.unread is not None and bool(self.round.unread.count[rows].any())
         return shape.with_draft(choice.choose(rows, most, batch, context, largest(fixed), behind=behind))
 
-    def group(self, chunk_len: IntArray) -> list[IntArray]:
-        """Numbers of the prompt chunks [B] that share a forward."""
-        worth = WORTH_ON_CPU if self.round.device.type == "cpu" else WORTH_A_FORWARD
-        return group_chunks(chunk_len, padded_size if self.chunks is None else self.chunks.size, worth)
-
     def prefill(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
         """Launch the next `chunk_len` [B] tokens of these prompts; those that end with them draw their first token."""
         rows = rows_of(requests)
@@ -283,17 +291,18 @@ class Steps:
         if scoring is not None:
             cells = upload(scoring.cells(), self.round.device)
             scores = scoring, copy_to_host(score_chunk(self.round, chunk, cells, scoring.alternatives))
-        packed = self.round.prefill(chunk, chosen, shape, root_masks([request.place for request in drawn]))
+        longest = int((done + chunk_len)[chosen].max(initial=0))
+        packed = self.round.prefill(chunk, chosen, longest, shape, root_masks([request.place for request in drawn]))
         forced = np.zeros(len(drawn), dtype=np.int64)
         self._launched(requests, drawing, shape, PREFILL_STAGES, packed, forced, scores)
         commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)
 
     def _read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk:
-        """The target's part of prompt chunks, captured where they are few; states: see `Chunk`."""
+        """The target's part of prompt chunks, captured where they are short; states: see `Chunk`."""
         chunk = None if self.chunks is None else self.chunks.read(rows, chunk_len, states)
         if chunk is None:
-            length = upload(chunk_len, self.round.device)
-            chunk = self.round.read(self.table.rows(rows), length, int(chunk_len.max()), states)
+            runs = upload(np.stack([rows, chunk_len]), self.round.device)
+            chunk = self.round.read(runs[0], runs[1], int(chunk_len.sum()), states)
         return chunk
 
     def _launched(

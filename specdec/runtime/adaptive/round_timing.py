@@ -16,6 +16,7 @@ from specdec.runtime.rounds.captured_rounds import RoundGraphs
 from specdec.runtime.rounds.catching_up import CatchUps
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.result import RoundShape
+from specdec.runtime.rounds.round import Round
 
 REPEATS, WARM = 5, 3
 """Rounds of a shape that are timed, and not timed before."""
@@ -57,6 +58,23 @@ def time_rounds(graphs: RoundGraphs, shapes: Sequence[RoundShape], done: Callabl
         spent = [float(stamp[-1] - stamp[0]) / 1e9 for stamp in torch.stack(stamps).cpu()]
         seconds.append(float(np.median(spent[min(WARM, len(spent) - 1) :])))
         done(number)
+    return seconds
+
+
+def time_prompts(round: Round, most: int) -> dict[int, float]:
+    """Seconds of forwards over prompts of a quarter of `most` tokens, of half and of all: the fastest of three."""
+    seconds = {}
+    longest = round.cache.table.slots.host.shape[1]
+    for count in sorted({max(1, most // 4), max(2, most // 2), max(3, most)}):
+        spent = []
+        length = torch.tensor([min(longest, count - first) for first in range(0, count, longest)], device=round.device)
+        nobody = torch.full_like(length, round.cache.table.padding_row)
+        for _ in range(4):
+            round.clock.start("prefill")
+            round.read(nobody, length, count, round.final_states(scored=False, ends=True))
+            begin, end = round.clock.stop().tolist()
+            spent.append((end - begin) / 1e9)
+        seconds[count] = min(spent[1:])
     return seconds
 
 

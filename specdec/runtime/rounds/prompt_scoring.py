@@ -25,7 +25,7 @@ MOST_LOGITS = 1 << 24
 
 class Span(NamedTuple):
     """Tokens of one chunk to be scored: `length` of them, the first at position `first` of the prompt. number: of the
-    chunk in its batch; column: of the state in the chunk that says what comes at `first`."""
+    chunk in its step; column: of the state in the chunk that says what comes at `first`."""
 
     number: int
     column: int
@@ -34,19 +34,19 @@ class Span(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What is to be scored of a batch of chunks, T tokens in all. alternatives: K, the most that anybody asks for."""
+    """What is to be scored of a step's chunks, M tokens in all. alternatives: K, the most that anybody asks for."""
 
     spans: Sequence[Span]
     alternatives: int
 
     def cells(self) -> IntArray:
-        """[2, T]: chunk and column of each state, span by span."""
+        """[2, M]: chunk and column of each state, span by span."""
         numbers = [np.full(span.length, span.number) for span in self.spans]
         columns = [np.arange(span.column, span.column + span.length) for span in self.spans]
         return np.stack([np.concatenate(numbers), np.concatenate(columns)]).astype(np.int64)
 
     def split(self, packed: "np.ndarray[Any, Any]") -> list[tuple[Span, TokenScores]]:
-        """packed [T, 1 + 2K] int32 of `score_chunk`, on the host -> each span with its scores."""
+        """packed [M, 1 + 2K] int32 of `score_chunk`, on the host -> each span with its scores."""
         alternatives = (packed.shape[1] - 1) // 2
         chosen, values, ids = np.split(np.ascontiguousarray(packed), [1, 1 + alternatives], axis=1)
         ends = np.cumsum([span.length for span in self.spans])[:-1]
@@ -57,19 +57,21 @@ class Scoring(NamedTuple):
 
 @torch.inference_mode()
 def score_chunk(round: Round, chunk: Chunk, cells: torch.Tensor, alternatives: int) -> torch.Tensor:
-    """Log-probabilities of T prompt tokens behind those that the target has read, and of the K likeliest in the place
+    """Log-probabilities of M prompt tokens behind those that the target has read, and of the K likeliest in the place
     of each, under the unmodified logits.
 
-    cells [2, T]: of `Scoring`. -> [T, 1 + 2K] int32: the bits of the float32 numbers, then the ids.
+    cells [2, M]: of `Scoring`. -> [M, 1 + 2K] int32: the bits of the float32 numbers, then the ids.
     """
     assert chunk.states is FinalStates.EVERY, f"a chunk is scored from every state: {chunk.states}"
     number, column = cells
-    following = round.tokens.tensor[chunk.rows.index[number], chunk.committed_len[number] + column + 1]  # [T]
+    pack = chunk.pack
+    following = round.tokens.tensor[pack.rows[number], pack.start[number] + column + 1]  # [M]
+    hidden = chunk.hidden[pack.cu_len[number] + column]  # [M, H]
     tile = max(1, MOST_LOGITS // round.target.vocab_size)
     parts = []
     for first in range(0, len(following), tile):
         some = slice(first, first + tile)
-        logits = round.target.logits(chunk.hidden[number[some], column[some]][None])  # [1, tile, V]
+        logits = round.target.logits(hidden[None, some])  # [1, tile, V]
         found = LogProbs.of(logits, following[None, some], alternatives)
         floats = torch.cat([found.chosen[0, :, None], found.values[0]], dim=1)
         parts.append(torch.cat([floats.contiguous().view(torch.int32), found.ids[0].int()], dim=1))

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from specdec.attention.backend import Backend
-from specdec.attention.plan import plan_chunk, plan_last
+from specdec.attention.pack import Pack
+from specdec.attention.plan import plan_last, plan_packed
 from specdec.config import MAX_FORCED_TOKENS
-from specdec.draft_models.base import Binding, Drafter, Observation
+from specdec.draft_models.base import Binding, Drafter, Observation, PromptObservation
 from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.cache import KVCache
@@ -24,7 +25,8 @@ from specdec.kvcache.table import Rows
 from specdec.models.target import FinalStates, TargetModel
 from specdec.models.watched_weights import watched_weights
 from specdec.runtime.rounds.opening import Opening
-from specdec.runtime.rounds.result import RoundShape, pack
+from specdec.runtime.rounds.result import RoundShape
+from specdec.runtime.rounds.result import pack as pack_result
 from specdec.runtime.rounds.unread import KEPT, Unread
 from specdec.sampling.kernel_sampler import KernelSampler
 from specdec.sampling.log_probs import LogProbs
@@ -37,23 +39,19 @@ PREFILL_STAGES = ("prefill",)
 
 
 class Chunk(NamedTuple):
-    """What the target has read of prompts: the next `length` [B] tokens `fed` [B, N] of each row, 0 behind them, where
-    `committed_len` [B] were before; and what its forward returned. states: whose `hidden` has; that of the last token
-    stands in every place."""
+    """What the target has read of prompts: the runs of `pack`, of R requests in T places, tokens `fed` [T], 0 on
+    padding; and what its forward returned: `hidden` of the tokens that `states` says, [T, H] of every one, [R, H] of
+    the last of each run, or zeros [R, H]; aux_states [T, A * H]."""
 
-    rows: Rows
-    length: torch.Tensor
-    committed_len: torch.Tensor
+    pack: Pack
     fed: torch.Tensor
     hidden: torch.Tensor
     aux_states: torch.Tensor | None
     states: FinalStates
 
-    def first(self, count: int) -> "Chunk":
-        """Of the first `count` rows only."""
-        rows, aux_states = self.rows, None if self.aux_states is None else self.aux_states[:count]
-        length, committed, fed, hidden = (x[:count] for x in (self.length, self.committed_len, self.fed, self.hidden))
-        return Chunk(Rows(rows.index[:count], rows.longest), length, committed, fed, hidden, aux_states, self.states)
+    def last_hidden(self) -> torch.Tensor:
+        """[R, H], zeros where no final states were made."""
+        return self.hidden[self.pack.last] if self.states is FinalStates.EVERY else self.hidden
 
 
 def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
@@ -153,61 +151,72 @@ class Round:
         return FinalStates.LAST if ends else FinalStates.NONE
 
     @torch.inference_mode()
-    def read(self, rows: Rows, length: torch.Tensor, width: int, states: FinalStates) -> "Chunk":
-        """The target reads the next `length` [B] tokens of each row, at most `width`: makes their K/V, and the final
-        states that `final_states` says, by as few layers as that takes."""
-        plan = plan_chunk(self.backend, self.cache.table, rows, length, width)
+    def read(self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates) -> Chunk:
+        """The target reads the next `length` [R] tokens of rows [R], at most `num_places` together: makes their K/V,
+        and the final states that `final_states` says, by as few layers as that takes."""
+        table = self.cache.table
+        pack = Pack.of(rows, table.committed_len.tensor[rows], length, num_places)
+        plan = plan_packed(self.backend, table, pack)
         last_column = self.tokens.tensor.shape[1] - 1
-        fed = self.tokens.tensor[rows.index[:, None], plan.positions.clamp(max=last_column)]  # [B, N]
-        fed = fed.masked_fill(plan.positions >= (plan.committed_len + length)[:, None], 0)
+        fed = self.tokens.tensor[rows[pack.row_of], pack.positions.clamp(max=last_column)]  # [T]
+        fed = fed.masked_fill(~pack.exists, 0)
         fewer: dict[str, Any] = {}
         if states is FinalStates.LAST:
-            fewer = {"last": plan_last(self.backend, self.cache.table, rows, plan, fed)}
+            fewer = {"last": plan_last(self.backend, table, pack)}
         elif states is FinalStates.NONE:
             fewer = {"ends": True}
-        hidden, aux_states = self.target.forward(fed, plan, self.view, self.aux_layers, **fewer)
-        hidden = hidden.expand(-1, width, -1)
-        return Chunk(rows, length, plan.committed_len, fed, hidden, aux_states, states)
+        hidden, aux_states = self.target.forward(fed[None], plan, self.view, self.aux_layers, **fewer)
+        hidden = hidden[0].expand(len(rows), -1) if states is FinalStates.NONE else hidden[0]
+        return Chunk(pack, fed, hidden, None if aux_states is None else aux_states[0], states)
 
     @torch.inference_mode()
     def prefill(
-        self,
-        chunk: "Chunk",
-        through: IntArray,
-        shape: RoundShape,
-        allowed: RowMasks | None,
+        self, chunk: Chunk, through: IntArray, longest: int, shape: RoundShape, allowed: RowMasks | None
     ) -> torch.Tensor:
-        """After what the target has read: those numbered `through` [T] draw a token, and the drafter observes.
+        """After what the target has read: those numbered `through` [B] draw a token, and the drafter observes.
 
-        allowed: what grammars let those of them draw that have one. -> the packed result of T rounds of one node. What
-        they draw is in its place in `tokens`, so a round may follow. The host commits the chunks, from its own side,
-        once they are launched; the drafter observes them as if it had.
+        longest: no prompt of those has more tokens. allowed: what grammars let those of them draw that have one. -> the
+        packed result of B rounds of one node. What they draw is in its place in `tokens`, so a round may follow. The
+        host commits the chunks, from its own side, once they are launched; the drafter observes them as if it had.
         """
-        rows, length, committed, fed, hidden, aux_states, _ = chunk
-        width = fed.shape[1]
-        last_column = self.tokens.tensor.shape[1] - 1
-        behind = self.tokens.tensor[rows.index, (committed + length).clamp(max=last_column)]
-        first, scores = behind.new_zeros((0, 1)), None
+        pack, last_hidden = chunk.pack, chunk.last_hidden()
+        first, scores = pack.rows.new_zeros((0, 1)), None
         if len(through):
             chosen = upload(through, self.device)
-            logits, softcap = self.logits(hidden[chosen, length[chosen] - 1][:, None], shape.logprobs)  # [T, 1, V]
-            drawing = Rows(rows.index[chosen], rows.longest + width - 1)
-            history_len = (committed + length)[chosen]
+            logits, softcap = self.logits(last_hidden[chosen][:, None], shape.logprobs)  # [B, 1, V]
+            drawing = Rows(pack.rows[chosen], longest)
+            history_len = (pack.start + pack.length)[chosen]
             bits = None
             if allowed is not None:
                 bits = chosen.new_empty((len(through), 1, self.masks.num_words), dtype=torch.int32)
                 write_masks(bits, allowed)
             sampler = self.sampler_of(drawing, history_len, shape)
-            first = sampler.draw_after(None, bits, logits, history_len[:, None], softcap)  # [T, 1]
-            behind = behind.index_copy(0, chosen, first[:, 0])
+            first = sampler.draw_after(None, bits, logits, history_len[:, None], softcap)  # [B, 1]
             self.tokens.tensor[drawing.index, history_len] = first[:, 0]
             if self.seen_bits is not None and shape.uses.penalty:
                 self.seen_bits.add(drawing.index, first, torch.ones_like(first[:, 0]))
             scores = None if shape.logprobs is None else LogProbs.of(logits, first, shape.logprobs)
-        steps = torch.arange(width, device=self.device).expand(len(fed), width)
-        self.observe(rows, committed, fed, hidden, aux_states, steps, length, behind)
+        self._observe_prompts(chunk, last_hidden)
         one_node = torch.cat([torch.ones_like(first), torch.zeros_like(first), first], dim=1)
-        return pack(one_node, scores, self.clock.stop())
+        return pack_result(one_node, scores, self.clock.stop())
+
+    def _observe_prompts(self, chunk: Chunk, last_hidden: torch.Tensor) -> None:
+        """Show the drafter what the target saw of prompts."""
+        if self.worker is None:
+            return
+        pack = chunk.pack
+        if self.unread is not None:
+            self.unread.read[pack.rows] = pack.start + pack.length
+        column = (pack.positions + 1).clamp(max=self.tokens.tensor.shape[1] - 1)
+        seen = PromptObservation(
+            pack=pack,
+            tokens=chunk.fed,
+            following=self.tokens.tensor[pack.rows[pack.row_of], column],
+            hidden=chunk.hidden if chunk.states is FinalStates.EVERY else None,
+            last_hidden=last_hidden,
+            aux_states=chunk.aux_states,
+        )
+        self.worker.observe_prompts(seen)
 
     def allowed(self, shape: RoundShape) -> torch.Tensor:
         """[B, N, V / 32] int32, the tokens that grammars allow behind each node: the host writes them each round."""

@@ -1,0 +1,163 @@
+r"""Attention of prompts: runs of tokens of many requests in one row (`attention/pack.py`), as one call.
+
+Token t of run r, at position q, sees the keys of its request that are stored so far, its own and earlier ones:
+
+    visible(t, p) = begin_r <= p <= q   and q - p < window
+    out_t = sum_p e^{x_tp} v_p / (e^{sink} + sum_p e^{x_tp}),   x_tp = cap(scaling * q_t . k_p),  cap(x) = c tanh(x / c)
+
+All keys are read by position from the pools, where the forward has stored its own: prefix and run are one walk, layers
+that share the K/V of another need nothing else, and in order (`exact`) a row has the bits of plain decoding at its
+position, whatever its chunk and its company. Places of no run are 0. The launcher reads nothing back: T and R decide
+the launch, so it can be captured.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from specdec.attention.kernels.key_tiles import fits, padded_channels
+from specdec.attention.kernels.paged_attention import choose_splits, choose_tiles, fit_tiles
+from specdec.attention.kernels.paged_attention_kernels import merge_kernel
+from specdec.attention.kernels.ragged_attention_kernel import ragged_kernel
+from specdec.attention.kernels.tree_attention import choose_cut
+from specdec.attention.pack import Lines, Pack
+from specdec.attention.runs import RunsAttention, dense_run
+from specdec.gpu.triton_device import device_limits
+from specdec.gpu.triton_shim import triton
+
+
+class RaggedTiles(NamedTuple):
+    """How the work is cut, and what a program runs with. split_len: keys of a chain, in order; 0: in any order."""
+
+    block_m: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    split_len: int = 0
+    waves: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedAttention:
+    """An `Attend` of `plan.py`: k and v of the forward, _k and _v, are read back from the pools."""
+
+    pack: Pack
+    lines: Lines
+    window: int | None
+    exact: bool
+
+    def __call__(
+        self, query: torch.Tensor, _k: object, _v: object, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        exact, window = self.exact, self.window
+        return ragged_attention(query, pool_k, pool_v, self.pack, self.lines, window=window, exact=exact, **options)
+
+
+def reference_ragged_attention(
+    query: torch.Tensor,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    pack: Pack,
+    lines: Lines,
+    *,
+    window: int | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """`ragged_attention` run by run, in plain torch."""
+    return RunsAttention.of(dense_run, pack, lines, window)(query, None, None, pool_k, pool_v, **options)
+
+
+def ragged_attention(
+    query: torch.Tensor,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    pack: Pack,
+    lines: Lines,
+    *,
+    scaling: float,
+    exact: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    tiles: RaggedTiles | None = None,
+) -> torch.Tensor:
+    """Attend -> [1, T, Hq, D] in the query's dtype.
+
+    query: [1, Hq, T, D], any strides.      pool_k, pool_v: [slots, Hkv, D], any strides; the pack's K/V are in them.
+    lines: of the space of these pools.     window: a key is visible if it lies fewer than this many positions back.
+    softcap: c above.  sinks: [Hq] logits.  exact: in the order in which plain decoding adds keys up.
+    tiles: chosen by `choose_ragged`, given by hand only in tests and when tuning.
+    """
+    one, num_heads, num_tokens, head_dim = query.shape
+    kv_heads, num_runs, device = pool_k.shape[1], len(pack.rows), query.device
+    assert one == 1 and pack.row_of.shape == (num_tokens,), f"{query.shape=} {pack.row_of.shape=}"
+    assert num_heads % kv_heads == 0, f"{num_heads} query heads do not group over {kv_heads}"
+    assert pool_k.shape == pool_v.shape and pool_k.shape[2] == head_dim, f"{pool_k.shape=} {pool_v.shape=}"
+    assert query.dtype == pool_k.dtype == pool_v.dtype, f"{query.dtype=} {pool_k.dtype=} {pool_v.dtype=}"
+    assert lines.slots.stride(1) == 1 and lines.line.shape == pack.start.shape == (num_runs,), f"{lines.slots.shape=}"
+    assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
+    group, block_d = num_heads // kv_heads, padded_channels(head_dim)
+    if tiles is None:
+        tiles = choose_ragged(num_tokens, group, kv_heads, block_d, query.element_size(), device, exact=exact)
+    tokens = tiles.block_m // group
+    num_tiles = -(-num_tokens // tokens) + num_runs  # a run, and padding, ends with a tile that may be part full
+    num_splits = 1
+    if not tiles.split_len:
+        num_keys = lines.slots.shape[1] if window is None else min(lines.slots.shape[1], window + tokens)
+        num_splits = choose_splits(num_tiles * kv_heads, num_keys, tiles.waves, device)
+    out = torch.empty((1, num_tokens, num_heads, head_dim), dtype=query.dtype, device=device)
+    part, lse = out, None
+    if num_splits > 1:
+        part = torch.empty((num_splits, *out.shape), dtype=torch.float32, device=device)
+        lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=device)
+    ragged_kernel[(num_tiles, kv_heads, num_splits)](
+        *(query, pool_k, pool_v, lines.slots, lines.line, lines.begin, pack.start, pack.cu_len, sinks, part, lse),
+        *(scaling, softcap, window, num_runs, num_tokens, num_splits, lines.slots.stride(0)),
+        *(*query.stride()[1:], *pool_k.stride(), *pool_v.stride()),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        TOKENS=tokens,
+        BLOCK_M=tiles.block_m,
+        BLOCK_K=tiles.block_k,
+        BLOCK_D=block_d,
+        BLOCK_R=triton.next_power_of_2(num_runs + 1),
+        SPLIT_LEN=tiles.split_len,
+        GROWS=window is None and lines.begin is None,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if num_splits > 1:
+        merge_kernel[(num_tokens * num_heads,)](
+            part, lse, out, num_splits, HEAD_DIM=head_dim, BLOCK_D=block_d, num_warps=max(1, block_d // 128)
+        )
+    return out
+
+
+def choose_ragged(
+    num_tokens: int,
+    group: int,
+    kv_heads: int,
+    block_d: int,
+    item_size: int,
+    device: torch.device,
+    *,
+    exact: bool,
+) -> RaggedTiles:
+    """In any order: the tiles that chunks had, timed on an H200. In order: the cut of plain decoding, in larger tiles
+    of rows, which change no bit."""
+    shared = device_limits(device)[1]
+    fewest: int = max(16, triton.next_power_of_2(group))  # a tile has a token at least
+    if not exact:
+        any_order = fit_tiles(choose_tiles(num_tokens * group, block_d, item_size), block_d, item_size, shared)
+        block_m = max(any_order.block_m, fewest)
+        return RaggedTiles(block_m, *any_order[1:4], 0, any_order.waves)
+    cut = choose_cut(block_d, item_size, kv_heads)
+    block_m, num_warps, stages = (16, 4 if block_d <= 256 else 8, 2) if item_size > 2 else (32, 4, 3)
+    if item_size <= 2 and num_tokens * group > 256:  # two accumulators a row
+        block_m, num_warps = (64, 8) if block_d <= 256 else (32, 8)
+    block_m = max(block_m, fewest)
+    while stages > 1 and not fits(block_m, cut.block_k, stages, block_d, item_size, shared):
+        stages -= 1
+    return RaggedTiles(block_m, cut.block_k, num_warps, stages, cut.split_len)

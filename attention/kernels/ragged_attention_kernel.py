@@ -1,0 +1,259 @@
+"""The Triton kernel of `ragged_attention`, which holds the math, the reference and the launch.
+
+    grid (tiles, Hkv, splits)
+
+    places   a a a a a a a b b b c . .       tiles of 4 tokens of one run each: how many a run has follows from cu_len
+             |0      |1    |2    |3|4  |     padding is a run of no keys at the end; programs past the last tile return
+    rows     a tile's tokens x the G query heads of a kv head, packed token-major
+    keys     lo ........................ end positions; tiles of BLOCK_K at multiples of BLOCK_K; lo is the oldest key
+                                             that a row of the tile can see, so that what a window hides is not visited
+
+Two ways of adding keys up. SPLIT_LEN 0: one online softmax over all keys of a split, the splits cut evenly and merged
+by `merge_kernel` of `paged_attention`. Else as `tree_attention` does it, operation by operation: chains of SPLIT_LEN
+keys at absolute positions, folded in ascending order, so that a row has the bits that plain decoding gives it.
+"""
+
+from specdec.attention.kernels.key_tiles import LOG2E, load_keys
+from specdec.attention.kernels.paged_attention_kernels import absorb
+from specdec.attention.kernels.tree_attention_kernels import absorb_in_order, fold_weights, split_begin, split_of
+from specdec.gpu.triton_shim import tl, triton
+
+
+@triton.jit
+def _add_tile(
+    p_pool_k: tl.tensor,
+    p_pool_v: tl.tensor,
+    p_slots: tl.tensor,
+    i_key: tl.tensor,
+    lo: tl.tensor,
+    end: tl.tensor,
+    begin_of_line: tl.tensor,
+    b_q: tl.tensor,
+    b_pos: tl.tensor,
+    window: tl.tensor,
+    b_max: tl.tensor,
+    b_sum: tl.tensor,
+    b_acc: tl.tensor,
+    scaling: tl.tensor,
+    softcap: tl.tensor,
+    o_d: tl.tensor,
+    m_d: tl.tensor,
+    s_pk_t: tl.constexpr,
+    s_pk_d: tl.tensor,
+    s_pv_t: tl.constexpr,
+    s_pv_d: tl.tensor,
+    BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The keys from i_key on. Those outside [lo, end) read the nearest inside, and weigh nothing."""
+    o_key = i_key + tl.arange(0, BLOCK_K)
+    o_inside = o_key
+    if MASKED:
+        o_inside = tl.minimum(tl.maximum(o_key, lo), end - 1)
+    b_slot = tl.load(p_slots + (o_inside - begin_of_line)).to(tl.int64)[:, None]
+    b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
+    m_seen = None
+    if MASKED:
+        m_seen = (o_key[None, :] <= b_pos[:, None]) & (o_key[None, :] >= lo)
+        if window is not None:
+            m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)
+    if IN_ORDER:
+        b_max, b_sum, b_acc = absorb_in_order(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
+    else:
+        b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
+    return b_max, b_sum, b_acc
+
+
+@triton.jit
+def _walk(
+    p_pool_k: tl.tensor,
+    p_pool_v: tl.tensor,
+    p_slots: tl.tensor,
+    begin: tl.tensor,
+    stop: tl.tensor,
+    free_end: tl.tensor,
+    lo: tl.tensor,
+    end: tl.tensor,
+    begin_of_line: tl.tensor,
+    b_q: tl.tensor,
+    b_pos: tl.tensor,
+    window: tl.tensor,
+    b_max: tl.tensor,
+    b_sum: tl.tensor,
+    b_acc: tl.tensor,
+    scaling: tl.tensor,
+    softcap: tl.tensor,
+    o_d: tl.tensor,
+    m_d: tl.tensor,
+    s_pk_t: tl.constexpr,
+    s_pk_d: tl.tensor,
+    s_pv_t: tl.constexpr,
+    s_pv_d: tl.tensor,
+    BLOCK_K: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The keys [begin, stop): before free_end every row sees every key."""
+    # fmt: off
+    for i_key in range(begin, tl.minimum(stop, free_end), BLOCK_K):
+        b_max, b_sum, b_acc = _add_tile(
+            p_pool_k, p_pool_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window, b_max, b_sum, b_acc,
+            scaling, softcap, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, False, IN_ORDER,
+        )
+    for i_key in range(tl.maximum(begin, free_end), stop, BLOCK_K):
+        b_max, b_sum, b_acc = _add_tile(
+            p_pool_k, p_pool_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window, b_max, b_sum, b_acc,
+            scaling, softcap, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, True, IN_ORDER,
+        )
+    # fmt: on
+    return b_max, b_sum, b_acc
+
+
+@triton.jit(do_not_specialize=["window", "num_runs", "num_tokens", "num_splits", "s_line"])
+def ragged_kernel(
+    p_q: tl.tensor,  # [Hq, T, D]
+    p_pool_k: tl.tensor,  # [slots, Hkv, D]
+    p_pool_v: tl.tensor,
+    p_slots: tl.tensor,  # [L, W]
+    p_line: tl.tensor,  # [R]
+    p_begin: tl.tensor,  # [R] or None
+    p_start: tl.tensor,  # [R]
+    p_cu_len: tl.tensor,  # [R + 1]
+    p_sinks: tl.tensor,  # [Hq] or None
+    p_out: tl.tensor,  # [splits, T, Hq, D]
+    p_lse: tl.tensor,  # [splits, T, Hq] or None when there is one split
+    scaling: tl.tensor,
+    softcap: tl.tensor,  # or None
+    window: tl.tensor,  # or None
+    num_runs: tl.tensor,
+    num_tokens: tl.tensor,
+    num_splits: tl.tensor,
+    s_line: tl.tensor,
+    s_q_h: tl.tensor,
+    s_q_t: tl.tensor,
+    s_q_d: tl.tensor,
+    s_pk_t: tl.constexpr,
+    s_pk_h: tl.tensor,
+    s_pk_d: tl.tensor,
+    s_pv_t: tl.constexpr,
+    s_pv_h: tl.tensor,
+    s_pv_d: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,  # of a tile
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SPLIT_LEN: tl.constexpr,
+    GROWS: tl.constexpr,
+) -> None:
+    i_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # what sees most keys first
+    i_h, i_split = tl.program_id(1).to(tl.int64), tl.program_id(2)
+
+    # the tile map: run `num_runs` is padding
+    o_run = tl.arange(0, BLOCK_R)
+    b_first = tl.load(p_cu_len + o_run, mask=o_run <= num_runs, other=0).to(tl.int32)
+    b_first = tl.where(o_run <= num_runs, b_first, num_tokens)
+    b_behind = tl.load(p_cu_len + o_run + 1, mask=o_run < num_runs, other=0).to(tl.int32)
+    b_behind = tl.where(o_run < num_runs, b_behind, num_tokens)
+    b_tiles = (b_behind - b_first + TOKENS - 1) // TOKENS
+    b_cu_tiles = tl.cumsum(b_tiles, 0)
+    run = tl.sum((b_cu_tiles <= i_tile).to(tl.int32), 0)
+    if run > num_runs:
+        return
+    m_run = o_run == run
+    run_first = tl.sum(tl.where(m_run, b_first, 0), 0)
+    run_behind = tl.sum(tl.where(m_run, b_behind, 0), 0)
+    tile_of_run = i_tile - tl.sum(tl.where(m_run, b_cu_tiles - b_tiles, 0), 0)
+    first = run_first + tile_of_run * TOKENS
+    count = tl.minimum(TOKENS, run_behind - first)
+    is_real = run < num_runs
+    run = tl.minimum(run, num_runs - 1)
+
+    first_pos = tl.load(p_start + run).to(tl.int32) + tile_of_run * TOKENS
+    line = tl.load(p_line + run).to(tl.int64)
+    begin_of_line = 0
+    if p_begin is not None:
+        begin_of_line = tl.load(p_begin + run).to(tl.int32)
+    o_row = tl.arange(0, BLOCK_M)
+    o_token = o_row // GROUP
+    o_head = i_h * GROUP + o_row % GROUP
+    m_row = o_token < count
+    b_pos = first_pos + o_token
+    lo = begin_of_line
+    if window is not None:
+        lo = tl.maximum(lo, first_pos - window + 1)
+    end = tl.where(is_real, first_pos + count, 0)
+
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = tl.full([BLOCK_D], True, tl.int1) if HEAD_DIM == BLOCK_D else o_d < HEAD_DIM
+    o_place = (first + o_token).to(tl.int64)
+    p_q += o_head[:, None] * s_q_h + o_place[:, None] * s_q_t + o_d[None, :] * s_q_d
+    b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
+    p_slots += line * s_line
+    p_pool_k += i_h * s_pk_h
+    p_pool_v += i_h * s_pv_h
+    # every row sees every key before the tile's first token, but for a window
+    free_end = 0
+    if GROWS:  # no window
+        free_end = tl.where(is_real, (first_pos + 1) // BLOCK_K * BLOCK_K, 0)
+    o_out = o_place * (KV_HEADS * GROUP) + o_head
+    m_out = m_row[:, None] & m_d[None, :]
+
+    if SPLIT_LEN == 0:
+        begin = lo // BLOCK_K * BLOCK_K
+        chunk = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), num_splits), BLOCK_K) * BLOCK_K
+        begin += i_split * chunk
+        stop = tl.minimum(begin + chunk, end)
+        b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        if p_sinks is not None:
+            b_sink = tl.load(p_sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32) * LOG2E
+            b_max = tl.where(i_split == 0, b_sink, b_max)
+        b_sum = tl.full([BLOCK_M], 1.0, tl.float32)  # of the sink; scaled away by the first key where there is none
+        b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        # fmt: off
+        b_max, b_sum, b_acc = _walk(
+            p_pool_k, p_pool_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q, b_pos, window,
+            b_max, b_sum, b_acc, scaling, softcap, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, False,
+        )
+        # fmt: on
+        b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)
+        if p_lse is not None:
+            o_out += i_split * num_tokens.to(tl.int64) * (KV_HEADS * GROUP)
+            b_lse = b_max + tl.log2(b_sum)
+            tl.store(p_lse + o_out, b_lse, mask=m_row)
+            m_out = m_out & (b_lse > float("-inf"))[:, None]
+        b_out = b_acc * (1.0 / b_sum)[:, None]
+    else:
+        b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        b_sum = tl.zeros([BLOCK_M], tl.float32)
+        b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        first_split = split_of(lo, SPLIT_LEN, GROWS)
+        behind = tl.where(lo < end, split_of(end - 1, SPLIT_LEN, GROWS) + 1, first_split)
+        for i_part in range(first_split, behind):
+            begin = tl.maximum(split_begin(i_part, SPLIT_LEN, GROWS), lo // BLOCK_K * BLOCK_K)
+            stop = tl.minimum(split_begin(i_part + 1, SPLIT_LEN, GROWS), end)
+            b_part_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            b_part_sum = tl.zeros([BLOCK_M, 16], tl.float32)
+            b_part = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            # fmt: off
+            b_part_max, b_part_sum, b_part = _walk(
+                p_pool_k, p_pool_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q, b_pos, window,
+                b_part_max, b_part_sum, b_part, scaling, softcap, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d,
+                BLOCK_K, True,
+            )
+            # fmt: on
+            b_max, b_decay, b_weight = fold_weights(b_max, b_part_max)
+            b_sum = tl.fma(tl.max(b_part_sum, 1), b_weight, b_sum * b_decay)
+            b_acc = tl.fma(b_part, tl.zeros_like(b_part) + b_weight[:, None], b_acc * b_decay[:, None])
+        if p_sinks is not None:
+            b_sink = tl.load(p_sinks + o_head, mask=m_row, other=0.0).to(tl.float32) * LOG2E
+            b_max, b_total_decay, b_weight = fold_weights(b_max, b_sink)
+            b_sum = tl.fma(b_sum, b_total_decay, b_weight)
+            b_acc = b_acc * b_total_decay[:, None]
+        b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
+    if not is_real:
+        b_out = tl.zeros_like(b_out)
+    tl.store(p_out + o_out[:, None] * HEAD_DIM + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)

@@ -1,0 +1,104 @@
+"""Runs of tokens of many requests in one row, without padding between them: what a forward over prompts reads.
+
+    run        0         1     2             R = 3, T = 10
+    row        a a a a a b b b c .           row_of  0 0 0 0 0 1 1 1 2 2
+    cu_len     0         5     8 9           the place behind the last run is padding
+    positions  3 4 5 6 7 0 1 2 9 0           each run begins at a position of its own, 3 0 9
+
+R and T are known on the host and decide shapes; lengths are data on the device, so a captured forward is replayed with
+others. A run may be empty. Padding writes to the null slot and sees nothing.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space, SwaLoc
+from specdec.kvcache.table import RequestTable
+
+
+class Pack(NamedTuple):
+    """rows: [R] of the request table; start, length: [R], the position of a run's first token, and its tokens.
+    cu_len: [R + 1] tokens before each run. By place in the row, [T]: row_of, the run, of padding the last one;
+    positions, 0 on padding; exists, False on padding. All int64, but for exists."""
+
+    rows: torch.Tensor
+    start: torch.Tensor
+    length: torch.Tensor
+    cu_len: torch.Tensor
+    row_of: torch.Tensor
+    positions: torch.Tensor
+    exists: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, start: torch.Tensor, length: torch.Tensor, num_tokens: int) -> "Pack":
+        """Of runs of `length` [R] tokens, at most `num_tokens` together, from positions `start` [R] on."""
+        cu_len = torch.cat([length.new_zeros(1), length.cumsum(0)])
+        places = torch.arange(num_tokens, device=length.device)
+        row_of = torch.searchsorted(cu_len[1:], places, right=True).clamp(max=len(rows) - 1)
+        exists = places < cu_len[-1]
+        positions = torch.where(exists, start[row_of] + places - cu_len[row_of], 0)
+        return cls(rows, start, length, cu_len, row_of, positions, exists)
+
+    @property
+    def last(self) -> torch.Tensor:
+        """[R]: the place of each run's last token; of an empty run, any place."""
+        return (self.cu_len[1:] - 1).clamp(min=0)
+
+    def last_tokens(self) -> "Pack":
+        """Runs of the last token of each run, alone: T is R. Of an empty run it is padding in a place of its own."""
+        ahead = (self.length - 1).clamp(min=0)
+        places = torch.arange(len(self.rows), device=self.rows.device)
+        cu_len = torch.arange(len(self.rows) + 1, device=self.rows.device)
+        positions, exists = self.start + ahead, self.length > 0
+        return Pack(self.rows, positions, torch.ones_like(ahead), cu_len, places, positions, exists)
+
+
+class Lines(NamedTuple):
+    """Where the keys of R runs lie in one space: the slot of the key at position p of run r is
+    slots[line[r], p - begin[r]]. begin None: 0 for all."""
+
+    slots: torch.Tensor
+    line: torch.Tensor
+    begin: torch.Tensor | None
+
+    def at(self, run: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Slots of these positions of these runs, of one shape; of what lies outside, of the nearest inside."""
+        column = positions if self.begin is None else positions - self.begin[run]
+        return self.slots[self.line[run], column.clamp(0, self.slots.shape[1] - 1)]
+
+
+class PackTables(NamedTuple):
+    """Where a forward over a pack reads and writes (`PrefixTables`). In the full space lines are the request table's;
+    in SWA space they are made, of what some token of a run can see: O(window + longest run) wide."""
+
+    full: Lines
+    swa: Lines | None
+    write_full: FullLoc
+    write_swa: SwaLoc | None
+    page_size: int
+
+    def of(self, space: Space) -> Lines:
+        lines = self.full if space is Space.FULL else self.swa
+        assert lines is not None, "no SWA space"
+        return lines
+
+    def pages(self, space: Space) -> tuple[torch.Tensor, torch.Tensor]:
+        lines = self.of(space)
+        begin = torch.zeros_like(lines.line) if lines.begin is None else lines.begin
+        return lines.slots[lines.line, :: self.page_size] // self.page_size, begin
+
+
+def locate_pack(table: RequestTable, pack: Pack, longest: int) -> PackTables:
+    """longest: no run has more tokens. The padding row of the table has null slots throughout."""
+    slots, page_size, retain = table.slots.tensor, table.allocator.page_size, table.retain
+    full = Lines(slots, pack.rows, None)
+    write = FullLoc(full.at(pack.row_of, pack.positions).masked_fill(~pack.exists, NULL_SLOT))
+    if retain is None:
+        return PackTables(full, None, write, None, page_size)
+    begin = (pack.start - retain).clamp(min=0) // page_size * page_size
+    columns = begin[:, None] + torch.arange(min(slots.shape[1], retain + page_size - 1 + longest), device=slots.device)
+    inside = FullLoc(slots[pack.rows[:, None], columns.clamp(max=slots.shape[1] - 1)])
+    numbers = torch.arange(len(pack.rows), device=slots.device)
+    swa = Lines(table.allocator.translate(inside), numbers, begin)
+    return PackTables(full, swa, write, table.allocator.translate(write), page_size)

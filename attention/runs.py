@@ -1,0 +1,108 @@
+"""Attention over a pack in plain torch: the CPU's path, run by run, and the oracle of `ragged_attention`.
+
+Token t of run r, at position q, sees the keys of its own request at positions p: 0 <= p <= q, and q - p < window. They
+are read by position from the pools, where the forward has stored its own. How long runs are is read by the host.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specdec.attention.dense import VisibleKeys, bias_of
+from specdec.attention.deterministic_attention import deterministic_attention
+from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
+from specdec.attention.pack import Lines, Pack
+from specdec.attention.path_attention import PathAttention, part_of
+from specdec.attention.plan import Attend
+
+
+@dataclass(frozen=True, slots=True)
+class RunsAttention:
+    """An `Attend` of `plan.py` over T places. runs: places of each run, and the attention of these alone, as of one
+    request of so many queries. Places of no run are 0."""
+
+    num_places: int
+    runs: Sequence[tuple[slice, Attend]]
+
+    @classmethod
+    def of(cls, make: Callable[..., Attend], pack: Pack, lines: Lines, window: int | None) -> "RunsAttention":
+        """make: `dense_run` or `exact_run`."""
+        runs, begin = [], 0
+        for number in range(len(pack.rows)):
+            length, start = int(pack.length[number]), int(pack.start[number])
+            places = slice(begin, begin + length)
+            begin += length
+            if length and bool(pack.exists[places.start]):
+                positions = torch.arange(start, start + length, device=pack.start.device)
+                oldest = 0 if window is None else max(0, start - window + 1)
+                keys = torch.arange(oldest, start + length, device=positions.device)
+                slots = lines.at(torch.full_like(keys, number), keys)[None]
+                runs.append((places, make(slots, keys[None], positions[None], window)))
+        return cls(len(pack.row_of), runs)
+
+    def __call__(
+        self, query: torch.Tensor, _k: object, _v: object, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        out = query.new_zeros((1, query.shape[2], query.shape[1], query.shape[3]))
+        for places, attend in self.runs:
+            out[:, places] = attend(query[:, :, places], None, None, pool_k, pool_v, **options)
+        return out
+
+    def part(self, _requests: slice, columns: slice) -> "RunsAttention":
+        """For these places; there is one row."""
+        runs = []
+        for places, attend in self.runs:
+            first, stop = max(places.start, columns.start), min(places.stop, columns.stop)
+            if first < stop:
+                some = part_of(attend, slice(0, 1), slice(first - places.start, stop - places.start))
+                runs.append((slice(first - columns.start, stop - columns.start), some))
+        return RunsAttention(columns.stop - columns.start, runs)
+
+
+@dataclass(frozen=True, slots=True)
+class EveryRun:
+    """The same without reading a length: every run is attended by all places, and those of others are dropped. It can
+    be captured, and takes R times as long."""
+
+    pack: Pack
+    lines: Lines
+    window: int | None
+
+    def __call__(
+        self, query: torch.Tensor, _k: object, _v: object, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        pack, lines = self.pack, self.lines
+        out = query.new_zeros((1, query.shape[2], query.shape[1], query.shape[3]))
+        columns = torch.arange(lines.slots.shape[1], device=query.device)
+        for number in range(len(pack.rows)):
+            run = torch.full_like(columns, number)
+            keys = columns if lines.begin is None else columns + lines.begin[number]
+            first, end = pack.start[number], pack.start[number] + pack.length[number]
+            oldest = torch.zeros_like(first) if self.window is None else (first - self.window + 1).clamp(min=0)
+            inside = keys.maximum(oldest).minimum((end - 1).clamp(min=0))  # a key that nobody sees may be broken
+            mine = pack.exists & (pack.row_of == number)
+            back = torch.where(mine, pack.positions, end - 1)[:, None] - keys  # [T, L]
+            seen = (back >= 0) & (keys == inside)
+            if self.window is not None:
+                seen = seen & (back < self.window)
+            attend = VisibleKeys(lines.at(run, inside)[None], bias_of(seen[None])).attend
+            answer = attend(query, None, None, pool_k, pool_v, **options)
+            out = torch.where(mine[:, None, None], answer, out)
+        return out
+
+
+def dense_run(slots: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, window: int | None) -> Attend:
+    """Of one run: slots and positions of its keys [1, L], positions [1, N] of its queries."""
+    back = positions[:, :, None] - keys[:, None]
+    seen = back >= 0
+    return VisibleKeys(slots, bias_of(seen if window is None else seen & (back < window))).attend
+
+
+def exact_run(slots: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, window: int | None) -> Attend:
+    """The same cut by absolute position, as plain decoding is. All keys are found through the table, none is apart."""
+    end = (keys[:, -1] + 1 + ALIGN - 1) // ALIGN * ALIGN  # so that complete tiles hold all
+    none_apart = OwnKeys(slots.new_zeros((1, 1, ALIGN + 1), dtype=torch.int32), None)
+    first = keys[:, 0].clone()
+    return PathAttention(deterministic_attention, none_apart, slots, first, end, positions, None, 1, window)

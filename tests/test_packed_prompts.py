@@ -1,0 +1,34 @@
+"""Prompts packed in any company have the tokens and the log-probabilities that each has alone, in every family."""
+
+import random
+
+import pytest
+
+from specdec import SamplingParams
+
+from marks import examples
+from tiny_models import FAMILIES
+
+PACKS = examples(2, 16)
+"""Random loads of each family; in depth more than 200 in all."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_packs_are_as_lone_prompts(family, make_target, make_engine, random_prompt) -> None:
+    draw = random.Random(family)
+    model = make_target(family)
+    sizes = {"max_model_len": 96, "prefix_cache": False}
+    lone = make_engine(model, max_batch_size=1, prefill_chunk=64, **sizes)
+    packed = make_engine(model, max_batch_size=6, prefill_chunk=draw.randint(3, 20), max_prefill_tokens=29, **sizes)
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True, logprobs=0)
+    for seed in range(PACKS):
+        prompts = [
+            random_prompt(draw.choice([1, 2, 7, 19, 33, 50]), seed=9 * seed + i) for i in range(draw.randint(2, 6))
+        ]
+        together = packed.generate(prompts, params)
+        for prompt, out in zip(prompts, together, strict=True):
+            [alone] = lone.generate([prompt], params)
+            assert out.token_ids == alone.token_ids
+            for one, other in zip(out.logprobs, alone.logprobs, strict=True):
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        packed.table.check()

@@ -1,0 +1,199 @@
+"""Prompts in one row: where tokens lie, what they see, and the kernel in Triton's interpreter against an oracle.
+
+The oracle is one softmax a token, in float64, over a plain list of its keys; bits are compared with those that plain
+decoding gives the same token, by `tree_attention`, and with the same token in other company.
+"""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from specdec.attention.kernels import ragged_attention_kernel as kernel
+from specdec.attention.kernels.own_keys import own_keys
+from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention, reference_ragged_attention
+from specdec.attention.kernels.tree_attention import Cut, RowTiles, tree_attention
+from specdec.attention.pack import Lines, Pack
+from specdec.attention.runs import EveryRun, RunsAttention, dense_run, exact_run
+from specdec.runtime.rounds.captured_prompts import MOST_TOKENS, token_buckets
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+ANY_ORDER, IN_ORDER = RaggedTiles(16, 16, 4, 1), RaggedTiles(16, 16, 4, 1, 32)
+CUT = {"cut": Cut(16, 32), "tiles": RowTiles(16, 4, 1)}  # of plain decoding, the same
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
+
+pytestmark = pytest.mark.usefixtures("poison_empty")
+
+
+@pytest.fixture(autouse=True)
+def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not CUDA:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert not isinstance(kernel.ragged_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
+
+
+def pack_of(starts: list[int], lengths: list[int], num_places: int, rows: list[int] | None = None) -> Pack:
+    numbers = (rows or list(range(len(starts))), starts, lengths)
+    return Pack.of(*(torch.tensor(x, device=DEVICE) for x in numbers), num_places)
+
+
+class Case:
+    """Requests with keys at random slots, and queries for some of their newest tokens. begin: see `Lines`."""
+
+    def __init__(self, starts: list[int], lengths: list[int], spare: int, begin: list[int] | None, seed: int) -> None:
+        noise = torch.Generator().manual_seed(seed)
+        self.starts, self.lengths = starts, lengths
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        width, first = max(ends) + 3, begin or [0] * len(starts)
+        slots = 1 + torch.randperm(len(starts) * width, generator=noise).view(len(starts), width)
+        shape = (len(starts) * width + 1, KV_HEADS, HEAD_DIM)
+        self.k, self.v = (torch.full(shape, torch.nan).to(DEVICE) for _ in "kv")
+        for number, end in enumerate(ends):
+            held = slots[number, : end - first[number]].to(DEVICE)
+            self.k[held], self.v[held] = (torch.randn(len(held), *shape[1:], generator=noise).to(DEVICE) for _ in "kv")
+        self.pack = pack_of(starts, lengths, sum(lengths) + spare)
+        self.q = torch.randn(1, HEADS, sum(lengths) + spare, HEAD_DIM, generator=noise).to(DEVICE)
+        begins = None if begin is None else torch.tensor(begin, device=DEVICE)
+        self.lines = Lines(slots.to(DEVICE), torch.arange(len(starts), device=DEVICE), begins)
+
+    def arguments(self) -> tuple[Any, ...]:
+        return self.q, self.k, self.v, self.pack, self.lines
+
+    def expected(self, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+        out = torch.zeros(1, self.q.shape[2], HEADS, HEAD_DIM, dtype=torch.float64)
+        place = 0
+        for number, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            first = 0 if self.lines.begin is None else int(self.lines.begin[number])
+            for q in range(start, start + length):
+                seen = [p for p in range(first, q + 1) if window is None or q - p < window]
+                slots = self.lines.slots[number, torch.tensor(seen) - first].cpu()
+                for head in range(HEADS):
+                    keys, values = (pool[slots, head * KV_HEADS // HEADS].cpu().double() for pool in (self.k, self.v))
+                    scores = keys @ self.q[0, head, place].cpu().double() * 0.3
+                    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+                    sink = torch.zeros(0) if sinks is None else sinks[head, None].cpu()
+                    out[0, place, head] = torch.cat([scores, sink]).softmax(0)[: len(seen)] @ values
+                place += 1
+        return out
+
+
+def test_where_tokens_of_a_pack_lie() -> None:
+    """The example of `attention/pack.py`."""
+    pack = pack_of([3, 0, 9], [5, 3, 1], 10, rows=[4, 2, 7])
+    assert pack.cu_len.tolist() == [0, 5, 8, 9]
+    assert pack.row_of.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
+    assert pack.positions.tolist() == [3, 4, 5, 6, 7, 0, 1, 2, 9, 0]
+    assert pack.exists.tolist() == [True] * 9 + [False]
+    assert pack.last.tolist() == [4, 7, 8]
+    last = pack.last_tokens()
+    assert (last.positions.tolist(), last.row_of.tolist(), last.exists.tolist()) == ([7, 2, 9], [0, 1, 2], [True] * 3)
+
+
+def test_empty_runs_take_no_place() -> None:
+    pack = pack_of([3, 8, 0, 0], [2, 0, 1, 0], 4)
+    assert pack.row_of.tolist() == [0, 0, 2, 3]
+    assert pack.positions.tolist() == [3, 4, 0, 0]
+    assert pack.last_tokens().exists.tolist() == [True, False, True, False]
+
+
+def test_numbers_of_tokens_are_few() -> None:
+    assert token_buckets(200) == [16, 24, 32, 48, 64, 96, 128, 192]
+    assert len(token_buckets(MOST_TOKENS)) * 2 <= 40  # with and without the last tokens' head
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["any-order", "in-order"])
+@pytest.mark.parametrize(
+    ("window", "begin", "softcap", "sinks"),
+    [(None, None, None, False), (9, None, 3.0, True), (9, [8, 0, 16, 0], None, False), (None, None, 2.0, True)],
+    ids=["full", "window-cap-sinks", "window-lines", "full-cap-sinks"],
+)
+def test_the_kernel_against_the_definition(exact, window, begin, softcap, sinks) -> None:
+    case = Case([17, 0, 40, 3], [11, 1, 0, 20], 5, begin, 0)
+    logits = torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE) if sinks else None
+    options: dict[str, Any] = {"scaling": 0.3, "window": window, "softcap": softcap, "sinks": logits}
+    got = ragged_attention(*case.arguments(), **options, exact=exact, tiles=IN_ORDER if exact else ANY_ORDER)
+    want = case.expected(window, softcap, logits)
+    torch.testing.assert_close(got.cpu().double(), want, rtol=2e-5, atol=2e-5)
+    plain = reference_ragged_attention(*case.arguments(), **options)
+    torch.testing.assert_close(plain.cpu().double(), want, rtol=2e-5, atol=2e-5)
+    in_order = RunsAttention.of(exact_run, case.pack, case.lines, window)
+    del options["window"]
+    exactly = in_order(case.q, None, None, case.k, case.v, **options)
+    torch.testing.assert_close(exactly.cpu().double(), want, rtol=2e-5, atol=2e-5)
+
+
+def test_a_short_run_behind_a_long_prefix_is_cut_into_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program would walk over all of it while the device idles."""
+    monkeypatch.setattr("specdec.attention.kernels.ragged_attention.choose_splits", lambda *_: 3)
+    case = Case([200, 5], [3, 2], 2, None, 1)
+    for sinks in (None, torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE)):
+        got = ragged_attention(*case.arguments(), scaling=0.3, sinks=sinks, tiles=ANY_ORDER)
+        torch.testing.assert_close(got.cpu().double(), case.expected(None, None, sinks), rtol=2e-5, atol=2e-5)
+
+
+def test_what_a_window_hides_is_not_visited() -> None:
+    """Nor are keys past a tile: they hold NaN, and a product with a weight of 0 would show it."""
+    case = Case([100], [4], 0, None, 2)
+    hidden = case.lines.slots[0, :80]
+    case.k[hidden] = case.v[hidden] = torch.nan
+    for exact in (False, True):
+        tiles = IN_ORDER if exact else ANY_ORDER
+        got = ragged_attention(*case.arguments(), scaling=0.3, window=9, exact=exact, tiles=tiles)
+        assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_token_has_the_bits_of_plain_decoding_in_any_company(window: int | None) -> None:
+    case = Case([37, 0, 62], [9, 5, 1], 3, None, 3)
+    options: dict[str, Any] = {"scaling": 0.3, "window": window}
+    together = ragged_attention(*case.arguments(), **options, exact=True, tiles=IN_ORDER)
+    alone = case.pack._replace(
+        rows=case.pack.rows[:1],
+        start=case.pack.start[:1] + 4,
+        length=case.pack.length[:1] - 4,
+        cu_len=torch.tensor([0, 5], device=DEVICE),
+        row_of=torch.zeros(5, dtype=torch.int64, device=DEVICE),
+    )
+    lines = case.lines._replace(line=case.lines.line[:1])
+    tail = ragged_attention(case.q[:, :, 4:9], case.k, case.v, alone, lines, **options, exact=True, tiles=IN_ORDER)
+    assert torch.equal(tail, together[:, 4:9])
+    for place, run, position in ((3, 0, 40), (8, 0, 45), (12, 1, 3), (14, 2, 62)):
+        committed, pages = torch.tensor([position], device=DEVICE), case.lines.slots[run, None, : position + 1]
+        own = own_keys(pages, None, committed, case.lines.slots[run, None, position, None].contiguous(), page_size=1)
+        query, where = case.q[:, :, place, None], torch.tensor([[position]], device=DEVICE)
+        decoded = tree_attention(
+            *(query, case.k, case.v, own, pages, None, committed, where), page_size=1, **options, **CUT
+        )
+        assert torch.equal(decoded[0, 0], together[0, place]), f"{position=}"
+
+
+def test_random_packs_are_as_each_run_alone() -> None:
+    draw = random.Random(0)
+    for seed in range(20):
+        count = draw.randint(1, 6)
+        starts, lengths = ([draw.randint(0, most) for _ in range(count)] for most in (90, 20))
+        if not any(lengths):
+            continue
+        case = Case(starts, lengths, draw.randint(0, 9), None, seed)
+        window = draw.choice([None, 7, 30])
+        want = case.expected(window, None, None)
+        for make in (dense_run, exact_run):
+            attend = RunsAttention.of(make, case.pack, case.lines, window)
+            got = attend(case.q, None, None, case.k, case.v, scaling=0.3)
+            torch.testing.assert_close(got.cpu().double(), want, rtol=2e-5, atol=2e-5)
+            stop = sum(lengths) + 1 if case.q.shape[2] > sum(lengths) else sum(lengths)
+            first = draw.randrange(stop)
+            if make is exact_run:  # tiles of a forward: the same bits
+                part = attend.part(slice(0, 1), slice(first, stop))
+                some = part(case.q[:, :, first:stop], None, None, case.k, case.v, scaling=0.3)
+                assert torch.equal(some, got[:, first:stop])
+
+
+@pytest.mark.parametrize(("window", "begin"), [(None, None), (9, None), (9, [8, 0, 16, 0])])
+def test_a_capture_reads_no_length(window: int | None, begin: list[int] | None) -> None:
+    case = Case([17, 0, 40, 3], [11, 1, 0, 20], 5, begin, 0)
+    got = EveryRun(case.pack, case.lines, window)(case.q, None, None, case.k, case.v, scaling=0.3)
+    torch.testing.assert_close(got.cpu().double(), case.expected(window, None, None), rtol=2e-5, atol=2e-5)
