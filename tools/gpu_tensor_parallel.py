@@ -1,12 +1,13 @@
 """Two GPUs, the same bits: `python tools/gpu_tensor_parallel.py`, on a host with two or more.
 
     exchange  84 gathers in a captured graph of each device, by size: whether all devices hold the right bits, and the
-              time of one, beside NCCL's all-reduce of as many numbers in such graphs
+              time of one
     bits      TP = 2 and TP = 1 with `deterministic=True`, at the widths of published shapes, few layers: tokens and
               log-probabilities must be equal, alone and among 80, chains and trees, chunks, cached, preempted
     times     plain steps at context 1,024, batch 1 and 8, with few layers and with more: what a layer takes
     stalled   a device that is busy for longer than a wait lasts: DeviceLostError in less than 10 s, and another engine
               of the process goes on
+    nccl      NCCL's all-reduce of as many rows, in such graphs where it can be captured; last, since it may hang there
 
 `--device cpu` runs the bits on ranks that share the CPU, in Triton's interpreter. A failed part is a row that failed.
 """
@@ -63,68 +64,64 @@ def seconds_of(work: Callable[[], Any], devices: Sequence[torch.device], repeats
     return best
 
 
-def exchange_rows() -> list[Row]:
+def exchange_rows(size: int) -> list[Row]:
     ranks = make_ranks(torch.device("cuda:0"), 2)
-    ranks.reserve(2 * PARTS * max(SIZES) * WIDTH)
-    rows = []
-    for size in SIZES:
-        parts = [torch.randn(PARTS, size, WIDTH, device=device) for device in ranks.devices]
-        want = torch.cat([part.cpu() for part in parts])
-        found: list[Any] = []
+    ranks.reserve(2 * PARTS * size * WIDTH)
+    parts = [torch.randn(PARTS, size, WIDTH, device=device) for device in ranks.devices]
+    want = torch.cat([part.cpu() for part in parts])
+    found: list[Any] = []
 
-        def program(parts=parts, found=found) -> torch.Tensor:
-            ranks.begin()
-            for _ in range(EXCHANGES):
-                found[:] = ranks.gather(parts)
-            ranks.end()
-            return parts[0]
+    def program() -> torch.Tensor:
+        ranks.begin()
+        for _ in range(EXCHANGES):
+            found[:] = ranks.gather(parts)
+        ranks.end()
+        return parts[0]
 
-        def alone(parts=parts) -> torch.Tensor:
-            for rank, part in enumerate(parts):
-                with ranks.on(rank):
-                    for _ in range(EXCHANGES):
-                        part.clone()
-            return parts[0]
+    def alone() -> torch.Tensor:
+        for rank, part in enumerate(parts):
+            with ranks.on(rank):
+                for _ in range(EXCHANGES):
+                    part.clone()
+        return parts[0]
 
-        program()
-        synchronize(ranks.devices)
-        ranks.check()
-        equal = all(torch.equal(out.cpu(), want) for out in found)
-        times = []
-        for body in (program, alone):
-            replay, _ = SplitCapture(ranks.devices)(body)
-            replay()
-            times.append(seconds_of(replay, ranks.devices) / EXCHANGES * 1e6)
-        ranks.check()
-        equal &= all(torch.equal(out.cpu(), want) for out in found)
-        kib = PARTS * size * WIDTH * 4 / 1024
-        note = f"{times[0]:.2f} us, a copy alone {times[1]:.2f}; NCCL {nccl_microseconds(ranks.devices, size)}"
-        rows.append(Row(f"exchange, {size} rows, {kib:.0f} KiB a rank", "right" if equal else "WRONG", note, equal))
-    return rows
+    program()
+    synchronize(ranks.devices)
+    ranks.check()
+    equal = all(torch.equal(out.cpu(), want) for out in found)
+    times = []
+    for body in (program, alone):
+        replay, _ = SplitCapture(ranks.devices)(body)
+        replay()
+        times.append(seconds_of(replay, ranks.devices) / EXCHANGES * 1e6)
+    ranks.check()
+    equal &= all(torch.equal(out.cpu(), want) for out in found)
+    kib = PARTS * size * WIDTH * 4 / 1024
+    note = f"{times[0]:.2f} us, a copy alone {times[1]:.2f}"
+    return [Row(f"exchange, {size} rows, {kib:.0f} KiB a rank", "right" if equal else "WRONG", note, equal)]
 
 
-def nccl_microseconds(devices: Sequence[torch.device], size: int) -> str:
-    """An all-reduce of bfloat16 rows, as engines of one process a device make it."""
+def nccl_rows(size: int) -> list[Row]:
+    """An all-reduce of bfloat16 rows over the devices of this process."""
+    from torch.cuda import nccl
+
+    devices = [torch.device("cuda", index) for index in range(2)]
+    rows = [torch.randn(size, WIDTH, device=device, dtype=torch.bfloat16) for device in devices]
+    nccl.all_reduce(rows)
+    synchronize(devices)
+
+    def program() -> torch.Tensor:
+        for _ in range(EXCHANGES):
+            nccl.all_reduce(rows)
+        return rows[0]
+
     try:
-        from torch.cuda import nccl
-
-        rows = [torch.randn(size, WIDTH, device=device, dtype=torch.bfloat16) for device in devices]
-        nccl.all_reduce(rows)
-        synchronize(devices)
-
-        def program() -> torch.Tensor:
-            for _ in range(EXCHANGES):
-                nccl.all_reduce(rows)
-            return rows[0]
-
-        try:
-            work, how = SplitCapture(devices)(program)[0], "captured"
-            work()
-        except Exception as error:
-            work, how = program, f"not captured, {type(error).__name__}"
-        return f"{seconds_of(work, devices, 3) / EXCHANGES * 1e6:.2f} us ({how})"
+        work, how = SplitCapture(devices)(program)[0], "captured"
+        work()
     except Exception as error:
-        return f"not measured ({type(error).__name__}: {str(error)[:60]})"
+        work, how = program, f"not captured, {type(error).__name__}"
+    microseconds = seconds_of(work, devices, 3) / EXCHANGES * 1e6
+    return [Row(f"NCCL, all-reduce of {size} rows", how, f"{microseconds:.2f} us")]
 
 
 def engine_of(target: TargetModel, drafter: Any, spec: SpecConfig, count: int, **config: Any) -> Engine:
@@ -283,14 +280,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[device_option]
     )
-    parser.add_argument("--parts", nargs="*", default=["exchange", "bits", "times", "stalled"])
+    parser.add_argument("--parts", nargs="*", default=["exchange", "bits", "times", "stalled", "nccl"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     require_device()
     torch.manual_seed(0)
     parts: list[tuple[str, Callable[[], list[Row]]]] = []
     if "exchange" in options.parts and not ON_CPU:
-        parts.append(("exchange", exchange_rows))
+        parts += [(f"exchange of {size}", lambda size=size: exchange_rows(size)) for size in SIZES]
     if "bits" in options.parts:
         shapes = list(SHAPES.items())[: 1 if ON_CPU else None]
         parts += [(f"bits of {shape}", lambda pair=(shape, n): bits_of_shape(*pair)) for shape, n in shapes]
@@ -298,6 +295,8 @@ def main() -> int:
         parts += [(f"times of {shape}", lambda shape=shape: time_rows(shape)) for shape in TIMED]
     if "stalled" in options.parts and not ON_CPU:
         parts.append(("stalled", stalled_rows))
+    if "nccl" in options.parts and not ON_CPU:
+        parts += [(f"NCCL of {size}", lambda size=size: nccl_rows(size)) for size in SIZES]
     results = ResultTable(f"{machine()}, {0 if ON_CPU else torch.cuda.device_count()} GPUs")
     for name, part in parts:
         with torch.no_grad():
