@@ -95,6 +95,14 @@ def test_what_is_smaller_takes_no_longer():
     assert table.seconds(1, 0)[:2].tolist() == [2.0, 2.0]
 
 
+def test_none_takes_less_than_a_draft_by_the_time_of_drafting():
+    """They were equal where rounds without drafts had been slow by chance, and wrong drafts were chosen as often."""
+    table = CostTable(draft_ladder(SpecConfig(2)))
+    table.note(0, 1, 0, {"draft": 0.0, "verify": 9.0, "other": 0.0})
+    table.note(1, 1, 0, {"draft": 0.5, "verify": 2.0, "other": 0.0})
+    assert table.seconds(1, 0)[:2].tolist() == [2.0, 2.5]
+
+
 def test_a_level_follows_the_least_and_forgets_it_slowly():
     level = Level()
     for value in (5.0, 2.0, 2.0, 2.0):

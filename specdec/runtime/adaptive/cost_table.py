@@ -83,8 +83,12 @@ class CostTable:
         if batch in self.timed:
             return self.timed[batch] + context * self._slope()
         seen = self._seen[batch]
-        seconds = [seen[i].value if seen[i].count else self._guess(batch, i) for i in range(len(seen))]
-        return np.minimum.accumulate(seconds[::-1])[::-1]  # what is smaller takes no longer
+        seconds = np.array([seen[i].value if seen[i].count else self._guess(batch, i) for i in range(len(seen))])
+        # what is smaller takes no longer, and a draft takes longer than none by the time of its levels at least: else
+        # noise makes them equal, and drafts that are never right would be chosen as often as none
+        drafts = np.array([self._draft(batch, shape) for shape in self.shapes])
+        rest: FloatArray = np.minimum.accumulate((seconds - drafts)[::-1])[::-1] + drafts
+        return rest
 
     def hopeful(self, batch: int, seconds: FloatArray) -> FloatArray:
         """[K]: as little as rounds may still take, if they are believed to take `seconds` [K]."""
@@ -103,8 +107,13 @@ class CostTable:
     def _guess(self, batch: int, number: int) -> float:
         shape = self.shapes[number]
         verify = _between(self._verify, batch * shape.num_nodes, 1.0)
-        level = _between(self._level, batch * shape.topk, LEVEL * _between(self._verify, batch, 1.0))
-        return verify + shape.num_steps * level + self._rest.value
+        return verify + self._draft(batch, shape) + self._rest.value
+
+    def _draft(self, batch: int, shape: DraftShape) -> float:
+        """Seconds of drafting by itself."""
+        if not shape.num_steps:
+            return 0.0
+        return shape.num_steps * _between(self._level, batch * shape.topk, LEVEL * _between(self._verify, batch, 1.0))
 
 
 def _between(timed: Mapping[int, Level], size: int, unknown: float) -> float:
