@@ -224,7 +224,7 @@ def test_edits_and_grammars(settings, parts):
 CONFIG = {
     "max_batch_size": ([0, -1, True, "8", 1.0, None], "integer from 1"),
     "page_size": ([0, True, 1 << 20, "1"], "integer from 1 to 1024"),
-    "prefill_chunk": ([0, True, None], "integer from 1"),
+    "prefill_chunk": ([0, True, "x"], "integer from 1"),
     "max_prefill_tokens": ([0, True, "x"], "integer from 1"),
     "max_model_len": ([0, -5, True, "x"], "integer from 1"),
     "full_slots": ([0, -5, True, "x"], "integer from 1"),
