@@ -2,7 +2,7 @@
 
     run        0         1     2             R = 3, T = 10
     row        a a a a a b b b c .           row_of  0 0 0 0 0 1 1 1 2 2
-    cu_len     0         5     8 9           the place behind the last run is padding
+    cu_len     0         5     8 9           the place after the last run is padding
     positions  3 4 5 6 7 0 1 2 9 0           each run begins at a position of its own, 3 0 9
 
 R and T are known on the host and decide shapes; lengths are data on the device, so a captured forward is replayed with
@@ -32,7 +32,7 @@ class Pack(NamedTuple):
 
     @classmethod
     def of(cls, rows: torch.Tensor, start: torch.Tensor, length: torch.Tensor, num_tokens: int) -> "Pack":
-        """Of runs of `length` [R] tokens, at most `num_tokens` together, from positions `start` [R] on."""
+        """Packs runs of `length` [R] tokens, which begin at positions `start` [R], into `num_tokens` places."""
         cu_len = torch.cat([length.new_zeros(1), length.cumsum(0)])
         places = torch.arange(num_tokens, device=length.device)
         row_of = torch.searchsorted(cu_len[1:], places, right=True).clamp(max=len(rows) - 1)

@@ -81,7 +81,7 @@ class EveryRun:
             keys = columns if lines.begin is None else columns + lines.begin[number]
             first, end = pack.start[number], pack.start[number] + pack.length[number]
             oldest = torch.zeros_like(first) if self.window is None else (first - self.window + 1).clamp(min=0)
-            inside = keys.maximum(oldest).minimum((end - 1).clamp(min=0))  # a key that nobody sees may be broken
+            inside = keys.maximum(oldest).minimum((end - 1).clamp(min=0))  # a key that no query sees may be broken
             mine = pack.exists & (pack.row_of == number)
             back = torch.where(mine, pack.positions, end - 1)[:, None] - keys  # [T, L]
             seen = (back >= 0) & (keys == inside)
@@ -94,7 +94,7 @@ class EveryRun:
 
 
 def dense_run(slots: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, window: int | None) -> Attend:
-    """Of one run: slots and positions of its keys [1, L], positions [1, N] of its queries."""
+    """Attention of one run, given slots and positions of its keys [1, L], and positions [1, N] of its queries."""
     back = positions[:, :, None] - keys[:, None]
     seen = back >= 0
     return VisibleKeys(slots, bias_of(seen if window is None else seen & (back < window))).attend

@@ -51,7 +51,7 @@ class KVLayout:
         return self.layers[of_type[-1].owner] if of_type else None
 
     def share(self, count: int) -> "KVLayout":
-        """Of one of `count` ranks, among which the heads of every layer are divided."""
+        """The layout of one rank, where the heads of every layer are divided among `count` ranks."""
         return KVLayout(tuple(replace(spec, num_kv_heads=spec.num_kv_heads // count) for spec in self.layers))
 
     @classmethod

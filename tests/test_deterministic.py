@@ -371,7 +371,7 @@ def test_kernels(family, make_target, random_prompt, scripted, tree_script, seen
     """Alone, in a batch, in chunks of a few tokens, chains and trees, in captured rounds and not."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(specdec.runtime.rounds.captured_rounds, "SHORTEST", 32)
-    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.FEWEST_TOKENS", 4)
+    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_TOKENS", 4)
     model = make_target(family, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     prompts = [random_prompt(17), random_prompt(3)]
     params = [SamplingParams(max_new_tokens=4), SamplingParams(max_new_tokens=3, temperature=0.9, seed=1)]

@@ -389,7 +389,7 @@ def test_rounds_on_the_kernels_can_be_captured(
 ):
     """Nothing is read back, uploaded or shaped by data: layers, experts, an assistant and its centroid head."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.FEWEST_TOKENS", 4)  # the interpreter is slow
+    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_TOKENS", 4)  # the interpreter is slow
     small: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     if family == "gemma4-e2b":  # and one that keeps no keys of its own
         small = {"num_hidden_layers": 3, "layer_types": [*small["layer_types"], "full_attention"]}

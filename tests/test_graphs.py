@@ -115,7 +115,7 @@ def test_graphs_give_the_same_tokens_on_a_small_model(small_engine) -> None:
 def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant, monkeypatch) -> None:
     """Tables, attention and tree selection as interpreted kernels on the tape."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.FEWEST_TOKENS", 4)  # the interpreter is slow
+    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_TOKENS", 4)  # the interpreter is slow
     assistant = make_assistant(make_target("gemma4-e2b"))
     outputs = []
     for on in (True, False):
@@ -142,7 +142,7 @@ def test_prompts_are_captured_too(drafter, small_engine, make_target, make_assis
 
 @pytest.mark.parametrize(("most", "shapes"), [(32, {16, 24, 32}), (23, {16}), (15, set())])
 def test_prompts_of_many_tokens_are_read_as_they_are(small_engine, monkeypatch, most, shapes) -> None:
-    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MOST_TOKENS", most)
+    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MAX_TOKENS", most)
     asked = requests(6, seed=7)
     engine = small_engine()
     assert serve(engine, *asked) == serve(small_engine(on=False), *asked)

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from specdec import EngineConfig, SamplingParams
-from specdec.runtime.prompt_shares import LEAST_ROOM, PROMISED_GAP, Prompt, PromptCost, PromptRoom, shares
+from specdec.runtime.prompt_shares import MIN_ROOM, PROMISED_GAP, Prompt, PromptCost, PromptRoom, shares
 
 LONG = 900
 
@@ -72,7 +72,7 @@ def test_a_gpu_reads_as_many_prompt_tokens_a_step_as_the_promised_gap_takes() ->
     assert (room.busy, room.idle, room.chunk) == (5376, 5376, 2048)
     assert cost.gap(room.busy) <= PROMISED_GAP < cost.gap(room.busy + 256)
     assert PromptRoom.of(None, None, "cuda").within(cost._replace(token=1e-6)).busy == 8192  # a quick model
-    assert PromptRoom.of(None, None, "cuda").within(cost._replace(token=1.0)).busy == LEAST_ROOM  # it must get on
+    assert PromptRoom.of(None, None, "cuda").within(cost._replace(token=1.0)).busy == MIN_ROOM  # it must get on
     assert PromptRoom.of(3000, None, "cuda").within(cost).busy == 3000  # somebody has said it
     assert PromptRoom.of(None, None, "cpu").within(cost).busy == 96
 

@@ -17,7 +17,7 @@ from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_atten
 from specdec.attention.kernels.tree_attention import Cut, RowTiles, tree_attention
 from specdec.attention.pack import Lines, Pack
 from specdec.attention.runs import EveryRun, RunsAttention, dense_run, exact_run
-from specdec.runtime.rounds.captured_prompts import MOST_TOKENS, token_buckets
+from specdec.runtime.rounds.captured_prompts import MAX_TOKENS, token_buckets
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -101,7 +101,7 @@ def test_empty_runs_take_no_place() -> None:
 
 def test_numbers_of_tokens_are_few() -> None:
     assert token_buckets(200) == [16, 24, 32, 48, 64, 96, 128, 192]
-    assert len(token_buckets(MOST_TOKENS)) * 2 <= 40  # with and without the last tokens' head
+    assert len(token_buckets(MAX_TOKENS)) * 2 <= 40  # with and without the last tokens' head
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["any-order", "in-order"])

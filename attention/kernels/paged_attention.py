@@ -139,10 +139,7 @@ def paged_attention(
     num_splits = choose_splits(row_tiles * batch * kv_heads, num_pages * page_size, tiles.waves, query.device)
 
     out = torch.empty((batch, num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
-    part, lse = out, None
-    if num_splits > 1:
-        part = torch.empty((num_splits, *out.shape), dtype=torch.float32, device=query.device)
-        lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=query.device)
+    part, lse = split_results(out, num_splits)
     # a load that follows a page lookup takes two stages for each tile in flight; the block's loads take one
     block_stages = (tiles.num_stages + 1) // 2 if ancestors is None else 1
     attend_kernel[(row_tiles, batch * kv_heads, num_splits)](
@@ -162,9 +159,24 @@ def paged_attention(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    if num_splits > 1:
-        merge_kernel[(batch * num_rows * num_heads,)](
-            part, lse, out, num_splits, HEAD_DIM=head_dim, BLOCK_D=block_d, num_warps=max(1, block_d // 128)
+    return merge_splits(part, lse, out)
+
+
+def split_results(out: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Where the splits of `out` [..., D] write: parts [splits, ..., D] and their sums [splits, ...], both float32. One
+    split writes `out` itself, and no sums."""
+    if num_splits == 1:
+        return out, None
+    part = torch.empty((num_splits, *out.shape), dtype=torch.float32, device=out.device)
+    return part, torch.empty(part.shape[:-1], dtype=torch.float32, device=out.device)
+
+
+def merge_splits(part: torch.Tensor, lse: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """`out`, from what its splits wrote (`split_results`)."""
+    if lse is not None:
+        head_dim, block_d = out.shape[-1], padded_channels(out.shape[-1])
+        merge_kernel[(out.numel() // head_dim,)](
+            part, lse, out, len(part), HEAD_DIM=head_dim, BLOCK_D=block_d, num_warps=max(1, block_d // 128)
         )
     return out
 

@@ -17,8 +17,13 @@ from typing import Any, NamedTuple
 import torch
 
 from specdec.attention.kernels.key_tiles import fits, padded_channels
-from specdec.attention.kernels.paged_attention import choose_splits, choose_tiles, fit_tiles
-from specdec.attention.kernels.paged_attention_kernels import merge_kernel
+from specdec.attention.kernels.paged_attention import (
+    choose_splits,
+    choose_tiles,
+    fit_tiles,
+    merge_splits,
+    split_results,
+)
 from specdec.attention.kernels.ragged_attention_kernel import ragged_kernel
 from specdec.attention.kernels.tree_attention import choose_cut
 from specdec.attention.pack import Lines, Pack
@@ -107,10 +112,7 @@ def ragged_attention(
         num_keys = lines.slots.shape[1] if window is None else min(lines.slots.shape[1], window + tokens)
         num_splits = choose_splits(num_tiles * kv_heads, num_keys, tiles.waves, device)
     out = torch.empty((1, num_tokens, num_heads, head_dim), dtype=query.dtype, device=device)
-    part, lse = out, None
-    if num_splits > 1:
-        part = torch.empty((num_splits, *out.shape), dtype=torch.float32, device=device)
-        lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=device)
+    part, lse = split_results(out, num_splits)
     ragged_kernel[(num_tiles, kv_heads, num_splits)](
         *(query, pool_k, pool_v, lines.slots, lines.line, lines.begin, pack.start, pack.cu_len, sinks, part, lse),
         *(scaling, softcap, window, num_runs, num_tokens, num_splits, lines.slots.stride(0)),
@@ -128,11 +130,7 @@ def ragged_attention(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    if num_splits > 1:
-        merge_kernel[(num_tokens * num_heads,)](
-            part, lse, out, num_splits, HEAD_DIM=head_dim, BLOCK_D=block_d, num_warps=max(1, block_d // 128)
-        )
-    return out
+    return merge_splits(part, lse, out)
 
 
 def choose_ragged(

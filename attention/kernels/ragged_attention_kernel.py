@@ -156,19 +156,19 @@ def ragged_kernel(
     o_run = tl.arange(0, BLOCK_R)
     b_first = tl.load(p_cu_len + o_run, mask=o_run <= num_runs, other=0).to(tl.int32)
     b_first = tl.where(o_run <= num_runs, b_first, num_tokens)
-    b_behind = tl.load(p_cu_len + o_run + 1, mask=o_run < num_runs, other=0).to(tl.int32)
-    b_behind = tl.where(o_run < num_runs, b_behind, num_tokens)
-    b_tiles = (b_behind - b_first + TOKENS - 1) // TOKENS
+    b_end = tl.load(p_cu_len + o_run + 1, mask=o_run < num_runs, other=0).to(tl.int32)
+    b_end = tl.where(o_run < num_runs, b_end, num_tokens)
+    b_tiles = (b_end - b_first + TOKENS - 1) // TOKENS
     b_cu_tiles = tl.cumsum(b_tiles, 0)
     run = tl.sum((b_cu_tiles <= i_tile).to(tl.int32), 0)
     if run > num_runs:
         return
     m_run = o_run == run
     run_first = tl.sum(tl.where(m_run, b_first, 0), 0)
-    run_behind = tl.sum(tl.where(m_run, b_behind, 0), 0)
+    run_end = tl.sum(tl.where(m_run, b_end, 0), 0)
     tile_of_run = i_tile - tl.sum(tl.where(m_run, b_cu_tiles - b_tiles, 0), 0)
     first = run_first + tile_of_run * TOKENS
-    count = tl.minimum(TOKENS, run_behind - first)
+    count = tl.minimum(TOKENS, run_end - first)
     is_real = run < num_runs
     run = tl.minimum(run, num_runs - 1)
 
@@ -231,8 +231,8 @@ def ragged_kernel(
         b_sum = tl.zeros([BLOCK_M], tl.float32)
         b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         first_split = split_of(lo, SPLIT_LEN, GROWS)
-        behind = tl.where(lo < end, split_of(end - 1, SPLIT_LEN, GROWS) + 1, first_split)
-        for i_part in range(first_split, behind):
+        end_split = tl.where(lo < end, split_of(end - 1, SPLIT_LEN, GROWS) + 1, first_split)
+        for i_part in range(first_split, end_split):
             begin = tl.maximum(split_begin(i_part, SPLIT_LEN, GROWS), lo // BLOCK_K * BLOCK_K)
             stop = tl.minimum(split_begin(i_part + 1, SPLIT_LEN, GROWS), end)
             b_part_max = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -55,7 +55,7 @@ def push_kernel(
     tl.atomic_xchg(p_flag, tl.load(p_round) * STEPS + step, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["step", "num_flags", "most_polls"])
+@triton.jit(do_not_specialize=["step", "num_flags", "max_polls"])
 def wait_kernel(
     p_flags: tl.tensor,  # [ranks, PROGRAMS] int32 of this rank
     p_round: tl.tensor,
@@ -63,20 +63,20 @@ def wait_kernel(
     p_host_error: tl.tensor,  # [1] int32 in pinned memory of the host
     step: tl.tensor,
     num_flags: tl.tensor,
-    most_polls: tl.tensor,
+    max_polls: tl.tensor,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """One program."""
     o = tl.arange(0, BLOCK)
     target = tl.load(p_round) * STEPS + step
-    polls = tl.where(tl.load(p_error) == 0, most_polls, 1)
-    behind = _least(p_flags, o, num_flags, target)
-    while (behind < 0) & (polls > 0):
-        behind = _least(p_flags, o, num_flags, target)
+    polls = tl.where(tl.load(p_error) == 0, max_polls, 1)
+    lag = _least(p_flags, o, num_flags, target)
+    while (lag < 0) & (polls > 0):
+        lag = _least(p_flags, o, num_flags, target)
         polls -= 1
     tl.debug_barrier()
-    if behind < 0:
+    if lag < 0:
         tl.store(p_error, 1)
         tl.store(p_host_error, 1)
 

@@ -30,7 +30,7 @@ from specdec.gpu.exchange_kernels import (
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.gpu.triton_shim import triton
 
-MOST_ROWS = 2048
+MAX_ROWS = 2048
 """Rows that a gather takes at once: its buffers are as large."""
 
 POLL_SECONDS = 2e-5

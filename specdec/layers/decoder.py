@@ -117,6 +117,11 @@ class DecoderParts:
     factor: float = 1.0
     embeddings: EmbeddingParts | None = None
 
+    @property
+    def next_norms(self) -> list[Gain | None]:
+        """By layer: how the next one begins. The final norm follows apart."""
+        return [*(layer.input_norm for layer in self.layers[1:]), None]
+
 
 class Shared(NamedTuple):
     """What a forward makes once for all layers: rotary tables by kind; per-layer embeddings [T, L, P], or None."""
@@ -252,8 +257,7 @@ class FusedDecoder(nn.Module):
     def adopt(self, parts: DecoderParts) -> None:
         """Run by this description of the source from now on."""
         self.parts = parts
-        following = [*(layer.input_norm for layer in parts.layers[1:]), None]
-        for layer, described, next_norm in zip(self.layers, parts.layers, following, strict=True):
+        for layer, described, next_norm in zip(self.layers, parts.layers, parts.next_norms, strict=True):
             layer.parts, layer.next_norm = described, next_norm  # type: ignore[assignment]
 
     def get_input_embeddings(self) -> nn.Module:

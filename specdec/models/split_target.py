@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec.attention.bridge import record_states
 from specdec.errors import ConfigError, UnsupportedModelError
-from specdec.gpu.ranks import MOST_ROWS, Ranks
+from specdec.gpu.ranks import MAX_ROWS, Ranks
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.fuse import Weights
 from specdec.layers.split.layer_shares import most_part_numbers, require_shares
@@ -79,7 +79,7 @@ def split_target(target: TargetModel, drafter: Any, ranks: Ranks) -> TargetModel
                 f"{target.name}; use a number that divides them, or replicas"
             )
     require_shares(target.name, whole.parts, count)
-    ranks.reserve(MOST_ROWS * most_part_numbers(whole.parts))
+    ranks.reserve(MAX_ROWS * most_part_numbers(whole.parts))
     split = copy.copy(target)
     split.decoder = SplitDecoder(whole, ranks)
     split.ranks = ranks

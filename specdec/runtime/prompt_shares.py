@@ -16,13 +16,13 @@ PROMISED_GAP = 0.25
 """Seconds that somebody who decodes waits for the next token at most, where a GPU reads prompts meanwhile: half of what
 a reader takes for a dozen words, and on an H200 8,192 tokens of a model of ten billion parameters."""
 
-LEAST_ROOM = 512
+MIN_ROOM = 512
 """Prompt tokens of a step in any case: of fewer, a GPU reads weights as long as it computes."""
 
 IDLE_STEPS = 4
 """Prompts that would take so many steps at most are read in one, where nobody decodes who would wait for it."""
 
-MOST_ROOM = 8192
+MAX_ROOM = 8192
 """But no more tokens than this: of more, activations take memory and nothing gets quicker."""
 
 
@@ -40,7 +40,7 @@ class PromptRoom(NamedTuple):
         """None: what suits the device. A GPU reads thousands in the time of a few rounds, and chunks of 2,048 at a
         fifth less than four of 512; a CPU, to which every token is arithmetic, reads about as many as a round of twenty
         requests verifies."""
-        usual = cls(96, 384, 512) if device_type == "cpu" else cls(MOST_ROOM, MOST_ROOM, 2048)
+        usual = cls(96, 384, 512) if device_type == "cpu" else cls(MAX_ROOM, MAX_ROOM, 2048)
         if max_prefill_tokens is not None:
             usual = usual._replace(busy=max_prefill_tokens, idle=max_prefill_tokens, fixed=True)
         return usual if prefill_chunk is None else usual._replace(chunk=prefill_chunk)
@@ -50,14 +50,14 @@ class PromptRoom(NamedTuple):
         if self.fixed:
             return self
         fitting = int((PROMISED_GAP - cost.round - cost.forward) / cost.token) // 256 * 256
-        most = max(LEAST_ROOM, min(fitting, self.busy))
+        most = max(MIN_ROOM, min(fitting, self.busy))
         return self._replace(busy=min(most, self.busy), idle=min(most, self.idle))
 
     def tokens(self, to_come: int, decoding: bool) -> int:
         """Of this step. to_come: of all running prompts together; decoding: others wait for them."""
         if decoding:
             return self.busy
-        return to_come if to_come <= min(IDLE_STEPS * self.busy, max(self.idle, MOST_ROOM)) else self.idle
+        return to_come if to_come <= min(IDLE_STEPS * self.busy, max(self.idle, MAX_ROOM)) else self.idle
 
 
 class PromptCost(NamedTuple):

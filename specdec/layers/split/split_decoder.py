@@ -17,7 +17,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.gpu.operations import Operations
-from specdec.gpu.ranks import MOST_ROWS, Ranks
+from specdec.gpu.ranks import MAX_ROWS, Ranks
 from specdec.kvcache.layer_context import LayerContext, SplitContext
 from specdec.layers.decoder import Entry, FusedDecoder, FusedLayer, Shared, Walk, begin
 from specdec.layers.norm import norm
@@ -71,12 +71,12 @@ def walk_together(walks: Sequence[Walk], ranks: Ranks, ops: Operations) -> list[
 def complete(products: Sequence[Product], ranks: Ranks, ops: Operations) -> list[Product]:
     """The parts that each rank has of one product -> the whole product on each."""
     num_rows = products[0].parts.shape[1]
-    if num_rows <= MOST_ROWS:
+    if num_rows <= MAX_ROWS:
         gathered = ranks.gather([product.parts for product in products])
         return [product._replace(parts=parts) for product, parts in zip(products, gathered, strict=True)]
     values: list[list[torch.Tensor]] = [[] for _ in products]
-    for first in range(0, num_rows, MOST_ROWS):
-        rows = slice(first, first + MOST_ROWS)
+    for first in range(0, num_rows, MAX_ROWS):
+        rows = slice(first, first + MAX_ROWS)
         gathered = ranks.gather([product.parts[:, rows].contiguous() for product in products])
         for rank, (product, parts) in enumerate(zip(products, gathered, strict=True)):
             with ranks.on(rank):
@@ -93,7 +93,13 @@ class SplitDecoder(nn.Module):
         self.config: Any = whole.config
         with torch.inference_mode(False), torch.no_grad():
             self.parts = [share_of(whole.parts, rank, device, len(ranks)) for rank, device in enumerate(ranks.devices)]
-        by_rank = [_layers(parts.layers, whole.ops) for parts in self.parts]
+        by_rank = [
+            [
+                FusedLayer(i, layer, gain, whole.ops)
+                for i, (layer, gain) in enumerate(zip(parts.layers, parts.next_norms, strict=True))
+            ]
+            for parts in self.parts
+        ]
         self.layers = nn.ModuleList(SplitLayer(shares, ranks) for shares in zip(*by_rank, strict=True))
 
     def get_input_embeddings(self) -> nn.Module:
@@ -122,8 +128,3 @@ class SplitDecoder(nn.Module):
         self.ranks.end()
         last: Any = self.ops(norm)(Product.of(states[0][0]), pre=self.parts[0].final_norm)[1]
         return BaseModelOutputWithPast(last_hidden_state=last.view(inputs_embeds.shape))
-
-
-def _layers(parts: Sequence[Any], ops: Operations) -> list[FusedLayer]:
-    following = [*(layer.input_norm for layer in parts[1:]), None]
-    return [FusedLayer(i, layer, gain, ops) for i, (layer, gain) in enumerate(zip(parts, following, strict=True))]

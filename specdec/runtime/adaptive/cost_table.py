@@ -87,8 +87,8 @@ class CostTable:
         # what is smaller takes no longer, and a draft takes longer than none by the time of its levels at least: else
         # noise makes them equal, and drafts that are never right would be chosen as often as none
         drafts = np.array([self._draft(batch, shape) for shape in self.shapes])
-        rest: FloatArray = np.minimum.accumulate((seconds - drafts)[::-1])[::-1] + drafts
-        return rest
+        least: FloatArray = np.minimum.accumulate((seconds - drafts)[::-1])[::-1] + drafts
+        return least
 
     def hopeful(self, batch: int, seconds: FloatArray) -> FloatArray:
         """[K]: as little as rounds may still take, if they are believed to take `seconds` [K]."""

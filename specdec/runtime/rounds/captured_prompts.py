@@ -20,14 +20,14 @@ from specdec.models.target import FinalStates
 from specdec.runtime.rounds.captured_rounds import Captures
 from specdec.runtime.rounds.round import Chunk, Round
 
-MOST_TOKENS = 2048
+MAX_TOKENS = 2048
 """Of more, padding included, nothing is captured: what the captured forwards share of memory grows with it, and the
 device takes as long for them as the host for launching."""
 
-FEWEST_TOKENS = 16
+MIN_TOKENS = 16
 """Few tokens take as long as one, since the weights are read all the same."""
 
-FEWEST_RUNS, TOKENS_A_RUN = 8, 8
+MIN_RUNS, TOKENS_A_RUN = 8, 8
 """A forward over T places has room for T / 8 requests, 8 at least: tables are as long."""
 
 
@@ -64,7 +64,7 @@ class Results:
     def _copy(self, name: str, new: torch.Tensor) -> torch.Tensor:
         count, *rest = new.shape
         if name not in self._kept:
-            self._kept[name] = new.new_empty((MOST_TOKENS + 1, *rest))
+            self._kept[name] = new.new_empty((MAX_TOKENS + 1, *rest))
         return self._kept[name][:count].copy_(new)
 
 
@@ -125,8 +125,8 @@ class ChunkGraphs(Captures):
 
     def bucket(self, num_runs: int, num_tokens: int, states: FinalStates) -> ChunkShape | None:
         """The shape under which so many are read, padded to the next size there is."""
-        for tokens in token_buckets(MOST_TOKENS):
-            runs = min(max(FEWEST_RUNS, tokens // TOKENS_A_RUN), self.round.cache.table.max_requests)
+        for tokens in token_buckets(MAX_TOKENS):
+            runs = min(max(MIN_RUNS, tokens // TOKENS_A_RUN), self.round.cache.table.max_requests)
             if tokens >= num_tokens and runs >= num_runs:
                 return ChunkShape(tokens, runs, states)
         return None
@@ -142,7 +142,7 @@ class ChunkGraphs(Captures):
 
 def token_buckets(most: int) -> list[int]:
     """16, 24, 32, 48, 64, 96, ..., `most`: powers of two, and half between."""
-    sizes, size = [], FEWEST_TOKENS
+    sizes, size = [], MIN_TOKENS
     while size <= most:
         sizes += [size, size * 3 // 2]
         size *= 2
