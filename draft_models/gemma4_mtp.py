@@ -226,7 +226,7 @@ class Gemma4MTPWorker:
                 context = self._context(batch, view, tokens.shape[1])
             out, hidden = self.drafter.step(tokens, hidden, context)
             positions = drawn_pos[:, None].expand_as(tokens)
-            tokens, origin = growth.add_level(*self.drafter.best(out, positions, batch))[:2]
+            tokens, origin = growth.add_level(*self.drafter.best(out, positions, batch))
             hidden = hidden.gather(1, origin[:, :, None].expand(-1, -1, hidden.shape[-1]))
         return growth.select(batch.num_nodes)
 

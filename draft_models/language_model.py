@@ -124,7 +124,7 @@ class LanguageModelWorker:
                 tokens = batch.sample(logits, drawn_pos)  # [B, 1]
                 chain.append(tokens)
             else:
-                tokens, origin = growth.add_level(*batch.best(logits, drawn_pos, topk))[:2]  # [B, K]
+                tokens, origin = growth.add_level(*batch.best(logits, drawn_pos, topk))  # [B, K]
         if topk == 1:
             return DraftTree.chain(torch.cat(chain, dim=1))
         return growth.select(batch.num_nodes)

@@ -190,7 +190,9 @@ def accuracy(engine: Engine, task: Task, run: Run, folder: Path) -> tuple[int, i
     return sum(map(is_correct, texts, answers, ["last_number"] * len(texts))), len(texts)
 
 
-def deterministic_runs(plain: Engine, head: str, tasks: Sequence[Task], table: Table, config: EngineConfig) -> None:
+def deterministic_runs(
+    plain: Engine, head: str, tasks: Sequence[Task], table: Table, config: EngineConfig, limit: int
+) -> None:
     target = plain.target.as_deterministic()
     batch = min(8, config.max_batch_size)
     exact = EngineConfig(
@@ -200,9 +202,9 @@ def deterministic_runs(plain: Engine, head: str, tasks: Sequence[Task], table: T
         source, spec = CASES[name]
         drafter = None if source is None else load_any_drafter(head, target)
         with Engine(target, drafter, tokenizer=plain.tokenizer, spec=spec, config=exact) as engine:
-            warm_up(engine, tasks, batch)
+            warm_up(engine, tasks, min(batch, limit))
             for task in tasks[:2]:
-                run = timed(engine, f"deterministic: {name}", task, batch, task.spread(2 * batch))
+                run = timed(engine, f"deterministic: {name}", task, batch, task.spread(min(limit, 2 * batch)))
                 table.add(run, table.find(task.name, batch, f"deterministic: {PLAIN}"))
 
 
@@ -244,6 +246,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a folder for runs.json")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="of HumanEval; three quarters of the others")
     parser.add_argument("--limit", type=int, default=256, help="prompts of each data set at most")
+    parser.add_argument("--batches", type=int, nargs="+", choices=BATCHES, default=list(BATCHES))
     parser.add_argument("--seconds", type=float, default=380, help="nothing is begun that would end later")
     parser.add_argument("--peer-seconds", type=float, default=6.0, help="one call of transformers at most")
     given = parser.parse_args()
@@ -251,7 +254,7 @@ def main() -> int:
     transformers_logging.set_verbosity_error()
     ends_at = time.perf_counter() + given.seconds
     room = PROMPT_ROOM + given.max_new_tokens
-    config = EngineConfig(max_batch_size=max(BATCHES), max_model_len=room, prefix_cache=False, device=DEVICE)
+    config = EngineConfig(max_batch_size=max(given.batches), max_model_len=room, prefix_cache=False, device=DEVICE)
     plain = Engine.from_pretrained(given.target, config=config)
     tasks = read_tasks(given.data_folder, plain, given)
     engines = {PLAIN: plain}
@@ -260,12 +263,12 @@ def main() -> int:
             drafter = load_any_drafter(given.drafter if source == "head" else source, plain.target)
             engines[name] = Engine(plain.target, drafter, tokenizer=plain.tokenizer, spec=spec, config=config)
     for engine in engines.values():
-        warm_up(engine, tasks, min(max(BATCHES), given.limit))
+        warm_up(engine, tasks, min(max(given.batches), given.limit))
     facts = conditions(plain.target.device, " ".join(["python", *sys.argv]))
     print(", ".join(f"{name} {value}" for name, value in facts.items() if name not in ("command", "date")))
     print(f"engines made and warm after {given.seconds - ends_at + time.perf_counter():.0f} s\n")
     table, left_out, longest = Table(), [], 0.0
-    for batch in BATCHES:
+    for batch in given.batches:
         for task in tasks:
             begin = time.perf_counter()
             if begin + longest > ends_at:
@@ -279,11 +282,11 @@ def main() -> int:
     for name, engine in engines.items():
         if name != PLAIN:
             engine.close()
-    deterministic_runs(plain, given.drafter, tasks, table, config)
+    deterministic_runs(plain, given.drafter, tasks, table, config, given.limit)
     lines = [f"\n{table_head('data', 'run', 'right', 'of', 'share', '95 %', numbers=('right', 'of', 'share'))}"]
     for task in tasks[:2]:
         for name in (PLAIN, ADAPTIVE, TREE):
-            run = table.find(task.name, max(BATCHES), name)
+            run = table.find(task.name, max(given.batches), name)
             if run is not None:
                 right, asked = accuracy(plain, task, run, given.data_folder)
                 low, high = wilson_interval(right, asked)
@@ -294,7 +297,7 @@ def main() -> int:
     left_out += peers(plain, tasks[:2], table, ends_at, given.peer_seconds)
     failed = [f"left out: {name}" for name in left_out]
     for task in tasks[:2]:
-        for batch in (1, 8):
+        for batch in {1, 8} & set(given.batches):
             ours, base = table.find(task.name, batch, ADAPTIVE), table.find(task.name, batch, PLAIN)
             if not ON_CPU and (ours is None or base is None or ours.speed <= base.speed):
                 failed.append(f"{task.name}, batch {batch}: speculation is not ahead of plain decoding")

@@ -38,36 +38,42 @@ class Candidates(NamedTuple):
 
 
 class Beam(NamedTuple):
-    """What to expand next, [B, K] each: tokens; the entry of the beam before that each is a child of; scores; and which
-    candidates they are."""
+    """What to expand next: tokens [B, K], and for each the entry [B, K] of the beam before that it is a child of."""
 
     tokens: torch.Tensor
     origin: torch.Tensor
+
+
+class Scored(NamedTuple):
+    """A beam with what its children's scores are made of, [B, K] each: scores, and which candidates they are."""
+
+    beam: Beam
     scores: torch.Tensor
     candidates: torch.Tensor
 
 
 def reference_expand(
-    beam: Beam | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int
-) -> Beam:
+    above: Scored | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int
+) -> Scored:
     """See `expand`; takes any K."""
     batch, topk = tokens.shape[0], tokens.shape[-1]
-    if beam is None:
+    if above is None:
         zero = tokens.new_zeros((batch, 1))
-        beam = Beam(zero, zero, zero.float(), zero - 1)
+        above = Scored(Beam(zero, zero), zero.float(), zero - 1)
     for level in range(tokens.shape[1]):
-        width = beam.tokens.shape[1]
+        width = above.scores.shape[1]
         added = log_probs[:, level].float().nan_to_num(nan=LOWEST).clamp(max=0)  # [B, M, K]
-        scores = (beam.scores[:, :, None] + added).clamp(min=LOWEST).view(batch, width * topk)
+        scores = (above.scores[:, :, None] + added).clamp(min=LOWEST).view(batch, width * topk)
         flat = tokens[:, level].expand(-1, width, -1).reshape(batch, width * topk)
         places = slice(first_candidate, first_candidate + width * topk)
         out.tokens[:, places], out.scores[:, places] = flat, scores
-        out.parents[:, places] = beam.candidates[:, :, None].expand(-1, -1, topk).flatten(1)
+        out.parents[:, places] = above.candidates[:, :, None].expand(-1, -1, topk).flatten(1)
         best = scores.sort(dim=1, descending=True, stable=True)
         chosen = best.indices[:, :topk]
-        beam = Beam(flat.gather(1, chosen), chosen // topk, best.values[:, :topk], chosen + first_candidate)
+        beam = Beam(flat.gather(1, chosen), chosen // topk)
+        above = Scored(beam, best.values[:, :topk], chosen + first_candidate)
         first_candidate += width * topk
-    return beam
+    return above
 
 
 @triton.jit(do_not_specialize=["num_levels", "width", "first_candidate", "num_candidates"])
@@ -136,8 +142,8 @@ def _expand_kernel(
 
 
 def expand(
-    beam: Beam | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int
-) -> Beam:
+    above: Scored | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int
+) -> Scored:
     """Expand a beam of M nodes, or the root (None), by L levels.
 
     tokens, log_probs: [B, L, M, K] of each node's children, distinct in K <= MAX_TOPK; or [B, L, 1, K], the same for
@@ -147,15 +153,15 @@ def expand(
     batch, levels, _, topk = tokens.shape
     assert tokens.shape == log_probs.shape and topk <= MAX_TOPK, f"{tokens.shape=} {log_probs.shape=}"
     tokens, log_probs = tokens.contiguous(), log_probs.contiguous()
-    above = (None, None) if beam is None else (beam.scores.contiguous(), beam.candidates.contiguous())
-    width = 1 if beam is None else beam.tokens.shape[1]
+    sums = (None, None) if above is None else (above.scores.contiguous(), above.candidates.contiguous())
+    width = 1 if above is None else above.scores.shape[1]
     assert levels == 1 or tokens.shape[2] == 1, f"{levels} levels of {tokens.shape[2]} nodes"
     chosen = tokens.new_empty((3, batch, topk))
     best = torch.empty((batch, topk), dtype=torch.float32, device=tokens.device)
     shared = tokens.shape[2] == 1
     slots = max(2, triton.next_power_of_2(topk))
     _expand_kernel[(batch,)](
-        *(tokens, log_probs, *above, *out, chosen, best),
+        *(tokens, log_probs, *sums, *out, chosen, best),
         *(levels, width, first_candidate, out.tokens.shape[1]),
         *(tokens.stride(0), tokens.stride(1), 0 if shared else tokens.stride(2)),
         LOWEST=LOWEST,
@@ -163,4 +169,4 @@ def expand(
         SLOTS=slots,
         num_warps=max(1, min(slots * slots // 256, 8)),
     )
-    return Beam(chosen[0], chosen[1], best, chosen[2])
+    return Scored(Beam(chosen[0], chosen[1]), best, chosen[2])

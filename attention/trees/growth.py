@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from specdec.attention.trees.beam import LOWEST, Beam, Candidates
+from specdec.attention.trees.beam import LOWEST, Beam, Candidates, Scored
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import tree_fields
 from specdec.gpu.triton_shim import tl, triton
@@ -32,8 +32,8 @@ class TreeBackend(Protocol):
     """Expands beams and selects trees: plain torch or one launch each."""
 
     def expand(
-        self, beam: Beam | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int
-    ) -> Beam:
+        self, above: Scored | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int
+    ) -> Scored:
         """The beam after one or more levels, whose candidates are written to `out`."""
 
     def select_tree(
@@ -54,7 +54,7 @@ class Growth:
 
     def __init__(self, root: torch.Tensor, backend: TreeBackend, num_levels: int) -> None:
         self.root, self.backend, self.num_levels = root, backend, num_levels
-        self._beam: Beam | None = None  # the root
+        self._beam: Scored | None = None  # the root
         self.candidates: Candidates | None = None  # made when K is known
         self._count = 0
 
@@ -75,7 +75,7 @@ class Growth:
         width = 1 if self._beam is None else topk
         self._beam = self.backend.expand(self._beam, tokens, log_probs, self.candidates, self._count)
         self._count += width * topk + (tokens.shape[1] - 1) * topk**2
-        return self._beam
+        return self._beam.beam
 
     def select(self, num_nodes: int) -> DraftTree:
         """The best tree of `num_nodes` nodes, root included; all levels have been added."""

@@ -141,7 +141,7 @@ class BlockWorker:
                 before = batch.sample(scores, node_pos)
                 chain.append(before)
                 continue
-            before, origin = growth.add_level(*batch.best(scores, node_pos, topk))[:2]  # [B, K]
+            before, origin = growth.add_level(*batch.best(scores, node_pos, topk))  # [B, K]
             if carried is not None:
                 carried = carried.gather(1, origin[:, :, None].expand(-1, -1, carried.shape[-1]))
         if topk == 1:

@@ -134,7 +134,7 @@ class Eagle3Worker:
                 beam = batch.sample(logits, drawn_pos)  # [B, 1]
                 chain.append(beam)
             else:
-                beam, origin = growth.add_level(*batch.best(logits, drawn_pos, topk))[:2]  # [B, K]
+                beam, origin = growth.add_level(*batch.best(logits, drawn_pos, topk))  # [B, K]
             if block is None or level + 1 == levels:
                 break
             hidden = out.normed if drafter.spec.norm_output else out.state
