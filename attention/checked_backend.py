@@ -42,7 +42,7 @@ class CheckedBackend:
         self.backend = backend
         self.sanitizer = sanitizer
         self.name = backend.name
-        self.locate, self.select_tree = backend.locate, backend.select_tree
+        self.locate, self.expand, self.select_tree = backend.locate, backend.expand, backend.select_tree
         self.store, self.move = backend.store, backend.move
 
     def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:

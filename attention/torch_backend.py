@@ -13,6 +13,7 @@ from specdec.attention.pack import PackTables
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan
 from specdec.attention.runs import EveryRun, RunsAttention, dense_run, exact_run
+from specdec.attention.trees.beam import reference_expand
 from specdec.attention.trees.growth import reference_select_tree
 from specdec.kvcache.index_spaces import FullLoc, SlotTable, Space, SwaLoc
 from specdec.kvcache.store import KVStore, LayerKV, reference_move_kv, reference_store_kv
@@ -84,4 +85,5 @@ class TorchBackend:
     def move(self, store: KVStore, space: Space, source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc) -> None:
         reference_move_kv(store.tensors(space), source, destination)
 
+    expand = staticmethod(reference_expand)
     select_tree = staticmethod(reference_select_tree)

@@ -14,6 +14,7 @@ from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.pack import PackTables
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan
+from specdec.attention.trees.beam import MAX_TOPK, Candidates, Scored, expand, reference_expand
 from specdec.attention.trees.growth import MAX_CANDIDATES, reference_select_tree, select_tree
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
@@ -74,6 +75,12 @@ class TritonBackend:
         addresses = store.addresses.get(space)
         if addresses is not None:
             move_kv(addresses, source, destination)
+
+    def expand(
+        self, above: Scored | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int
+    ) -> Scored:
+        grow = expand if tokens.shape[-1] <= MAX_TOPK else reference_expand
+        return grow(above, tokens, log_probs, out, first_candidate)
 
     def select_tree(
         self, root: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, **size: int

@@ -219,7 +219,7 @@ class Gemma4MTPWorker:
 
     def _tree(self, batch: DraftBatch, hidden: torch.Tensor, view: KVView) -> DraftTree:
         """Every node of a level attends to the same frozen prefix: only tokens, states and scores branch."""
-        growth = Growth(batch.root)
+        growth = Growth(batch.root, self.binding.backend, batch.num_steps)
         tokens = batch.root[:, None]
         for level, drawn_pos in enumerate(batch.positions()[1:]):  # [B]
             if level <= 1:  # one query for the root, then topk
@@ -228,7 +228,7 @@ class Gemma4MTPWorker:
             positions = drawn_pos[:, None].expand_as(tokens)
             tokens, origin = growth.add_level(*self.drafter.best(out, positions, batch))
             hidden = hidden.gather(1, origin[:, :, None].expand(-1, -1, hidden.shape[-1]))
-        return growth.select(self.binding.backend, batch.num_nodes)
+        return growth.select(batch.num_nodes)
 
     def _context(self, batch: DraftBatch, view: KVView, num_queries: int) -> ForwardContext:
         """`num_queries` queries per request, all at the same position of the same prefix."""

@@ -111,7 +111,7 @@ class LanguageModelWorker:
         draft = Draft(self.binding.cache.table, batch.rows, pos[:levels], topk, drafter.model.windows)
         block = backend.draft_block(self.store, draft)
         context = DraftContext(block, backend, topk, drafter.owners)
-        growth = Growth(batch.root)
+        growth = Growth(batch.root, backend, levels)
         chain = [batch.root[:, None]]
         tokens, origin = batch.root[:, None].expand(-1, topk), None
         for level in range(levels):
@@ -127,4 +127,4 @@ class LanguageModelWorker:
                 tokens, origin = growth.add_level(*batch.best(logits, drawn_pos, topk))  # [B, K]
         if topk == 1:
             return DraftTree.chain(torch.cat(chain, dim=1))
-        return growth.select(backend, batch.num_nodes)
+        return growth.select(batch.num_nodes)

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from specdec.attention.backend import Backend
-from specdec.attention.trees.growth import LOWEST, Growth
+from specdec.attention.trees.beam import LOWEST
+from specdec.attention.trees.growth import Growth
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker, Observation, PromptObservation
 from specdec.kvcache.frozen import KVView
@@ -52,7 +53,7 @@ class SuffixWorker(DraftWorker):
 
     def propose(self, batch: DraftBatch) -> DraftTree:
         matches = find_matches(batch.history, batch.history_len)
-        growth = Growth(batch.root)
+        growth = Growth(batch.root, self.backend, batch.num_steps)
         followed = matches.weight[:, None]  # [B, beam, P]: weights of the matches whose text runs through each node
         chain = [batch.root[:, None]]
         for level in range(batch.num_steps):
@@ -64,7 +65,7 @@ class SuffixWorker(DraftWorker):
             chain.append(beam.tokens)
         if batch.topk == 1:
             return DraftTree.chain(torch.cat(chain, dim=1))
-        return growth.select(self.backend, batch.num_nodes)
+        return growth.select(batch.num_nodes)
 
     def observe(self, seen: Observation) -> None:
         """Nothing to learn: each batch holds the history."""

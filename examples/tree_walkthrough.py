@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.plan import KVPlan, plan_verify
+from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.growth import Growth
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation, StatelessDrafter
 from specdec.kvcache.index_spaces import Space
@@ -83,7 +84,7 @@ class Witness(StatelessDrafter):
 
 def path_log_probs(root: torch.Tensor, levels: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[TokenPath, float]:
     """Replay the growth of the (only) tree from the scores that the drafter branched by."""
-    growth = Growth(root)
+    growth = Growth(root, TorchBackend(), len(levels))
     log_prob: dict[TokenPath, float] = {(): 0.0}
     beam: list[TokenPath] = [()]
     for level_tokens, level_scores in levels:

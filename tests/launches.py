@@ -17,6 +17,7 @@ from specdec.attention.kernels.paged_attention import paged_attention
 from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.pack import Lines, Pack
+from specdec.attention.trees.beam import Candidates, expand
 from specdec.attention.trees.growth import select_tree
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import tree_fields
@@ -128,6 +129,10 @@ def trees(num_nodes: int) -> None:
         integers(3), integers(3, candidates), numbers(3, candidates, dtype=FP32), integers(3, candidates),
         num_nodes=num_nodes, num_levels=4,
     )  # fmt: skip
+    made = Candidates.empty(integers(3), 4 + 3 * 16)
+    beam = expand(None, integers(3, 1, 1, 4), numbers(3, 1, 1, 4, dtype=FP32), made, 0)
+    expand(beam, integers(3, 1, 4, 4), numbers(3, 1, 4, 4, dtype=FP32), made, 4)
+    expand(None, integers(3, 4, 1, 4), numbers(3, 4, 1, 4, dtype=FP32), made, 0)
     x, path = numbers(3, num_nodes, 7680), integers(3, num_nodes)
     rows, _ = path_rows(x, integers(3, num_nodes), path[:, :4], integers(3), integers(3))
     keep_last(numbers(9, 7680), integers(3), rows, integers(3))

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees import walk as tree_walk_module
-from specdec.attention.trees.growth import Growth, reference_select_nodes, reference_select_tree, select_tree
+from specdec.attention.trees.growth import (
+    Growth,
+    TreeBackend,
+    reference_select_nodes,
+    reference_select_tree,
+    select_tree,
+)
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import reference_accept, reference_tree_fields, tree_fields
 from specdec.attention.triton_backend import TritonBackend
@@ -20,6 +26,7 @@ from marks import examples, slow
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 QUICK = settings(max_examples=examples(10, 40), deadline=None, derandomize=True, database=None)
 INF, NAN = float("inf"), float("nan")
+BACKENDS = [TorchBackend(), TritonBackend()]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -147,11 +154,11 @@ def test_select_is_a_naive_best_first_search(forest: tuple[list[list[float]], li
 
 @pytest.mark.slow
 @settings(QUICK, max_examples=examples(6, 20))
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000), st.booleans())
-def test_growth_keeps_the_best_paths(topk: int, levels: int, seed: int, ties: bool):
+@given(st.sampled_from(BACKENDS), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000), st.booleans())
+def test_growth_keeps_the_best_paths(backend: TreeBackend, topk: int, levels: int, seed: int, ties: bool):
     """Expanding with a table of log-probabilities: beams are the best of their level, scores sum along paths."""
     generator = torch.Generator().manual_seed(seed)
-    growth = Growth(long([3, 4]))
+    growth = Growth(long([3, 4]), backend, levels)
     path_score = torch.zeros(2, 1)
     for level in range(levels):
         width = 1 if level == 0 else topk
@@ -168,18 +175,64 @@ def test_growth_keeps_the_best_paths(topk: int, levels: int, seed: int, ties: bo
         path_score = best.values[:, :topk]
     most = topk + (levels - 1) * topk * topk
     for num_nodes in {min(most, 2), min(most + 1, 24)}:
-        grown = growth.select(TritonBackend(), num_nodes)
+        grown = growth.select(num_nodes)
         grown.check()
         assert grown.tokens[:, 0].tolist() == [3, 4]
         assert int(grown.depth.max()) <= levels
 
 
+def level_by_level(root: torch.Tensor, tokens: torch.Tensor, log_probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Candidates of a tree as torch sorts them, a level at a time; tokens and log_probs [B, L, K]."""
+    lowest = torch.finfo(torch.float32).min
+    score, candidate, parts, count = torch.zeros((len(root), 1)), torch.full((len(root), 1), -1), [], 0
+    for row_tokens, row in zip(tokens.unbind(1), log_probs.unbind(1), strict=True):
+        row = torch.where(row.isnan() | (row == -INF), lowest, row.clamp(max=0))
+        scores = (score[:, :, None] + row[:, None]).clamp(min=lowest).flatten(1)
+        width, topk = score.shape[1], row.shape[1]
+        parents = candidate[:, :, None].expand(-1, -1, topk).flatten(1)
+        parts.append((row_tokens[:, None].expand(-1, width, -1).flatten(1), scores, parents))
+        best = scores.sort(dim=1, descending=True, stable=True)
+        score, candidate = best.values[:, :topk], best.indices[:, :topk] + count
+        count += width * topk
+    return tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize(
+    ("topk", "levels", "ties"), [(1, 4, False), (3, 5, True), (4, 15, False), slow(4, 15, True), slow(8, 7, False)]
+)
+def test_all_levels_at_once_are_those_one_by_one(backend: TreeBackend, topk: int, levels: int, ties: bool):
+    """The marginals of a block: the same candidates, bit for bit, and the same trees, with -inf and NaN among them."""
+    generator = torch.Generator().manual_seed(topk * levels)
+    root, tokens = long([3, 4, 5]), torch.rand(3, levels, 50, generator=generator).argsort(-1)[:, :, :topk]
+    marginals = torch.randn(3, levels, 50, generator=generator).log_softmax(-1).topk(topk).values
+    if ties:
+        marginals = -torch.randint(0, 3, marginals.shape, generator=generator).float()
+        marginals[0, 1, -1], marginals[1, 1, 0], marginals[2, 0, -1] = NAN, -INF, 0.5
+    found = Growth(root, backend, levels)
+    found.add_all_levels(tokens.to(DEVICE), marginals.to(DEVICE))
+    one_by_one = Growth(root, backend, levels)
+    for level in range(levels):
+        width = 1 if level == 0 else topk
+        parts = (x[:, level, None].expand(-1, width, -1).to(DEVICE) for x in (tokens, marginals))
+        one_by_one.add_level(*parts)
+    expected = level_by_level(root.cpu(), tokens, marginals)
+    for growth in (found, one_by_one):
+        assert growth.candidates is not None
+        for ours, theirs in zip(growth.candidates, expected, strict=True):
+            assert torch.equal(ours.cpu(), theirs)
+    num_nodes = min(32, 1 + expected[0].shape[1])
+    want = reference_select_tree(root, *(x.to(DEVICE) for x in expected), num_nodes=num_nodes, num_levels=levels)
+    tree = found.select(num_nodes)
+    assert torch.equal(tree.tokens, want.tokens) and torch.equal(tree.parents, want.parents)
+
+
 def test_growth_without_branches_is_a_chain():
-    growth = Growth(long([5]))
+    growth = Growth(long([5]), TorchBackend(), 3)
     for token in (6, 7, 8):
         beam = growth.add_level(long([[[token]]]), torch.tensor([[[-0.5]]], device=DEVICE))
         assert beam.tokens.tolist() == [[token]] and beam.origin.tolist() == [[0]]
-    tree, chain = growth.select(TorchBackend(), 4), DraftTree.chain(long([[5, 6, 7, 8]]))
+    tree, chain = growth.select(4), DraftTree.chain(long([[5, 6, 7, 8]]))
     for name in ("tokens", "parents", "depth", "ancestors"):
         torch.testing.assert_close(getattr(tree, name), getattr(chain, name))
 

@@ -17,9 +17,10 @@ from result_table import ResultTable, Row, table_head, table_row
 
 from specdec.attention.kernels.page_table import build_page_tables, reference_build_page_tables
 from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.trees.growth import reference_select_nodes, select_tree
+from specdec.attention.trees.growth import Growth, TreeBackend, reference_select_nodes, select_tree
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import reference_tree_fields, tree_fields
+from specdec.attention.triton_backend import TritonBackend
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import FullLoc
@@ -148,6 +149,29 @@ def tree_inputs(topk: int, levels: int, seed: int) -> tuple[torch.Tensor, ...]:
     return torch.zeros(BATCH, dtype=torch.int64, device=DEVICE), tokens, scores, parents
 
 
+def marginals(topk: int, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """tokens and log-probabilities (with many ties) [B, L, K] of blocks."""
+    generator = torch.Generator(DEVICE).manual_seed(topk)
+    log_probs = -torch.randint(0, 6, (BATCH, levels, topk), generator=generator, device=DEVICE).float()
+    return torch.arange(topk, device=DEVICE).expand(BATCH, levels, -1).contiguous(), log_probs
+
+
+def grown(
+    backend: TreeBackend, tokens: torch.Tensor, log_probs: torch.Tensor, together: bool = True
+) -> tuple[torch.Tensor, ...]:
+    """The candidates, expanded all at once or level by level, and the last beam."""
+    levels, topk = tokens.shape[1:]
+    growth = Growth(tokens[:, 0, 0].contiguous(), backend, levels)
+    if together:
+        beam = growth.add_all_levels(tokens, log_probs)
+    else:
+        for level in range(levels):
+            width = topk if level else 1
+            beam = growth.add_level(*(x[:, level, None].expand(-1, width, -1) for x in (tokens, log_probs)))
+    assert growth.candidates is not None
+    return (*growth.candidates, *beam)
+
+
 def random_walks(num_nodes: int, seed: int) -> tuple[DraftTree, torch.Tensor]:
     """Trees, and drawn tokens that accept about half of each level."""
     parents = random_parents(BATCH, num_nodes, seed)
@@ -163,6 +187,11 @@ def check_trees(quick: bool) -> None:
             got = select_tree(*inputs, num_nodes=num_nodes, num_levels=levels)
             got.check()
             same("select", (got.tokens, got.parents), reference_select_nodes(*inputs, num_nodes=num_nodes))
+    for topk, levels in ((1, 7), (3, 5), (4, 15), (8, 8), (32, 2))[: 3 if quick else None]:
+        for together in (False, True):
+            inputs = marginals(topk, levels)
+            got, want = (grown(backend, *inputs, together) for backend in (TritonBackend(), TorchBackend()))
+            same("expand", got, want)
     for num_nodes in (1, 2, 7, 16, 33, 64, 200, 512)[: 6 if quick else None]:  # racecheck notes every access to memory
         for seed in range(1 if quick else 10):
             tree, _ = random_walks(num_nodes, seed)
@@ -260,6 +289,13 @@ def other_rows() -> Iterator[tuple[str, float, float]]:
                 )
             ),
             microseconds(reference),
+        )
+    for topk, levels in ((4, 15), (8, 15)):
+        inputs = marginals(topk, levels)
+        yield (
+            f"expand             topk {topk}, {levels} levels at once",
+            microseconds(lambda _, inputs=inputs: grown(TritonBackend(), *inputs)),
+            microseconds(lambda _, inputs=inputs: grown(TorchBackend(), *inputs)),
         )
     for num_nodes in (16, 64):
         tree, _ = random_walks(num_nodes, seed=0)

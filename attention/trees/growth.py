@@ -16,27 +16,25 @@ numbered in candidate order, so parents come before children; siblings are disti
     N = 4   taken       0, 2 (equal to its parent), 1              parents of nodes -1 0 0 1, depth 0 1 1 2
 """
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
+from specdec.attention.trees.beam import LOWEST, Beam, Candidates, Scored
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import tree_fields
 from specdec.gpu.triton_shim import tl, triton
 
 MAX_CANDIDATES = 4096
-LOWEST = torch.finfo(torch.float32).min
-
-
-class Beam(NamedTuple):
-    """What to expand next: tokens [B, K], and for each the entry [B, K] of the beam before that it is a child of."""
-
-    tokens: torch.Tensor
-    origin: torch.Tensor
 
 
 class TreeBackend(Protocol):
-    """Selects trees: plain torch or one launch."""
+    """Expands beams and selects trees: plain torch or one launch each."""
+
+    def expand(
+        self, above: Scored | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int
+    ) -> Scored:
+        """The beam after one or more levels, whose candidates are written to `out`."""
 
     def select_tree(
         self,
@@ -54,34 +52,41 @@ class TreeBackend(Protocol):
 class Growth:
     """Collects the candidates of B trees, level by level, and selects the trees. `root`: [B] int64 tokens."""
 
-    def __init__(self, root: torch.Tensor) -> None:
-        self.root = root
-        self._levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # tokens, scores, parents [B, M * K]
-        self._beam_score = torch.zeros((len(root), 1), dtype=torch.float32, device=root.device)
-        self._beam_candidate = torch.full((len(root), 1), -1, dtype=torch.int64, device=root.device)
-        self._num_candidates = 0
+    def __init__(self, root: torch.Tensor, backend: TreeBackend, num_levels: int) -> None:
+        self.root, self.backend, self.num_levels = root, backend, num_levels
+        self._beam: Scored | None = None  # the root
+        self.candidates: Candidates | None = None  # made when K is known
+        self._count = 0
 
     def add_level(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> Beam:
         """Children of the beam: tokens [B, M, K] distinct in K, log_probs [B, M, K]; M = 1 on level 1, then K."""
-        batch, width, topk = tokens.shape
-        scores = self._beam_score[:, :, None] + log_probs.float().nan_to_num(nan=LOWEST).clamp(max=0)  # [B, M, K]
-        scores = scores.clamp(min=LOWEST).view(batch, width * topk)
-        parents = self._beam_candidate[:, :, None].expand(-1, -1, topk).reshape(batch, width * topk)
-        flat = tokens.reshape(batch, width * topk)
-        self._levels.append((flat, scores, parents))
-        best = scores.sort(dim=1, descending=True, stable=True)
-        chosen = best.indices[:, :topk]
-        self._beam_score = best.values[:, :topk]
-        self._beam_candidate = chosen + self._num_candidates
-        self._num_candidates += width * topk
-        return Beam(flat.gather(1, chosen), chosen // topk)
+        return self._add(tokens[:, None], log_probs[:, None])
 
-    def select(self, backend: TreeBackend, num_nodes: int) -> DraftTree:
-        """The best tree of `num_nodes` nodes, root included."""
-        tokens, scores, parents = (torch.cat(part, dim=1) for part in zip(*self._levels, strict=True))
-        return backend.select_tree(
-            self.root, tokens, scores, parents, num_nodes=num_nodes, num_levels=len(self._levels)
-        )
+    def add_all_levels(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> Beam:
+        """All levels at once, where each node of a level has the same children: tokens and log_probs [B, L, K]."""
+        assert tokens.shape[1] == self.num_levels and self._count == 0, f"{tokens.shape=} {self._count=}"
+        return self._add(tokens[:, :, None], log_probs[:, :, None])
+
+    def _add(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> Beam:
+        """tokens and log_probs [B, L, M, K]."""
+        topk = tokens.shape[-1]
+        if self.candidates is None:
+            self.candidates = Candidates.empty(self.root, num_candidates(topk, self.num_levels))
+        width = 1 if self._beam is None else topk
+        self._beam = self.backend.expand(self._beam, tokens, log_probs, self.candidates, self._count)
+        self._count += width * topk + (tokens.shape[1] - 1) * topk**2
+        return self._beam.beam
+
+    def select(self, num_nodes: int) -> DraftTree:
+        """The best tree of `num_nodes` nodes, root included; all levels have been added."""
+        found = self.candidates
+        assert found is not None and self._count == found.tokens.shape[1], f"{self._count} candidates of {found}"
+        return self.backend.select_tree(self.root, *found, num_nodes=num_nodes, num_levels=self.num_levels)
+
+
+def num_candidates(topk: int, num_levels: int) -> int:
+    """Candidates of a tree that is grown by `num_levels` levels."""
+    return topk + (num_levels - 1) * topk**2
 
 
 def reference_select_nodes(

@@ -22,7 +22,7 @@ from torch import nn
 
 from specdec.attention.kernels.draft_block import Draft
 from specdec.attention.plan import plan_chunk, plan_packed
-from specdec.attention.trees.growth import Growth
+from specdec.attention.trees.growth import Growth, num_candidates
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.block.block_checkpoint import read_block
@@ -106,11 +106,9 @@ class BlockWorker:
         if batch.topk == 1:
             return DraftTree.chain(torch.cat([batch.root[:, None], batch.sample(logits, drawn_pos)], dim=1))
         tokens, log_probs = batch.best(logits, drawn_pos, batch.topk)  # [B, levels, K]
-        growth = Growth(batch.root)
-        for level in range(levels):
-            width = 1 if level == 0 else batch.topk  # all nodes of a level have the same candidates
-            growth.add_level(*(x[:, level, None].expand(-1, width, -1) for x in (tokens, log_probs)))
-        return self._select(growth, batch, levels)
+        growth = Growth(batch.root, self.binding.backend, levels)
+        growth.add_all_levels(tokens, log_probs)
+        return self._select(growth, batch)
 
     def _run_block(self, batch: DraftBatch, start: torch.Tensor, levels: int) -> torch.Tensor:
         """start [1, B], S -> states [B, levels, H] of the rows that draft."""
@@ -131,7 +129,8 @@ class BlockWorker:
         """The rows of a block one after another, each node's scores depending on its parent's token."""
         successors = self.drafter.head.markov_head
         assert successors is not None
-        growth, topk, levels = Growth(batch.root), batch.topk, logits.shape[1]
+        topk, levels = batch.topk, logits.shape[1]
+        growth = Growth(batch.root, self.binding.backend, levels)
         chain = [batch.root[:, None]]
         before, carried = batch.root[:, None], None  # [B, M], [B, M, r]
         for level in range(levels):
@@ -147,11 +146,10 @@ class BlockWorker:
                 carried = carried.gather(1, origin[:, :, None].expand(-1, -1, carried.shape[-1]))
         if topk == 1:
             return DraftTree.chain(torch.cat(chain, dim=1))
-        return self._select(growth, batch, levels)
+        return self._select(growth, batch)
 
-    def _select(self, growth: Growth, batch: DraftBatch, levels: int) -> DraftTree:
-        candidates = batch.topk + (levels - 1) * batch.topk**2
-        return growth.select(self.binding.backend, min(batch.num_nodes, 1 + candidates))
+    def _select(self, growth: Growth, batch: DraftBatch) -> DraftTree:
+        return growth.select(min(batch.num_nodes, 1 + num_candidates(batch.topk, growth.num_levels)))
 
 
 def block_drafter(folder: str | Path, target: TargetInfo) -> BlockDrafter:

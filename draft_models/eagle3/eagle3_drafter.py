@@ -124,7 +124,7 @@ class Eagle3Worker:
         block = backend.draft_block(self.store, draft) if levels > 1 else None
         state = self._hidden[batch.rows.index][:, None]  # [B, 1, H], of position S - 1
         out = HeadOutput(state, drafter.form.norm(state))
-        growth = Growth(batch.root)
+        growth = Growth(batch.root, backend, levels)
         chain = [batch.root[:, None]]
         for level in range(levels):
             logits = drafter.logits(out.normed)
@@ -145,7 +145,7 @@ class Eagle3Worker:
             out = drafter.form.step(beam, hidden, node_pos[level], context)
         if topk == 1:
             return DraftTree.chain(torch.cat(chain, dim=1))
-        return growth.select(backend, batch.num_nodes)
+        return growth.select(batch.num_nodes)
 
 
 def eagle3_drafter(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:

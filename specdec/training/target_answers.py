@@ -33,6 +33,8 @@ PROMPT_KEYS = ("question", "prompt", "turns", "messages")
 MIN_ANSWER = 16  # tokens of an answer that must fit after a prompt
 MAX_SKIPPED = 1000  # prompts in a row without room for an answer, after which the search ends
 SAMPLED_EVERY = 8  # every eighth answer is sampled, the others are greedy
+GROUP_SHARE = 0.05  # of the time for answers, which a group handed to the engine at once may take
+MAX_GROUP = 8  # batches of a group
 
 
 class PromptSource(NamedTuple):
@@ -110,10 +112,13 @@ def collect_answers(engine: Engine, prompts: Iterator[dict[str, Any]], settings:
     mine = itertools.islice(prompts, state.process_index, None, state.num_processes)
     waiting = itertools.islice(_fitting(engine, mine, settings.length), done, None)
     began = time.perf_counter() - spent
+    # answers are written a group at a time; a row that is free gets the next prompt of its group, so large groups keep
+    # the engine's rows busy while long answers end
+    group = settings.batch
     stage.update(max(done / count, spent / seconds), f"{done} answers")
     with path.open("a", encoding="utf-8") as file:
         while done < count and time.perf_counter() - began < seconds:
-            ids = list(itertools.islice(waiting, min(settings.batch, count - done)))
+            ids = list(itertools.islice(waiting, min(group, count - done)))
             if not ids:
                 break
             params = [
@@ -124,12 +129,15 @@ def collect_answers(engine: Engine, prompts: Iterator[dict[str, Any]], settings:
                 )
                 for number, prompt in enumerate(ids, start=done)
             ]
+            before = time.perf_counter()
             for out in engine.generate(ids, params, progress=False):
                 took = round(time.perf_counter() - began, 1)
                 record = {"prompt": out.prompt_token_ids, "answer": out.token_ids, "seconds": took}
                 file.write(json.dumps(record) + "\n")
             file.flush()
             done += len(ids)
+            fitting = GROUP_SHARE * seconds / (time.perf_counter() - before) * len(ids) / settings.batch
+            group = settings.batch * max(1, min(MAX_GROUP, int(fitting)))
             stage.update(max(done / count, (time.perf_counter() - began) / seconds), f"{done} answers")
 
 

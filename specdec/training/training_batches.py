@@ -36,19 +36,22 @@ class TrainingBatches:
             epoch, at = divmod(number, max(1, self.count // self.width))
             order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + epoch))
             index = order[at * self.width + self.rank : (at + 1) * self.width : self.processes]
-            parts = [self._states(int(i)) for i in index]
+            parts = self._states(index.tolist())
             yield self._batch(index), {name: torch.cat([x[name] for x in parts]).to(self.device) for name in parts[0]}
 
     def _batch(self, index: torch.Tensor) -> PackedRows:
         return PackedRows(*(x[index].to(self.device).long() for x in self.data))
 
-    def _states(self, row: int) -> TargetStates:
-        if row in self.kept:
-            return self.kept[row]
-        found = self.drafter.target_states(self._batch(torch.tensor([row])))
-        states = {name: x.bfloat16() for name, x in found.items()}
-        size = sum(x.nbytes for x in states.values())
-        if self.kept_bytes + size <= self.max_bytes:
-            self.kept[row] = states
-            self.kept_bytes += size
-        return states
+    def _states(self, rows: list[int]) -> list[TargetStates]:
+        """States [1, T, ...] of each row; those that are not kept are computed in one forward of the target."""
+        parts = {row: self.kept[row] for row in rows if row in self.kept}
+        unknown = [row for row in rows if row not in parts]
+        if unknown:
+            found = self.drafter.target_states(self._batch(torch.tensor(unknown)))
+            found = {name: x.bfloat16() for name, x in found.items()}
+            size = sum(x.nbytes for x in found.values())
+            parts |= {row: {name: x[i, None] for name, x in found.items()} for i, row in enumerate(unknown)}
+            if self.kept_bytes + size <= self.max_bytes:  # all of a forward or none: rows are views of its states
+                self.kept |= {row: parts[row] for row in unknown}
+                self.kept_bytes += size
+        return [parts[row] for row in rows]
