@@ -6,9 +6,8 @@
 A new kind of drafter adds its rows to `CAUSES` and, for `changes` of its drafter, its dense form to `DENSE_FORMS`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from specdec.doctor import changes as change
 from specdec.doctor import signs
@@ -63,19 +62,12 @@ CAUSES = (
 )
 
 
-class Seeing(NamedTuple):
-    """A cause and what was seen of it."""
-
-    cause: Cause
-    sign: Sign
-
-
-def what_is_seen(subject: Subject, causes: tuple[Cause, ...] = CAUSES, *, at_load: bool = False) -> list[Seeing]:
-    """Every sign of a cause, without generating. at_load: of those causes alone that warn at load."""
-    found = []
+def what_is_seen(
+    subject: Subject, causes: Sequence[Cause] = CAUSES, *, at_load: bool = False
+) -> Iterator[tuple[Cause, Sign]]:
+    """Every cause with a sign of it, without generating. at_load: of those causes alone that warn at load."""
     for cause in causes:
         if cause.seen is not None and cause.applies_to(subject.drafter) and (cause.warns or not at_load):
             sign = cause.seen(subject)
             if sign is not None:
-                found.append(Seeing(cause, sign))
-    return found
+                yield cause, sign

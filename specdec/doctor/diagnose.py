@@ -16,7 +16,7 @@ from typing import Any
 
 from specdec.config import SamplingParams
 from specdec.doctor.acceptance import Acceptance, Comparison, Measured, measured_by_engine, measured_densely
-from specdec.doctor.causes import CAUSES, Cause, Seeing, what_is_seen
+from specdec.doctor.causes import CAUSES, Cause, what_is_seen
 from specdec.doctor.changes import Change
 from specdec.doctor.dense_drafts import can_be_run, dense_drafts
 from specdec.doctor.diagnosis import Diagnosis, Finding, Trial
@@ -24,7 +24,7 @@ from specdec.doctor.pair_facts import drafter_path, pair_facts
 from specdec.doctor.pair_in_question import EngineLike, PairInQuestion
 from specdec.doctor.recorded_text import RecordedText, record
 from specdec.doctor.reference_check import ReferenceCheck, Watched
-from specdec.doctor.signs import Subject
+from specdec.doctor.signs import Sign, Subject
 from specdec.draft_models.base import Drafter
 from specdec.errors import ConfigError
 from specdec.models.bundled import HELD_OUT_PROBLEMS
@@ -63,11 +63,11 @@ def diagnose(
     if len(questions) < 4:
         raise ConfigError(f"{len(questions)} prompts; 4 or more are needed to tell a gain from chance")
     pair = PairInQuestion(engine=engine, make=make, drafter=engine.drafter, questions=questions, chat=chat)
-    seen = what_is_seen(Subject(engine.target, engine.drafter, engine.tokenizer), tuple(causes))
+    seen = what_is_seen(Subject(engine.target, engine.drafter, engine.tokenizer), causes)
     with progress_bar("diagnosing", 2 + len(causes)) as update:
         examination = Examination(pair, max_new_tokens)
         update(1)
-        findings = [examination.mend(seeing) for seeing in seen]
+        findings = [examination.mend(cause, sign) for cause, sign in seen]
         reference = examination.reference()
         if reference is not None and not reference.holds:
             findings.append(_broken_worker(reference))
@@ -92,13 +92,9 @@ def warn_at_load(target: TargetModel, drafter: Drafter | None, tokenizer: Any | 
     """Log what is certain of a pair and costs no generation to see."""
     if drafter is None:
         return
-    for seeing in what_is_seen(Subject(target, drafter, tokenizer), at_load=True):
-        logger.warning(
-            "the drafter will be accepted less than it could be (%s): %s; %s",
-            seeing.cause.name,
-            seeing.sign.what,
-            seeing.sign.do,
-        )
+    for cause, sign in what_is_seen(Subject(target, drafter, tokenizer), at_load=True):
+        said = "the drafter will be accepted less than it could be (%s): %s; %s"
+        logger.warning(said, cause.name, sign.what, sign.do)
 
 
 class Examination:
@@ -113,9 +109,8 @@ class Examination:
         self.texts = self._record(self.outputs) if can_be_run(pair.drafter) else []
         self.measured = self._measure(pair)
 
-    def mend(self, seeing: Seeing) -> Finding:
+    def mend(self, cause: Cause, sign: Sign) -> Finding:
         """What a sign says, with what its mending brings, and the mended drafter from now on."""
-        cause, sign = seeing
         before = after = None
         if sign.mended is not None and self.texts:
             before = self.measured.length

@@ -99,7 +99,13 @@ class PairInQuestion:
     ) -> EngineLike:
         """With K/V for these prompts alone: the engine in question holds its own pools meanwhile."""
         longest = min(max(map(len, prompts)) + params.max_new_tokens, self.engine.max_model_len)
-        room = {"max_batch_size": len(prompts), "max_model_len": longest, "full_slots": None, "swa_slots": None}
-        config = replace(self.engine.config, **room, **settings)
+        config = replace(
+            self.engine.config,
+            max_batch_size=len(prompts),
+            max_model_len=longest,
+            full_slots=None,
+            swa_slots=None,
+            **settings,
+        )
         spec = replace(self.engine.spec, adaptive=adaptive)
         return self.make(self.target, self.drafter, tokenizer=self.tokenizer, spec=spec, config=config)
