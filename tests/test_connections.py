@@ -18,9 +18,9 @@ from server_process import running_server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.errors import ConfigError
-from specdec.serving.http.connection_limits import ConnectionLimits
 from specdec.serving.http.connections import PIECE, Connection
 from specdec.serving.server import listen
+from specdec.serving.server_settings import ServeSettings
 
 from served_engine import until
 
@@ -156,7 +156,7 @@ def test_running_out_of_files_is_said_once_and_keeps_no_client_out(tmp_path):
         assert "Traceback" not in server.log() and "no connection can be taken" in server.log()
     # at the start the bound follows from the limit, so nothing of this happens
     with pytest.raises(ConfigError, match=r"max_connections=1000000000 is more than the \d+"):
-        ConnectionLimits(most=1_000_000_000).resolved_most()
+        ServeSettings(["a"], max_connections=1_000_000_000).resolved_connections()
 
 
 @pytest.mark.parametrize("kind", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.deep)])

@@ -17,7 +17,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.app import app
 from specdec.doctor.acceptance import Comparison, Measured
 from specdec.doctor.causes import CAUSES
-from specdec.doctor.changes.changed_drafters import changed_head
+from specdec.doctor.changed_drafters import changed_head
 from specdec.doctor.dense_drafts import dense_drafts
 from specdec.doctor.recorded_text import record
 from specdec.doctor.rounded_weights import NONE, grid_of

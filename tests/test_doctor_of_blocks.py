@@ -9,8 +9,8 @@ import torch
 from block_heads import random_head
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.doctor.changes.changed_drafters import changed_block
-from specdec.doctor.changes.changes_of_blocks import possible_masks
+from specdec.doctor.changed_drafters import changed_block
+from specdec.doctor.changes import possible_masks
 from specdec.doctor.dense_drafts import dense_drafts
 from specdec.doctor.diagnose import diagnose
 from specdec.doctor.recorded_text import record

@@ -17,8 +17,8 @@ from specdec.cli.app import load_command
 from specdec.errors import CapacityError, ConfigError, QueueFullError
 from specdec.serving.async_engine import TextBound
 from specdec.serving.fair_pool import CLIENT, FairPool
-from specdec.serving.http.client_limits import ClientLimits, ClientRates
-from specdec.serving.http.key_file import read_key_file
+from specdec.serving.http.api_keys import read_key_file
+from specdec.serving.http.client_limits import ClientLimits
 from specdec.serving.http.middleware import Guard, RequestLog
 from specdec.serving.logs import JsonFormatter, NonBlockingHandler
 
@@ -131,8 +131,8 @@ async def answer(scope, receive, send):
     await send({"type": "http.response.body", "body": b""})
 
 
-def guarded(rates: ClientRates, root_path: str = "") -> TestClient:
-    app = Guard(ClientLimits(answer, rates), ["k-1"], 1000, {"web": "k-2"})
+def guarded(root_path: str = "", **limits: int) -> TestClient:
+    app = Guard(ClientLimits(answer, **limits), ["k-1"], 1000, {"web": "k-2"})
     return TestClient(RequestLog(app), root_path=root_path)
 
 
@@ -141,7 +141,7 @@ def ask(client: TestClient, key: str):
 
 
 def test_a_key_that_asks_more_than_its_rate_gets_429_with_retry_after_and_others_do_not():
-    client = guarded(ClientRates(per_minute=3))
+    client = guarded(per_minute=3)
     assert [ask(client, "k-1").status_code for _ in range(5)] == [200, 200, 200, 429, 429]
     refused = ask(client, "k-1")
     assert refused.json()["error"]["code"] == "rate_limit_exceeded" and 1 <= int(refused.headers["retry-after"]) <= 20
@@ -149,7 +149,7 @@ def test_a_key_that_asks_more_than_its_rate_gets_429_with_retry_after_and_others
 
 
 def test_requests_of_a_minute_come_back_one_by_one():
-    limits = ClientLimits(answer, ClientRates(per_minute=2))
+    limits = ClientLimits(answer, per_minute=2)
     asked = [(at, limits.refusal("a", at) is None) for at in (0.0, 0.0, 29.0, 30.0, 31.0, 600.0, 600.0, 600.0)]
     assert asked == [
         *((0.0, True), (0.0, True), (29.0, False)),
@@ -159,7 +159,7 @@ def test_requests_of_a_minute_come_back_one_by_one():
 
 
 def test_as_many_requests_of_a_key_are_open_as_may_be():
-    limits = ClientLimits(answer, ClientRates(at_a_time=1))
+    limits = ClientLimits(answer, at_a_time=1)
     limits._open["a"] = 1
     assert limits.refusal("a", 0.0).status == 429 and limits.refusal("b", 0.0) is None
 
@@ -167,14 +167,14 @@ def test_as_many_requests_of_a_key_are_open_as_may_be():
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/responses", "/llm/tokenize"])
 def test_limits_of_a_key_count_every_path_behind_it(path):
     """Only /v1/ was counted: any number of long texts could be tokenised."""
-    client = guarded(ClientRates(per_minute=1), root_path="/llm")
+    client = guarded(per_minute=1, root_path="/llm")
     asked = [client.post(path, headers={"Authorization": "Bearer k-1"}).status_code for _ in range(2)]
     assert asked == [200, 429]
 
 
 def test_limits_of_a_key_count_no_path_that_only_holds_one_of_these():
     """Such a path is not behind the key either."""
-    client = guarded(ClientRates(per_minute=1))
+    client = guarded(per_minute=1)
     assert [client.post("/elsewhere/v1/responses").status_code for _ in range(2)] == [200, 200]
 
 
@@ -285,7 +285,7 @@ def test_a_log_drops_lines_rather_than_waiting_for_its_reader_and_says_how_many(
 
 
 def test_the_access_log_is_json_with_the_request_id_and_the_keys_name(caplog):
-    client = guarded(ClientRates())
+    client = guarded()
     with caplog.at_level(logging.INFO, "specdec.serving"):
         client.post("/v1/x", headers={"Authorization": "Bearer k-2", "X-Request-Id": "id-7"})
     line = json.loads(JsonFormatter().format(caplog.records[-1]))

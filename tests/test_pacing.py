@@ -13,8 +13,7 @@ from server_process import running_server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.serving.http import connections, pacing
-from specdec.serving.http.client_limits import ClientLimits, ClientRates
-from specdec.serving.http.connection_limits import ConnectionLimits
+from specdec.serving.http.client_limits import ClientLimits
 from specdec.serving.http.connections import Connections
 from specdec.serving.http.door import MAX_SHUT_TO, SHUT_SECONDS, Door
 from specdec.serving.http.listener import Listener, first_bytes
@@ -29,6 +28,7 @@ from specdec.serving.http.pacing import (
     Paced,
     is_paced,
 )
+from specdec.serving.server_settings import ServeSettings
 
 
 def test_a_pail_of_refusals_is_answered_at_once_and_then_so_many_a_second() -> None:
@@ -75,7 +75,7 @@ def test_a_client_over_its_own_limits_is_paced_and_noted_once(caplog) -> None:
             await limits(scope, None, send)  # type: ignore[arg-type]
         return scopes
 
-    limits = ClientLimits(None, ClientRates(at_a_time=1))  # type: ignore[arg-type]
+    limits = ClientLimits(None, at_a_time=1)  # type: ignore[arg-type]
     limits._open["a"] = 1
     scopes = asyncio.run(go(limits))
     assert [message["status"] for message in sent if "status" in message] == [429] * 99
@@ -150,7 +150,7 @@ def test_a_client_that_left_before_it_sent_anything_gets_no_protocol(monkeypatch
     with Listener() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        listener.connections = Connections(ConnectionLimits(most=20))
+        listener.connections = Connections(ServeSettings(["a"], max_connections=20))
         listener.setblocking(False)
         for _ in range(5):
             socket.create_connection(listener.getsockname()).close()
@@ -226,7 +226,7 @@ def test_whom_the_door_is_shut_to_is_told_429_and_gets_no_protocol() -> None:
     with Listener() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        listener.connections = Connections(ConnectionLimits(most=20))
+        listener.connections = Connections(ServeSettings(["a"], max_connections=20))
         listener.connections.door = Door(by_key=True)
         listener.connections.door.shut(scope_of("sk-a", "1.2.3.4"), time.monotonic() + 60)
         listener.setblocking(False)

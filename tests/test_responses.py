@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from specdec import Engine
+from specdec.serving.openai import response_store
 from specdec.serving.openai.response_store import ResponseStore, Stored
 
 from served_engine import served
@@ -183,8 +184,10 @@ def stored(name: str, size: int = 10) -> Stored:
     return Stored({"id": name}, [], [{"role": "user", "content": "x" * size}])
 
 
-def test_what_is_stored_is_bounded_in_number_and_bytes_for_each_key_and_in_all():
-    store = ResponseStore(max_per_key=3, max_key_bytes=1000, max_responses=5, max_bytes=2000)
+def test_what_is_stored_is_bounded_in_number_and_bytes_for_each_key_and_in_all(monkeypatch):
+    for name, most in {"MAX_PER_KEY": 3, "MAX_KEY_BYTES": 1000, "MAX_RESPONSES": 5, "MAX_BYTES": 2000}.items():
+        monkeypatch.setattr(response_store, name, most)
+    store = ResponseStore()
     for i in range(9):
         store.put("a", stored(f"a{i}"))
     assert len(store) == 3 and store.get("a", "a8") and not store.get("a", "a5")

@@ -16,14 +16,15 @@ from typing import Any
 
 from specdec.config import SamplingParams
 from specdec.doctor.acceptance import Acceptance, Comparison, Measured, measured_by_engine, measured_densely
-from specdec.doctor.causes import CAUSES, Cause, Seeing, subject_of, what_is_seen
-from specdec.doctor.changes.change import Change
+from specdec.doctor.causes import CAUSES, Cause, what_is_seen
+from specdec.doctor.changes import Change
 from specdec.doctor.dense_drafts import can_be_run, dense_drafts
 from specdec.doctor.diagnosis import Diagnosis, Finding, Trial
 from specdec.doctor.pair_facts import drafter_path, pair_facts
 from specdec.doctor.pair_in_question import EngineLike, PairInQuestion
 from specdec.doctor.recorded_text import RecordedText, record
 from specdec.doctor.reference_check import ReferenceCheck, Watched
+from specdec.doctor.signs import Sign, Subject
 from specdec.draft_models.base import Drafter
 from specdec.errors import ConfigError
 from specdec.models.bundled import HELD_OUT_PROBLEMS
@@ -39,6 +40,7 @@ PROMPTS, NEW_TOKENS = 8, 48
 """How many prompts are taken where none are given, and how long an answer is."""
 MOST_NAMED = 3
 """Changes that are named one on top of another."""
+NO_REFERENCE = "drafters of kind {name} have no dense reference; only prompts were changed"
 
 
 def diagnose(
@@ -61,11 +63,11 @@ def diagnose(
     if len(questions) < 4:
         raise ConfigError(f"{len(questions)} prompts; 4 or more are needed to tell a gain from chance")
     pair = PairInQuestion(engine=engine, make=make, drafter=engine.drafter, questions=questions, chat=chat)
-    seen = what_is_seen(subject_of(engine.target, engine.drafter, engine.tokenizer), tuple(causes))
+    seen = what_is_seen(Subject(engine.target, engine.drafter, engine.tokenizer), causes)
     with progress_bar("diagnosing", 2 + len(causes)) as update:
         examination = Examination(pair, max_new_tokens)
         update(1)
-        findings = [examination.mend(seeing) for seeing in seen]
+        findings = [examination.mend(cause, sign) for cause, sign in seen]
         reference = examination.reference()
         if reference is not None and not reference.holds:
             findings.append(_broken_worker(reference))
@@ -81,7 +83,7 @@ def diagnose(
         trials=tuple(trials),
         memory=_memory(engine),
         best_shape=examination.best_shape(),
-        notes=tuple(_notes(pair)),
+        notes=() if can_be_run(pair.drafter) else (NO_REFERENCE.format(name=pair.drafter.name),),
         seconds=time.perf_counter() - started,
     )
 
@@ -90,13 +92,9 @@ def warn_at_load(target: TargetModel, drafter: Drafter | None, tokenizer: Any | 
     """Log what is certain of a pair and costs no generation to see."""
     if drafter is None:
         return
-    for seeing in what_is_seen(subject_of(target, drafter, tokenizer), at_load=True):
-        logger.warning(
-            "the drafter will be accepted less than it could be (%s): %s; %s",
-            seeing.cause.name,
-            seeing.sign.what,
-            seeing.sign.do,
-        )
+    for cause, sign in what_is_seen(Subject(target, drafter, tokenizer), at_load=True):
+        said = "the drafter will be accepted less than it could be (%s): %s; %s"
+        logger.warning(said, cause.name, sign.what, sign.do)
 
 
 class Examination:
@@ -111,9 +109,8 @@ class Examination:
         self.texts = self._record(self.outputs) if can_be_run(pair.drafter) else []
         self.measured = self._measure(pair)
 
-    def mend(self, seeing: Seeing) -> Finding:
+    def mend(self, cause: Cause, sign: Sign) -> Finding:
         """What a sign says, with what its mending brings, and the mended drafter from now on."""
-        cause, sign = seeing
         before = after = None
         if sign.mended is not None and self.texts:
             before = self.measured.length
@@ -175,7 +172,7 @@ class Examination:
             for change in cause.changes(self.pair):
                 measured = self._measure(change.pair, change.prompts)
                 compared = Comparison.of(measured, self.measured)
-                clear = compared.is_clear() if cause.least is None else compared.is_clear(cause.least)
+                clear = compared.is_clear(cause.least)
                 trials.append(
                     Trial(
                         cause=cause.name,
@@ -191,14 +188,13 @@ class Examination:
         return best
 
     def _measure(self, pair: PairInQuestion, new_prompts: bool = False) -> Measured:
-        if new_prompts or not self.texts:
+        texts = self.texts
+        if new_prompts or not texts:
             outputs = self.outputs if pair is self.pair else pair.generate(pair.prompts(), self.params)
-            if not self.texts:
+            if not texts:
                 return measured_by_engine(outputs)
-            return measured_densely(
-                [dense_drafts(pair.drafter, text, self.num_steps) for text in self._record(outputs)]
-            )
-        return measured_densely([dense_drafts(pair.drafter, text, self.num_steps) for text in self.texts])
+            texts = self._record(outputs)
+        return measured_densely([dense_drafts(pair.drafter, text, self.num_steps) for text in texts])
 
     def _record(self, outputs: Sequence[GenerationOutput]) -> list[RecordedText]:
         return [record(self.pair.target, output.prompt_token_ids, output.token_ids) for output in outputs]
@@ -227,10 +223,3 @@ def _broken_worker(reference: ReferenceCheck) -> Finding:
 
 def _memory(engine: Any) -> dict[str, int]:
     return {space.value: size for space, size in engine.cache.bytes_by_space().items()}
-
-
-def _notes(pair: PairInQuestion) -> list[str]:
-    notes = []
-    if not can_be_run(pair.drafter):
-        notes.append(f"drafters of kind {pair.drafter.name} have no dense reference; only prompts were changed")
-    return notes

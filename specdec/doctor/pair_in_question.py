@@ -5,6 +5,7 @@ A change of a pair is another `PairInQuestion`; the target is never changed. The
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -75,30 +76,16 @@ class PairInQuestion:
 
         It captures nothing: a drafter that notes its logits waits for the device.
         """
-        config = replace(
-            self.engine.config,
-            max_batch_size=len(prompts),
-            prefix_cache=False,
-            cuda_graphs=False,
-            **self._room(prompts, params),
-        )
-        fixed = replace(self.engine.spec, adaptive=False)  # every depth is looked at, whether it pays or not
-        made = self.make(self.target, self.drafter, tokenizer=self.tokenizer, spec=fixed, config=config)
-        try:
+        # not adaptive: every depth is looked at, whether it pays or not
+        made = self._engine(prompts, params, adaptive=False, prefix_cache=False, cuda_graphs=False)
+        with closing(made):
             return made.generate(list(prompts), params, progress=False)
-        finally:
-            made.close()
 
     def draft_use(self, prompt: list[int], params: SamplingParams) -> DraftUse:
         """What drafts take here, from an engine of one request that chooses among them."""
-        config = replace(self.engine.config, max_batch_size=1, **self._room([prompt], params))
-        adaptive = replace(self.engine.spec, adaptive=True)
-        made = self.make(self.target, self.drafter, tokenizer=self.tokenizer, spec=adaptive, config=config)
-        try:
+        with closing(self._engine([prompt], params, adaptive=True)) as made:
             made.generate([prompt], params, progress=False)
             return made.stats().drafts
-        finally:
-            made.close()
 
     def _ids(self, question: str | list[int]) -> list[int]:
         if not isinstance(question, str):
@@ -107,7 +94,18 @@ class PairInQuestion:
             return self.engine.chat_prompt(question, **self.template)
         return self.engine.encode(question)
 
-    def _room(self, prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
-        """K/V for these prompts alone: the engine in question holds its own pools meanwhile."""
-        longest = max(map(len, prompts)) + params.max_new_tokens
-        return {"max_model_len": min(longest, self.engine.max_model_len), "full_slots": None, "swa_slots": None}
+    def _engine(
+        self, prompts: Sequence[list[int]], params: SamplingParams, *, adaptive: bool, **settings: Any
+    ) -> EngineLike:
+        """With K/V for these prompts alone: the engine in question holds its own pools meanwhile."""
+        longest = min(max(map(len, prompts)) + params.max_new_tokens, self.engine.max_model_len)
+        config = replace(
+            self.engine.config,
+            max_batch_size=len(prompts),
+            max_model_len=longest,
+            full_slots=None,
+            swa_slots=None,
+            **settings,
+        )
+        spec = replace(self.engine.spec, adaptive=adaptive)
+        return self.make(self.target, self.drafter, tokenizer=self.tokenizer, spec=spec, config=config)

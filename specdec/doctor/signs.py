@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from specdec.doctor.changes.changed_drafters import assistant_with_rope, changed_assistant
+from specdec.doctor.changed_drafters import assistant_with_rope, changed_assistant
 from specdec.doctor.rounded_weights import rounded_to
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter

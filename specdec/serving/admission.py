@@ -23,7 +23,6 @@ class Waiter:
     count: int
     client: str
     future: "asyncio.Future[None]"
-    loop: asyncio.AbstractEventLoop
     admitted: bool = False
 
 
@@ -53,8 +52,7 @@ class Admission:
             if free:
                 self.out += count
                 return
-            loop = asyncio.get_running_loop()
-            waiter = Waiter(count, client, loop.create_future(), loop)
+            waiter = Waiter(count, client, asyncio.get_running_loop().create_future())
             self._waiters.append(waiter)
         try:
             await waiter.future
@@ -85,7 +83,7 @@ class Admission:
                 self.out += waiter.count
                 waiter.admitted = True
                 try:
-                    waiter.loop.call_soon_threadsafe(_admit, waiter.future)
+                    waiter.future.get_loop().call_soon_threadsafe(_admit, waiter.future)
                 except RuntimeError:  # its loop is closed: no caller will ever give these back
                     self.out -= waiter.count
                     self._note(waiter.client, -waiter.count)

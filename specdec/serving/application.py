@@ -10,7 +10,6 @@ from specdec.serving import metrics
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http import faults, middleware, page, probes
 from specdec.serving.http.events import CLIENT_GONE, ClientGoneError
-from specdec.serving.http.unknown_fields import UnknownFields
 from specdec.serving.openai import chat_completions as chat
 from specdec.serving.openai import completions, openapi, responses, token_routes
 from specdec.serving.openai import models_route as models
@@ -35,7 +34,6 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     app.state.responses = ResponseStore()
     faults.install(app)
     app.add_exception_handler(ClientGoneError, lambda request, error: Response(status_code=CLIENT_GONE))
-    app.add_middleware(UnknownFields, handling=settings.unknown_fields)
     middleware.install(app, settings)
     for route in (chat, completions, metrics, models, page, probes, responses, token_routes):
         app.include_router(route.router)

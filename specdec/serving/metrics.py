@@ -126,12 +126,8 @@ class Metrics:
 
 def figures(snapshot: Snapshot) -> list[tuple[str, str, str, float | None]]:
     """(kind, name, meaning, value) of what has one value; None: it has none on this device."""
-    engine, requests, use, pool = (
-        snapshot.engine,
-        snapshot.requests,
-        snapshot.engine.captures,
-        snapshot.engine.full_slots,
-    )
+    engine, requests = snapshot.engine, snapshot.requests
+    use, pool = engine.captures, engine.full_slots
     used = pool.held / pool.capacity if pool.capacity else 0.0
     accepted = sum(requests.accepted_counts)
     draft = "vllm:spec_decode_num"

@@ -83,7 +83,7 @@ def run_app(engine: AsyncEngine, settings: ServeSettings, bound: Listener, ready
 
     -> why it ended by itself, such as an engine whose thread has died; None after a signal.
     """
-    connections = Connections(settings.connections)
+    connections = Connections(settings)
     bound.connections, bound.secure = connections, settings.ssl_certfile is not None
     app = create_app(engine, settings)
     connections.door = app.state.door
@@ -96,7 +96,7 @@ def run_app(engine: AsyncEngine, settings: ServeSettings, bound: Listener, ready
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=int(settings.stop_seconds + LAST_SECONDS) + 1,
-        timeout_keep_alive=settings.connections.keep_alive,  # type: ignore[arg-type]  # seconds for call_later
+        timeout_keep_alive=settings.timeout_keep_alive,  # type: ignore[arg-type]  # seconds for call_later
         server_header=False,
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,

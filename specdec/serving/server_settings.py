@@ -1,13 +1,15 @@
-"""What an HTTP server is told once, validated; what an engine is told is `EngineConfig`."""
+"""What an HTTP server is told once, validated; what an engine is told is `EngineConfig`.
 
+How many connections it has by default depends on the system: on the limit of open files.
+"""
+
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from specdec.config import require_int
 from specdec.errors import ConfigError, shown
-from specdec.serving.http.client_limits import ClientRates
-from specdec.serving.http.connection_limits import ConnectionLimits
 from specdec.serving.http.unknown_fields import require_handling
 from specdec.serving.tools.reasoning import reasoning_format
 from specdec.serving.tools.tool_parsers import require_parser
@@ -15,6 +17,9 @@ from specdec.text.content_tokens import require_handling as require_content_hand
 
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling parameters for which a model's generation config may state a default."""
+RESERVED_FILES = 32
+"""File descriptors that are left for everything that is no connection."""
+MOST_BY_DEFAULT = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +37,12 @@ class ServeSettings:
     share_prefix_cache: bool = False  # clients share cached prompts, and so one can find out what another sent
     show_cached_tokens: bool = True  # usage says how much of a prompt was cached
     named_keys: Mapping[str, str] = field(default_factory=dict)  # further keys, by the name that the log has for them
-    rates: ClientRates = field(default_factory=ClientRates)  # of one key
-    connections: ConnectionLimits = field(default_factory=ConnectionLimits)  # of all clients together
+    client_requests_per_minute: int = 0  # of one API key, or address where there are none, all at once; 0: any
+    client_concurrency: int = 0  # open requests of one key or address; 0: any
+    max_connections: int = 0  # open at a time, of all clients; 0: as many as the limit of open files allows
+    timeout_headers: float = 10.0  # seconds within which the head of a request must come
+    timeout_body: float = 120.0  # and the whole request
+    timeout_keep_alive: float = 30.0  # seconds that a connection stays open between two requests
     ssl_certfile: Path | None = None  # PEM files, for HTTPS
     ssl_keyfile: Path | None = None
     root_path: str = ""  # under which a proxy shows this server
@@ -45,6 +54,11 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         require_int("max_body_bytes", self.max_body_bytes, 1, 1 << 40)
+        for name in ("client_requests_per_minute", "client_concurrency", "max_connections"):
+            require_int(name, getattr(self, name), 0, 1 << 30)
+        for name in ("timeout_headers", "timeout_body", "timeout_keep_alive"):
+            if not 0 < (seconds := getattr(self, name)) < float("inf"):
+                raise ConfigError(f"{name}={shown(seconds)}: a number of seconds above 0 is required")
         if not self.model_names or not all(self.model_names):
             raise ConfigError(
                 f"served model names {shown(list(self.model_names))}: at least one is expected, none empty"
@@ -70,8 +84,35 @@ class ServeSettings:
         require_handling(self.unknown_fields)
         require_content_handling(self.special_tokens_in_content)
 
+    def resolved_connections(self) -> int:
+        """`max_connections`, or the number that the limit of open files allows. Raises ConfigError where that allows
+        fewer."""
+        allowed = allowed_connections()
+        if self.max_connections > allowed:
+            raise ConfigError(
+                f"max_connections={self.max_connections} is more than the {allowed} that the limit of open files "
+                "allows; raise that limit (ulimit -n, LimitNOFILE=) or ask for fewer"
+            )
+        return self.max_connections or min(allowed, MOST_BY_DEFAULT)
+
 
 def sampling_defaults(generation_config: object) -> dict[str, float]:
     """What a model's generation config says of sampling; temperature 1 where it says nothing, as OpenAI."""
     said = {name: getattr(generation_config, name, None) for name in DEFAULTS}
     return {"temperature": 1.0} | {name: value for name, value in said.items() if value is not None}
+
+
+def allowed_connections() -> int:
+    """How many connections the limit of open files leaves room for, besides the files that are open now."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return MOST_BY_DEFAULT
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return 1 << 30
+    try:
+        in_use = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        in_use = 64
+    return max(1, soft - in_use - RESERVED_FILES)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.http.api_key import bearer_token
+from specdec.serving.http.api_keys import bearer_token
 from specdec.serving.http.faults import ApiError
 from specdec.serving.server_settings import ServeSettings
 from specdec.serving.tools.tool_parsers import ToolParser

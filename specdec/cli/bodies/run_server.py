@@ -24,9 +24,7 @@ from specdec.cli.bodies.settings import engine_config, load_engine, quiet_librar
 from specdec.cli.serve import ServeOptions
 from specdec.config import EngineConfig
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.http.client_limits import ClientRates
-from specdec.serving.http.connection_limits import ConnectionLimits
-from specdec.serving.http.key_file import read_key_file
+from specdec.serving.http.api_keys import read_key_file
 from specdec.serving.http.trimming import give_back_when_freed
 from specdec.serving.logs import set_up
 from specdec.serving.server import address, listen, require_certificate, run_app
@@ -53,13 +51,9 @@ def run_server(options: ServeOptions) -> None:
         named_keys=named,
         cors_origins=options.cors_origin,
         show_cached_tokens=options.cached_tokens,
-        rates=ClientRates(options.client_requests_per_minute, options.client_concurrency),
-        connections=ConnectionLimits(
-            options.max_connections, options.timeout_headers, options.timeout_body, options.timeout_keep_alive
-        ),
         **shared_fields(options, ServeSettings),
     )
-    settings.connections.resolved_most()
+    settings.resolved_connections()
     require_certificate(settings)
     if options.otlp_traces_endpoint is not None:
         send_traces_to(options.otlp_traces_endpoint)

@@ -10,7 +10,6 @@ A route whose router has `route_class=BodyRoute` declares its body as usual: `as
 """
 
 import asyncio
-import contextvars
 import json
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
 from specdec.serving.http.faults import ApiError, invalid_body
+from specdec.serving.server_settings import ServeSettings
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -98,19 +98,19 @@ def require_shape(raw: bytes, max_values: int) -> None:
                 raise ApiError(400, message, code="invalid_json")
 
 
-def parse(raw: bytes, model: type[Model], max_values: int) -> Model:
+def parse(raw: bytes, model: type[Model], max_values: int, unknown_fields: str = "refuse") -> Model:
     """The body as a model says. Raises ApiError with the first thing that is wrong with it.
 
     An error lives until it is answered, seconds later where refusals wait, and so does what the frames that it came
     through hold: none of these holds the values of the body, which may take tens of megabytes."""
     require_shape(raw, max_values)
-    found = _parsed(raw, model)
+    found = _parsed(raw, model, unknown_fields)
     if isinstance(found, ApiError):
         raise found
     return found
 
 
-def _parsed(raw: bytes, model: type[Model]) -> Model | ApiError:
+def _parsed(raw: bytes, model: type[Model], unknown_fields: str) -> Model | ApiError:
     try:
         value = json.loads(raw.decode())
     except RecursionError:
@@ -119,13 +119,13 @@ def _parsed(raw: bytes, model: type[Model]) -> Model | ApiError:
         reason = getattr(error, "msg", None) or str(error).partition(";")[0]
         return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
     try:
-        return model.model_validate(value)
+        return model.model_validate(value, context={"unknown_fields": unknown_fields})
     except ValidationError as error:
         errors = error.errors(include_url=False)
         return invalid_body([{**each, "loc": ("body", *each["loc"])} for each in errors])
 
 
-async def read_body(request: Request, model: type[Model], max_body_bytes: int) -> Model:
+async def read_body(request: Request, model: type[Model], settings: ServeSettings) -> Model:
     """The body of a request. Raises ApiError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     try:
@@ -138,12 +138,10 @@ async def read_body(request: Request, model: type[Model], max_body_bytes: int) -
     if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
         said = f"Content-Type is {kind[:80]!r}" if kind else "there is no Content-Type"
         raise ApiError(415, f"{said}; application/json is read", code="unsupported_media_type")
-    max_values = max(MIN_VALUES, max_body_bytes // BYTES_PER_VALUE)
+    how = raw, model, max(MIN_VALUES, settings.max_body_bytes // BYTES_PER_VALUE), settings.unknown_fields
     if len(raw) <= SMALL:
-        return parse(raw, model, max_values)
-    context = contextvars.copy_context()  # of who asks, and how unknown fields are handled
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_parser, lambda: context.run(parse, raw, model, max_values))
+        return parse(*how)
+    return await asyncio.get_running_loop().run_in_executor(_parser, parse, *how)
 
 
 class ParsedRequest(Request):
@@ -168,7 +166,7 @@ class BodyRoute(APIRoute):
         model: Any = self.body_field.field_info.annotation
 
         async def handler(request: Request) -> Response:
-            parsed = await read_body(request, model, request.app.state.serve.settings.max_body_bytes)
+            parsed = await read_body(request, model, request.app.state.serve.settings)
             again = ParsedRequest(request.scope, request.receive)
             again.parsed = parsed
             return await answer(again)

@@ -8,37 +8,17 @@ import logging
 import math
 import time
 from collections import Counter
-from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specdec.config import require_int
 from specdec.serving.http.faults import ApiError
-from specdec.serving.http.pacing import OVER_LIMIT
+from specdec.serving.http.pacing import OVER_LIMIT, Pace
 
 logger = logging.getLogger("specdec.serving")
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
 """Paths behind the API key; health and metrics need no key."""
-MAX_REMEMBERED = 10_000
-"""Clients whose rate is known; beyond these, those that have used nothing lately are forgotten."""
 QUIET_SECONDS = 10.0
 """Between two lines of the log about refusals: one that asks again at once would fill it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClientRates:
-    """Of one client, 0: no limit. per_minute: requests, of which all may come at once. at_a_time: open requests."""
-
-    per_minute: int = 0
-    at_a_time: int = 0
-
-    def __post_init__(self) -> None:
-        require_int("client_requests_per_minute", self.per_minute, 0, 1 << 30)
-        require_int("client_concurrency", self.at_a_time, 0, 1 << 30)
-
-    @property
-    def any(self) -> bool:
-        return bool(self.per_minute or self.at_a_time)
 
 
 def route_path(scope: Scope) -> str:
@@ -48,30 +28,17 @@ def route_path(scope: Scope) -> str:
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
-class Bucket:
-    """What a client may still ask: `left` requests at the time `then`, and `per_minute` more each minute."""
-
-    def __init__(self, per_minute: int, now: float) -> None:
-        self.per_minute, self.left, self.then = per_minute, float(per_minute), now
-
-    def take(self, now: float) -> float:
-        """One request, if there is one left. -> seconds until there is; 0: it was taken"""
-        self.left = min(self.per_minute, self.left + (now - self.then) * self.per_minute / 60)
-        self.then = now
-        if self.left < 1:
-            return (1 - self.left) * 60 / self.per_minute
-        self.left -= 1
-        return 0.0
-
-
 class ClientLimits:
-    """Around the routes, inside the check of the API key, which says whose request it is."""
+    """Around the routes, inside the check of the API key, which says whose request it is.
 
-    def __init__(self, app: ASGIApp, rates: ClientRates) -> None:
+    Of one client, 0: no limit. per_minute: requests, of which all may come at once. at_a_time: open requests.
+    """
+
+    def __init__(self, app: ASGIApp, *, per_minute: int = 0, at_a_time: int = 0) -> None:
         self.app = app
-        self.rates = rates
+        self.at_a_time, self.per_minute = at_a_time, per_minute
         self._open: Counter[str] = Counter()
-        self._buckets: dict[str, Bucket] = {}
+        self._minutes = Pace(per_minute / 60, per_minute) if per_minute else None
         self._refused: Counter[str] = Counter()  # since the last line of the log
         self._quiet_until = 0.0
 
@@ -104,17 +71,11 @@ class ClientLimits:
 
     def refusal(self, client: str, now: float) -> ApiError | None:
         """Why this client may not ask now; None: it may, and one request is taken from its minute."""
-        most = self.rates.at_a_time
+        most = self.at_a_time
         if most and self._open[client] >= most:
             return _refused(f"{most} of your requests are open, as many as may be; wait for one to end", 1.0)
-        if not self.rates.per_minute:
-            return None
-        if len(self._buckets) >= MAX_REMEMBERED:
-            self._buckets = {name: each for name, each in self._buckets.items() if now - each.then < 60}
-        bucket = self._buckets.setdefault(client, Bucket(self.rates.per_minute, now))
-        wait = bucket.take(now)
-        if wait:
-            return _refused(f"{self.rates.per_minute} requests a minute are allowed, and you have sent them", wait)
+        if self._minutes is not None and (wait := self._minutes.take(client, now)):
+            return _refused(f"{self.per_minute} requests a minute are allowed, and you have sent them", wait)
         return None
 
 

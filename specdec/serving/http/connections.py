@@ -19,10 +19,10 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specdec.serving.http.connection_limits import ConnectionLimits
 from specdec.serving.http.door import Door
 from specdec.serving.http.faults import error_body
 from specdec.serving.http.pacing import Pace
+from specdec.serving.server_settings import ServeSettings
 
 logger = logging.getLogger("specdec.serving")
 
@@ -56,10 +56,10 @@ class Accepted(socket.socket):
 class Connections:
     """The open connections of one server; belongs to its event loop."""
 
-    def __init__(self, limits: ConnectionLimits) -> None:
-        self.limits = limits
+    def __init__(self, settings: ServeSettings) -> None:
+        self.settings = settings
         self.door: Door | None = None
-        self.most = limits.resolved_most()
+        self.most = settings.resolved_connections()
         self.open: dict[int, Accepted] = {}  # by file descriptor
         self._waiting: dict[int, Accepted] = {}  # those from which a request is awaited, the longest wait first
         self._quiet_until: dict[str, float] = {}
@@ -101,7 +101,7 @@ class Connections:
         """Close those that are late. Called about once a second."""
         now = time.monotonic()
         for accepted in list(self.open.values()):
-            late = now - accepted.began > self.limits.headers  # where TLS is not agreed on yet
+            late = now - accepted.began > self.settings.timeout_headers  # where TLS is not agreed on yet
             if accepted.protocol is not None:
                 late = accepted.protocol.is_late(now)
             if late:
@@ -274,8 +274,8 @@ class Connection(H11Protocol):
             return True
         if self._since is None:
             return False
-        limits, state = self._connections.limits, self.conn.their_state
-        allowed = {h11.IDLE: limits.headers, h11.SEND_BODY: limits.body}.get(state)
+        settings, state = self._connections.settings, self.conn.their_state
+        allowed = {h11.IDLE: settings.timeout_headers, h11.SEND_BODY: settings.timeout_body}.get(state)
         return allowed is not None and now - self._since > allowed
 
     def give_up(self, answer: bool) -> None:

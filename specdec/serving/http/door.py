@@ -13,7 +13,7 @@ What names no such client is let in, and so is all that comes on a connection th
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from specdec.serving.http.api_key import bearer_token
+from specdec.serving.http.api_keys import bearer_token
 
 SHUT_SECONDS = 1.0
 LOOKED_AT = 1 << 11

@@ -24,12 +24,48 @@ from specdec.errors import (
     UnsupportedModelError,
     shown,
 )
-from specdec.serving.http.validation_messages import sentence
 
 logger = logging.getLogger(__name__)
 
 TYPES = ("str", "constrained-str", "int", "float", "bool", "none", "dict", "list")
 """Parts of a place in a body that name a member of a union, and no field."""
+EXPECTED = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "int_parsing": "an integer",
+    "int_parsing_size": "an integer of fewer digits",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "dict_type": "an object",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "none_required": "null",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "dataclass_type": "an object",
+    "mapping_type": "an object",
+    "string_unicode": "a string of whole characters",
+    "dict_attributes_type": "an object",
+}
+"""What a value should have been, by pydantic's type of error: pydantic's own messages are for its users, not for a
+server's clients."""
+LITERALS = {"True": "true", "False": "false", "None": "null"}
+
+
+ANSWERS: dict[type[Exception], tuple[int, str | None]] = {
+    QueueFullError: (429, "queue_full"),
+    CapacityError: (400, "context_length_exceeded"),
+    ConfigError: (400, "invalid_value"),
+    UnsupportedModelError: (400, "invalid_value"),
+    StoppingError: (503, "stopping"),
+    SpecDecError: (500, None),  # such as a round that failed
+}
+"""Status and code of the product's errors; the first that fits counts."""
+AGAIN = {"Retry-After": "1"}
 
 
 class ApiError(Exception):
@@ -64,17 +100,11 @@ def as_api_error(error: Exception) -> ApiError:
     """Any error of the product, as an answer."""
     if isinstance(error, ApiError):
         return error
-    message = str(error).replace("max_new_tokens", "max_tokens")
-    if isinstance(error, QueueFullError):
-        return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
-    if isinstance(error, CapacityError):
-        return ApiError(400, message, param=_param(message), code="context_length_exceeded")
-    if isinstance(error, (ConfigError, UnsupportedModelError)):
-        return ApiError(400, message, param=_param(message), code="invalid_value")
-    if isinstance(error, StoppingError):
-        return ApiError(503, message, code="stopping", headers={"Retry-After": "1"})
-    if isinstance(error, SpecDecError):  # such as a round that failed
-        return ApiError(500, message)
+    for kind, (status, code) in ANSWERS.items():
+        if isinstance(error, kind):
+            message = str(error).replace("max_new_tokens", "max_tokens")
+            param = _param(message) if status == 400 else None
+            return ApiError(status, message, param=param, code=code, headers=AGAIN if status in (429, 503) else None)
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "the server failed to answer this request; its log says why")
 
@@ -97,6 +127,30 @@ def invalid_body(errors: Sequence[Any]) -> ApiError:
     here = [each for each in errors if _place(each["loc"]) == param]
     message = f"{param or 'the body'}={shown(error.get('input'))}: {sentence(here)}"
     return ApiError(400, message, param=param, code="invalid_type")
+
+
+def expected(error: Mapping[str, Any]) -> str:
+    """What one of pydantic's errors says was expected: "a number"."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in EXPECTED:
+        return EXPECTED[kind]
+    if kind in ("literal_error", "enum"):
+        said = str(context.get("expected", ""))
+        return LITERALS.get(said, said)
+    if kind in ("too_short", "too_long", "string_too_short", "string_too_long"):
+        least, most = context.get("min_length"), context.get("max_length")
+        what = "characters" if kind.startswith("string") else "item"
+        limit = f"at least {least}" if least is not None else f"at most {most}"
+        return f"{limit} {what}" + ("s" if what == "item" and limit[-2:] != " 1" else "")
+    return ""
+
+
+def sentence(errors: Sequence[Mapping[str, Any]]) -> str:
+    """Of all that one place might have been: "a number or null is expected"; else the reason of a check of ours."""
+    wanted = list(dict.fromkeys(filter(None, map(expected, errors))))
+    if wanted:
+        return f"{' or '.join(wanted)} is expected"
+    return str(errors[0].get("ctx", {}).get("error", "")) or "this value is not allowed"
 
 
 METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")

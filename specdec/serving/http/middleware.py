@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.serving.fair_pool import CLIENT
-from specdec.serving.http.api_key import bearer_token
+from specdec.serving.http.api_keys import bearer_token
 from specdec.serving.http.client_limits import GUARDED, ClientLimits, route_path
 from specdec.serving.http.door import Door
 from specdec.serving.http.events import CLIENT_GONE
@@ -215,8 +215,9 @@ def install(app: FastAPI, settings: ServeSettings) -> None:
     """The last added is the outermost."""
     app.add_middleware(LastResort)
     app.add_middleware(Heads)
-    if settings.rates.any:
-        app.add_middleware(ClientLimits, rates=settings.rates)
+    per_minute, at_a_time = settings.client_requests_per_minute, settings.client_concurrency
+    if per_minute or at_a_time:
+        app.add_middleware(ClientLimits, per_minute=per_minute, at_a_time=at_a_time)
     app.add_middleware(
         Guard,
         api_keys=settings.api_keys,

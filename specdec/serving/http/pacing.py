@@ -10,6 +10,7 @@ answer of the client waits.
 """
 
 import asyncio
+import math
 import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,7 +37,8 @@ wait. Other 429s are answered at once, so that a proxy can try another server.""
 
 
 class Pace:
-    """What each client got lately, in units of which `burst` are free at once and `per_second` after that."""
+    """What each client got lately, in units of which `burst` are free at once and `per_second` after that. Of more than
+    MAX_REMEMBERED clients those are forgotten that have used nothing lately."""
 
     def __init__(self, per_second: float = PER_SECOND, burst: float = BURST) -> None:
         self._per_second = per_second
@@ -45,13 +47,26 @@ class Pace:
 
     def delay(self, client: str, now: float, units: float = 1) -> float:
         """Seconds for which so many more are to wait."""
-        units_seconds = min(units / self._per_second, self._full)
-        due = max(self._due.get(client, 0.0), now - self._full) + units_seconds
+        due = self._due_after(client, now, min(units / self._per_second, self._full))
         wait = min(due - now, MAX_SECONDS) if due - now > MIN_SECONDS else 0.0
-        self._due[client] = now + wait if wait else due  # nobody owes more than what it waits for
+        self._note(client, now, now + wait if wait else due)  # nobody owes more than what it waits for
+        return wait
+
+    def take(self, client: str, now: float) -> float:
+        """One unit, if there is one left. -> seconds until there is; 0: it was taken"""
+        due = self._due_after(client, now, 1 / self._per_second)
+        if due - now > MIN_SECONDS:
+            return due - now
+        self._note(client, now, due)
+        return 0.0
+
+    def _due_after(self, client: str, now: float, units_seconds: float) -> float:
+        return max(self._due.get(client, -math.inf), now - self._full) + units_seconds
+
+    def _note(self, client: str, now: float, due: float) -> None:
+        self._due[client] = due
         if len(self._due) > MAX_REMEMBERED:
             self._due = {name: when for name, when in self._due.items() if when > now - self._full}
-        return wait
 
 
 class Paced:

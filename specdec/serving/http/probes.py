@@ -27,6 +27,7 @@ PROBE_SECONDS = 2.0
 """Between two requests of our own to an engine whose rounds fail."""
 MAX_FAILED = 3
 """Of these in a row, after which the engine is dead."""
+AS_SAGEMAKER = "As /ready, under the name that SageMaker asks for."
 
 
 @router.get("/live", response_model=None)
@@ -35,21 +36,11 @@ async def read_live(state: State) -> Response:
     return _answer(lifeless(state.engine, state.settings.liveness_seconds))
 
 
+@router.get("/ping", name="read_ping", description=AS_SAGEMAKER, response_model=None)
+@router.get("/health", name="read_health", description="As /ready.", response_model=None)
 @router.get("/ready", response_model=None)
 async def read_ready(state: State) -> Response:
     """200 while it takes requests; 503 when it stops, hangs, or when rounds fail one after the other."""
-    return _answer(unready(state))
-
-
-@router.get("/health", response_model=None)
-async def read_health(state: State) -> Response:
-    """As /ready."""
-    return _answer(unready(state))
-
-
-@router.get("/ping", response_model=None)
-async def read_ping(state: State) -> Response:
-    """As /ready, under the name that SageMaker asks for."""
     return _answer(unready(state))
 
 

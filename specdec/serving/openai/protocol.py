@@ -13,6 +13,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    ValidationInfo,
     create_model,
     model_validator,
 )
@@ -80,10 +81,10 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, data: Any) -> Any:
+    def _known(cls, data: Any, info: ValidationInfo) -> Any:
         """Where unknown fields are not refused, they are left out here; of those that are refused, all but the first:
         a million of them would be an error each."""
-        data = unknown_fields.dropped(data, cls)
+        data = unknown_fields.dropped(data, cls, (info.context or {}).get("unknown_fields", "refuse"))
         if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
             return data
         known = unknown_fields.known_fields(cls)

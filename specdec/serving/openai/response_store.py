@@ -30,14 +30,7 @@ class Stored:
 class ResponseStore:
     """Used on one event loop, so without a lock."""
 
-    def __init__(
-        self,
-        max_per_key: int = MAX_PER_KEY,
-        max_key_bytes: int = MAX_KEY_BYTES,
-        max_responses: int = MAX_RESPONSES,
-        max_bytes: int = MAX_BYTES,
-    ) -> None:
-        self._limits = max_per_key, max_key_bytes, max_responses, max_bytes
+    def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, str], tuple[Stored, int]] = OrderedDict()  # by key and id, oldest first
 
     def __len__(self) -> int:
@@ -57,12 +50,11 @@ class ResponseStore:
     def put(self, key: str, stored: Stored) -> None:
         """Keep it, unless it alone is larger than a key may have."""
         size = stored.num_bytes()
-        per_key, key_bytes, most, most_bytes = self._limits
-        if size > min(key_bytes, most_bytes):
+        if size > min(MAX_KEY_BYTES, MAX_BYTES):
             return
         self._kept[key, stored.response["id"]] = stored, size
-        self._make_room([place for place in self._kept if place[0] == key], per_key, key_bytes)
-        self._make_room(list(self._kept), most, most_bytes)
+        self._make_room([place for place in self._kept if place[0] == key], MAX_PER_KEY, MAX_KEY_BYTES)
+        self._make_room(list(self._kept), MAX_RESPONSES, MAX_BYTES)
 
     def delete(self, key: str, response_id: str) -> bool:
         """-> was it there?"""

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from specdec.errors import ConfigError, SpecDecError
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
-from specdec.serving.http.api_key import bearer_token
+from specdec.serving.http.api_keys import bearer_token
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import EventStream, event, json_response, while_connected
 from specdec.serving.http.faults import ApiError, as_api_error

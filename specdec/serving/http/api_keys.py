@@ -1,4 +1,4 @@
-"""API keys from a file: one a line, with a name before it for the log.
+"""API keys: the one that a request comes with, and those of a file, one a line, with a name before it for the log.
 
     # team        key
     research      sk-4f1c...
@@ -9,9 +9,16 @@ Blank lines, lines that begin with # and what follows a # after white space say 
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from specdec.errors import ConfigError
+
+
+def bearer_token(headers: Mapping[str, str]) -> str:
+    """The key, of headers whose names are in small letters; empty without one."""
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
 
 
 def read_key_file(path: Path) -> dict[str, str]:

@@ -1,0 +1,212 @@
+"""Changes of a pair, one setting each: what the table of causes tries, kind by kind of drafter, then prompts.
+
+An answer to prompts that were changed is another text, so a gain says less than one on the same text: it must be
+larger (MIN_GAIN_OF_PROMPTS).
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from specdec.doctor.changed_drafters import changed_assistant, changed_block, changed_head
+from specdec.doctor.pair_in_question import PairInQuestion
+from specdec.draft_models.base import Drafter
+from specdec.draft_models.block.block_drafter import BlockDrafter
+from specdec.draft_models.eagle3.checkpoint_formats import AUX_IDS
+from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+
+Kind = TypeVar("Kind", bound=Drafter)
+CHANGED: dict[type, Callable[..., Drafter]] = {
+    Eagle3Drafter: changed_head,
+    BlockDrafter: changed_block,
+    Gemma4MTPDrafter: changed_assistant,
+}
+USUAL_BASES = (10_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
+"""Of RoPE: Llama's first, Llama 3, Qwen 3 and Gemma's full layers, Qwen 3 of long contexts."""
+MASK_WORDS = ("mask", "pad", "fim", "unused0")
+"""Of names of special tokens."""
+BY_ARGUMENTS = "make it by Gemma4MTPDrafter(assistant, target, {how}) and give that as drafter=..."
+MIN_GAIN_OF_PROMPTS = 0.15
+THINKING = "enable_thinking"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """what: in a few words, "taps 3, 16, 28 -> 2, 15, 27". do: a sentence for the user. pair: as changed. prompts: it
+    changes what is asked, not the drafter."""
+
+    what: str
+    do: str
+    pair: PairInQuestion
+    prompts: bool = False
+
+
+def taps_of_heads(pair: PairInQuestion) -> Iterator[Change]:
+    """All states one layer later or earlier, and the default of the field."""
+    spec, layers = _drafter(pair, Eagle3Drafter).spec, len(pair.target.layout.layers)
+    if not spec.aux_layers:
+        return
+    usual = (2, layers // 2, layers - 3)
+    tried = [tuple(layer + step for layer in spec.aux_layers) for step in (1, -1)]
+    if len(spec.aux_layers) == len(usual):
+        tried.append(usual)
+    for ids in dict.fromkeys(tried):
+        if ids != spec.aux_layers and all(0 <= layer <= layers for layer in ids):
+            do = (
+                f"write {AUX_IDS}: {list(ids)} at the top level of the head's config.json (states that enter these "
+                f"layers), or load it by eagle3_drafter(..., aux_layers={list(ids)})"
+            )
+            yield _changed(pair, f"target states {_list(spec.aux_layers)} -> {_list(ids)}", do, aux_layers=ids)
+
+
+def norms(pair: PairInQuestion) -> Iterator[Change]:
+    """What is normed before the residual, before the next step, and before lm_head."""
+    spec = _drafter(pair, Eagle3Drafter).spec
+    flags = {
+        "norm_before_residual": "write norm_before_residual: {value} into the head's config.json",
+        "norm_output": "write norm_output: {value} into the eagle_config of the head's config.json",
+    }
+    for flag, do in flags.items():
+        value = not getattr(spec, flag)
+        yield _changed(pair, f"{flag} -> {str(value).lower()}", do.format(value=str(value).lower()), **{flag: value})
+    if not spec.final_norm:
+        do = "remove use_last_layernorm, and norm_output at the top level, from the head's config.json"
+        yield _changed(pair, "a norm before lm_head", do, final_norm=True)
+
+
+def rope_bases(pair: PairInQuestion) -> Iterator[Change]:
+    """The target's bases, and the usual ones."""
+    spec = _drafter(pair, Eagle3Drafter).spec
+    bases = dict.fromkeys((*target_bases(pair.target.config), *USUAL_BASES))
+    for base in bases:
+        if base != spec.rope["rope_theta"]:
+            what = f"rope_theta {spec.rope['rope_theta']:g} -> {base:g}"
+            do = f"write rope_theta: {base:g} into the head's config.json"
+            yield _changed(pair, what, do, rope={**spec.rope, "rope_theta": base})
+
+
+def embeddings(pair: PairInQuestion) -> Iterator[Change]:
+    """The target's table in the place of the head's own."""
+    spec = _drafter(pair, Eagle3Drafter).spec
+    if spec.owns_embed and spec.hidden_size == spec.target_hidden_size:
+        do = "remove embed_tokens.weight from the head's checkpoint, so that it reads the target's table"
+        yield _changed(pair, "the target's embedding table", do, owns_embed=False)
+
+
+def windows_of_heads(pair: PairInQuestion) -> Iterator[Change]:
+    """One key more or less, and none, where it slides at all."""
+    spec = _drafter(pair, Eagle3Drafter).spec
+    if set(spec.windows) == {None}:
+        return
+    for step in (1, -1):
+        changed = tuple(None if window is None else max(window + step, 1) for window in spec.windows)
+        value = next(window for window in changed if window is not None)
+        do = f"write sliding_window: {value} into the head's config.json"
+        yield _changed(pair, f"sliding_window -> {value}", do, windows=changed)
+    do = "write use_sliding_window: false and no layer_types into the head's config.json"
+    yield _changed(pair, "no sliding window", do, windows=(None,) * spec.num_layers)
+
+
+def target_bases(config: Any) -> list[float]:
+    """Every rope_theta of a target's config."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    return [float(part["rope_theta"]) for part in parts if part.get("rope_theta")]
+
+
+def mask_ids(pair: PairInQuestion) -> Iterator[Change]:
+    """The ids that tokenizer and config could mean by MASK."""
+    spec = _drafter(pair, BlockDrafter).spec
+    for token in possible_masks(pair.tokenizer, pair.target.config, pair.target.vocab_size):
+        if token != spec.mask_token:
+            do = f"write mask_token_id: {token} into the drafter's config.json"
+            yield _changed(pair, f"MASK {spec.mask_token} -> {token}", do, mask_token=token)
+
+
+def taps_of_blocks(pair: PairInQuestion) -> Iterator[Change]:
+    """All states one layer later or earlier."""
+    spec, layers = _drafter(pair, BlockDrafter).spec, len(pair.target.layout.layers)
+    for step in (1, -1):
+        ids = tuple(layer + step for layer in spec.aux_layers)
+        if all(0 < layer < layers for layer in ids):
+            outputs = [layer - 1 for layer in ids]  # the file counts layers that states leave
+            do = f"write target_layer_ids: {outputs} into the drafter's config.json"
+            yield _changed(pair, f"target states {_list(spec.aux_layers)} -> {_list(ids)}", do, aux_layers=ids)
+
+
+def possible_masks(tokenizer: Any | None, config: Any, vocab_size: int) -> list[int]:
+    """Ids of MASK, padding and unknown, of special tokens called so, the first row behind the tokenizer's tokens, and
+    the last row of the table; those of padding are what drafters were trained with most often."""
+    names = ("pad_token_id", "mask_token_id", "unk_token_id", "eos_token_id")
+    found: list[Any] = [getattr(source, name, None) for source in (tokenizer, config) for name in names]
+    if tokenizer is not None:
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        found += [number for number, token in added.items() if any(word in str(token).lower() for word in MASK_WORDS)]
+        found.append(len(tokenizer))
+    found += [vocab_size - 1, 0]
+    ids = (token for token in found if isinstance(token, int))
+    return [token for token in dict.fromkeys(ids) if 0 <= token < vocab_size]
+
+
+def positions(pair: PairInQuestion) -> Iterator[Change]:
+    """Queries at the last committed position, as SGLang and vLLM have them, or at the bonus token's own, over the same
+    keys."""
+    drafter = _drafter(pair, Gemma4MTPDrafter)
+    offset = -1 if drafter.query_offset == 0 else 0
+    shift = drafter.window_shift + offset - drafter.query_offset
+    names = {0: "S, the bonus token's own", -1: "S - 1, the last committed one"}
+    do = BY_ARGUMENTS.format(how=f"query_offset={offset}, window_shift={shift}")
+    yield _changed(pair, f"queries at position {names[offset]}", do, query_offset=offset, window_shift=shift)
+
+
+def windows_of_assistants(pair: PairInQuestion) -> Iterator[Change]:
+    """One key more or less on sliding layers."""
+    drafter = _drafter(pair, Gemma4MTPDrafter)
+    if set(drafter.windows) == {None}:
+        return
+    for step, key in ((-1, "less"), (1, "more")):
+        shift = drafter.window_shift + step
+        do = BY_ARGUMENTS.format(how=f"window_shift={shift}")
+        yield _changed(pair, f"one key {key} on sliding layers", do, window_shift=shift)
+
+
+def templates(pair: PairInQuestion) -> Iterator[Change]:
+    """Texts that were tokenised as they stand, as turns of a chat. Never the reverse: raw text that repeats itself is
+    accepted far, and says nothing about the pair."""
+    if not pair.chat and pair.has_template and any(isinstance(question, str) for question in pair.questions):
+        do = "put prompts through the chat template: engine.chat_prompt(text), or no --raw"
+        yield Change(what="the chat template", do=do, pair=pair.changed(chat=True), prompts=True)
+
+
+def thinking(pair: PairInQuestion) -> Iterator[Change]:
+    """The other value of `enable_thinking`, where the template has that."""
+    template = getattr(pair.tokenizer, "chat_template", None)
+    texts = any(isinstance(question, str) for question in pair.questions)
+    if not (pair.chat and texts and re.search(THINKING, str(template))):
+        return
+    for value in (True, False):
+        if pair.template.get(THINKING) is not value:
+            yield Change(
+                what=f"{THINKING}={value}",
+                do=f"pass {THINKING}={value} to the chat template: engine.chat_prompt(text, {THINKING}={value})",
+                pair=pair.changed(template={**pair.template, THINKING: value}),
+                prompts=True,
+            )
+
+
+def _changed(pair: PairInQuestion, what: str, do: str, **settings: Any) -> Change:
+    """The drafter made again with these settings of its kind."""
+    drafter = CHANGED[type(pair.drafter)](pair.drafter, pair.target, **settings)
+    return Change(what=what, do=do, pair=pair.changed(drafter=drafter))
+
+
+def _drafter(pair: PairInQuestion, kind: type[Kind]) -> Kind:
+    """The pair's, which is of this kind: the table of causes says so."""
+    assert isinstance(pair.drafter, kind)
+    return pair.drafter
+
+
+def _list(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids))
