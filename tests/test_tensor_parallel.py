@@ -166,23 +166,12 @@ def test_what_cannot_be_shared_is_refused(family: str, fields: dict[str, Any], s
     assert said in refusal(build_target(family, **fields))
 
 
-def test_quantised_unfused_and_paged_engines_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_unfused_engines_and_too_many_devices_are_refused():
     model = build_target("llama", **WIDE)
     with pytest.raises(ConfigError, match=r"splits fused layers, and .* runs unfused"):
         Engine.from_pretrained(model, config=EngineConfig(tensor_parallel=2))
-    with pytest.raises(ConfigError, match="page_size=4 with tensor_parallel=2"):
-        EngineConfig(tensor_parallel=2, page_size=4)
     with pytest.raises(ConfigError, match="tensor_parallel=9"):
         EngineConfig(tensor_parallel=9)
-
-
-def test_a_drafter_that_reads_the_targets_keys_is_refused(targets: dict[str, TargetModel]):
-    class Reader(NgramDrafter):
-        name = "reader"
-        reads_target_keys = True
-
-    with pytest.raises(UnsupportedModelError, match="reader reads all of them on one device"):
-        engine_of(targets["llama"], 2, Reader())
 
 
 def test_weights_that_change_after_the_split_are_refused():
