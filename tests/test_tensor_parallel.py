@@ -153,12 +153,12 @@ def refusal(model: Any, count: int = 2, drafter: Any = None, **config: Any) -> s
 @pytest.mark.parametrize(
     ("family", "fields", "said"),
     [
-        ("qwen3_moe", WIDE, "has experts"),
+        ("qwen3_moe", {**WIDE, "num_experts": 3}, "has 3 experts, which 2 devices cannot share evenly"),
         ("cohere", WIDE, "runs its MLP next to its attention"),
         ("olmo2", WIDE, "norms all heads of its queries together"),
         ("llama", {**WIDE, "num_key_value_heads": 1}, "cannot divide the 1 K/V heads of layer 0"),
         ("llama", {**WIDE, "head_dim": 16}, "sums 128 columns of its out weight in one range of 128"),
-        ("llama", {**WIDE, "intermediate_size": 384}, "sums 384 columns of its down weight in 2 ranges of 256"),
+        ("llama", {**WIDE, "intermediate_size": 640}, "sums 640 columns of its down weight in 3 ranges of 256"),
     ],
     ids=["experts", "parallel", "wide-norms", "heads", "one-range", "ranges"],
 )

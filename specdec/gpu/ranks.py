@@ -2,6 +2,7 @@
 
     send      values of rank 0 -> the same on every rank                         at the beginning of a forward
     gather    x_r [S, ...] float32 of each rank r -> [ranks * S, ...] on each, in the order of ranks
+    select    x_r [S, T, H] float32 of each rank r -> [S, T, H] on each, every part of a row from its owner
     collect   x_r of each rank r -> [ranks, ...] on rank 0, which has sent something since it last did
     join      rank 0 goes on when what was launched on every rank is done
 
@@ -26,6 +27,7 @@ from specdec.gpu.exchange_kernels import (
     next_round_kernel,
     pull_kernel,
     push_kernel,
+    push_owned_kernel,
     wait_kernel,
     words,
 )
@@ -69,6 +71,16 @@ class Ranks:
     def gather(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """[S, ...] float32 of each rank, contiguous -> [ranks * S, ...] for each rank, until the next but one."""
         whole = torch.cat(list(parts))
+        return [whole] * len(self)
+
+    def select(self, parts: Sequence[torch.Tensor], owners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """[S, T, H] float32 of each rank, contiguous -> [S, T, H] for each rank, until the next but one.
+
+        owners [T, S] int32 of each rank: not negative where a part is its own. Exactly one rank's is.
+        """
+        whole = torch.zeros_like(parts[0])
+        for part, own in zip(parts, owners, strict=True):
+            whole = torch.where((own.t() >= 0)[..., None], part, whole)
         return [whole] * len(self)
 
     def collect(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -132,6 +144,8 @@ class PeerRanks(Ranks):
                 next_round_kernel[(1,)](self._round[rank])
 
     def end(self) -> None:
+        if self._step % 2:
+            self.join()  # of an odd number of gathers
         assert self._step < STEPS, f"{self._step} steps of one forward"
 
     def send(self, value: Any) -> list[Any]:
@@ -170,6 +184,30 @@ class PeerRanks(Ranks):
             outs.append(buffer[half * self.room :][: len(self) * num].view(shape))
         self._step += 1
         self._held.clear()  # whoever pushes has pulled what it was sent before
+        return outs
+
+    def select(self, parts: Sequence[torch.Tensor], owners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        num_parts, num_rows, width = parts[0].shape
+        assert parts[0].numel() <= self.room, f"{parts[0].shape=} {self.room=}"
+        half = self._step % 2
+        for rank, (part, own) in enumerate(zip(parts, owners, strict=True)):
+            assert part.is_contiguous() and own.is_contiguous(), f"{part.stride()=} {own.stride()=}"
+            assert part.shape == parts[0].shape and own.shape == (num_rows, num_parts), f"{part.shape=} {own.shape=}"
+            with self.on(rank):
+                push_owned_kernel[(PROGRAMS, len(self))](
+                    *(part, own, self._out_table[rank], self._flag_table[rank], self._round[rank]),
+                    *(num_parts, num_rows, width, half * self.room, self._step, rank),
+                    STEPS=STEPS,
+                    BLOCK=1024,
+                    num_warps=4,
+                )
+        outs = []
+        for rank, buffer in enumerate(self._buffers):
+            with self.on(rank):
+                self._wait(rank, sources=len(self))
+            outs.append(buffer[half * self.room :][: parts[0].numel()].view(parts[0].shape))
+        self._step += 1
+        self._held.clear()
         return outs
 
     def collect(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
