@@ -3,7 +3,7 @@
 On a CPU the ranks are one device; the kernels of a share and of the exchange run in Triton's interpreter.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -37,6 +37,24 @@ PARAMS = [
 CPUS = [torch.device("cpu")] * 2
 
 
+class Forgetful(Ranks):
+    """An exchange may overwrite what the one before left: whoever reads it later reads NaN."""
+
+    last: torch.Tensor | None = None
+
+    def gather(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self._forget(super().gather(parts))
+
+    def select(self, parts: Sequence[torch.Tensor], owners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self._forget(super().select(parts, owners))
+
+    def _forget(self, outs: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self.last is not None:
+            self.last.fill_(torch.nan)
+        self.last = outs[0]
+        return outs
+
+
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels may run on the CPU."""
@@ -67,7 +85,9 @@ def test_ranks_with_experts_have_the_bits_of_one_device(
     scripted: Callable[..., Any],
     tree_script: Callable[..., Any],
     random_prompt: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    monkeypatch.setattr(specdec.engine, "make_ranks", lambda device, count: Forgetful([device] * count))
     target = target_of(family)
     asked = [random_prompt(5, seed=1) * 4, random_prompt(40, seed=2), random_prompt(1, seed=3)]
     alone = answers(engine_of(target, 1, max_batch_size=1), asked)

@@ -69,12 +69,12 @@ class Ranks:
         """A forward has been launched."""
 
     def gather(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """[S, ...] float32 of each rank, contiguous -> [ranks * S, ...] for each rank, until the next but one."""
+        """[S, ...] float32 of each rank, contiguous -> [ranks * S, ...] for each rank, to be read before the next."""
         whole = torch.cat(list(parts))
         return [whole] * len(self)
 
     def select(self, parts: Sequence[torch.Tensor], owners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """[S, T, H] float32 of each rank, contiguous -> [S, T, H] for each rank, until the next but one.
+        """[S, T, H] float32 of each rank, contiguous -> [S, T, H] for each rank, to be read before the next.
 
         owners [T, S] int32 of each rank: not negative where a part is its own. Exactly one rank's is.
         """

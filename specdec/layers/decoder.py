@@ -35,7 +35,7 @@ from specdec.layers.moe.routing import Router, route
 from specdec.layers.norm import Gain, norm, qk_norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
-from specdec.layers.product import Cut, OwnedParts, Product
+from specdec.layers.product import Cut, OwnedParts, Product, finish
 from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
 
 
@@ -247,6 +247,7 @@ class FusedLayer(nn.Module):
         else:
             gated = ops(gated_linear)(fork.mlp, parts.mlp.gate_up, parts.mlp.activation)
             dense = yield self._last_sum(gated, parts.mlp.down, None, parts.cuts.down)
+            dense = Product.of(ops(finish)(dense))  # before the exchange after the next may write where it lies
             chosen = yield from self._chosen(fork.experts, fork.router, moe)
         gains: dict[str, Any] = {"dense_gain": moe.mlp_norm, "chosen_gain": moe.norm, "post": parts.mlp_norm}
         return ops(join_norm)(dense, chosen, **gains, residual=fork.hidden, **end)
