@@ -62,7 +62,8 @@ def exchange_rows(size: int) -> Iterator[Row]:
     parts = [torch.randn(PARTS, size, WIDTH, device=device) for device in ranks.devices]
     kib = PARTS * size * WIDTH * 4 / 1024
     want = torch.cat([part.cpu() for part in parts])
-    yield _exchange_row(f"exchange, {size} rows, {kib:.0f} KiB a rank", ranks, parts, lambda: ranks.gather(parts), want)
+    name = f"exchange, {size} rows, {kib:.0f} KiB a rank"
+    yield from _exchange_rows(name, ranks, parts, lambda: ranks.gather(parts), want)
 
 
 def expert_rows(size: int) -> Iterator[Row]:
@@ -74,12 +75,12 @@ def expert_rows(size: int) -> Iterator[Row]:
     owners = [own.to(device) for own, device in zip((first, -1 - first), ranks.devices, strict=True)]
     want = torch.where((first.t() >= 0)[..., None], *(part.cpu() for part in parts))
     name = f"experts, {size} rows, {TOP_K * size * EXPERT_WIDTH * 4 / 1024:.0f} KiB in all"
-    yield _exchange_row(name, ranks, parts, lambda: ranks.select(parts, owners), want)
+    yield from _exchange_rows(name, ranks, parts, lambda: ranks.select(parts, owners), want)
 
 
-def _exchange_row(
+def _exchange_rows(
     name: str, ranks: Ranks, parts: Sequence[torch.Tensor], meet: Callable[[], list[torch.Tensor]], want: torch.Tensor
-) -> Row:
+) -> Iterator[Row]:
     found: list[torch.Tensor] = []
 
     def program() -> torch.Tensor:
@@ -100,6 +101,7 @@ def _exchange_row(
     synchronize(ranks.devices)
     ranks.check()
     equal = all(torch.equal(out.cpu(), want) for out in found)
+    yield Row(f"{name}, not captured", "right" if equal else "WRONG", ok=equal)
     times = []
     for body in (program, alone):
         replay, _ = SplitCapture(ranks.devices)(body)
@@ -107,7 +109,7 @@ def _exchange_row(
         times.append(seconds_of(replay, ranks.devices) / EXCHANGES * 1e6)
     ranks.check()
     equal &= all(torch.equal(out.cpu(), want) for out in found)
-    return Row(name, "right" if equal else "WRONG", f"{times[0]:.2f} us, a copy alone {times[1]:.2f}", equal)
+    yield Row(name, "right" if equal else "WRONG", f"{times[0]:.2f} us, a copy alone {times[1]:.2f}", equal)
 
 
 def nccl_rows(size: int) -> Iterator[Row]:
@@ -164,10 +166,9 @@ def time_rows(name: str, batches: Sequence[int], kinds: Sequence[str]) -> Iterat
         drafters = {"plain": None, "round of 4": make_drafter(shape, Shrink(layers), target, 1)}
         for kind in kinds:
             for batch in batches:
-                for count in (2, 1):
-                    took[kind, layers, count, batch] = step_ms(target, drafters[kind], count, batch)
-                two, one = (took[kind, layers, count, batch] for count in (2, 1))
-                yield Row(f"{name}, {layers} layers, {kind}, batch {batch}", f"{one:.3f} -> {two:.3f} ms")
+                for count in (1, 2):
+                    ms = took[kind, layers, count, batch] = step_ms(target, drafters[kind], count, batch)
+                    yield Row(f"{name}, {layers} layers, {kind}, batch {batch}, TP={count}", f"{ms:.3f} ms")
         del model, target, drafters
         torch.cuda.empty_cache()
     for kind in kinds:
