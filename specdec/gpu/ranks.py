@@ -212,7 +212,7 @@ class PeerRanks(Ranks):
 
     def collect(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         shape, dtype = values[0].shape, values[0].dtype
-        flat = [value.view(-1).view(torch.float32) for value in values]  # as they are, whatever they mean
+        flat = [value.contiguous().view(-1).view(torch.float32) for value in values]  # as they are, whatever they mean
         num = len(flat[0])
         at_once = self.room // len(self)
         out = torch.empty((len(self), num), dtype=torch.float32, device=self.devices[0])
