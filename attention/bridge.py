@@ -164,6 +164,18 @@ class ForwardContext:
         **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
         """See `LayerContext`."""
+        if self.peers and not self.view.writable:
+            return self._attend_on_ranks(layer, q, **options)
+        return self._attend_own(layer, q, k, v, **options)
+
+    def _attend_own(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        **options: Unpack[ScoreOptions],
+    ) -> torch.Tensor:
         block = None
         if self.plan.write_full is not None:
             if k is None or v is None:
@@ -177,6 +189,18 @@ class ForwardContext:
         attend = self.attention[space, self.windows[layer]]
         out = attend(self._by_request(q), block_k, block_v, kept_k, kept_v, **options).flatten(0, 1)  # [B * N, Hq, D]
         return out if len(out) == len(q) else pad(out, (0, 0, 0, 0, 0, len(q) - len(out)))
+
+    def _attend_on_ranks(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
+        """`attend_rows` for a model on rank 0 that reads K/V which are lent: every rank attends with the queries of the
+        heads that it has, and rank 0 collects [T, Hq, D]."""
+        ranks = self.view.ranks
+        assert ranks is not None and options.get("sinks") is None, f"{options.keys()=}"
+        attended = []
+        for rank, (context, sent) in enumerate(zip((self, *self.peers), ranks.send(q), strict=True)):
+            with ranks.on(rank):
+                heads = sent.chunk(len(ranks), dim=1)[rank].contiguous()
+                attended.append(context._attend_own(layer, heads, None, None, **options))
+        return ranks.collect(attended).transpose(0, 1).flatten(1, 2)  # [R, T, Hq / R, D]
 
     def _by_request(self, packed: torch.Tensor) -> torch.Tensor:
         """[T, H, D] -> [B, H, N, D], a view; of a tile T may be more than B * N, and the rest is padding."""

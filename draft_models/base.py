@@ -187,8 +187,7 @@ class Drafter(Protocol):
     runs with any. `unfused`: why its own modules run although fused layers were requested; None: fused layers run, or
     it has no layers. `weights`: parameters that it reads and that callers may re-point; None: it has none. `may_lag`:
     observing takes a forward, so an engine may show it several rounds without drafts at once; False: it is shown every
-    round. `max_steps`: levels that it can draft at most; None: any number. `reads_target_keys`: it reads the target's
-    K/V, all heads of them on one device.
+    round. `max_steps`: levels that it can draft at most; None: any number.
     """
 
     name: str
@@ -201,7 +200,6 @@ class Drafter(Protocol):
     weights: Weights | None = None
     may_lag: bool = False
     max_steps: int | None = None
-    reads_target_keys: bool = False
 
     def bind(self, binding: Binding) -> DraftWorker:
         """A worker for one engine."""

@@ -59,7 +59,6 @@ class Gemma4MTPDrafter(Drafter):
     name = "gemma4_mtp"
     weights: Weights
     reads_every_state = False
-    reads_target_keys = True
 
     def __init__(
         self,

@@ -6,16 +6,18 @@
 It computes nothing itself: storing and moving are the backend's.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from specdec.gpu.mirrored_array import MirroredArray, flush
+from specdec.gpu.ranks import Ranks
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
 from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.sanitize import Sanitizer
-from specdec.kvcache.store import KVStore, LayerKV
+from specdec.kvcache.store import KVStore, LayerKV, Split
 from specdec.kvcache.table import Move, RequestTable
 
 
@@ -37,15 +39,24 @@ class KVCache:
         self.table = table
         self.operations = operations
         self.stores: list[KVStore] = []
+        self.ranks: Ranks | None = None
         self.sanitizer: Sanitizer | None = None
 
-    def add_store(self, layout: KVLayout, dtype: torch.dtype, device: torch.device | None = None) -> KVStore:
-        """Make the store of one more model; from now on `move` visits it. device: None for that of the slots."""
-        store = KVStore(layout, self.allocator, dtype, device)
-        self.stores.append(store)
+    def add_store(self, layout: KVLayout, dtype: torch.dtype, ranks: Ranks | None = None) -> KVStore:
+        """Make the store of one more model; from now on `move` visits it.
+
+        ranks: of a model on several devices, one of whose shares has this layout: a store each, and rank 0's is
+        returned, which knows the others.
+        """
+        devices = (self.allocator.device,) if ranks is None else ranks.devices
+        stores = tuple(KVStore(layout, self.allocator, dtype, device, rank=i) for i, device in enumerate(devices))
+        if ranks is not None:
+            self.ranks, stores[0].split = ranks, Split(ranks, stores)
+        self.stores += stores
         if self.sanitizer is not None:
-            self.sanitizer.watch(store)
-        return store
+            for store in stores:
+                self.sanitizer.watch(store)
+        return stores[0]
 
     def flush(self, *more: MirroredArray) -> None:
         """Send the device what the host changed since the last time, in one upload; `more`: other arrays of its."""
@@ -58,10 +69,21 @@ class KVCache:
         """Copy K/V from slot to slot, in both spaces of every store."""
         self.allocator.require_unfrozen("move")
         swa = None if self.allocator.swa is None else [self.allocator.translate(slots) for slots in move]
+        if self.ranks is None:
+            self._move_on(0, move, swa)
+            return
+        self.ranks.begin()
+        for rank, sent in enumerate(self.ranks.send((move, swa))):
+            with self.ranks.on(rank):
+                self._move_on(rank, *sent)
+        self.ranks.join()
+
+    def _move_on(self, rank: int, full: Move, swa: Sequence[SwaLoc] | None) -> None:
         for store in self.stores:
-            self.operations.move(store, Space.FULL, *move)
-            if swa is not None:
-                self.operations.move(store, Space.SWA, *swa)
+            if store.rank == rank:
+                self.operations.move(store, Space.FULL, *full)
+                if swa is not None:
+                    self.operations.move(store, Space.SWA, *swa)
 
     def bytes_by_space(self) -> dict[Space, int]:
         """Bytes of all stores in each space."""

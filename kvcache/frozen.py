@@ -26,7 +26,8 @@ from specdec.kvcache.store import KVStore, LayerKV
 class KVView:
     """Layer i of a worker -> the K/V it reads. `layer_map[i]` is the layer of the store that owns them.
 
-    ranks, peers: of a model on several devices, and the views of its ranks after the first, each with its own heads.
+    ranks, peers: of a store of several devices (`Split`), and the views of its ranks after the first, each with its
+    own heads.
     """
 
     __slots__ = ("_allocator", "_open", "_store", "layer_map", "peers", "ranks", "writable")
@@ -37,8 +38,10 @@ class KVView:
         self._open = True
         self.layer_map = tuple(layer_map)
         self.writable = writable
-        self.ranks: Ranks | None = None
-        self.peers: tuple[KVView, ...] = ()
+        split = store.split
+        others = () if split is None else split.stores[1:]
+        self.ranks: Ranks | None = None if split is None else split.ranks
+        self.peers = tuple(KVView(allocator, other, layer_map, writable=writable) for other in others)
 
     @property
     def key(self) -> tuple[int, tuple[int, ...], bool]:
@@ -64,6 +67,8 @@ class KVView:
 
     def close(self) -> None:
         self._open = False
+        for peer in self.peers:
+            peer.close()
 
 
 class KVWorker(Protocol):
@@ -75,13 +80,6 @@ class KVWorker(Protocol):
 def own_view(allocator: HybridAllocator, store: KVStore) -> KVView:
     """The view of the model whose store it is: every layer reads its owner, owners are written."""
     return KVView(allocator, store, [spec.owner for spec in store.layout.layers], writable=True)
-
-
-def split_view(allocator: HybridAllocator, stores: Sequence[KVStore], ranks: Ranks) -> KVView:
-    """`own_view` of a model on several ranks, each of which has its heads in a store of its own."""
-    first, *others = (own_view(allocator, store) for store in stores)
-    first.ranks, first.peers = ranks, tuple(others)
-    return first
 
 
 def require_owners(layout: KVLayout, layer_map: Sequence[int]) -> None:

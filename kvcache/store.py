@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from specdec.gpu.ranks import Ranks
 from specdec.gpu.triton_shim import tl, triton
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
@@ -57,14 +58,32 @@ class StoreAddresses:
         return cls(tuple(pools), table.to(pools[0].device), WORDS[size], int(row_len.max()), int(row_len.sum()))
 
 
+class Split(NamedTuple):
+    """The stores of one model on several ranks, each with the heads of its rank, at the same slots."""
+
+    ranks: Ranks
+    stores: tuple["KVStore", ...]
+
+
 class KVStore:
-    """K and V of all layers of a layout that own theirs, for every slot of an allocator. device: None for its own."""
+    """K and V of all layers of a layout that own theirs, for every slot of an allocator. device: None for its own.
+
+    rank: of a model on several devices, whose heads these are. split: all of its stores, known to that of rank 0.
+    """
 
     def __init__(
-        self, layout: KVLayout, allocator: HybridAllocator, dtype: torch.dtype, device: torch.device | None = None
+        self,
+        layout: KVLayout,
+        allocator: HybridAllocator,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        *,
+        rank: int = 0,
     ) -> None:
         self.layout = layout
         self.dtype = dtype
+        self.rank = rank
+        self.split: Split | None = None
         self.layers: dict[int, LayerKV] = {}
         with torch.inference_mode(False):  # ordinary tensors, in whatever mode the store is made
             for spec in layout.layers:

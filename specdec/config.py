@@ -134,8 +134,8 @@ class EngineConfig:
     that has none; False never. Merges weights in place: they become views of larger tensors, the same values under the
     same names.
     tensor_parallel: GPUs of this host that share every layer of the target, from `device` on. They must reach each
-    other's memory; the first also holds the whole model. Dense fused families with pages of one slot, and drafters
-    that do not read the target's K/V. With deterministic=True the logits are those of one GPU, to the bit.
+    other's memory; the first also holds the whole model. Fused families with dense weights, and every drafter, which
+    runs on the first. With deterministic=True the logits are those of one GPU, to the bit.
     """
 
     max_batch_size: int = 8
@@ -160,11 +160,6 @@ class EngineConfig:
         sizes = {"max_batch_size": 4096, "page_size": 1024, "tensor_parallel": MAX_RANKS}
         for name, most in sizes.items():
             require_int(name, getattr(self, name), 1, most)
-        if self.tensor_parallel > 1 and self.page_size > 1:
-            raise ConfigError(
-                f"page_size={self.page_size} with tensor_parallel={self.tensor_parallel}: K/V that move within a page "
-                "would have to move on every device; use page_size=1"
-            )
         optional = {"prefill_chunk": 1 << 20, "max_prefill_tokens": 1 << 30}
         optional |= dict.fromkeys(("max_model_len", "full_slots", "swa_slots", "max_capture_bytes"), 1 << 40)
         for name, most in optional.items():

@@ -100,7 +100,7 @@ class Engine:
         require_depth(self.spec, drafter)
         require_fused(self.config.fused, target, drafter)
         if config.tensor_parallel > 1:
-            self.target = target = split_target(target, drafter, make_ranks(target.device, config.tensor_parallel))
+            self.target = target = split_target(target, make_ranks(target.device, config.tensor_parallel))
         layouts = [target.layout] + ([] if drafter is None or drafter.kv_layout is None else [drafter.kv_layout])
         head_dim = max(layer.head_dim for layout in layouts for layer in layout.layers)
         where = target.device, target.dtype, head_dim

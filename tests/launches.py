@@ -22,7 +22,13 @@ from specdec.attention.trees.growth import select_tree
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import tree_fields
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample
-from specdec.gpu.exchange_kernels import next_round_kernel, pull_kernel, push_kernel, wait_kernel
+from specdec.gpu.exchange_kernels import (
+    next_round_kernel,
+    pull_kernel,
+    push_kernel,
+    push_owned_kernel,
+    wait_kernel,
+)
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import FullLoc
@@ -81,6 +87,11 @@ def exchange(dtype: torch.dtype, num_rows: int) -> None:
     for x in (numbers(2, num_rows, 4096, dtype=FP32), None):
         where = addresses, addresses, word
         push_kernel[(64, 2)](x, *where, num_rows * 8192, 0, 3, 1, STEPS=4096, BLOCK=1024, num_warps=4)
+    parts, owners = numbers(8, num_rows, 2816, dtype=FP32), torch.empty(num_rows, 8, **ints)
+    where = addresses, addresses, word
+    push_owned_kernel[(64, 2)](
+        *(parts, owners, *where, 8, num_rows, 2816, 0, 3, 1), STEPS=4096, BLOCK=1024, num_warps=4
+    )
     wait_kernel[(1,)](flags, word, word, word, 3, 128, 1000, STEPS=4096, BLOCK=128, num_warps=4)
     for kind in (torch.int32, torch.uint8):
         pull_kernel[(3,)](numbers(3000, dtype=kind), numbers(3000, dtype=kind), 3000, BLOCK=1024, num_warps=4)
@@ -350,6 +361,8 @@ def beside(dtype: torch.dtype, num_rows: int, width: int) -> None:
     router = Router(numbers(num_experts, hidden, dtype=dtype), top_k, expert_scale=numbers(num_experts, dtype=dtype))
     up, down = (numbers(num_experts, n, k, dtype=dtype) for n, k in ((2 * width, hidden), (hidden, width)))
     mlp_and_experts(x, mlp, router, Experts(up, down, "gelu_tanh"))
+    routing = route(x.router, router._replace(owned=(8, 8)))  # of one rank of two
+    apply_experts(x.experts, routing, Experts(up[8:], down[8:], "gelu_tanh", shared=True))
 
 
 # sampling

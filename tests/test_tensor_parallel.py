@@ -153,12 +153,12 @@ def refusal(model: Any, count: int = 2, drafter: Any = None, **config: Any) -> s
 @pytest.mark.parametrize(
     ("family", "fields", "said"),
     [
-        ("qwen3_moe", WIDE, "has experts"),
+        ("qwen3_moe", {**WIDE, "num_experts": 3}, "has 3 experts, which 2 devices cannot share evenly"),
         ("cohere", WIDE, "runs its MLP next to its attention"),
         ("olmo2", WIDE, "norms all heads of its queries together"),
         ("llama", {**WIDE, "num_key_value_heads": 1}, "cannot divide the 1 K/V heads of layer 0"),
         ("llama", {**WIDE, "head_dim": 16}, "sums 128 columns of its out weight in one range of 128"),
-        ("llama", {**WIDE, "intermediate_size": 384}, "sums 384 columns of its down weight in 2 ranges of 256"),
+        ("llama", {**WIDE, "intermediate_size": 640}, "sums 640 columns of its down weight in 3 ranges of 256"),
     ],
     ids=["experts", "parallel", "wide-norms", "heads", "one-range", "ranges"],
 )
@@ -166,23 +166,12 @@ def test_what_cannot_be_shared_is_refused(family: str, fields: dict[str, Any], s
     assert said in refusal(build_target(family, **fields))
 
 
-def test_quantised_unfused_and_paged_engines_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_unfused_engines_and_too_many_devices_are_refused():
     model = build_target("llama", **WIDE)
     with pytest.raises(ConfigError, match=r"splits fused layers, and .* runs unfused"):
         Engine.from_pretrained(model, config=EngineConfig(tensor_parallel=2))
-    with pytest.raises(ConfigError, match="page_size=4 with tensor_parallel=2"):
-        EngineConfig(tensor_parallel=2, page_size=4)
     with pytest.raises(ConfigError, match="tensor_parallel=9"):
         EngineConfig(tensor_parallel=9)
-
-
-def test_a_drafter_that_reads_the_targets_keys_is_refused(targets: dict[str, TargetModel]):
-    class Reader(NgramDrafter):
-        name = "reader"
-        reads_target_keys = True
-
-    with pytest.raises(UnsupportedModelError, match="reader reads all of them on one device"):
-        engine_of(targets["llama"], 2, Reader())
 
 
 def test_weights_that_change_after_the_split_are_refused():

@@ -55,6 +55,39 @@ def push_kernel(
     tl.atomic_xchg(p_flag, tl.load(p_round) * STEPS + step, sem="release", scope="sys")
 
 
+@triton.jit(do_not_specialize=["num_rows", "offset", "step", "source"])
+def push_owned_kernel(
+    p_x: tl.tensor,  # [S, T, H] float32
+    p_owners: tl.tensor,  # [T, S] int32
+    p_outs: tl.tensor,  # and so on: `push_kernel`
+    p_flags: tl.tensor,
+    p_round: tl.tensor,
+    num_parts: tl.tensor,
+    num_rows: tl.tensor,
+    width: tl.tensor,
+    offset: tl.tensor,
+    step: tl.tensor,
+    source: tl.tensor,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """grid (PROGRAMS, ranks): the parts of rows that this rank owns, to where they are in the whole."""
+    i_program, i_rank = tl.program_id(0), tl.program_id(1)
+    programs = tl.num_programs(0)
+    p_out = tl.load(p_outs + i_rank).to(p_x.dtype) + offset.to(tl.int64)
+    blocks = tl.cdiv(width, BLOCK)
+    for i_block in range(i_program, num_parts * num_rows * blocks, programs):
+        i_part_row = i_block // blocks
+        i_part, i_row = i_part_row // num_rows, i_part_row % num_rows
+        if tl.load(p_owners + i_row * num_parts + i_part) >= 0:
+            o_h = i_block % blocks * BLOCK + tl.arange(0, BLOCK)
+            o = i_part_row.to(tl.int64) * width + o_h
+            tl.store(p_out + o, tl.load(p_x + o, mask=o_h < width, other=0.0), mask=o_h < width)
+    tl.debug_barrier()
+    p_flag = tl.load(p_flags + i_rank).to(p_round.dtype) + source * programs + i_program
+    tl.atomic_xchg(p_flag, tl.load(p_round) * STEPS + step, sem="release", scope="sys")
+
+
 @triton.jit(do_not_specialize=["step", "num_flags", "max_polls"])
 def wait_kernel(
     p_flags: tl.tensor,  # [ranks, PROGRAMS] int32 of this rank

@@ -2,6 +2,9 @@
 
     send      values of rank 0 -> the same on every rank                         at the beginning of a forward
     gather    x_r [S, ...] float32 of each rank r -> [ranks * S, ...] on each, in the order of ranks
+    select    x_r [S, T, H] float32 of each rank r -> [S, T, H] on each, every part of a row from its owner
+    collect   x_r of each rank r -> [ranks, ...] on rank 0, which has sent something since it last did
+    join      rank 0 goes on when what was launched on every rank is done
 
 `Ranks` is the form for one device: every rank is the same device, memory is shared, and the order of the calls is the
 order of the work. It is what runs on the CPU. `PeerRanks` are GPUs that reach each other's memory: the host launches
@@ -24,6 +27,7 @@ from specdec.gpu.exchange_kernels import (
     next_round_kernel,
     pull_kernel,
     push_kernel,
+    push_owned_kernel,
     wait_kernel,
     words,
 )
@@ -41,6 +45,7 @@ class Ranks:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
+        self.room = 0
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -50,7 +55,8 @@ class Ranks:
         return nullcontext()
 
     def reserve(self, numbers: int) -> None:
-        """There is room for gathers of so many float32 numbers from now on."""
+        """There is `room` for gathers of so many float32 numbers, of all ranks together, from now on."""
+        self.room = numbers
 
     def send(self, value: Any) -> list[Any]:
         """A nested value of rank 0 (`map_tensors`) -> the same for each rank. The first of a forward is a `begin`."""
@@ -63,9 +69,26 @@ class Ranks:
         """A forward has been launched."""
 
     def gather(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """[S, ...] float32 of each rank, contiguous -> [ranks * S, ...] for each rank, until the next but one."""
+        """[S, ...] float32 of each rank, contiguous -> [ranks * S, ...] for each rank, to be read before the next."""
         whole = torch.cat(list(parts))
         return [whole] * len(self)
+
+    def select(self, parts: Sequence[torch.Tensor], owners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """[S, T, H] float32 of each rank, contiguous -> [S, T, H] for each rank, to be read before the next.
+
+        owners [T, S] int32 of each rank: not negative where a part is its own. Exactly one rank's is.
+        """
+        whole = torch.zeros_like(parts[0])
+        for part, own in zip(parts, owners, strict=True):
+            whole = torch.where((own.t() >= 0)[..., None], part, whole)
+        return [whole] * len(self)
+
+    def collect(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A contiguous tensor of each rank, all of one shape and dtype -> [ranks, ...] on rank 0."""
+        return torch.stack(list(values))
+
+    def join(self) -> None:
+        """What rank 0 launches from now on begins when every rank has done what was launched there."""
 
     def check(self) -> None:
         """Raise DeviceLostError once a rank has not answered."""
@@ -79,7 +102,8 @@ class PeerRanks(Ranks):
     """GPUs of one process with access to each other's memory; tests run it on CPUs that are one, in the interpreter.
 
     Gathers use two halves of a buffer in turn: a rank pushes into a half again only after a gather in between, for
-    which every peer had read that half. So a forward makes an even number of gathers.
+    which every peer had read that half. So a forward makes an even number of gathers. What rank 0 alone reads may be
+    pushed at any step after it has sent something: it sends when it has read what was pushed before.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -97,7 +121,6 @@ class PeerRanks(Ranks):
         self._flag_table = self._addresses(self._flags)
         self._buffers: list[torch.Tensor] = []  # [2 * size] of each rank
         self._out_table: list[torch.Tensor] = []
-        self._size = 0
         self._step = 0
         self._held: list[torch.Tensor] = []  # what peers may still read
         self.max_polls = MAX_POLLS
@@ -108,7 +131,7 @@ class PeerRanks(Ranks):
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def reserve(self, numbers: int) -> None:
-        self._size = numbers
+        super().reserve(numbers)
         self._buffers = [torch.zeros(2 * numbers, dtype=torch.float32, device=device) for device in self.devices]
         self._out_table = self._addresses(self._buffers)
         self._synchronize()
@@ -121,8 +144,9 @@ class PeerRanks(Ranks):
                 next_round_kernel[(1,)](self._round[rank])
 
     def end(self) -> None:
+        if self._step % 2:
+            self.join()  # of an odd number of gathers
         assert self._step < STEPS, f"{self._step} steps of one forward"
-        self._held.clear()
 
     def send(self, value: Any) -> list[Any]:
         with self.on(0):
@@ -146,20 +170,76 @@ class PeerRanks(Ranks):
 
     def gather(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         num = parts[0].numel()
-        assert len(self) * num <= self._size, f"{num=} {self._size=}"
+        assert len(self) * num <= self.room, f"{num=} {self.room=}"
         half = self._step % 2
         for rank, part in enumerate(parts):
             assert part.is_contiguous() and part.dtype == torch.float32 and part.numel() == num, f"{part.shape=}"
             with self.on(rank):
-                self._push(rank, part, half * self._size + rank * num)
+                self._push(rank, part, half * self.room + rank * num)
         outs = []
         for rank, buffer in enumerate(self._buffers):
             with self.on(rank):
                 self._wait(rank, sources=len(self))
             shape = (len(self) * len(parts[0]), *parts[0].shape[1:])
-            outs.append(buffer[half * self._size :][: len(self) * num].view(shape))
+            outs.append(buffer[half * self.room :][: len(self) * num].view(shape))
         self._step += 1
+        self._held.clear()  # whoever pushes has pulled what it was sent before
         return outs
+
+    def select(self, parts: Sequence[torch.Tensor], owners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        num_parts, num_rows, width = parts[0].shape
+        assert parts[0].numel() <= self.room, f"{parts[0].shape=} {self.room=}"
+        half = self._step % 2
+        for rank, (part, own) in enumerate(zip(parts, owners, strict=True)):
+            assert part.is_contiguous() and own.is_contiguous(), f"{part.stride()=} {own.stride()=}"
+            assert part.shape == parts[0].shape and own.shape == (num_rows, num_parts), f"{part.shape=} {own.shape=}"
+            with self.on(rank):
+                push_owned_kernel[(PROGRAMS, len(self))](
+                    *(part, own, self._out_table[rank], self._flag_table[rank], self._round[rank]),
+                    *(num_parts, num_rows, width, half * self.room, self._step, rank),
+                    STEPS=STEPS,
+                    BLOCK=1024,
+                    num_warps=4,
+                )
+        outs = []
+        for rank, buffer in enumerate(self._buffers):
+            with self.on(rank):
+                self._wait(rank, sources=len(self))
+            outs.append(buffer[half * self.room :][: parts[0].numel()].view(parts[0].shape))
+        self._step += 1
+        self._held.clear()
+        return outs
+
+    def collect(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        shape, dtype = values[0].shape, values[0].dtype
+        flat = [value.contiguous().view(-1).view(torch.float32) for value in values]  # as they are, whatever they mean
+        num = len(flat[0])
+        at_once = self.room // len(self)
+        out = torch.empty((len(self), num), dtype=torch.float32, device=self.devices[0])
+        for first in range(0, num, at_once):
+            if first:
+                self.send(())
+            blocks = [numbers[first : first + at_once] for numbers in flat]
+            size = len(blocks[0])
+            for rank, block in enumerate(blocks):
+                with self.on(rank):
+                    self._push(rank, block, rank * size, targets=1)
+            self._meet()
+            out[:, first : first + size] = self._buffers[0][: len(self) * size].view(len(self), size)
+        return out.view(dtype).view(len(self), *shape)
+
+    def join(self) -> None:
+        for rank in range(len(self)):
+            with self.on(rank):
+                self._push(rank, None, 0, targets=1)
+        self._meet()
+
+    def _meet(self) -> None:
+        """Rank 0 waits for what all ranks have pushed to it."""
+        with self.on(0):
+            self._wait(0, sources=len(self))
+        self._step += 1
+        self._held.clear()
 
     def check(self) -> None:
         lost = [str(self.devices[rank]) for rank, error in enumerate(self._errors) if error[0]]
@@ -173,8 +253,9 @@ class PeerRanks(Ranks):
     def guarded(self, event: Any) -> Any:
         return None if event is None else _Guarded(event, self)
 
-    def _push(self, rank: int, x: torch.Tensor | None, offset: int) -> None:
-        push_kernel[(PROGRAMS, len(self))](
+    def _push(self, rank: int, x: torch.Tensor | None, offset: int, targets: int | None = None) -> None:
+        """To the first `targets` ranks, or to all."""
+        push_kernel[(PROGRAMS, targets or len(self))](
             *(x, self._out_table[rank] if self._out_table else None, self._flag_table[rank], self._round[rank]),
             *(0 if x is None else x.numel(), offset, self._step, rank),
             STEPS=STEPS,

@@ -19,9 +19,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE, Operations
-from specdec.layers.linear import linear, reference_linear, reference_linear_parts
+from specdec.layers.linear import Mlp, linear, reference_gated_linear, reference_linear, reference_linear_parts
+from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
-from specdec.layers.moe.routing import Routing
+from specdec.layers.moe.fork_join import Fork
+from specdec.layers.moe.routing import Router, Routing, reference_route
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
 from specdec.layers.product import Cut, Product, cut_of
 
@@ -128,7 +130,15 @@ def rowwise_linear(
     return reference_linear_parts(x, weight, cut)._replace(bias=bias)
 
 
-ROWWISE = REFERENCE.replacing({apply_experts: rowwise_apply_experts, linear: rowwise_linear})
+def rowwise_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Experts) -> tuple[Product, Product]:
+    """`reference_mlp_and_experts`, likewise."""
+    dense = rowwise_linear(reference_gated_linear(fork.mlp, mlp.gate_up, mlp.activation), mlp.down)
+    return dense, rowwise_apply_experts(fork.experts, reference_route(fork.router, router), experts)
+
+
+ROWWISE = REFERENCE.replacing(
+    {apply_experts: rowwise_apply_experts, linear: rowwise_linear, mlp_and_experts: rowwise_mlp_and_experts}
+)
 """`REFERENCE` in a batch-invariant form, for rows in tiles of a fixed size and under `ByVectors`."""
 
 

@@ -35,7 +35,7 @@ from specdec.layers.moe.routing import Router, route
 from specdec.layers.norm import Gain, norm, qk_norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
-from specdec.layers.product import Cut, Product
+from specdec.layers.product import Cut, OwnedParts, Product, finish
 from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
 
 
@@ -62,11 +62,12 @@ class MoeParts:
 
 
 class Cuts(NamedTuple):
-    """Of one rank's share of a layer (`layers/split`): how its weights are cut, as they were in the whole layer."""
+    """Of one rank's share of a layer (`layers/split`): how its weights are cut, as they were in the whole layer. down:
+    None without an MLP."""
 
     qkv: Cut
     out: Cut
-    down: Cut
+    down: Cut | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +154,7 @@ def begin(parts: DecoderParts, entry: Entry, ops: Operations) -> tuple[torch.Ten
     return hidden, normed, Shared(tables, entry.layer_inputs)
 
 
-Walk = Generator[Product, Product, tuple[torch.Tensor, torch.Tensor]]
+Walk = Generator[Product | OwnedParts, Product, tuple[torch.Tensor, torch.Tensor]]
 """A layer on its way: yields each product of which other ranks may have parts, is sent the whole one, and returns the
 next layer's residual stream and its normed form."""
 
@@ -173,7 +174,8 @@ class FusedLayer(nn.Module):
         try:
             product = next(walk)
             while True:
-                product = walk.send(product)  # there are no other ranks
+                assert isinstance(product, Product), "there are no other ranks"
+                product = walk.send(product)
         except StopIteration as end:
             states: tuple[torch.Tensor, torch.Tensor] = end.value
             return states
@@ -212,29 +214,41 @@ class FusedLayer(nn.Module):
         """
         parts, moe, ops = self.parts, self.parts.moe, self.ops
         if moe is not None and parts.mlp is not None:
-            return self._branches(moe, out, hidden, **end)
+            return (yield from self._branches(moe, out, hidden, **end))
         hidden, normed = ops(norm)(
             out, post=parts.attention_norm, residual=hidden, factor=parts.factor, pre=parts.mlp_input_norm
         )
         if parts.parallel:
             normed = x
         if moe is not None:
-            added = ops(apply_experts)(normed, ops(route)(normed, moe.router), moe.experts)
+            added = yield from self._chosen(normed, normed, moe)
         else:
             assert parts.mlp is not None
             gated = ops(gated_linear)(normed, parts.mlp.gate_up, parts.mlp.activation)
             added = yield self._last_sum(gated, parts.mlp.down, None, parts.cuts and parts.cuts.down)
         return ops(norm)(added, post=parts.mlp_norm, residual=hidden, factor=parts.factor, **end)
 
-    def _branches(
-        self, moe: MoeParts, out: Product, hidden: torch.Tensor, **end: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _chosen(
+        self, x: torch.Tensor, router_x: torch.Tensor, moe: MoeParts
+    ) -> Generator[OwnedParts, Product, Product]:
+        """What the experts make of x, those of all ranks."""
+        routing = self.ops(route)(router_x, moe.router)
+        product = self.ops(apply_experts)(x, routing, moe.experts)
+        return (yield OwnedParts(product, routing.experts)) if moe.experts.shared else product
+
+    def _branches(self, moe: MoeParts, out: Product, hidden: torch.Tensor, **end: Any) -> Walk:
         """The same with MLP and experts."""
         parts, ops = self.parts, self.ops
         assert parts.mlp is not None and parts.attention_norm is not None and parts.factor == 1.0
         readers: dict[str, Any] = {"mlp": parts.mlp_input_norm, "experts": moe.input_norm, "router": moe.router.gain}
         fork = ops(fork_norm)(out, post=parts.attention_norm, residual=hidden, **readers, factor=moe.router.factor)
-        dense, chosen = ops(mlp_and_experts)(fork, parts.mlp, moe.router, moe.experts)
+        if parts.cuts is None:
+            dense, chosen = ops(mlp_and_experts)(fork, parts.mlp, moe.router, moe.experts)
+        else:
+            gated = ops(gated_linear)(fork.mlp, parts.mlp.gate_up, parts.mlp.activation)
+            dense = yield self._last_sum(gated, parts.mlp.down, None, parts.cuts.down)
+            dense = Product.of(ops(finish)(dense))  # before the exchange after the next may write where it lies
+            chosen = yield from self._chosen(fork.experts, fork.router, moe)
         gains: dict[str, Any] = {"dense_gain": moe.mlp_norm, "chosen_gain": moe.norm, "post": parts.mlp_norm}
         return ops(join_norm)(dense, chosen, **gains, residual=fork.hidden, **end)
 

@@ -97,6 +97,16 @@ class Cut(NamedTuple):
         return Cut(self.splits // count, self.split_len)
 
 
+class OwnedParts(NamedTuple):
+    """A rank's share of a product whose parts are experts': which of them are its, it has whole.
+
+    owners [M, S]: part s of row m is this rank's where it is not negative; elsewhere `product` is undefined.
+    """
+
+    product: Product
+    owners: torch.Tensor
+
+
 class Tiles(NamedTuple):
     """One launch. A program has `rows` <= `block_n` rows of the weight."""
 

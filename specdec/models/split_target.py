@@ -6,7 +6,6 @@ raise at the next step.
 """
 
 import copy
-from typing import Any
 
 from specdec.attention.bridge import record_states
 from specdec.errors import ConfigError, UnsupportedModelError
@@ -58,7 +57,7 @@ class SplitWeights:
         )
 
 
-def split_target(target: TargetModel, drafter: Any, ranks: Ranks) -> TargetModel:
+def split_target(target: TargetModel, ranks: Ranks) -> TargetModel:
     """The same target with its layers shared by ranks. Raises ConfigError, UnsupportedModelError: it cannot be."""
     count = len(ranks)
     whole = target.decoder
@@ -66,11 +65,6 @@ def split_target(target: TargetModel, drafter: Any, ranks: Ranks) -> TargetModel
         raise ConfigError(
             f"tensor_parallel={count} splits fused layers, and {target.name} runs unfused: {target.unfused}; use a "
             "family that has them (on a CPU with fused=True), or tensor_parallel=1"
-        )
-    if getattr(drafter, "reads_target_keys", False):
-        raise UnsupportedModelError(
-            f"tensor_parallel={count} divides the target's K/V by heads, and {drafter.name} reads all of them on one "
-            "device; use an EAGLE-3 head, a small language model, 'ngram' or 'suffix', or tensor_parallel=1"
         )
     for spec in target.layout.layers:
         if spec.num_kv_heads % count:

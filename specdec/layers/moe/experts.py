@@ -44,6 +44,7 @@ class Experts(NamedTuple):
     """gate_up [E, 2 I, H] and down [E, H, I], views at any strides, or packed; biases [E, 2 I] and [E, H].
 
     interleaved: rows 2 i and 2 i + 1 of gate_up are gate and up of i; otherwise all gates come first.
+    shared: other ranks have more of them, and the parts of assignments to those, expert -1, are undefined here.
     swiglu_clamped: (clamp(u, -limit, limit) + 1) g sigmoid(alpha g), g the gate, at most `limit`.
     """
 
@@ -55,12 +56,13 @@ class Experts(NamedTuple):
     interleaved: bool = False
     alpha: float = 0.0
     limit: float = 0.0
+    shared: bool = False
 
 
 def reference_apply_experts(x: torch.Tensor, routing: Routing, experts: Experts) -> Product:
     """x [T, H] -> [T, H], expert by expert."""
     parts = torch.zeros((*routing.experts.shape, x.shape[1]), device=x.device)  # [T, k, H]
-    for expert in routing.experts.unique().tolist():
+    for expert in routing.experts[routing.experts >= 0].unique().tolist():
         row, rank = (routing.experts == expert).nonzero(as_tuple=True)
         up_bias, down_bias = (None if b is None else b[expert] for b in (experts.gate_up_bias, experts.down_bias))
         hidden = multiply(x[row], experts.gate_up[expert], up_bias).float()
@@ -218,6 +220,7 @@ def product_kernel(
     BLOCK_K: tl.constexpr,
     TAIL_K: tl.constexpr,
     PDL: tl.constexpr,
+    SHARED: tl.constexpr = False,  # expert -1 is another rank's: nothing is stored for its assignments
 ) -> None:
     """grid (weight tiles, slots): weight rows as M operand, assignments of one expert as N operand.
 
@@ -261,6 +264,8 @@ def product_kernel(
         if not LONE:
             m_same = tl.load(p_experts + o_slot, mask=o_slot < num_slots, other=-1) == i_expert
             first = tl.min(tl.where(m_same, o_slot, SLOTS))
+        if SHARED:
+            first = tl.where(i_expert < 0, -1, first)
         if first == i_slot:
             b_slot = tl.where(o_m == 0, i_slot, -1)  # [BM]
             if not LONE:
@@ -373,6 +378,7 @@ def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool
             "EVEN_K": k % tiles["BLOCK_K"] == tiles["TAIL_K"],
             "SLOTS": triton.next_power_of_2(slots) if few else 1,
             "LONE": few and num_rows == 1,
+            **({"SHARED": True} if experts.shared else {}),
             **tiles,
             **pdl_options(x.device),
         }

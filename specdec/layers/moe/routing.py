@@ -25,6 +25,7 @@ class Router(NamedTuple):
     """weight [E, H], bias [E] or None; expert_scale [E] of weights.
 
     gain: its input is the residual stream, normed so and times `factor`; None: what the experts read.
+    owned: the first of the experts that a rank has, and how many; None: all of them.
     """
 
     weight: torch.Tensor
@@ -34,10 +35,14 @@ class Router(NamedTuple):
     factor: float = 1.0
     expert_scale: torch.Tensor | None = None
     normalised: bool = True
+    owned: tuple[int, int] | None = None
 
 
 class Routing(NamedTuple):
-    """experts [T, k] int32, best first and all of a row different, and their weights [T, k] float32."""
+    """experts [T, k] int32, best first and all of a row different, and their weights [T, k] float32.
+
+    Of a router with `owned` experts, they are counted from the first of those; -1: an expert of another rank.
+    """
 
     experts: torch.Tensor
     weights: torch.Tensor
@@ -50,6 +55,9 @@ def reference_route(x: torch.Tensor, router: Router) -> Routing:
     weights = best.softmax(-1) if router.normalised else logits.softmax(-1).gather(1, experts)
     if router.expert_scale is not None:
         weights = weights * router.expert_scale.float()[experts]
+    if router.owned is not None:
+        first, count = router.owned
+        experts = torch.where((experts >= first) & (experts < first + count), experts - first, -1)
     return Routing(experts.int(), weights)
 
 
@@ -64,7 +72,7 @@ def _order(b_logit: tl.tensor, o_e: tl.tensor, m_e: tl.tensor, DTYPE: tl.constex
     return tl.where(m_e, b_bits * 2**BITS + (BLOCK_E - o_e), -(2 ** (2 * BITS - 1)))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "first", "num_owned"])
 def pick_kernel(
     p_parts: tl.tensor,  # [S, T, E]
     p_bias: tl.tensor,  # [E] or None
@@ -73,8 +81,11 @@ def pick_kernel(
     p_weights: tl.tensor,  # [T, top_k] out
     num_rows: tl.tensor,
     num_experts: tl.tensor,
+    first: tl.tensor,  # of the experts of this rank
+    num_owned: tl.tensor,
     TOP_K: tl.constexpr,
     NORMALISED: tl.constexpr,
+    SHARED: tl.constexpr,  # there are other ranks
     DTYPE: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -100,6 +111,8 @@ def pick_kernel(
     b_weight = tl.exp(b_logit - tl.max(b_logit))
     b_weight = b_weight / tl.sum(tl.where(m_picked, b_weight, 0.0) if NORMALISED else b_weight) * b_scale
     o_out = i_row * TOP_K + b_rank
+    if SHARED:
+        o_e = tl.where((o_e >= first) & (o_e < first + num_owned), o_e - first, -1)
     tl.store(p_experts + o_out, o_e, mask=m_picked, eviction_policy=KEEP)
     tl.store(p_weights + o_out, b_weight, mask=m_picked, eviction_policy=KEEP)
 
@@ -117,8 +130,10 @@ def route(x: torch.Tensor, router: Router, *, holds: bool = False) -> Routing:
     logits = linear(x, router.weight, router.bias, apart=True, holds=holds)
     pick_kernel[(num_rows,)](
         *(logits.parts, logits.bias, router.expert_scale, experts, weights, num_rows, num_experts),
+        *(router.owned or (0, num_experts)),
         TOP_K=router.top_k,
         NORMALISED=router.normalised,
+        SHARED=router.owned is not None,
         DTYPE=TL_DTYPES[x.dtype],
         SPLITS=len(logits.parts),
         BLOCK_E=triton.next_power_of_2(num_experts),

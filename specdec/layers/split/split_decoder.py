@@ -17,11 +17,11 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.gpu.operations import Operations
-from specdec.gpu.ranks import MAX_ROWS, Ranks
+from specdec.gpu.ranks import Ranks
 from specdec.kvcache.layer_context import LayerContext, SplitContext
 from specdec.layers.decoder import Entry, FusedDecoder, FusedLayer, Shared, Walk, begin
 from specdec.layers.norm import norm
-from specdec.layers.product import Product, finish
+from specdec.layers.product import OwnedParts, Product, finish
 from specdec.layers.split.layer_shares import share_of
 
 State = tuple[torch.Tensor, torch.Tensor, Shared]
@@ -55,7 +55,7 @@ def walk_together(walks: Sequence[Walk], ranks: Ranks, ops: Operations) -> list[
     ended: list[tuple[torch.Tensor, torch.Tensor]] = []
     whole: list[Any] = [None] * len(walks)
     while not ended:
-        products: list[Product] = []
+        products: list[Product | OwnedParts] = []
         for rank, walk in enumerate(walks):
             with ranks.on(rank):
                 try:
@@ -68,19 +68,24 @@ def walk_together(walks: Sequence[Walk], ranks: Ranks, ops: Operations) -> list[
     return ended
 
 
-def complete(products: Sequence[Product], ranks: Ranks, ops: Operations) -> list[Product]:
-    """The parts that each rank has of one product -> the whole product on each."""
-    num_rows = products[0].parts.shape[1]
-    if num_rows <= MAX_ROWS:
-        gathered = ranks.gather([product.parts for product in products])
-        return [product._replace(parts=parts) for product, parts in zip(products, gathered, strict=True)]
+def complete(shares: Sequence[Product | OwnedParts], ranks: Ranks, ops: Operations) -> list[Product]:
+    """What each rank has of one product -> the whole product on each, in blocks of the rows that there is room for."""
+    products = [share.product if isinstance(share, OwnedParts) else share for share in shares]
+    owners = [share.owners for share in shares if isinstance(share, OwnedParts)]
+    num_parts, num_rows, width = products[0].parts.shape
+    at_once = ranks.room // (num_parts * width * (1 if owners else len(ranks)))
+    assert at_once, f"{ranks.room=} {products[0].parts.shape=}"
     values: list[list[torch.Tensor]] = [[] for _ in products]
-    for first in range(0, num_rows, MAX_ROWS):
-        rows = slice(first, first + MAX_ROWS)
-        gathered = ranks.gather([product.parts[:, rows].contiguous() for product in products])
-        for rank, (product, parts) in enumerate(zip(products, gathered, strict=True)):
+    for first in range(0, max(num_rows, 1), at_once):
+        rows = slice(first, first + at_once)
+        parts = [product.parts[:, rows].contiguous() for product in products]
+        gathered = ranks.select(parts, [some[rows] for some in owners]) if owners else ranks.gather(parts)
+        whole = [product._replace(parts=parts) for product, parts in zip(products, gathered, strict=True)]
+        if num_rows <= at_once:
+            return whole
+        for rank, product in enumerate(whole):
             with ranks.on(rank):
-                values[rank].append(ops(finish)(product._replace(parts=parts)))
+                values[rank].append(ops(finish)(product))
     return [Product.of(torch.cat(blocks)) for blocks in values]
 
 

@@ -20,7 +20,7 @@ from specdec.draft_models.base import Binding, Drafter, Observation, PromptObser
 from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.cache import KVCache
-from specdec.kvcache.frozen import own_view, split_view
+from specdec.kvcache.frozen import own_view
 from specdec.kvcache.table import Rows
 from specdec.models.target import FinalStates, TargetModel
 from specdec.models.watched_weights import watched_weights
@@ -73,11 +73,8 @@ class Round:
         self.aux_layers = drafter.aux_layers if drafter is not None else ()
         # a drafter that inherits no defaults may be older than this one
         self._drafter_reads_every_state = drafter is not None and getattr(drafter, "reads_every_state", True)
-        ranks = target.ranks
-        devices = (self.device,) if ranks is None else ranks.devices
-        stores = [cache.add_store(target.stored_layout, target.dtype, device) for device in devices]
-        store = stores[0]
-        self.view = own_view(cache.allocator, store) if ranks is None else split_view(cache.allocator, stores, ranks)
+        store = cache.add_store(target.stored_layout, target.dtype, target.ranks)
+        self.view = own_view(cache.allocator, store)
         self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store))
         self.tokens = MirroredArray(cache.table.slots.host.shape, self.device)
         self.on_kernels = runs_on_kernels(backend, self.device)

@@ -1,0 +1,200 @@
+"""Experts on several devices: a rank computes those that it has, and all get the parts of all, as of one device.
+
+On a CPU the ranks are one device; the kernels of a share and of the exchange run in Triton's interpreter.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import specdec.engine
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.gpu.operations import REFERENCE
+from specdec.gpu.ranks import PeerRanks, Ranks
+from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
+from specdec.layers.moe.routing import Router, Routing, reference_route, route
+from specdec.layers.split.layer_shares import layer_share
+from specdec.models.target import TargetModel
+
+from tiny_models import VOCAB, build_target, spread
+
+WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
+WIDE |= {"num_key_value_heads": 4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48},  # biases, sinks
+    "gemma4-moe": {"num_global_key_value_heads": 4, "global_head_dim": 128, "num_experts": 8, "top_k_experts": 3}
+    | {"intermediate_size": 900},  # ranges of 256, the last of 132: ranks have other numbers of columns
+    "mixtral": {},
+}
+TREE = SpecConfig(6, 2, 8, adaptive=False)
+PARAMS = [
+    SamplingParams(max_new_tokens=10, logprobs=VOCAB, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
+    for i in range(3)
+]
+CPUS = [torch.device("cpu")] * 2
+
+
+class Forgetful(Ranks):
+    """An exchange may overwrite what the one before left: whoever reads it later reads NaN."""
+
+    last: torch.Tensor | None = None
+
+    def gather(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self._forget(super().gather(parts))
+
+    def select(self, parts: Sequence[torch.Tensor], owners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self._forget(super().select(parts, owners))
+
+    def _forget(self, outs: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self.last is not None:
+            self.last.fill_(torch.nan)
+        self.last = outs[0]
+        return outs
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels may run on the CPU."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here; see tools/gpu_tensor_parallel.py")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def target_of(family: str, **fields: Any) -> TargetModel:
+    torch.manual_seed(0)
+    model = spread(build_target(family, **{**WIDE, **FAMILIES[family], **fields})).eval()
+    return TargetModel(model, REFERENCE, deterministic=True)
+
+
+def engine_of(target: TargetModel, count: int, drafter: Any = None, **config: Any) -> Engine:
+    settings = {"max_model_len": 128, "deterministic": True, "fused": True, **config}
+    return Engine(target, drafter, spec=TREE, config=EngineConfig(tensor_parallel=count, **settings))
+
+
+def answers(engine: Engine, asked: list[list[int]]) -> list[Any]:
+    with engine:
+        return [(out.token_ids, out.logprobs) for out in engine.generate(asked, PARAMS)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_with_experts_have_the_bits_of_one_device(
+    family: str,
+    scripted: Callable[..., Any],
+    tree_script: Callable[..., Any],
+    random_prompt: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(specdec.engine, "make_ranks", lambda device, count: Forgetful([device] * count))
+    target = target_of(family)
+    asked = [random_prompt(5, seed=1) * 4, random_prompt(40, seed=2), random_prompt(1, seed=3)]
+    alone = answers(engine_of(target, 1, max_batch_size=1), asked)
+    truths = [prompt + tokens for prompt, (tokens, _) in zip(asked, alone, strict=True)]
+    for count in (2, 4):
+        drafter = scripted(tree_script(truths))
+        assert answers(engine_of(target, count, drafter, prefill_chunk=16), asked) == alone
+
+
+def test_a_rank_has_its_experts_as_views_and_the_whole_router():
+    parts = target_of("gpt_oss").decoder.parts.layers[0]
+    assert parts.moe is not None
+    for rank in range(2):
+        share = layer_share(parts, rank, 2).moe
+        assert share is not None and share.router.owned == (4 * rank, 4)
+        own, whole = share.experts, parts.moe.experts
+        for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
+            tensor, all_of_it = getattr(own, name), getattr(whole, name)
+            assert tensor.equal(all_of_it[4 * rank : 4 * rank + 4])
+            assert tensor.untyped_storage().data_ptr() == all_of_it.untyped_storage().data_ptr()
+        assert share.router.weight is parts.moe.router.weight
+
+
+def mixture() -> tuple[torch.Tensor, Router, Experts]:
+    torch.manual_seed(0)
+    x = torch.randn(5, 64)
+    router = Router(torch.randn(6, 64), 3, normalised=False)
+    return x, router, Experts(torch.randn(6, 32, 64) / 8, torch.randn(6, 64, 16) / 4, "silu")
+
+
+def shares(router: Router, experts: Experts) -> list[tuple[Router, Experts]]:
+    halves = zip(experts.gate_up.chunk(2), experts.down.chunk(2), strict=True)
+    return [
+        (router._replace(owned=(3 * rank, 3)), experts._replace(gate_up=gate_up, down=down, shared=True))
+        for rank, (gate_up, down) in enumerate(halves)
+    ]
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("rows", [1, 5], ids=["lone", "some"])
+@pytest.mark.parametrize("few", [True, False], ids=["few", "listed"])
+def test_kernels_of_a_share_compute_the_parts_of_its_experts(few: bool, rows: int):
+    x, router, experts = mixture()
+    x = x[:rows]
+    whole = apply_experts(x, route(x, router), experts, few=few).parts
+    torch.testing.assert_close(whole, reference_apply_experts(x, reference_route(x, router), experts).parts)
+    owned = []
+    for own_router, own in shares(router, experts):
+        routing, wanted = route(x, own_router), reference_route(x, own_router)
+        assert routing.experts.equal(wanted.experts)
+        assert routing.weights.equal(route(x, router).weights), "those of all experts"
+        parts = apply_experts(x, routing, own, few=few).parts
+        mine = routing.experts.t() >= 0  # [k, T]
+        assert parts[mine].equal(whole[mine])
+        reference = reference_apply_experts(x, wanted, own).parts
+        torch.testing.assert_close(reference[mine], whole[mine])
+        owned.append(mine)
+    assert (owned[0] ^ owned[1]).all()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("kind", [Ranks, PeerRanks])
+def test_every_rank_selects_each_part_from_its_owner(kind: type[Ranks]):
+    ranks = kind(CPUS)
+    ranks.reserve(3 * 5 * 64)
+    x, router, experts = mixture()
+    whole = reference_apply_experts(x, reference_route(x, router), experts).parts
+    for _ in range(2):
+        ranks.begin()
+        ranks.send(x)
+        ranks.send(x)
+        for number in range(3):
+            routings = [reference_route(x, own) for own, _ in shares(router, experts)]
+            mine = [(one.experts.t() >= 0)[..., None] for one in routings]
+            parts = [torch.where(own, whole + number, torch.nan).contiguous() for own in mine]
+            for selected in ranks.select(parts, [one.experts for one in routings]):
+                assert selected.equal(whole + number)
+        ranks.end()
+    ranks.check()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma4-moe"])
+def test_an_engine_with_experts_on_peers(family: str, monkeypatch: pytest.MonkeyPatch):
+    kinds = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    target = target_of(family, **kinds, **({"vocab_size_per_layer_input": VOCAB} if "gemma" in family else {}))
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    monkeypatch.setattr(specdec.engine, "make_ranks", lambda device, count: PeerRanks([device] * count))
+    outs = []
+    for count in (1, 2):
+        with engine_of(target, count) as engine:
+            outs.append([(out.token_ids, out.logprobs) for out in engine.generate([[1, 2, 3, 4]], params)])
+    assert outs[0] == outs[1]
+
+
+def test_rows_beyond_the_room_of_an_exchange_are_whole_in_blocks(random_prompt: Callable[..., list[int]]):
+    target = target_of("qwen3_moe")
+    asked = [random_prompt(60, seed=4)] * 3
+    alone = answers(engine_of(target, 1), asked)
+    engine = engine_of(target, 2)
+    ranks = engine.target.ranks
+    assert ranks is not None
+    ranks.reserve(7 * 4 * 64)  # seven rows of a sum of four parts
+    assert answers(engine, asked) == alone
+
+
+def test_ids_of_experts_are_counted_from_the_first_of_the_rank():
+    router = Router(torch.eye(4), 2, owned=(2, 2))
+    experts = reference_route(torch.tensor([[4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 4.0, 3.0], [4.0, 1.0, 0.0, 3.0]]), router)
+    assert isinstance(experts, Routing) and experts.experts.tolist() == [[-1, -1], [0, 1], [-1, 1]]

@@ -1,0 +1,184 @@
+"""How long several GPUs take: exchanges by size, next to a copy and to NCCL, and steps of targets that are split.
+
+For `gpu_tensor_parallel.py`, which prints each row as soon as it is measured. Layers are few, and what the published
+depth takes is computed from two depths: `rest + layers * (difference / layers in between)`.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from gpu_setup import DEVICE  # isort: skip - before triton
+import torch
+from gpu_bits import prompts_of
+from result_table import Row
+
+from specdec.config import EngineConfig, SamplingParams, SpecConfig
+from specdec.engine import Engine
+from specdec.evaluation.model_shapes import Shrink, find_shape
+from specdec.evaluation.phases.random_weights import make_drafter, make_target
+from specdec.gpu.operations import FAST
+from specdec.gpu.ranks import Ranks, make_ranks
+from specdec.gpu.split_capture import SplitCapture
+from specdec.models.target import TargetModel
+
+EXCHANGES = 84
+SIZES = (1, 8, 40, 160)
+EXPERT_SIZES = (1, 8, 128)
+WIDTH, PARTS = 4096, 2
+EXPERT_WIDTH, TOP_K = 2816, 8  # of Gemma 4 26B-A4B
+TIMED = {
+    "llama-8b": (4, 8),
+    "gemma4-31b": (6, 12),
+    "gemma4-e4b": (6, 12),
+    "gemma4-26b-a4b": (6, 12),
+    "llama-70b": (3, 6),
+}
+CHAIN = SpecConfig(4, adaptive=False)
+
+
+def synchronize(devices: Sequence[torch.device]) -> None:
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(work: Callable[[], Any], devices: Sequence[torch.device], repeats: int = 10) -> float:
+    """Of one `work`, many in a row: the best of five."""
+    best = float("inf")
+    for _ in range(5):
+        synchronize(devices)
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        synchronize(devices)
+        best = min(best, (time.perf_counter() - begin) / repeats)
+    return best
+
+
+def exchange_rows(size: int) -> Iterator[Row]:
+    """The parts of one row-parallel product of `size` rows."""
+    ranks = make_ranks(torch.device("cuda:0"), 2)
+    ranks.reserve(2 * PARTS * size * WIDTH)
+    parts = [torch.randn(PARTS, size, WIDTH, device=device) for device in ranks.devices]
+    kib = PARTS * size * WIDTH * 4 / 1024
+    want = torch.cat([part.cpu() for part in parts])
+    name = f"exchange, {size} rows, {kib:.0f} KiB a rank"
+    yield from _exchange_rows(name, ranks, parts, lambda: ranks.gather(parts), want)
+
+
+def expert_rows(size: int) -> Iterator[Row]:
+    """The parts of the experts of `size` rows, of which each rank has about half."""
+    ranks = make_ranks(torch.device("cuda:0"), 2)
+    ranks.reserve(TOP_K * size * EXPERT_WIDTH)
+    parts = [torch.randn(TOP_K, size, EXPERT_WIDTH, device=device) for device in ranks.devices]
+    first = torch.randint(-1, 1, (size, TOP_K), dtype=torch.int32)
+    owners = [own.to(device) for own, device in zip((first, -1 - first), ranks.devices, strict=True)]
+    want = torch.where((first.t() >= 0)[..., None], *(part.cpu() for part in parts))
+    name = f"experts, {size} rows, {TOP_K * size * EXPERT_WIDTH * 4 / 1024:.0f} KiB in all"
+    yield from _exchange_rows(name, ranks, parts, lambda: ranks.select(parts, owners), want)
+
+
+def _exchange_rows(
+    name: str, ranks: Ranks, parts: Sequence[torch.Tensor], meet: Callable[[], list[torch.Tensor]], want: torch.Tensor
+) -> Iterator[Row]:
+    found: list[torch.Tensor] = []
+
+    def program() -> torch.Tensor:
+        ranks.begin()
+        for _ in range(EXCHANGES):
+            found[:] = meet()
+        ranks.end()
+        return parts[0]
+
+    def alone() -> torch.Tensor:
+        for rank, part in enumerate(parts):
+            with ranks.on(rank):
+                for _ in range(EXCHANGES):
+                    part.clone()
+        return parts[0]
+
+    program()
+    synchronize(ranks.devices)
+    ranks.check()
+    equal = all(torch.equal(out.cpu(), want) for out in found)
+    yield Row(f"{name}, not captured", "right" if equal else "WRONG", ok=equal)
+    times = []
+    for body in (program, alone):
+        replay, _ = SplitCapture(ranks.devices)(body)
+        replay()
+        times.append(seconds_of(replay, ranks.devices) / EXCHANGES * 1e6)
+    ranks.check()
+    equal &= all(torch.equal(out.cpu(), want) for out in found)
+    yield Row(name, "right" if equal else "WRONG", f"{times[0]:.2f} us, a copy alone {times[1]:.2f}", equal)
+
+
+def nccl_rows(size: int) -> Iterator[Row]:
+    """An all-reduce of bfloat16 rows over the devices of this process."""
+    from torch.cuda import nccl
+
+    devices = [torch.device("cuda", index) for index in range(2)]
+    rows = [torch.randn(size, WIDTH, device=device, dtype=torch.bfloat16) for device in devices]
+    nccl.all_reduce(rows)
+    synchronize(devices)
+
+    def program() -> torch.Tensor:
+        for _ in range(EXCHANGES):
+            nccl.all_reduce(rows)
+        return rows[0]
+
+    try:
+        work, how = SplitCapture(devices)(program)[0], "captured"
+        work()
+    except Exception as error:
+        work, how = program, f"not captured, {type(error).__name__}"
+    microseconds = seconds_of(work, devices, 3) / EXCHANGES * 1e6
+    yield Row(f"NCCL, all-reduce of {size} rows", how, f"{microseconds:.2f} us")
+
+
+def step_ms(target: TargetModel, drafter: Any, count: int, batch: int) -> float:
+    """A plain step, or a round of 4 drafts, of requests that all decode after 1,024 tokens: the best of five runs."""
+    config = EngineConfig(
+        tensor_parallel=count, max_model_len=2048, attention="triton", deterministic=True, max_batch_size=batch
+    )
+    with Engine(target, drafter, spec=CHAIN, config=config) as engine:
+        params = SamplingParams(max_new_tokens=900, ignore_eos=True)
+        handles = engine.submit_many(prompts_of([1024] * batch, target.vocab_size, batch), params)
+        while any(handle.num_output < 10 for handle in handles):
+            engine.step()
+        devices = [torch.device("cuda", rank) for rank in range(count)]
+
+        def steps() -> None:
+            for _ in range(16):
+                engine.step()
+
+        return seconds_of(steps, devices, 1) / 16 * 1e3
+
+
+def time_rows(name: str, batches: Sequence[int], kinds: Sequence[str]) -> Iterator[Row]:
+    """Plain steps and rounds of one and of two GPUs, at two depths, and what follows for the published one."""
+    few, more = TIMED[name]
+    shape = find_shape(name)
+    depth = shape.target(Shrink()).num_hidden_layers
+    took: dict[tuple[str, int, int, int], float] = {}
+    for layers in (more, few):
+        model = make_target(shape, Shrink(layers), DEVICE, torch.bfloat16, 0)
+        target = TargetModel(model, FAST, deterministic=True)
+        drafters = {"plain": None, "round of 4": make_drafter(shape, Shrink(layers), target, 1)}
+        for kind in kinds:
+            for batch in batches:
+                for count in (1, 2):
+                    ms = took[kind, layers, count, batch] = step_ms(target, drafters[kind], count, batch)
+                    yield Row(f"{name}, {layers} layers, {kind}, batch {batch}, TP={count}", f"{ms:.3f} ms")
+        del model, target, drafters
+        torch.cuda.empty_cache()
+    for kind in kinds:
+        for batch in batches:
+            short, long = ({n: took[kind, layers, n, batch] for n in (1, 2)} for layers in (few, more))
+            layer = {n: (long[n] - short[n]) / (more - few) for n in (1, 2)}
+            whole = {n: short[n] + layer[n] * (depth - few) for n in (1, 2)}
+            extra = (layer[2] - layer[1] / 2) * 1e3 / 2
+            yield Row(
+                f"{name}, {kind}, batch {batch}, by layers",
+                f"{layer[1] * 1e3:.1f} -> {layer[2] * 1e3:.1f} us a layer",
+                f"{extra:.1f} us a sum above half; of {depth} layers {whole[1]:.2f} -> {whole[2]:.2f} ms",
+            )
