@@ -31,6 +31,9 @@ from specdec.attention.runs import RunsAttention, dense_run
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import triton
 
+FEW_TOKENS = 256
+"""A forward over no more than these is most often a part of one long prompt, read while others decode."""
+
 
 class RaggedTiles(NamedTuple):
     """How the work is cut, and what a program runs with. split_len: keys of a chain, in order; 0: in any order."""
@@ -110,7 +113,10 @@ def ragged_attention(
     num_splits = 1
     if not tiles.split_len:
         num_keys = lines.slots.shape[1] if window is None else min(lines.slots.shape[1], window + tokens)
-        num_splits = choose_splits(num_tiles * kv_heads, num_keys, tiles.waves, device)
+        # few tokens of a long prompt: programs of runs that are not there do nothing, and should not count
+        is_few = window is None and num_tokens <= FEW_TOKENS
+        working = -(-num_tokens // tokens) if is_few else num_tiles
+        num_splits = choose_splits(working * kv_heads, num_keys, tiles.waves, device)
     out = torch.empty((1, num_tokens, num_heads, head_dim), dtype=query.dtype, device=device)
     part, lse = split_results(out, num_splits)
     ragged_kernel[(num_tiles, kv_heads, num_splits)](

@@ -33,8 +33,8 @@ from specdec.runtime.adaptive.round_timing import fill_cost_table, time_prompts,
 from specdec.runtime.engine_stats import ENOUGH_DRAFTS, EngineStats, warn_of_rejected
 from specdec.runtime.grammar_masks import GrammarSteps, prepare, root_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
+from specdec.runtime.prompt_gap import PromptLoad
 from specdec.runtime.prompt_scores import scoring_of
-from specdec.runtime.prompt_shares import PromptCost
 from specdec.runtime.request import Request, rows_of
 from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
@@ -55,8 +55,7 @@ class Steps:
     """The steps of one engine. `under_way`: those launched and not settled, oldest first.
 
     graphs, chunks, catch_ups: None where nothing is captured. `lag`: rounds that may be unsettled when one more is
-    launched. `choice`: which draft a round has; None: always the engine's own. `prompt_cost`: what prompts take, once
-    that has been timed.
+    launched. `choice`: which draft a round has; None: always the engine's own.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class Steps:
         self.under_way: deque[LaunchedStep] = deque()
         adaptive = spec.adaptive and round.worker is not None
         self.choice = DraftChoice(draft_ladder(spec), self.table.max_requests + 1) if adaptive else None
-        self.prompt_cost: PromptCost | None = None
         self._drafted = self._begun = 0  # drafts since the last look, and those whose first token was right
         self._warned = False
         round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
@@ -125,9 +123,11 @@ class Steps:
         """Fit how many tokens of prompts a step reads to what they take here."""
         assert self.graphs is not None
         [longest] = time_rounds(self.graphs, [largest], lambda _: None)
-        room = self.scheduler.prompt_room
-        self.prompt_cost = PromptCost.fitted(time_prompts(self.round, room.busy), longest)
-        self.scheduler.prompt_room = room.within(self.prompt_cost)
+        gap, room = self.scheduler.prompt_gap, self.scheduler.prompt_room
+        gap.longest_round = longest
+        gap.learn_round(longest)
+        time_prompts(self.round, gap, self._read, room.busy)
+        self.scheduler.prompt_room = gap.capped(room)
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Begin again with these requests, whatever state everything is in."""
@@ -145,7 +145,7 @@ class Steps:
         """A copy of the sums, with the state of this moment."""
         captures = CaptureUse() if self.graphs is None else self.graphs.store.use()
         drafts = NO_CHOICE if self.choice is None else self.choice.use()
-        gap = 0.0 if self.prompt_cost is None else self.prompt_cost.gap(self.scheduler.prompt_room.busy)
+        gap = self.scheduler.prompt_gap.promised(self.scheduler.prompt_room, self.scheduler.max_model_len)
         return self.totals.now(self.scheduler, captures, drafts, gap)
 
     def run(self) -> list[Request]:
@@ -224,7 +224,7 @@ class Steps:
             packed = run_programs(decode_programs(self.round, shape), between)
         else:
             packed = self.graphs.run(shape, between)
-        self._launched(requests, None, shape, DECODE_STAGES, packed, forced, None)
+        self._launched(requests, None, shape, DECODE_STAGES, packed, forced, None, None)
 
     def shape_for(self, requests: Sequence[Request], to_go: Sequence[int]) -> RoundShape:
         """Of a round of these requests, after those that are not settled. Captured rounds have few kinds of drafts: the
@@ -294,7 +294,8 @@ class Steps:
         longest = int((done + chunk_len)[chosen].max(initial=0))
         packed = self.round.prefill(chunk, chosen, longest, shape, root_masks([request.place for request in drawn]))
         forced = np.zeros(len(drawn), dtype=np.int64)
-        self._launched(requests, drawing, shape, PREFILL_STAGES, packed, forced, scores)
+        load = PromptLoad.of(done, chunk_len)
+        self._launched(requests, drawing, shape, PREFILL_STAGES, packed, forced, scores, load)
         commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)
 
     def _read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk:
@@ -314,11 +315,13 @@ class Steps:
         packed: torch.Tensor,
         forced: IntArray,
         scores: tuple[Scoring, torch.Tensor] | None,
+        load: PromptLoad | None,
     ) -> None:
         epochs = [request.row_epoch for request in requests]
         on_host, done, ranks = copy_to_host(packed), event_now(packed.device), self.round.target.ranks
         done = done if ranks is None else ranks.guarded(done)
-        self.under_way.append(LaunchedStep(requests, epochs, drawing, shape, stages, on_host, forced, scores, done))
+        step = LaunchedStep(requests, epochs, drawing, shape, stages, on_host, forced, scores, load, done)
+        self.under_way.append(step)
 
     def _settle(self, busy: bool) -> list[Request]:
         """Settle what is under way, oldest first, except for the lag.
@@ -345,7 +348,8 @@ class Steps:
                 settle_round(self.round, requests, result)
                 self._note(requests, result)
             else:
-                settle_chunks(self.round, launched, present)
+                assert launched.load is not None, "a round is no prompt chunk"
+                self.scheduler.prompt_gap.cost.learn(launched.load, settle_chunks(self.round, launched, present))
             finished += self._release_finished(requests)
         return finished
 
@@ -365,6 +369,7 @@ class Steps:
         """Count a settled round, and warn once where drafts are hardly ever right."""
         self.totals.batches += 1
         self.totals.batch_seconds += sum(result.seconds.values())
+        self.scheduler.prompt_gap.learn_round(sum(result.seconds.values()))
         if result.num_steps == 0 or self._warned:
             return
         rounds = zip(requests, result.length, result.forced, strict=True)
