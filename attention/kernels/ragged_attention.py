@@ -36,7 +36,9 @@ FEW_TOKENS = 256
 
 
 class RaggedTiles(NamedTuple):
-    """How the work is cut, and what a program runs with. split_len: keys of a chain, in order; 0: in any order."""
+    """How the work is cut, and what a program runs with. split_len: keys of a chain, in order; 0: in any order.
+    total_in_memory: in order, a row's total is kept in memory between two chains, which leaves the registers to
+    larger tiles; it changes no bit."""
 
     block_m: int
     block_k: int
@@ -44,6 +46,7 @@ class RaggedTiles(NamedTuple):
     num_stages: int
     split_len: int = 0
     waves: float = 1.0
+    total_in_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +122,12 @@ def ragged_attention(
         num_splits = choose_splits(working * kv_heads, num_keys, tiles.waves, device)
     out = torch.empty((1, num_tokens, num_heads, head_dim), dtype=query.dtype, device=device)
     part, lse = split_results(out, num_splits)
+    total = None
+    if tiles.split_len and tiles.total_in_memory:
+        total = torch.empty((num_tiles, kv_heads, tiles.block_m, block_d), dtype=torch.float32, device=device)
     ragged_kernel[(num_tiles, kv_heads, num_splits)](
-        *(query, pool_k, pool_v, lines.slots, lines.line, lines.begin, pack.start, pack.cu_len, sinks, part, lse),
+        *(query, pool_k, pool_v, lines.slots, lines.line, lines.begin, pack.start, pack.cu_len, sinks),
+        *(part, lse, total),
         *(scaling, softcap, window, num_runs, num_tokens, num_splits, lines.slots.stride(0)),
         *(*query.stride()[1:], *pool_k.stride(), *pool_v.stride()),
         KV_HEADS=kv_heads,
