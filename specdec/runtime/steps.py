@@ -126,7 +126,7 @@ class Steps:
         gap, room = self.scheduler.prompt_gap, self.scheduler.prompt_room
         gap.longest_round = longest
         gap.learn_round(longest)
-        time_prompts(self.round, gap, self._read, room.busy)
+        time_prompts(self.round, gap, self._read, min(room.busy, self.table.max_requests * room.chunk))
         self.scheduler.prompt_room = gap.capped(room)
 
     def restart(self, requests: Sequence[Request]) -> None:
