@@ -232,8 +232,9 @@ def ragged_kernel(
         b_sum = tl.zeros([BLOCK_M], tl.float32)
         b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         if p_total is not None:
-            i_total = (i_tile.to(tl.int64) * KV_HEADS + i_h) * BLOCK_M
-            p_total += (i_total + o_row)[:, None] * BLOCK_D + o_d[None, :]
+            # one address and constant offsets, or the addresses would fill the registers
+            p_total += (i_tile.to(tl.int64) * KV_HEADS + i_h) * (BLOCK_M * BLOCK_D)
+            p_total += o_row[:, None] * BLOCK_D + o_d[None, :]
         first_split = split_of(lo, SPLIT_LEN, GROWS)
         end_split = tl.where(lo < end, split_of(end - 1, SPLIT_LEN, GROWS) + 1, first_split)
         for i_part in range(first_split, end_split):
