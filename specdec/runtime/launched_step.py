@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.prompt_gap import PromptLoad
 from specdec.runtime.request import Request
 from specdec.runtime.rounds.prompt_scoring import Scoring, Span
 from specdec.runtime.rounds.result import RoundResult, RoundShape, unpack
@@ -21,7 +20,6 @@ class LaunchedStep:
     drawing: of prompt chunks, the numbers in the batch of the requests that draw their first token; None: a round.
     packed: the result on its way to the host, of this shape and these stages. forced: of each request that has a
     result, [B], how many of its tokens its grammar gave. scores: of prompt tokens, what was asked for and the numbers.
-    load: of prompt chunks, what they have to do.
     done: reached when all of it is on the host; None: it is there.
     """
 
@@ -33,7 +31,6 @@ class LaunchedStep:
     packed: torch.Tensor
     forced: IntArray
     scores: tuple[Scoring, torch.Tensor] | None
-    load: PromptLoad | None
     done: torch.cuda.Event | None
 
     def present(self) -> list[int]:

@@ -4,8 +4,8 @@
     prompts   seconds = forward + token * T + pair * X           T tokens, which see X earlier ones, all together
 
 One long prompt thus makes streams slower by half and no more, while a queue of prompts is read in large steps, which is
-what most tokens a second need. Both sides are measured: rounds as they are settled, prompts on a GPU when the engine is
-made, and elsewhere as they are settled. It knows no request and reads no clock.
+what most tokens a second need. Both sides are measured: rounds whenever they run, prompts on a GPU when the engine is
+made and elsewhere whenever they run, the host's work included. It knows no request and reads no clock.
 """
 
 from collections.abc import Sequence

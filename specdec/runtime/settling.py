@@ -33,9 +33,9 @@ def commit_chunks(table: RequestTable, prefixes: Prefixes, requests: Sequence[Re
             request.state = RequestState.DECODE
 
 
-def settle_chunks(round: Round, step: LaunchedStep, present: Sequence[int]) -> float:
+def settle_chunks(round: Round, step: LaunchedStep, present: Sequence[int]) -> None:
     """The requests numbered `present`, which still have their rows, take over what prompt chunks have scored, and the
-    first token of their output from the last chunk of their prompt -> the seconds that all of it took."""
+    first token of their output from the last chunk of their prompt."""
     result = step.result()
     for number in present:
         step.requests[number].stats.prefill_seconds += result.seconds["prefill"] / len(step.requests)
@@ -48,7 +48,6 @@ def settle_chunks(round: Round, step: LaunchedStep, present: Sequence[int]) -> f
             request, first = step.requests[number], int(result.tokens[place, 0])
             round.tokens.adopt((request.row, len(request.prompt)), first)
             request.settle([first], result.logprobs[place], request.stats.copy())
-    return sum(result.seconds.values())
 
 
 def settle_round(round: Round, requests: Sequence[Request], result: RoundResult) -> None:

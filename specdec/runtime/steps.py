@@ -12,6 +12,7 @@ that finished or was preempted may still have a row in the round already launche
 A request whose prompt is complete has a row in the next round, whether its first token is known here or not.
 """
 
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -155,14 +156,20 @@ class Steps:
             if any(request.place for request in self.scheduler.running):
                 finished += self._settle_all()  # what a grammar allows is known when all earlier tokens are
                 finished += self._release_finished(prepare(self.scheduler.running))
-            finished += self._decode(self.scheduler.next_decode())
+            decoding, begin = self.scheduler.next_decode(), time.perf_counter()
+            finished += self._decode(decoding)
+            if decoding and self.graphs is None:
+                self.scheduler.prompt_gap.learn_round(time.perf_counter() - begin)
             if admitted := self.scheduler.admit():
                 self._load(admitted)
                 finished += self._release_finished(prepare(admitted))
             requests, chunk_len = self.scheduler.next_prefill()
             if requests:
+                begin, done = time.perf_counter(), self.table.committed_len.host[rows_of(requests)]
                 self.prefill(requests, chunk_len)
                 finished += self._settle(busy=None in [launched.drawing for launched in self.under_way])
+                if self.graphs is None:
+                    self.scheduler.prompt_gap.cost.learn(PromptLoad.of(done, chunk_len), time.perf_counter() - begin)
             return finished
 
     @contextmanager
@@ -224,7 +231,7 @@ class Steps:
             packed = run_programs(decode_programs(self.round, shape), between)
         else:
             packed = self.graphs.run(shape, between)
-        self._launched(requests, None, shape, DECODE_STAGES, packed, forced, None, None)
+        self._launched(requests, None, shape, DECODE_STAGES, packed, forced, None)
 
     def shape_for(self, requests: Sequence[Request], to_go: Sequence[int]) -> RoundShape:
         """Of a round of these requests, after those that are not settled. Captured rounds have few kinds of drafts: the
@@ -294,8 +301,7 @@ class Steps:
         longest = int((done + chunk_len)[chosen].max(initial=0))
         packed = self.round.prefill(chunk, chosen, longest, shape, root_masks([request.place for request in drawn]))
         forced = np.zeros(len(drawn), dtype=np.int64)
-        load = PromptLoad.of(done, chunk_len)
-        self._launched(requests, drawing, shape, PREFILL_STAGES, packed, forced, scores, load)
+        self._launched(requests, drawing, shape, PREFILL_STAGES, packed, forced, scores)
         commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)
 
     def _read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk:
@@ -315,13 +321,11 @@ class Steps:
         packed: torch.Tensor,
         forced: IntArray,
         scores: tuple[Scoring, torch.Tensor] | None,
-        load: PromptLoad | None,
     ) -> None:
         epochs = [request.row_epoch for request in requests]
         on_host, done, ranks = copy_to_host(packed), event_now(packed.device), self.round.target.ranks
         done = done if ranks is None else ranks.guarded(done)
-        step = LaunchedStep(requests, epochs, drawing, shape, stages, on_host, forced, scores, load, done)
-        self.under_way.append(step)
+        self.under_way.append(LaunchedStep(requests, epochs, drawing, shape, stages, on_host, forced, scores, done))
 
     def _settle(self, busy: bool) -> list[Request]:
         """Settle what is under way, oldest first, except for the lag.
@@ -348,8 +352,7 @@ class Steps:
                 settle_round(self.round, requests, result)
                 self._note(requests, result)
             else:
-                assert launched.load is not None, "a round is no prompt chunk"
-                self.scheduler.prompt_gap.cost.learn(launched.load, settle_chunks(self.round, launched, present))
+                settle_chunks(self.round, launched, present)
             finished += self._release_finished(requests)
         return finished
 
@@ -369,7 +372,8 @@ class Steps:
         """Count a settled round, and warn once where drafts are hardly ever right."""
         self.totals.batches += 1
         self.totals.batch_seconds += sum(result.seconds.values())
-        self.scheduler.prompt_gap.learn_round(sum(result.seconds.values()))
+        if self.graphs is not None:  # the host is hidden then
+            self.scheduler.prompt_gap.learn_round(sum(result.seconds.values()))
         if result.num_steps == 0 or self._warned:
             return
         rounds = zip(requests, result.length, result.forced, strict=True)
