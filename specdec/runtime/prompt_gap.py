@@ -171,7 +171,8 @@ def _few_sizes(tokens: int) -> int:
 
 
 def _counts(load: PromptLoad) -> Numbers:
-    return np.array([1.0, load.tokens, load.pairs]) / UNITS
+    counts: Numbers = np.array([1.0, load.tokens, load.pairs]) / UNITS
+    return counts
 
 
 def _least_squares(equations: Numbers, before: Numbers) -> Numbers:

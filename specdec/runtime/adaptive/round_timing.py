@@ -93,7 +93,7 @@ def time_prompts(
             begin, end = round.clock.stop().tolist()
             seconds.append((end - begin) / 1e9)
         table.committed_len[table.padding_row] = 0
-        fastest = max(1e-9, min(seconds[1:]))
+        fastest: float = max(1e-9, min(seconds[1:]))
         if states is within:
             gap.cost.time(PromptLoad.of(np.full_like(length, prefix), length), fastest)
         return fastest
