@@ -14,7 +14,7 @@ import torch
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.page_table import build_page_tables
 from specdec.attention.kernels.paged_attention import paged_attention
-from specdec.attention.kernels.ragged_attention import ragged_attention
+from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.pack import Lines, Pack
 from specdec.attention.trees.beam import Candidates, expand
@@ -204,6 +204,7 @@ def prompts(
     exact: bool,
     window: int | None,
     cap: float | None,
+    tiles: RaggedTiles | None = None,
 ) -> None:
     """Runs of eight requests in one row. Of windowed layers the lines begin behind position 0."""
     query = numbers(1, num_tokens, 2 * group, head_dim, dtype=dtype).transpose(1, 2)
@@ -213,7 +214,7 @@ def prompts(
     lines = Lines(integers(8, 4096), integers(8), None if window is None else integers(8))
     sinks = None if cap is None else numbers(2 * group, dtype=dtype)
     options: dict[str, Any] = {"scaling": 0.1, "exact": exact, "window": window, "softcap": cap, "sinks": sinks}
-    ragged_attention(query, *pools, pack, lines, **options)
+    ragged_attention(query, *pools, pack, lines, tiles=tiles, **options)
 
 
 # layers
@@ -447,6 +448,8 @@ def usual() -> Iterator[Launch]:
     for exact in (False, True):
         yield launch(prompts, BF16, 512, 4, 16, exact=exact, window=None, cap=None)
         yield launch(prompts, BF16, 256, 4, 2048, exact=exact, window=512, cap=50.0)
+    in_memory = RaggedTiles(64, 32, 8, 2, 256, total_in_memory=True)
+    yield launch(prompts, BF16, 512, 4, 2048, exact=True, window=None, cap=None, tiles=in_memory)
     yield launch(products, BF16, 5, "gelu_tanh")
     yield launch(products, FP32, 5, "silu", bias=True)
     yield launch(products, BF16, 160, "silu")

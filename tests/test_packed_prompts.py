@@ -9,7 +9,7 @@ from specdec import SamplingParams
 from marks import examples
 from tiny_models import FAMILIES
 
-PACKS = examples(2, 16)
+PACKS = examples(2, 20)
 """Random loads of each family; in depth more than 200 in all."""
 
 

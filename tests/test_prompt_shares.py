@@ -6,7 +6,7 @@ import random
 import pytest
 
 from specdec import EngineConfig, SamplingParams
-from specdec.runtime.prompt_shares import MIN_ROOM, PROMISED_GAP, Prompt, PromptCost, PromptRoom, shares
+from specdec.runtime.prompt_shares import Prompt, PromptRoom, shares
 
 LONG = 900
 
@@ -56,25 +56,12 @@ def test_a_step_reads_fewer_prompt_tokens_on_a_cpu_unless_it_is_told() -> None:
     """2,048 tokens take a CPU as long as ten rounds: streams stood still meanwhile."""
     assert EngineConfig().max_prefill_tokens is None
     cpu, gpu = (PromptRoom.of(None, None, device) for device in ("cpu", "cuda"))
-    assert [room.tokens(10_000, decoding=True) for room in (cpu, gpu)] == [96, 8192]
-    assert [room.tokens(10_000, decoding=False) for room in (cpu, gpu)] == [384, 8192]
-    assert [room.tokens(300, decoding=False) for room in (cpu, gpu)] == [300, 300]
-    for device in ("cpu", "cuda"):
-        assert PromptRoom.of(7, 5, device) == PromptRoom(7, 7, 5, fixed=True)
+    assert [room.busy for room in (cpu, gpu)] == [96, 8192]
+    assert [room.idle_tokens(10_000) for room in (cpu, gpu)] == [384, 8192]
+    assert [room.idle_tokens(300) for room in (cpu, gpu)] == [300, 300]
+    for device, least in (("cpu", 16), ("cuda", 64)):
+        assert PromptRoom.of(7, 5, device) == PromptRoom(7, 7, 5, fixed=True, least=least)
     assert (cpu.chunk, gpu.chunk) == (512, 2048)
-
-
-def test_a_gpu_reads_as_many_prompt_tokens_a_step_as_the_promised_gap_takes() -> None:
-    """10 ms a forward and 40 us a token: 5,500 tokens and a round of 20 ms are a quarter of a second."""
-    cost = PromptCost.fitted({512: 0.03048, 2048: 0.09192, 4096: 0.17384}, round=0.02)
-    assert cost == pytest.approx((0.01, 4e-5, 0.02))
-    room = PromptRoom.of(None, None, "cuda").within(cost)
-    assert (room.busy, room.idle, room.chunk) == (5376, 5376, 2048)
-    assert cost.gap(room.busy) <= PROMISED_GAP < cost.gap(room.busy + 256)
-    assert PromptRoom.of(None, None, "cuda").within(cost._replace(token=1e-6)).busy == 8192  # a quick model
-    assert PromptRoom.of(None, None, "cuda").within(cost._replace(token=1.0)).busy == MIN_ROOM  # it must get on
-    assert PromptRoom.of(3000, None, "cuda").within(cost).busy == 3000  # somebody has said it
-    assert PromptRoom.of(None, None, "cpu").within(cost).busy == 96
 
 
 def test_an_engine_has_the_room_of_its_device(make_engine, make_target) -> None:

@@ -115,6 +115,9 @@ def test_the_kernel_against_the_definition(exact, window, begin, softcap, sinks)
     logits = torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE) if sinks else None
     options: dict[str, Any] = {"scaling": 0.3, "window": window, "softcap": softcap, "sinks": logits}
     got = ragged_attention(*case.arguments(), **options, exact=exact, tiles=IN_ORDER if exact else ANY_ORDER)
+    if exact:
+        in_memory = IN_ORDER._replace(total_in_memory=True)
+        assert torch.equal(ragged_attention(*case.arguments(), **options, exact=True, tiles=in_memory), got)
     want = case.expected(window, softcap, logits)
     torch.testing.assert_close(got.cpu().double(), want, rtol=2e-5, atol=2e-5)
     plain = reference_ragged_attention(*case.arguments(), **options)
@@ -145,11 +148,13 @@ def test_what_a_window_hides_is_not_visited() -> None:
         assert got.isfinite().all()
 
 
+@pytest.mark.parametrize("total_in_memory", [False, True])
 @pytest.mark.parametrize("window", [None, 9])
-def test_a_token_has_the_bits_of_plain_decoding_in_any_company(window: int | None) -> None:
+def test_a_token_has_the_bits_of_plain_decoding_in_any_company(window: int | None, total_in_memory: bool) -> None:
     case = Case([37, 0, 62], [9, 5, 1], 3, None, 3)
     options: dict[str, Any] = {"scaling": 0.3, "window": window}
-    together = ragged_attention(*case.arguments(), **options, exact=True, tiles=IN_ORDER)
+    in_order = IN_ORDER._replace(total_in_memory=total_in_memory)
+    together = ragged_attention(*case.arguments(), **options, exact=True, tiles=in_order)
     alone = case.pack._replace(
         rows=case.pack.rows[:1],
         start=case.pack.start[:1] + 4,
@@ -158,7 +163,7 @@ def test_a_token_has_the_bits_of_plain_decoding_in_any_company(window: int | Non
         row_of=torch.zeros(5, dtype=torch.int64, device=DEVICE),
     )
     lines = case.lines._replace(line=case.lines.line[:1])
-    tail = ragged_attention(case.q[:, :, 4:9], case.k, case.v, alone, lines, **options, exact=True, tiles=IN_ORDER)
+    tail = ragged_attention(case.q[:, :, 4:9], case.k, case.v, alone, lines, **options, exact=True, tiles=in_order)
     assert torch.equal(tail, together[:, 4:9])
     for place, run, position in ((3, 0, 40), (8, 0, 45), (12, 1, 3), (14, 2, 62)):
         committed, pages = torch.tensor([position], device=DEVICE), case.lines.slots[run, None, : position + 1]

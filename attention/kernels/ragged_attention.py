@@ -31,9 +31,14 @@ from specdec.attention.runs import RunsAttention, dense_run
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import triton
 
+FEW_TOKENS = 256
+"""A forward over no more than these is most often a part of one long prompt, read while others decode."""
+
 
 class RaggedTiles(NamedTuple):
-    """How the work is cut, and what a program runs with. split_len: keys of a chain, in order; 0: in any order."""
+    """How the work is cut, and what a program runs with. split_len: keys of a chain, in order; 0: in any order.
+    total_in_memory: in order, a row's total is kept in memory between two chains, which leaves the registers to
+    larger tiles; it changes no bit."""
 
     block_m: int
     block_k: int
@@ -41,6 +46,7 @@ class RaggedTiles(NamedTuple):
     num_stages: int
     split_len: int = 0
     waves: float = 1.0
+    total_in_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +116,18 @@ def ragged_attention(
     num_splits = 1
     if not tiles.split_len:
         num_keys = lines.slots.shape[1] if window is None else min(lines.slots.shape[1], window + tokens)
-        num_splits = choose_splits(num_tiles * kv_heads, num_keys, tiles.waves, device)
+        # few tokens of a long prompt: programs of runs that are not there do nothing, and should not count
+        is_few = window is None and num_tokens <= FEW_TOKENS
+        working = -(-num_tokens // tokens) if is_few else num_tiles
+        num_splits = choose_splits(working * kv_heads, num_keys, tiles.waves, device)
     out = torch.empty((1, num_tokens, num_heads, head_dim), dtype=query.dtype, device=device)
     part, lse = split_results(out, num_splits)
+    total = None
+    if tiles.split_len and tiles.total_in_memory:
+        total = torch.empty((num_tiles, kv_heads, tiles.block_m, block_d), dtype=torch.float32, device=device)
     ragged_kernel[(num_tiles, kv_heads, num_splits)](
-        *(query, pool_k, pool_v, lines.slots, lines.line, lines.begin, pack.start, pack.cu_len, sinks, part, lse),
+        *(query, pool_k, pool_v, lines.slots, lines.line, lines.begin, pack.start, pack.cu_len, sinks),
+        *(part, lse, total),
         *(scaling, softcap, window, num_runs, num_tokens, num_splits, lines.slots.stride(0)),
         *(*query.stride()[1:], *pool_k.stride(), *pool_v.stride()),
         KV_HEADS=kv_heads,

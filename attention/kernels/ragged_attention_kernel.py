@@ -122,6 +122,7 @@ def ragged_kernel(
     p_sinks: tl.tensor,  # [Hq] or None
     p_out: tl.tensor,  # [splits, T, Hq, D]
     p_lse: tl.tensor,  # [splits, T, Hq] or None when there is one split
+    p_total: tl.tensor,  # [tiles, Hkv, BLOCK_M, BLOCK_D] or None: what splits are folded into is kept in registers
     scaling: tl.tensor,
     softcap: tl.tensor,  # or None
     window: tl.tensor,  # or None
@@ -230,6 +231,10 @@ def ragged_kernel(
         b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         b_sum = tl.zeros([BLOCK_M], tl.float32)
         b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        if p_total is not None:
+            # one address and constant offsets, or the addresses would fill the registers
+            p_total += (i_tile.to(tl.int64) * KV_HEADS + i_h) * (BLOCK_M * BLOCK_D)
+            p_total += o_row[:, None] * BLOCK_D + o_d[None, :]
         first_split = split_of(lo, SPLIT_LEN, GROWS)
         end_split = tl.where(lo < end, split_of(end - 1, SPLIT_LEN, GROWS) + 1, first_split)
         for i_part in range(first_split, end_split):
@@ -245,9 +250,18 @@ def ragged_kernel(
                 BLOCK_K, True,
             )
             # fmt: on
+            m_total = b_max > float("-inf")
             b_max, b_decay, b_weight = fold_weights(b_max, b_part_max)
             b_sum = tl.fma(tl.max(b_part_sum, 1), b_weight, b_sum * b_decay)
-            b_acc = tl.fma(b_part, tl.zeros_like(b_part) + b_weight[:, None], b_acc * b_decay[:, None])
+            if p_total is None:
+                b_acc = tl.fma(b_part, tl.zeros_like(b_part) + b_weight[:, None], b_acc * b_decay[:, None])
+            else:
+                b_total = tl.load(p_total, mask=m_total[:, None], other=0.0)  # none: it was never written
+                b_total = tl.fma(b_part, tl.zeros_like(b_part) + b_weight[:, None], b_total * b_decay[:, None])
+                tl.store(p_total, b_total)
+                tl.debug_barrier()  # another thread may read it
+        if p_total is not None:
+            b_acc = tl.load(p_total, mask=(b_max > float("-inf"))[:, None], other=0.0)
         if p_sinks is not None:
             b_sink = tl.load(p_sinks + o_head, mask=m_row, other=0.0).to(tl.float32) * LOG2E
             b_max, b_total_decay, b_weight = fold_weights(b_max, b_sink)

@@ -72,7 +72,7 @@ class ServeOptions:
         int | None,
         typer.Option(
             min=1,
-            help="Prompt tokens between two rounds of running requests; fewer: steadier. None: by speed; CPU: 96.",
+            help="Prompt tokens between two rounds of running requests; fewer: steadier. None: by what is measured.",
         ),
     ] = None
     page_size: Annotated[int, typer.Option(min=1, help="KV slots of a page.")] = 1

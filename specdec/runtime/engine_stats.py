@@ -47,8 +47,9 @@ class EngineStats(RequestStats):
     not. batches: rounds of the engine, of all that decode together (`rounds` counts one for each of them), and the
     seconds that they took. Nothing is held in a space that the target does not have. captures:
     rounds and prompts that are captured, and what ran without. drafts: which drafts rounds had, and why. prompt_gap_ms:
-    how long somebody who decodes waits for the next token at most while prompts are read, as timed when the engine was
-    made; 0.0 where nothing was timed, as on a CPU.
+    how long a request that decodes waits for its next token at most while one prompt as long as the engine takes is
+    read, by what rounds and prompts take here; each further request that waits for its first token adds half a round.
+    0.0 until that is known.
     """
 
     finished: int = 0

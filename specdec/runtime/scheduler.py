@@ -21,6 +21,7 @@ from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.table import RequestTable, swa_slots_held
 from specdec.runtime.prefixes import Prefixes
+from specdec.runtime.prompt_gap import PromptGap
 from specdec.runtime.prompt_shares import Prompt, PromptRoom, shares
 from specdec.runtime.request import Request, RequestState, rows_of
 
@@ -43,6 +44,7 @@ class Scheduler:
         self.prefixes = Prefixes(None, object) if prefixes is None else prefixes
         self.max_model_len = max_model_len
         self.prompt_room = prompt_room
+        self.prompt_gap = PromptGap()
         self.waiting: list[Request] = []  # both by rank
         self.running: list[Request] = []
         self.rounds_held = False  # next_decode names no request
@@ -248,7 +250,10 @@ class Scheduler:
         done = [int(self.table.committed_len.host[request.row]) for request in reading]
         prompts = [Prompt(rank(r)[0], r.prefill_target - n) for r, n in zip(reading, done, strict=True)]
         to_come = sum(each.to_go for each in prompts)
-        room = self.prompt_room.tokens(to_come, RequestState.DECODE in [request.state for request in self.running])
+        if any(request.state is RequestState.DECODE for request in self.running):
+            room = self.prompt_gap.tokens(self.prompt_room, len(reading) + len(self.waiting), max(done))
+        else:
+            room = self.prompt_room.idle_tokens(to_come)
         given = zip(reading, shares(prompts, room, self.prompt_room.chunk), strict=True)
         return [(request, share) for request, share in given if share > 0]
 

@@ -12,6 +12,7 @@ that finished or was preempted may still have a row in the round already launche
 A request whose prompt is complete has a row in the next round, whether its first token is known here or not.
 """
 
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,8 +34,8 @@ from specdec.runtime.adaptive.round_timing import fill_cost_table, time_prompts,
 from specdec.runtime.engine_stats import ENOUGH_DRAFTS, EngineStats, warn_of_rejected
 from specdec.runtime.grammar_masks import GrammarSteps, prepare, root_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
+from specdec.runtime.prompt_gap import PromptLoad
 from specdec.runtime.prompt_scores import scoring_of
-from specdec.runtime.prompt_shares import PromptCost
 from specdec.runtime.request import Request, rows_of
 from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
@@ -55,8 +56,7 @@ class Steps:
     """The steps of one engine. `under_way`: those launched and not settled, oldest first.
 
     graphs, chunks, catch_ups: None where nothing is captured. `lag`: rounds that may be unsettled when one more is
-    launched. `choice`: which draft a round has; None: always the engine's own. `prompt_cost`: what prompts take, once
-    that has been timed.
+    launched. `choice`: which draft a round has; None: always the engine's own.
     """
 
     def __init__(
@@ -80,7 +80,6 @@ class Steps:
         self.under_way: deque[LaunchedStep] = deque()
         adaptive = spec.adaptive and round.worker is not None
         self.choice = DraftChoice(draft_ladder(spec), self.table.max_requests + 1) if adaptive else None
-        self.prompt_cost: PromptCost | None = None
         self._drafted = self._begun = 0  # drafts since the last look, and those whose first token was right
         self._warned = False
         round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
@@ -125,9 +124,11 @@ class Steps:
         """Fit how many tokens of prompts a step reads to what they take here."""
         assert self.graphs is not None
         [longest] = time_rounds(self.graphs, [largest], lambda _: None)
-        room = self.scheduler.prompt_room
-        self.prompt_cost = PromptCost.fitted(time_prompts(self.round, room.busy), longest)
-        self.scheduler.prompt_room = room.within(self.prompt_cost)
+        gap, room = self.scheduler.prompt_gap, self.scheduler.prompt_room
+        gap.longest_round = longest
+        gap.learn_round(longest)
+        time_prompts(self.round, gap, self._read, min(room.busy, self.table.max_requests * room.chunk))
+        self.scheduler.prompt_room = gap.capped(room)
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Begin again with these requests, whatever state everything is in."""
@@ -145,7 +146,7 @@ class Steps:
         """A copy of the sums, with the state of this moment."""
         captures = CaptureUse() if self.graphs is None else self.graphs.store.use()
         drafts = NO_CHOICE if self.choice is None else self.choice.use()
-        gap = 0.0 if self.prompt_cost is None else self.prompt_cost.gap(self.scheduler.prompt_room.busy)
+        gap = self.scheduler.prompt_gap.promised(self.scheduler.prompt_room, self.scheduler.max_model_len)
         return self.totals.now(self.scheduler, captures, drafts, gap)
 
     def run(self) -> list[Request]:
@@ -155,14 +156,20 @@ class Steps:
             if any(request.place for request in self.scheduler.running):
                 finished += self._settle_all()  # what a grammar allows is known when all earlier tokens are
                 finished += self._release_finished(prepare(self.scheduler.running))
-            finished += self._decode(self.scheduler.next_decode())
+            decoding, begin = self.scheduler.next_decode(), time.perf_counter()
+            finished += self._decode(decoding)
+            if decoding and self.graphs is None:
+                self.scheduler.prompt_gap.learn_round(time.perf_counter() - begin)
             if admitted := self.scheduler.admit():
                 self._load(admitted)
                 finished += self._release_finished(prepare(admitted))
             requests, chunk_len = self.scheduler.next_prefill()
             if requests:
+                begin, done = time.perf_counter(), self.table.committed_len.host[rows_of(requests)]
                 self.prefill(requests, chunk_len)
                 finished += self._settle(busy=None in [launched.drawing for launched in self.under_way])
+                if self.graphs is None:
+                    self.scheduler.prompt_gap.cost.learn(PromptLoad.of(done, chunk_len), time.perf_counter() - begin)
             return finished
 
     @contextmanager
@@ -365,6 +372,8 @@ class Steps:
         """Count a settled round, and warn once where drafts are hardly ever right."""
         self.totals.batches += 1
         self.totals.batch_seconds += sum(result.seconds.values())
+        if self.graphs is not None:  # the host is hidden then
+            self.scheduler.prompt_gap.learn_round(sum(result.seconds.values()))
         if result.num_steps == 0 or self._warned:
             return
         rounds = zip(requests, result.length, result.forced, strict=True)

@@ -10,8 +10,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from specdec.gpu.mirrored_array import IntArray
+from specdec.models.target import FinalStates
 from specdec.progress import progress_bar
 from specdec.runtime.adaptive.cost_table import CostTable
+from specdec.runtime.prompt_gap import PromptGap, PromptLoad
+from specdec.runtime.rounds.captured_prompts import token_buckets
 from specdec.runtime.rounds.captured_rounds import RoundGraphs
 from specdec.runtime.rounds.catching_up import CatchUps
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
@@ -20,6 +24,12 @@ from specdec.runtime.rounds.round import Round
 
 REPEATS, WARM = 5, 3
 """Rounds of a shape that are timed, and not timed before."""
+
+MAX_FEW_TOKENS = 256
+"""Prompts of up to so many tokens are what streams wait for, one long prompt at a time: all sizes are timed."""
+
+MAX_PREFIX = 16384
+"""Tokens before those of a prompt that is timed, if requests may have so many."""
 
 
 def fill_cost_table(
@@ -61,21 +71,44 @@ def time_rounds(graphs: RoundGraphs, shapes: Sequence[RoundShape], done: Callabl
     return seconds
 
 
-def time_prompts(round: Round, most: int) -> dict[int, float]:
-    """Seconds of forwards over prompts of a quarter of `most` tokens, of half and of all: the fastest of three."""
-    seconds = {}
-    longest = round.cache.table.slots.host.shape[1]
-    for count in sorted({max(1, most // 4), max(2, most // 2), max(3, most)}):
-        spent = []
-        length = torch.tensor([min(longest, count - first) for first in range(0, count, longest)], device=round.device)
-        nobody = torch.full_like(length, round.cache.table.padding_row)
+def time_prompts(
+    round: Round, gap: PromptGap, read: Callable[[IntArray, IntArray, FinalStates], object], most: int
+) -> None:
+    """Tell `gap` what forwards over prompts take, the fastest of three each: of few tokens, of a quarter, half and all
+    of `most`, and of few after a long prefix. read: rows [R], their lengths, and whose final states.
+
+    Those of few tokens are captured by that, so that no request waits for it later.
+    """
+    table = round.cache.table
+    longest = table.slots.host.shape[1] - 1
+
+    def spent(count: int, prefix: int, states: FinalStates) -> float:
+        length = np.array([min(longest, count - first) for first in range(0, count, longest)], dtype=np.int64)
+        rows = np.full_like(length, table.padding_row)
+        table.committed_len[table.padding_row] = prefix
+        seconds = []
         for _ in range(4):
             round.clock.start("prefill")
-            round.read(nobody, length, count, round.final_states(scored=False, ends=True))
+            read(rows, length, states)
             begin, end = round.clock.stop().tolist()
-            spent.append((end - begin) / 1e9)
-        seconds[count] = min(spent[1:])
-    return seconds
+            seconds.append((end - begin) / 1e9)
+        table.committed_len[table.padding_row] = 0
+        fastest: float = max(1e-9, min(seconds[1:]))
+        if states is within:
+            gap.cost.time(PromptLoad.of(np.full_like(length, prefix), length), fastest)
+        return fastest
+
+    within, ending = (round.final_states(scored=False, ends=ends) for ends in (False, True))
+    few = [count for count in token_buckets(MAX_FEW_TOKENS) if count <= min(longest, most)]
+    for count in few:
+        begin = spent(count, 0, within)
+        if ending is not within:
+            gap.ending = max(gap.ending, spent(count, 0, ending) - begin)
+    for count in sorted({max(1, most // 4), max(2, most // 2), max(3, most)}):
+        spent(count, 0, within)
+    if few and (prefix := min(longest - few[-1], MAX_PREFIX)) > 0:
+        for count in sorted({few[len(few) // 2], few[-1]}):
+            spent(count, prefix, within)
 
 
 def time_catching_up(graphs: CatchUps, shape: RoundShape) -> float:

@@ -1,0 +1,195 @@
+"""How long requests that decode wait for prompts: what prompts take, and how many of their tokens a step may read.
+
+    step      a round of all that decode | prompts: at most GAP_SHARE of a round for each request without a token
+    prompts   seconds = forward + token * T + pair * X           T tokens, which see X earlier ones, all together
+
+One long prompt thus makes streams slower by half and no more, while a queue of prompts is read in large steps, which is
+what most tokens a second need. Both sides are measured: rounds whenever they run, prompts on a GPU when the engine is
+made and elsewhere whenever they run, the host's work included. It knows no request and reads no clock.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.gpu.mirrored_array import IntArray
+from specdec.runtime.prompt_shares import PromptRoom
+
+GAP_SHARE = 0.5
+"""Of a round's time: what the prompts of a step may take for each request that waits for its first token, or after a
+preemption for its next. With one such request a stream gets its tokens at two thirds of its speed."""
+
+PROMISED_GAP = 0.25
+"""Seconds that a request which decodes waits for its next token at most, however many prompts wait: half of what a
+reader takes for a dozen words, and on an H200 8,192 tokens of a model of ten billion parameters."""
+
+MIN_CAP = 512
+"""The cap of a step is no fewer prompt tokens than this: of fewer, a GPU reads weights as long as it computes."""
+
+ROUND_DECAY, COST_DECAY = 0.8, 0.97
+"""How much of what was known of a round, and of prompts, remains after one more."""
+
+MAX_SURPRISE = 2.0
+"""A forward that took longer than this many times what was expected counts as so many times: it was interrupted. A
+device that has really become slower is known after a few forwards."""
+
+Numbers = npt.NDArray[np.float64]
+UNITS = np.array([1.0, 1e3, 1e6])  # of a forward, its tokens, its pairs
+
+
+class PromptLoad(NamedTuple):
+    """What a forward over prompts has to do. pairs: of a token and one that it sees, as if there were no windows."""
+
+    tokens: int
+    pairs: float
+
+    @classmethod
+    def of(cls, start: IntArray, length: IntArray) -> "PromptLoad":
+        """Of runs of `length` [R] tokens after `start` [R] earlier ones."""
+        return cls(int(length.sum()), float((length * (start + length / 2)).sum()))
+
+
+class PromptCost:
+    """Seconds that forwards over prompts take: three numbers, none negative, of least squares of the relative error.
+
+    Either some forwards are timed, or it is learned from all, of which older ones fade.
+    """
+
+    def __init__(self) -> None:
+        self._equations = np.zeros((3, 4))  # the normal ones: a square, and its right side
+        self._seconds = np.zeros(3)  # of each unit
+        self._is_fitted = True
+        self._whole: dict[int, float] = {}  # by tokens: of whole prompts that were timed
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._equations.any())
+
+    def time(self, load: PromptLoad, seconds: float) -> None:
+        """A forward that was timed with nothing else on the device."""
+        self._add(load, seconds)
+        if load.pairs <= load.tokens**2:
+            self._whole[load.tokens] = seconds
+
+    def learn(self, load: PromptLoad, seconds: float) -> None:
+        """A forward over prompts of requests took so long: nothing new where some were timed."""
+        if self._whole or load.tokens == 0 or seconds <= 0:
+            return
+        if self.is_known:
+            seconds = min(seconds, MAX_SURPRISE * self.seconds(load))
+        self._fitted()  # what fades is known by then
+        self._equations *= COST_DECAY
+        self._add(load, seconds)
+
+    def seconds(self, load: PromptLoad) -> float:
+        """That it is expected to take. Something is known."""
+        whole = self._whole.get(load.tokens)
+        if whole is None:
+            return float(self._fitted() @ _counts(load))
+        return whole + self._pair * max(0.0, load.pairs - load.tokens**2 / 2)
+
+    def tokens_within(self, seconds: float, prefix: int, chunk: int) -> int:
+        """Tokens that are read in so many seconds, `chunk` of a request at most, after `prefix` tokens each.
+
+        Of few tokens a device takes as long as of one, which a line does not know: those that were timed count."""
+        forward, token, pair = (self._fitted() / UNITS).tolist()
+        tokens = (seconds - forward) / max(token + pair * prefix, 1e-12)
+        tokens = (seconds - forward) / max(token + pair * (prefix + max(0.0, min(tokens, chunk)) / 2), 1e-12)
+        timed = (count for count, spent in self._whole.items() if spent + pair * count * prefix <= seconds)
+        return int(min(max(0.0, tokens, max(timed, default=0)), 1e9))
+
+    @property
+    def _pair(self) -> float:
+        return float(self._fitted()[2] / UNITS[2])
+
+    def _add(self, load: PromptLoad, seconds: float) -> None:
+        row = _counts(load) / seconds  # so that errors are relative
+        self._equations += np.outer(row, np.append(row, 1.0))
+        self._is_fitted = False
+
+    def _fitted(self) -> Numbers:
+        if not self._is_fitted:
+            self._seconds, self._is_fitted = _least_squares(self._equations, self._seconds), True
+        return self._seconds
+
+
+class PromptGap:
+    """What rounds and prompts of one engine take. round: seconds of a round lately, 0.0 before the first;
+    longest_round: that was timed, 0.0 where none was. ending: seconds that a forward which ends a prompt takes longer,
+    where the last layers do not run otherwise."""
+
+    def __init__(self) -> None:
+        self.cost = PromptCost()
+        self.round = 0.0
+        self.longest_round = 0.0
+        self.ending = 0.0
+
+    def learn_round(self, seconds: float) -> None:
+        """A round took so long."""
+        self.round = seconds if self.round == 0.0 else ROUND_DECAY * self.round + (1 - ROUND_DECAY) * seconds
+
+    def capped(self, room: PromptRoom) -> PromptRoom:
+        """This room, with no more tokens a step than are read within the promised gap, a multiple of 256."""
+        if room.fixed:
+            return room
+        fitting = self.cost.tokens_within(PROMISED_GAP - self.longest_round, 0, room.chunk) // 256 * 256
+        most = max(MIN_CAP, min(fitting, room.busy))
+        return room._replace(busy=min(most, room.busy), idle=min(most, room.idle))
+
+    def tokens(self, room: PromptRoom, num_waiting: int, prefix: int) -> int:
+        """Prompt tokens of a step after whose round others decode. num_waiting: requests that wait for a token, those
+        without a row too; prefix: tokens that the prompts of this step have been read of, at most."""
+        if room.fixed or self.round == 0.0 or not self.cost.is_known:
+            return room.busy
+        budget = min(GAP_SHARE * max(1, num_waiting) * self.round, PROMISED_GAP - self.round)
+        fitting = self.cost.tokens_within(budget, prefix, room.chunk)
+        return room.busy if fitting >= room.busy else min(max(room.least, _few_sizes(fitting)), room.busy)
+
+    def promised(self, room: PromptRoom, longest: int) -> float:
+        """Seconds from one token to the next at most, while one prompt of up to `longest` tokens is read; 0.0: nothing
+        is known."""
+        if self.round == 0.0 or not self.cost.is_known:
+            return 0.0
+        spent = 0.0
+        for prefix in (0, longest):
+            tokens = min(self.tokens(room, 1, prefix), longest)
+            if not room.fixed:
+                tokens = min(tokens, room.chunk)
+            spent = max(spent, self.cost.seconds(PromptLoad(tokens, tokens * (prefix + tokens / 2))))
+        return max(self.round, self.longest_round) + spent + self.ending
+
+
+def _few_sizes(tokens: int) -> int:
+    """The largest power of two up to 2,048, or multiple of 256, that is not larger: few shapes are captured, and what
+    is padded takes as long as what is read."""
+    if tokens >= 2048:
+        return tokens // 256 * 256
+    return 1 << tokens.bit_length() - 1 if tokens > 0 else 0
+
+
+def _counts(load: PromptLoad) -> Numbers:
+    counts: Numbers = np.array([1.0, load.tokens, load.pairs]) / UNITS
+    return counts
+
+
+def _least_squares(equations: Numbers, before: Numbers) -> Numbers:
+    """The solution without negative numbers: the best of those that leave some of them out. What the equations do not
+    tell apart, as when all loads were alike, stays as it was before."""
+    square, right = equations[:, :3], equations[:, 3]
+    damping = np.diag(1e-6 * square.diagonal() + 1e-12 * np.trace(square))
+    square, right = square + damping, right + damping @ before
+    best, found = 0.0, np.zeros(3)
+    for kept in _SUBSETS:
+        part = square[np.ix_(kept, kept)]
+        some = np.linalg.solve(part, right[kept])
+        error = float(some @ part @ some - 2 * right[kept] @ some)
+        if (some >= 0).all() and error < best:
+            best, found = error, np.zeros(3)
+            found[kept] = some
+    return found
+
+
+_SUBSETS: Sequence[list[int]] = [list(kept) for size in (1, 2, 3) for kept in combinations(range(3), size)]
