@@ -3,7 +3,6 @@
 A plugin of conftest.py. A model is cached for the session, so a test that changes one asks for a fresh one.
 """
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,6 +69,7 @@ from specdec.models.target import TargetModel
 from specdec.modules.private_copy import text_configs
 
 from marks import slow
+from proved_models import SHARED
 
 VOCAB = 96
 WINDOW = 8
@@ -216,29 +216,6 @@ def spread(model: PreTrainedModel) -> PreTrainedModel:
     if model.generation_config is not None:
         model.generation_config.eos_token_id = None
     return model.eval()
-
-
-SHARED: dict[int, PreTrainedModel] = {}  # the cached models by id: nobody changes them
-
-
-def proved_once(prove: Callable[[TargetModel], Any]) -> Callable[[TargetModel], Any]:
-    """A cached model is proved once in every mode of torch, not once for each of its engines."""
-    known: dict[tuple[Any, ...], Any] = {}
-
-    def proof(target: TargetModel) -> Any:
-        if id(target.model) not in SHARED:
-            return prove(target)
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
-        defaults = torch.get_default_dtype(), threading.current_thread() is threading.main_thread()
-        case = id(target.model), target.device, target.dtype, *modes, *defaults
-        if case not in known:
-            known[case] = prove(target)
-        return known[case]
-
-    return proof
-
-
-TargetModel._probe = proved_once(TargetModel._probe)  # type: ignore[method-assign]
 
 
 BUNDLED: dict[tuple[Any, ...], PreTrainedModel] = {}
