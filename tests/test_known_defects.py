@@ -309,7 +309,7 @@ def test_a_frozen_drafter_that_reads_another_pool_is_seen(sanitize, load) -> Non
 # the draft part of a page table is not translated, with more than one branch (#24617)
 
 
-@pytest.mark.parametrize("sanitize", [deep(False), True])
+@pytest.mark.parametrize("sanitize", [deep(False), deep(True)])  # the load of the extend tokens above
 def test_the_draft_part_of_a_trees_table_is_translated(sanitize, load) -> None:
     load(drafter="trees", sanitize=sanitize)
 

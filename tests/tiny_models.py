@@ -68,7 +68,7 @@ from specdec.models.bundled import BUNDLED_DIR
 from specdec.models.target import TargetModel
 from specdec.modules.private_copy import text_configs
 
-from marks import slow
+from marks import deep, each_value, pairs, slow
 from proved_models import SHARED
 
 VOCAB = 96
@@ -84,6 +84,16 @@ FAST_FAMILIES = ("gemma4-e2b", "gemma2", "gpt_oss", "llama")  # shared K/V, soft
 
 def each_of(families: list[str]) -> list[Any]:
     return [family if family in FAST_FAMILIES else slow(family) for family in families]
+
+
+def fast_ones(families: Sequence[str], *choices: Sequence[Any]) -> list[Any]:
+    """Cases of a family and the choices, for what does not depend on the family but runs on all of them.
+
+    `make test` has every value of the choices among the fast families; every family decodes in test_greedy_exact.py.
+    """
+    others = [case for case in pairs(families, *choices) if case[0] not in FAST_FAMILIES]
+    fast = each_value(pairs([family for family in families if family in FAST_FAMILIES], *choices))
+    return [*fast, *(deep(*case) for case in others)]
 
 
 @pytest.fixture(params=each_of(FAMILIES))
