@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import specdec.engine
+import specdec.runtime.steps
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.runtime.adaptive import round_timing
 from specdec.runtime.adaptive.cost_table import CostTable, Level
@@ -301,12 +302,17 @@ def test_a_captured_engine_has_its_table_when_it_is_made(drafter, monkeypatch):
     monkeypatch.setattr(round_timing, "WARM", 1)
     monkeypatch.setattr(round_timing, "REPEATS", 2)
     monkeypatch.setattr(round_timing, "time_catching_up", lambda graphs, shape: graphs.run(shape) or 1e-3)
+    if drafter == "tiny-gemma4-mtp":  # as where no conftest.py replaces them
+        monkeypatch.setattr(specdec.runtime.steps, "time_prompts", round_timing.time_prompts)
+        monkeypatch.setattr(specdec.runtime.steps, "time_rounds", round_timing.time_rounds)
     config = EngineConfig(max_batch_size=2, max_model_len=200)
     params = SamplingParams(max_new_tokens=40, ignore_eos=True)
     with Engine.from_pretrained("tiny-gemma4", drafter, spec=CHAIN, config=config) as engine:
         cost = engine.steps.choice.cost
         assert sorted(cost.timed) == [1, 2] and all((seconds > 0).all() for seconds in cost.timed.values())
         assert set(cost.catching_up) == (set() if drafter == "tiny-gemma4-mtp" else {1, 2})
+        read = engine.steps.prompt_cost
+        assert read is not None and read.token > 0 and read.round > 0
         made = engine.stats().captures
         assert made.uncaptured_rounds == 0 and engine.table.committed_len.host.max() == 0
         outs = engine.generate(prompts(engine), params)
