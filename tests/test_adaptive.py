@@ -191,7 +191,7 @@ LOADS = list(itertools.product([0.0, 0.05, 0.3, 0.6, 0.9], [cheap, dear], [1, 8]
 
 @pytest.mark.parametrize(
     ("chance", "seconds", "batch"),
-    usual(LOADS, lambda *load: load in pairs([0.9, 0.6, 0.3, 0.05, 0.0], [cheap, dear], [8, 1])),
+    each_value(LOADS),
 )
 def test_no_slower_than_plain_by_two_percent_and_near_the_best_fixed_draft(chance, seconds, batch):
     plain, best = best_fixed([chance], seconds, CHAIN, batch)

@@ -35,6 +35,7 @@ from marks import deep
 HEAD, ASSISTANT = "tiny-gemma4-eagle3", "tiny-gemma4-mtp"
 SPEC = SpecConfig(4)
 TOKENS = 32
+QUESTIONS = [problem.text for problem in read_prompts(HELD_OUT_PROBLEMS, 5)]
 
 pytestmark = pytest.mark.usefixtures("bundled_once")
 
@@ -53,7 +54,7 @@ def diagnose(engine):
         fitted = load_any_drafter(str(drafter), engine.target)
         tokenizer = engine.tokenizer if tokenizer is None else tokenizer
         with Engine(engine.target, fitted, tokenizer=tokenizer, spec=SPEC, config=engine.config) as pair:
-            return pair.diagnose(max_new_tokens=TOKENS, **options)
+            return pair.diagnose(**{"prompts": QUESTIONS, "max_new_tokens": TOKENS, **options})
 
     return run
 
@@ -336,6 +337,6 @@ def test_fused_layers_and_16_bits_are_no_cause(drafter, dtype, engine):
     fitted = load_any_drafter(drafter, target)
     assert target.unfused is None and fitted.unfused is None
     with Engine(target, fitted, tokenizer=engine.tokenizer, spec=SPEC, config=engine.config) as pair:
-        found = pair.diagnose(max_new_tokens=TOKENS)
+        found = pair.diagnose(QUESTIONS, max_new_tokens=TOKENS)
     assert causes(found) == []
     assert found.reference.holds
