@@ -3,8 +3,6 @@
 import asyncio
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -15,6 +13,8 @@ import torch
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import CapacityError, ConfigError, QueueFullError, RoundFailedError, SpecDecError
 from specdec.serving.async_engine import AsyncEngine
+
+from processes import run
 
 pytestmark = pytest.mark.usefixtures("bundled_once")
 NEW = 12
@@ -423,6 +423,6 @@ async def main():
     globals()["kept"] = served
 asyncio.run(main())
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert (run.returncode, run.stdout) == (0, "on its way\n"), run.stderr
-    assert "Traceback" not in run.stderr
+    done = run(["-c", program], timeout=120)
+    assert (done.returncode, done.stdout) == (0, "on its way\n"), done.stderr
+    assert "Traceback" not in done.stderr

@@ -37,7 +37,7 @@ BACKENDS = {"torch": TorchBackend, "triton": TritonBackend}
 
 # engines
 
-CASES, ALWAYS = 100, 5
+CASES, ALWAYS = 100, 2
 
 
 def spec_of(rng: random.Random) -> SpecConfig:

@@ -24,6 +24,7 @@ from specdec.text.prompt_files import read_prompts
 from marks import deep
 
 SOLVED = 12
+FEW = 5  # of them, where acceptance differs by so much that all would show no more
 MTP_ACCEPTANCE = 4.5  # of 5; all 200 held-out problems give 4.80
 EAGLE3_ACCEPTANCE, TOLERANCE = 2.928, 0.015  # of the first 24, in float32; other kernels may flip a tie or two
 HARD = [  # not from the generator's templates: less predictable, so that a tree has something to add
@@ -117,7 +118,7 @@ def test_a_wrong_convention_costs_acceptance(name, value, problems, solved, monk
 
 
 @pytest.mark.slow
-def test_layers_swapped_between_spaces_cost_acceptance(problems, solved, monkeypatch):
+def test_layers_swapped_between_spaces_cost_acceptance(problems, monkeypatch):
     """The sliding layer reading another sliding layer's K/V: right shapes, wrong keys."""
     bind = gemma4_mtp.fit_layers
 
@@ -126,7 +127,7 @@ def test_layers_swapped_between_spaces_cost_acceptance(problems, solved, monkeyp
         return tuple(layer - 5 for layer in layers), windows
 
     monkeypatch.setattr(gemma4_mtp, "fit_layers", earlier_layers)
-    assert run([problem.text for problem in problems[:SOLVED]])[1].acceptance_length < 2.5
+    assert run([problem.text for problem in problems[:FEW]])[1].acceptance_length < 2.5
 
 
 @pytest.mark.slow
@@ -139,10 +140,10 @@ def test_a_tree_is_accepted_further_than_a_chain():
 
 @pytest.mark.slow
 def test_the_eagle3_head_is_accepted_and_a_tree_further(problems, solved):
-    prompts = [problem.text for problem in problems[:SOLVED]]
+    prompts = [problem.text for problem in problems[:FEW]]
     chain, chain_stats = run(prompts, "tiny-gemma4-eagle3", num_steps=4)
     tree, tree_stats = run(prompts, "tiny-gemma4-eagle3", num_steps=4, topk=4, num_draft_tokens=16)
-    plain = [out.token_ids for out in solved[0]]
+    plain = [out.token_ids for out in solved[0][:FEW]]
     assert [out.token_ids for out in chain] == [out.token_ids for out in tree] == plain
     assert chain_stats.acceptance_length >= 2.5
     assert tree_stats.acceptance_length >= chain_stats.acceptance_length + 0.4
@@ -189,8 +190,8 @@ def test_an_untranslated_page_table_fails_the_acceptance_check(problems, solved,
         return replace(plan, prefix=plan.prefix._replace(swa=SlotTable(SwaLoc(slots), swa.start, 1)))
 
     monkeypatch.setattr(gemma4_mtp, "plan_frozen", untranslated)
-    outputs, stats = run([problem.text for problem in problems[:SOLVED]])
-    assert [out.token_ids for out in outputs] == [out.token_ids for out in solved[0]]
+    outputs, stats = run([problem.text for problem in problems[:FEW]])
+    assert [out.token_ids for out in outputs] == [out.token_ids for out in solved[0][:FEW]]
     assert stats.acceptance_length < MTP_ACCEPTANCE <= solved[1].acceptance_length
 
 

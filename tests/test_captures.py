@@ -53,6 +53,8 @@ class WeighedTape(FailingTape):
 
     def __init__(self) -> None:
         super().__init__()
+        gc.collect()
+        gc.freeze()  # it collects at every look, and what was there before need not be visited each time
         self.pool = ""
         self.pools: set[str] = set()
         self.alive: list[Any] = []

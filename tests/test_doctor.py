@@ -30,9 +30,12 @@ from specdec.models.published import ACCEPTED, PAIRS, published_acceptance
 from specdec.models.target import TargetModel
 from specdec.text.prompt_files import read_prompts
 
+from marks import deep
+
 HEAD, ASSISTANT = "tiny-gemma4-eagle3", "tiny-gemma4-mtp"
 SPEC = SpecConfig(4)
 TOKENS = 32
+QUESTIONS = [problem.text for problem in read_prompts(HELD_OUT_PROBLEMS, 5)]
 
 pytestmark = pytest.mark.usefixtures("bundled_once")
 
@@ -51,7 +54,7 @@ def diagnose(engine):
         fitted = load_any_drafter(str(drafter), engine.target)
         tokenizer = engine.tokenizer if tokenizer is None else tokenizer
         with Engine(engine.target, fitted, tokenizer=tokenizer, spec=SPEC, config=engine.config) as pair:
-            return pair.diagnose(max_new_tokens=TOKENS, **options)
+            return pair.diagnose(**{"prompts": QUESTIONS, "max_new_tokens": TOKENS, **options})
 
     return run
 
@@ -147,10 +150,19 @@ def test_nothing_is_named_in_a_healthy_pair_and_the_reference_is_what_the_worker
     assert json.loads(json.dumps(found.as_json()))["healthy"]
 
 
+IMPLIED = (  # each cause, and each kind of drafter that reads it by code of its own, is among the others
+    *("taps one earlier", "rope base of an assistant", "int4 head"),
+    "window of an assistant",  # the command finds it, below
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("drafter", "config", "tensors", "cause"), SEEDED.values(), ids=SEEDED.keys())
+@pytest.mark.parametrize(
+    ("drafter", "config", "tensors", "cause"),
+    [pytest.param(*seeded, marks=[pytest.mark.deep] * (name in IMPLIED), id=name) for name, seeded in SEEDED.items()],
+)
 def test_a_seeded_cause_is_named_and_only_that(drafter, config, tensors, cause, export, diagnose):
-    found = diagnose(export(drafter, config, tensors))
+    found = diagnose(export(drafter, config, tensors), prompts=None)  # eight: some gains are small
     assert causes(found) == [cause]
     assert not found.healthy
     [finding] = found.findings
@@ -309,14 +321,22 @@ def test_the_command_says_what_it_found_and_exits_with_1_for_a_cause(export, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", [ASSISTANT, HEAD])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("drafter", "dtype"),
+    [
+        (ASSISTANT, torch.bfloat16),
+        (HEAD, torch.float32),
+        deep(ASSISTANT, torch.float32),
+        deep(HEAD, torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_fused_layers_and_16_bits_are_no_cause(drafter, dtype, engine):
     model = copy.deepcopy(engine.target.model).to(dtype)
     target = TargetModel(model, REFERENCE)
     fitted = load_any_drafter(drafter, target)
     assert target.unfused is None and fitted.unfused is None
     with Engine(target, fitted, tokenizer=engine.tokenizer, spec=SPEC, config=engine.config) as pair:
-        found = pair.diagnose(max_new_tokens=TOKENS)
+        found = pair.diagnose(QUESTIONS, max_new_tokens=TOKENS)
     assert causes(found) == []
     assert found.reference.holds

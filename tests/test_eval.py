@@ -516,7 +516,7 @@ def test_the_eight_categories_of_mt_bench_are_one_group_of_spec_bench(questions)
     ("task", "name", "groups"),
     [
         ("mt-bench", "mt_bench/question.jsonl", 8),
-        ("spec-bench", "spec_bench/question.jsonl", 6),
+        deep("spec-bench", "spec_bench/question.jsonl", 6),
         ("humaneval", "humaneval/HumanEval.jsonl", 0),
     ],
 )
@@ -654,7 +654,7 @@ def test_an_interruption_keeps_what_is_finished(report, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", [0.2, 0.7])
+@pytest.mark.parametrize("kept", [deep(0.2), 0.7])
 def test_a_file_cut_anywhere_is_completed(kept, report, folder, tmp_path):
     """At the end and in the middle of a line; lines that were whole stay as they are."""
     whole = (folder / "transcripts-0.jsonl").read_bytes()

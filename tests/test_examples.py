@@ -139,7 +139,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and chosen without being told")
-@pytest.mark.parametrize("name", ON_TRITON)
+@pytest.mark.parametrize("name", [name if name.startswith("tree") else deep(name) for name in ON_TRITON])
 def test_programs_run_on_the_triton_kernels(name, run, by_triton):
     args, pattern = ON_TRITON[name]
     code, out, err = run(name, *args.split())

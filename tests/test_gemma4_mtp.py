@@ -17,7 +17,7 @@ from specdec.errors import FrozenKVError, UnsupportedModelError
 from specdec.models.cache_argument import cache_argument
 from specdec.models.target import TargetModel
 
-from marks import pairs, quick
+from marks import each_value, pairs, quick
 from tiny_models import GEMMA4_FAMILIES, eager
 
 STEPS = 4
@@ -114,9 +114,11 @@ def reference():
 
 @pytest.mark.parametrize(
     ("family", "lengths", "page_size", "ordered"),
-    quick(
-        pairs(GEMMA4_FAMILIES, [(1,), (45,), (3, 17, 45)], [1, 4], [False, True]),
-        lambda family, lengths, *_: family == "gemma4-e2b" and lengths != (45,),
+    each_value(
+        quick(
+            pairs(GEMMA4_FAMILIES, [(1,), (45,), (3, 17, 45)], [1, 4], [False, True]),
+            lambda family, lengths, *_: family == "gemma4-e2b" and lengths != (45,),
+        )
     ),
     ids=str,
 )

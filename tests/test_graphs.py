@@ -18,6 +18,8 @@ from specdec.errors import ConfigError, FrozenKVError
 from specdec.models.target import FinalStates
 from specdec.runtime.rounds.captured_rounds import batch_sizes, length_bucket
 
+from marks import deep
+
 pytestmark = pytest.mark.usefixtures("bundled_once")
 TREE = SpecConfig(3, 2, 6)
 SHORT_POOLS = {"page_size": 4, "full_slots": 88, "swa_slots": 88}
@@ -72,7 +74,7 @@ def captured_batches(engine: Engine) -> set[int]:
     [
         pytest.param(None, None, {}, marks=pytest.mark.deep, id="plain"),
         pytest.param("mtp", TREE, {}, id="mtp-tree"),
-        pytest.param("ngram", None, SHORT_POOLS, id="ngram-short"),
+        pytest.param("ngram", None, SHORT_POOLS, marks=pytest.mark.deep, id="ngram-short"),
         pytest.param("mtp", None, SHORT_POOLS, marks=pytest.mark.deep, id="mtp-chain-short"),
         pytest.param("eagle3", TREE, SHORT_POOLS, id="eagle3-tree-short"),
     ],
@@ -125,7 +127,7 @@ def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant,
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize("drafter", [None, "mtp"])
+@pytest.mark.parametrize("drafter", [deep(None), "mtp"])
 def test_prompts_are_captured_too(drafter, small_engine, make_target, make_assistant) -> None:
     """Chunks of many lengths, at the beginning of prompts and behind, alone and together, each shape time and again."""
     made = None if drafter is None else make_assistant(make_target("gemma4-e2b"))

@@ -87,7 +87,7 @@ def test_mtp(family, ordered, page_size, make_target, make_assistant, make_engin
 
 @pytest.mark.parametrize(
     ("family", "page_size"),
-    each_value(quick([(family, size) for i, family in enumerate(FAMILIES) for size in (1, 3 + i % 2)], is_fast)),
+    usual(each_value((family, size) for i, family in enumerate(FAMILIES) for size in (1, 3 + i % 2)), is_fast),
 )
 def test_random_trees(family, page_size, make_target, make_engine, greedy_oracle, prompts, scripted, tree_script):
     """Branches of which some are right, in any order: the accepted nodes are scattered over the tree."""

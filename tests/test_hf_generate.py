@@ -25,7 +25,7 @@ import specdec
 from specdec import EngineConfig, SpecConfig, SpecDecError
 from specdec.errors import CapacityError, ConfigError
 
-from marks import pairs, quick
+from marks import deep, pairs, quick
 
 PROMPTS = [[5, 9, 31, 7, 22, 9, 31], [11, 3], [8, 8, 8, 40, 2]]
 
@@ -578,7 +578,7 @@ def byte_words():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", [seed if seed < 6 else deep(seed) for seed in range(16)])
 def test_stop_strings_end_where_transformers_ends(seed, model, byte_words):
     """Strings out of the true continuation: across tokens, begun in the prompt, special, and some that never come."""
     torch.manual_seed(seed)

@@ -5,6 +5,7 @@ the request alone, or by the sanitizer, which names the place. Load is what brin
 that evictions have left far from the full ones, pools so short that slots change hands.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,10 +35,46 @@ NEARLY_FULL = {"max_batch_size": 4, "prefill_chunk": 64, "full_slots": 300, "swa
 Seed = Callable[[pytest.MonkeyPatch], None]
 
 
+PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def requests(make_target, greedy_oracle, random_prompt) -> list[tuple[list[int], list[int]]]:
+    """Prompts, and what the target alone says to each."""
+    model = make_target("gemma4-e2b")
+    prompts = [random_prompt(length) for length in LENGTHS]
+    return [(prompt, greedy_oracle(model, prompt, NEW + 4)) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def drafter_of(requests, make_target, make_assistant, scripted, tree_script) -> Callable[[str | None], Any]:
+    def make(name: str | None) -> Any:
+        if name == "trees":  # often right, often deep
+            return scripted(tree_script([prompt + truth for prompt, truth in requests]))
+        return make_assistant(make_target("gemma4-e2b")) if name == "mtp" else name
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def drafts_alone(requests, drafter_of, make_target, make_engine) -> Callable[..., dict[tuple[int, ...], list[int]]]:
+    """drafts_alone(drafter, spec): of every request by itself in a roomy engine. Made once: nothing is seeded there."""
+
+    @functools.cache
+    def run(drafter: str | None, spec: SpecConfig) -> dict[tuple[int, ...], list[int]]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SPECDEC_SANITIZE", "0")
+            lone = make_engine(make_target("gemma4-e2b"), drafter_of(drafter), spec=spec)
+            drafts = recorded_drafts(lone)
+            for prompt, _ in requests:
+                lone.generate(prompt, PARAMS)
+        return drafts
+
+    return run
+
+
 @pytest.fixture
-def load(
-    make_target, make_assistant, make_engine, random_prompt, greedy_oracle, scripted, tree_script, monkeypatch
-) -> Callable[..., None]:
+def load(requests, drafter_of, drafts_alone, make_target, make_engine, monkeypatch) -> Callable[..., None]:
     """load(seed=None, sanitize=False, drafter=..., spec=..., captured=False, fullest=None, **config): the check of all.
 
     Serves all requests at once. Each must have the tokens of the target alone, and behind any of its tokens the drafts
@@ -45,14 +82,6 @@ def load(
     that must be in use at some time.
     """
     model = make_target("gemma4-e2b")
-    prompts = [random_prompt(length) for length in LENGTHS]
-    truths = [greedy_oracle(model, prompt, NEW + 4) for prompt in prompts]
-    params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
-
-    def drafter_of(name: str | None) -> Any:
-        if name == "trees":  # often right, often deep
-            return scripted(tree_script([prompt + truth for prompt, truth in zip(prompts, truths, strict=True)]))
-        return make_assistant(model) if name == "mtp" else name
 
     def check(
         seed: Seed | None = None,
@@ -64,10 +93,7 @@ def load(
         fullest: float = 0.0,
         **config: Any,
     ) -> None:
-        lone = make_engine(model, drafter_of(drafter), spec=spec)
-        drafts_alone = recorded_drafts(lone)
-        for prompt in prompts:
-            lone.generate(prompt, params)
+        alone = {} if captured else drafts_alone(drafter, spec)
         with monkeypatch.context() as patch:
             patch.setenv("SPECDEC_SANITIZE", str(int(sanitize)))
             patch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
@@ -79,11 +105,11 @@ def load(
             forward = crowded.target.forward
             crowded.target.forward = lambda *args: held.append(pool.held_pages) or forward(*args)
             pool = crowded.table.allocator.swa
-            outputs = crowded.generate(prompts, params)
-            assert [out.token_ids for out in outputs] == [truth[:NEW] for truth in truths]
-            both = drafts.keys() & drafts_alone.keys()
+            outputs = crowded.generate([prompt for prompt, _ in requests], PARAMS)
+            assert [out.token_ids for out in outputs] == [truth[:NEW] for _, truth in requests]
+            both = drafts.keys() & alone.keys()
             assert bool(both) == (drafter is not None and not captured)
-            assert {known: drafts[known] for known in both} == {known: drafts_alone[known] for known in both}
+            assert {known: drafts[known] for known in both} == {known: alone[known] for known in both}
             assert fullest * pool.capacity <= max(held)
             crowded.table.check()
 
@@ -283,7 +309,7 @@ def test_a_frozen_drafter_that_reads_another_pool_is_seen(sanitize, load) -> Non
 # the draft part of a page table is not translated, with more than one branch (#24617)
 
 
-@pytest.mark.parametrize("sanitize", [deep(False), True])
+@pytest.mark.parametrize("sanitize", [deep(False), deep(True)])  # the load of the extend tokens above
 def test_the_draft_part_of_a_trees_table_is_translated(sanitize, load) -> None:
     load(drafter="trees", sanitize=sanitize)
 

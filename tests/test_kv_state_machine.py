@@ -7,6 +7,8 @@ text so far; a drafter's own are that of the text with one token more. After eve
 and each page of the cache reads, in both spaces, what its text says, and `table.check()` holds.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -24,7 +26,7 @@ from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.table import Move
 
-from marks import examples
+from marks import examples, usual
 from snapshots import kv_contents
 
 WINDOW, NODES, ROWS, MAX_LEN = 4, 4, 3, 40
@@ -366,8 +368,13 @@ def walk_to(parents: np.ndarray, node: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [WINDOW, None], ids=["swa", "full-only"])
-@pytest.mark.parametrize(("page_size", "pairs"), [(1, False), (4, False), (1, True), (4, True)])
+@pytest.mark.parametrize(
+    ("page_size", "pairs", "window"),
+    usual(
+        itertools.product([1, 4], [False, True], [WINDOW, None]),
+        lambda page_size, pairs, window: (page_size == 4) ^ pairs ^ (window is None),
+    ),
+)
 def test_random_histories(page_size: int, pairs: bool, window: int | None):
     name = f"KVMachine{page_size}{'Hybrid' if window else 'Full'}{'Pairs' if pairs else ''}"
     machine = type(name, (KVMachine,), {"page_size": page_size, "window": window, "pairs": pairs})

@@ -12,8 +12,7 @@ from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.errors import UnsupportedModelError
 from specdec.models.target import TargetModel
 
-from marks import each_value, pairs
-from tiny_models import FAMILIES
+from tiny_models import FAMILIES, fast_ones
 
 GREEDY = SamplingParams(max_new_tokens=21)
 CHAIN, TREE = SpecConfig(num_steps=4), SpecConfig(num_steps=3, topk=3, num_draft_tokens=10)
@@ -26,7 +25,7 @@ def engine_of(model, drafter, spec=CHAIN, **config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "tree", "page_size"), each_value(pairs(FAMILIES, [False, True], [1, 4])))
+@pytest.mark.parametrize(("family", "tree", "page_size"), fast_ones(FAMILIES, [False, True], [1, 4]))
 def test_a_model_that_drafts_for_itself(family, tree, page_size, make_target, greedy_oracle, random_prompt):
     model = make_target(family)
     prompts = [random_prompt(n, seed=n) for n in (2, 17, 40)]

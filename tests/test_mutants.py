@@ -66,6 +66,22 @@ def test_every_mutant_says_what_it_breaks_in_a_sentence_and_names_tests_that_exi
         assert any(suite.resolve(test) for test in each.tests), each.name
 
 
+def test_the_default_run_has_a_test_of_every_mutant(request) -> None:
+    """A case that becomes deep, or has another name, takes a mutant's only catch with it. Of the files that are run."""
+    config = request.config
+    if config.option.keyword or config.option.markexpr or any("::" in argument for argument in config.args):
+        pytest.skip("some cases of a file are left out")
+    suite, run = mutants.Suite.of(ROOT), {item.nodeid for item in request.session.items}
+    run |= {name.partition("[")[0] for name in run}
+    files = {name.partition("::")[0] for name in run}
+    missed = {}
+    for each in read_mutants():
+        named = [arguments[0] for test in each.tests if (arguments := suite.resolve(test)) and len(arguments) == 1]
+        if not each.gone and {name.partition("::")[0] for name in named} <= files and run.isdisjoint(named):
+            missed[each.name] = named
+    assert not missed
+
+
 def test_every_kernel_file_is_changed_by_a_mutant(sources) -> None:
     changed = {apply(each, sources).path for each in read_mutants() if not each.gone}
     # the clock's kernel reads a counter of the device, which the interpreter has not

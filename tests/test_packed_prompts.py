@@ -6,14 +6,14 @@ import pytest
 
 from specdec import SamplingParams
 
-from marks import examples
-from tiny_models import FAMILIES
+from marks import deep, examples
+from tiny_models import FAMILIES, FAST_FAMILIES
 
 PACKS = examples(2, 20)
 """Random loads of each family; in depth more than 200 in all."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family if family in FAST_FAMILIES else deep(family) for family in FAMILIES])
 def test_random_packs_are_as_lone_prompts(family, make_target, make_engine, random_prompt) -> None:
     draw = random.Random(family)
     model = make_target(family)

@@ -24,6 +24,7 @@ from specdec.runtime.prompt_scores import PromptScores
 from specdec.runtime.rounds.prompt_scoring import score_chunk
 from specdec.sampling.log_probs import TokenScores
 
+from marks import deep
 from tiny_models import VOCAB, random_eagle3
 
 pytestmark = pytest.mark.usefixtures("bundled_once")
@@ -192,8 +193,9 @@ def test_a_drafter_changes_no_score(case, make_target, make_assistant, make_engi
             assert_right(model, out, hf_forward)
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["as-it-is", "captured"])
-@pytest.mark.parametrize("prefix_cache", [True, False], ids=["cache", "no-cache"])
+@pytest.mark.parametrize(
+    ("captured", "prefix_cache"), [(False, False), (True, True), deep(False, True), deep(True, False)]
+)
 def test_preempted_requests_have_all_their_scores(
     captured, prefix_cache, make_target, make_engine, random_prompt, hf_forward, monkeypatch
 ):
@@ -303,7 +305,7 @@ def test_a_grammar_has_no_say_in_a_prompt() -> None:
 # bits
 
 
-@pytest.mark.parametrize("family", ["gemma4-e2b", "llama"])
+@pytest.mark.parametrize("family", ["gemma4-e2b", deep("llama")])
 def test_in_deterministic_mode_scores_have_the_same_bits_in_any_batch_and_any_chunks(
     family, make_target, make_engine, random_prompt, monkeypatch
 ):

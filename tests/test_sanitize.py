@@ -16,6 +16,8 @@ from specdec.errors import LocationError
 from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
 from specdec.kvcache.layout import KVLayout, LayerSpec
 
+from marks import deep
+
 WINDOW, NODES, PAGES = 4, 3, 24
 SLIDING_LAYER, FULL_LAYER = 0, 1
 
@@ -302,7 +304,7 @@ def test_after_a_finding_the_engine_goes_on(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("page_size", [deep(1), 4])
 def test_kernels_read_no_poison(page_size, make_target, make_engine, random_prompt, greedy_oracle, monkeypatch) -> None:
     """Interpreted: what they load under a mask weighs nothing only if it is finite."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -14,8 +14,7 @@ from specdec.draft_models.base import DraftBatch
 from specdec.draft_models.suffix import MATCH, MATCHES, SuffixWorker, children, find_matches
 from specdec.kvcache.table import Rows
 
-from marks import each_value, pairs
-from tiny_models import FAMILIES
+from tiny_models import FAMILIES, fast_ones
 
 GREEDY = SamplingParams(max_new_tokens=24)
 
@@ -137,7 +136,7 @@ SHAPES = [SpecConfig(num_steps=4), SpecConfig(num_steps=3, topk=3, num_draft_tok
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "tree", "page_size"), each_value(pairs(FAMILIES, [False, True], [1, 4])))
+@pytest.mark.parametrize(("family", "tree", "page_size"), fast_ones(FAMILIES, [False, True], [1, 4]))
 def test_the_output_is_the_targets(family, tree, page_size, make_target, make_engine, greedy_oracle, random_prompt):
     model = make_target(family)
     prompts = [random_prompt(n, seed=n) for n in (2, 17, 40)]

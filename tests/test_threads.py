@@ -10,7 +10,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.models.target import TargetModel
 
-from marks import examples, slow
+from marks import deep, examples, slow
 
 NEW = 10
 
@@ -26,7 +26,7 @@ def modes_and_configs(model: torch.nn.Module) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize(("drafter", "count"), [slow(None, 40), ("ngram", 40), slow("mtp", 120)])
+@pytest.mark.parametrize(("drafter", "count"), [deep(None, 40), ("ngram", 40), slow("mtp", 40), deep("mtp", 120)])
 def test_eight_threads_share_an_engine(
     drafter, count, make_target, make_assistant, make_engine, greedy_oracle, random_prompt
 ):

@@ -82,7 +82,7 @@ def launches(monkeypatch):
         deep("gemma4-e2b", None, CHAIN, 4),
         deep("gemma4-e2b", "mtp", CHAIN, 1),
         slow("gemma4-e2b", "mtp", TREE, 4),
-        slow("gemma4-e2b", "eagle3", TREE, 1),
+        deep("gemma4-e2b", "eagle3", TREE, 1),
         ("llama", None, CHAIN, 1),
         deep("llama", "eagle3", CHAIN, 1),
         slow("llama", "eagle3", TREE, 4),

@@ -3,7 +3,6 @@
 A plugin of conftest.py. A model is cached for the session, so a test that changes one asks for a fresh one.
 """
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,7 +68,8 @@ from specdec.models.bundled import BUNDLED_DIR
 from specdec.models.target import TargetModel
 from specdec.modules.private_copy import text_configs
 
-from marks import slow
+from marks import deep, each_value, pairs, slow
+from proved_models import SHARED
 
 VOCAB = 96
 WINDOW = 8
@@ -84,6 +84,16 @@ FAST_FAMILIES = ("gemma4-e2b", "gemma2", "gpt_oss", "llama")  # shared K/V, soft
 
 def each_of(families: list[str]) -> list[Any]:
     return [family if family in FAST_FAMILIES else slow(family) for family in families]
+
+
+def fast_ones(families: Sequence[str], *choices: Sequence[Any]) -> list[Any]:
+    """Cases of a family and the choices, for what does not depend on the family but runs on all of them.
+
+    `make test` has every value of the choices among the fast families; every family decodes in test_greedy_exact.py.
+    """
+    others = [case for case in pairs(families, *choices) if case[0] not in FAST_FAMILIES]
+    fast = each_value(pairs([family for family in families if family in FAST_FAMILIES], *choices))
+    return [*fast, *(deep(*case) for case in others)]
 
 
 @pytest.fixture(params=each_of(FAMILIES))
@@ -216,29 +226,6 @@ def spread(model: PreTrainedModel) -> PreTrainedModel:
     if model.generation_config is not None:
         model.generation_config.eos_token_id = None
     return model.eval()
-
-
-SHARED: dict[int, PreTrainedModel] = {}  # the cached models by id: nobody changes them
-
-
-def proved_once(prove: Callable[[TargetModel], Any]) -> Callable[[TargetModel], Any]:
-    """A cached model is proved once in every mode of torch, not once for each of its engines."""
-    known: dict[tuple[Any, ...], Any] = {}
-
-    def proof(target: TargetModel) -> Any:
-        if id(target.model) not in SHARED:
-            return prove(target)
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
-        defaults = torch.get_default_dtype(), threading.current_thread() is threading.main_thread()
-        case = id(target.model), target.device, target.dtype, *modes, *defaults
-        if case not in known:
-            known[case] = prove(target)
-        return known[case]
-
-    return proof
-
-
-TargetModel._probe = proved_once(TargetModel._probe)  # type: ignore[method-assign]
 
 
 BUNDLED: dict[tuple[Any, ...], PreTrainedModel] = {}

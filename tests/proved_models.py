@@ -1,0 +1,92 @@
+"""A model that tests share is proved once, not once for each of its engines.
+
+A target proves, when it is made, that the model can be served, that its fused layers are its own, and for
+`deterministic=True` that no row depends on others. Under Triton's interpreter that takes ten times as long as what a
+test does with the engine. What is proved depends on the model and on what computes it: a proof that held is remembered
+for models of `SHARED`, which nobody changes. One that failed is not, nor is one by operations that a test made itself.
+A plugin by way of tiny_models.py.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import specdec.models.target
+from specdec.gpu.operations import FAST, KERNELS, REFERENCE
+from specdec.layers.batch_invariant_torch import ROWWISE
+from specdec.models.probe import Proof
+from specdec.models.target import TargetModel
+
+SHARED: dict[int, PreTrainedModel] = {}  # the cached models by id: nobody changes them
+OPERATIONS = (None, FAST, KERNELS, REFERENCE, ROWWISE)
+
+
+def case_of(target: Any) -> tuple[Any, ...] | None:
+    """What a proof about the target depends on; None where it cannot be remembered."""
+    if not isinstance(target, TargetModel) or id(target.model) not in SHARED or target.ops not in OPERATIONS:
+        return None
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    defaults = torch.get_default_dtype(), threading.current_thread() is threading.main_thread()
+    return id(target.model), target.device, target.dtype, *modes, *defaults
+
+
+def with_layers(target: Any) -> tuple[Any, ...] | None:
+    """The same of a proof about the layers that were put in place of the model's own, or in tiles."""
+    case = case_of(target)
+    if case is None or not hasattr(target, "unfused"):  # its own layers are proved in `_probe`, as a whole
+        return None
+    layers = type(target.decoder), target.unfused is None, getattr(target, "in_tiles", None)
+    return *case, OPERATIONS.index(target.ops), os.environ.get("TRITON_INTERPRET"), *layers
+
+
+def proved_once(prove: Callable[[TargetModel], Any]) -> Callable[[TargetModel], Any]:
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def proof(target: TargetModel) -> Any:
+        case = case_of(target)
+        if case is None:
+            return prove(target)
+        if case not in known:
+            known[case] = prove(target)
+        return known[case]
+
+    return proof
+
+
+def fused_once(difference: Callable[..., str | None]) -> Callable[..., str | None]:
+    known: set[tuple[Any, ...]] = set()
+
+    def found(proof: Proof, run: Any) -> str | None:
+        case = with_layers(getattr(run, "__self__", None))
+        if case in known:
+            return None
+        what = difference(proof, run)
+        if what is None and case is not None:
+            known.add(case)
+        return what
+
+    return found
+
+
+def alone_once(depends: Callable[..., str | None]) -> Callable[..., str | None]:
+    known: set[tuple[Any, ...]] = set()
+
+    def found(layout: Any, texts: Any, run: Any, logits: Any, most_rows: int) -> str | None:
+        case = with_layers(getattr(logits, "__self__", None))
+        if case in known:
+            return None
+        what = depends(layout, texts, run, logits, most_rows)
+        if what is None and case is not None:
+            known.add(case)
+        return what
+
+    return found
+
+
+TargetModel._probe = proved_once(TargetModel._probe)  # type: ignore[method-assign]
+Proof.difference = fused_once(Proof.difference)  # type: ignore[method-assign]
+specdec.models.target.depends_on_others = alone_once(specdec.models.target.depends_on_others)
