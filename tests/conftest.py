@@ -58,7 +58,9 @@ def prompts_of_one_cost() -> None:
     tape they take longer than all a test does. test_adaptive.py has an engine that does."""
     from specdec.runtime import steps
 
-    steps.time_prompts = lambda round, most: {1: 1e-6, 2: 2e-6}
+    from specdec.runtime.prompt_gap import PromptLoad
+
+    steps.time_prompts = lambda round, gap, read, most: gap.cost.time(PromptLoad(1, 0.5), 1e-6)
     steps.time_rounds = lambda graphs, shapes, done: [1e-6] * len(shapes)
 
 

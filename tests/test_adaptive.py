@@ -311,8 +311,8 @@ def test_a_captured_engine_has_its_table_when_it_is_made(drafter, monkeypatch):
         cost = engine.steps.choice.cost
         assert sorted(cost.timed) == [1, 2] and all((seconds > 0).all() for seconds in cost.timed.values())
         assert set(cost.catching_up) == (set() if drafter == "tiny-gemma4-mtp" else {1, 2})
-        read = engine.steps.prompt_cost
-        assert read is not None and read.token > 0 and read.round > 0
+        gap = engine.scheduler.prompt_gap
+        assert gap.cost.is_known and gap.longest_round > 0 and engine.stats().prompt_gap_ms > 0
         made = engine.stats().captures
         assert made.uncaptured_rounds == 0 and engine.table.committed_len.host.max() == 0
         outs = engine.generate(prompts(engine), params)

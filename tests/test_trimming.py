@@ -126,7 +126,7 @@ def test_a_server_serves_with_its_settings_of_the_process(monkeypatch) -> None:
     monkeypatch.setattr(serving.uvicorn, "Config", lambda *given, **named: None)
     monkeypatch.setattr(serving, "describe", lambda state: "")
     settings = type("Settings", (), {"ssl_certfile": None, "stop_seconds": 0, "stats_seconds": 0, "ssl_keyfile": None})
-    settings.connections = type("Limits", (), {"keep_alive": 1})  # type: ignore[attr-defined]
+    settings.timeout_keep_alive = 1  # type: ignore[attr-defined]
     assert serving.run_app(Engine(), settings, nothing(), lambda: None) is None  # type: ignore[arg-type]
     assert seen == [(pytest.approx(serving.SWITCH_SECONDS), True)]
     assert (sys.getswitchinterval(), gc.get_freeze_count()) == (pytest.approx(before), 0)

@@ -115,6 +115,7 @@ def _expand_kernel(
         o_pair = i_level * s_level + o_node * s_node + o_child
         b_added = tl.load(p_log_probs + o_pair, mask=m_pair, other=0.0).to(tl.float32)
         b_added = tl.minimum(tl.where(b_added > LOWEST, b_added, LOWEST), 0.0)  # NaN and -inf too
+        b_added = tl.maximum(b_added, LOWEST - b_score[:, None])  # rows of padding may have any scores: no overflow
         b_sum = tl.maximum(b_score[:, None] + b_added, LOWEST)  # [SLOTS, SLOTS]
         o_made = o_out + o_node * K + o_child
         tl.store(p_out_tokens + o_made, tl.load(p_tokens + o_pair, mask=m_pair, other=0), mask=m_pair)

@@ -250,7 +250,7 @@ class Scheduler:
         done = [int(self.table.committed_len.host[request.row]) for request in reading]
         prompts = [Prompt(rank(r)[0], r.prefill_target - n) for r, n in zip(reading, done, strict=True)]
         to_come = sum(each.to_go for each in prompts)
-        if any(request.state is RequestState.DECODE for request in self.running):
+        if RequestState.DECODE in [request.state for request in self.running]:
             room = self.prompt_gap.tokens(self.prompt_room, len(reading) + len(self.waiting), max(done))
         else:
             room = self.prompt_room.idle_tokens(to_come)
