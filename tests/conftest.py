@@ -57,7 +57,6 @@ def prompts_of_one_cost() -> None:
     """An engine that captures its rounds times prompts when it is made, twelve forwards of hundreds of tokens: on a
     tape they take longer than all a test does. test_adaptive.py has an engine that does."""
     from specdec.runtime import steps
-
     from specdec.runtime.prompt_gap import PromptLoad
 
     steps.time_prompts = lambda round, gap, read, most: gap.cost.time(PromptLoad(1, 0.5), 1e-6)
