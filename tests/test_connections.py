@@ -101,7 +101,9 @@ def test_idle_connections_up_to_the_bound_keep_no_client_out_and_end_no_stream(s
             for _ in range(3):
                 assert httpx.get(server.url + "/health", timeout=60).status_code == 200
             assert list(lines)[-2] == "data: [DONE]"
-    assert server.log().count("connections are open, as many as may be") <= 2
+    log = server.log()  # of two lines that say the same, ten seconds apart, at most
+    assert 1 <= log.count("those that have waited longest for a request are closed") <= 2
+    assert "new ones are refused" not in log  # they would get in later, when idle ones are late
 
 
 def test_chunks_of_one_byte_are_parsed_a_piece_a_turn(monkeypatch):
