@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_setup import DEVICE, ON_CPU, device_option, machine, require_device  # isort: skip - before triton
+from gpu_setup import DEVICE, ON_CPU, device_option, machine, microseconds, require_device  # isort: skip - before triton
 import torch
 from result_table import ResultTable, Row
 
@@ -249,29 +249,6 @@ def time_rows() -> list[Row]:
 
 
 # other tiles
-
-
-def microseconds(call: Callable[[], object], replays: int = 20) -> float:
-    """Median of replays of a CUDA graph of 4 calls; inputs lie in the L2 as far as they fit."""
-    if ON_CPU:
-        call()
-        return 0.0
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(4):
-            call()
-    times = []
-    for _ in range(replays):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 4 * 1e3)
-    return statistics.median(times)
 
 
 def randn(*shape: int) -> torch.Tensor:

@@ -10,12 +10,11 @@ Times are medians of a replayed capture of several calls, on one pool.
 """
 
 import argparse
-import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from gpu_setup import DEVICE, ON_CPU, device_option, machine, require_device  # isort: skip - before triton
+from gpu_setup import DEVICE, ON_CPU, device_option, machine, microseconds, require_device  # isort: skip - before triton
 import torch
 from result_table import ResultTable, Row
 
@@ -47,28 +46,6 @@ TILES = {  # rows, warps, stages, total in memory
     64: ((16, 4, 2, False), (32, 4, 2, True)),
     32: ((16, 4, 2, False), (32, 4, 2, True)),
 }
-
-
-def microseconds(call: Callable[[], object], calls: int = 5) -> float:
-    """Of a call, the median of replays."""
-    if ON_CPU:
-        return 0.0
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    times = []
-    for _ in range(7):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(times)
 
 
 class Prompt:
