@@ -112,8 +112,8 @@ class EngineConfig:
     0.25 on the CPU). dtype: a torch.dtype or its name ("bfloat16", "bf16"); None is
     float32 on the CPU, the checkpoint's elsewhere.
     prefill_chunk: maximum prompt tokens per step of one request; None: 2048, on a CPU 512.
-    max_prefill_tokens: maximum prompt tokens per step over all requests, and what a step reads of long prompts whoever
-    decodes meanwhile. None: what is measured decides. While others decode, the prompts of a step take half as long as a
+    max_prefill_tokens: maximum prompt tokens per step over all requests, whether or not others decode. None: what is
+    measured decides. While others decode, the prompts of a step take half as long as a
     round for each request that waits for its first token (`EngineStats.prompt_gap_ms`), so one long prompt makes
     streams slower by half, and a queue is read in large steps; at least 64 tokens, on a CPU 16, and at most what a GPU
     reads in a quarter of a second, 8192 or fewer, on a CPU 96. While no request decodes, prompts of up

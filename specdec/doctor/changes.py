@@ -24,9 +24,9 @@ CHANGED: dict[type, Callable[..., Drafter]] = {
     Gemma4MTPDrafter: changed_assistant,
 }
 USUAL_BASES = (10_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
-"""Of RoPE: Llama's first, Llama 3, Qwen 3 and Gemma's full layers, Qwen 3 of long contexts."""
+"""RoPE bases: of the first Llama, Llama 3, Qwen 3 (and Gemma's full layers), Qwen 3 with long contexts."""
 MASK_WORDS = ("mask", "pad", "fim", "unused0")
-"""Of names of special tokens."""
+"""Parts of the names of special tokens that may be MASK."""
 BY_ARGUMENTS = "make it by Gemma4MTPDrafter(assistant, target, {how}) and give that as drafter=..."
 MIN_GAIN_OF_PROMPTS = 0.15
 THINKING = "enable_thinking"
@@ -137,7 +137,7 @@ def taps_of_blocks(pair: PairInQuestion) -> Iterator[Change]:
 
 
 def possible_masks(tokenizer: Any | None, config: Any, vocab_size: int) -> list[int]:
-    """Ids of MASK, padding and unknown, of special tokens called so, the first row behind the tokenizer's tokens, and
+    """Ids of MASK, padding and unknown, of special tokens called so, the first row after the tokenizer's tokens, and
     the last row of the table; those of padding are what drafters were trained with most often."""
     names = ("pad_token_id", "mask_token_id", "unk_token_id", "eos_token_id")
     found: list[Any] = [getattr(source, name, None) for source in (tokenizer, config) for name in names]

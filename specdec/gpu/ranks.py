@@ -55,7 +55,7 @@ class Ranks:
         return nullcontext()
 
     def reserve(self, numbers: int) -> None:
-        """There is `room` for gathers of so many float32 numbers, of all ranks together, from now on."""
+        """Make `room` for gathers of up to this many float32 numbers, counted over all ranks."""
         self.room = numbers
 
     def send(self, value: Any) -> list[Any]:
@@ -183,7 +183,7 @@ class PeerRanks(Ranks):
             shape = (len(self) * len(parts[0]), *parts[0].shape[1:])
             outs.append(buffer[half * self.room :][: len(self) * num].view(shape))
         self._step += 1
-        self._held.clear()  # whoever pushes has pulled what it was sent before
+        self._held.clear()  # a rank that has pushed has read what was sent to it
         return outs
 
     def select(self, parts: Sequence[torch.Tensor], owners: Sequence[torch.Tensor]) -> list[torch.Tensor]:

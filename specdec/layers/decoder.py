@@ -62,7 +62,7 @@ class MoeParts:
 
 
 class Cuts(NamedTuple):
-    """Of one rank's share of a layer (`layers/split`): how its weights are cut, as they were in the whole layer. down:
+    """How the weights of one rank's share of a layer (`layers/split`) are cut: as in the whole layer. down:
     None without an MLP."""
 
     qkv: Cut

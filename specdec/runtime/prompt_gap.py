@@ -19,8 +19,8 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompt_shares import PromptRoom
 
 GAP_SHARE = 0.5
-"""Of a round's time: what the prompts of a step may take for each request that waits for its first token, or after a
-preemption for its next. With one such request a stream gets its tokens at two thirds of its speed."""
+"""Share of a round's time that the prompts of a step may take for each request that waits for its first token, or
+for its next after a preemption. With one such request a stream gets its tokens at two thirds of its speed."""
 
 PROMISED_GAP = 0.25
 """Seconds that a request which decodes waits for its next token at most, however many prompts wait: half of what a

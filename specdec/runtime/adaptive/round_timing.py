@@ -26,10 +26,10 @@ REPEATS, WARM = 5, 3
 """Rounds of a shape that are timed, and not timed before."""
 
 MAX_FEW_TOKENS = 256
-"""Prompts of up to so many tokens are what streams wait for, one long prompt at a time: all sizes are timed."""
+"""Up to this many prompt tokens are read in a step while others decode: all sizes up to it are timed and captured."""
 
 MAX_PREFIX = 16384
-"""Tokens before those of a prompt that is timed, if requests may have so many."""
+"""Longest prefix after which a prompt is timed; shorter where `max_model_len` is."""
 
 
 def fill_cost_table(
