@@ -131,6 +131,34 @@ def test_a_timed_table_learns_what_context_costs():
     assert np.allclose(table.seconds(8, 2000), [3.0, 3.5])  # nothing is known of the first but what the other showed
 
 
+def test_a_round_takes_no_less_than_the_host_that_the_device_waits_for():
+    """Drafts that the device made for nothing were left out, as if they had held anybody up."""
+    table = CostTable(draft_ladder(SpecConfig(2)))  # none, one draft, two
+    table.timed[8] = np.array([1.0, 1.5, 3.0])
+    table.note_host(0, 8, waited=0.01, period=1.01)  # launches that follow each other
+    assert table.seconds(8, 0).tolist() == [1.0, 1.5, 3.0]
+    table.note_host(0, 8, waited=1.0, period=2.0)  # with drafts the host takes as long, as far as is known
+    assert table.seconds(8, 0).tolist() == [2.0, 2.0, 3.0]
+    table.note_host(1, 8, waited=1.0, period=2.5)
+    assert table.seconds(8, 0).tolist() == [2.0, 2.5, 3.0]
+    for _ in range(20):  # it has become quicker
+        table.note_host(0, 8, waited=0.0, period=1.0)
+    assert np.allclose(table.seconds(8, 0), [1.0, 2.5, 3.0])
+    table.note_host(2, 16, waited=9.0, period=9.0)
+    table.timed[16] = np.ones(3)
+    assert table.seconds(16, 0).tolist() == [1.0, 1.0, 1.0]  # nothing is known of a batch that was not timed
+
+
+def test_what_a_pause_took_is_no_cost_of_the_host():
+    table = CostTable(draft_ladder(SpecConfig(1)))
+    table.timed[1] = np.array([1.0, 2.0])
+    table.note_host(0, 1, waited=500.0, period=501.0)
+    assert table.seconds(1, 0).tolist() == [3.0, 3.0]  # at first
+    for _ in range(8):
+        table.note_host(0, 1, waited=0.0, period=1.0)
+    assert np.allclose(table.seconds(1, 0), [1.0, 2.0], rtol=0.01)
+
+
 REQUESTS, TOKENS = 60, 200
 
 

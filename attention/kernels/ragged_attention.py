@@ -34,6 +34,9 @@ from specdec.gpu.triton_shim import triton
 FEW_TOKENS = 256
 """A forward over no more than these is most often a part of one long prompt, read while others decode."""
 
+FILLING_ROWS = 64
+"""In order, a multiprocessor has work for large tiles from so many rows on; of fewer, smaller ones end sooner."""
+
 
 class RaggedTiles(NamedTuple):
     """How the work is cut, and what a program runs with. split_len: keys of a chain, in order; 0: in any order.
@@ -165,10 +168,16 @@ def choose_ragged(
         block_m = max(any_order.block_m, fewest)
         return RaggedTiles(block_m, *any_order[1:4], 0, any_order.waves)
     cut = choose_cut(block_d, item_size, kv_heads)
-    block_m, num_warps, stages = (16, 4 if block_d <= 256 else 8, 2) if item_size > 2 else (32, 4, 3)
-    if item_size <= 2 and num_tokens * group > 256:  # two accumulators a row
-        block_m, num_warps = (64, 8) if block_d <= 256 else (32, 8)
+    block_m, num_warps, stages, in_memory = 32, 4, 3, False
+    if item_size > 2:
+        block_m, num_warps, stages = 16, 4 if block_d <= 256 else 8, 2
+    elif num_tokens * group > 256:  # two accumulators a row, of which long rows keep one in memory
+        fills = num_tokens * group * kv_heads >= FILLING_ROWS * device_limits(device)[0]
+        if block_d <= 256:
+            block_m, num_warps = (64, 8) if fills or block_d <= 128 else (32, 4)
+        else:
+            block_m, in_memory = (32, True) if fills else (16, False)
     block_m = max(block_m, fewest)
     while stages > 1 and not fits(block_m, cut.block_k, stages, block_d, item_size, shared):
         stages -= 1
-    return RaggedTiles(block_m, cut.block_k, num_warps, stages, cut.split_len)
+    return RaggedTiles(block_m, cut.block_k, num_warps, stages, cut.split_len, total_in_memory=in_memory)

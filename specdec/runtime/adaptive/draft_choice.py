@@ -134,12 +134,17 @@ class DraftChoice:
         rows: IntArray,
         accepted: IntArray,
         most: IntArray,
+        since: tuple[float, float] | None = None,
     ) -> None:
-        """A round with this draft is settled. accepted, most: drafts of each row [B]."""
+        """A round with this draft is settled. accepted, most: drafts of each row [B]. since: seconds for which the
+        device stood still before it, and from the end of the round before to its own; None: something else came before.
+        """
         number = self._numbers.get(shape)
         if number is None:  # shortened, or another's
             return
         self.cost.note(number, batch, context, seconds)
+        if since is not None:
+            self.cost.note_host(number, batch, *since)
         if number and len(rows):
             self.chances.learn(number, rows, accepted, most)
 
