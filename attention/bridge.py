@@ -120,9 +120,10 @@ class ForwardContext:
         cls, plan: KVPlan, view: KVView, windows: Sequence[Window], aux_layers: Sequence[int] = ()
     ) -> "ForwardContext":
         """`windows[i]` is the sliding window of worker layer i, None on full layers; aux_layers: see `states`."""
-        context = cls._of_rank(plan, view, windows, aux_layers)
         if view.ranks is None:
-            return context
+            return cls._of_rank(plan, view, windows, aux_layers)
+        plan = replace(plan, shares=len(view.ranks))
+        context = cls._of_rank(plan, view, windows, aux_layers)
         view.ranks.begin()
         peers = []
         for rank, (own_plan, own) in enumerate(zip(view.ranks.send(plan)[1:], view.peers, strict=True), start=1):

@@ -63,6 +63,7 @@ class KVPlan:
     block_len: [B] queries of each run that exist, and the run is causal; None: all of them.
     pack: the runs of which the row consists; then rows and committed_len are by run, [R].
     window_shift: added to the sliding window of every sliding layer (0 except for a frozen drafter's convention).
+    shares: devices that have as many of the heads each. How keys are cut follows from the heads of all.
     """
 
     backend: PlanBackend
@@ -77,6 +78,7 @@ class KVPlan:
     block_len: torch.Tensor | None = None
     pack: Pack | None = None
     window_shift: int = 0
+    shares: int = 1
 
     def write_slots(self, space: Space) -> FullLoc | SwaLoc:
         """[B * N] slots of the forward's own tokens in one space."""

@@ -48,10 +48,11 @@ class TritonBackend:
     def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:
         if plan.pack is not None:
             assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
-            return RaggedAttention(plan.pack, plan.prefix.of(space), window, self.deterministic)
+            return RaggedAttention(plan.pack, plan.prefix.of(space), window, self.deterministic, plan.shares)
         assert isinstance(plan.prefix, PageTables), f"a plan of another backend: {type(plan.prefix).__name__}"
         if plan.block_len is None or self.deterministic:
-            return PathAttention.of(tree_attention, own_keys, plan, plan.prefix.of(space), space, window)
+            attend = partial(tree_attention, shares=plan.shares)
+            return PathAttention.of(attend, own_keys, plan, plan.prefix.of(space), space, window)
         assert plan.window_shift == 0, "a chunk with the window of a frozen drafter"
         pages, start = plan.prefix.pages(space)
         return partial(

@@ -34,7 +34,7 @@ from specdec.gpu.captures import CaptureStore, default_budget, most_captures
 from specdec.gpu.operations import choose_operations
 from specdec.gpu.ranks import make_ranks
 from specdec.gpu.split_capture import SplitCapture
-from specdec.loading import SHARED_OPTIONS, load_target, pick_tokenizer
+from specdec.loading import SHARED_OPTIONS, load_target, pick_device, pick_tokenizer
 from specdec.models.split_target import split_target
 from specdec.models.target import TargetModel
 from specdec.models.watched_weights import look_closely, updates_show
@@ -47,6 +47,7 @@ from specdec.runtime.arguments import (
     require_no_setting,
     require_one_sample,
     require_parts,
+    require_ranks,
     require_type,
 )
 from specdec.runtime.engine_stats import EngineStats
@@ -99,7 +100,8 @@ class Engine:
         self.spec = spec or SpecConfig()
         require_depth(self.spec, drafter)
         require_fused(self.config.fused, target, drafter)
-        if config.tensor_parallel > 1:
+        require_ranks(target.ranks, config.tensor_parallel)
+        if config.tensor_parallel > 1 and target.ranks is None:
             self.target = target = split_target(target, make_ranks(target.device, config.tensor_parallel))
         layouts = [target.layout] + ([] if drafter is None or drafter.kv_layout is None else [drafter.kv_layout])
         head_dim = max(layer.head_dim for layout in layouts for layer in layout.layers)
@@ -177,11 +179,17 @@ class Engine:
         require_type("spec", spec, SpecConfig)
         require_type("config", config, EngineConfig)
         require_no_setting(target_options)
-        model = load_target(target, dtype=config.dtype, device=config.device, options=target_options)
+        shared_out = config.tensor_parallel > 1
+        model = load_target(
+            target, dtype=config.dtype, device=config.device, options=target_options, on_host=shared_out
+        )
+        loaded_here = isinstance(target, (str, PathLike))
+        device = pick_device(config.device) if shared_out and loaded_here else model.device
+        ranks = make_ranks(device, config.tensor_parallel) if shared_out else None
         tokenizer = pick_tokenizer(tokenizer, target, target_options)
         shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
-        ops = choose_operations(config.fused, config.attention, model.device, model.dtype)
-        bound = TargetModel(model, ops, deterministic=config.deterministic)
+        ops = choose_operations(config.fused, config.attention, device, model.dtype)
+        bound = TargetModel(model, ops, deterministic=config.deterministic, ranks=ranks)
         fitted = load_any_drafter(drafter, bound, {**shared, **(drafter_options or {})}, tokenizer)
         warn_at_load(bound, fitted, tokenizer)
         return cls(bound, fitted, tokenizer=tokenizer, spec=spec, config=config)

@@ -226,10 +226,16 @@ def load_model(
 
 
 def load_target(
-    target: Any, *, dtype: torch.dtype | None, device: str | torch.device | None, options: Mapping[str, Any]
+    target: Any,
+    *,
+    dtype: torch.dtype | None,
+    device: str | torch.device | None,
+    options: Mapping[str, Any],
+    on_host: bool = False,
 ) -> PreTrainedModel:
     """A causal LM from a name, or the loaded one that was given, adapters of peft in place.
 
+    on_host: one that is loaded stays in host memory, where safetensors are mapped and read when they are needed.
     Raises ConfigError for anything else, in one sentence that prints no model.
     """
     if isinstance(target, (str, os.PathLike)):
@@ -246,7 +252,8 @@ def load_target(
             )
         config = checkpoint.hf_config()
         where = pick_device(device)
-        loaded = checkpoint.load(pick_dtype(dtype, where, config), where, config)
+        place = torch.device("cpu") if on_host else where
+        loaded = checkpoint.load(pick_dtype(dtype, where, config), place, config)
         logger.info("target %s: weights in %s", checkpoint.name, weights_in_words(loaded))
         return loaded
     if options:

@@ -7,16 +7,18 @@
     times     plain steps and rounds at context 1,024, batch 1 and 8, at two depths: what a layer takes
     scene     Gemma 4 26B-A4B at full depth, 200 requests with MTP drafts, 128 at once, on two GPUs: each equal to its
               lone run on one
+    load      a checkpoint of 8 layers: each device holds its share, never more than one tensor beyond it, same bits
+    packed    FP8, INT4 and MXFP4 weights on two GPUs with the bits of one
+    long      rounds of four requests, `--rounds` in all (500; 10,000 take minutes): level memory, the same answers
     stalled   a device that is busy for longer than a wait lasts: DeviceLostError in less than 10 s, and another engine
               of the process goes on
     nccl      NCCL's all-reduce of as many rows, in such graphs where it can be captured; last, since it may hang there
 
-A row is printed when it is known; after 40 s without one, where the program is. `--device cpu` runs the bits on ranks
+A row is printed when it is known. `--device cpu` runs the bits on ranks
 that share the CPU, in Triton's interpreter. A failed part is a row that failed.
 """
 
 import argparse
-import faulthandler
 import sys
 import time
 import traceback
@@ -28,6 +30,7 @@ from gpu_setup import DEVICE, ON_CPU, device_option, machine, require_device  # 
 import torch
 from gpu_bits import Planted, answers, answers_again, preempted_answers, prompts_of
 from result_table import ResultTable, Row
+from split_parts import PACKED, load_rows, long_rows, packed_rows
 from split_timings import (
     CHAIN,
     EXPERT_SIZES,
@@ -52,9 +55,10 @@ from specdec.models.target import TargetModel
 SHAPES = {"gemma4-e4b": 8, "gemma4-26b-a4b": 4, "gpt-oss-20b": 3, "gemma4-31b": 6, "llama-8b": 2, "qwen3-30b-a3b": 2}
 LENGTHS = (700, 33, 1, 260, 15, 512, 90, 1100)
 NEW = 20
-QUIET_SECONDS = 40
 KINDS = ("plain", "round of 4")
-PARTS = ("exchange", "bits", "times", "scene", "stalled", "nccl")
+PARTS = ("exchange", "bits", "load", "packed", "times", "scene", "long", "stalled", "nccl")
+HERE_TOO = ("load", "packed", "long")
+"""Run with `--device cpu`, besides bits."""
 
 
 def engine_of(target: TargetModel, drafter: Any, spec: SpecConfig, count: int, **config: Any) -> Engine:
@@ -100,9 +104,14 @@ def bits_of_shape(name: str, layers: int, quick: bool) -> Iterator[Row]:
         begin = time.perf_counter()
         try:
             found, note = find()
-            equal = sum(a == b for a, b in zip(found, want, strict=True))
-            cells = f"{equal} of {len(want)} equal", f"{note}, {time.perf_counter() - begin:.0f} s"
-            return Row(f"{name}, TP=2: {what}", *cells, ok=equal == len(want))
+            pairs = zip(prompts, found, want, strict=True)
+            wrong = [len(prompt) for prompt, a, b in pairs if a != b]
+            lengths = f"; not those of prompts of {wrong} tokens" if wrong else ""
+            cells = (
+                f"{len(want) - len(wrong)} of {len(want)} equal{lengths}",
+                f"{note}, {time.perf_counter() - begin:.0f} s",
+            )
+            return Row(f"{name}, TP=2: {what}", *cells, ok=not wrong)
         except Exception as error:
             traceback.print_exc()
             return Row(f"{name}, TP=2: {what}", f"{type(error).__name__}: {str(error)[:200]}", ok=False)
@@ -192,15 +201,10 @@ def stalled_rows() -> Iterator[Row]:
 def guarded(name: str, part: Callable[[], Iterable[Row]]) -> Iterator[Row]:
     """The rows of a part as they come; one that raises is a row that failed."""
     try:
-        faulthandler.dump_traceback_later(QUIET_SECONDS)
-        for row in part():
-            yield row
-            faulthandler.dump_traceback_later(QUIET_SECONDS)
+        yield from part()
     except Exception as error:
         traceback.print_exc()
         yield Row(name, f"{type(error).__name__}: {str(error)[:300]}", ok=False)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def main() -> int:
@@ -214,6 +218,8 @@ def main() -> int:
     parser.add_argument("--timed", nargs="*", choices=TIMED, default=list(TIMED), help="shapes of times")
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8], help="of times")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="of times")
+    parser.add_argument("--packed", nargs="*", choices=PACKED, default=list(PACKED), help="of packed")
+    parser.add_argument("--rounds", type=int, default=20 if ON_CPU else 500, help="of long")
     parser.add_argument("--quick", action="store_true", help="the first cases of bits only")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -225,8 +231,12 @@ def main() -> int:
             for shape in options.shapes:
                 layers = SHAPES[shape]
                 parts.append((f"bits of {shape}", lambda s=shape, n=layers: bits_of_shape(s, n, options.quick)))
-        elif ON_CPU:
+        elif ON_CPU and kind not in HERE_TOO:
             continue
+        elif kind == "packed":
+            parts += [(f"packed {pair}", lambda pair=pair: packed_rows(pair)) for pair in options.packed]
+        elif kind == "long":
+            parts.append((kind, lambda: long_rows(options.rounds)))
         elif kind == "exchange":
             parts += [(f"exchange of {size}", lambda size=size: exchange_rows(size)) for size in SIZES]
             parts += [(f"experts of {size}", lambda size=size: expert_rows(size)) for size in EXPERT_SIZES]
@@ -238,7 +248,7 @@ def main() -> int:
         elif kind == "nccl":
             parts += [(f"NCCL of {size}", lambda size=size: nccl_rows(size)) for size in SIZES]
         else:
-            parts.append((kind, {"scene": scene_rows, "stalled": stalled_rows}[kind]))
+            parts.append((kind, {"load": load_rows, "scene": scene_rows, "stalled": stalled_rows}[kind]))
     print(f"imported after {time.process_time():.0f} s of the processor", flush=True)
     results = ResultTable(f"{machine()}, {0 if ON_CPU else torch.cuda.device_count()} GPUs")
     for name, part in parts:

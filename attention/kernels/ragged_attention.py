@@ -60,12 +60,13 @@ class RaggedAttention:
     lines: Lines
     window: int | None
     exact: bool
+    shares: int = 1
 
     def __call__(
         self, query: torch.Tensor, _k: object, _v: object, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        exact, window = self.exact, self.window
-        return ragged_attention(query, pool_k, pool_v, self.pack, self.lines, window=window, exact=exact, **options)
+        options |= {"window": self.window, "exact": self.exact, "shares": self.shares}
+        return ragged_attention(query, pool_k, pool_v, self.pack, self.lines, **options)
 
 
 def reference_ragged_attention(
@@ -94,6 +95,7 @@ def ragged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    shares: int = 1,
     tiles: RaggedTiles | None = None,
 ) -> torch.Tensor:
     """Attend -> [1, T, Hq, D] in the query's dtype.
@@ -101,6 +103,7 @@ def ragged_attention(
     query: [1, Hq, T, D], any strides.      pool_k, pool_v: [slots, Hkv, D], any strides; the pack's K/V are in them.
     lines: of the space of these pools.     window: a key is visible if it lies fewer than this many positions back.
     softcap: c above.  sinks: [Hq] logits.  exact: in the order in which plain decoding adds keys up.
+    shares: devices that have as many heads each: in order, keys are cut as for the heads of all.
     tiles: chosen by `choose_ragged`, given by hand only in tests and when tuning.
     """
     one, num_heads, num_tokens, head_dim = query.shape
@@ -113,7 +116,7 @@ def ragged_attention(
     assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
     group, block_d = num_heads // kv_heads, padded_channels(head_dim)
     if tiles is None:
-        tiles = choose_ragged(num_tokens, group, kv_heads, block_d, query.element_size(), device, exact=exact)
+        tiles = choose_ragged(num_tokens, group, kv_heads * shares, block_d, query.element_size(), device, exact=exact)
     tokens = tiles.block_m // group
     num_tiles = -(-num_tokens // tokens) + num_runs  # a run, and padding, ends with a tile that may be part full
     num_splits = 1

@@ -110,6 +110,7 @@ def tree_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    shares: int = 1,
     cut: Cut | None = None,
     tiles: RowTiles | None = None,
 ) -> torch.Tensor:
@@ -121,6 +122,7 @@ def tree_attention(
     committed_len: [B], keys of the prefix.                   positions: [B, N] of the queries, the root's the smallest.
     block_len: [B], rows of the block that exist (None: all N); the others are 0, and no row sees them.
     window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
+    shares: devices that have as many heads each: keys are cut as for the heads of all.
     cut, tiles: chosen by `choose_cut` and `choose_rows`, given by hand only in tests and when tuning.
     """
     batch, num_heads, num_rows, head_dim = query.shape
@@ -130,7 +132,7 @@ def tree_attention(
     assert own.run_end is None or own.run_end.shape == (batch, num_rows) == own.slots.shape[:2], f"{own.slots.shape=}"
 
     group, block_d = num_heads // kv_heads, padded_channels(head_dim)
-    cut = cut or choose_cut(block_d, query.element_size(), kv_heads)
+    cut = cut or choose_cut(block_d, query.element_size(), kv_heads * shares)
     assert ALIGN % cut.block_k == 0 == cut.split_len % cut.block_k, f"{cut=} does not divide {ALIGN}"
     grows = window is None and start is None
     num_splits = count_splits(num_pages * page_size + own.path_len, window, own.path_len, cut, grows=grows)

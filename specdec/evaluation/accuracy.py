@@ -239,7 +239,7 @@ def find_parting(target: TargetModel, prompt: list[int], first: list[int], secon
         return None
     if position == min(len(first), len(second)):
         return {"position": position, "logit_margin": None}
-    tokens = torch.tensor([prompt + first[:position]], device=target.device)
+    tokens = torch.tensor([prompt + first[:position]], device=target.model.device)
     logits = target.model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits[0, -1].float()
     return {"position": position, "logit_margin": abs(float(logits[first[position]] - logits[second[position]]))}
 

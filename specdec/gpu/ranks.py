@@ -54,6 +54,20 @@ class Ranks:
         """What is launched in the block runs on this rank."""
         return nullcontext()
 
+    def put(self, rank: int, pieces: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+        """Tensors, wherever they lie, one after the other on this rank, in memory for the whole alone; one that is
+        there already as it is."""
+        device = self.devices[rank]
+        if len(pieces) == 1:
+            return pieces[0].to(device)
+        sizes = [piece.shape[dim] for piece in pieces]
+        shape = list(pieces[0].shape)
+        shape[dim] = sum(sizes)
+        whole = torch.empty(shape, dtype=pieces[0].dtype, device=device)
+        for place, piece in zip(whole.split(sizes, dim), pieces, strict=True):
+            place.copy_(piece)
+        return whole
+
     def reserve(self, numbers: int) -> None:
         """Make `room` for gathers of up to this many float32 numbers, counted over all ranks."""
         self.room = numbers

@@ -35,7 +35,7 @@ from specdec.layers.moe.routing import Router, route
 from specdec.layers.norm import Gain, norm, qk_norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
-from specdec.layers.product import Cut, OwnedParts, Product, finish
+from specdec.layers.product import Columns, Cut, OwnedParts, Product, finish
 from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
 
 
@@ -61,13 +61,20 @@ class MoeParts:
     norm: Gain | None = None
 
 
+class SumShare(NamedTuple):
+    """What a rank has of a weight over whose columns a product sums (`layers/split`): whole ranges of K, as `cut`
+    says, whose parts ranks exchange; or rows of it, cut as the whole weight: then ranks exchange x and y."""
+
+    cut: Cut
+    by_rows: bool
+
+
 class Cuts(NamedTuple):
-    """How the weights of one rank's share of a layer (`layers/split`) are cut: as in the whole layer. down:
-    None without an MLP."""
+    """How the weights of one rank's share of a layer are cut: as in the whole layer. down: None without an MLP."""
 
     qkv: Cut
-    out: Cut
-    down: Cut | None
+    out: SumShare
+    down: SumShare | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +161,8 @@ def begin(parts: DecoderParts, entry: Entry, ops: Operations) -> tuple[torch.Ten
     return hidden, normed, Shared(tables, entry.layer_inputs)
 
 
-Walk = Generator[Product | OwnedParts, Product, tuple[torch.Tensor, torch.Tensor]]
+Exchanged = Product | OwnedParts | Columns
+Walk = Generator[Exchanged, Product, tuple[torch.Tensor, torch.Tensor]]
 """A layer on its way: yields each product of which other ranks may have parts, is sent the whole one, and returns the
 next layer's residual stream and its normed form."""
 
@@ -190,7 +198,7 @@ class FusedLayer(nn.Module):
         attended = context.attend_rows(
             self.index, *rows, scaling=parts.scaling, softcap=parts.softcap, sinks=parts.sinks
         )
-        out = yield self._last_sum(attended.flatten(1), parts.out, parts.out_bias, parts.cuts and parts.cuts.out)
+        out = yield from self._last_sum(attended.flatten(1), parts.out, parts.out_bias, parts.cuts and parts.cuts.out)
         end: dict[str, Any] = {"scale": parts.scale, "pre": self.next_norm}
         if parts.ple is None or shared.layer_inputs is None:
             return (yield from self._feed_forward(out, hidden, normed, **end))
@@ -200,12 +208,18 @@ class FusedLayer(nn.Module):
         added = ops(gated_projection)(gate, layer_input, parts.ple.projection, parts.ple.activation)
         return ops(norm)(added, post=parts.ple.norm, residual=hidden, **end)
 
-    def _last_sum(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, cut: Cut | None) -> Product:
-        """A product, or this rank's parts of it."""
-        if cut is None:
-            return self.ops(linear)(x, weight, bias)
-        assert isinstance(weight, torch.Tensor), "ranks share dense weights"
-        return self.ops(linear_parts)(x, weight, cut)._replace(bias=bias)
+    def _last_sum(
+        self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, share: SumShare | None
+    ) -> Generator[Exchanged, Product, Product]:
+        """A product, of which this rank may have a share."""
+        if share is None:
+            return (yield self.ops(linear)(x, weight, bias))
+        if share.by_rows:
+            whole = yield Columns(x)
+            own = self.ops(linear)(whole.parts[0], weight, bias, share.cut)
+            return (yield Columns(self.ops(finish)(own)))
+        assert isinstance(weight, torch.Tensor), "a packed weight is shared by rows"
+        return (yield self.ops(linear_parts)(x, weight, share.cut)._replace(bias=bias))
 
     def _feed_forward(self, out: Product, hidden: torch.Tensor, x: torch.Tensor, **end: Any) -> Walk:
         """Add what attention gave, then what MLP or experts make of it, or of x, which attention read.
@@ -225,7 +239,7 @@ class FusedLayer(nn.Module):
         else:
             assert parts.mlp is not None
             gated = ops(gated_linear)(normed, parts.mlp.gate_up, parts.mlp.activation)
-            added = yield self._last_sum(gated, parts.mlp.down, None, parts.cuts and parts.cuts.down)
+            added = yield from self._last_sum(gated, parts.mlp.down, None, parts.cuts and parts.cuts.down)
         return ops(norm)(added, post=parts.mlp_norm, residual=hidden, factor=parts.factor, **end)
 
     def _chosen(
@@ -246,7 +260,7 @@ class FusedLayer(nn.Module):
             dense, chosen = ops(mlp_and_experts)(fork, parts.mlp, moe.router, moe.experts)
         else:
             gated = ops(gated_linear)(fork.mlp, parts.mlp.gate_up, parts.mlp.activation)
-            dense = yield self._last_sum(gated, parts.mlp.down, None, parts.cuts.down)
+            dense = yield from self._last_sum(gated, parts.mlp.down, None, parts.cuts.down)
             dense = Product.of(ops(finish)(dense))  # before the exchange after the next may write where it lies
             chosen = yield from self._chosen(fork.experts, fork.router, moe)
         gains: dict[str, Any] = {"dense_gain": moe.mlp_norm, "chosen_gain": moe.norm, "post": parts.mlp_norm}
@@ -293,7 +307,9 @@ class FusedDecoder(nn.Module):
         if inputs_embeds is None:
             inputs_embeds = self.embedding(input_ids)
         hidden = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])
-        entry = Entry(hidden, position_ids.reshape(-1), self.layer_inputs(hidden, input_ids))
+        entry = Entry(
+            hidden, position_ids.reshape(-1), per_layer_inputs(self.parts.embeddings, hidden, input_ids, self.ops)
+        )
         hidden, normed, shared = begin(self.parts, entry, self.ops)
         for number, layer in enumerate(self.layers):
             if narrowing is not None and number == narrowing.layer:
@@ -306,11 +322,14 @@ class FusedDecoder(nn.Module):
         shape = inputs_embeds.shape if narrowing is None else (1, *last.shape)
         return BaseModelOutputWithPast(last_hidden_state=last.view(shape))
 
-    def layer_inputs(self, hidden: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor | None:
-        parts = self.parts.embeddings
-        if parts is None:
-            return None
-        assert input_ids is not None, "per-layer embeddings are looked up by token"
-        scales = {"context_scale": parts.context_scale, "table_scale": parts.table_scale}
-        context = self.ops(linear)(hidden, parts.context)
-        return self.ops(layer_inputs)(context, input_ids.reshape(-1), parts.table, parts.norm, **scales)
+
+def per_layer_inputs(
+    parts: EmbeddingParts | None, hidden: torch.Tensor, input_ids: torch.Tensor | None, ops: Operations
+) -> torch.Tensor | None:
+    """Per-layer embeddings [T, L, P] of a forward over embeddings [T, H]; None: the model has none."""
+    if parts is None:
+        return None
+    assert input_ids is not None, "per-layer embeddings are looked up by token"
+    scales = {"context_scale": parts.context_scale, "table_scale": parts.table_scale}
+    context = ops(linear)(hidden, parts.context)
+    return ops(layer_inputs)(context, input_ids.reshape(-1), parts.table, parts.norm, **scales)

@@ -5,9 +5,9 @@ A model is described only as it is: whatever the description could not say raise
 model runs as Hugging Face wrote it. Describing a model merges its QKV and gate / up weights in place (`merge.py`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.layers.packed.packed_linear import PackedLinear, weight_of
 from specdec.layers.packed.packed_tile import runs_in_tiles
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
+from specdec.layers.packed.weight_slices import Stacked
 from specdec.layers.rope_store import Heads
 from specdec.modules.module_watch import RECORDING_HOOKS
 from specdec.modules.private_copy import fused_rms_norm
@@ -44,8 +45,25 @@ SCALED_EMBEDDINGS = frozenset(
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
-Groups = list[tuple[torch.Tensor, ...]]
-"""Parameters that were merged, as they are gathered."""
+
+class Groups:
+    """Parameters that are read together, as they are gathered. apart: they stay where they are, as `Stacked` weights,
+    which only ranks take; otherwise they are merged in place."""
+
+    def __init__(self, *, apart: bool) -> None:
+        self.apart = apart
+        self._merged: list[Sequence[torch.Tensor]] = []
+
+    def rows(self, params: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Their rows as one tensor."""
+        if self.apart:
+            return cast(torch.Tensor, Stacked(params))
+        self._merged.append(params)
+        return merge_rows(params)
+
+    def are_merged(self) -> bool:
+        """Still? A parameter that two groups hold is merged with one of them only."""
+        return all(map(is_merged, self._merged))
 
 
 class Unfusable(UnsupportedModelError):
@@ -99,12 +117,12 @@ class LlamaLike:
     rotates: Callable[[Any], bool] = lambda attention: getattr(attention, "use_rope", True)
     softcaps: bool = False
 
-    def __call__(self, model: Any) -> DecoderParts:
-        """The description of a text model. Raises Unfusable."""
+    def __call__(self, model: Any, *, apart: bool = False) -> DecoderParts:
+        """The description of a text model. apart: for `Groups`. Raises Unfusable."""
         _check_tree(model)
-        merged: Groups = []
+        merged = Groups(apart=apart)
         layers = tuple(self._layer(layer, model, merged) for layer in model.layers)
-        if not all(map(is_merged, merged)):  # a parameter that two groups hold is merged with one of them only
+        if not merged.are_merged():
             raise Unfusable("some of its weights are tied to one another")
         return DecoderParts(
             layers=layers,
@@ -211,10 +229,9 @@ def _attention_products(attention: Any, merged: Groups) -> dict[str, Any]:
     biases = tuple(p.bias for p in projections if p.bias is not None)
     if len(biases) not in (0, len(projections)):
         raise Unfusable("some of its attention projections have biases and others none")
-    merged.extend([biases] if biases else [])
     return {
         "qkv": _merge(projections, merged),
-        "qkv_bias": merge_rows(biases) if biases else None,
+        "qkv_bias": merged.rows(biases) if biases else None,
         "out": weight_of(attention.o_proj),
         "out_bias": attention.o_proj.bias,
     }
@@ -225,15 +242,16 @@ def _merge(linears: list[Any], merged: Groups) -> Weight:
     weights = [weight_of(linear) for linear in linears]
     packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
     if not packed:
-        merged.append(tuple(linear.weight for linear in linears))
-        return merge_rows(merged[-1])
+        return merged.rows([linear.weight for linear in linears])
     kinds = {(weight.code, weight.group, weight.scales.dtype, weight.zeros is None) for weight in packed}
     if len(packed) < len(weights) or len(kinds) > 1:
         raise Unfusable("products that run as one are packed in different forms, or only some of them are")
-    merged.append(tuple(linear.words for linear in linears))
+    if merged.apart:
+        return cast(PackedWeight, Stacked(packed))
+    words = merged.rows([linear.words for linear in linears])
     scales = merge_columns([linear.scales for linear in linears])
     zeros = None if packed[0].zeros is None else merge_columns([linear.zeros for linear in linears])
-    return PackedWeight(packed[0].code, merge_rows(merged[-1]), scales, zeros, packed[0].group)
+    return PackedWeight(packed[0].code, words, scales, zeros, packed[0].group)
 
 
 def _mlp(mlp: Any, activation: str, merged: Groups) -> Mlp:
@@ -319,7 +337,7 @@ def family_name(module: nn.Module) -> str:
     return f"{folder}.{kind.__qualname__}" if known else ""
 
 
-FAMILIES: dict[str, Callable[[Any], DecoderParts]] = {
+FAMILIES: dict[str, LlamaLike] = {
     "cohere.CohereModel": LlamaLike(gain=CENTRED, norms=ONE_NORM, parallel=True, interleaved=True),
     "cohere2.Cohere2Model": LlamaLike(
         gain=CENTRED, norms=ONE_NORM, parallel=True, interleaved=True, rotates=lambda a: a.sliding_window is not None

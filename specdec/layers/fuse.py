@@ -29,7 +29,7 @@ from specdec.modules.weights_lock import holds_weights_lock
 def fuse(source: nn.Module, ops: Operations) -> FusedDecoder:
     """What stands in the place of a text model from now on. Raises Unfusable, with the reason as a clause."""
     embedding = fuse_embedding(source.get_input_embeddings(), ops)  # type: ignore[operator]
-    return FusedDecoder(source, embedding, _described(source), ops)
+    return FusedDecoder(source, embedding, described(source), ops)
 
 
 class StandIn(nn.Module):
@@ -164,7 +164,7 @@ class Weights:
             )
         for decoder in self._decoders:
             try:
-                decoder.adopt(_described(decoder.source))
+                decoder.adopt(described(decoder.source))
             except Unfusable as reason:
                 raise UnsupportedModelError(
                     f"the weights of {self.name} were replaced by others that its fused layers cannot run ({reason}); "
@@ -184,11 +184,13 @@ def _shown(placement: set[tuple[torch.dtype, torch.device]]) -> str:
 
 
 @holds_weights_lock()
-def _described(source: nn.Module) -> DecoderParts:
+def described(source: nn.Module, *, apart: bool = False) -> DecoderParts:
+    """A text model as its fused form reads it. apart: nothing is merged, for ranks, which take slices of what there is.
+    Raises Unfusable, with the reason as a clause."""
     describe = FAMILIES.get(family_name(source))
     if describe is None:
         known = ", ".join(sorted(name.partition(".")[2] for name in FAMILIES))
         raise Unfusable(f"{type(source).__name__} has no fused form; {known} have one")
     # outside inference mode, where a parameter cannot be given other data
     with MERGING, torch.inference_mode(False), torch.no_grad():
-        return describe(source)
+        return describe(source, apart=apart)

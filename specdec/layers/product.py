@@ -107,6 +107,12 @@ class OwnedParts(NamedTuple):
     owners: torch.Tensor
 
 
+class Columns(NamedTuple):
+    """What each rank has of the columns of one value [T, N], in the order of ranks: a whole number of float32 a row."""
+
+    own: torch.Tensor
+
+
 class Tiles(NamedTuple):
     """One launch. A program has `rows` <= `block_n` rows of the weight."""
 
@@ -195,9 +201,11 @@ def choose_cut(n: int, k: int) -> Cut:
 
 def cut_of(weight: Weight) -> Cut:
     """The ranges of K for this weight."""
-    n, k = weight.shape
-    if not isinstance(weight, PackedWeight):
-        return choose_cut(n, k)
+    return (choose_packed_cut if isinstance(weight, PackedWeight) else choose_cut)(*weight.shape)
+
+
+def choose_packed_cut(n: int, k: int) -> Cut:
+    """The ranges of K for a packed weight [n, k]."""
     steps, tiles = triton.cdiv(k, PACKED_RANGE), triton.cdiv(n, 64)
     splits = PACKED_WAVE // tiles
     if 10 * splits * tiles < 9 * PACKED_WAVE:

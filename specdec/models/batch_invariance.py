@@ -8,7 +8,7 @@ Queries, keys, values, states and logits must be equal, bit by bit. Attention, w
 itself. It knows no pools, plans or requests.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Unpack
 
 import torch
@@ -33,6 +33,23 @@ class RowRecord:
         self.layout = layout
         self.kept: dict[tuple[int, int, int], tuple[torch.Tensor, ...]] = {}
         self.now: list[Row] = []
+        self._shares: list[RowRecord] = []
+        self.peers: Sequence[RowRecord] = ()
+
+    def divide(self, devices: Sequence[torch.device]) -> "Sequence[RowRecord]":
+        """See `rank_contexts.py`."""
+        self._shares = self._shares or [RowRecord(self.layout.share(len(devices))) for _ in devices]
+        for share in self._shares:
+            share.now = self.now
+        return self._shares
+
+    def unite(self, shares: "Sequence[RowRecord]") -> None:
+        """Likewise."""
+        for key, parts in shares[0].kept.items():
+            home = parts[0].device
+            self.kept[key] = tuple(
+                torch.cat([share.kept[key][kind].to(home) for share in shares]) for kind in range(len(parts))
+            )
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         return call.answer(self, *call.rows())

@@ -7,7 +7,7 @@ the bit. Drafters embed ids as they are, as in transformers' assisted generation
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,10 @@ class Placeholders:
     def replaced_in(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens of any shape, as the model embeds them."""
         return tokens if self.table is None else self.table[tokens]
+
+    def to(self, device: torch.device) -> "Placeholders":
+        """The same on that device."""
+        return self if self.table is None else replace(self, table=self.table.to(device))
 
     def require_readable(self, what: str, tokens: Sequence[int]) -> None:
         """Raise ConfigError where an id means nothing without an image or a sound."""

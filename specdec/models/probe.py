@@ -104,6 +104,26 @@ class ProbeContext:
     past: "ProbeContext | None" = None
     rows: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # q, k, v [T, h, D]
     faults: dict[int, str] = field(default_factory=dict)
+    shares: "Sequence[ProbeContext]" = ()  # one a rank, where several run the forward
+    peers: "Sequence[ProbeContext]" = ()  # of that of the first rank: the others
+
+    def divide(self, devices: Sequence[torch.device]) -> "Sequence[ProbeContext]":
+        """See `rank_contexts.py`."""
+        layout = self.layout.share(len(devices))
+        pasts = [None] * len(devices) if self.past is None else self.past.shares
+        self.shares = [
+            ProbeContext(layout, self.text.to(device), self.positions.to(device), past)
+            for device, past in zip(devices, pasts, strict=True)
+        ]
+        return self.shares
+
+    def unite(self, shares: "Sequence[ProbeContext]") -> None:
+        """Likewise."""
+        home = self.text.device
+        for layer, rows in shares[0].rows.items():
+            parts = [[share.rows[layer][kind].to(home) for share in shares] for kind in range(len(rows))]
+            q, k, v = (torch.cat(of_kind, dim=1) for of_kind in parts)
+            self.rows[layer] = q, k, v
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer, query = call.layer, call.query

@@ -33,7 +33,9 @@ from specdec.models.batch_invariance import depends_on_others
 from specdec.models.context_length import ContextLength, context_length
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing
+from specdec.models.rank_contexts import difference_on_ranks, on_ranks
 from specdec.models.row_tiled import forward_in_tiles, rows_in_tiles, run_in_tiles
+from specdec.models.shared_weights import SplitWeights, refuse_change, share_among
 from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.private_copy import private_copy
 from specdec.sampling.softcap import softcap
@@ -74,9 +76,18 @@ class TargetModel:
     deterministic: a row has the same bits whatever the other rows of a forward are, also proved at construction.
     Fused layers on kernels run as they are, all others in tiles of a fixed number of rows (`in_tiles`), under a
     deterministic backend.
+    ranks: devices that share its layers. The model is proved where it lies, such as in host memory, then each has its
+    share, which is proved next to it. Also raises ConfigError, where layers cannot be shared.
     """
 
-    def __init__(self, model: PreTrainedModel, ops: Operations | None = None, *, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        ops: Operations | None = None,
+        *,
+        deterministic: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.model = model
         self.given_ops = ops
         self.deterministic = deterministic
@@ -96,31 +107,42 @@ class TargetModel:
             self.head: nn.Module = private_copy(head)
             self.decoder: nn.Module = private_copy(self.user_decoder)
             self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
-        self.ranks: Ranks | None = None  # several devices that share its layers: `split_target.py`
+            self.home: torch.device = self.embed.weight.device  # of the user's weights
+        self.ranks = ranks
         self.placeholders = Placeholders()
         self.windows: Sequence[int | None] = tuple(spec.window for spec in self.layout.layers)
         self.storing_layers = 1 + max(spec.owner for spec in self.layout.layers)  # those behind store no K/V
         proof = self._probe()
         self.logit_rule: LogitRule = proof.rule
         self.unfused: str | None = "it was made without operations for fused layers"
-        if ops is not None:
+        watched = self.decoder, self.head
+        if ranks is not None:
+            self._share(ops, proof, ranks)
+            self.unfused = None
+        elif ops is not None:
             self.unfused = self._fuse(ops, proof)
         self.in_tiles = deterministic and (self.unfused is not None or ops is not KERNELS)
         if deterministic:
             self._prove_bits()
         ordinary = probe_texts(model.config, self.vocab_size)[0, 0]
-        self.placeholders = find_placeholders(model, self.user_decoder, ordinary.to(self.device))
+        self.placeholders = find_placeholders(model, self.user_decoder, ordinary.to(self.home)).to(self.device)
         record_states(list(self.decoder.layers))  # type: ignore[arg-type]
-        self.weights = Weights(self.name, self.decoder, self.head, original=original, copy_again=self._copy_again)
+        watched = (self.decoder, self.head) if ranks is None else watched
+        self.weights = Weights(self.name, *watched, original=original, copy_again=self._copy_again)
+        if ranks is not None:
+            self.weights = SplitWeights(self.weights)  # type: ignore[assignment]
 
     def as_deterministic(self) -> "TargetModel":
         """The same model, deterministic."""
-        return self if self.deterministic else TargetModel(self.model, self.ops, deterministic=True)
+        new = None if self.deterministic else TargetModel(self.model, self.ops, deterministic=True, ranks=self.ranks)
+        return new or self
 
     def _copy_again(self) -> Weights:
         """The user's modules changed after they were copied: copy and prove them again, and return the new weights.
 
         Raises UnsupportedModelError, and changes nothing, if they cannot be served or the K/V would not fit."""
+        if self.ranks is not None:
+            refuse_change(self.name)
         logger.info("%s: modules, hooks or adapters have changed; it is copied and proved again", self.name)
         new = TargetModel(self.model, self.given_ops, deterministic=self.deterministic)
         for what, now, before in (
@@ -152,6 +174,8 @@ class TargetModel:
 
     @property
     def device(self) -> torch.device:
+        if self.ranks is not None:
+            return self.ranks.devices[0]
         weight: torch.Tensor = self.embed.weight  # type: ignore[assignment]
         return weight.device
 
@@ -308,6 +332,18 @@ class TargetModel:
         del held
         return reason
 
+    def _share(self, ops: Operations | None, proof: Proof, ranks: Ranks) -> None:
+        """Put shares of the decoder and the head on ranks, and prove them. Raises as the class does."""
+        decoder, head = self.decoder, self.head
+        with refusing(self.name, "its shared layers do not run"), torch.inference_mode():
+            self.decoder, self.head = share_among(self.name, self.layout, decoder, head, ops, ranks)
+            self.embed = self.decoder.get_input_embeddings()
+            with torch.autocast(self.device.type, enabled=False):
+                what = difference_on_ranks(proof, self.run, ranks, self.head, head)
+        if what is not None:
+            reason = f"{what} of its shared layers are not {type(decoder).__name__}'s own"
+            raise UnsupportedModelError(f"tensor_parallel={len(ranks)} cannot split {self.name}: {reason}")
+
     @torch.inference_mode()
     def _prove_bits(self) -> None:
         """Raise UnsupportedModelError unless a row has the same bits whatever the other rows of a forward are."""
@@ -319,7 +355,8 @@ class TargetModel:
         if self.unfused is not None:
             run_experts_by_row(self.decoder)
         texts = probe_texts(self.model.config, self.vocab_size).to(self.device)
-        run = run_in_tiles(self.run) if self.in_tiles else self.run
+        run = self.run if self.ranks is None else on_ranks(self.run, self.ranks)
+        run = run_in_tiles(run) if self.in_tiles else run
         with torch.autocast(self.device.type, enabled=False), refusing(self.name, "it does not run row by row"):
             what = depends_on_others(self.layout, texts, run, self.logits, ROWS if self.in_tiles else MANY_ROWS)
         if what is not None:
@@ -340,11 +377,11 @@ class TargetModel:
     def _probe(self) -> Proof:
         """Prove that the model can be served, and how its logits follow from its head."""
         kind = type(self.model).__name__
-        texts = probe_texts(self.model.config, self.vocab_size).to(self.device)
+        texts = probe_texts(self.model.config, self.vocab_size).to(self.home)
         unpaged = f"{kind} does not run through the attention interface of transformers"
 
         try:
-            with torch.autocast(self.device.type, enabled=False), refusing(self.name, unpaged):
+            with torch.autocast(self.home.type, enabled=False), refusing(self.name, unpaged):
                 return prove(
                     self.name,
                     self.layout,
@@ -353,7 +390,7 @@ class TargetModel:
                     head=self.head,
                     own=self._own_logits,
                     rules=logit_rules(self.config),
-                    exact=self.device.type == "cpu" and not getattr(self.model, "is_quantized", False),
+                    exact=self.home.type == "cpu" and not getattr(self.model, "is_quantized", False),
                 )
         except UnsupportedModelError:
             raise

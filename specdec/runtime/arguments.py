@@ -3,7 +3,7 @@
 It knows settings and the shape of parts, no model. Every refusal is one sentence that says where the thing belongs.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Sized
 from dataclasses import fields
 from typing import Any
 
@@ -96,6 +96,15 @@ def require_fused(fused: str | bool, target: Any, drafter: Any) -> None:
             raise ConfigError(f"fused=True, but {part.name} runs unfused: {reason}; use fused='auto'")
     if fused is False and target.unfused is None:
         raise ConfigError(f"fused=False, but {target.name} was made with fused layers; make it without `ops`")
+
+
+def require_ranks(ranks: Sized | None, count: int) -> None:
+    """A target that devices share already is for an engine of as many."""
+    if ranks is not None and len(ranks) != count:
+        raise ConfigError(
+            f"tensor_parallel={count}, but the target is shared by {len(ranks)} devices already; give the same number, "
+            "or load it anew"
+        )
 
 
 def require_type(name: str, value: object, wanted: type) -> None:

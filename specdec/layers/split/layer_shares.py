@@ -4,66 +4,77 @@ r"""What one of R ranks has of a decoder: its heads, its columns of the MLP, and
     W_o [H, q heads]               columns of the rank's heads    parts of a sum, by ranges of K
     W_gate, W_up [I, H]            rows                           no sum is shared
     W_down [H, I]                  columns                        parts of a sum
+    W_o, W_down otherwise          rows                           ranks exchange their columns of x, then of y
     experts [E, ..]                whole experts, E / R of them   the parts of those that a token is sent to
     norms, routers, biases after sums, per-layer embeddings                the same on every rank
 
-The ranges of K are those of the whole weight (`Cut`), and none may lie on two ranks: so a rank computes the parts that
-one device would have computed, and their sum in the order of ranges has the same bits. An expert's sum over its
-width is never cut, so an expert lies on one rank, which computes its part as one device would. What cannot be shared so
-is refused, with the reason.
+The ranges of K are those of the whole weight (`Cut`). Where none lies on two ranks, a rank computes the parts that one
+device would have computed, and their sum in the order of ranges has the same bits. Other weights, and packed ones,
+whose ranges follow from the number of their rows, are shared by rows: a row's sum is then whole on one rank. An
+expert's sum over its width is never cut, so an expert lies on one rank, which computes its part as one device would.
+What cannot be shared is refused, with the reason.
 """
 
 from dataclasses import replace
-
-import torch
+from typing import Any
 
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.tensor_tree import map_tensors
-from specdec.layers.decoder import Cuts, DecoderParts, LayerParts
+from specdec.layers.decoder import Cuts, DecoderParts, LayerParts, SumShare
 from specdec.layers.linear import Mlp
 from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.product import Cut, cut_of
+from specdec.layers.packed.weight_slices import (
+    Put,
+    Stacked,
+    columns_of,
+    experts_of_rank,
+    is_packed,
+    placed,
+    range_of,
+    rows_of,
+)
+from specdec.layers.product import Cut, choose_cut, choose_packed_cut
 
-BY_EXPERT = ("gate_up", "down", "gate_up_bias", "down_bias")
+PAIR = 2
+"""Ranks exchange columns of 16 bits as numbers of 32."""
 
 
-def share_of(parts: DecoderParts, rank: int, device: torch.device, count: int) -> DecoderParts:
-    """The share of one of `count` ranks, on its device: copies, but for what is whole or a view on the same device."""
-    layers = tuple(layer_share(layer, rank, count) for layer in parts.layers)
-    whole = replace(parts, layers=layers, embeddings=None)  # which rank 0 alone computes
-    share: DecoderParts = map_tensors(whole, lambda tensor: tensor.to(device))
-    return share
+def share_of(parts: DecoderParts, rank: int, count: int, put: Put) -> DecoderParts:
+    """The share of one of `count` ranks. A layer at a time: nothing but the share is put anywhere."""
+    layers = []
+    for layer in parts.layers:
+        layers.append(_placed(layer_share(layer, rank, count), put))
+    narrow = replace(parts, layers=(), embeddings=None)  # what rank 0 alone computes is not shared
+    share: DecoderParts = map_tensors(narrow, lambda tensor: put([tensor]))
+    return replace(share, layers=tuple(layers))
 
 
 def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
-    """The share of one rank, of weights that `require_shares` has found to divide."""
+    """The share of one rank, of weights that `require_shares` has found to divide: views, in pieces (`Stacked`)."""
     heads, mlp, moe = parts.heads, parts.mlp, parts.moe
     own = heads._replace(num_q=heads.num_q // count, num_kv=heads.num_kv // count)
     kinds = [heads.num_q] + ([heads.num_kv] * (1 if heads.values_are_keys else 2) if heads.num_kv else [])
     rows = [number * heads.head_dim for number in kinds]
-    bias = None if parts.qkv_bias is None else _rows(parts.qkv_bias, rows, rank, count)
-    if mlp is not None:
-        gate_up, down = _dense(mlp.gate_up), _dense(mlp.down)
-        own_columns = _own_columns(cut_of(down), rank, count)
-        merged = torch.cat([half[own_columns] for half in gate_up.chunk(2)])
-        mlp = Mlp(merged, mlp.activation, down[:, own_columns])
+    out = sum_share(parts.out, count, even=True)
+    down = None if mlp is None else sum_share(mlp.down, count, even=False)
+    pieces: dict[str, Any] = {"qkv": rows_of(parts.qkv, rows, rank, count)}
+    if parts.qkv_bias is not None:
+        pieces["qkv_bias"] = rows_of(parts.qkv_bias, rows, rank, count)
+    pieces["out"] = _share_of_sum(parts.out, out, rank, count)
+    if parts.out_bias is not None and out.by_rows:
+        pieces["out_bias"] = rows_of(parts.out_bias, [len(parts.out_bias)], rank, count)
+    if mlp is not None and down is not None:
+        pieces["mlp"] = Mlp(
+            _gate_up(mlp, down, rank, count), mlp.activation, _share_of_sum(mlp.down, down, rank, count)
+        )
     if moe is not None:
         num_own = len(moe.experts.gate_up) // count
         router = moe.router._replace(owned=(rank * num_own, num_own))
-        moe = replace(moe, router=router, experts=_experts(moe.experts, rank, count))
-    down_cut = None if parts.mlp is None else cut_of(parts.mlp.down).share(count)
-    return replace(
-        parts,
-        heads=own,
-        qkv=_rows(_dense(parts.qkv), rows, rank, count),
-        qkv_bias=bias,
-        out=_columns(_dense(parts.out), rank, count),
-        mlp=mlp,
-        moe=moe,
-        sinks=None if parts.sinks is None else parts.sinks.chunk(count)[rank],
-        cuts=Cuts(cut_of(parts.qkv), cut_of(parts.out).share(count), down_cut),
-    )
+        pieces["moe"] = replace(moe, router=router, experts=_experts(moe.experts, rank, count))
+    if parts.sinks is not None:
+        pieces["sinks"] = parts.sinks.chunk(count)[rank]
+    return replace(parts, heads=own, cuts=Cuts(whole_cut(parts.qkv), out, down), **pieces)
 
 
 def require_shares(name: str, parts: DecoderParts, count: int) -> None:
@@ -76,69 +87,85 @@ def require_shares(name: str, parts: DecoderParts, count: int) -> None:
 def obstacle(parts: LayerParts, count: int) -> str | None:
     """Why a layer cannot be shared by `count` ranks, as the end of a sentence."""
     heads = parts.heads
-    weights = {"qkv": parts.qkv, "out": parts.out}
-    if parts.mlp is not None:
-        weights |= {"gate_up": parts.mlp.gate_up, "down": parts.mlp.down}
-    if parts.moe is not None:
-        experts = parts.moe.experts
-        if len(experts.gate_up) % count:
-            return f"has {len(experts.gate_up)} experts, which {count} devices cannot share evenly"
-        weights |= {"gate_up of experts": experts.gate_up, "down of experts": experts.down}
-    if not all(isinstance(weight, torch.Tensor) for weight in weights.values()):
-        return "has quantised weights, which run on one device; use tensor_parallel=1, or replicas"
+    if parts.moe is not None and len(parts.moe.experts.gate_up) % count:
+        return f"has {len(parts.moe.experts.gate_up)} experts, which {count} devices cannot share evenly"
     if parts.wide_norms is not None:
         return "norms all heads of its queries together, which ranks would have to exchange first"
     if parts.parallel:
         return "runs its MLP next to its attention, which has not been tried on several devices"
     if heads.num_kv % count or heads.num_q % count:
         return f"has {heads.num_q} query and {heads.num_kv} key heads, which {count} devices cannot share evenly"
-    for name in ("out",) if parts.mlp is None else ("out", "down"):
-        cut, columns = cut_of(weights[name]), weights[name].shape[1]
-        uneven = columns != cut.splits * cut.split_len and name == "out"  # ranks have as many heads each
-        if cut.splits % count or uneven:
+    sums = {"out": parts.out} if parts.mlp is None else {"out": parts.out, "down": parts.mlp.down}
+    for name, weight in sums.items():
+        rows, columns = weight.shape
+        if sum_share(weight, count, even=name == "out").by_rows and (rows % (PAIR * count) or columns % (PAIR * count)):
             return (
-                f"sums {columns} columns of its {name} weight in {_ranges(cut, columns)}, and {count} devices "
-                "cannot have whole ranges each: the bits would be others than on one device"
+                f"has a {name} weight of {rows} rows and {columns} columns, and {count} devices cannot have as many "
+                "of them each; use a number that divides both into even parts, or replicas"
             )
     return None
 
 
-def most_part_numbers(parts: DecoderParts) -> int:
-    """Numbers that a row has in all parts of any sum that ranks share."""
-    sums = [layer.out for layer in parts.layers] + [layer.mlp.down for layer in parts.layers if layer.mlp is not None]
-    return max(cut_of(weight).splits * weight.shape[0] for weight in sums)
+def most_exchanged(parts: DecoderParts, count: int) -> int:
+    """Numbers of 32 bits that a row has, of all ranks, in the largest exchange."""
+    most = 0
+    for layer in parts.layers:
+        for weight, even in [(layer.out, True)] + ([(layer.mlp.down, False)] if layer.mlp is not None else []):
+            share, (rows, columns) = sum_share(weight, count, even=even), weight.shape
+            most = max(most, rows, columns) if share.by_rows else max(most, whole_cut(weight).splits * rows)
+    return most
+
+
+def sum_share(weight: Weight, count: int, *, even: bool) -> SumShare:
+    """How ranks share a weight over whose columns a product sums. even: each has as many of its columns."""
+    cut, columns = whole_cut(weight), weight.shape[1]
+    uneven = columns != cut.splits * cut.split_len and even
+    if is_packed(weight) or cut.splits % count or uneven:
+        return SumShare(cut, by_rows=True)
+    return SumShare(cut.share(count), by_rows=False)
+
+
+def whole_cut(weight: Weight | Stacked) -> Cut:
+    """The ranges of K of the weight in one piece."""
+    return (choose_packed_cut if is_packed(weight) else choose_cut)(*weight.shape)
+
+
+def _share_of_sum(weight: Weight, share: SumShare, rank: int, count: int) -> Any:
+    if share.by_rows:
+        return rows_of(weight, [len(weight)], rank, count)
+    return columns_of(weight, _own_columns(weight, share, rank, count)).detach()
+
+
+def _own_columns(weight: Weight, share: SumShare, rank: int, count: int) -> slice:
+    """The columns of a rank. The last may have fewer of them, but where ranks share rows of the weight."""
+    columns = weight.shape[1]
+    width = columns // count if share.by_rows else share.cut.splits * share.cut.split_len
+    return slice(rank * width, min((rank + 1) * width, columns))
+
+
+def _gate_up(mlp: Mlp, down: SumShare, rank: int, count: int) -> Any:
+    """Rows of gate and of up for the columns of the down weight that the rank has."""
+    own = _own_columns(mlp.down, down, rank, count)
+    half = len(mlp.gate_up) // 2
+    return Stacked([*range_of(mlp.gate_up, own), *range_of(mlp.gate_up, slice(half + own.start, half + own.stop))])
 
 
 def _experts(experts: Experts, rank: int, count: int) -> Experts:
     """Views."""
-    own = {
-        name: value.chunk(count)[rank]
-        for name, value in experts._asdict().items()
-        if name in BY_EXPERT and value is not None
+    biases: dict[str, Any] = {
+        name: None if bias is None else bias.chunk(count)[rank]
+        for name, bias in (("gate_up_bias", experts.gate_up_bias), ("down_bias", experts.down_bias))
     }
-    return experts._replace(**own, shared=True)
+    gate_up, down = (experts_of_rank(weight, rank, count) for weight in (experts.gate_up, experts.down))
+    return experts._replace(gate_up=gate_up, down=down, shared=True, **biases)
 
 
-def _ranges(cut: Cut, columns: int) -> str:
-    return f"one range of {columns}" if cut.splits == 1 else f"{cut.splits} ranges of {cut.split_len}"
-
-
-def _dense(weight: Weight) -> torch.Tensor:
-    assert isinstance(weight, torch.Tensor)
-    return weight.detach()
-
-
-def _rows(weight: torch.Tensor, sections: list[int], rank: int, count: int) -> torch.Tensor:
-    """The rank's rows of each of these consecutive sections of rows."""
-    return torch.cat([section.chunk(count)[rank] for section in weight.split(sections)])
-
-
-def _own_columns(cut: Cut, rank: int, count: int) -> slice:
-    """Of a weight that is cut so. The last rank may have fewer of them."""
-    width = cut.share(count).splits * cut.split_len
-    return slice(rank * width, (rank + 1) * width)
-
-
-def _columns(weight: torch.Tensor, rank: int, count: int) -> torch.Tensor:
-    """A view."""
-    return weight.chunk(count, dim=1)[rank]
+def _placed(parts: LayerParts, put: Put) -> LayerParts:
+    """A share where the rank has it, each weight in one piece."""
+    there: LayerParts = map_tensors(parts, lambda tensor: put([tensor]))
+    mlp = there.mlp
+    if mlp is not None:
+        mlp = mlp._replace(gate_up=placed(mlp.gate_up, put), down=placed(mlp.down, put))
+    biases = {"qkv_bias": there.qkv_bias, "out_bias": there.out_bias}
+    whole: dict[str, Any] = {name: None if bias is None else placed(bias, put) for name, bias in biases.items()}
+    return replace(there, qkv=placed(there.qkv, put), out=placed(there.out, put), mlp=mlp, **whole)

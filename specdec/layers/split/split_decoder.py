@@ -5,11 +5,13 @@
                                                    gather                          gather
 
 The parts of every rank are gathered on each, in the order of ranks, which is that of the ranges of K; the kernel that
-adds parts up on one device adds them up here. The residual stream and all norms are computed on every rank, from the
+adds parts up on one device adds them up here. Of a weight that is shared by rows ranks have columns of its input, then
+of its output, and put them side by side. The residual stream and all norms are computed on every rank, from the
 same bits. One loop of the host launches for all ranks, phase by phase.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +20,22 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import Ranks
+from specdec.gpu.tensor_tree import map_tensors
 from specdec.kvcache.layer_context import LayerContext, SplitContext
-from specdec.layers.decoder import Entry, FusedDecoder, FusedLayer, Shared, Walk, begin
+from specdec.layers.decoder import (
+    DecoderParts,
+    EmbeddingParts,
+    Entry,
+    Exchanged,
+    FusedLayer,
+    Shared,
+    Walk,
+    begin,
+    per_layer_inputs,
+)
+from specdec.layers.fuse import StandIn
 from specdec.layers.norm import norm
-from specdec.layers.product import OwnedParts, Product, finish
+from specdec.layers.product import Columns, OwnedParts, Product, finish
 from specdec.layers.split.layer_shares import share_of
 
 State = tuple[torch.Tensor, torch.Tensor, Shared]
@@ -55,7 +69,7 @@ def walk_together(walks: Sequence[Walk], ranks: Ranks, ops: Operations) -> list[
     ended: list[tuple[torch.Tensor, torch.Tensor]] = []
     whole: list[Any] = [None] * len(walks)
     while not ended:
-        products: list[Product | OwnedParts] = []
+        products: list[Exchanged] = []
         for rank, walk in enumerate(walks):
             with ranks.on(rank):
                 try:
@@ -68,9 +82,13 @@ def walk_together(walks: Sequence[Walk], ranks: Ranks, ops: Operations) -> list[
     return ended
 
 
-def complete(shares: Sequence[Product | OwnedParts], ranks: Ranks, ops: Operations) -> list[Product]:
+def complete(shares: Sequence[Exchanged], ranks: Ranks, ops: Operations) -> list[Product]:
     """What each rank has of one product -> the whole product on each, in blocks of the rows that there is room for."""
-    products = [share.product if isinstance(share, OwnedParts) else share for share in shares]
+    if isinstance(shares[0], Columns):
+        return side_by_side([share.own for share in shares if isinstance(share, Columns)], ranks)
+    products = [
+        share.product if isinstance(share, OwnedParts) else share for share in shares if not isinstance(share, Columns)
+    ]
     owners = [share.owners for share in shares if isinstance(share, OwnedParts)]
     num_parts, num_rows, width = products[0].parts.shape
     at_once = ranks.room // (num_parts * width * (1 if owners else len(ranks)))
@@ -89,18 +107,37 @@ def complete(shares: Sequence[Product | OwnedParts], ranks: Ranks, ops: Operatio
     return [Product.of(torch.cat(blocks)) for blocks in values]
 
 
-class SplitDecoder(nn.Module):
-    """Stands where a `FusedDecoder` stood, over copies of its weights; embeddings and the final norm are rank 0's."""
+def side_by_side(columns: Sequence[torch.Tensor], ranks: Ranks) -> list[Product]:
+    """[T, N / R] of each rank -> [T, N] on each, likewise, and copied to where no later exchange writes."""
+    num_rows = len(columns[0])
+    numbers = [own.contiguous().view(torch.float32) for own in columns]  # as they are, whatever they mean
+    at_once = ranks.room // (len(ranks) * numbers[0].shape[1])
+    assert at_once, f"{ranks.room=} {columns[0].shape=}"
+    values: list[list[torch.Tensor]] = [[] for _ in columns]
+    for first in range(0, max(num_rows, 1), at_once):
+        gathered = ranks.gather([own[first : first + at_once] for own in numbers])
+        for rank, whole in enumerate(gathered):
+            with ranks.on(rank):
+                by_rank = whole.view(len(ranks), -1, numbers[0].shape[1])  # [R, T, N / R]
+                block = by_rank.transpose(0, 1).flatten(1).view(columns[0].dtype)
+                values[rank].append(block)
+    return [Product.of(blocks[0] if len(blocks) == 1 else torch.cat(blocks)) for blocks in values]
 
-    def __init__(self, whole: FusedDecoder, ranks: Ranks) -> None:
+
+class SplitDecoder(nn.Module):
+    """Stands where a `FusedDecoder` stood, of these parts, wherever they lie: every rank has its share of the layers.
+    Embeddings are rank 0's: `embedding`, which is there, and Gemma 4's per-layer ones."""
+
+    def __init__(self, config: Any, parts: DecoderParts, embedding: nn.Module, ops: Operations, ranks: Ranks) -> None:
         super().__init__()
-        self.whole, self.ranks, self.ops = whole, ranks, whole.ops
-        self.config: Any = whole.config
+        self.config, self.embedding, self.ranks, self.ops = config, embedding, ranks, ops
         with torch.inference_mode(False), torch.no_grad():
-            self.parts = [share_of(whole.parts, rank, device, len(ranks)) for rank, device in enumerate(ranks.devices)]
+            puts = [partial(ranks.put, rank) for rank in range(len(ranks))]
+            self.parts = [share_of(parts, rank, len(ranks), put) for rank, put in enumerate(puts)]
+            self.per_layer: EmbeddingParts | None = map_tensors(parts.embeddings, lambda tensor: puts[0]([tensor]))
         by_rank = [
             [
-                FusedLayer(i, layer, gain, whole.ops)
+                FusedLayer(i, layer, gain, ops)
                 for i, (layer, gain) in enumerate(zip(parts.layers, parts.next_norms, strict=True))
             ]
             for parts in self.parts
@@ -108,7 +145,8 @@ class SplitDecoder(nn.Module):
         self.layers = nn.ModuleList(SplitLayer(shares, ranks) for shares in zip(*by_rank, strict=True))
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.whole.get_input_embeddings()
+        source: nn.Module = self.embedding.source if isinstance(self.embedding, StandIn) else self.embedding
+        return source
 
     def forward(
         self,
@@ -121,9 +159,9 @@ class SplitDecoder(nn.Module):
         """As that of a `FusedDecoder`, of all rows."""
         assert position_ids is not None and specdec_ctx is not None
         if inputs_embeds is None:
-            inputs_embeds = self.whole.embedding(input_ids)
+            inputs_embeds = self.embedding(input_ids)
         hidden = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])
-        entry = Entry(hidden, position_ids.reshape(-1), self.whole.layer_inputs(hidden, input_ids))
+        entry = Entry(hidden, position_ids.reshape(-1), per_layer_inputs(self.per_layer, hidden, input_ids, self.ops))
         states: list[State] = []
         for rank, sent in enumerate(self.ranks.send(entry)):
             with self.ranks.on(rank):

@@ -1,0 +1,99 @@
+"""Rows and columns of weights, packed or not, that several devices share: views, until they are joined elsewhere.
+
+Stacked     weights [N_0, K], [N_1, K], .. that are read as one [N, K], and still lie apart, as in a checkpoint
+rows_of     a rank's rows of each of some consecutive sections of rows: of the q, k and v heads, of gate and up
+columns_of  of a weight that is not packed
+joined      one weight again, in memory of its own where there was more than one piece
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from specdec.layers.packed.packed_weight import PackedWeight, Weight
+
+Put = Callable[..., torch.Tensor]
+"""put(pieces, dim=0): tensors that follow each other along `dim`, as one, to where a rank has it."""
+
+
+class Stacked:
+    """Weights [N_i, K] of one form, or biases [N_i], whose rows follow each other. `map_tensors` looks into none."""
+
+    def __init__(self, parts: Sequence[Weight]) -> None:
+        self.parts = tuple(parts)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self), *self.parts[0].shape[1:]))
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+
+def is_packed(weight: Weight | Stacked) -> bool:
+    return isinstance(weight.parts[0] if isinstance(weight, Stacked) else weight, PackedWeight)
+
+
+def rows_of(weight: Weight | Stacked, sections: Sequence[int], rank: int, count: int) -> Stacked:
+    """The rows that one of `count` ranks has of each of these sections, which they divide."""
+    pieces: list[Weight] = []
+    first = 0
+    for section in sections:
+        own = section // count
+        pieces += range_of(weight, slice(first + rank * own, first + (rank + 1) * own))
+        first += section
+    assert first == len(weight), f"{sections=} {weight.shape=}"
+    return Stacked(pieces)
+
+
+def range_of(weight: Weight | Stacked, rows: slice) -> list[Weight]:
+    """These rows, in pieces: a view of each part that has some of them."""
+    found: list[Weight] = []
+    begin = 0
+    for part in weight.parts if isinstance(weight, Stacked) else (weight,):
+        first, last = max(rows.start - begin, 0), min(rows.stop - begin, len(part))
+        if first < last:
+            found.append(_rows(part, first, last))
+        begin += len(part)
+    return found
+
+
+def columns_of(weight: Weight | Stacked, columns: slice) -> torch.Tensor:
+    """Columns [N, ..] of a weight that is not packed, and in one piece."""
+    assert isinstance(weight, torch.Tensor)
+    return weight[:, columns]
+
+
+def experts_of_rank(weight: Weight, rank: int, count: int) -> Weight:
+    """[E / count, N, K] of the weights [E, N, K] of experts."""
+    if isinstance(weight, torch.Tensor):
+        return weight.chunk(count)[rank]
+    words, scales, zeros = (
+        None if part is None else part.chunk(count)[rank] for part in (weight.words, weight.scales, weight.zeros)
+    )
+    assert words is not None and scales is not None
+    return PackedWeight(weight.code, words, scales, zeros, weight.group)
+
+
+def placed(weight: Weight | Stacked, put: Put) -> Weight:
+    """The weight in one piece. What is not `Stacked` has been placed."""
+    if not isinstance(weight, Stacked):
+        return weight
+    packed = [part for part in weight.parts if isinstance(part, PackedWeight)]
+    if not packed:
+        return put([part for part in weight.parts if isinstance(part, torch.Tensor)])
+    zeros = [part.zeros for part in packed if part.zeros is not None]
+    return PackedWeight(
+        packed[0].code,
+        put([part.words for part in packed]),
+        put([part.scales for part in packed], dim=-1),
+        put(zeros, dim=-1) if zeros else None,
+        packed[0].group,
+    )
+
+
+def _rows(weight: Weight, first: int, last: int) -> Weight:
+    if isinstance(weight, torch.Tensor):
+        return weight.detach()[first:last]
+    zeros = None if weight.zeros is None else weight.zeros[:, first:last]
+    return PackedWeight(weight.code, weight.words[first:last], weight.scales[:, first:last], zeros, weight.group)

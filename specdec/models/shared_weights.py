@@ -1,0 +1,145 @@
+"""The weights of a target that ranks share: read from where they are, and put nowhere but on the rank that has them.
+
+    a checkpoint in host memory, mapped     layer by layer, the slices of a rank to its device
+    a model on the first device             likewise; what rank 0 has in one piece is a view
+
+Embeddings are whole on rank 0, the head is shared by rows. What is shared must not change afterwards: weights that are
+re-pointed or updated raise at the next step.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.gpu.operations import Operations
+from specdec.gpu.ranks import MAX_ROWS, Ranks
+from specdec.kvcache.layout import KVLayout
+from specdec.layers.decoder import DecoderParts
+from specdec.layers.families import Unfusable
+from specdec.layers.fuse import FusedLinear, Weights, described, fuse_embedding, fuse_linear
+from specdec.layers.packed.packed_linear import weight_of
+from specdec.layers.split.layer_shares import most_exchanged, require_shares
+from specdec.layers.split.split_decoder import SplitDecoder
+from specdec.layers.split.split_head import SplitHead, divides_head
+from specdec.modules.private_copy import private_copy
+
+
+class SplitWeights:
+    """`Weights` that must stay as they were when ranks copied them."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.name = weights.name
+        self._weights = weights
+        self._copied = weights.version() if weights.counts_updates() else (weights.generation(), None)
+
+    def generation(self) -> int:
+        """See `Weights`. Raises UnsupportedModelError once they are others than those that were copied."""
+        return self._checked(self._weights.generation())
+
+    def version(self) -> tuple[int, object]:
+        """Likewise."""
+        version = self._weights.version()
+        if self._weights.counts_updates() and version != self._copied:
+            refuse_change(self.name)
+        self._checked(version[0])
+        return version
+
+    def counts_updates(self) -> bool:
+        return self._weights.counts_updates()
+
+    def look_closely(self) -> None:
+        """See `Weights`."""
+        self._weights.look_closely()
+        self.version()
+
+    def _checked(self, generation: int) -> int:
+        if generation != self._copied[0]:
+            refuse_change(self.name)
+        return generation
+
+
+def refuse_change(name: str) -> None:
+    """Raise UnsupportedModelError: weights of ranks are not what they were copied from."""
+    raise UnsupportedModelError(
+        f"the weights of {name} changed after they were split over several devices, which have copies; make a new "
+        "engine"
+    )
+
+
+def share_among(
+    name: str, layout: KVLayout, decoder: nn.Module, head: nn.Module, ops: Operations | None, ranks: Ranks
+) -> tuple[SplitDecoder, nn.Module]:
+    """A text model and its head as ranks run them, of modules wherever they lie, which stay as they are.
+
+    Raises ConfigError, UnsupportedModelError: it cannot be shared."""
+    if ops is None:
+        raise unfused_error(name, "it was made without operations for fused layers", len(ranks))
+    try:
+        parts = described(decoder, apart=True)
+    except Unfusable as error:
+        raise unfused_error(name, str(error), len(ranks)) from error
+    prepare(name, layout, parts, ranks)
+    put = Once(partial(ranks.put, 0))
+    source = placed(decoder.get_input_embeddings(), put)  # type: ignore[operator]
+    split = SplitDecoder(decoder.config, parts, fuse_embedding(source, ops), ops, ranks)
+    return split, share_head(head, ops, ranks, put)
+
+
+def share_head(head: nn.Module, ops: Operations, ranks: Ranks, put: "Once") -> nn.Module:
+    """The head shared by rows; on rank 0 where it is more than a product, or its rows do not divide."""
+    if not isinstance(fuse_linear(head, ops), FusedLinear) or not divides_head(weight_of(head), len(ranks)):
+        return fuse_linear(placed(head, put), ops)
+    weight = weight_of(head)
+    there = put.done.get(id(weight), weight) if isinstance(weight, torch.Tensor) else weight  # tied to the embedding
+    return SplitHead([there, *[weight] * (len(ranks) - 1)], head.bias, ops, ranks)  # type: ignore[arg-type]
+
+
+def prepare(name: str, layout: KVLayout, parts: DecoderParts, ranks: Ranks) -> None:
+    """Raise UnsupportedModelError unless ranks can share these; make room for what they exchange."""
+    count = len(ranks)
+    for spec in layout.layers:
+        if spec.num_kv_heads % count:
+            raise UnsupportedModelError(
+                f"tensor_parallel={count} cannot divide the {spec.num_kv_heads} K/V heads of layer {spec.layer} of "
+                f"{name}; use a number that divides them, or replicas"
+            )
+    require_shares(name, parts, count)
+    needed = MAX_ROWS * most_exchanged(parts, count)
+    if ranks.room < needed:  # captures hold the addresses of what was reserved before
+        ranks.reserve(needed)
+
+
+def unfused_error(name: str, reason: str | None, count: int) -> ConfigError:
+    return ConfigError(
+        f"tensor_parallel={count} splits fused layers, and {name} runs unfused: {reason}; use a family that has them "
+        "(on a CPU with fused=True), or tensor_parallel=1"
+    )
+
+
+class Once:
+    """Puts each tensor once: those that modules share stay one."""
+
+    def __init__(self, put: Callable[..., torch.Tensor]) -> None:
+        self._put = put
+        self.done: dict[int, torch.Tensor] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self.done:
+            self.done[id(tensor)] = self._put([tensor.detach()])
+        return self.done[id(tensor)]
+
+
+@torch.inference_mode(False)
+def placed(module: nn.Module, put: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """A private copy whose weights are what `put` makes of them."""
+    twin = private_copy(module)
+    for part in twin.modules():
+        part._parameters = {
+            name: None if param is None else nn.Parameter(put(param), requires_grad=False)
+            for name, param in part._parameters.items()
+        }
+        part._buffers = {name: None if value is None else put(value) for name, value in part._buffers.items()}
+    return twin

@@ -1,0 +1,213 @@
+"""Checkpoints onto several devices: a device gets its share and nothing else, and the bits are those of one device.
+
+On a CPU the ranks are one device; what is put on a rank is copied there and counted.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packed_checkpoints import FORMS, quantise
+
+import specdec.engine
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.gpu.ranks import Ranks
+from specdec.layers.merge import is_merged
+from specdec.layers.packed.packed_weight import PackedWeight, numbers_of
+from specdec.layers.packed.weight_slices import Stacked, placed, range_of, rows_of
+from specdec.layers.split.split_decoder import SplitDecoder
+from specdec.layers.split.split_head import SplitHead
+
+from marks import deep
+from tiny_models import VOCAB, build_target, random_eagle3, spread
+
+WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
+WIDE |= {"num_key_value_heads": 4}
+NARROW: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 640, "num_attention_heads": 8, "head_dim": 16}
+NARROW |= {"num_key_value_heads": 4}  # one range of K, and three
+GEMMA = {"num_global_key_value_heads": 4, "global_head_dim": 128}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ranges": ("llama", WIDE),
+    "rows": ("llama", NARROW),
+    "rows, biases": ("qwen2", NARROW),
+    "merged, tied": ("phi3", {**NARROW, "tie_word_embeddings": True}),
+    "per-layer embeddings": ("gemma4-e2b", {**WIDE, **GEMMA}),
+    "experts": ("gpt_oss", {**NARROW, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}),
+}
+PACKED = [("llama", "int4-g32"), ("qwen2", "awq"), ("mistral", "fp8-block"), ("gpt_oss", "mxfp4")]
+MORE = [("qwen3", "gptq-zeros"), ("llama", "fp8-channel"), ("qwen3_moe", "gptq-v2"), ("llama", "int4-zeros")]
+TREE = SpecConfig(6, 2, 8, adaptive=False)
+PARAMS = [
+    SamplingParams(max_new_tokens=8, logprobs=VOCAB, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
+    for i in range(3)
+]
+
+
+class Counted(Ranks):
+    """What is put on a rank is a copy, which is counted while it lives."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        super().__init__(devices)
+        self.live: Counter[int] = Counter()
+        self.peak: Counter[int] = Counter()
+        self.largest: Counter[int] = Counter()
+        self.seen: set[tuple[torch.Size, int]] = set()
+
+    def put(self, rank: int, pieces: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+        copy = super().put(rank, pieces, dim).detach().clone()
+        self.seen.add(mark_of(copy))
+        self.live[rank] += copy.nbytes
+        self.peak[rank] = max(self.peak[rank], self.live[rank])
+        self.largest[rank] = max(self.largest[rank], copy.nbytes)
+        weakref.finalize(copy, self.live.subtract, {rank: copy.nbytes})
+        return copy
+
+
+def mark_of(tensor: torch.Tensor) -> tuple[torch.Size, int]:
+    """Equal for equal tensors, and hardly for others."""
+    return tensor.shape, hash(tensor.detach().contiguous().numpy().tobytes())
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Counted]:
+    """The ranks of engines from now on."""
+    made: list[Counted] = []
+
+    def make(device: torch.device, count: int) -> Counted:
+        made.append(Counted([device] * count))
+        return made[-1]
+
+    monkeypatch.setattr(specdec.engine, "make_ranks", make)
+    return made
+
+
+def saved(family: str, fields: dict[str, Any], folder: Path) -> Path:
+    torch.manual_seed(0)
+    spread(build_target(family, **fields)).save_pretrained(folder)
+    return folder
+
+
+def engine_of(folder: Path, count: int, drafter: Any = None, **config: Any) -> Engine:
+    settings = {"max_model_len": 128, "deterministic": True, "fused": True, "device": "cpu", **config}
+    return Engine.from_pretrained(folder, drafter, spec=TREE, config=EngineConfig(tensor_parallel=count, **settings))
+
+
+def answers(engine: Engine, random_prompt: Callable[..., list[int]]) -> list[Any]:
+    """Tokens, and the log-probabilities of the whole vocabulary."""
+    asked = [random_prompt(5, seed=1) * 4, random_prompt(40, seed=2), random_prompt(1, seed=3)]
+    with engine:
+        outs = engine.generate(asked, PARAMS)
+        engine.table.check()
+        return [(out.token_ids, out.logprobs) for out in outs]
+
+
+@pytest.mark.filterwarnings("ignore:.*has no tokenizer")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("count", [2, deep(4)])
+def test_a_checkpoint_on_ranks_has_the_bits_of_one_device(
+    case: str, count: int, tmp_path: Path, random_prompt: Callable[..., list[int]]
+):
+    folder = saved(*CASES[case], tmp_path)
+    alone = answers(engine_of(folder, 1, max_batch_size=1), random_prompt)
+    engine = engine_of(folder, count, "ngram", prefill_chunk=16)
+    assert isinstance(engine.target.decoder, SplitDecoder) and isinstance(engine.target.head, SplitHead)
+    assert answers(engine, random_prompt) == alone
+
+
+@pytest.mark.parametrize(("family", "form"), [*PACKED, *(deep(*case) for case in MORE)])
+def test_packed_weights_on_ranks_have_the_bits_of_one_device(
+    family: str, form: str, tmp_path: Path, random_prompt: Callable[..., list[int]]
+):
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 64}
+    sizes |= {"moe_intermediate_size": 32} if family == "qwen3_moe" else {}
+    folder, _ = quantise(saved(family, sizes, tmp_path / "given"), FORMS[form], tmp_path)
+    alone = answers(engine_of(folder, 1, max_batch_size=1), random_prompt)
+    engine = engine_of(folder, 2, "ngram")
+    weights = [share.layers[0].qkv for share in engine.target.decoder.parts]
+    assert all(isinstance(weight, PackedWeight) for weight in weights) or family == "gpt_oss"
+    assert answers(engine, random_prompt) == alone
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_device_never_holds_more_than_its_share_and_one_tensor(case: str, tmp_path: Path, counted: list[Counted]):
+    folder = saved(*CASES[case], tmp_path)
+    engine = engine_of(folder, 2)
+    [ranks] = counted
+    model: Any = engine.target.model
+    products = [p for name, p in model.named_parameters() if "_proj" in name and "layer_" not in name and p.ndim > 1]
+    assert len(products) >= 4
+    whole = {mark_of(p.transpose(1, 2) if case == "experts" and p.ndim == 3 else p) for p in products}
+    assert not whole & ranks.seen, "a weight that ranks share was put on one of them as a whole"
+    for rank in range(2):
+        assert ranks.peak[rank] <= ranks.live[rank] + ranks.largest[rank]
+    shared = sum(p.nbytes for name, p in model.named_parameters() if ".layers." in name)
+    assert ranks.live[1] <= 0.6 * shared, "half of the layers, and what is narrow"
+    assert engine.target.home.type == "cpu"
+
+
+def test_a_checkpoint_stays_mapped_and_nothing_is_merged_in_host_memory(tmp_path: Path):
+    folder = saved("llama", WIDE, tmp_path)
+    engine = engine_of(folder, 2)
+    model: Any = engine.target.model
+    mlp = model.model.layers[0].mlp
+    assert not is_merged([mlp.gate_proj.weight, mlp.up_proj.weight])
+    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+    spans = [tuple(int(end, 16) for end in line[0].split("-")) for line in mapped]
+    for param in model.parameters():
+        assert any(first <= param.data_ptr() < last for first, last in spans)
+
+
+def test_a_drafter_may_share_a_head_that_ranks_share(tmp_path: Path, random_prompt: Callable[..., list[int]]):
+    folder = saved("llama", WIDE, tmp_path)
+    alone = answers(engine_of(folder, 1, max_batch_size=1), random_prompt)
+    with engine_of(folder, 2) as engine:
+        target, head = engine.target, random_eagle3(engine.target.model)
+    again = Engine(target, head, spec=TREE, config=engine.config)
+    assert again.target is target
+    assert answers(again, random_prompt) == alone
+
+
+def test_a_shared_target_is_for_as_many_devices(tmp_path: Path):
+    with engine_of(saved("llama", WIDE, tmp_path), 2) as engine:
+        target = engine.target
+    with pytest.raises(ConfigError, match="tensor_parallel=1, but the target is shared by 2 devices already"):
+        Engine(target, config=EngineConfig(deterministic=True))
+
+
+def test_weights_that_change_after_loading_are_refused(tmp_path: Path):
+    with engine_of(saved("llama", WIDE, tmp_path), 2) as engine:
+        engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))
+        model: Any = engine.target.model
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.mul_(2)
+        with pytest.raises(UnsupportedModelError, match="changed after they were split"):
+            engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))
+
+
+# slices
+
+
+def test_rows_of_stacked_weights():
+    first, second = torch.arange(8.0).view(4, 2), torch.arange(8.0, 20.0).view(6, 2)
+    stacked = Stacked((first, second))
+    assert stacked.shape == (10, 2)
+    assert [piece.tolist() for piece in range_of(stacked, slice(3, 6))] == [[[6, 7]], [[8, 9], [10, 11]]]
+    own = rows_of(stacked, [4, 6], 1, 2)
+    assert placed(own, torch.cat).equal(torch.cat([first[2:], second[3:]]))
+    assert all(piece.untyped_storage().data_ptr() in {first.data_ptr(), second.data_ptr()} for piece in own.parts)
+
+
+def test_rows_of_packed_weights_are_those_of_their_numbers():
+    torch.manual_seed(0)
+    words = torch.randint(-(2**31), 2**31 - 1, (6, 8), dtype=torch.int32)
+    weight = PackedWeight("int4", words, torch.rand(2, 6), torch.randint(0, 16, (2, 6)).float(), 32)
+    own = placed(rows_of(weight, [2, 4], 1, 2), torch.cat)
+    assert isinstance(own, PackedWeight)
+    rows = [1, 4, 5]
+    assert numbers_of(own).equal(numbers_of(weight)[rows])
+    assert own.scales.equal(weight.scales[:, rows])
