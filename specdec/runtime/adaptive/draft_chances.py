@@ -29,7 +29,7 @@ BRANCHES = 1.5
 KEEP, MEMORY = 1 - 1 / 512, 1000
 """Of the engine's counts, what a round leaves, and how many drafts of a depth are remembered at most."""
 
-ROW_WEIGHT, ROW_MEMORY = 4.0, 128
+ROW_WEIGHT, ROW_MEMORY = 1.0, 128
 """Drafts that the engine's chances count for in a row's odds, and most drafts that a row remembers."""
 
 HOPE, AT_LEAST = 1.5, 0.3
