@@ -86,7 +86,7 @@ def test_expected_tokens_by_hand():
 
 def test_a_few_drafts_tell_an_easy_row_from_a_hard_one():
     """Chance one half: after a draft of four that was right the odds are 5 : 1, after three wrong ones 1 : 4. Where the
-    engine's chances counted for four drafts in a row's odds it was 2 : 1 and 4 : 7, and a mixed load took 1.7 % longer.
+    engine's chances counted for four drafts in a row's odds it was 2 : 1 and 4 : 7, and mixed loads took longer.
     """
     chances = DraftChances(draft_ladder(CHAIN), num_rows=2)
     chances._right[:], chances._tried[:] = 5e8, 1e9
