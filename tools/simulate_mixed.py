@@ -2,7 +2,7 @@
 
 Rounds take what they took on an H200 at E4B shapes (docs/results/2026-11-24-adaptive.md), between the batch sizes that
 were measured in proportion; drafting takes its part of it (`DRAFTING`). Half of the requests accept each draft with
-0.9, half with `--hard`. Prompts take no time. Policies:
+0.9, half with `--hard`. Prompts take no time, but with `--prompts` those of 128 tokens. Policies:
 
     chain of D            every round has this draft
     engine                one draft a round, chosen by the engine's own policy, which learns
@@ -24,6 +24,7 @@ from result_table import table_head, table_row
 from specdec import SpecConfig
 from specdec.runtime.adaptive.draft_choice import DraftChoice
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
+from specdec.runtime.prompt_gap import GAP_SHARE
 from specdec.runtime.rounds.captured_rounds import batch_sizes
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
 
@@ -48,6 +49,10 @@ SIZES = batch_sizes(ROWS)
 
 PACKING = 0.06
 """Milliseconds of the thirty small launches that pack nodes and spread the results."""
+
+PROMPT, FORWARD, A_TOKEN, ENDING = 128, 3.8, 0.0083, 1.5
+"""Tokens of a prompt; and milliseconds of a forward over prompts, of each token in it, and more where a prompt ends: a
+line through prompts of 512 and 2,048 tokens (docs/results/2026-11-24-prompts.md), and decision 0062 for the last."""
 
 Mean = Callable[[np.ndarray], np.ndarray]
 
@@ -136,20 +141,42 @@ KNOWING: dict[str, Policy] = {
 LEARNING = ("engine", "own depths, learned")
 
 
-def seconds_of(name: str, costs: Costs, hard: float, seed: int) -> float:
-    """Of the whole load."""
+def read_prompts(unread: np.ndarray, round_milliseconds: float) -> float:
+    """What a step reads of them, as `prompt_gap` allows after a round, all of it after none -> milliseconds."""
+    waiting = np.flatnonzero(unread)
+    if not len(waiting):
+        return 0.0
+    room = int(unread.sum())
+    if round_milliseconds:
+        room = max(64, int((GAP_SHARE * len(waiting) * round_milliseconds - FORWARD) / A_TOKEN))
+    before = int(unread.sum())
+    for row in waiting:
+        taken = min(int(unread[row]), room)
+        unread[row] -= taken
+        room -= taken
+    ends = bool((unread[waiting] == 0).any())
+    return FORWARD + A_TOKEN * (before - int(unread.sum())) + ENDING * ends
+
+
+def seconds_of(name: str, costs: Costs, hard: float, seed: int, prompt: int = 0) -> float:
+    """Of the whole load, with prompts of so many tokens."""
     lengths, coin = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
     shapes = draft_ladder(SpecConfig(DEPTH))
     choice = DraftChoice(shapes, ROWS + 1)
     choice.cost.timed.update({size: costs.of_chains(size) / 1e3 for size in SIZES})
-    left, chance, total, number = np.zeros(ROWS, np.int64), np.zeros(ROWS), 0.0, 0
+    left, unread, chance = np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64), np.zeros(ROWS)
+    total, number = 0.0, 0
     for at_once, to_come in PHASES:
         while to_come or (left > 0).any():
             for row in np.flatnonzero(left == 0)[: min(to_come, at_once - int((left > 0).sum()))]:
                 left[row], chance[row] = lengths.integers(TOKENS // 3, TOKENS), (EASY, hard)[number % 2]
+                unread[row] = prompt
                 choice.begin(np.array([row]))
                 number, to_come = number + 1, to_come - 1
-            rows = np.flatnonzero(left)
+            rows = np.flatnonzero((left > 0) & (unread == 0))
+            if not len(rows):
+                total += read_prompts(unread, 0.0) / 1e3
+                continue
             most = np.minimum(DEPTH, left[rows] - 1)
             size = min(each for each in SIZES if each >= len(rows))
             learns = name in LEARNING
@@ -171,7 +198,7 @@ def seconds_of(name: str, costs: Costs, hard: float, seed: int) -> float:
             elif learns:
                 choice.chances.learn(DEPTH, rows, accepted, drawn.depths)
             left[rows] -= accepted + 1
-            total += drawn.milliseconds / 1e3
+            total += (drawn.milliseconds + read_prompts(unread, drawn.milliseconds)) / 1e3
     return total
 
 
@@ -180,10 +207,12 @@ def main() -> None:
     parser.add_argument("--hard", type=float, default=0.2)
     parser.add_argument("--loads", type=int, default=6)
     parser.add_argument("--drafting", type=float, default=1.0, help="0: drafting takes no time, as of suffixes")
+    parser.add_argument("--prompts", action="store_true")
     given = parser.parse_args()
     costs = Costs(given.drafting)
     names = [*KNOWING, *LEARNING]
-    times = {each: [seconds_of(each, costs, given.hard, seed) for seed in range(given.loads)] for each in names}
+    prompt = PROMPT if given.prompts else 0
+    times = {each: [seconds_of(each, costs, given.hard, seed, prompt) for seed in range(given.loads)] for each in names}
     best = min(np.mean(seconds) for name, seconds in times.items() if name.startswith("chain"))
     print(table_head("policy", "seconds", "spread", "to the best fixed draft"))
     for name, seconds in times.items():
