@@ -84,6 +84,19 @@ def test_expected_tokens_by_hand():
     assert np.allclose(tokens, [[1, 1], [1.5, 1.5], [1.75, 1.5]])  # the second row accepts one draft at most
 
 
+def test_a_few_drafts_tell_an_easy_row_from_a_hard_one():
+    """Chance one half: after a draft of four that was right the odds are 5 : 1, after three wrong ones 1 : 4. Where the
+    engine's chances counted for four drafts in a row's odds it was 2 : 1 and 4 : 7, and mixed loads took longer.
+    """
+    chances = DraftChances(draft_ladder(CHAIN), num_rows=2)
+    chances._right[:], chances._tried[:] = 5e8, 1e9
+    chances.learn(4, np.array([0]), np.array([4]), np.array([4]))
+    for _ in range(3):
+        chances.learn(4, np.array([1]), np.array([0]), np.array([4]))
+    one_draft = chances.tokens(rows(2), np.array([4, 4]))[1]
+    assert np.allclose(one_draft, [1 + 5 / 6, 1 + 1 / 5])
+
+
 def test_rows_differ_by_what_they_accepted_and_begin_anew():
     chances = DraftChances(draft_ladder(CHAIN), num_rows=2)
     for _ in range(30):

@@ -29,8 +29,9 @@ BRANCHES = 1.5
 KEEP, MEMORY = 1 - 1 / 512, 1000
 """Of the engine's counts, what a round leaves, and how many drafts of a depth are remembered at most."""
 
-ROW_WEIGHT, ROW_MEMORY = 4.0, 128
-"""Drafts that the engine's chances count for in a row's odds, and most drafts that a row remembers."""
+ROW_WEIGHT, ROW_MEMORY = 1.0, 128
+"""Drafts that the engine's chances count for in a row's odds, few since requests differ much; and most drafts that a
+row remembers."""
 
 HOPE, AT_LEAST = 1.5, 0.3
 """Standard errors, about, by which a hopeful chance is above the one that was seen; and what it is at least for a row
