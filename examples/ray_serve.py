@@ -2,6 +2,7 @@
 
     python examples/ray_serve.py --replicas 2                                 the bundled pair, on this machine
     python examples/ray_serve.py --replicas 4 --gpus 1 --target DIR --drafter DIR
+    python examples/ray_serve.py --replicas 2 --tensor-parallel 2 --target DIR      two GPUs a replica, which share it
     python examples/ray_serve.py --address auto --host 0.0.0.0 --replicas 8   on a cluster that runs already
 
 Ray starts the replicas, replaces one that fails its health check, and sends a request to the one of two replicas that
@@ -40,6 +41,20 @@ class SayWhich:
         await self.app(scope, receive, with_name)
 
 
+def engine_config(options: argparse.Namespace) -> EngineConfig:
+    """Of one replica, which sees no GPU but those that Ray gave it."""
+    return EngineConfig(max_batch_size=options.batch_size, tensor_parallel=options.tensor_parallel)
+
+
+def actor_options(options: argparse.Namespace) -> dict[str, float]:
+    """What Ray gives a replica: a GPU for each that shares the target, unless `--gpus` says otherwise."""
+    shared_by = options.tensor_parallel if options.tensor_parallel > 1 else 0
+    gpus = shared_by if options.gpus is None else options.gpus
+    if gpus < shared_by:
+        raise SystemExit(f"--gpus {gpus:g} a replica are fewer than --tensor-parallel {shared_by}; leave --gpus out")
+    return {"num_cpus": options.cpus, "num_gpus": gpus}
+
+
 class Replica:
     """One engine and its application; Ray makes it in a process of its own."""
 
@@ -49,7 +64,7 @@ class Replica:
             options.target,
             drafter_name(options.target, options.drafter),
             spec=SpecConfig(options.num_steps, options.draft_topk),
-            config=EngineConfig(max_batch_size=options.batch_size),
+            config=engine_config(options),
             max_waiting=options.max_waiting,
         )
         defaults = sampling_defaults(self.engine.generation_config)
@@ -80,12 +95,13 @@ def deployment(options: argparse.Namespace) -> Any:
         # Ray's default of 5 would keep batches small; beyond this many it queues requests itself
         max_ongoing_requests=options.batch_size + options.max_waiting,
         graceful_shutdown_timeout_s=options.stop_seconds,
-        ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
+        ray_actor_options=actor_options(options),
     )
     return made.bind(options)
 
 
-def main() -> None:
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="tiny-gemma4")
     parser.add_argument("--drafter", default="auto")
@@ -95,13 +111,19 @@ def main() -> None:
     parser.add_argument("--max-waiting", type=int, default=64, help="requests that may wait, of each replica")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--cpus", type=float, default=1, help="cores that a replica is given")
-    parser.add_argument("--gpus", type=float, default=0, help="GPUs that a replica is given")
+    parser.add_argument("--gpus", type=float, help="GPUs of a replica; default: those that share the target, or none")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one host that share a replica's target")
     parser.add_argument("--api-key", action="append", default=[], help="a key that admits requests; again for each")
     parser.add_argument("--address", help="of a Ray cluster, or 'auto'; default: one of its own on this machine")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--stop-seconds", type=float, default=30.0, help="for streams to end when it is stopped")
-    options = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    options = arguments()
+    actor_options(options)  # refuses before anything starts
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when ray is imported
     try:
         import ray

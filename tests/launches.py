@@ -22,7 +22,11 @@ from specdec.attention.trees.growth import select_tree
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import tree_fields
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample
+from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.exchange_kernels import (
+    NUMBERS,
+    PROGRAMS,
+    STEPS,
     next_round_kernel,
     pull_kernel,
     push_kernel,
@@ -82,17 +86,16 @@ def gain_of(width: int, dtype: torch.dtype, *, round_first: bool = False) -> Gai
 
 def exchange(dtype: torch.dtype, num_rows: int) -> None:
     ints: dict[str, Any] = {"device": "cuda", "dtype": torch.int32}
-    flags, word, addresses = torch.empty(2, 64, **ints), torch.empty(1, **ints), integers(2)
+    flags, word, addresses = torch.empty(2, PROGRAMS, **ints), torch.empty(1, **ints), integers(2)
+    options: dict[str, Any] = {"STEPS": STEPS, "PROGRAMS": PROGRAMS, "num_warps": 4, **pdl_options(word.device)}
     next_round_kernel[(1,)](word)
     for x in (numbers(2, num_rows, 4096, dtype=FP32), None):
         where = addresses, addresses, word
-        push_kernel[(64, 2)](x, *where, num_rows * 8192, 0, 3, 1, STEPS=4096, BLOCK=1024, num_warps=4)
+        push_kernel[(PROGRAMS, 2)](x, *where, num_rows * 8192, 0, 3, 1, **options, BLOCK=NUMBERS)
     parts, owners = numbers(8, num_rows, 2816, dtype=FP32), torch.empty(num_rows, 8, **ints)
     where = addresses, addresses, word
-    push_owned_kernel[(64, 2)](
-        *(parts, owners, *where, 8, num_rows, 2816, 0, 3, 1), STEPS=4096, BLOCK=1024, num_warps=4
-    )
-    wait_kernel[(1,)](flags, word, word, word, 3, 128, 1000, STEPS=4096, BLOCK=128, num_warps=4)
+    push_owned_kernel[(PROGRAMS, 2)](*(parts, owners, *where, 8, num_rows, 2816, 0, 3, 1), **options, BLOCK=NUMBERS)
+    wait_kernel[(1,)](flags, word, word, word, 3, 2, 7, 1000, **options, BLOCK=2 * PROGRAMS)
     for kind in (torch.int32, torch.uint8):
         pull_kernel[(3,)](numbers(3000, dtype=kind), numbers(3000, dtype=kind), 3000, BLOCK=1024, num_warps=4)
     for height, width in ((4096, 2048), (512, 512), (512, 256)):  # of columns of a larger weight

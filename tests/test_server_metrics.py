@@ -8,13 +8,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_captures import GREEDY, WeighedTape
 
 import specdec.engine
-from specdec import Engine
+from specdec import Engine, EngineConfig
 from specdec.gpu.captures import CaptureUse
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import RequestStats
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.metrics import Metrics, Snapshot, figures
 from specdec.serving.status_report import said
+
+from tiny_models import build_target
 
 
 def figures_after(engine: Engine, prompts: list[list[int]]) -> tuple[dict[str, float], CaptureUse]:
@@ -80,3 +82,24 @@ def test_no_budget_is_shown_where_nothing_is_captured(make_target: Any, make_eng
     assert captured(figures) == use and "specdec:capture_budget_bytes" not in figures
     assert figures["specdec:captures"] == figures["specdec:captures_made_total"] == 0
     assert figures["specdec:uncaptured_rounds_total"] == use.uncaptured_rounds
+
+
+def test_every_device_has_its_memory():
+    """Ranks on a CPU are one device each: the K/V of both are as many bytes."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+    config = EngineConfig(fused=True, tensor_parallel=2, max_model_len=64, device="cpu")
+    engine = Engine.from_pretrained(build_target("llama", **sizes), config=config)
+
+    async def ask() -> str:
+        async with AsyncEngine(engine) as running:
+            return (await Metrics(running, "m").text()).decode()
+
+    devices = engine.stats().devices
+    assert [use.device for use in devices] == ["cpu", "cpu"]
+    assert devices[0].kv_bytes == devices[1].kv_bytes > 0
+    assert sum(use.kv_bytes for use in devices) == sum(engine.cache.bytes_by_space().values())
+    assert 0 < devices[0].free_bytes < devices[0].total_bytes
+    text = asyncio.run(ask())
+    samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
+    kept = [each for each in samples if each.name == "specdec:device_kv_bytes"]
+    assert [(each.labels["rank"], each.value) for each in kept] == [(rank, devices[0].kv_bytes) for rank in "01"]

@@ -20,11 +20,14 @@ from typing import Any
 import torch
 
 from specdec.errors import ConfigError, DeviceLostError
+from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.exchange_kernels import (
     MAX_POLLS,
+    NUMBERS,
     PROGRAMS,
     STEPS,
     next_round_kernel,
+    programs_of,
     pull_kernel,
     push_kernel,
     push_owned_kernel,
@@ -176,7 +179,7 @@ class PeerRanks(Ranks):
         values = [value]
         for rank in range(1, len(self)):
             with self.on(rank):
-                self._wait(rank, sources=1)
+                self._wait(rank, 1, 0)
                 copies = iter([_pull(source, self.devices[rank]) for source in whole])
                 values.append(map_tensors(value, partial(_next_of, copies)))
         self._step += 1
@@ -193,7 +196,7 @@ class PeerRanks(Ranks):
         outs = []
         for rank, buffer in enumerate(self._buffers):
             with self.on(rank):
-                self._wait(rank, sources=len(self))
+                self._wait(rank, len(self), num)
             shape = (len(self) * len(parts[0]), *parts[0].shape[1:])
             outs.append(buffer[half * self.room :][: len(self) * num].view(shape))
         self._step += 1
@@ -212,13 +215,15 @@ class PeerRanks(Ranks):
                     *(part, own, self._out_table[rank], self._flag_table[rank], self._round[rank]),
                     *(num_parts, num_rows, width, half * self.room, self._step, rank),
                     STEPS=STEPS,
-                    BLOCK=1024,
+                    PROGRAMS=PROGRAMS,
+                    BLOCK=NUMBERS,
                     num_warps=4,
+                    **pdl_options(self.devices[rank]),
                 )
         outs = []
         for rank, buffer in enumerate(self._buffers):
             with self.on(rank):
-                self._wait(rank, sources=len(self))
+                self._wait(rank, len(self), PROGRAMS * NUMBERS)
             outs.append(buffer[half * self.room :][: parts[0].numel()].view(parts[0].shape))
         self._step += 1
         self._held.clear()
@@ -238,7 +243,7 @@ class PeerRanks(Ranks):
             for rank, block in enumerate(blocks):
                 with self.on(rank):
                     self._push(rank, block, rank * size, targets=1)
-            self._meet()
+            self._meet(size)
             out[:, first : first + size] = self._buffers[0][: len(self) * size].view(len(self), size)
         return out.view(dtype).view(len(self), *shape)
 
@@ -246,12 +251,12 @@ class PeerRanks(Ranks):
         for rank in range(len(self)):
             with self.on(rank):
                 self._push(rank, None, 0, targets=1)
-        self._meet()
+        self._meet(0)
 
-    def _meet(self) -> None:
-        """Rank 0 waits for what all ranks have pushed to it."""
+    def _meet(self, num: int) -> None:
+        """Rank 0 waits for so many numbers that each rank has pushed to it."""
         with self.on(0):
-            self._wait(0, sources=len(self))
+            self._wait(0, len(self), num)
         self._step += 1
         self._held.clear()
 
@@ -269,21 +274,27 @@ class PeerRanks(Ranks):
 
     def _push(self, rank: int, x: torch.Tensor | None, offset: int, targets: int | None = None) -> None:
         """To the first `targets` ranks, or to all."""
-        push_kernel[(PROGRAMS, targets or len(self))](
+        num = 0 if x is None else x.numel()
+        push_kernel[(programs_of(num), targets or len(self))](
             *(x, self._out_table[rank] if self._out_table else None, self._flag_table[rank], self._round[rank]),
-            *(0 if x is None else x.numel(), offset, self._step, rank),
+            *(num, offset, self._step, rank),
             STEPS=STEPS,
-            BLOCK=1024,
+            PROGRAMS=PROGRAMS,
+            BLOCK=NUMBERS,
             num_warps=4,
+            **pdl_options(self.devices[rank]),
         )
 
-    def _wait(self, rank: int, sources: int) -> None:
+    def _wait(self, rank: int, sources: int, num: int) -> None:
+        """For so many numbers of each of the first `sources` ranks."""
         wait_kernel[(1,)](
             *(self._flags[rank], self._round[rank], self._error[rank], self._host_error[rank]),
-            *(self._step, sources * PROGRAMS, self.max_polls),
+            *(self._step, sources, programs_of(num), self.max_polls),
             STEPS=STEPS,
+            PROGRAMS=PROGRAMS,
             BLOCK=triton.next_power_of_2(len(self) * PROGRAMS),
             num_warps=4,
+            **pdl_options(self.devices[rank]),
         )
 
     def _addresses(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from specdec.gpu.captures import CaptureUse
 from specdec.kvcache.page_pool import PagedAllocator
 from specdec.runtime.adaptive.draft_choice import NO_CHOICE, DraftUse
+from specdec.runtime.device_use import DeviceUse
 from specdec.runtime.request import Request, RequestStats
 from specdec.runtime.scheduler import Scheduler
 
@@ -49,7 +50,7 @@ class EngineStats(RequestStats):
     rounds and prompts that are captured, and what ran without. drafts: which drafts rounds had, and why. prompt_gap_ms:
     how long a request that decodes waits for its next token at most while one prompt as long as the engine takes is
     read, by what rounds and prompts take here; each further request that waits for its first token adds half a round.
-    0.0 until that is known.
+    0.0 until that is known. devices: the memory of each that the target runs on, the first one's first.
     """
 
     finished: int = 0
@@ -63,6 +64,7 @@ class EngineStats(RequestStats):
     captures: CaptureUse = NO_CAPTURES
     drafts: DraftUse = NO_CHOICE
     prompt_gap_ms: float = 0.0
+    devices: tuple[DeviceUse, ...] = ()
 
     @property
     def batch_milliseconds(self) -> float:
@@ -97,7 +99,14 @@ class EngineStats(RequestStats):
             self.finished += 1
             self.add(request.stats)
 
-    def now(self, scheduler: Scheduler, captures: CaptureUse, drafts: DraftUse, gap: float) -> "EngineStats":
+    def now(
+        self,
+        scheduler: Scheduler,
+        captures: CaptureUse,
+        drafts: DraftUse,
+        gap: float,
+        devices: tuple[DeviceUse, ...],
+    ) -> "EngineStats":
         """A copy, with the state of this moment."""
         allocator = scheduler.table.allocator
         return replace(
@@ -110,6 +119,7 @@ class EngineStats(RequestStats):
             captures=captures,
             drafts=drafts,
             prompt_gap_ms=1e3 * gap,
+            devices=devices,
         )
 
 

@@ -31,6 +31,7 @@ from specdec.progress import progress_bar
 from specdec.runtime.adaptive.draft_choice import NO_CHOICE, DraftChoice
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
 from specdec.runtime.adaptive.round_timing import fill_cost_table, time_prompts, time_rounds
+from specdec.runtime.device_use import device_use
 from specdec.runtime.engine_stats import ENOUGH_DRAFTS, EngineStats, warn_of_rejected
 from specdec.runtime.grammar_masks import GrammarSteps, prepare, root_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
@@ -149,7 +150,8 @@ class Steps:
         captures = CaptureUse() if self.graphs is None else self.graphs.store.use()
         drafts = NO_CHOICE if self.choice is None else self.choice.use()
         gap = self.scheduler.prompt_gap.promised(self.scheduler.prompt_room, self.scheduler.max_model_len)
-        return self.totals.now(self.scheduler, captures, drafts, gap)
+        devices = device_use(self.round.target, self.round.cache)
+        return self.totals.now(self.scheduler, captures, drafts, gap, devices)
 
     def run(self) -> list[Request]:
         """One step -> the requests that ended in it. Prompts come second, so that those that end make room for them."""

@@ -25,6 +25,11 @@ router = APIRouter()
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
 WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+DEVICE_GAUGES = (
+    ("specdec:device_kv_bytes", "Bytes of the K/V pools on a device.", "kv_bytes"),
+    ("specdec:device_free_bytes", "Bytes of a device that are free.", "free_bytes"),
+    ("specdec:device_total_bytes", "Bytes of a device in all.", "total_bytes"),
+)
 REASONS = ("stop", "length", "abort", "error")
 
 
@@ -103,6 +108,11 @@ class Metrics:
                 metric = Metric(name, text, kind)
                 metric.add_sample(f"{name}_total" if kind == "counter" else name, label, value)
                 yield metric
+        for name, text, attribute in DEVICE_GAUGES:
+            by_device = Metric(name, text, "gauge")
+            for rank, use in enumerate(self._snapshot.engine.devices):
+                by_device.add_sample(name, label | {"device": use.device, "rank": str(rank)}, getattr(use, attribute))
+            yield by_device
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
         by_position = Metric(name, "Drafts that were accepted, by position.", "counter")
         for position, count in enumerate(self._snapshot.requests.accepted_counts):

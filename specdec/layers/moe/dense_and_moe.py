@@ -107,6 +107,7 @@ def _both_kernel(
     BLOCK_K: tl.constexpr,
     TAIL_K: tl.constexpr,
     PDL: tl.constexpr,
+    SHARED: tl.constexpr,
 ) -> None:
     program = tl.program_id(0)
     if program < num_dense:
@@ -147,6 +148,7 @@ def _both_kernel(
                 BLOCK_K,
                 TAIL_K,
                 PDL,
+                SHARED,
             ),
         )
 

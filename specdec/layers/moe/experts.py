@@ -220,7 +220,7 @@ def product_kernel(
     BLOCK_K: tl.constexpr,
     TAIL_K: tl.constexpr,
     PDL: tl.constexpr,
-    SHARED: tl.constexpr = False,  # expert -1 is another rank's: nothing is stored for its assignments
+    SHARED: tl.constexpr,  # expert -1 is another rank's: nothing is stored for its assignments
 ) -> None:
     """grid (weight tiles, slots): weight rows as M operand, assignments of one expert as N operand.
 
@@ -378,7 +378,7 @@ def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool
             "EVEN_K": k % tiles["BLOCK_K"] == tiles["TAIL_K"],
             "SLOTS": triton.next_power_of_2(slots) if few else 1,
             "LONE": few and num_rows == 1,
-            **({"SHARED": True} if experts.shared else {}),
+            "SHARED": experts.shared,
             **tiles,
             **pdl_options(x.device),
         }
