@@ -135,9 +135,10 @@ class EngineConfig:
     GPU, where the family has them; True everywhere (in plain torch without "triton"), and refuses a model or drafter
     that has none; False never. Merges weights in place: they become views of larger tensors, the same values under the
     same names.
-    tensor_parallel: GPUs of this host that share every layer of the target, from `device` on. They must reach each
-    other's memory; the first also holds the whole model. Fused families with dense weights, and every drafter, which
-    runs on the first. With deterministic=True the logits are those of one GPU, to the bit.
+    tensor_parallel: GPUs of this host that share every layer of the target and its head, from `device` on. They must
+    reach each other's memory. A name is loaded into host memory, and each GPU takes its share from there; the first
+    also holds the embeddings and the drafter. Fused families, quantised or not. With deterministic=True the logits are
+    those of one GPU, to the bit.
     """
 
     max_batch_size: int = 8

@@ -144,7 +144,7 @@ def pull_kernel(p_x: tl.tensor, p_y: tl.tensor, num: tl.tensor, BLOCK: tl.conste
 
 def programs_of(num: int) -> int:
     """Programs that push so many numbers to one rank: who waits for them knows as well."""
-    return max(1, min(PROGRAMS, triton.cdiv(num, NUMBERS)))
+    return max(1, min(PROGRAMS, -(-num // NUMBERS)))
 
 
 def words(x: torch.Tensor) -> torch.Tensor:
