@@ -100,7 +100,8 @@ class CostTable:
             host = [self._host[batch, drafts].value for drafts in (False, True)]
             plain, drafting = (own or other for own, other in zip(host, host[::-1], strict=True))
             least = np.array([drafting if shape.num_steps else plain for shape in self.shapes])
-            return np.maximum(self.timed[batch] + context * self._slope(), least)
+            slower: FloatArray = np.maximum(self.timed[batch] + context * self._slope(), least)
+            return slower
         seen = self._seen[batch]
         seconds = np.array([seen[i].value if seen[i].count else self._guess(batch, i) for i in range(len(seen))])
         # what is smaller takes no longer, and a draft takes longer than none by the time of its levels at least: else
