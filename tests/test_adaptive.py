@@ -80,7 +80,7 @@ def test_expected_tokens_by_hand():
     """Chance one half at each depth: 1, 1.5, 1.75 tokens."""
     chances = DraftChances(draft_ladder(SpecConfig(2)), num_rows=2)
     chances._right[:], chances._tried[:] = 5e8, 1e9
-    tokens = chances.tokens(rows(2), np.array([2, 1]))
+    tokens, _ = chances.tokens(rows(2), np.array([2, 1]))
     assert np.allclose(tokens, [[1, 1], [1.5, 1.5], [1.75, 1.5]])  # the second row accepts one draft at most
 
 
@@ -93,7 +93,7 @@ def test_a_few_drafts_tell_an_easy_row_from_a_hard_one():
     chances.learn(4, np.array([0]), np.array([4]), np.array([4]))
     for _ in range(3):
         chances.learn(4, np.array([1]), np.array([0]), np.array([4]))
-    one_draft = chances.tokens(rows(2), np.array([4, 4]))[1]
+    one_draft = chances.tokens(rows(2), np.array([4, 4]))[0, 1]
     assert np.allclose(one_draft, [1 + 5 / 6, 1 + 1 / 5])
 
 
@@ -101,10 +101,10 @@ def test_rows_differ_by_what_they_accepted_and_begin_anew():
     chances = DraftChances(draft_ladder(CHAIN), num_rows=2)
     for _ in range(30):
         chances.learn(4, rows(2), np.array([0, 4]), np.array([4, 4]))
-    hard, easy = chances.tokens(rows(2), np.array([4, 4]))[-1]
+    hard, easy = chances.tokens(rows(2), np.array([4, 4]))[0, -1]
     assert hard < 1.5 and easy > 3.5
     chances.begin(np.array([0]))
-    again, _ = chances.tokens(rows(2), np.array([4, 4]))[-1]
+    again, _ = chances.tokens(rows(2), np.array([4, 4]))[0, -1]
     assert hard < again < easy
 
 

@@ -181,7 +181,7 @@ def seconds_of(name: str, costs: Costs, hard: float, seed: int, prompt: int = 0)
             size = min(each for each in SIZES if each >= len(rows))
             learns = name in LEARNING
             if learns:
-                running = Requests(choice.chances.tokens(rows, most), most, size)
+                running = Requests(choice.chances.tokens(rows, most)[0], most, size)
                 drawn = one_draft(costs, running, shapes.index(choice.choose(rows, most, size, 0, NO_DRAFT)))
                 is_trial = drawn.number != best_draft(costs, running, geometric).number
                 if name == "own depths, learned" and not is_trial:
