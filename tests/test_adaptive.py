@@ -80,18 +80,31 @@ def test_expected_tokens_by_hand():
     """Chance one half at each depth: 1, 1.5, 1.75 tokens."""
     chances = DraftChances(draft_ladder(SpecConfig(2)), num_rows=2)
     chances._right[:], chances._tried[:] = 5e8, 1e9
-    tokens = chances.tokens(rows(2), np.array([2, 1]))
+    tokens, _ = chances.tokens(rows(2), np.array([2, 1]))
     assert np.allclose(tokens, [[1, 1], [1.5, 1.5], [1.75, 1.5]])  # the second row accepts one draft at most
+
+
+def test_a_few_drafts_tell_an_easy_row_from_a_hard_one():
+    """Chance one half: after a draft of four that was right the odds are 5 : 1, after three wrong ones 1 : 4. Where the
+    engine's chances counted for four drafts in a row's odds it was 2 : 1 and 4 : 7, and mixed loads took longer.
+    """
+    chances = DraftChances(draft_ladder(CHAIN), num_rows=2)
+    chances._right[:], chances._tried[:] = 5e8, 1e9
+    chances.learn(4, np.array([0]), np.array([4]), np.array([4]))
+    for _ in range(3):
+        chances.learn(4, np.array([1]), np.array([0]), np.array([4]))
+    one_draft = chances.tokens(rows(2), np.array([4, 4]))[0, 1]
+    assert np.allclose(one_draft, [1 + 5 / 6, 1 + 1 / 5])
 
 
 def test_rows_differ_by_what_they_accepted_and_begin_anew():
     chances = DraftChances(draft_ladder(CHAIN), num_rows=2)
     for _ in range(30):
         chances.learn(4, rows(2), np.array([0, 4]), np.array([4, 4]))
-    hard, easy = chances.tokens(rows(2), np.array([4, 4]))[-1]
+    hard, easy = chances.tokens(rows(2), np.array([4, 4]))[0, -1]
     assert hard < 1.5 and easy > 3.5
     chances.begin(np.array([0]))
-    again, _ = chances.tokens(rows(2), np.array([4, 4]))[-1]
+    again, _ = chances.tokens(rows(2), np.array([4, 4]))[0, -1]
     assert hard < again < easy
 
 
@@ -129,6 +142,34 @@ def test_a_timed_table_learns_what_context_costs():
         table.note(1, 8, 1000, {"draft": 0.5, "verify": 2.0, "other": 0.0})
     assert table.seconds(8, 0).tolist() == [1.0, 1.5]
     assert np.allclose(table.seconds(8, 2000), [3.0, 3.5])  # nothing is known of the first but what the other showed
+
+
+def test_a_round_takes_no_less_than_the_host_that_the_device_waits_for():
+    """Drafts that the device made for nothing were left out, as if they had held anybody up."""
+    table = CostTable(draft_ladder(SpecConfig(2)))  # none, one draft, two
+    table.timed[8] = np.array([1.0, 1.5, 3.0])
+    table.note_host(0, 8, waited=0.01, period=1.01)  # launches that follow each other
+    assert table.seconds(8, 0).tolist() == [1.0, 1.5, 3.0]
+    table.note_host(0, 8, waited=1.0, period=2.0)  # with drafts the host takes as long, as far as is known
+    assert table.seconds(8, 0).tolist() == [2.0, 2.0, 3.0]
+    table.note_host(1, 8, waited=1.0, period=2.5)
+    assert table.seconds(8, 0).tolist() == [2.0, 2.5, 3.0]
+    for _ in range(20):  # it has become quicker
+        table.note_host(0, 8, waited=0.0, period=1.0)
+    assert np.allclose(table.seconds(8, 0), [1.0, 2.5, 3.0])
+    table.note_host(2, 16, waited=9.0, period=9.0)
+    table.timed[16] = np.ones(3)
+    assert table.seconds(16, 0).tolist() == [1.0, 1.0, 1.0]  # nothing is known of a batch that was not timed
+
+
+def test_what_a_pause_took_is_no_cost_of_the_host():
+    table = CostTable(draft_ladder(SpecConfig(1)))
+    table.timed[1] = np.array([1.0, 2.0])
+    table.note_host(0, 1, waited=500.0, period=501.0)
+    assert table.seconds(1, 0).tolist() == [3.0, 3.0]  # at first
+    for _ in range(8):
+        table.note_host(0, 1, waited=0.0, period=1.0)
+    assert np.allclose(table.seconds(1, 0), [1.0, 2.0], rtol=0.01)
 
 
 REQUESTS, TOKENS = 60, 200

@@ -5,14 +5,17 @@
     times    at the shape of E4B, random bf16 weights, no drafter: milliseconds from `submit` to the first token, every
              layer for every token -> the last layers for the last token; of several prompts: the mean and the last
     in order the same first tokens with deterministic=True, and how much longer they take
-    load     256 requests of 512 + 128 tokens, so many of them running: tokens a second
+    load     256 requests of 512 + 128 tokens, so many of them running: tokens a second, and
+             how many shapes of prompts were captured
     gap      32 streams while a prompt of 32,768 arrives: the longest time between two tokens, against before and
-             against what `stats()` says; and how many shapes of prompts were captured
+             against what `stats()` says
+    kernels  what the time of a prompt of 8,192 goes to, by kernel, in any order -> in order (only when asked for)
 
 The same engine serves both, in turn. The prefix cache is off, and each prompt is read a few times before it is timed.
 """
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -148,7 +151,7 @@ def order_rows() -> list[Row]:
 def load_rows() -> list[Row]:
     model = make_target(find_shape("gemma4-e4b"), Shrink(8, 16) if ON_CPU else Shrink(), DEVICE, DTYPE, 0)
     target = TargetModel(model, FAST)
-    count, length, new, long, streams = (4, 5, 3, 40, 2) if ON_CPU else (256, 512, 128, 32768, 32)
+    count, length, new = (4, 5, 3) if ON_CPU else (256, 512, 128)
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     rows = []
     for running in (2, 4) if ON_CPU else (128, 256):
@@ -161,13 +164,36 @@ def load_rows() -> list[Row]:
             rows.append(Row(f"{count} of {length} + {new}, {running} running", f"{count * new / spent:,.0f} tokens/s"))
             shapes = len(engine.steps.chunks._captured) if engine.steps.chunks is not None else 0
             rows.append(Row("shapes of prompts, all captures", f"{shapes}, {use.bytes / 1e6:,.0f} MB", ok=shapes <= 40))
+    return rows
+
+
+class CollectorPauses:
+    """Milliseconds of each pass of Python's garbage collector, from when it is made."""
+
+    def __init__(self) -> None:
+        self.ms: list[float] = []
+        self._begin = 0.0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, _info: object) -> None:
+        if phase == "start":
+            self._begin = time.perf_counter()
+        else:
+            self.ms.append((time.perf_counter() - self._begin) * 1e3)
+
+
+def gap_rows() -> list[Row]:
+    model = make_target(find_shape("gemma4-e4b"), Shrink(8, 16) if ON_CPU else Shrink(), DEVICE, DTYPE, 0)
+    target = TargetModel(model, FAST)
+    length, new, long, streams = (5, 40, 40, 2) if ON_CPU else (512, 2048, 32768, 32)
     with engine_of(target, streams + 1, long + 64) as engine:
+        gc.collect()
+        gc.freeze()  # as the server does: of a process that has imported transformers, a whole pass takes 0.2 to 0.4 s
         texts = prompts_of([length] * streams, target.vocab_size, 2)
-        handles = engine.submit_many(
-            texts, [SamplingParams(max_new_tokens=40 if ON_CPU else 2048, ignore_eos=True)] * streams
-        )
-        gaps: dict[str, list[float]] = {"before": [], "while": []}
-        late = None
+        handles = engine.submit_many(texts, [SamplingParams(max_new_tokens=new, ignore_eos=True)] * streams)
+        before: list[float] = []
+        meanwhile: list[float] = []
+        late, pauses = None, CollectorPauses()
         for step in range(30 if ON_CPU else 1200):
             if step == (10 if ON_CPU else 100):
                 late = engine.submit(prompts_of([long], target.vocab_size, 3)[0], SamplingParams(max_new_tokens=1))
@@ -176,38 +202,68 @@ def load_rows() -> list[Row]:
             engine.step()
             spent = (time.perf_counter() - begin) * 1e3
             if step > 5 and arriving:
-                gaps["before" if late is None else "while"].append(spent)
+                (before if late is None else meanwhile).append(spent)
             if not arriving:
                 break
         said = engine.stats().prompt_gap_ms
         for handle in handles:
             handle.abort()
-        before, meanwhile = max(gaps["before"]), max(gaps["while"])
-        rows.append(
-            Row(
-                f"{streams} streams, longest step",
-                f"{before:.1f} ms, while {long} arrive {meanwhile:.1f} in {len(gaps['while'])} steps, "
-                f"the median {statistics.median(gaps['while']):.1f} (said: {said:.1f})",
-            )
+    slowest = sorted(range(len(meanwhile)), key=lambda step: -meanwhile[step])[:3]
+    named = ", ".join(f"{meanwhile[step]:.1f} (step {step})" for step in slowest)
+    found = (
+        f"longest {max(before):.1f} ms, median {statistics.median(before):.1f}; while {long} arrive in "
+        f"{len(meanwhile)} steps longest {named}, median {statistics.median(meanwhile):.1f}; said {said:.1f}; "
+        f"the collector at most {max(pauses.ms, default=0):.1f}"
+    )
+    return [Row(f"{streams} streams, a step", found)]
+
+
+def kernel_rows() -> list[Row]:
+    """Which kernels a prompt's time goes to, in any order -> in order."""
+    model = make_target(find_shape("gemma4-e4b"), Shrink(8, 16) if ON_CPU else Shrink(), DEVICE, DTYPE, 0)
+    length = 30 if ON_CPU else 8192
+    spent: dict[str, list[float]] = {}
+    for mode, deterministic in enumerate((False, True)):
+        target = TargetModel(model, FAST, deterministic=deterministic)
+        prompts = prompts_of([length], target.vocab_size, length)
+        with engine_of(target, 1, length + 64, deterministic=deterministic) as engine:
+            for _ in range(UNTIMED):
+                first_token_ms(engine, prompts)
+            activity = torch.profiler.ProfilerActivity.CPU if ON_CPU else torch.profiler.ProfilerActivity.CUDA
+            with torch.profiler.profile(activities=[activity]) as profile:
+                first_token_ms(engine, prompts)
+        for event in profile.key_averages():
+            us = event.self_cpu_time_total if ON_CPU else event.self_device_time_total
+            spent.setdefault(event.key[:70], [0.0, 0.0])[mode] = us / 1e3
+    rows = [
+        Row(
+            f"kernels of a prompt of {length}, in all",
+            "{:.1f} -> {:.1f} ms".format(*map(sum, zip(*spent.values(), strict=True))),
         )
+    ]
+    for name, (loose, exact) in sorted(spent.items(), key=lambda item: -sum(item[1]))[:24]:
+        rows.append(Row(name, f"{loose:.2f} -> {exact:.2f} ms"))
     return rows
+
+
+PARTS = {"bits": bit_rows, "order": order_rows, "load": load_rows, "gap": gap_rows, "kernels": kernel_rows}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, parents=[device_option])
     parser.add_argument("--prefill-chunk", type=int)
     parser.add_argument("--max-prefill-tokens", type=int)
+    parser.add_argument(
+        "--parts", nargs="+", choices=("times", *PARTS), default=["bits", "times", "order", "load", "gap"]
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     require_device()
     sizes = f"chunks of {args.prefill_chunk or 'usual'}, {args.max_prefill_tokens or 'usual'} tokens a step"
     title = f"{machine()}; {sizes}"
     table = ResultTable(title)
-    table.add(bit_rows())
-    if not table.failed:
-        table.add(time_rows(args.prefill_chunk, args.max_prefill_tokens))
-        table.add(order_rows())
-        table.add(load_rows())
+    for part in args.parts:
+        table.add(time_rows(args.prefill_chunk, args.max_prefill_tokens) if part == "times" else PARTS[part]())
     return table.finish(args.out)
 
 

@@ -34,6 +34,9 @@ from specdec.gpu.triton_shim import triton
 FEW_TOKENS = 256
 """A forward over no more than these is most often a part of one long prompt, read while others decode."""
 
+FILLING_ROWS = 64
+"""Rows of all heads for each multiprocessor from which on the tiles are those of many; of fewer, others end sooner."""
+
 
 class RaggedTiles(NamedTuple):
     """How the work is cut, and what a program runs with. split_len: keys of a chain, in order; 0: in any order.
@@ -159,19 +162,30 @@ def choose_ragged(
     *,
     exact: bool,
 ) -> RaggedTiles:
-    """In any order: the tiles that chunks had, timed on an H200. In order: the cut of plain decoding, in larger tiles
-    of rows, which change no bit."""
-    shared = device_limits(device)[1]
+    """The fastest of those timed on an H200 and an H100 (`tools/gpu_in_order.py`). In order: the cut of plain decoding,
+    in larger tiles of rows, which change no bit."""
+    num_units, shared = device_limits(device)[:2]
     fewest: int = max(16, triton.next_power_of_2(group))  # a tile has a token at least
+    fills = num_tokens * group * kv_heads >= FILLING_ROWS * num_units
     if not exact:
-        any_order = fit_tiles(choose_tiles(num_tokens * group, block_d, item_size), block_d, item_size, shared)
+        any_order = choose_tiles(num_tokens * group, block_d, item_size)
+        if fills and block_d > 256 and item_size <= 2:  # two programs fit a multiprocessor, of 64 rows each one
+            any_order = any_order._replace(block_m=32, block_k=32, num_warps=4, num_stages=3)
+        any_order = fit_tiles(any_order, block_d, item_size, shared)
         block_m = max(any_order.block_m, fewest)
         return RaggedTiles(block_m, *any_order[1:4], 0, any_order.waves)
     cut = choose_cut(block_d, item_size, kv_heads)
-    block_m, num_warps, stages = (16, 4 if block_d <= 256 else 8, 2) if item_size > 2 else (32, 4, 3)
-    if item_size <= 2 and num_tokens * group > 256:  # two accumulators a row
-        block_m, num_warps = (64, 8) if block_d <= 256 else (32, 8)
+    block_m, num_warps, stages, in_memory = 32, 4, 3, False
+    if item_size > 2:
+        block_m, num_warps, stages = 16, 4 if block_d <= 256 else 8, 2
+    elif num_tokens * group > 256:  # two accumulators a row, of which long rows keep one in memory
+        if block_d <= 128:
+            block_m, num_warps = 64, 8
+        elif block_d <= 256:
+            block_m = 64 if fills else 32
+        else:
+            block_m, in_memory = (32, True) if fills else (16, False)
     block_m = max(block_m, fewest)
     while stages > 1 and not fits(block_m, cut.block_k, stages, block_d, item_size, shared):
         stages -= 1
-    return RaggedTiles(block_m, cut.block_k, num_warps, stages, cut.split_len)
+    return RaggedTiles(block_m, cut.block_k, num_warps, stages, cut.split_len, total_in_memory=in_memory)

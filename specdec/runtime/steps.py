@@ -83,6 +83,7 @@ class Steps:
         self.choice = DraftChoice(draft_ladder(spec), self.table.max_requests + 1) if adaptive else None
         self._drafted = self._begun = 0  # drafts since the last look, and those whose first token was right
         self._warned = False
+        self._ended: int | None = None  # the newest settled round, on the device's clock; None: chunks came after it
         round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
     def warm_up(self) -> None:
@@ -134,6 +135,7 @@ class Steps:
     def restart(self, requests: Sequence[Request]) -> None:
         """Begin again with these requests, whatever state everything is in."""
         self.under_way.clear()
+        self._ended = None
         self.round.reset()
         self.scheduler.restart(requests)
 
@@ -355,11 +357,13 @@ class Steps:
                 self._note(requests, result)
             else:
                 settle_chunks(self.round, launched, present)
+                self._ended = None
             finished += self._release_finished(requests)
         return finished
 
     def _learn(self, shape: RoundShape, requests: Sequence[Request], result: RoundResult) -> None:
         """What drafts bring and take, from a round that is about to be settled."""
+        (began, ended), before, self._ended = result.ran, self._ended, result.ran[1]
         if self.choice is None or shape.forced or (self.graphs is not None and is_large(shape)):
             return
         rows = rows_of(requests)
@@ -368,7 +372,8 @@ class Steps:
         context = int(self.table.committed_len.host[rows].sum())
         drafting = most > 0
         given = rows[drafting], result.length[drafting] - 1, most[drafting]
-        self.choice.learn(shape.draft, batch, context, result.seconds, *given)
+        since = None if before is None else ((began - before) / 1e9, (ended - before) / 1e9)
+        self.choice.learn(shape.draft, batch, context, result.seconds, *given, since)
 
     def _note(self, requests: Sequence[Request], result: RoundResult) -> None:
         """Count a settled round, and warn once where drafts are hardly ever right."""

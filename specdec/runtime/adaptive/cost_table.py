@@ -1,7 +1,11 @@
 """What a round takes, by batch size and draft: timed when the engine is made where rounds are captured, otherwise as
 rounds go by.
 
-    seconds[batch][draft] + context * slope[draft]           context: committed tokens of all rows together
+    max(seconds[batch][draft] + context * slope[draft], host[batch])   context: committed tokens of all rows together
+
+The device's own time, and no less than the host takes from one round to the next, where the device has waited for it:
+many rows of a small model are launched and settled for longer than they run, and drafts cost nothing until they fill
+that time.
 
 A draft that has not been timed for a batch yet is put together from what has been, by stages: a verify of so many
 nodes, a level of so many branches, and the rest.
@@ -27,6 +31,10 @@ OUTLIER = 3.0
 """A round that takes so many times its level counts as one that takes that."""
 
 FORGET = 0.995
+
+WAITS = 0.05
+"""Of the time from the end of one round to the end of the next: a device that stood still for longer waits for the
+host, not for its launches to follow each other."""
 
 DOUBT = 0.3
 """Share by which a draft that has been timed once may be faster than it seems."""
@@ -61,6 +69,7 @@ class CostTable:
         self._verify: defaultdict[int, Level] = defaultdict(Level)  # by nodes of all rows
         self._level: defaultdict[int, Level] = defaultdict(Level)  # of a draft, by its branches of all rows
         self._rest = Level()
+        self._host: defaultdict[tuple[int, bool], Level] = defaultdict(Level)  # by batch size, and whether it drafts
         self._fit = np.zeros((2, len(shapes)))  # of the slope: sums of context * seconds beyond the table, context^2
 
     def note(self, number: int, batch: int, context: int, seconds: Mapping[str, float]) -> None:
@@ -78,17 +87,28 @@ class CostTable:
         if shape.num_steps:
             self._level[batch * shape.topk].add(seconds["draft"] / shape.num_steps)
 
+    def note_host(self, number: int, batch: int, waited: float, period: float) -> None:
+        """A round with the draft of that number ended `period` seconds after the one before it, and the device stood
+        still for `waited` of them."""
+        host = self._host[batch, number > 0]
+        if batch in self.timed and (waited > WAITS * period or period < host.value):
+            host.add(min(period, OUTLIER * float(self.timed[batch][number])))
+
     def seconds(self, batch: int, context: int) -> FloatArray:
         """[K]: of a round with each draft."""
         if batch in self.timed:
-            return self.timed[batch] + context * self._slope()
+            host = [self._host[batch, drafts].value for drafts in (False, True)]
+            plain, drafting = (own or other for own, other in zip(host, host[::-1], strict=True))
+            least = np.array([drafting if shape.num_steps else plain for shape in self.shapes])
+            slower: FloatArray = np.maximum(self.timed[batch] + context * self._slope(), least)
+            return slower
         seen = self._seen[batch]
         seconds = np.array([seen[i].value if seen[i].count else self._guess(batch, i) for i in range(len(seen))])
         # what is smaller takes no longer, and a draft takes longer than none by the time of its levels at least: else
         # noise makes them equal, and drafts that are never right would be chosen as often as none
         drafts = np.array([self._draft(batch, shape) for shape in self.shapes])
-        least: FloatArray = np.minimum.accumulate((seconds - drafts)[::-1])[::-1] + drafts
-        return least
+        growing: FloatArray = np.minimum.accumulate((seconds - drafts)[::-1])[::-1] + drafts
+        return growing
 
     def hopeful(self, batch: int, seconds: FloatArray) -> FloatArray:
         """[K]: as little as rounds may still take, if they are believed to take `seconds` [K]."""

@@ -29,8 +29,9 @@ BRANCHES = 1.5
 KEEP, MEMORY = 1 - 1 / 512, 1000
 """Of the engine's counts, what a round leaves, and how many drafts of a depth are remembered at most."""
 
-ROW_WEIGHT, ROW_MEMORY = 4.0, 128
-"""Drafts that the engine's chances count for in a row's odds, and most drafts that a row remembers."""
+ROW_WEIGHT, ROW_MEMORY = 1.0, 128
+"""Drafts that the engine's chances count for in a row's odds, few since requests differ much; and most drafts that a
+row remembers."""
 
 HOPE, AT_LEAST = 1.5, 0.3
 """Standard errors, about, by which a hopeful chance is above the one that was seen; and what it is at least for a row
@@ -42,9 +43,12 @@ class DraftChances:
 
     def __init__(self, shapes: Sequence[DraftShape], num_rows: int) -> None:
         trees = [shape for shape in shapes if shape.topk > 1]
-        self._class_of = [1 + trees.index(shape) if shape in trees else 0 for shape in shapes]
+        self._class_of = np.array([1 + trees.index(shape) if shape in trees else 0 for shape in shapes])
         self._depth_of = [shape.depth for shape in shapes]
         classes, most = 1 + len(trees), max(self._depth_of)
+        self._levels = np.arange(most)
+        self._last_level = np.maximum(self._depth_of, 1) - 1
+        self._nothing = np.array(self._depth_of) == 0
         self._right = np.zeros((classes, most))  # [C, D]: accepted,
         self._tried = np.zeros((classes, most))  # of those whose parent was
         self._row = np.zeros((4, num_rows))  # accepted and rejected drafts, and how many the engine's chances foretold
@@ -63,7 +67,7 @@ class DraftChances:
     def learn(self, shape: int, rows: IntArray, accepted: IntArray, most: IntArray) -> None:
         """A round with the draft of that number: rows [B] accepted so many [B], and could accept at most `most` [B]."""
         kind, depth = self._class_of[shape], self._depth_of[shape]
-        level = np.arange(depth)
+        level = self._levels[:depth]
         right = level < accepted[:, None]  # [B, D]
         tried = (level <= accepted[:, None]) & (level < most[:, None])
         chance = self.chance[kind, :depth]
@@ -80,23 +84,22 @@ class DraftChances:
         self._right *= kept
         self._tried *= kept
 
-    def tokens(self, rows: IntArray, most: IntArray, *, hopeful: bool = False) -> FloatArray:
-        """[K, B]: what each draft is expected to bring each row, the bonus included, where a row accepts at most
-        `most` [B]. hopeful: as many as are still believable."""
+    def tokens(self, rows: IntArray, most: IntArray) -> FloatArray:
+        """[2, K, B]: what each draft is expected to bring each row, the bonus included, where a row accepts at most
+        `most` [B]; and what it may still be hoped to bring."""
         right, wrong, foretold, foretold_wrong = self._row[:, rows] + ROW_WEIGHT
         odds = right * foretold_wrong / (wrong * foretold)  # [B]
         doubt = 1 / np.sqrt((1 + right + wrong - 2 * ROW_WEIGHT) * len(rows))  # not all are lucky
         chance = self.chance
-        if hopeful:
-            odds = odds * np.exp(HOPE * doubt)
-            chance = chance + HOPE * np.sqrt(chance * (1 - chance) / (self._tried + PRIOR_WEIGHT))
-        chance = chance.clip(1e-4, 1 - 1e-4)
-        of_row = odds[:, None, None] * (chance / (1 - chance))  # [B, C, D]
-        of_row = of_row / (1 + of_row)
-        if hopeful:
-            of_row = np.maximum(of_row, AT_LEAST * doubt[:, None, None])
-        reach = np.cumprod(of_row, axis=2)
-        reach *= (np.arange(reach.shape[2]) < most[:, None])[:, None]
-        brought = 1 + np.cumsum(reach, axis=2)  # [B, C, D], of a draft of each depth
-        kinds, depths = np.array(self._class_of), np.array(self._depth_of)
-        return np.where(depths[:, None] == 0, 1.0, brought[:, kinds, np.maximum(depths, 1) - 1].T)
+        high = chance + HOPE * np.sqrt(chance * (1 - chance) / (self._tried + PRIOR_WEIGHT))
+        both = np.array([chance, high]).clip(1e-4, 1 - 1e-4)
+        both_odds = np.array([odds, odds * np.exp(HOPE * doubt)])
+        of_row = both_odds[:, :, None, None] * (both / (1 - both))[:, None]  # [2, B, C, D]
+        of_row /= 1 + of_row
+        np.maximum(of_row[1], AT_LEAST * doubt[:, None, None], out=of_row[1])
+        reach = np.cumprod(of_row, axis=3)
+        reach *= (self._levels < most[:, None])[:, None]
+        brought = 1 + np.cumsum(reach, axis=3)  # of a draft of each depth
+        tokens = brought[:, :, self._class_of, self._last_level].swapaxes(1, 2)
+        tokens[:, self._nothing] = 1.0
+        return tokens

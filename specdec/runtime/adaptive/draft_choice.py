@@ -104,14 +104,15 @@ class DraftChoice:
         seconds = self.cost.seconds(batch, context)
         catching_up = self.cost.catching_up.get(batch, 0.0) if behind else 0.0
         seconds[1:] += catching_up / IN_A_ROW
-        tokens = _mean(self.chances.tokens(rows, most))
+        tokens, hoped = _mean(self.chances.tokens(rows, most))
         rate = tokens / seconds
-        rate[[not covers(shape, least) for shape in self.shapes]] = -1.0
+        if least.num_nodes > 1:
+            rate[[not covers(shape, least) for shape in self.shapes]] = -1.0
         best = int(rate.argmax())
         if self._spare is None:
             self._spare = FIRST_ROUNDS * float(seconds[0])
         self._spare = min(self._spare + SPARE * float(seconds[best]), MOST_ROUNDS * float(seconds[0]))
-        hoped = _mean(self.chances.tokens(rows, most, hopeful=True)) / self.cost.hopeful(batch, seconds)
+        hoped = hoped / self.cost.hopeful(batch, seconds)
         trial = int(np.where(rate < 0, -1.0, hoped).argmax())
         lost = float(seconds[trial] - tokens[trial] / rate[best])  # the best draft brings these tokens in less time
         lost += catching_up
@@ -134,12 +135,17 @@ class DraftChoice:
         rows: IntArray,
         accepted: IntArray,
         most: IntArray,
+        since: tuple[float, float] | None = None,
     ) -> None:
-        """A round with this draft is settled. accepted, most: drafts of each row [B]."""
+        """A round with this draft is settled. accepted, most: drafts of each row [B]. since: seconds for which the
+        device stood still before it, and from the end of the round before to its own; None: something else came before.
+        """
         number = self._numbers.get(shape)
         if number is None:  # shortened, or another's
             return
         self.cost.note(number, batch, context, seconds)
+        if since is not None:
+            self.cost.note_host(number, batch, *since)
         if number and len(rows):
             self.chances.learn(number, rows, accepted, most)
 
@@ -151,8 +157,8 @@ class DraftChoice:
 
 
 def _mean(tokens: FloatArray) -> FloatArray:
-    """Geometric, over rows: [K, B] -> [K]."""
-    mean: FloatArray = np.exp(np.log(tokens).mean(axis=1))
+    """Geometric, over rows: [.., B] -> [..]."""
+    mean: FloatArray = np.exp(np.log(tokens).mean(axis=-1))
     return mean
 
 

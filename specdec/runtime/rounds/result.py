@@ -78,7 +78,8 @@ class RoundResult(NamedTuple):
     """length [B] of the accepted path [B, N] of nodes; tokens [B, D], the first `length` are emitted.
 
     logprobs: per request, of its D tokens; empty for those who did not ask. num_steps: levels of the draft. seconds: by
-    stage. forced [B]: how many of the first tokens the grammar gave.
+    stage. forced [B]: how many of the first tokens the grammar gave. ran: when it began and when it ended, in
+    nanoseconds of the device's clock.
     """
 
     length: IntArray
@@ -88,6 +89,7 @@ class RoundResult(NamedTuple):
     num_steps: int
     seconds: dict[str, float]
     forced: IntArray
+    ran: tuple[int, int] = (0, 0)
 
     def take(self, chosen: Sequence[int]) -> "RoundResult":
         """Of these requests only."""
@@ -141,7 +143,8 @@ def unpack(
                 of_tokens = zip(tokens[i].tolist(), chosen[i].tolist(), best, strict=True)
                 logprobs[i] = [TokenLogprob(*one) for one in of_tokens]
     seconds = seconds_by_stage(stages, stamps)
-    return RoundResult(length[:, 0], path, tokens, logprobs, shape.num_steps, seconds, forced)
+    ran = int(stamps[0]), int(stamps[-1])
+    return RoundResult(length[:, 0], path, tokens, logprobs, shape.num_steps, seconds, forced, ran)
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
