@@ -24,7 +24,7 @@ from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.rounds.round import Round
 
 from marks import deep, each_value, examples, slow
-from tiny_models import FULL, SLIDING, random_eagle3
+from tiny_models import FAMILIES, FAST_FAMILIES, FULL, SLIDING, random_eagle3
 
 SHARING = ["gemma4-e2b", "gemma4-multimodal"]
 WHOLE, LAYERS = 2, 6  # the third stores the last K/V
@@ -125,6 +125,17 @@ def test_layers_that_store_nothing_see_one_row_a_prompt(family, make_target, eng
         seen.clear()
     made.generate([random_prompt(20, seed=1)], SamplingParams(max_new_tokens=1))
     assert rows == [[8, 8, 4]] * WHOLE + [[1]] * (LAYERS - WHOLE)
+
+
+@pytest.mark.parametrize("family", [family if family in FAST_FAMILIES else deep(family) for family in FAMILIES])
+def test_the_last_layer_of_any_family(family, make_target, engine, random_prompt, greedy_oracle):
+    """Its K/V are made of every token, and no more than that but of a prompt's last."""
+    model, prompt = make_target(family), random_prompt(20)
+    made = engine(model, prefill_chunk=8)
+    rows = rows_of_layers(made.target)
+    [out] = made.generate([prompt], GREEDY)
+    assert rows[-1] == [1] * NEW and rows[0] == [8, 8, 4] + [1] * (NEW - 1)
+    assert out.token_ids == greedy_oracle(model, prompt, NEW)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
