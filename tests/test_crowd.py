@@ -68,8 +68,8 @@ def crowd(make_target, make_assistant, make_engine) -> Callable[[int, int], Crow
 
 
 USUAL = [("mtp-tree", "sanitized"), ("eagle3-tree", "")]  # what others do in a crowd, trees of a model do, too
-SMALL, LARGE = "60", "200"
-SIZES = {SMALL: (60, 24), LARGE: (200, 200)}  # requests, longest
+SMALL, LARGE = "36", "200"
+SIZES = {SMALL: (36, 24), LARGE: (200, 200)}  # requests, longest
 FULL = os.environ.get("SPECDEC_CROWD") == "full"  # takes six minutes
 
 

@@ -28,7 +28,7 @@ from marks import deep, slow
 from processes import run
 from tiny_models import random_eagle3
 
-VOCAB, NEW, LENGTHS = 12, 7, (13, 1)
+VOCAB, NEW, LENGTHS = 12, 5, (9, 1)
 SLIDING, FULL = "sliding_attention", "full_attention"
 SMALL = {"vocab_size": VOCAB, "num_attention_heads": 2, "num_key_value_heads": 1}
 TARGETS = {
