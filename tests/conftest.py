@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-PLUGINS = ["devices", "tiny_models", "stand_ins"]  # tests/ is on the path: see pyproject.toml
+PLUGINS = ["shallow_pair", "devices", "tiny_models", "stand_ins"]  # tests/ is on the path: see pyproject.toml
 if os.environ["TRITON_INTERPRET"] == "1":
     PLUGINS[:0] = ["quick_interpreter", "even_dots"]
 ROOT = Path(__file__).resolve().parent.parent
