@@ -130,7 +130,7 @@ def scenes(make_target, make_assistant, make_engine, greedy_oracle, random_promp
     monkeypatch.setattr(specdec.runtime.steps, "ENOUGH_DRAFTS", 1 << 30)
     layers = {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, FULL], "num_kv_shared_layers": 1}
     model = make_target("gemma4-e2b", **layers)
-    prompts = [random_prompt(n) for n in (3, 9, 2)]
+    prompts = [random_prompt(n) for n in (5, 19, 8)]
     truths = {tuple(prompt): greedy_oracle(model, prompt, NEW) for prompt in prompts}
     engines: dict[Any, Engine] = {}
 
