@@ -206,7 +206,7 @@ def test_a_resumed_request_drafts_from_its_last_state(make_target, engine, rando
     assert seen[0] == seen[1] and len(seen[0]) > 2
 
 
-@pytest.mark.parametrize("case", range(examples(12, 60)))
+@pytest.mark.parametrize("case", range(examples(6, 60)))
 def test_random_loads(case, make_target, engine, random_prompt, greedy_oracle):
     """Chunks, pages, pools that are too small, prompts that begin alike, scores, every drafter that can skip."""
     draw = random.Random(case)
@@ -232,8 +232,9 @@ def test_captured_prompts(drafter, make_target, engine, random_prompt, monkeypat
     """Replayed for other rows and lengths, scored chunks among them, with the same outputs; shapes do not mix."""
     model = make_target("gemma4-e2b")
     draw = random.Random(5)
-    prompts = [random_prompt(draw.randrange(1, 50), seed=i) for i in range(16)]
-    params = [SamplingParams(max_new_tokens=NEW, prompt_logprobs=2 if 3 < i < 8 else None) for i in range(16)]
+    count = examples(10, 16)
+    prompts = [random_prompt(draw.randrange(1, 50), seed=i) for i in range(count)]
+    params = [SamplingParams(max_new_tokens=NEW, prompt_logprobs=2 if 3 < i < 8 else None) for i in range(count)]
     expected = outputs(engine(model, drafter, max_batch_size=4), prompts, params)
     monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
     made = engine(model, drafter, max_batch_size=4)
