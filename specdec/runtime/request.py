@@ -22,6 +22,7 @@ from specdec.sampling.grammars.grammar import Place
 from specdec.sampling.grammars.token_view import TokenView
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.text.detokenize import Detokenizer
+from specdec.text.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +192,8 @@ class Request:
     awaited: int = field(default=-1, init=False)  # number of the request that makes a part of its prompt,
     awaited_len: int = field(default=0, init=False)  # so many tokens of it,
     awaited_version: int = field(default=-1, init=False)  # as of this `InProgress.version`
+    max_drafts: int = field(init=False)  # most that it accepts in a round
+    stops: StopStrings = field(init=False)  # asked for every round, so made once
     error: SpecDecError | None = field(default=None, init=False)  # why it ended, if not by itself or an abort
     news: deque[int] | None = field(default=None, init=False)  # is given its number when it gains tokens or ends
     settled: Settled = field(init=False)
@@ -200,6 +203,8 @@ class Request:
 
     def __post_init__(self, begins: Place | None) -> None:
         self._tokens = list(self.prompt)
+        self.max_drafts = 0 if self.draft is None else self.draft.depth
+        self.stops = self.params.stop_strings
         stats = RequestStats(prompt_tokens=len(self.prompt))
         self.settled = Settled(len(self.prompt), "", stats, copy.copy(self.detokenizer), begins)
 
@@ -245,11 +250,6 @@ class Request:
     @property
     def stats(self) -> RequestStats:
         return self.settled.stats
-
-    @property
-    def max_drafts(self) -> int:
-        """Most drafts that it accepts in a round."""
-        return 0 if self.draft is None else self.draft.depth
 
     def draft_size(self, to_go: int) -> DraftShape:
         """A draft that is enough where `to_go` tokens may still come, the bonus token among them."""
@@ -310,7 +310,7 @@ class Request:
         """
         start, place = self.settled.num_tokens, self.settled.place
         prompt_len, tokens = len(self.prompt), self._tokens
-        stops = self.params.stop_strings or None
+        stops = self.stops
         reader = copy.copy(self.settled.reader) if stops else None  # that of what is settled does not move
         kept, longest = start - prompt_len, prompt_len + self.params.max_new_tokens
         del tokens[start:], self._drafted[kept:], self._logprobs[kept:]  # of a step that was interrupted
@@ -384,7 +384,7 @@ class Request:
         end, finished = settled.num_tokens, bool(settled.finish_reason)
         new = slice(first + start, end)
         try:
-            text = reader.stream(TokenView(self._tokens, first, end), self.params.stop_strings, finished=finished)
+            text = reader.stream(TokenView(self._tokens, first, end), self.stops, finished=finished)
         except BaseException as error:
             if not is_fault(error):
                 raise
@@ -400,7 +400,7 @@ class Request:
     def output(self, reader: Detokenizer | None = None) -> GenerationOutput:
         """All of it. Raises RequestFailedError when the tokenizer raises."""
         try:
-            text = (reader or self.detokenizer).final_text(self.output_ids, self.params.stop_strings)
+            text = (reader or self.detokenizer).final_text(self.output_ids, self.stops)
         except BaseException as error:
             if not is_fault(error):
                 raise
