@@ -35,6 +35,9 @@ class LaunchedStep:
 
     def present(self) -> list[int]:
         """Numbers in the batch of the requests that still have the row."""
+        epochs = [request.row_epoch for request in self.requests]
+        if epochs == self.row_epochs:
+            return list(range(len(epochs)))
         seats = enumerate(zip(self.requests, self.row_epochs, strict=True))
         return [i for i, (request, epoch) in seats if request.row_epoch == epoch]
 

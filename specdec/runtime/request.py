@@ -17,7 +17,7 @@ from specdec.errors import RequestFailedError, SpecDecError, first_line, is_faul
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompt_scores import PromptScores
 from specdec.runtime.rounds.result import DraftShape
-from specdec.runtime.rounds.round_shapes import NO_DRAFT
+from specdec.runtime.rounds.round_shapes import NO_DRAFT, whole_draft
 from specdec.sampling.grammars.grammar import Place
 from specdec.sampling.grammars.token_view import TokenView
 from specdec.sampling.log_probs import TokenLogprob
@@ -193,6 +193,7 @@ class Request:
     awaited_len: int = field(default=0, init=False)  # so many tokens of it,
     awaited_version: int = field(default=-1, init=False)  # as of this `InProgress.version`
     max_drafts: int = field(init=False)  # most that it accepts in a round
+    whole_draft: DraftShape = field(init=False)  # that nothing shortens
     stops: StopStrings = field(init=False)  # asked for every round, so made once
     error: SpecDecError | None = field(default=None, init=False)  # why it ended, if not by itself or an abort
     news: deque[int] | None = field(default=None, init=False)  # is given its number when it gains tokens or ends
@@ -204,6 +205,7 @@ class Request:
     def __post_init__(self, begins: Place | None) -> None:
         self._tokens = list(self.prompt)
         self.max_drafts = 0 if self.draft is None else self.draft.depth
+        self.whole_draft = NO_DRAFT if self.draft is None else whole_draft(self.draft)
         self.stops = self.params.stop_strings
         stats = RequestStats(prompt_tokens=len(self.prompt))
         self.settled = Settled(len(self.prompt), "", stats, copy.copy(self.detokenizer), begins)
@@ -230,6 +232,11 @@ class Request:
         return self.settled.num_tokens - len(self.prompt)
 
     @property
+    def to_go(self) -> int:
+        """Tokens that it may still get."""
+        return len(self.prompt) + self.params.max_new_tokens - self.settled.num_tokens
+
+    @property
     def drafted(self) -> list[bool]:
         """Of each output token, whether it came out of an accepted draft."""
         return self._drafted[: self.num_output]
@@ -253,8 +260,8 @@ class Request:
 
     def draft_size(self, to_go: int) -> DraftShape:
         """A draft that is enough where `to_go` tokens may still come, the bonus token among them."""
-        if self.draft is None:
-            return NO_DRAFT
+        if self.draft is None or to_go > self.max_drafts:
+            return self.whole_draft
         num_steps, num_nodes = self.draft.shortened(to_go - 1)
         return DraftShape(num_steps, self.draft.topk, num_nodes)
 
@@ -272,7 +279,7 @@ class Request:
     @property
     def forced(self) -> tuple[int, ...]:
         """Tokens that must come next, as many as a round can bring beside one more."""
-        place, to_go = self.place, self.params.max_new_tokens - self.num_output
+        place, to_go = self.place, self.to_go
         return () if place is None or to_go < 2 else place.forced[: to_go - 1]
 
     @property
@@ -420,6 +427,12 @@ class Request:
 def rows_of(requests: Sequence[Request]) -> IntArray:
     """[B]: the rows of these requests."""
     return np.array([request.row for request in requests], dtype=np.int64)
+
+
+def restricted(requests: Sequence[Request]) -> list[Request]:
+    """Those of these requests that have a `place`: not any token may come next."""
+    with_place = [request for request in requests if request.settled.place is not None]
+    return [request for request in with_place if request.place is not None]
 
 
 def _failed(called: str, error: BaseException) -> RequestFailedError:

@@ -23,7 +23,7 @@ from specdec.kvcache.table import RequestTable, swa_slots_held
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.prompt_gap import PromptGap
 from specdec.runtime.prompt_shares import Prompt, PromptRoom, shares
-from specdec.runtime.request import Request, RequestState, rows_of
+from specdec.runtime.request import Request, RequestState, restricted, rows_of
 
 PATIENCE = 64
 """Admissions past a waiting request for which it rises by a level of priority."""
@@ -162,13 +162,13 @@ class Scheduler:
         if self.rounds_held:
             return []
         while True:
-            decoding = [request for request in self.running if request.state is RequestState.DECODE]
+            decoding = _in_state(self.running, RequestState.DECODE)
             rows, wanted = self._lookahead(decoding)
             if self.table.pages_needed(rows, wanted).sum() <= self.table.allocator.available_pages:
                 break
             self._make_room()
         self.table.ensure_all(rows, wanted)
-        forced = max((len(request.forced) for request in decoding if request.place), default=0)
+        forced = max((len(request.forced) for request in restricted(decoding)), default=0)
         if forced:
             last = self.table.slots.host.shape[1] - 1
             more = np.minimum(self.table.committed_len.host[rows] + next_power_of_two(1 + forced), last)
@@ -207,7 +207,7 @@ class Scheduler:
     def _pages_to_come(self, requests: Sequence[Request]) -> tuple[int, int]:
         """Pages (full, swa) that requests with a row take until their next round, the first if they have had none."""
         table = self.table
-        decoding = [request for request in requests if request.state is RequestState.DECODE]
+        decoding = _in_state(requests, RequestState.DECODE)
         full_due = int(table.pages_needed(*self._lookahead(decoding)).sum())
         swa_due = full_due if table.allocator.swa else 0
         for request in requests:
@@ -244,13 +244,13 @@ class Scheduler:
 
     def _prompt_shares(self) -> list[tuple[Request, int]]:
         """Who reads how many tokens of its prompt in this step, as far as there are pages, by rank."""
-        reading = [request for request in self.running if request.state is RequestState.PREFILL]
+        reading = _in_state(self.running, RequestState.PREFILL)
         if not reading:
             return []
         done = [int(self.table.committed_len.host[request.row]) for request in reading]
         prompts = [Prompt(rank(r)[0], r.prefill_target - n) for r, n in zip(reading, done, strict=True)]
         to_come = sum(each.to_go for each in prompts)
-        if RequestState.DECODE in [request.state for request in self.running]:
+        if _in_state(self.running, RequestState.DECODE):
             room = self.prompt_gap.tokens(self.prompt_room, len(reading) + len(self.waiting), max(done))
         else:
             room = self.prompt_room.idle_tokens(to_come)
@@ -289,6 +289,10 @@ class _Passes:
 def rank(request: Request) -> tuple[int, int]:
     """Lower comes first. That of a running request does not change."""
     return request.priority - request.passed // PATIENCE, request.number
+
+
+def _in_state(requests: Sequence[Request], state: RequestState) -> list[Request]:
+    return [request for request in requests if request.state is state]
 
 
 def slots_needed(table: RequestTable, prompt_len: int, max_new_tokens: int) -> tuple[int, int]:

@@ -37,7 +37,7 @@ from specdec.runtime.grammar_masks import GrammarSteps, prepare, root_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
 from specdec.runtime.prompt_gap import PromptLoad
 from specdec.runtime.prompt_scores import scoring_of
-from specdec.runtime.request import Request, rows_of
+from specdec.runtime.request import Request, restricted, rows_of
 from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, batch_sizes, nothing, run_programs
@@ -157,7 +157,7 @@ class Steps:
         """One step -> the requests that ended in it. Prompts come second, so that those that end make room for them."""
         with self._on_device(), self.round.one_look():
             finished: list[Request] = []
-            if any(request.place for request in self.scheduler.running):
+            if restricted(self.scheduler.running):
                 finished += self._settle_all()  # what a grammar allows is known when all earlier tokens are
                 finished += self._release_finished(prepare(self.scheduler.running))
             decoding, begin = self.scheduler.next_decode(), time.perf_counter()
@@ -203,7 +203,7 @@ class Steps:
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """Launch a round of the requests that may still get a token from it, and settle what is due."""
         sure = Counter(request.number for launched in self.under_way for request in launched.gaining())
-        to_go = [request.params.max_new_tokens - request.num_output - sure[request.number] for request in requests]
+        to_go = [request.to_go - sure.get(request.number, 0) for request in requests]
         going_on = [request for request, most in zip(requests, to_go, strict=True) if most > 0]
         if going_on:
             self.launch_round(going_on, [most for most in to_go if most > 0])
@@ -212,11 +212,12 @@ class Steps:
     def launch_round(self, requests: Sequence[Request], to_go: Sequence[int]) -> None:
         """One round of these requests. to_go: tokens that each may still get, at least 1."""
         rows, params = rows_of(requests), [request.params for request in requests]
-        places = [request.place for request in requests]
         shape = self.shape_for(requests, to_go)
-        masked = any(place is not None for place in places)  # a request's rules may have ended before it does
+        masked = len(restricted(requests)) > 0  # a request's rules may have ended before it does
         shape = shape._replace(uses=shape.uses._replace(masked=masked))
-        forced = np.array([len(request.forced) for request in requests], dtype=np.int64)
+        forced = np.zeros_like(rows)
+        if masked:
+            forced[:] = [len(request.forced) for request in requests]
         if forced.any():
             shape = with_forced(shape, self.round, rows, int(forced.max()), self.graphs)
             forced = forced.clip(max=shape.width - 1)
@@ -230,7 +231,9 @@ class Steps:
                 self.round.forced[request.row, : 1 + count] = tokens
         self.round.flush()
         catch_up_if_due(self.round, self.catch_ups, shape, rows)
-        between: Between = GrammarSteps(self.round, shape, places).between if masked else nothing
+        between: Between = nothing
+        if masked:
+            between = GrammarSteps(self.round, shape, [request.place for request in requests]).between
         if self.graphs is None:
             packed = run_programs(decode_programs(self.round, shape), between)
         else:
@@ -337,8 +340,8 @@ class Steps:
         busy: the device has a round to run meanwhile. If it has none, everything is settled as soon as nothing under
         way would bring a token: a result would be read a step late while the device idles.
         """
-        gaining = [launched for launched in self.under_way if launched.gaining()]
-        return self._settle_all(self.lag if busy or not gaining else 0)
+        gaining = not busy and any(launched.gaining() for launched in self.under_way)
+        return self._settle_all(0 if gaining else self.lag)
 
     def _settle_all(self, left: int = 0) -> list[Request]:
         """Settle what is under way, oldest first, except for the last `left`."""
@@ -383,15 +386,15 @@ class Steps:
             self.scheduler.prompt_gap.learn_round(sum(result.seconds.values()))
         if result.num_steps == 0 or self._warned:
             return
-        rounds = zip(requests, result.length, result.forced, strict=True)
-        drafted = [length > 1 for request, length, forced in rounds if request.max_drafts and not forced]
-        self._drafted += len(drafted)
-        self._begun += sum(drafted)
+        drafted = (self.round.max_drafts.host[rows_of(requests)] > 0) & (result.forced == 0)
+        self._drafted += int(drafted.sum())
+        self._begun += int((drafted & (result.length > 1)).sum())
         if self._drafted >= ENOUGH_DRAFTS:
             self._warned = warn_of_rejected(self._drafted, self._begun)
             self._drafted = self._begun = 0  # the next thousand by themselves: a good start hides nothing
 
     def _release_finished(self, requests: Sequence[Request]) -> list[Request]:
-        finished = [request for request in requests if request.finished]
-        self.scheduler.release(*finished)
+        finished = [request for request in requests if request.settled.finish_reason]
+        if finished:
+            self.scheduler.release(*finished)
         return finished

@@ -30,7 +30,7 @@ def whole_draft(spec: SpecConfig) -> DraftShape:
 
 def largest(drafts: Sequence[DraftShape]) -> DraftShape:
     """What has all that any of these has; of none, no draft."""
-    return DraftShape(*(max(size) for size in zip(NO_DRAFT, *drafts, strict=True)))
+    return DraftShape(*(max(size) for size in zip(NO_DRAFT, *set(drafts), strict=True)))
 
 
 def round_shape(
