@@ -82,10 +82,12 @@ class RequestStats:
         if num_drafts:
             self.drafted_rounds += 1
             self.drafted_round_tokens += emitted
-        self.draft_tokens += num_drafts
-        self.accepted_counts += [0] * (max(num_drafts, accepted) - len(self.accepted_counts))
+            self.draft_tokens += num_drafts
+        counts = self.accepted_counts
+        if len(counts) < num_drafts or len(counts) < accepted:
+            counts += [0] * (max(num_drafts, accepted) - len(counts))
         for i in range(accepted):
-            self.accepted_counts[i] += 1
+            counts[i] += 1
 
     def add(self, other: "RequestStats", sign: int = 1) -> None:
         """Sum another request's figures into this one (`sign=-1` takes them out again)."""
@@ -315,12 +317,13 @@ class Request:
         stats: its figures so far (a copy, changed here); num_drafts: how deep the drafts of this round were, None for
         the token behind a prompt; num_forced: so many of the first were no drafts, but the grammar's.
         """
-        start, place = self.settled.num_tokens, self.settled.place
-        prompt_len, tokens = len(self.prompt), self._tokens
+        before = self.settled
+        start, place = before.num_tokens, before.place
+        prompt_len, tokens, drafted = len(self.prompt), self._tokens, self._drafted
         stops = self.stops
-        reader = copy.copy(self.settled.reader) if stops else None  # that of what is settled does not move
+        reader = copy.copy(before.reader) if stops else before.reader  # that of what is settled does not move
         kept, longest = start - prompt_len, prompt_len + self.params.max_new_tokens
-        del tokens[start:], self._drafted[kept:], self._logprobs[kept:]  # of a step that was interrupted
+        del tokens[start:], drafted[kept:], self._logprobs[kept:]  # of a step that was interrupted
         finish_reason, taken, called = "", 0, "grammar"
         if start >= longest:  # its prompt was to be scored, and no more
             finish_reason, emitted = "length", ()
@@ -335,9 +338,9 @@ class Request:
                     break
                 taken += 1
                 tokens.append(token)
-                self._drafted.append(num_forced < taken < len(emitted))
+                drafted.append(num_forced < taken < len(emitted))
                 called = "tokenizer"
-                if token in self.end_tokens or (stops and reader and reader.find_stop(tokens, stops, prompt_len)):
+                if token in self.end_tokens or (stops and reader.find_stop(tokens, stops, prompt_len)):
                     finish_reason = "stop"
                     break
                 if len(tokens) >= longest:
@@ -348,16 +351,19 @@ class Request:
                 raise
             self.fail(called, error)
             return
-        self._logprobs += logprobs[:taken]
+        if logprobs:
+            self._logprobs += logprobs[:taken]
         if kept == 0:
             stats.first_token_seconds = time.perf_counter() - self.handed_in
         stats.output_tokens += taken
         if num_drafts is not None:
-            drafts = (0, 0) if num_forced else (min(taken, len(emitted) - 1), num_drafts)
-            stats.record_round(taken, *drafts)
-            stats.forced_tokens += min(taken, num_forced)
-            stats.forced_rounds += num_forced > 0
-        self.settled = Settled(start + taken, finish_reason, stats, reader or self.settled.reader, place)
+            if num_forced:
+                stats.record_round(taken, 0, 0)
+                stats.forced_tokens += min(taken, num_forced)
+                stats.forced_rounds += 1
+            else:
+                stats.record_round(taken, min(taken, len(emitted) - 1), num_drafts)
+        self.settled = Settled(start + taken, finish_reason, stats, reader, place)
         self._tell()
 
     def abort(self) -> None:
