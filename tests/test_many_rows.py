@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from specdec import SamplingParams
+from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
 from specdec.gpu.mirrored_array import MirroredArray
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.page_pool import PagedAllocator
 from specdec.kvcache.table import RequestTable
+from specdec.runtime.launched_step import LaunchedStep
 from specdec.runtime.prompt_shares import PromptRoom
-from specdec.runtime.request import Request, RequestState
+from specdec.runtime.request import Request, RequestState, restricted
 from specdec.runtime.rounds.result import RoundResult
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.settling import settle_round
@@ -348,6 +349,29 @@ def test_a_copied_reader_has_all_and_reads_on_by_itself():
     assert contents(twin) == before
     assert twin.find_stop([0, 1, 2, 25, 25], ("zz",))
     assert contents(reader) == before
+
+
+@pytest.mark.parametrize("draft", [SpecConfig(4), SpecConfig(3, 2, 6), SpecConfig(1), SpecConfig(3, 1, 3)])
+def test_only_the_end_of_an_output_shortens_a_draft(draft):
+    request = Request([1], SamplingParams(max_new_tokens=9), 0, Detokenizer(None), frozenset(), draft)
+    sizes = [request.draft_size(to_go) for to_go in range(1, 10)]
+    assert [(size.num_steps, size.num_nodes) for size in sizes] == [draft.shortened(depth) for depth in range(9)]
+    assert {size.topk for size in sizes} == {draft.topk} and request.max_drafts == sizes[-1].depth == draft.depth
+
+
+def test_who_is_restricted_has_rules_that_still_hold():
+    requests = [request_of(number) for number in range(4)]
+    for request, free in ((requests[1], False), (requests[2], True), (requests[3], False)):
+        request.settled = request.settled._replace(place=SimpleNamespace(free=free))
+    assert restricted(requests) == [requests[1], requests[3]] and restricted(requests[::2]) == []
+
+
+def test_present_are_those_that_kept_their_row():
+    requests = [request_of(number) for number in range(3)]
+    step = LaunchedStep(requests, [0, 0, 0], None, None, (), torch.zeros(0), ints(0, 0, 0), None, None)
+    assert step.present() == [0, 1, 2] and step.gaining() == requests
+    requests[1].row_epoch += 1
+    assert step.present() == [0, 2] and step.gaining() == requests[::2]
 
 
 def test_figures_are_copied_whole():

@@ -127,7 +127,8 @@ def unpack(
     depth, numbers = shape.depth, len(packed) - len(stamps)
     width = numbers // shape.batch if shape.batch else 1 + shape.width + depth
     rows = packed[:numbers].reshape(shape.batch, width)[: len(asked)]
-    length, path, tokens, rest = np.split(rows, np.cumsum([1, shape.width, depth]), axis=1)
+    of_path, end = 1 + shape.width, 1 + shape.width + depth
+    length, path, tokens, rest = rows[:, 0], rows[:, 1:of_path], rows[:, of_path:end], rows[:, end:]
     logprobs: list[list[TokenLogprob]] = [[] for _ in asked]
     if rest.shape[1]:
         count = (rest.shape[1] // depth - 1) // 2
@@ -144,7 +145,7 @@ def unpack(
                 logprobs[i] = [TokenLogprob(*one) for one in of_tokens]
     seconds = seconds_by_stage(stages, stamps)
     ran = int(stamps[0]), int(stamps[-1])
-    return RoundResult(length[:, 0], path, tokens, logprobs, shape.num_steps, seconds, forced, ran)
+    return RoundResult(length, path, tokens, logprobs, shape.num_steps, seconds, forced, ran)
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
