@@ -119,9 +119,9 @@ class PeerRanks(Ranks):
     """GPUs of one process with access to each other's memory; tests run it on CPUs that are one, in the interpreter.
 
     Gathers alternate between two half-buffers. Half A is rewritten only after a gather into half B, by when all ranks
-    have read A; so gathers per forward must be even (`end` adds a `join` to an odd number of steps). `collect` writes to
-    rank 0 alone, into half A. The other ranks may do so once rank 0 has sent something since the last `collect`, for it
-    sends only after it has read.
+    have read A; so gathers per forward must be even (`end` adds a `join` to an odd number of steps). `collect` writes
+    to rank 0 alone, into half A. The other ranks may do so once rank 0 has sent something since the last `collect`, for
+    it sends only after it has read.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
