@@ -118,9 +118,9 @@ class Ranks:
 class PeerRanks(Ranks):
     """GPUs of one process with access to each other's memory; tests run it on CPUs that are one, in the interpreter.
 
-    Gathers use two halves of a buffer in turn: a rank pushes into a half again only after a gather in between, for
-    which every peer had read that half. So a forward makes an even number of gathers. What rank 0 alone reads may be
-    pushed at any step after it has sent something: it sends when it has read what was pushed before.
+    Gathers alternate between two half-buffers. Half A is rewritten only after a gather into half B, by when all ranks
+    have read A. So a forward makes an even number of gathers; `end` adds a `join` to an odd number. `collect` and
+    `join` write to rank 0 alone, which has read the earlier values by the time it sends again.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
