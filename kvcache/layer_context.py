@@ -55,7 +55,8 @@ class SplitContext(LayerContext, Protocol):
 
 
 class Narrowing(NamedTuple):
-    """From `layer` on a forward goes on with these of its packed rows [R] only, under a context of their own."""
+    """Once the K/V of `layer` are stored, a forward goes on with these of its packed rows [R] only, under a context of
+    their own."""
 
     layer: int
     rows: torch.Tensor
@@ -63,6 +64,6 @@ class Narrowing(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """A forward ends before `layer`: what it is run for has been stored by then."""
+    """A forward ends once the K/V of `layer` are stored: it is run for no more."""
 
     layer: int

@@ -15,10 +15,11 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
-PLUGINS = ["devices", "tiny_models", "stand_ins"]  # tests/ is on the path: see pyproject.toml
+PLUGINS = ["shallow_pair", "devices", "tiny_models", "stand_ins"]  # tests/ is on the path: see pyproject.toml
 if os.environ["TRITON_INTERPRET"] == "1":
     PLUGINS[:0] = ["quick_interpreter", "even_dots"]
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,9 +80,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def environment_of_its_own() -> Iterator[None]:
-    """Scripts that a test runs in this process may set variables; the next test does not see them."""
+    """Scripts that a test runs in this process may set variables; the next test does not see them.
+
+    Nor what an interrupt leaves behind that strikes as numpy's `solve` begins: NaN in any array raised from then on.
+    """
     before = dict(os.environ)
-    yield
+    with np.errstate():
+        yield
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)

@@ -21,6 +21,7 @@ import termios
 import threading
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any, NoReturn, TextIO
@@ -102,6 +103,8 @@ def prepare(request: dict[str, Any], streams: tuple[int, ...]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    if folder := os.environ.get("SHALLOW_PAIR"):  # see shallow_pair.py
+        import_module("specdec.models.bundled").BUNDLED_DIR = Path(folder)
     sys.stdin = sys.__stdin__ = stream_of(0, "r", "strict")
     sys.stdout = sys.__stdout__ = stream_of(1, "w", "strict")
     sys.stderr = sys.__stderr__ = stream_of(2, "w", "backslashreplace")

@@ -24,7 +24,7 @@ from marks import each_value, pairs, usual
 
 CHAIN = SpecConfig(4, adaptive=True)
 
-pytestmark = pytest.mark.usefixtures("bundled_once")
+pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 
 
 def rows(count):

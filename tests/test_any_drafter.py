@@ -15,7 +15,7 @@ from marks import deep
 from tiny_models import FAMILIES
 
 CASES = 100
-ALWAYS = 2
+ALWAYS = 1
 """So many of them belong to `make test`; the others are deep."""
 
 

@@ -16,7 +16,7 @@ from specdec.serving.async_engine import AsyncEngine
 
 from processes import run
 
-pytestmark = pytest.mark.usefixtures("bundled_once")
+pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 NEW = 12
 PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)

@@ -266,7 +266,7 @@ LENGTHS = (9, 1, 14)
     [
         ("dflash", "tree", 4),
         slow("jetspec", "chain", 1),
-        slow("jetspec", "short", 4),
+        deep("jetspec", "short", 4),
         slow("dspark", "tree", 1),
         deep("dspark-rnn", "tree", 4),
         deep("dspark-gated", "chain", 4),

@@ -24,7 +24,7 @@ from specdec.drafter_loading import load_any_drafter
 from specdec.errors import CheckpointError, UnsupportedModelError
 from specdec.models.target import TargetModel
 
-from marks import deep, slow
+from marks import deep, examples, slow
 
 QWEN3 = {"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1000000, "rope_scaling": None, "hidden_act": "silu"}
 OLD = {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "attention_dropout": 0.0, "bos_token_id": 151643}
@@ -262,12 +262,12 @@ def test_first_block_and_accepted_lengths_are_those_of_the_definition(
 ) -> None:
     model = narrow_target(narrow(name, tmp_path))
     checkpoint, prompt = Checkpoint.at(tmp_path), random_prompt(11, vocab=VOCAB)
-    want, lengths = accepted_lengths(checkpoint, model, prompt, 40)
+    want, lengths = accepted_lengths(checkpoint, model, prompt, examples(20, 40))
     rounds = Rounds(block_drafter(tmp_path, TargetModel(model)))
     spec = SpecConfig(rounds.drafter.spec.num_drafts)
     config = EngineConfig(max_model_len=160, prefill_chunk=4)
     with Engine(TargetModel(model), rounds, spec=spec, config=config) as engine:
-        out = engine.generate([prompt], SamplingParams(max_new_tokens=80, ignore_eos=True))[0]
+        out = engine.generate([prompt], SamplingParams(max_new_tokens=examples(40, 80), ignore_eos=True))[0]
     first = draft(checkpoint, model, [*prompt, out.token_ids[0]])
     torch.testing.assert_close(rounds.logits[0][0].double(), first.logits, atol=2e-5, rtol=2e-5)
     assert out.token_ids[: len(want)] == want

@@ -32,7 +32,7 @@ from marks import slow
 from processes import start
 
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
-pytestmark = pytest.mark.usefixtures("bundled_once")
+pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 
 
 def run(*args):

@@ -14,7 +14,7 @@ from specdec.serving.server_settings import ServeSettings
 
 from served_engine import served
 
-pytestmark = pytest.mark.usefixtures("bundled_once")
+pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
 CHAT = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12, "temperature": 0}
 TOOLS = [

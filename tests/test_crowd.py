@@ -15,7 +15,7 @@ import specdec.engine
 from specdec import Engine, SpecConfig
 from specdec.runtime.scheduler import slots_needed
 
-from marks import deep, usual
+from marks import deep, examples, usual
 from tiny_models import random_eagle3
 
 VOCAB = 24  # so few that random drafts are right now and then
@@ -68,8 +68,8 @@ def crowd(make_target, make_assistant, make_engine) -> Callable[[int, int], Crow
 
 
 USUAL = [("mtp-tree", "sanitized"), ("eagle3-tree", "")]  # what others do in a crowd, trees of a model do, too
-SMALL, LARGE = "60", "200"
-SIZES = {SMALL: (60, 24), LARGE: (200, 200)}  # requests, longest
+SMALL, LARGE = "small", "large"
+SIZES = {SMALL: (examples(36, 60), 24), LARGE: (200, 200)}  # requests, longest
 FULL = os.environ.get("SPECDEC_CROWD") == "full"  # takes six minutes
 
 

@@ -28,7 +28,7 @@ from specdec.models.target import TargetModel
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import ReferenceSampler
 
-from marks import deep, slow
+from marks import deep, examples, slow
 from tiny_models import FAMILIES, VOCAB, random_eagle3
 
 NEW = 12
@@ -138,7 +138,7 @@ def test_bits_are_those_of_a_request_alone(
     tight = engine(model, trees, num_steps=15, full_slots=80, swa_slots=80, max_batch_size=4)
     assert answers(tight, prompts, params) == expected
     assert tight.stats().preemptions > 0
-    large = engine(model, trees, num_steps=199, max_model_len=300, prefill_chunk=7)
+    large = engine(model, trees, num_steps=examples(99, 199), max_model_len=300, prefill_chunk=7)
     assert answers(large, prompts[:2], params[:2]) == expected[:2]
     assert sum(large.stats().accepted_counts) > 0
     assert seen.again > 60
@@ -147,11 +147,11 @@ def test_bits_are_those_of_a_request_alone(
 @pytest.mark.parametrize("fused", [deep("auto"), True])
 def test_many_requests_that_join_and_leave(fused, make_target, engine, random_prompt, seen):
     model = make_target("gemma4-e2b")
-    prompts, params = requests(random_prompt, [1 + 7 * i % 45 for i in range(70)], new=5)
+    prompts, params = requests(random_prompt, [1 + 7 * i % 45 for i in range(examples(37, 70))], new=5)
     alone = engine(model, prefill_chunk=256, max_batch_size=1, fused=fused)
     expected = answers(alone, prompts[::9], params[::9])
     assert alone.target.unfused is None if fused is True else alone.target.ops is None
-    crowd = engine(model, "ngram", max_batch_size=64, fused=fused)
+    crowd = engine(model, "ngram", max_batch_size=examples(33, 64), fused=fused)
     assert answers(crowd, prompts, params)[::9] == expected
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("bundled_once")
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine.from_pretrained("tiny-gemma4", None, spec=SPEC, config=EngineConfig(max_batch_size=1)) as engine:
+    with Engine.from_pretrained("tiny-gemma4", None, spec=SPEC, config=EngineConfig(max_batch_size=8)) as engine:
         yield engine
 
 

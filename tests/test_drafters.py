@@ -14,7 +14,7 @@ from specdec.draft_models.ngram import NgramDrafter
 from specdec.kvcache.frozen import frozen_kv
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Rows
 
-from marks import pairs
+from marks import each_value, pairs
 
 # prompt lookup
 
@@ -133,7 +133,7 @@ def drafter_of(make_assistant, make_engine, make_target, scripted, tree_script):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "page_size", "temperature"),
-    pairs(["ngram", "suffix", "language_model", "mtp", "mtp-centroid", "trees"], [1, 4], [0.0, 1.0]),
+    each_value(pairs(["ngram", "suffix", "language_model", "mtp", "mtp-centroid", "trees"], [1, 4], [0.0, 1.0])),
 )
 def test_conformance(name, page_size, temperature, make_target, make_engine, greedy_oracle, random_prompt, drafter_of):
     model = make_target("gemma4-e2b")

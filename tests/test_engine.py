@@ -11,7 +11,7 @@ from specdec import SamplingParams, SpecDecError
 from specdec.errors import CapacityError, ConfigError
 from specdec.runtime.scheduler import slots_needed
 
-from marks import each_value, pairs, slow
+from marks import deep, each_value, pairs, slow
 
 NEW = 16
 
@@ -372,7 +372,7 @@ def test_preempted_samples_are_the_same(make_target, make_engine, random_prompt,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("page_size", [deep(1), 4])
 def test_a_long_text_holds_a_window_of_swa_slots(
     page_size, make_target, make_engine, random_prompt, hf_forward, monkeypatch
 ):

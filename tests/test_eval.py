@@ -46,7 +46,7 @@ COMMAND = (
     "2",
     "--fixed-drafts",
 )
-pytestmark = pytest.mark.usefixtures("bundled_once")
+pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 
 
 def without_timing(report):
@@ -315,8 +315,9 @@ def test_the_plot_is_a_png(fixed_report, tmp_path):
 
 
 @pytest.mark.slow
-def test_greedy_accuracy_is_the_same_and_transcripts_match():
-    report = evaluate_gsm8k(*PAIR, **{**SMALL, "params": SamplingParams(64)})
+def test_greedy_accuracy_is_the_same_and_transcripts_match(whole_pair):
+    settings = {**SMALL, "params": SamplingParams(64), "config": EngineConfig(max_batch_size=7)}
+    report = evaluate_gsm8k(*PAIR, **settings)
     speculative, plain = report["runs"]["speculative"], report["runs"]["plain"]
     assert report["comparison"]["equal"] == 7
     assert report["comparison"]["unequal"] == []

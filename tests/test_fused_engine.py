@@ -33,7 +33,7 @@ from specdec.models.target import FinalStates, TargetModel
 
 from marks import deep, each_value, examples, pairs, quick, slow, usual
 
-NEW = 12
+NEW = examples(8, 12)
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(max_new_tokens=NEW)
 SAMPLED = [
@@ -546,7 +546,7 @@ def test_engines_are_built_over_a_model_that_others_run(
 ):
     """Eight threads: two generate on unfused engines all the while, six build fused ones and generate."""
     model = make_target("gemma4-e2b", fresh=True)
-    prompts = [random_prompt(3 + n, seed=n) for n in range(6)]
+    prompts = [random_prompt(3 + n, seed=n) for n in range(examples(3, 6))]
     truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
     assistant = make_assistant(model)
     old = [make_engine(model, drafter, fused=False) for drafter in ("ngram", assistant)]

@@ -20,7 +20,7 @@ from specdec.runtime.rounds.captured_rounds import batch_sizes, length_bucket
 
 from marks import deep
 
-pytestmark = pytest.mark.usefixtures("bundled_once")
+pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 TREE = SpecConfig(3, 2, 6)
 SHORT_POOLS = {"page_size": 4, "full_slots": 88, "swa_slots": 88}
 

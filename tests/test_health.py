@@ -107,11 +107,11 @@ def test_the_peak_is_of_what_is_held_by_rows() -> None:
     assert PoolUse.of(None, 4) == PoolUse(0, 0, 0, 0)
 
 
-def drafts(count: int, engine, prompt: list[int], width: int = 8) -> None:
+def drafts(count: int, engine, prompt: list[int], width: int = 32) -> None:
     """At least so many of them, `width` a round."""
     before = engine.stats().rounds
     while engine.stats().rounds < before + count:
-        engine.generate([prompt] * width, SamplingParams(max_new_tokens=100, ignore_eos=True))
+        engine.generate([prompt] * width, SamplingParams(max_new_tokens=25, ignore_eos=True))
 
 
 @pytest.mark.parametrize("right", [False, True], ids=["wrong", "right"])
@@ -126,7 +126,7 @@ def test_drafts_for_nothing_are_warned_of_once_an_engine(
         now_and_then = right and len(tokens) % 16 == 0
         return truth if now_and_then else [(token + 1) % 96 for token in truth], None
 
-    engine = make_engine(model, scripted(script), num_steps=2, max_batch_size=8)
+    engine = make_engine(model, scripted(script), num_steps=2, max_batch_size=32)
     with caplog.at_level(logging.WARNING, logger="specdec"):
         drafts(ENOUGH_DRAFTS - 300, engine, prompt)
         assert not caplog.records
@@ -137,7 +137,7 @@ def test_drafts_for_nothing_are_warned_of_once_an_engine(
 
 
 def test_without_drafts_nothing_is_warned_of(make_target, make_engine, random_prompt, caplog) -> None:
-    engine = make_engine(make_target("llama"), max_batch_size=8)
+    engine = make_engine(make_target("llama"), max_batch_size=32)
     drafts(ENOUGH_DRAFTS, engine, random_prompt(9))
     assert not caplog.records
 
@@ -185,17 +185,18 @@ def test_memory_is_level_over_many_requests(make_target, make_assistant, make_en
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [deep(1), 4])
-def test_8000_tokens_hold_a_window_of_swa_slots(page_size, make_target, make_engine, random_prompt) -> None:
+def test_thousands_of_tokens_hold_a_window_of_swa_slots(page_size, make_target, make_engine, random_prompt) -> None:
     """However long a request is: its window, a chunk on its way, a page of slack at both ends."""
+    longest = examples(3000, 8000)
     model = make_target("gemma4-e2b", max_position_embeddings=8192)
     sizes = {"max_model_len": 8100, "prefill_chunk": 256, "page_size": page_size, "max_batch_size": 3}
     engine = make_engine(model, "ngram", **sizes, full_slots=3 * 8192, swa_slots=8192, max_prefill_tokens=768)
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
-    [out] = engine.generate(random_prompt(8000), params)
+    [out] = engine.generate(random_prompt(longest), params)
     alone = engine.stats()
-    assert len(out.token_ids) == 20 and alone.full_slots.peak >= 8000
+    assert len(out.token_ids) == 20 and alone.full_slots.peak >= longest
     assert 256 < alone.swa_slots.peak <= engine.table.retain + 256 + engine.table.lookahead + 4 * page_size
-    engine.generate([random_prompt(8000 + n, seed=1 + n) for n in range(3)], params)
+    engine.generate([random_prompt(longest + n, seed=1 + n) for n in range(3)], params)
     together = engine.stats()
-    assert together.full_slots.peak >= 3 * 8000
+    assert together.full_slots.peak >= 3 * longest
     assert together.swa_slots.peak <= 3 * (engine.table.retain + 256 + engine.table.lookahead + 4 * page_size)

@@ -23,7 +23,7 @@ from specdec.text.token_bytes import token_bytes
 
 from served_engine import served, until
 
-pytestmark = pytest.mark.usefixtures("bundled_once")
+pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 LIMIT = 4 << 20
 VALUES = LIMIT // bodies.BYTES_PER_VALUE
 MESSAGES = '"messages": [{"role": "user", "content": "hi"}]'

@@ -14,7 +14,7 @@ from specdec.serving.openai.openapi import BOUNDS, OPERATIONS
 from specdec.serving.openai.protocol import MAX_MESSAGES
 from specdec.serving.server_settings import ServeSettings
 
-pytestmark = pytest.mark.usefixtures("bundled_once")
+pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 KEY = {"Authorization": "Bearer k"}
 MESSAGES = [{"role": "user", "content": "Tom has 3 apples. How many?"}]
 CHAT = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0}

@@ -19,7 +19,7 @@ from specdec.errors import ConfigError
 from specdec.kvcache.index_spaces import Space
 from specdec.runtime.scheduler import slots_needed
 
-from marks import deep, each_value, usual
+from marks import deep, each_value, examples, usual
 from tiny_models import random_eagle3
 
 NEW = 8
@@ -116,7 +116,7 @@ def test_a_hit_changes_no_token(name, page_size, build, greedy_oracle, random_pr
 def test_a_draft_behind_a_hit_is_the_same(name, page_size, build, random_prompt):
     """What a drafter reads of the prefix is what it would have made: as many drafts are accepted, round by round."""
     prompts = [random_prompt(40), random_prompt(40)[:25] + random_prompt(20, seed=3)]
-    params = SamplingParams(max_new_tokens=24)
+    params = SamplingParams(max_new_tokens=examples(10, 24))
     seen = []
     for prefix_cache in (True, False):
         engine = build(DRAFTERS[name], page_size=page_size, prefix_cache=prefix_cache)
@@ -198,14 +198,15 @@ def test_rounds_under_way_spoil_nothing_that_is_kept(name, page_size, build, gre
 def test_64_requests_make_a_common_prefix_once(build, greedy_oracle, random_prompt):
     """They arrive together: all but the first wait until its chunks are there, and none of them longer."""
     engine = build(DRAFTERS["mtp-chain"], max_batch_size=64, prefill_chunk=128, max_model_len=600)
-    prefix = random_prompt(500)
+    common = examples(200, 500)
+    prefix = random_prompt(common)
     prompts = [prefix + random_prompt(3 + i % 5, seed=i) for i in range(64)]
     with counting(engine) as lengths:
         outs = engine.generate(prompts, SamplingParams(max_new_tokens=3))
     assert_idle(engine)
-    assert sum(lengths) <= 500 + sum(len(prompt) - 500 for prompt in prompts)
+    assert sum(lengths) <= common + sum(len(prompt) - common for prompt in prompts)
     assert [out.stats.cached_tokens for out in outs[:1]] == [0]
-    assert all(out.stats.cached_tokens >= 500 for out in outs[1:])
+    assert all(out.stats.cached_tokens >= common for out in outs[1:])
     for i in (0, 1, 63):
         assert outs[i].token_ids == greedy_oracle(engine.target.model, prompts[i], 3)
     alone = build(DRAFTERS["mtp-chain"], max_batch_size=64, prefill_chunk=128, max_model_len=600, prefix_cache=False)

@@ -27,7 +27,7 @@ from specdec.sampling.log_probs import TokenScores
 from marks import deep
 from tiny_models import VOCAB, random_eagle3
 
-pytestmark = pytest.mark.usefixtures("bundled_once")
+pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 NEW = 6
 SCORE = SamplingParams(max_new_tokens=NEW, prompt_logprobs=4)
 TREE = SpecConfig(3, 2, 6)

@@ -12,7 +12,7 @@ from specdec.serving.openai.response_store import ResponseStore, Stored
 
 from served_engine import served
 
-pytestmark = pytest.mark.usefixtures("bundled_once")
+pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
 CHAT = [{"role": "user", "content": QUESTION}]
 TOOL = {

@@ -25,7 +25,7 @@ from specdec.draft_models.base import StatelessDrafter
 from specdec.sampling.noise import gumbel_noise
 from specdec.sampling.reference_sampler import seen_tokens
 
-from marks import deep, quick, usual
+from marks import deep, examples, quick, usual
 
 
 def batch_of(*params, seeds=None):
@@ -288,7 +288,9 @@ def test_same_tokens_with_and_without_speculation(
 ):
     model = make_target("gemma4-e2b")
     prompts = [random_prompt(n) for n in (4, 13, 30)]
-    params = [SamplingParams(max_new_tokens=24, seed=seed, **SETTINGS[setting]) for seed in (0, 7, 1 << 62)]
+    params = [
+        SamplingParams(max_new_tokens=examples(12, 24), seed=seed, **SETTINGS[setting]) for seed in (0, 7, 1 << 62)
+    ]
     plain = [make_engine(model).generate(p, one)[0].token_ids for p, one in zip(prompts, params, strict=True)]
     assert all(len(set(out)) > 5 for out in plain)
 

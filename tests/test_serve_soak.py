@@ -36,6 +36,8 @@ BODY_LIMIT = 1 << 18
 NOTHING_OPEN = {f"vllm:{name}": 0.0 for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")}
 OPTIONS = ("--batch-size", "16", "--max-model-len", "512", "--max-body-bytes", str(BODY_LIMIT))
 
+pytestmark = pytest.mark.usefixtures("shallow_pair")
+
 
 def make_jobs(count, seed=11):
     draw = random.Random(seed)

@@ -13,7 +13,7 @@ from specdec.sampling.grammars import grammar
 
 from served_engine import served, until
 
-pytestmark = pytest.mark.usefixtures("bundled_once")
+pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 ORIGIN = {"Origin": "https://a.example"}
 FAILS, GOES_ON = "Ann has 4 boxes of 6 eggs. How many", "Tom has 3 apples and buys 5 more. How many"
 LONG = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}

@@ -30,6 +30,8 @@ TEMPLATE = """{{ bos_token }}{% if tools %}{{ tools | tojson }}
 {% endif %}{% for m in messages %}[{{ m.role }}] {{ m.content }}
 {% endfor %}"""
 
+pytestmark = pytest.mark.usefixtures("shallow_pair")
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):

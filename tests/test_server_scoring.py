@@ -17,7 +17,7 @@ from specdec.serving.openai.logprob_shapes import echoed_logprobs, text_offsets,
 
 from served_engine import served
 
-pytestmark = pytest.mark.usefixtures("bundled_once")
+pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 CONTEXT, ENDINGS = "Tom has 3 apples and", (" buys 5 more.", " 2 boys")
 HARNESS = {"model": "tiny-gemma4", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
 

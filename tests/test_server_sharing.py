@@ -16,7 +16,7 @@ from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.server_settings import ServeSettings
 
-pytestmark = pytest.mark.usefixtures("bundled_once")
+pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 SECRET = "My account is 5521-8846-9017 and its PIN is "
 PIN = "4071"
 NEW = 2

@@ -32,6 +32,8 @@ WRITTEN = (  # as the template's format has it, with text in front
     r'\n<tool_call>\n\{"name": "now", "arguments": \{\}\}\n</tool_call>'
 )
 
+pytestmark = pytest.mark.usefixtures("shallow_pair")
+
 
 @pytest.fixture(scope="module")
 def client():

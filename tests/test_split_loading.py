@@ -16,6 +16,7 @@ from packed_checkpoints import FORMS, quantise
 import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.evaluation.transformers_peer import assisted_peer
 from specdec.gpu.ranks import Ranks
 from specdec.layers.merge import is_merged
 from specdec.layers.packed.packed_weight import PackedWeight, numbers_of
@@ -187,6 +188,13 @@ def test_weights_that_change_after_loading_are_refused(tmp_path: Path):
             model.model.layers[0].mlp.down_proj.weight.mul_(2)
         with pytest.raises(UnsupportedModelError, match="changed after they were split"):
             engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))
+
+
+def test_transformers_assists_no_target_in_host_memory():
+    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine:
+        assert len(assisted_peer(engine, SamplingParams(), 2)) == 1
+        engine.target.home = torch.device("meta")
+        assert assisted_peer(engine, SamplingParams(), 2) == []
 
 
 # slices

@@ -504,6 +504,7 @@ def test_a_few_random_schemas(engine_of, prompts):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shallow_pair")
 def test_many_random_schemas():
     config = EngineConfig(max_batch_size=12, max_model_len=1024)
     plain = Engine.from_pretrained("tiny-gemma4", config=config)

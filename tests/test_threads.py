@@ -59,7 +59,7 @@ def test_four_engines_over_one_model_in_four_threads(make_target, make_assistant
     model, other = make_target("gemma4-e2b"), make_target("gemma4-e2b", seed=5)
     model.train()
     assistant = make_assistant(model)
-    prompts = [random_prompt(1 + 2 * n % 17) for n in range(examples(20, 50))]
+    prompts = [random_prompt(1 + 2 * n % 17) for n in range(examples(8, 50))]
     before = modes_and_configs(model), modes_and_configs(assistant)
     truths = {id(m): [greedy_oracle(m, prompt, NEW) for prompt in prompts] for m in (model, other)}
     config = EngineConfig(max_batch_size=2, max_model_len=64, prefill_chunk=8)

@@ -378,7 +378,7 @@ def test_a_run_leaves_a_drafter_that_loads(kind, monkeypatch, checkpoint, prompt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", deep("mtp")])
 def test_a_stopped_run_goes_on(kind, monkeypatch, checkpoint, prompts, tmp_path) -> None:
     """Stopped among the answers and then in training, it asks for no answer twice and ends with the same number of
     steps; other settings are refused."""

@@ -24,11 +24,11 @@ from specdec.kvcache import store as kv_store
 from specdec.kvcache.index_spaces import Space
 from specdec.models.target import TargetModel
 
-from marks import deep, slow
+from marks import deep, examples, slow
 from processes import run
 from tiny_models import random_eagle3
 
-VOCAB, NEW, LENGTHS = 12, 7, (13, 1)
+VOCAB, NEW, LENGTHS = 12, examples(5, 7), (examples(9, 13), 1)
 SLIDING, FULL = "sliding_attention", "full_attention"
 SMALL = {"vocab_size": VOCAB, "num_attention_heads": 2, "num_key_value_heads": 1}
 TARGETS = {

@@ -18,8 +18,9 @@ def plain_peer(engine: Engine, params: SamplingParams) -> Contestant:
 
 
 def assisted_peer(engine: Engine, params: SamplingParams, num_steps: int) -> list[Contestant]:
-    """The target with the same drafter, if transformers can use it: a Gemma 4 assistant."""
-    if not isinstance(engine.drafter, Gemma4MTPDrafter):
+    """The target with the same drafter, if transformers can use it: a Gemma 4 assistant, on the device of a target that
+    was not left in host memory for several devices."""
+    if not isinstance(engine.drafter, Gemma4MTPDrafter) or engine.target.home != engine.target.device:
         return []
     run = partial(_generate, engine, params, assistant_model=assistant_of(engine.drafter, num_steps))
     return [Contestant("transformers, assisted", run, judged=False)]

@@ -15,8 +15,9 @@ import torch
 from specdec.gpu.dependent_launch import trigger_next, wait_for_previous
 from specdec.gpu.triton_shim import tl, triton
 
-PROGRAMS, NUMBERS = 128, 1024
-"""Programs of a push to one rank at most, each with a flag of its own; and numbers that one copies at a time."""
+PROGRAMS, NUMBERS = 64, 1024
+"""Programs of a push to one rank at most, each with a flag of its own; and numbers that one copies at a time. Of 128
+programs, the flags take longer than the copies save."""
 
 STEPS = 4096
 """Pushes of one round at most."""
@@ -78,7 +79,7 @@ def push_owned_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """grid (PROGRAMS, ranks): the parts of rows that this rank owns, to where they are in the whole."""
+    """grid (`programs_of` all numbers, ranks): the parts that this rank owns, to where they are in the whole."""
     trigger_next(PDL)
     i_program, i_rank = tl.program_id(0), tl.program_id(1)
     programs = tl.num_programs(0)

@@ -212,7 +212,7 @@ class PeerRanks(Ranks):
             assert part.is_contiguous() and own.is_contiguous(), f"{part.stride()=} {own.stride()=}"
             assert part.shape == parts[0].shape and own.shape == (num_rows, num_parts), f"{part.shape=} {own.shape=}"
             with self.on(rank):
-                push_owned_kernel[(PROGRAMS, len(self))](
+                push_owned_kernel[(programs_of(parts[0].numel()), len(self))](
                     *(part, own, self._out_table[rank], self._flag_table[rank], self._round[rank]),
                     *(num_parts, num_rows, width, half * self.room, self._step, rank),
                     STEPS=STEPS,
@@ -224,7 +224,7 @@ class PeerRanks(Ranks):
         outs = []
         for rank, buffer in enumerate(self._buffers):
             with self.on(rank):
-                self._wait(rank, len(self), PROGRAMS * NUMBERS)
+                self._wait(rank, len(self), parts[0].numel())
             outs.append(buffer[half * self.room :][: parts[0].numel()].view(parts[0].shape))
         self._step += 1
         self._held.clear()

@@ -36,7 +36,7 @@ from specdec.layers.norm import Gain, norm, qk_norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
 from specdec.layers.product import Columns, Cut, OwnedParts, Product, finish
-from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
+from specdec.layers.rope_store import Attended, Heads, Rotary, rope_store, rotary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,10 +175,17 @@ class FusedLayer(nn.Module):
         self.index, self.parts, self.next_norm, self.ops = index, parts, next_norm, ops
 
     def forward(
-        self, hidden: torch.Tensor, normed: torch.Tensor, shared: Shared, *, specdec_ctx: LayerContext
+        self,
+        hidden: torch.Tensor,
+        normed: torch.Tensor,
+        shared: Shared,
+        *,
+        specdec_ctx: LayerContext,
+        narrowing: Narrowing | Ending | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden, normed [T, H] -> the next layer's."""
-        walk = self.walk(hidden, normed, shared, specdec_ctx)
+        """hidden, normed [T, H] -> the next layer's, of the rows that the forward goes on with; where it ends here,
+        what it was given."""
+        walk = self.walk(hidden, normed, shared, specdec_ctx, narrowing)
         try:
             product = next(walk)
             while True:
@@ -188,13 +195,26 @@ class FusedLayer(nn.Module):
             states: tuple[torch.Tensor, torch.Tensor] = end.value
             return states
 
-    def walk(self, hidden: torch.Tensor, normed: torch.Tensor, shared: Shared, context: LayerContext) -> Walk:
+    def walk(
+        self,
+        hidden: torch.Tensor,
+        normed: torch.Tensor,
+        shared: Shared,
+        context: LayerContext,
+        narrowing: Narrowing | Ending | None = None,
+    ) -> Walk:
         """The same, for a rank with its share of the layer."""
         parts, ops = self.parts, self.ops
         qkv = ops(linear)(normed, parts.qkv, parts.qkv_bias, None if parts.cuts is None else parts.cuts.qkv)
         if parts.wide_norms is not None:
             qkv = ops(qk_norm)(qkv, *parts.wide_norms)
         rows = ops(rope_store)(qkv, parts.heads, shared.rotary[parts.kind], context.destination(self.index))
+        if isinstance(narrowing, Ending):
+            return hidden, normed
+        if narrowing is not None:  # the K/V of all rows are stored; the others have no more to do
+            chosen, context = narrowing.rows, narrowing.context
+            rows = Attended(rows.q[chosen], None, None)
+            hidden, normed, shared = hidden[chosen], normed[chosen], shared.of(chosen)
         attended = context.attend_rows(
             self.index, *rows, scaling=parts.scaling, softcap=parts.softcap, sinks=parts.sinks
         )
@@ -312,12 +332,13 @@ class FusedDecoder(nn.Module):
         )
         hidden, normed, shared = begin(self.parts, entry, self.ops)
         for number, layer in enumerate(self.layers):
-            if narrowing is not None and number == narrowing.layer:
-                if isinstance(narrowing, Ending):
-                    return BaseModelOutputWithPast()
-                hidden, normed, shared = hidden[narrowing.rows], normed[narrowing.rows], shared.of(narrowing.rows)
-                specdec_ctx = narrowing.context
-            hidden, normed = layer(hidden, normed, shared, specdec_ctx=specdec_ctx)
+            if narrowing is None or number != narrowing.layer:
+                hidden, normed = layer(hidden, normed, shared, specdec_ctx=specdec_ctx)
+                continue
+            hidden, normed = layer(hidden, normed, shared, specdec_ctx=specdec_ctx, narrowing=narrowing)
+            if isinstance(narrowing, Ending):
+                return BaseModelOutputWithPast()
+            shared, specdec_ctx = shared.of(narrowing.rows), narrowing.context
         last: Any = self.ops(norm)(Product.of(hidden), pre=self.parts.final_norm)[1]
         shape = inputs_embeds.shape if narrowing is None else (1, *last.shape)
         return BaseModelOutputWithPast(last_hidden_state=last.view(shape))

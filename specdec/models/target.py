@@ -111,7 +111,7 @@ class TargetModel:
         self.ranks = ranks
         self.placeholders = Placeholders()
         self.windows: Sequence[int | None] = tuple(spec.window for spec in self.layout.layers)
-        self.storing_layers = 1 + max(spec.owner for spec in self.layout.layers)  # those behind store no K/V
+        self.last_storing_layer = max(spec.owner for spec in self.layout.layers)
         proof = self._probe()
         self.logit_rule: LogitRule = proof.rule
         self.unfused: str | None = "it was made without operations for fused layers"
@@ -185,9 +185,10 @@ class TargetModel:
         return weight.dtype
 
     def narrows_at(self, aux_layers: Sequence[int] = ()) -> int | None:
-        """The first layer of those at the end that need run only for tokens whose final states are read, as they store
-        no K/V and none of `aux_layers` is entered behind; None: there is none, or layers run as they were written."""
-        layer = max(self.storing_layers, *(1 + entered for entered in aux_layers), 0)
+        """The layer that stores the last K/V, or a later one that is the last of `aux_layers` to be entered: what comes
+        after its K/V need run only for tokens whose final states are read. None: the states that leave the last layer
+        are among those, or layers run as they were written."""
+        layer = max((self.last_storing_layer, *aux_layers))
         if layer >= len(self.layout.layers) or self.in_tiles or not isinstance(self.decoder, FusedDecoder):
             return None
         return layer
@@ -205,9 +206,9 @@ class TargetModel:
         """Run tokens [B, N] under `plan` and write their K/V -> states after the final norm [B, N, H], and those that
         enter `aux_layers` (num_layers: that leave the last) side by side [B, N, A * H]; None: no such layers.
 
-        last: of `plan_last`, and `plan` is of that pack of R runs; the layers from `narrows_at` on run for the last
-        token of each run alone, and the states after the final norm are theirs, [1, R, H].
-        ends: these layers do not run at all, and the states after the final norm are zeros [B, 1, H].
+        last: of `plan_last`, and `plan` is of that pack of R runs; what comes after the K/V of layer `narrows_at` runs
+        for the last token of each run alone, and the states after the final norm are theirs, [1, R, H].
+        ends: this does not run at all, and the states after the final norm are zeros [B, 1, H].
         """
         self.weights.generation()
         context = ForwardContext.of(plan, view, self.windows, aux_layers)

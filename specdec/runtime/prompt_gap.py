@@ -193,12 +193,28 @@ def _least_squares(equations: Numbers, before: Numbers) -> Numbers:
     best, found = 0.0, np.zeros(3)
     for kept in _SUBSETS:
         part = square[np.ix_(kept, kept)]
-        some = np.linalg.solve(part, right[kept])
+        some = _solved(part, right[kept])
         error = float(some @ part @ some - 2 * right[kept] @ some)
         if (some >= 0).all() and error < best:
             best, found = error, np.zeros(3)
             found[kept] = some
     return found
+
+
+def _solved(square: Numbers, right: Numbers) -> Numbers:
+    """Of a positive definite system, by elimination. Not by numpy's solver, which changes for its time how the process
+    takes errors of numbers: an interrupt in between may leave it so."""
+    rows = [[*row, value] for row, value in zip(square.tolist(), right.tolist(), strict=True)]
+    for i, row in enumerate(rows):
+        for lower in rows[i + 1 :]:
+            factor = lower[i] / row[i]
+            lower[i:] = [mine - factor * pivot for mine, pivot in zip(lower[i:], row[i:], strict=True)]
+    found: list[float] = []  # the last one first
+    for row in reversed(rows):
+        known = zip(row[-2::-1], found, strict=False)
+        i = len(rows) - 1 - len(found)
+        found.append((row[-1] - sum(weight * value for weight, value in known)) / row[i])
+    return np.array(found[::-1])
 
 
 _SUBSETS: Sequence[list[int]] = [list(kept) for size in (1, 2, 3) for kept in combinations(range(3), size)]

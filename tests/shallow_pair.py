@@ -1,0 +1,62 @@
+"""The bundled pair with a target of 10 layers in the place of its 30, for tests that only show that something runs.
+
+A forward of the bundled target is most of what a command, a page or an endpoint costs in a test, and a third of its
+layers do as well where two ways to decode are compared, or a request is refused. The target of 10, which
+`tools/distil_shallow_target.py` made, writes sentences like the bundled one's and accepts drafts of the bundled
+drafters, but solves nothing. Where answers, acceptance, sizes or states of the bundled models matter, the pair is the
+bundled one. `make test-deep` has that everywhere. A plugin of conftest.py.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specdec.models import bundled
+
+from marks import is_deep
+
+WHOLE = bundled.BUNDLED_DIR
+TARGET = Path(__file__).with_name("shallow_target")
+VARIABLE = "SHALLOW_PAIR"  # tells a fork of fork_server.py the folder
+AUX_LAYERS = [0, 5, 7]  # of the 10, for 1, 14 and 26 of the 30
+
+
+@pytest.fixture(scope="session")
+def shallow_folder() -> Iterator[Path]:
+    """All that is bundled, as links but for the target, and for the layers that the EAGLE-3 head reads."""
+    with tempfile.TemporaryDirectory(prefix="shallow-pair-") as name:
+        folder = Path(name)
+        for path in WHOLE.iterdir():
+            if path.name not in ("tiny-gemma4", "tiny-gemma4-eagle3"):
+                (folder / path.name).symlink_to(path)
+        for model in ("tiny-gemma4", "tiny-gemma4-eagle3"):
+            (folder / model).mkdir()
+            for path in (WHOLE / model).iterdir():
+                own = TARGET / path.name
+                (folder / model / path.name).symlink_to(own if model == "tiny-gemma4" and own.exists() else path)
+        head = folder / "tiny-gemma4-eagle3" / "config.json"
+        config = json.loads(head.read_text("utf-8"))
+        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = AUX_LAYERS
+        head.unlink()
+        head.write_text(json.dumps(config), "utf-8")
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def shallow_pair(shallow_folder: Path) -> Iterator[None]:
+    """The bundled names are those of the shallow pair, in this process and in forks that it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_deep():
+            patch.setattr(bundled, "BUNDLED_DIR", shallow_folder)
+            patch.setenv(VARIABLE, str(shallow_folder))
+        yield
+
+
+@pytest.fixture
+def whole_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundled names are those of the bundled pair again."""
+    monkeypatch.setattr(bundled, "BUNDLED_DIR", WHOLE)
+    monkeypatch.delenv(VARIABLE, raising=False)
