@@ -1,7 +1,7 @@
 """Everything one forward needs to know about KV, in one immutable object made for that forward.
 
 Both write locations are looked up once, here; no layer translates anything, and nothing outlives the step. A plan is
-made on the device from the request table by one of four builders:
+made on the device from the request table by one of five builders:
 
     plan_packed   runs of prompt tokens of many requests, in one row of T places, after whatever precedes each
     plan_last     the last token of each of those runs alone, once the K/V of the whole run are stored

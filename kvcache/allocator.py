@@ -5,9 +5,10 @@ none once it is evicted. Invariants (`check`):
 
     1. free + held + cached = capacity, per pool; what a page is claimed by is counted exactly (`PagedAllocator`).
     2. full_to_swa[slot] is 0 where the SWA peer is not claimed; non-zero entries are distinct and never free.
-    4. alloc takes from both pools or from neither.
-    5. free: read mapping, free SWA, clear mapping, free full; freeing twice raises.
-    6. evict frees SWA slots only.        (3, windows stay mapped, needs lengths: `RequestTable.check`)
+    3. alloc takes from both pools or from neither.
+    4. free: read mapping, free SWA, clear mapping, free full; freeing twice raises.
+    5. evict frees SWA slots only.
+    6. windows stay mapped; this needs lengths, so `RequestTable.check` asserts it.
 
 A page may be held by several rows and kept by the prefix cache, its SWA peer by some of them: each gives up its own
 claim, and a page without claims is free. Pages that only the cache claims are available: alloc takes them back.
@@ -195,7 +196,7 @@ class HybridAllocator:
         self._frozen_for = []
 
     def check(self) -> None:
-        """Assert invariants 1, 2 and 5; cheap enough to call after every operation of a test."""
+        """Assert invariants 1, 2 and 4; cheap enough to call after every operation of a test."""
         self.full.check()
         if self.cache is not None:
             self.cache.check()

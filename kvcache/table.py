@@ -245,7 +245,7 @@ class RequestTable:
         return len(slots) // page_size
 
     def check(self) -> None:
-        """Assert the allocator's invariants, that rows own what they hold there, and invariant 3 (windows mapped)."""
+        """Assert the allocator's invariants, that rows own what they hold there, and invariant 6 (windows mapped)."""
         self.allocator.check()
         for mirrored in (self.slots, self.committed_len, self.allocator.full_to_swa):
             mirrored.check()

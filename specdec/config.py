@@ -126,8 +126,8 @@ class EngineConfig:
     of its prompt, preemption, the drafter, its trees, or captured rounds. What cannot be made so is refused.
     cuda_graphs: rounds, and prompts of few tokens, are captured once a shape and replayed; "auto" does so on a GPU, and
     where a model cannot be captured it runs as it is; True makes that an error, and needs a GPU.
-    max_capture_bytes: of the device that captured rounds and prompts may take; what was used longest ago is let go, and
-    captured again when it comes again. None: a tenth of the device's memory, or half of what is free once the pools are
+    max_capture_bytes: what captured rounds and prompts may take of each device; the least recently used are let go, and
+    captured again when they occur again. None: a tenth of a device's memory, or half of what is free once the pools are
     made, if that is less.
     prefix_cache: K/V of prompts and outputs are kept while there is room, and requests that begin with the same tokens
     begin with them. What is cached is given up before anybody waits for slots.

@@ -131,7 +131,8 @@ class Engine:
         graphs = chunks = catch_ups = None
         if capture is not None:
             strict = config.cuda_graphs is True
-            budget = config.max_capture_bytes or default_budget(target.device)
+            devices = (target.device,) if target.ranks is None else target.ranks.devices
+            budget = config.max_capture_bytes or default_budget(*devices)
             adaptive = drafter is not None and self.spec.adaptive
             num_drafts = len(draft_ladder(self.spec)) if adaptive else 1
             store = CaptureStore(

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_captures import GREEDY, WeighedTape
 
 import specdec.engine
-from specdec import Engine, EngineConfig
+from specdec import Engine, EngineConfig, SpecConfig
 from specdec.gpu.captures import CaptureUse
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import RequestStats
@@ -103,3 +103,26 @@ def test_every_device_has_its_memory():
     samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
     kept = [each for each in samples if each.name == "specdec:device_kv_bytes"]
     assert [(each.labels["rank"], each.value) for each in kept] == [(rank, devices[0].kv_bytes) for rank in "01"]
+
+
+def test_metrics_count_rounds_by_the_draft_that_was_chosen(
+    make_target: Any, make_engine: Any, random_prompt: Any
+) -> None:
+    """One sample a draft there is, none included, and of a plain engine no such figure."""
+    sizes = {"max_batch_size": 4, "max_model_len": 64, "device": "cpu"}
+    for drafter, num_drafts in (("ngram", 5), (None, 0)):  # none, chains of 1 to 3, the whole one
+        engine = make_engine(make_target("gemma4-e2b"), drafter, spec=SpecConfig(num_steps=4, adaptive=True), **sizes)
+
+        async def ask(engine: Engine = engine) -> tuple[bytes, EngineStats]:
+            async with AsyncEngine(engine) as running:
+                metrics = Metrics(running, "m")
+                await running.generate([random_prompt(n) for n in (5, 9)], GREEDY)
+                return await metrics.text(), await running.stats()
+
+        text, stats = asyncio.run(ask())
+        samples = [each for family in text_string_to_metric_families(text.decode()) for each in family.samples]
+        for kind, counts in (("draft_rounds", stats.drafts.rounds), ("draft_rounds_tried", stats.drafts.tried)):
+            found = {s.labels["draft"]: s.value for s in samples if s.name == f"specdec:{kind}_total"}
+            assert list(found.values()) == list(counts)
+            assert len(found) == len(stats.drafts.shapes) == num_drafts
+        assert (sum(stats.drafts.rounds) > 0) == (drafter is not None)

@@ -276,7 +276,7 @@ def test_prefixes_are_shared(engine_of, prompts, alone):
     assert out.stats.cached_tokens > 0
 
 
-@pytest.mark.parametrize("part", [slow("draft"), "verify", slow("draw")])
+@pytest.mark.parametrize("part", [slow("draft"), "verify", slow("accept")])
 def test_a_step_that_breaks_happened_to_nobody(part, engine_of, prompts, params, alone, monkeypatch):
     """Its tokens are those of the lone run, wherever within the round it broke."""
     engine, whole, calls = engine_of("tree", max_batch_size=4), getattr(DecodeRound, part), [0]

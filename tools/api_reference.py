@@ -22,13 +22,15 @@ from specdec.cli.options import PairOptions
 from specdec.errors import SpecDecError
 from specdec.gpu.captures import CaptureUse
 from specdec.models.bundled import BUNDLED_DIR
+from specdec.runtime.adaptive.draft_choice import DraftUse
+from specdec.runtime.device_use import DeviceUse
 from specdec.runtime.engine_stats import EngineStats, PoolUse
 from specdec.runtime.request import StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.sampling_numbers import SamplingNumbers
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
-RETURNED = (StreamDelta, TokenLogprob, EngineStats, PoolUse, CaptureUse)
+RETURNED = (StreamDelta, TokenLogprob, EngineStats, PoolUse, CaptureUse, DraftUse, DeviceUse)
 """Not exported, because users receive them from methods and never make one."""
 WIDTH = 100
 """Longer signatures have one parameter a line."""

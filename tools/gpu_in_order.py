@@ -10,6 +10,7 @@ Times are medians of a replayed capture of several calls, on one pool.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,16 +57,18 @@ ANY_ORDER = {  # rows, keys, warps, stages
 
 
 class Prompt:
-    """`tokens` places after `prefix` earlier tokens of one request; `runs`: how many requests there is room for."""
+    """`tokens` places after `prefix` earlier tokens of one request; `runs`: how many requests there is room for.
+    shuffled: its slots lie anywhere, as after many requests, not one after the other, as of the first ones."""
 
-    def __init__(self, head_dim: int, prefix: int, tokens: int, runs: int = 1) -> None:
+    def __init__(self, head_dim: int, prefix: int, tokens: int, runs: int = 1, *, shuffled: bool = True) -> None:
         noise = torch.Generator(DEVICE).manual_seed(prefix + tokens)
         width = prefix + tokens
         self.pool_k, self.pool_v = (
             torch.randn(width + 1, KV_HEADS, head_dim, generator=noise, device=DEVICE).to(DTYPE) for _ in "kv"
         )
         self.query = torch.randn(1, tokens, HEADS, head_dim, generator=noise, device=DEVICE).to(DTYPE).transpose(1, 2)
-        slots = torch.randperm(width, generator=noise, device=DEVICE)[None] + 1
+        order = torch.randperm(width, generator=noise, device=DEVICE)
+        slots = (order if shuffled else order.sort().values)[None] + 1
         start, length = torch.zeros(2, runs, dtype=torch.int64, device=DEVICE)
         start[0], length[0] = prefix, tokens
         self.pack = Pack.of(torch.zeros_like(start), start, length, tokens)
@@ -85,8 +88,9 @@ def usual(head_dim: int, tokens: int, *, exact: bool) -> RaggedTiles:
 
 def prompt_rows() -> Iterator[Row]:
     for head_dim, window in LAYERS.items():
-        for prefix, tokens in CHUNKS:
-            prompt, chosen = Prompt(head_dim, prefix, tokens), usual(head_dim, tokens, exact=True)
+        for (prefix, tokens), shuffled in itertools.product(CHUNKS, (False, True)):
+            prompt = Prompt(head_dim, prefix, tokens, shuffled=shuffled)
+            chosen = usual(head_dim, tokens, exact=True)
             loose = usual(head_dim, tokens, exact=False)
             cells = [f"any order, chosen {microseconds(lambda: prompt.attend(window, loose)):.0f}"]  # noqa: B023
             for block_m, block_k, warps, stages in ANY_ORDER[head_dim]:
@@ -108,7 +112,8 @@ def prompt_rows() -> Iterator[Row]:
                     equal &= same
                 except Exception as error:  # it does not fit: the others are still of interest
                     cells.append(f"{name} {type(error).__name__}")
-            yield Row(f"heads of {head_dim}, {tokens} after {prefix}", ", ".join(cells), "us", equal)
+            where = "anywhere" if shuffled else "one after the other"
+            yield Row(f"heads of {head_dim}, {tokens} after {prefix}, slots {where}", ", ".join(cells), "us", equal)
 
 
 def few_rows() -> Iterator[Row]:

@@ -35,7 +35,8 @@ FEW_TOKENS = 256
 """A forward over no more than these is most often a part of one long prompt, read while others decode."""
 
 FILLING_ROWS = 64
-"""Rows of all heads for each multiprocessor from which on the tiles are those of many; of fewer, others end sooner."""
+"""Rows of all heads for each multiprocessor from which on tiles in order are those of many; of fewer, others end
+sooner."""
 
 
 class RaggedTiles(NamedTuple):
@@ -162,19 +163,15 @@ def choose_ragged(
     *,
     exact: bool,
 ) -> RaggedTiles:
-    """The fastest of those timed on an H200 and an H100 (`tools/gpu_in_order.py`). In order: the cut of plain decoding,
-    in larger tiles of rows, which change no bit."""
+    """In any order: the tiles that chunks had, timed on an H200. In order: the cut of plain decoding, in larger tiles
+    of rows, which change no bit, the fastest of those timed on an H100 (`tools/gpu_in_order.py`)."""
     num_units, shared = device_limits(device)[:2]
     fewest: int = max(16, triton.next_power_of_2(group))  # a tile has a token at least
-    fills = num_tokens * group * kv_heads >= FILLING_ROWS * num_units
     if not exact:
-        any_order = choose_tiles(num_tokens * group, block_d, item_size)
-        if fills and block_d > 256 and item_size <= 2:  # two programs fit a multiprocessor, of 64 rows each one
-            any_order = any_order._replace(block_m=32, block_k=32, num_warps=4, num_stages=3)
-        any_order = fit_tiles(any_order, block_d, item_size, shared)
+        any_order = fit_tiles(choose_tiles(num_tokens * group, block_d, item_size), block_d, item_size, shared)
         block_m = max(any_order.block_m, fewest)
         return RaggedTiles(block_m, *any_order[1:4], 0, any_order.waves)
-    cut = choose_cut(block_d, item_size, kv_heads)
+    cut, fills = choose_cut(block_d, item_size, kv_heads), num_tokens * group * kv_heads >= FILLING_ROWS * num_units
     block_m, num_warps, stages, in_memory = 32, 4, 3, False
     if item_size > 2:
         block_m, num_warps, stages = 16, 4 if block_d <= 256 else 8, 2

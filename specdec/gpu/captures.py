@@ -1,11 +1,13 @@
-"""What an engine has captured, of rounds and of prompts: within a budget of bytes, the least recently used first out.
+"""The captures of an engine, of rounds and of prompts: kept within a budget of bytes, by LRU eviction.
 
-    a shape   met  ->  ran once  ->  captured  ->  evicted: captured again when it comes again, later the more often it
-                                                   was evicted, so that a budget that is too small is no treadmill
-                                 ->  refused:   out of memory is tried again, anything else three times
+    a shape   met  ->  ran once  ->  captured  ->  evicted: captured again after it has run uncaptured some times, twice
+                                                   as many after each eviction, so that a budget that is too small does
+                                                   not make every round capture
+                                 ->  refused:   out of memory is tried again, anything else three times in all
 
 Captures of one pool share its memory, since they never run at the same time: a pool is as large as the largest needs,
-and is given back when the last of them goes. Out of memory all others are let go, and the capture is tried once more.
+and is freed with the last of its captures. When the device is out of memory all other captures are evicted, and the
+new one is tried once more.
 Invariant: `use()` is true at every moment; nothing runs uncaptured without being counted there.
 """
 
@@ -38,7 +40,8 @@ class CaptureUse(NamedTuple):
 
     captured: rounds and prompt forwards that can be replayed now. made, evicted, refused: captures made so far, let go
     for others, and failed, out of memory among them. bytes: of the device that all captures take together, and what
-    they leave their results in; budget_bytes: at most, None where nothing is captured. uncaptured_rounds,
+    they leave their results in (of several devices, on the one that holds most); budget_bytes: at most, of one device;
+    None where nothing is captured. uncaptured_rounds,
     uncaptured_prompts: rounds and forwards over prompts that were launched kernel by kernel, the first of every shape
     and prompts that are too long to be captured among them.
     """
@@ -86,12 +89,12 @@ class CudaCapture:
         stream = self._warm_stream()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # as `torch.cuda.graph` does, so that what is missing below is the capture's
-        before = _taken_beside_torch()
+        before = taken_beside_torch()
         pool = self._pools[self.pool]
         # another thread may use the device meanwhile
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             out = program()
-        self._beside[graph] = max(_taken_beside_torch() - before, 0)
+        self._beside[graph] = max(taken_beside_torch() - before, 0)
         return graph.replay, out
 
     def _warm_stream(self) -> torch.cuda.Stream:
@@ -121,17 +124,19 @@ def pool_bytes(pool: tuple[int, int]) -> int:
     return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))
 
 
-def _taken_beside_torch() -> int:
+def taken_beside_torch() -> int:
     """Bytes of the device that are taken, but not by torch's allocator in this process."""
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
 
 
-def default_budget(device: torch.device) -> int | None:
-    """What captures may take where the user says nothing; None: nothing is captured there."""
-    if device.type != "cuda":
+def default_budget(*devices: torch.device) -> int | None:
+    """What captures may take of each of these devices where the user says nothing: as much as the fullest can give.
+    None: nothing is captured there."""
+    if devices[0].type != "cuda":
         return None
-    return int(min(MEMORY_SHARE * all_bytes(device), FREE_SHARE * free_bytes(device)))
+    shares = [min(MEMORY_SHARE * all_bytes(device), FREE_SHARE * free_bytes(device)) for device in devices]
+    return int(min(shares))
 
 
 def most_captures(num_sizes: int, num_drafts: int = 1) -> int:
@@ -152,8 +157,12 @@ class OverBudget(SpecDecError):
 
 
 class Captured(NamedTuple):
-    """A round that can be replayed, program by program, each with what it returns; and the view that it was captured
-    under. What one program leaves for the next is memory of the pool, which other captures use between two rounds."""
+    """A round or a prompt forward that can be replayed.
+
+    replays: one a program, each with the tensor that it writes. view_key: of the K/V view that it was captured under;
+    it is valid under no other. pool: the name of the pool that holds what its programs leave for each other. Other
+    captures overwrite that between two rounds, so nothing in it outlives a round.
+    """
 
     replays: list[tuple[Replay, torch.Tensor]]
     view_key: tuple[object, ...]
@@ -207,8 +216,11 @@ class CaptureStore:
     def make(
         self, owner: int, shape: Hashable, pool: str, view_key: tuple[object, ...], programs: Sequence[Program]
     ) -> Captured:
-        """Capture these programs, and let others go for them. Raises what a program raises, out of memory only where
-        letting go of all others did not help, and OverBudget."""
+        """Capture these programs; evict the least recently used captures until they fit the budget.
+
+        Raises what a program raises. Out of memory is raised only after all other captures were evicted and the capture
+        was tried again. Raises OverBudget when the capture does not fit the budget alone, recorded twice.
+        """
         self._record(owner, shape, pool, view_key, programs)
         while self._over() and len(self._kept) > 1:
             self._evict(next(iter(self._kept)))

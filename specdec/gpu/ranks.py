@@ -118,9 +118,10 @@ class Ranks:
 class PeerRanks(Ranks):
     """GPUs of one process with access to each other's memory; tests run it on CPUs that are one, in the interpreter.
 
-    Gathers use two halves of a buffer in turn: a rank pushes into a half again only after a gather in between, for
-    which every peer had read that half. So a forward makes an even number of gathers. What rank 0 alone reads may be
-    pushed at any step after it has sent something: it sends when it has read what was pushed before.
+    Gathers alternate between two half-buffers. Half A is rewritten only after a gather into half B, by when all ranks
+    have read A; so gathers per forward must be even (`end` adds a `join` to an odd number of steps). `collect` writes
+    to rank 0 alone, into half A. The other ranks may do so once rank 0 has sent something since the last `collect`, for
+    it sends only after it has read.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:

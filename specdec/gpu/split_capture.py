@@ -1,18 +1,20 @@
 """Captures of a program that launches on several devices: a graph a device, which are launched together.
 
 They wait for each other by flags in memory (`exchange_kernels.py`), not by edges, so no graph knows of another. Graphs
-are instantiated when all have been recorded.
+are instantiated when all have been recorded. What they take is counted by device, and the fullest device is what counts
+against the budget, which is of one device.
 """
 
 import gc
 import warnings
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from specdec.gpu.captures import CudaCapture, Program, Replay
+from specdec.gpu.captures import CudaCapture, Program, Replay, taken_beside_torch
 
 
 class SplitCapture(CudaCapture):
@@ -22,6 +24,9 @@ class SplitCapture(CudaCapture):
         super().__init__()
         self._devices = tuple(devices)
         self._device_pools: dict[str, list[Any]] = {}
+        self._beside_of: list[weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int]] = [
+            weakref.WeakKeyDictionary() for _ in devices
+        ]
         self._streams = [torch.cuda.Stream(device) for device in devices]
 
     def __call__(self, program: Program) -> tuple[Replay, torch.Tensor]:
@@ -36,9 +41,11 @@ class SplitCapture(CudaCapture):
                 self._warm_stream()
         self.wait()
         gc.collect()
+        before = []
         for device in self._devices:
             with torch.cuda.device(device):
-                torch.cuda.empty_cache()
+                torch.cuda.empty_cache()  # so that what is missing below is the capture's
+                before.append(taken_beside_torch())
         recording: list[int] = []
         try:
             with ExitStack() as streams:
@@ -58,6 +65,7 @@ class SplitCapture(CudaCapture):
         for number, graph in enumerate(graphs):
             with torch.cuda.device(self._devices[number]):
                 graph.instantiate()
+                self._beside_of[number][graph] = max(taken_beside_torch() - before[number], 0)
 
         def replay() -> None:
             for device, graph in zip(self._devices, graphs, strict=True):
@@ -67,9 +75,14 @@ class SplitCapture(CudaCapture):
         return replay, out
 
     def held_bytes(self) -> int:
-        segments = torch.cuda.memory_snapshot()
-        pools = {tuple(pool) for each in self._device_pools.values() for pool in each}
-        return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) in pools)
+        """On the device that holds most: the budget is of one."""
+        held = [sum(beside.values()) for beside in self._beside_of]
+        number_of = {tuple(pool): number for each in self._device_pools.values() for number, pool in enumerate(each)}
+        for segment in torch.cuda.memory_snapshot():
+            number = number_of.get(tuple(segment["segment_pool_id"]))
+            if number is not None:
+                held[number] += segment["total_size"]
+        return max(held)
 
     def wait(self) -> None:
         for device in self._devices:

@@ -43,7 +43,7 @@ def prepare(requests: Sequence[Request]) -> list[Request]:
 class GrammarSteps:
     """What the host does within a round in which some of the first rows have a place in a grammar.
 
-    device    | draft | verify          | draw
+    device    | draft | verify          | accept
     host              trees, their masks ^
     """
 

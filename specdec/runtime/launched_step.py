@@ -16,11 +16,12 @@ from specdec.sampling.log_probs import TokenScores
 class LaunchedStep:
     """A round or a group of prompt chunks on the device, and the requests that had a row in it.
 
-    row_epochs: of each request at the launch; a request that has lost its row since has no part in the result.
-    drawing: of prompt chunks, the numbers in the batch of the requests that draw their first token; None: a round.
-    packed: the result on its way to the host, of this shape and these stages. forced: of each request that has a
-    result, [B], how many of its tokens its grammar gave. scores: of prompt tokens, what was asked for and the numbers.
-    done: reached when all of it is on the host; None: it is there.
+    row_epochs: `row_epoch` of each request at the launch; the result of a request that has lost its row since is
+    ignored. drawing: for prompt chunks, the indices in the batch of the requests that draw their first token; None for
+    a round. packed: the result, of this `shape`, timed by these `stages`, while it is copied to the host. forced [B]:
+    how many tokens of each request in the result came from its grammar. scores: which log-probabilities of prompt
+    tokens were asked for, and their values. done: the CUDA event of the copy to the host; None where there is nothing
+    to wait for.
     """
 
     requests: Sequence[Request]

@@ -29,8 +29,12 @@ NO_PAGES: IntArray = np.zeros(0, dtype=np.int64)
 
 
 class Prefixes:
-    """cache: with the stores of all models; None: nothing is shared. weights_version: another value whenever K/V would
-    come out otherwise. unread: by row, so many of the newest tokens may lack the drafter's K/V; None: none do."""
+    """Prefix-cache policy of one engine.
+
+    cache: the K/V cache, with the stores of all models; None turns prefix caching off. weights_version: returns another
+    value once weights have changed, so that cached K/V are no longer valid. unread: for each row, how many of its
+    newest tokens may not have the drafter's K/V yet, so those are not kept; None: every token has them.
+    """
 
     def __init__(
         self, cache: KVCache | None, weights_version: Callable[[], object], unread: IntArray | None = None

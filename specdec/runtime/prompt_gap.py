@@ -85,16 +85,18 @@ class PromptCost:
         self._add(load, seconds)
 
     def seconds(self, load: PromptLoad) -> float:
-        """That it is expected to take. Something is known."""
+        """What a forward over this load is expected to take. Requires `is_known`."""
         whole = self._whole.get(load.tokens)
         if whole is None:
             return float(self._fitted() @ _counts(load))
         return whole + self._pair * max(0.0, load.pairs - load.tokens**2 / 2)
 
     def tokens_within(self, seconds: float, prefix: int, chunk: int) -> int:
-        """Tokens that are read in so many seconds, `chunk` of a request at most, after `prefix` tokens each.
+        """How many prompt tokens can be read in this time: at most `chunk` of each request, after `prefix` tokens each.
 
-        Of few tokens a device takes as long as of one, which a line does not know: those that were timed count."""
+        A forward over few tokens takes as long as one over a single token, which the fitted line does not show. So the
+        result is at least the largest timed forward that fits.
+        """
         forward, token, pair = (self._fitted() / UNITS).tolist()
         tokens = (seconds - forward) / max(token + pair * prefix, 1e-12)
         tokens = (seconds - forward) / max(token + pair * (prefix + max(0.0, min(tokens, chunk)) / 2), 1e-12)
@@ -117,9 +119,12 @@ class PromptCost:
 
 
 class PromptGap:
-    """What rounds and prompts of one engine take. round: seconds of a round lately, 0.0 before the first;
-    longest_round: that was timed, 0.0 where none was. ending: seconds that a forward which ends a prompt takes longer,
-    where the last layers do not run otherwise."""
+    """What rounds and prompts of one engine take, in seconds.
+
+    round: decaying average of recent rounds, 0.0 before the first. longest_round: the longest that was timed when the
+    engine was made, 0.0 where none was. ending: how much longer a forward takes that ends a prompt, where it alone
+    runs the last layers.
+    """
 
     def __init__(self) -> None:
         self.cost = PromptCost()
@@ -132,7 +137,8 @@ class PromptGap:
         self.round = seconds if self.round == 0.0 else ROUND_DECAY * self.round + (1 - ROUND_DECAY) * seconds
 
     def capped(self, room: PromptRoom) -> PromptRoom:
-        """This room, with no more tokens a step than are read within the promised gap, a multiple of 256."""
+        """This room, capped to the tokens that can be read within the promised gap beside the longest round: a multiple
+        of 256, and at least MIN_CAP."""
         if room.fixed:
             return room
         fitting = self.cost.tokens_within(PROMISED_GAP - self.longest_round, 0, room.chunk) // 256 * 256
@@ -140,8 +146,11 @@ class PromptGap:
         return room._replace(busy=min(most, room.busy), idle=min(most, room.idle))
 
     def tokens(self, room: PromptRoom, num_waiting: int, prefix: int) -> int:
-        """Prompt tokens of a step after whose round others decode. num_waiting: requests that wait for a token, those
-        without a row too; prefix: tokens that the prompts of this step have been read of, at most."""
+        """How many prompt tokens a step may read while other requests decode.
+
+        num_waiting: requests that wait for their first token, with a row or without. prefix: the longest part that has
+        been read of one of the step's prompts.
+        """
         if room.fixed or self.round == 0.0 or not self.cost.is_known:
             return room.busy
         budget = min(GAP_SHARE * max(1, num_waiting) * self.round, PROMISED_GAP - self.round)
@@ -149,8 +158,8 @@ class PromptGap:
         return room.busy if fitting >= room.busy else min(max(room.least, _few_sizes(fitting)), room.busy)
 
     def promised(self, room: PromptRoom, longest: int) -> float:
-        """Seconds from one token to the next at most, while one prompt of up to `longest` tokens is read; 0.0: nothing
-        is known."""
+        """The longest time between two tokens of a decoding request, in seconds, while one prompt of up to `longest`
+        tokens is read. 0.0 until rounds and prompts have been timed."""
         if self.round == 0.0 or not self.cost.is_known:
             return 0.0
         spent = 0.0
@@ -184,12 +193,28 @@ def _least_squares(equations: Numbers, before: Numbers) -> Numbers:
     best, found = 0.0, np.zeros(3)
     for kept in _SUBSETS:
         part = square[np.ix_(kept, kept)]
-        some = np.linalg.solve(part, right[kept])
+        some = _solved(part, right[kept])
         error = float(some @ part @ some - 2 * right[kept] @ some)
         if (some >= 0).all() and error < best:
             best, found = error, np.zeros(3)
             found[kept] = some
     return found
+
+
+def _solved(square: Numbers, right: Numbers) -> Numbers:
+    """Of a positive definite system, by elimination. Not by numpy's solver, which changes for its time how the process
+    takes errors of numbers: an interrupt in between may leave it so."""
+    rows = [[*row, value] for row, value in zip(square.tolist(), right.tolist(), strict=True)]
+    for i, row in enumerate(rows):
+        for lower in rows[i + 1 :]:
+            factor = lower[i] / row[i]
+            lower[i:] = [mine - factor * pivot for mine, pivot in zip(lower[i:], row[i:], strict=True)]
+    found: list[float] = []  # the last one first
+    for row in reversed(rows):
+        known = zip(row[-2::-1], found, strict=False)
+        i = len(rows) - 1 - len(found)
+        found.append((row[-1] - sum(weight * value for weight, value in known)) / row[i])
+    return np.array(found[::-1])
 
 
 _SUBSETS: Sequence[list[int]] = [list(kept) for size in (1, 2, 3) for kept in combinations(range(3), size)]

@@ -155,9 +155,10 @@ class Scheduler:
         return [request for request, _ in chosen], np.array([chunk for _, chunk in chosen], dtype=np.int64)
 
     def next_decode(self) -> list[Request]:
-        """Requests to verify next, each owning the lookahead behind its committed slots.
+        """Requests to verify next, each owning the lookahead after its committed slots.
 
-        Or more, if there is room, for tokens that somebody's grammar forces: rounds are as wide as all of them allow.
+        Where grammars force tokens, each request also gets extra slots for the longest run of forced tokens, if there
+        are free pages. A request without them makes the round narrower for all.
         """
         if self.rounds_held:
             return []

@@ -60,7 +60,11 @@ DEFAULT_CUT = Cut()
 
 
 class Candidates(NamedTuple):
-    """What is known of R rows, as `choose_kernel` takes it. A list may lack candidates where its floor is finite."""
+    """What earlier kernels found in R rows of logits; `choose_kernel` reads it.
+
+    `list_id`, `list_x`: tokens that may win, and their logits. Where `floor` is finite only tokens whose logit reaches
+    it were listed, so a row that turns out to need others is searched again in full. None: not computed.
+    """
 
     tile_max: torch.Tensor | None  # [R, tiles] float32
     row_max: torch.Tensor | None  # [R] float32

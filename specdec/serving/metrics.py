@@ -4,7 +4,7 @@ Times are observed on the engine's thread, a few additions a request and round. 
 ended and those under way, taken at each scrape, so they never fall. The registry is this application's own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
@@ -13,6 +13,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client import generate_latest as as_text
 from prometheus_client.core import Metric
 
+from specdec.runtime.adaptive.draft_choice import DraftUse
+from specdec.runtime.adaptive.draft_choice import name as draft_name
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import RequestStats
 from specdec.serving.async_engine import AsyncEngine
@@ -118,6 +120,7 @@ class Metrics:
         for position, count in enumerate(self._snapshot.requests.accepted_counts):
             by_position.add_sample(f"{name}_total", label | {"position": str(position)}, count)
         yield by_position
+        yield from draft_counts(self._snapshot.engine.drafts, label)
 
     def _take(self) -> Snapshot:
         total, stats, samples = self._ended.copy(), self._engine.stats_now(), self._engine.samples
@@ -169,6 +172,19 @@ def figures(snapshot: Snapshot) -> list[tuple[str, str, str, float | None]]:
         ("counter", "specdec:uncaptured_rounds", "Rounds launched kernel by kernel.", use.uncaptured_rounds),
         ("counter", "specdec:uncaptured_prompts", "Prompt forwards launched kernel by kernel.", use.uncaptured_prompts),
     ]
+
+
+def draft_counts(use: DraftUse, label: Mapping[str, str]) -> Iterator[Metric]:
+    """Rounds by the draft that was chosen for them; nothing where the engine chooses none."""
+    for metric_name, text, counts in (
+        ("specdec:draft_rounds", "Rounds that had this draft, by choice.", use.rounds),
+        ("specdec:draft_rounds_tried", "Those of them that were trials.", use.tried),
+    ):
+        by_draft = Metric(metric_name, text, "counter")
+        for shape, count in zip(use.shapes, counts, strict=True):
+            by_draft.add_sample(f"{metric_name}_total", {**label, "draft": draft_name(shape)}, count)
+        if by_draft.samples:
+            yield by_draft
 
 
 @router.get("/metrics", response_model=None)

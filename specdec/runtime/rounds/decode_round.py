@@ -2,7 +2,7 @@
 
     draft    the drafter proposes a tree for each row          nothing is read that the round changes
     verify   one forward of the target over all nodes
-    draw     the target's token at every node, the walk down the tree, the commit, what the drafter learns
+    accept   the target's token at every node, the walk down the tree, the commit, what the drafter learns
 
 Nothing in it comes from the host but a `RoundShape`, and nothing goes back but one packed result. So it can be captured
 once a shape and replayed. Where grammars have a say it is three programs, and the host computes masks between them.
@@ -30,12 +30,12 @@ DECODE_STAGES = ("other", "draft", "verify", "other")
 
 def decode_programs(round: Round, shape: RoundShape) -> Sequence[Callable[[], torch.Tensor]]:
     """The programs of one round; the last returns its packed result. Where grammars have a say these are: draft, which
-    returns tokens and parents of the trees [2, B, N]; verify; and draw, once `Round.allowed` holds their masks."""
+    returns tokens and parents of the trees [2, B, N]; verify; and accept, once `Round.allowed` holds their masks."""
     if not shape.uses.masked:
         return [lambda: DecodeRound(round, shape).run()]  # whose tensors do not outlive it
     round.allowed(shape)  # is there before anything is captured
     decode = DecodeRound(round, shape)
-    return [decode.draft, decode.verify, decode.draw]
+    return [decode.draft, decode.verify, decode.accept]
 
 
 class DecodeRound:
@@ -49,7 +49,7 @@ class DecodeRound:
         """-> the packed result"""
         self.draft()
         self.verify()
-        return self.draw()
+        return self.accept()
 
     @torch.inference_mode()
     def draft(self) -> torch.Tensor:
@@ -117,8 +117,8 @@ class DecodeRound:
         return self.fed.tokens  # small: a program returns something, and this is kept
 
     @torch.inference_mode()
-    def draw(self) -> torch.Tensor:
-        """Draw, accept, commit, and let the drafter observe -> the packed result."""
+    def accept(self) -> torch.Tensor:
+        """Draw, walk down the tree, commit, and let the drafter observe -> the packed result."""
         round, shape, rows, opened, tree = self.round, self.shape, self.rows, self.opened, self.tree
         round.clock.mark("other")
         allowed = round.allowed(shape) if shape.uses.masked else None

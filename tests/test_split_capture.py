@@ -1,0 +1,110 @@
+"""Bytes of captures over several devices: by device, as the budget is, with what libraries take beside torch."""
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.gpu import captures
+from specdec.gpu.captures import default_budget
+from specdec.gpu.split_capture import SplitCapture
+
+DEVICES = (torch.device("cuda", 0), torch.device("cuda", 1))
+
+
+class TwoDevices:
+    """In the place of `torch.cuda`: a graph takes 100 bytes of its pool on device 0 and 30 on device 1, and 7 and 40
+    beside torch once it is instantiated. All that is not of a capture is another pool's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.handles = 0, 0
+        self.segments: list[dict[str, Any]] = [{"total_size": 1 << 20, "segment_pool_id": (0, 0)}]
+        self.beside = [0, 0]
+        world = self
+
+        class Graph:
+            def __init__(self, keep_graph: bool) -> None:
+                pass
+
+            def capture_begin(self, pool: tuple[int, int], capture_error_mode: str) -> None:
+                size = (100, 30)[world.current]
+                world.segments.append({"total_size": size, "segment_pool_id": pool})
+
+            def capture_end(self) -> None:
+                pass
+
+            def instantiate(self) -> None:
+                world.beside[world.current] += (7, 40)[world.current]
+
+            def replay(self) -> None:
+                pass
+
+        @contextmanager
+        def on(device: torch.device) -> Any:
+            before, world.current = world.current, device.index
+            yield
+            world.current = before
+
+        @contextmanager
+        def streaming(stream: Any) -> Any:
+            yield
+
+        stand_ins = {
+            "CUDAGraph": Graph,
+            "Stream": lambda device: device,
+            "device": on,
+            "stream": streaming,
+            "synchronize": lambda device: None,
+            "empty_cache": lambda: None,
+            "graph_pool_handle": self.next_handle,
+            "memory_snapshot": lambda: self.segments,
+            "mem_get_info": lambda: (1000 - self.beside[self.current], 1000),
+            "memory_reserved": lambda: 0,
+        }
+        for name, stand_in in stand_ins.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(SplitCapture, "_warm_stream", lambda self: None)
+
+    def next_handle(self) -> tuple[int, int]:
+        self.handles += 1
+        return 0, self.handles
+
+
+def program() -> torch.Tensor:
+    return torch.zeros(1)
+
+
+def test_captures_of_two_devices_take_what_the_fuller_one_holds(monkeypatch):
+    """They took the sum, against the budget of one: two devices had half of it each. And nothing beside torch."""
+    TwoDevices(monkeypatch)
+    capture = SplitCapture(DEVICES)
+    capture.pool = "rounds"
+    first = capture(program)
+    assert capture.held_bytes() == 107  # and 70 on the second
+    capture.pool = "prompts"
+    second = capture(program)
+    assert capture.held_bytes() == 214
+    capture.close("rounds")
+    del first
+    assert capture.held_bytes() == 107
+    capture.close("prompts")
+    del second
+    assert capture.held_bytes() == 0
+
+
+def test_the_device_that_holds_most_may_be_another_than_the_first(monkeypatch):
+    world = TwoDevices(monkeypatch)
+    capture = SplitCapture(DEVICES)
+    kept = capture(program)
+    assert kept[0] is not None
+    world.segments.append({"total_size": 500, "segment_pool_id": (0, 2)})  # of the second device's pool
+    assert capture.held_bytes() == 570
+
+
+def test_the_budget_is_what_the_fullest_device_can_give(monkeypatch):
+    monkeypatch.setattr(captures, "all_bytes", lambda device: 1000)
+    monkeypatch.setattr(captures, "free_bytes", lambda device: (150, 90)[device.index])
+    assert default_budget(DEVICES[0]) == 75
+    assert default_budget(*DEVICES) == 45
+    assert default_budget(torch.device("cpu")) is None
