@@ -24,7 +24,7 @@ from specdec.layers.moe.routing import Router, Routing, list_kernel, pick_kernel
 from specdec.layers.norm import reference_rms_norm
 from specdec.layers.product import finish, reference_finish
 
-from marks import deep, slow
+from marks import deep, deep_cases, slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FAMILIES = ["gemma4", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe-raw"]
@@ -118,6 +118,7 @@ def test_the_block_is_that_of_transformers(family, num_rows, poison_empty):
         torch.testing.assert_close(apply_experts(x, routing, experts, few=few), expected, atol=2e-4, rtol=1e-5)
 
 
+@deep_cases("gemma4-520-40", "gpt_oss-520-40")
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("family", "hidden", "width"), [("gpt_oss", 40, 24), slow("gemma4", 520, 40), slow("gpt_oss", 520, 40)]
@@ -293,6 +294,7 @@ def test_an_early_product_writes_to_memory_that_was_free_before_the_router_began
     assert early == [((5, 36), "early"), ((1, 5, 40), "usual")]
 
 
+@deep_cases("520-600-7")
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("hidden", "dense_width", "num_rows"),
