@@ -178,6 +178,7 @@ def test_raw_prompts_of_a_chat_model_are_named(diagnose):
     assert causes(diagnose(ASSISTANT, chat=False)) == ["template"]
 
 
+@pytest.mark.deep
 def test_signs_of_a_qat_target_with_the_plain_assistant(export, tmp_path, caplog):
     target = export("tiny-gemma4", folder="gemma-4-tiny-it-qat-w4a16-ct")
     plain = export(ASSISTANT, folder="gemma-4-tiny-it-assistant")

@@ -111,7 +111,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     return importlib.import_module
 
 
-@deep_cases("gemma4_mtp.py", "batch_stream.py", "hf_drop_in.py", "gsm8k.py")
+@deep_cases("gemma4_mtp.py", "batch_stream.py", "hf_drop_in.py", "gsm8k.py", "eagle3.py")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_program_runs_and_says_what_it_should(name, run, request):

@@ -295,7 +295,7 @@ def test_bits_are_those_of_every_layer_on_the_kernels(drafter, chunk, make_targe
 
 
 @interpreted
-@pytest.mark.slow
+@pytest.mark.deep
 def test_tokens_on_the_kernels(make_target, engine, random_prompt, greedy_oracle, monkeypatch):
     """Not deterministic: a prompt's rows and its last one are attended by unlike kernels."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
