@@ -2,8 +2,8 @@
 
 Every call that a step makes inside the package is listed; the step is then run again with an exception at call k, for
 one k after the other: the last call of every function that can change what is kept of a request, and of one function a
-file elsewhere, each in the first case that calls it, and of these calls every fourth (`make test-deep`: the last call of
-every function, in the first case of each stage), or with SPECDEC_FAULTS=all every call in every case there is (5,700, a
+file elsewhere, each in the first case that calls it; of these calls every fourth (`make test-deep`: the last of every
+function, in the first case of each stage), or with SPECDEC_FAULTS=all every call in every case there is (5,700, a
 quarter of an hour). What was interrupted ends; every other stream is what it would have been alone, the table and the
 allocator hold what their requests own and nothing else, and a new request is right.
 """

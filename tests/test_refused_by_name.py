@@ -43,7 +43,7 @@ def without_tokenizer(tmp_path) -> Path:
 # dtypes
 
 
-@deep_cases("value0-torch_dtype", "bfloat16-torch_dtype", "bf16-torch_dtype")
+@deep_cases("bfloat16-torch_dtype", "bf16-torch_dtype")
 @pytest.mark.parametrize("name", ["torch_dtype", "dtype"])
 @pytest.mark.parametrize("value", [torch.bfloat16, "bfloat16", "bf16"])
 def test_torch_dtype_is_obeyed(name, value):
