@@ -230,7 +230,7 @@ def dear(shape):
 LOADS = list(itertools.product([0.0, 0.05, 0.3, 0.6, 0.9], [cheap, dear], [1, 8]))
 
 
-@deep_cases("0.0-cheap-1")
+@deep_cases("0.3-cheap-1")
 @pytest.mark.parametrize(
     ("chance", "seconds", "batch"),
     each_value(LOADS),
