@@ -70,9 +70,13 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    from marks import leave_out_deep  # tools/pytest_forks.py runs this file where tests/ is not on the path
+    from marks import (  # tools/pytest_forks.py runs this file where tests/ is not on the path
+        leave_out_deep,
+        mark_deep_cases,
+    )
 
     os.environ.pop("TRITON_INTERPRET", None)
+    mark_deep_cases(config, items)
     leave_out_deep(config, items)
     if addresses := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"{addresses[0]}: an address makes another name in every process; give ids")

@@ -23,6 +23,11 @@ def deep(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.deep)
 
 
+def deep_cases(*ids: str) -> Any:
+    """Of a parametrized test, the cases with these ids, for `make test-deep` alone: a decorator."""
+    return pytest.mark.deep_cases(*ids)
+
+
 def examples(count: int, in_depth: int) -> int:
     """How many examples a property is tried on: `in_depth` of them with `make test-deep`."""
     return in_depth if is_deep() else count
@@ -86,6 +91,26 @@ def pairs(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
         left -= cases[best]
         chosen.append(tuple(choice[i] for choice, i in zip(choices, best, strict=True)))
     return chosen
+
+
+def mark_deep_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Each case that `deep_cases` names gets the mark `deep`. An id that no case has any more is an error."""
+    cases: dict[str, set[str]] = {}
+    named: dict[str, set[str]] = {}
+    for item in items:
+        if mark := item.get_closest_marker("deep_cases"):
+            test, _, case = item.nodeid.partition("[")
+            cases.setdefault(test, set()).add(case.removesuffix("]"))
+            named[test] = set(mark.args)
+            if case.removesuffix("]") in mark.args:
+                item.add_marker("deep")
+    if any("::" in argument for argument in config.args):
+        return  # some cases of a test are not there
+    for test, ids in named.items():
+        if gone := sorted(ids - cases[test]):
+            raise pytest.UsageError(
+                f"{test}: deep_cases names {gone[0]!r}, which is no case of it: give the id it has now"
+            )
 
 
 def leave_out_deep(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -20,7 +20,7 @@ from specdec.runtime.adaptive.draft_ladder import draft_ladder
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
 
-from marks import each_value, pairs, usual
+from marks import deep_cases, each_value, pairs, usual
 
 CHAIN = SpecConfig(4, adaptive=True)
 
@@ -230,6 +230,7 @@ def dear(shape):
 LOADS = list(itertools.product([0.0, 0.05, 0.3, 0.6, 0.9], [cheap, dear], [1, 8]))
 
 
+@deep_cases("0.3-cheap-1")
 @pytest.mark.parametrize(
     ("chance", "seconds", "batch"),
     each_value(LOADS),
@@ -288,6 +289,7 @@ def plain_tokens(params):
         return [out.token_ids for out in plain.generate(prompts(plain), params)]
 
 
+@deep_cases("tiny-gemma4-mtp-chain-0.0")
 @pytest.mark.parametrize(
     ("drafter", "shape", "temperature"),
     each_value(
@@ -383,6 +385,7 @@ class Pattern:
         return self.shapes[-1 if self.turn % (self.plain_rounds + 1) == 0 else 0]
 
 
+@deep_cases("tiny-gemma4-16")
 @pytest.mark.parametrize(
     ("drafter", "plain_rounds"),
     usual(

@@ -11,7 +11,7 @@ from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.suffix import SuffixDrafter
 from specdec.models.target import TargetModel
 
-from marks import deep
+from marks import deep, deep_cases
 from tiny_models import FAMILIES
 
 CASES = 100
@@ -25,6 +25,7 @@ def spec_of(rng):
     return SpecConfig(num_steps=depth, topk=topk, num_draft_tokens=nodes)
 
 
+@deep_cases("0-language_model")
 @pytest.mark.parametrize("drafter", ["suffix", "language_model"])
 @pytest.mark.parametrize("seed", [*range(ALWAYS), *(deep(seed) for seed in range(ALWAYS, CASES))])
 def test_tokens_of_plain_decoding(seed, drafter, make_target, make_engine, random_prompt):

@@ -409,7 +409,7 @@ def test_a_fork_is_refused_and_ends(pair):
         asyncio.run(served.close())
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_program_that_never_closes_it_ends():
     program = """
 import asyncio

@@ -28,7 +28,7 @@ from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.kvcache.table import Rows
 from specdec.models.target import TargetModel
 
-from marks import deep, slow
+from marks import deep, deep_cases, slow
 from tiny_models import FAMILIES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -47,6 +47,7 @@ def spec_of(rng: random.Random) -> SpecConfig:
     return SpecConfig(num_steps=depth, topk=topk, num_draft_tokens=nodes)
 
 
+@deep_cases("0")
 @pytest.mark.parametrize("seed", [*range(ALWAYS), *(deep(seed) for seed in range(ALWAYS, CASES))])
 def test_tokens_of_plain_decoding(
     seed: int, make_target: Callable[..., Any], make_engine: Callable[..., Any], random_prompt: Callable[..., Any]
@@ -261,6 +262,7 @@ SHAPES = {"chain": (4, 1, 5), "tree": (4, 3, 9), "short": (2, 2, 4)}
 LENGTHS = (9, 1, 14)
 
 
+@deep_cases("dflash-tree-4")
 @pytest.mark.parametrize(
     ("kind", "shape", "page_size"),
     [

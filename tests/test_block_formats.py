@@ -24,7 +24,7 @@ from specdec.drafter_loading import load_any_drafter
 from specdec.errors import CheckpointError, UnsupportedModelError
 from specdec.models.target import TargetModel
 
-from marks import deep, examples, slow
+from marks import deep, deep_cases, examples, slow
 
 QWEN3 = {"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1000000, "rope_scaling": None, "hidden_act": "silu"}
 OLD = {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "attention_dropout": 0.0, "bos_token_id": 151643}
@@ -254,6 +254,7 @@ OF_A_FORM_THAT_STAYS = {  # another width of block, other layers, or the same he
 }
 
 
+@deep_cases("deepseek-ai/dspark_gemma4_12b_block7", "deepseek-ai/dspark_qwen3_8b_block7", "DFlash, sliding")
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else (deep if name in OF_A_FORM_THAT_STAYS else slow)(name) for name in PUBLISHED]
 )

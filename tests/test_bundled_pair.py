@@ -58,7 +58,7 @@ def test_the_models_are_small():
     assert sum(size.values()) <= 25e6
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_smollm2_head_fits_a_target_of_its_shape():
     """The target is not shipped, so a random one stands in, of the same width, depth and vocabulary."""
     config = LlamaConfig(
@@ -105,7 +105,7 @@ def test_the_drafter_is_accepted(solved):
     assert solved[1].acceptance_length >= MTP_ACCEPTANCE
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(("name", "value"), [deep("WINDOW_SHIFT", -44), ("QUERY_POSITION_OFFSET", -9)])
 def test_a_wrong_convention_costs_acceptance(name, value, problems, solved, monkeypatch):
     """Seeded defects, so that the check above can fail."""
@@ -117,7 +117,7 @@ def test_a_wrong_convention_costs_acceptance(name, value, problems, solved, monk
     assert stats.acceptance_length < solved[1].acceptance_length - 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_layers_swapped_between_spaces_cost_acceptance(problems, monkeypatch):
     """The sliding layer reading another sliding layer's K/V: right shapes, wrong keys."""
     bind = gemma4_mtp.fit_layers
@@ -130,7 +130,7 @@ def test_layers_swapped_between_spaces_cost_acceptance(problems, monkeypatch):
     assert run([problem.text for problem in problems[:FEW]])[1].acceptance_length < 2.5
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_tree_is_accepted_further_than_a_chain():
     chain, chain_stats = run(HARD, num_steps=4)
     tree, tree_stats = run(HARD, num_steps=4, topk=4, num_draft_tokens=16)
@@ -162,7 +162,7 @@ def eagle3_text(problems):
     return text
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("layers", [[3, 16, 28], deep([1, 14, 26])], ids=["one later", "one earlier"])
 def test_wrong_aux_layers_fail_the_acceptance_check(layers, problems, eagle3_text, tmp_path):
     """A head that is fed other layers' states drafts worse, and says nothing. One layer off is the mistake of the field

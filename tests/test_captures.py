@@ -27,6 +27,8 @@ from specdec.sampling import kernel_sampler, token_bitmaps
 from specdec.sampling.reference_sampler import Past, ReferenceSampler
 from specdec.sampling.sampling_table import SamplingTable, Uses
 
+from marks import deep_cases
+
 NEW = 10
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 
@@ -126,6 +128,7 @@ def test_one_failed_capture_does_not_end_capturing(engine_with, random_prompt, c
     assert use.refused == 1 and use.captured == use.made >= 4 and use.uncaptured_rounds == 0
 
 
+@pytest.mark.deep
 def test_what_fails_every_time_is_tried_three_times(engine_with, random_prompt):
     tape = FailingTape(tuple(range(1, 1000)), RuntimeError)
     engine = engine_with(tape, max_batch_size=1)
@@ -138,6 +141,7 @@ def test_what_fails_every_time_is_tried_three_times(engine_with, random_prompt):
         engine_with(FailingTape((1,), RuntimeError), cuda_graphs=True)
 
 
+@deep_cases("2")
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_capture_out_of_memory_lets_the_others_go_and_is_tried_again(engine_with, random_prompt, caplog, failures):
     """Of one row: 4 and 2 rows are captured before it. Once more at once; after a second failure with the next run."""
@@ -227,7 +231,7 @@ KINDS = [
 def test_parameters_that_are_data_share_a_capture(engine_with, random_prompt):
     """23 kinds, one row: a capture for each class, and the tokens of rounds that do only what is asked for."""
     prompt = random_prompt(6)
-    kinds = [SamplingParams(max_new_tokens=5, seed=3, ignore_eos=True, **kind) for kind in KINDS]
+    kinds = [SamplingParams(max_new_tokens=3, seed=3, ignore_eos=True, **kind) for kind in KINDS]
     outputs = []
     for capture in (None, record):
         engine = engine_with(capture, max_batch_size=1)

@@ -89,7 +89,7 @@ def test_raw_leaves_the_chat_template_out(answer):
     assert len(raw["prompt_token_ids"]) < len(answer["prompt_token_ids"])
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_seed_makes_sampling_repeatable_with_and_without_drafts():
     args = ("generate", QUESTION, "--json", "-", "--max-new-tokens", "32", "--temperature", "1.0", "--seed", "7")
     outputs = [json.loads(run(*args, "--drafter", name).stdout)["token_ids"] for name in ("auto", "none", "ngram")]
@@ -122,7 +122,7 @@ def test_mistakes_get_one_sentence_and_exit_code_2(args, says):
     assert result.stderr.startswith("specdec: ")
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_bench_reports_speed_acceptance_and_accuracy():
     result = run("bench", "--limit", "3", "--max-new-tokens", "64", "--json", "-")
     assert result.exit_code == 0, result.output
@@ -140,7 +140,7 @@ def test_bench_reports_speed_acceptance_and_accuracy():
     assert "; accuracy 0.0 %, cut off: 3 of 3; identical" in table
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_tree_gives_the_same_tokens(answer):
     tree = ("--num-steps", "3", "--draft-topk", "4", "--num-draft-tokens", "12", "--fixed-drafts")
     out = json.loads(run("generate", QUESTION, "--json", "-", "--max-new-tokens", "24", *tree).stdout)
@@ -348,7 +348,7 @@ def test_a_device_that_is_not_there_is_one_sentence(command):
 # interrupted, piped, and misused
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_ctrl_c_ends_with_130_and_keeps_what_is_finished(tmp_path):
     """Against the process itself: a signal while it works, the report of before, and the same command again."""
     report, folder = tmp_path / "report.json", tmp_path / "kept"

@@ -56,6 +56,7 @@ def read_all(made: socket.socket) -> bytes:
     return b"".join(blocks)
 
 
+@pytest.mark.deep
 def test_a_client_that_closes_its_half_gets_its_answer_whole_and_streamed(server):
     whole = httpx.post(f"{server.url}/v1/chat/completions", json=ANSWER, timeout=60).json()
     for stream in (False, True):

@@ -15,7 +15,7 @@ import specdec.engine
 from specdec import Engine, SpecConfig
 from specdec.runtime.scheduler import slots_needed
 
-from marks import deep, examples, usual
+from marks import deep, deep_cases, examples, usual
 from tiny_models import random_eagle3
 
 VOCAB = 24  # so few that random drafts are right now and then
@@ -73,6 +73,7 @@ SIZES = {SMALL: (examples(36, 60), 24), LARGE: (200, 200)}  # requests, longest
 FULL = os.environ.get("SPECDEC_CROWD") == "full"  # takes six minutes
 
 
+@deep_cases("mtp-tree-small-sanitized")
 @pytest.mark.parametrize(
     ("name", "size", "checks"),
     [
@@ -101,7 +102,7 @@ def test_each_of_a_crowd_gets_what_it_gets_alone(name, size, checks, crowd, monk
     require_no_leak(served)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("name", "checks"), [("mtp-tree", "sanitized"), deep("eagle3-tree", ""), deep("plain", "sanitized")]
 )

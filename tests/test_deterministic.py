@@ -28,7 +28,7 @@ from specdec.models.target import TargetModel
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import ReferenceSampler
 
-from marks import deep, examples, slow
+from marks import deep, deep_cases, examples, slow
 from tiny_models import FAMILIES, VOCAB, random_eagle3
 
 NEW = 12
@@ -114,6 +114,7 @@ def requests(
 USUAL = [("gemma4-e2b", BF16), ("gpt_oss", torch.float32), ("gemma4-moe", torch.float32)]
 
 
+@deep_cases("gemma4-moe-torch.float32", "gpt_oss-torch.float32")
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
@@ -144,6 +145,7 @@ def test_bits_are_those_of_a_request_alone(
     assert seen.again > 60
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("fused", [deep("auto"), True])
 def test_many_requests_that_join_and_leave(fused, make_target, engine, random_prompt, seen):
     model = make_target("gemma4-e2b")
@@ -155,6 +157,7 @@ def test_many_requests_that_join_and_leave(fused, make_target, engine, random_pr
     assert answers(crowd, prompts, params)[::9] == expected
 
 
+@deep_cases("mtp-centroids-SpecConfig(num_steps=6, topk=5, num_draft_tokens=100, adaptive=False)")
 @pytest.mark.parametrize(
     ("drafter", "spec"),
     [
@@ -177,6 +180,7 @@ def test_every_drafter(drafter, spec, make_target, make_assistant, make_engine, 
     assert answers(speculating, prompts, params) == expected
 
 
+@deep_cases("torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kv_that_others_made_have_the_same_bits(dtype, make_target, engine, random_prompt, seen):
     """A prefix found in the cache, beside requests that do not speculate."""
@@ -365,6 +369,7 @@ def test_attention_of_some_rows_is_that_of_all(
     assert len(compared) > 20
 
 
+@pytest.mark.deep
 @interpreted
 @pytest.mark.parametrize("family", [deep("gemma4-moe"), slow("gpt_oss")])
 def test_kernels(family, make_target, random_prompt, scripted, tree_script, seen, monkeypatch):

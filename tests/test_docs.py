@@ -32,7 +32,7 @@ from specdec.loading import load_model
 from specdec.models import bundled
 from specdec.models.bundled import BUNDLED_DIR
 
-from marks import is_deep
+from marks import deep_cases, is_deep
 
 ROOT = Path(__file__).resolve().parent.parent
 AT_THE_ROOT = ("CONTRIBUTING.md", "README.md")
@@ -198,6 +198,14 @@ def readers_names() -> dict[str, Any]:
     return {"specdec": specdec, "model": model, "assistant": assistant, "input_ids": input_ids, "mask": input_ids > 0}
 
 
+@deep_cases(
+    "docs/choosing.md",
+    "docs/troubleshooting.md",
+    "docs/quick_start.md",
+    "docs/exactness.md",
+    "docs/memory.md",
+    "docs/structured_output.md",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("page", with_blocks("python"))
 def test_python_runs_and_prints_what_the_page_says(page, request, tmp_path, monkeypatch):

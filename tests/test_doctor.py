@@ -30,7 +30,7 @@ from specdec.models.published import ACCEPTED, PAIRS, published_acceptance
 from specdec.models.target import TargetModel
 from specdec.text.prompt_files import read_prompts
 
-from marks import deep
+from marks import deep, deep_cases
 
 HEAD, ASSISTANT = "tiny-gemma4-eagle3", "tiny-gemma4-mtp"
 SPEC = SpecConfig(4)
@@ -136,6 +136,7 @@ SEEDED = {
 }
 
 
+@deep_cases("tiny-gemma4-eagle3")
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", [ASSISTANT, HEAD])
 def test_nothing_is_named_in_a_healthy_pair_and_the_reference_is_what_the_worker_computes(drafter, diagnose):
@@ -156,6 +157,7 @@ IMPLIED = (  # each cause, and each kind of drafter that reads it by code of its
 )
 
 
+@deep_cases("window of a head", "norm", "fp8 head")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "config", "tensors", "cause"),
@@ -176,6 +178,7 @@ def test_raw_prompts_of_a_chat_model_are_named(diagnose):
     assert causes(diagnose(ASSISTANT, chat=False)) == ["template"]
 
 
+@pytest.mark.deep
 def test_signs_of_a_qat_target_with_the_plain_assistant(export, tmp_path, caplog):
     target = export("tiny-gemma4", folder="gemma-4-tiny-it-qat-w4a16-ct")
     plain = export(ASSISTANT, folder="gemma-4-tiny-it-assistant")
@@ -262,7 +265,7 @@ def test_a_tokenizer_without_its_template_is_named(engine, diagnose):
     assert "template" in causes(found)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_thinking_mode_that_the_drafter_was_not_trained_in_is_named(engine, diagnose):
     """A template that thinks unless it is told not to, as Qwen 3's."""
     thinks = (
@@ -320,7 +323,7 @@ def test_the_command_says_what_it_found_and_exits_with_1_for_a_cause(export, tmp
     assert CliRunner().invoke(app, ["doctor", "--drafter", "none"]).exit_code == 2
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("drafter", "dtype"),
     [

@@ -19,6 +19,8 @@ from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.models.published import BLOCK_PAIRS
 from specdec.text.prompt_files import read_prompts
 
+from marks import deep_cases
+
 SPEC = SpecConfig(4)
 TOKENS = 32
 
@@ -71,7 +73,7 @@ def block(engine):
     return lambda **changes: changed_block(drafter, target, **changes)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_nothing_is_named_in_a_healthy_block_pair(block, engine):
     found = diagnosed(engine, block(), max_new_tokens=TOKENS)
     assert causes(found) == [] and found.healthy
@@ -81,6 +83,7 @@ def test_nothing_is_named_in_a_healthy_block_pair(block, engine):
     assert {trial.cause for trial in found.trials} >= {"MASK id", "taps"}
 
 
+@deep_cases("taps one later")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "cause", "do"),
@@ -98,6 +101,7 @@ def test_a_seeded_cause_of_a_block_pair_is_named_and_only_that(changes, cause, d
     assert finding.after > finding.before
 
 
+@deep_cases("dflash", "dspark")
 @pytest.mark.parametrize("kind", ["dflash", "jetspec", "dspark", "dspark-rnn"])
 def test_the_dense_form_of_blocks_is_the_workers(kind, engine):
     drafter = BlockDrafter(random_head(engine.target, kind), engine.target)

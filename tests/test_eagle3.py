@@ -21,7 +21,7 @@ from specdec.draft_models.conformance import check_drafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter, eagle3_drafter
 from specdec.models.target import TargetModel
 
-from marks import deep, usual
+from marks import deep, deep_cases, usual
 
 V = 96
 H = 32
@@ -478,6 +478,7 @@ def test_an_auxiliary_layer_off_by_one_is_caught(tmp_path, make_target, hf_forwa
     assert float((right[1][0][0] - wrong[1][0][0])[ids].abs().max()) > 0.1
 
 
+@deep_cases("gemma4-e2b")
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["llama", "gemma4-e2b", deep("gpt_oss"), deep("qwen3")])
 def test_output_is_that_of_the_target(

@@ -22,7 +22,7 @@ from specdec.layers.merge import is_merged
 from specdec.layers.norm import Gain
 from specdec.layers.product import Product
 
-from marks import pairs, quick
+from marks import deep_cases, pairs, quick
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, H = 24, 32
@@ -220,6 +220,7 @@ def test_padding_rows_may_keep_their_last_row_several_times() -> None:
     assert kept[2].tolist() in (rows[0, 1].tolist(), rows[2, 1].tolist())
 
 
+@deep_cases("chain")
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [SpecConfig(num_steps=3), SpecConfig(3, 3, 8)], ids=["chain", "tree"])
 def test_an_engine_with_a_fused_head_drafts_and_says_the_same(spec: SpecConfig) -> None:

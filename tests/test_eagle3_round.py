@@ -25,7 +25,7 @@ from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.kvcache.table import Rows
 from specdec.models.target import TargetModel
 
-from marks import deep, slow
+from marks import deep, deep_cases, slow
 
 VOCAB, DRAFT_VOCAB = 24, 17
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -210,6 +210,7 @@ def model(make_target: Callable[..., Any]) -> Any:
     return make_target("llama", vocab_size=VOCAB, num_hidden_layers=2).to(DEVICE)
 
 
+@deep_cases("tree-(3, None, 2)-4")
 @pytest.mark.parametrize(
     ("shape", "windows", "page_size"),
     [

@@ -371,7 +371,7 @@ def test_preempted_samples_are_the_same(make_target, make_engine, random_prompt,
     assert_empty(engine)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("page_size", [deep(1), 4])
 def test_a_long_text_holds_a_window_of_swa_slots(
     page_size, make_target, make_engine, random_prompt, hf_forward, monkeypatch

@@ -363,7 +363,7 @@ def test_a_wrong_token_is_found(monkeypatch):
     assert comparison["unequal"][0]["logit_margin"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_sampling_depends_on_the_seed_and_the_problem_only(tmp_path):
     def texts(name, seed, batch_size, drafter):
         params = SamplingParams(24, temperature=1.0, seed=seed)
@@ -576,7 +576,7 @@ def test_every_setting_that_changes_an_output_is_compared(report, folder):
             evaluate_gsm8k(*PAIR, folder=folder, **{**SMALL, **change})
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_larger_limit_takes_over_what_is_finished(report, folder, tmp_path, monkeypatch):
     """The last batch of 7 had one problem and is made again with the eighth; the six before it are not."""
     (tmp_path / "transcripts-0.jsonl").write_bytes((folder / "transcripts-0.jsonl").read_bytes())
@@ -672,7 +672,7 @@ def finished(folder):
     return sum(max(path.read_bytes().count(b"\n") - 1, 0) for path in folder.glob("transcripts-*.jsonl"))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_killed_twice_it_ends_with_the_same_report(report, tmp_path):
     rng = random.Random(4)
     for _ in range(2):

@@ -23,7 +23,7 @@ from specdec.errors import ConfigError
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.training.target_answers import read_prompt_file
 
-from marks import deep
+from marks import deep, deep_cases
 from processes import run as start_program
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -111,6 +111,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     return importlib.import_module
 
 
+@deep_cases("gemma4_mtp.py", "batch_stream.py", "hf_drop_in.py", "gsm8k.py", "eagle3.py")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_program_runs_and_says_what_it_should(name, run, request):
@@ -139,7 +140,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return chosen
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and chosen without being told")
 @pytest.mark.parametrize("name", [name if name.startswith("tree") else deep(name) for name in ON_TRITON])
 def test_programs_run_on_the_triton_kernels(name, run, by_triton):
@@ -189,6 +190,7 @@ def test_a_model_writes_different_prompts_that_training_reads(run, module):
             program.user_turn(engine)
 
 
+@deep_cases("demo.py --count 1")
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMPARING)
 def test_a_difference_is_an_error(command, run, monkeypatch):

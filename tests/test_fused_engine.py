@@ -31,7 +31,7 @@ from specdec.layers.norm import norm
 from specdec.layers.rope_store import rotary
 from specdec.models.target import FinalStates, TargetModel
 
-from marks import deep, each_value, examples, pairs, quick, slow, usual
+from marks import deep, deep_cases, each_value, examples, pairs, quick, slow, usual
 
 NEW = examples(8, 12)
 CPU = torch.device("cpu")
@@ -64,6 +64,7 @@ def generate(make_engine: Callable[..., Engine]) -> Callable[..., list[list[int]
     return run
 
 
+@deep_cases("gemma4-e2b-chain-1", "gemma4-multimodal-chain-1", "mixtral-tree-4")
 @pytest.mark.parametrize(
     ("family", "shape", "page_size"),
     each_value(
@@ -127,6 +128,7 @@ def test_states_that_drafters_ask_for_are_those_of_unfused_layers(family, make_t
     torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-4)
 
 
+@deep_cases("gemma4-e2b-tree-True")
 @interpreted
 @pytest.mark.parametrize(
     ("family", "shape", "ordered"),
@@ -393,6 +395,7 @@ def test_captured_prompts_see_changed_weights(make_target, make_engine, hf_forwa
     assert any(engine.steps.chunks._captured.values())
 
 
+@pytest.mark.deep
 @interpreted
 @pytest.mark.parametrize("family", [slow("gemma4-e2b"), deep("gpt_oss")])
 def test_rounds_on_the_kernels_can_be_captured(

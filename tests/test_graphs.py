@@ -18,7 +18,7 @@ from specdec.errors import ConfigError, FrozenKVError
 from specdec.models.target import FinalStates
 from specdec.runtime.rounds.captured_rounds import batch_sizes, length_bucket
 
-from marks import deep
+from marks import deep, deep_cases
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 TREE = SpecConfig(3, 2, 6)
@@ -68,6 +68,7 @@ def captured_batches(engine: Engine) -> set[int]:
     return {shape.batch for shape, captured in engine.steps.graphs._captured.items() if captured is not None}
 
 
+@deep_cases("eagle3-tree-short")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "spec", "pool"),
@@ -127,6 +128,7 @@ def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant,
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("drafter", [deep(None), "mtp"])
 def test_prompts_are_captured_too(drafter, small_engine, make_target, make_assistant) -> None:
     """Chunks of many lengths, at the beginning of prompts and behind, alone and together, each shape time and again."""
@@ -142,6 +144,7 @@ def test_prompts_are_captured_too(drafter, small_engine, make_target, make_assis
     assert outputs[0] == outputs[1] and outputs[0][0] == outputs[0][1]
 
 
+@deep_cases("32-shapes0", "15-shapes2")
 @pytest.mark.parametrize(("most", "shapes"), [(32, {16, 24, 32}), (23, {16}), (15, set())])
 def test_prompts_of_many_tokens_are_read_as_they_are(small_engine, monkeypatch, most, shapes) -> None:
     monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MAX_TOKENS", most)
@@ -202,6 +205,7 @@ def test_who_leaves_has_no_part_in_the_rounds_under_way(small_engine) -> None:
     engine.table.check()
 
 
+@pytest.mark.deep
 def test_a_translation_that_outlives_its_step_would_be_seen(small_engine, monkeypatch) -> None:
     """The defect, seeded: tables made before the capture, so that every replay reads those of another round."""
     asked = requests(4, seed=6)

@@ -11,7 +11,7 @@ from specdec import SamplingParams
 from specdec.errors import CapacityError
 from specdec.runtime.scheduler import slots_needed
 
-from marks import each_value, pairs, quick, slow, usual
+from marks import deep_cases, each_value, pairs, quick, slow, usual
 from tiny_models import FAMILIES, FAST_FAMILIES, GEMMA4_FAMILIES
 
 LENGTHS = (1, 5, 13, 40, 60)
@@ -139,6 +139,7 @@ def test_wrong_drafts_are_never_accepted(name, page_size, make_target, make_engi
     assert {out.stats.acceptance_length for out in outputs} == {1.0}
 
 
+@deep_cases("gemma4-e2b-1-1")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "page_size", "chunk"),

@@ -142,7 +142,7 @@ def test_without_drafts_nothing_is_warned_of(make_target, make_engine, random_pr
     assert not caplog.records
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_memory_is_level_over_many_requests(make_target, make_assistant, make_engine, random_prompt) -> None:
     """After a warm-up neither objects nor tensors nor bytes grow with the requests that an engine has served.
 

@@ -15,6 +15,8 @@ from specdec.sampling.grammars import grammar, grammar_trial, grammar_worker
 from specdec.sampling.grammars.grammar import Grammars
 from specdec.sampling.grammars.grammar_bounds import is_plain, require_bounded
 
+from marks import deep_cases
+
 EOS = 256  # of byte_tokenizer
 STEPS = 6
 
@@ -45,6 +47,14 @@ def walk(place):
             return
 
 
+@deep_cases(
+    "regex: 10000 optional",
+    "regex: 60000 optional",
+    "regex: repeats of repeats",
+    "40 patterns at once",
+    "1999 refs in properties",
+    "many enums",
+)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_is_refused_or_followed_and_the_process_lives(name, grammars, quick_trial):
     """On the code before, a chain of 4,000 references ended the process with SIGSEGV."""

@@ -40,6 +40,7 @@ def record(tool):
         return asyncio.run(tool.hold_under_attack(tool.options(given), KINDS, served))
 
 
+@pytest.mark.deep
 def test_good_streams_have_their_texts_beside_eight_kinds_of_harm(tool, record):
     assert [answer.wrong for answer in record.answers if answer.wrong] == []
     assert len(record.answers) >= 8

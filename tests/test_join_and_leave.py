@@ -22,6 +22,7 @@ from specdec.runtime.scheduler import Scheduler
 from specdec.sampling.sampling_table import SamplingTable
 from specdec.text.detokenize import Detokenizer
 
+from marks import deep_cases
 from snapshots import contents
 
 ROWS, MAX_LEN = 6, 40
@@ -118,6 +119,7 @@ class Scene:
 # rows and their pages
 
 
+@deep_cases("1", "3")
 @PAGE_SIZES
 def test_rows_closed_at_once_are_rows_closed_one_after_the_other(page_size: int) -> None:
     shared = evicted = kept = 0
@@ -170,6 +172,7 @@ def test_rows_name_a_page_once_each() -> None:
 # the prefix cache
 
 
+@deep_cases("1", "3")
 @PAGE_SIZES
 def test_rows_kept_at_once_are_rows_kept_one_after_the_other(page_size: int) -> None:
     split = revived = 0
@@ -328,6 +331,7 @@ def chunks_one_after_the_other(scheduler: Scheduler) -> list[tuple[int, int]]:
     return [(request.number, chunk) for request, chunk in chosen if request.state is RequestState.PREFILL]
 
 
+@deep_cases("1")
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_prompt_chunks_get_the_slots_that_one_after_the_other_would(page_size: int) -> None:
     draw, preempted, cut = random.Random(page_size), 0, 0

@@ -25,7 +25,7 @@ from specdec.draft_models.base import DraftBatch
 from specdec.errors import LocationError
 from specdec.kvcache.index_spaces import FullLoc, SlotTable, Space, SwaLoc
 
-from marks import deep
+from marks import deep, deep_cases
 
 NEW = 12
 LENGTHS = (1, 33, 7, 21, 2, 40, 13, 26, 18, 5)
@@ -329,6 +329,7 @@ def test_no_translation_outlives_its_step_across_a_replay(sanitize, load) -> Non
     load(drafter="mtp", spec=TREE, captured=True, sanitize=sanitize)
 
 
+@deep_cases("False")
 @pytest.mark.parametrize("sanitize", [False, True])
 def test_a_translation_that_outlives_its_step_is_seen(sanitize, load) -> None:
     with seen(sanitize):

@@ -26,7 +26,7 @@ from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.table import Move
 
-from marks import examples, usual
+from marks import deep_cases, examples, usual
 from snapshots import kv_contents
 
 WINDOW, NODES, ROWS, MAX_LEN = 4, 4, 3, 40
@@ -367,6 +367,7 @@ def walk_to(parents: np.ndarray, node: int) -> list[int]:
     return [*walk_to(parents, int(parents[node])), node] if node else [0]
 
 
+@deep_cases("4-False-4")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("page_size", "pairs", "window"),

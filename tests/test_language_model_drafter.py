@@ -12,6 +12,7 @@ from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.errors import UnsupportedModelError
 from specdec.models.target import TargetModel
 
+from marks import deep_cases
 from tiny_models import FAMILIES, fast_ones
 
 GREEDY = SamplingParams(max_new_tokens=21)
@@ -24,6 +25,7 @@ def engine_of(model, drafter, spec=CHAIN, **config):
     return Engine(target, LanguageModelDrafter(TargetModel(drafter), target), spec=spec, config=settings)
 
 
+@deep_cases("gemma4-e2b-False-1")
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "tree", "page_size"), fast_ones(FAMILIES, [False, True], [1, 4]))
 def test_a_model_that_drafts_for_itself(family, tree, page_size, make_target, greedy_oracle, random_prompt):
@@ -36,6 +38,7 @@ def test_a_model_that_drafts_for_itself(family, tree, page_size, make_target, gr
         assert out.stats.accepted_per_position[0] == 1.0
 
 
+@deep_cases("tree")
 @pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
 def test_another_model_changes_no_token(spec, make_target, make_engine, random_prompt):
     """Of another family, sampled and greedy, preempted, one request without drafts among the others."""
@@ -70,6 +73,7 @@ def test_its_own_cache_follows_the_prefix_cache_and_preemption(temperature, make
 # as users give it
 
 
+@pytest.mark.usefixtures("shallow_pair")
 def test_by_name_and_by_module(random_prompt):
     """The bundled target drafts for itself; as a module it needs no tokenizer where the sizes are equal."""
     plain = Engine.from_pretrained("tiny-gemma4")

@@ -23,7 +23,7 @@ from specdec.kvcache.layer_context import Ending
 from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.rounds.round import Round
 
-from marks import deep, each_value, examples, slow
+from marks import deep, deep_cases, each_value, examples, slow
 from tiny_models import FAMILIES, FAST_FAMILIES, FULL, SLIDING, random_eagle3
 
 SHARING = ["gemma4-e2b", "gemma4-multimodal"]
@@ -227,6 +227,7 @@ def test_random_loads(case, make_target, engine, random_prompt, greedy_oracle):
             assert (out.prompt_logprobs is None) == (asked.prompt_logprobs is None)
 
 
+@deep_cases("None", "mtp")
 @pytest.mark.parametrize("drafter", [None, "mtp", "eagle3-middle"])
 def test_captured_prompts(drafter, make_target, engine, random_prompt, monkeypatch):
     """Replayed for other rows and lengths, scored chunks among them, with the same outputs; shapes do not mix."""
@@ -246,6 +247,7 @@ def test_captured_prompts(drafter, make_target, engine, random_prompt, monkeypat
     assert {shape.states for shape in captured} == ({FinalStates.EVERY} if every else fewer)
 
 
+@deep_cases("triton")
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=[interpreted, pytest.mark.slow])])
 def test_under_the_sanitizer(backend, make_target, engine, random_prompt, monkeypatch):
     """Slots and lengths of both plans of a chunk are right, and a slot of another position is noticed."""
@@ -267,6 +269,7 @@ def test_under_the_sanitizer(backend, make_target, engine, random_prompt, monkey
         made.generate([random_prompt(9, seed=4)], SamplingParams(max_new_tokens=3))
 
 
+@pytest.mark.deep
 @interpreted
 @pytest.mark.parametrize(("drafter", "chunk"), [slow(None, 5), deep("mtp", 32)])
 def test_bits_are_those_of_every_layer_on_the_kernels(drafter, chunk, make_target, engine, random_prompt, monkeypatch):
@@ -292,7 +295,7 @@ def test_bits_are_those_of_every_layer_on_the_kernels(drafter, chunk, make_targe
 
 
 @interpreted
-@pytest.mark.slow
+@pytest.mark.deep
 def test_tokens_on_the_kernels(make_target, engine, random_prompt, greedy_oracle, monkeypatch):
     """Not deterministic: a prompt's rows and its last one are attended by unlike kernels."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -23,7 +23,7 @@ from specdec.layers.merge import is_merged
 from specdec.layers.rope_store import Destination
 from specdec.modules.private_copy import private_copy
 
-from marks import deep, slow
+from marks import deep, deep_cases, slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DENSE = [
@@ -161,6 +161,7 @@ def tokens(num_rows: int) -> torch.Tensor:
     return torch.randint(1, 96, (1, num_rows), generator=torch.Generator().manual_seed(num_rows)).to(DEVICE)
 
 
+@deep_cases("kernels-gemma4-moe", "kernels-glm4")
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("ops", "name"),

@@ -39,7 +39,7 @@ from specdec.layers.rope_store import (
     rotary,
 )
 
-from marks import slow
+from marks import deep_cases, slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + (
@@ -145,6 +145,7 @@ def test_a_part_is_its_range_of_columns():
         close(part, x[:, begin : begin + 256] @ weight[:, begin : begin + 256].T)
 
 
+@deep_cases("large-torch.float32")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(70, 600), (33, 128), slow(530, 300)], ids=["split", "whole", "large"])
 def test_a_row_has_the_same_bits_beside_any_others(n: int, k: int, dtype: torch.dtype):

@@ -15,7 +15,7 @@ from specdec.sampling.kernel_sampler import KernelSampler
 from specdec.sampling.reference_sampler import MaskedFirstLevel, Past, ReferenceSampler, output_counts
 from specdec.sampling.sampling_table import SamplingTable, Uses, bias_room, pack_bias, unpack_bias
 
-from marks import deep
+from marks import deep, deep_cases
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SETTINGS = {
@@ -188,6 +188,7 @@ def test_nobody_else_pays():
     assert not Uses.of([SamplingParams(logit_bias={})]).edits
 
 
+@deep_cases("all")
 @pytest.mark.parametrize(
     "setting", ["all", "sampled", *(deep(name) for name in SETTINGS if name not in ("all", "sampled"))]
 )

@@ -23,6 +23,7 @@ from specdec.runtime.settling import settle_round
 from specdec.sampling.sampling_table import SamplingTable, Uses
 from specdec.text.detokenize import Detokenizer
 
+from marks import deep_cases
 from snapshots import contents
 
 LOOKAHEAD = 2
@@ -266,6 +267,7 @@ def test_only_the_last_makes_room_and_only_when_slack_does_not():
     table.check()
 
 
+@deep_cases("1")
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_slots_for_all_preempt_whom_slots_one_after_the_other_would(page_size: int):
     draw = random.Random(page_size)

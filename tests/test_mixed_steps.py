@@ -9,7 +9,7 @@ import specdec.engine
 from specdec import Engine, SamplingParams, SpecConfig
 from specdec.runtime.request import RequestState
 
-from marks import deep, slow
+from marks import deep, deep_cases, slow
 from tiny_models import random_eagle3
 
 NEW = 12
@@ -45,6 +45,7 @@ def chunks_of(engine: Engine) -> dict[int, int]:
     return {r.number: int(engine.table.committed_len.host[r.row]) for r in engine.scheduler.running}
 
 
+@deep_cases("eager")
 @BOTH
 def test_a_stream_gets_tokens_in_every_step_while_a_long_prompt_is_read(
     captured, engine_for, make_target, greedy_oracle, random_prompt
@@ -101,6 +102,7 @@ def test_where_nobody_decodes_prompts_of_a_few_steps_are_read_in_one(engine_for,
     assert chunks_of(engine) == {0: 8, 1: 2, 2: 0, 3: 0, 4: 0}
 
 
+@deep_cases("None-eager", "eagle3-captured")
 @BOTH
 @pytest.mark.parametrize("drafter", [None, deep("ngram"), deep("mtp"), slow("eagle3")])
 def test_prompts_under_way_settle_nothing_but_what_is_due(
@@ -136,6 +138,7 @@ def test_chunks_wait_for_no_round_when_rounds_are_captured(engine_for, random_pr
     stream.abort()
 
 
+@deep_cases("waiting-eager", "prefill-captured", "first token under way-eager", "decode-captured")
 @BOTH
 @pytest.mark.parametrize("when", ["waiting", "prefill", "first token under way", "decode"])
 def test_an_abort_at_any_moment_frees_everything(when, captured, engine_for, make_target, greedy_oracle, random_prompt):
@@ -166,6 +169,7 @@ def test_an_abort_at_any_moment_frees_everything(when, captured, engine_for, mak
     assert_empty(engine)
 
 
+@deep_cases("eager")
 @BOTH
 def test_random_arrivals_aborts_and_preemptions(captured, engine_for, make_target, make_assistant, greedy_oracle):
     """Pools for two of four rows: who is not aborted gets what it would get alone, and no token comes twice."""

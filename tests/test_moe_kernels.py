@@ -24,7 +24,7 @@ from specdec.layers.moe.routing import Router, Routing, list_kernel, pick_kernel
 from specdec.layers.norm import reference_rms_norm
 from specdec.layers.product import finish, reference_finish
 
-from marks import deep, slow
+from marks import deep, deep_cases, slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FAMILIES = ["gemma4", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe-raw"]
@@ -118,6 +118,7 @@ def test_the_block_is_that_of_transformers(family, num_rows, poison_empty):
         torch.testing.assert_close(apply_experts(x, routing, experts, few=few), expected, atol=2e-4, rtol=1e-5)
 
 
+@deep_cases("gemma4-520-40", "gpt_oss-520-40")
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("family", "hidden", "width"), [("gpt_oss", 40, 24), slow("gemma4", 520, 40), slow("gpt_oss", 520, 40)]

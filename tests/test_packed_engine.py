@@ -29,7 +29,7 @@ from specdec.models.bundled import BUNDLED_DIR
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import is_quantised, weights_in_words
 
-from marks import deep
+from marks import deep, deep_cases
 from tiny_models import VOCAB, build_target, random_eagle3, spread
 
 NEW = 16
@@ -235,6 +235,7 @@ def test_tokens_are_those_of_the_dequantised_model(
         assert sum(sum(out.stats.accepted_counts) for out in outputs) > 0
 
 
+@deep_cases("gemma4-e2b-int4-zeros")
 @pytest.mark.parametrize(
     ("family", "form"),
     [("llama", "int4-g32"), ("gemma4-e2b", "int4-zeros"), deep("llama", "fp8-channel"), deep("gpt_oss", "mxfp4")],
@@ -289,6 +290,7 @@ def bundled(tmp_path_factory):
     return packed, AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("drafter", ["tiny-gemma4-mtp", deep("tiny-gemma4-eagle3")])
 def test_the_bundled_pairs_quantised(drafter, bundled, greedy_oracle):
     """With drafters that were trained for the plain target, and still draft."""
@@ -300,6 +302,7 @@ def test_the_bundled_pairs_quantised(drafter, bundled, greedy_oracle):
     assert sum(output.stats.accepted_counts) > 0
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("drafter", [deep("tiny-gemma4-mtp"), "tiny-gemma4-eagle3"])
 def test_drafters_have_16_bits_next_to_a_packed_target_in_16_bits(drafter, bundled):
     config = EngineConfig(max_model_len=64, dtype=torch.bfloat16)

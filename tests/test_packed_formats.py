@@ -18,7 +18,7 @@ from specdec.models.quantised.formats import AWQ, COMPRESSED_INT4, MXFP4, Format
 from specdec.models.quantised.recognise import formats_of
 from specdec.models.quantised.repack import nibbles
 
-from marks import slow
+from marks import deep_cases, slow
 
 REFERENCE = Path(__file__).parent / "data" / "reference_weights.safetensors"
 
@@ -50,6 +50,7 @@ def test_a_weight_stands_for_what_its_own_package_says(name):
     assert torch.equal(dequantised(weight, want.dtype), want)
 
 
+@deep_cases("transformers")
 @pytest.mark.parametrize("package", [slow(package) for package in reference_weights.PACKAGES])
 def test_the_file_is_what_the_package_writes(package, tmp_path):
     """In a process of its own, where the package is installed."""

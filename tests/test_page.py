@@ -121,7 +121,7 @@ def test_a_typed_prompt_is_answered_twice_with_drafts_in_colour(page, tmp_path):
     assert dark[:, :, :3].mean() < 0.3 < 0.8 < image[:, :, :3].mean()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_stop_aborts_the_request(page, server):
     page.fill("#max-tokens", "3800")
     page.fill("#temperature", "5")  # noise that goes on for thousands of tokens
@@ -139,7 +139,7 @@ def test_stop_aborts_the_request(page, server):
         time.sleep(0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_refusal_is_said_in_words(page):
     page.fill("#max-tokens", "999999")
     page.click("#go")

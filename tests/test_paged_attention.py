@@ -21,7 +21,7 @@ from specdec.attention.kernels.paged_attention import (
 )
 from specdec.attention.trees.tree import DraftTree
 
-from marks import quick
+from marks import deep_cases, quick
 
 CUDA = torch.cuda.is_available()
 SMALL = Tiles(16, 16, 4, 1, waves=3.0)
@@ -227,6 +227,7 @@ def ancestor_words(ancestors: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@deep_cases("three words-3")
 @pytest.mark.parametrize("page_size", [1, 3])
 @pytest.mark.parametrize(
     ("parents", "first", "options"),

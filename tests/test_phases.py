@@ -185,6 +185,7 @@ def test_a_fault_of_the_engine_fails_parity(subject, monkeypatch):
 # cells
 
 
+@pytest.mark.deep
 def test_every_way_at_every_batch_and_context(subject):
     report = run_phases(subject, plan(batches=[1, 2], contexts=[12, 20], peer=True))
     named = [(cell.context, cell.batch, cell.run) for cell in report.cells]
@@ -352,7 +353,7 @@ def test_packed_weights_from_the_shell():
     assert cell["parity"]["passed"] and cell["floor_bytes"]["experts"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_real_pair_from_the_shell():
     result = bench("--phases", "--batches", "1", "--contexts", "40", "--rounds", "3", "--json", "-")
     assert result.exit_code == 0, result.output

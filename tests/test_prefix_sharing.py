@@ -19,7 +19,7 @@ from specdec.errors import ConfigError
 from specdec.kvcache.index_spaces import Space
 from specdec.runtime.scheduler import slots_needed
 
-from marks import deep, each_value, examples, usual
+from marks import deep, deep_cases, each_value, examples, usual
 from tiny_models import random_eagle3
 
 NEW = 8
@@ -84,6 +84,7 @@ def ends(engine: Engine, prompt: list[int], new: int = NEW, **params: Any) -> tu
 # the same tokens
 
 
+@deep_cases("mtp-tree-1", "eagle3-chain-4")
 @pytest.mark.parametrize(
     ("name", "page_size"),
     usual(each_value(itertools.product(DRAFTERS, [1, 4, 16])), lambda name, _: name in ("plain", *UNLIKE)),
@@ -110,6 +111,7 @@ def test_a_hit_changes_no_token(name, page_size, build, greedy_oracle, random_pr
     assert engine.stats().cached_tokens == pages(39) + pages(33 - look) + pages(47) + pages(20)
 
 
+@deep_cases("eagle3-tree-16")
 @pytest.mark.parametrize(
     ("name", "page_size"), usual(each_value(itertools.product(DRAFTERS, [1, 16])), lambda name, _: name in UNLIKE)
 )
@@ -173,6 +175,7 @@ def test_penalties_and_logprobs_know_the_whole_prompt(build, random_prompt):
     )
 
 
+@deep_cases("mtp-chain-4")
 @pytest.mark.parametrize(
     ("name", "page_size"), [("mtp-chain", 4), deep("mtp-chain", 1), ("eagle3-tree", 1), deep("eagle3-tree", 4)]
 )
@@ -195,6 +198,7 @@ def test_rounds_under_way_spoil_nothing_that_is_kept(name, page_size, build, gre
 # made once
 
 
+@pytest.mark.deep
 def test_64_requests_make_a_common_prefix_once(build, greedy_oracle, random_prompt):
     """They arrive together: all but the first wait until its chunks are there, and none of them longer."""
     engine = build(DRAFTERS["mtp-chain"], max_batch_size=64, prefill_chunk=128, max_model_len=600)
@@ -296,6 +300,7 @@ def test_an_aborted_maker_keeps_nobody_waiting(build, greedy_oracle, random_prom
 # little memory
 
 
+@deep_cases("mtp-tree-1", "eagle3-tree-4")
 @pytest.mark.parametrize(("name", "page_size"), each_value(itertools.product(["mtp-tree", "eagle3-tree"], [1, 4, 16])))
 def test_tiny_pools_change_no_token(name, page_size, build, greedy_oracle, random_prompt):
     """Pools for little more than one request: everything cached is given up again and again, and rows are preempted."""
@@ -329,6 +334,7 @@ def test_a_preempted_request_finds_what_it_had_made(case, build, greedy_oracle, 
     assert_idle(engine)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("page_size", [1, deep(16)])
 def test_swa_stays_a_window_a_request_at_long_contexts(page_size, make_target, make_engine, random_prompt):
     """Rows hold a window; what is cached of the rest is given up when it is wanted, and the prefix is found again."""

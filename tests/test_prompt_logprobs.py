@@ -24,7 +24,7 @@ from specdec.runtime.prompt_scores import PromptScores
 from specdec.runtime.rounds.prompt_scoring import score_chunk
 from specdec.sampling.log_probs import TokenScores
 
-from marks import deep
+from marks import deep, deep_cases
 from tiny_models import VOCAB, random_eagle3
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
@@ -193,6 +193,7 @@ def test_a_drafter_changes_no_score(case, make_target, make_assistant, make_engi
             assert_right(model, out, hf_forward)
 
 
+@deep_cases("True-True")
 @pytest.mark.parametrize(
     ("captured", "prefix_cache"), [(False, False), (True, True), deep(False, True), deep(True, False)]
 )
@@ -305,6 +306,7 @@ def test_a_grammar_has_no_say_in_a_prompt() -> None:
 # bits
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", ["gemma4-e2b", deep("llama")])
 def test_in_deterministic_mode_scores_have_the_same_bits_in_any_batch_and_any_chunks(
     family, make_target, make_engine, random_prompt, monkeypatch

@@ -22,6 +22,8 @@ from specdec.evaluation.transcripts import open_transcripts
 from specdec.models import hub
 from specdec.models.bundled import resolve_name
 
+from marks import deep_cases
+
 SMALL = EngineConfig(max_batch_size=1, max_model_len=64)
 
 
@@ -41,6 +43,7 @@ def without_tokenizer(tmp_path) -> Path:
 # dtypes
 
 
+@deep_cases("bfloat16-torch_dtype", "bf16-torch_dtype")
 @pytest.mark.parametrize("name", ["torch_dtype", "dtype"])
 @pytest.mark.parametrize("value", [torch.bfloat16, "bfloat16", "bf16"])
 def test_torch_dtype_is_obeyed(name, value):

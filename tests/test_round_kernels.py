@@ -24,7 +24,7 @@ from specdec.runtime.rounds.opening import opening, reference_opening
 from specdec.runtime.rounds.result import RoundShape, empty_result
 from specdec.sampling.sampling_table import REAL, WHOLE, SamplingTable, Uses
 
-from marks import deep, slow
+from marks import deep, deep_cases, slow
 from tiny_models import random_eagle3
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -286,6 +286,7 @@ ASKED = [
 ]
 
 
+@deep_cases("llama-ngram-spec3-4")
 @interpreted
 @pytest.mark.parametrize(
     ("name", "drafter", "spec", "page_size"),

@@ -25,7 +25,7 @@ from specdec.draft_models.base import StatelessDrafter
 from specdec.sampling.noise import gumbel_noise
 from specdec.sampling.reference_sampler import seen_tokens
 
-from marks import deep, examples, quick, usual
+from marks import deep, deep_cases, examples, quick, usual
 
 
 def batch_of(*params, seeds=None):
@@ -279,6 +279,7 @@ def is_usual(setting, *_):
     return setting in ("plain", "all")
 
 
+@deep_cases("plain-1")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "page_size"), usual(((name, (1, 4)[i % 2]) for i, name in enumerate(SETTINGS)), is_usual)
@@ -390,7 +391,7 @@ def test_law_of_a_draw(settings, axis):
     assert_follows(drawn.flatten().bincount(minlength=8), transformers_log_p(params, logits, [0]).exp())
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("drafter", "settings"),
     # a draw has its law, and drafts change no draw: of these three, too

@@ -41,7 +41,7 @@ from specdec.runtime.scheduler import Scheduler, rank
 from specdec.runtime.settling import commit_chunks
 from specdec.text.detokenize import Detokenizer
 
-from marks import deep
+from marks import deep, deep_cases
 
 WINDOW, NODES, ROWS, CHUNK, GROUP, MAX_LEN, VOCAB = 4, 4, 4, 8, 18, 60, 50
 SLIDING_LAYER, FULL_LAYER = 0, 1
@@ -318,6 +318,7 @@ def run(page_size: int, cached: bool, examples: int, *, shrink: bool = True) -> 
     return machine.hits
 
 
+@deep_cases("4-True-15")
 @pytest.mark.parametrize(
     ("page_size", "cached", "examples"),
     [(1, True, 15), (4, True, 15), (4, False, 10), deep(1, True, 60), deep(4, True, 60), deep(1, False, 60)],
@@ -418,6 +419,7 @@ def say_a_token_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Request, "settle", wrong)
 
 
+@deep_cases("preempt_the_first", "lose_who_is_preempted", "admit_the_last")
 @pytest.mark.parametrize(
     "seed",
     [admit_the_last, preempt_the_first, keep_the_row, evict_what_is_seen, lose_who_is_preempted, say_a_token_twice],

@@ -27,6 +27,7 @@ from specdec.serving.streams import Streams
 from specdec.text.prompt_files import read_prompts
 
 from http_crowd import Crowd, Job, Probe
+from marks import deep_cases
 from served_engine import served
 
 SECONDS = float(os.environ.get("SPECDEC_SOAK", "2"))
@@ -97,7 +98,7 @@ def settled(read, wanted, seconds=20.0):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
 def test_a_crowd_leaves_nothing_behind_and_gets_the_answers_of_lone_runs():
     jobs = make_jobs(JOBS)
@@ -166,6 +167,7 @@ def test_a_crowd_leaves_no_slot_no_request_and_no_task(engine):
         engine.table.allocator.check()
 
 
+@deep_cases("whole")
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 def test_a_client_that_goes_away_frees_its_slots_within_one_round(engine, monkeypatch, stream):

@@ -14,6 +14,7 @@ from server_process import ServerProcess, running_server
 
 from specdec import Engine, SamplingParams, SpecConfig, __version__
 
+from marks import deep_cases
 from served_engine import until
 
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
@@ -31,7 +32,7 @@ def server():
         yield server
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_python_started_anew_serves_the_bundled_pair(whole_pair):
     """As from a shell, where the server of the other tests is a fork."""
     asked = {"model": "tiny-gemma4", "prompt": PROMPTS[0], "max_tokens": 4, "temperature": 0}
@@ -120,6 +121,7 @@ def test_the_async_client_and_many_at_once(server, engine):
     assert asyncio.run(run()) == [text for text in expected for _ in range(2)]
 
 
+@deep_cases("top_n_sigma", "min_p")
 @pytest.mark.parametrize(
     "options",
     [
@@ -297,6 +299,7 @@ SCHEMA = {
 }
 
 
+@pytest.mark.deep
 def test_a_text_follows_its_schema_whole_and_streamed(client, engine):
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
     options = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 160, "response_format": form}

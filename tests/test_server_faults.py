@@ -11,6 +11,7 @@ import pytest
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.sampling.grammars import grammar
 
+from marks import deep_cases
 from served_engine import served, until
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
@@ -96,6 +97,7 @@ def breaks(monkeypatch, part, engine):
     return GUIDED | {"prompt": FAILS}
 
 
+@deep_cases("tokenizer")
 @pytest.mark.parametrize("part", ["tokenizer", "grammar"])
 def test_what_raises_in_the_engine_is_a_500_of_that_request_alone(part, engine, url, monkeypatch):
     """Everybody's answer ended, or the server stopped."""

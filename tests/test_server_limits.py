@@ -276,6 +276,7 @@ def takes_no_more(server: ServerProcess) -> bool:
     return False
 
 
+@pytest.mark.deep
 def test_a_signal_lets_streams_end_in_time_and_takes_no_more():
     """Of two streams one ends by itself, and one is told that it was ended."""
     short = CHAT | {"max_tokens": 25, "ignore_eos": True, "stream": True}

@@ -16,6 +16,7 @@ from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.metrics import Metrics, Snapshot, figures
 from specdec.serving.status_report import said
 
+from marks import deep_cases
 from tiny_models import build_target
 
 
@@ -62,6 +63,7 @@ def captured(figures: dict[str, float]) -> CaptureUse:
     return CaptureUse(**{field: figures.get(f"specdec:{name}") for field, name in names.items()})  # type: ignore[arg-type]
 
 
+@deep_cases("230-evicted")
 @pytest.mark.parametrize(("budget", "grows"), [(230, "evicted"), (50, "refused")])
 def test_metrics_say_what_is_captured_and_what_ran_without(
     make_target: Any, make_engine: Any, random_prompt: Any, monkeypatch: pytest.MonkeyPatch, budget: int, grows: str

@@ -16,6 +16,8 @@ from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.server_settings import ServeSettings
 
+from marks import deep_cases
+
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 SECRET = "My account is 5521-8846-9017 and its PIN is "
 PIN = "4071"
@@ -51,6 +53,7 @@ def figures_of_an_attack(ask: Any, pin: str) -> list[int]:
     return [cached(ask("bob", prompt=[*ask.engine.encode(SECRET + guess), 7])) for guess in guesses]
 
 
+@pytest.mark.deep
 def test_the_prompt_of_another_key_cannot_be_read_through_cached_tokens():
     """A four-digit PIN took 40 requests: one cache for all keys, and a figure that is exact to the token."""
     seen = []
@@ -96,6 +99,7 @@ def test_keys_share_cached_prompts_where_the_server_was_told_to():
         assert cached(ask("bob", prompt=prompt, cache_salt="mine")) == 0
 
 
+@deep_cases("1-16", "32-32")
 @pytest.mark.parametrize(("page_size", "block"), [(1, 16), (4, 16), (32, 32)])
 def test_cached_tokens_are_told_in_blocks(page_size: int, block: int):
     with asking(config={"page_size": page_size}) as ask:

@@ -22,7 +22,7 @@ from specdec.layers.packed.packed_weight import dequantised
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import packed_of, stored_weights
 
-from marks import slow
+from marks import deep_cases, slow
 
 CPU = torch.device("cpu")
 SMALL = Shrink(layers=4, divisor=16)
@@ -289,6 +289,7 @@ def test_read_bandwidth_is_that_of_some_machine():
     assert 1e8 < read_bandwidth(CPU) < 1e13
 
 
+@deep_cases("gpt-oss-120b", "llama-70b", "gemma4-31b")
 @pytest.mark.parametrize(
     "name",
     [name if name in ("gemma4-e4b", "gemma4-12b", "gpt-oss-20b", "llama-70b") else slow(name) for name in SHAPES],

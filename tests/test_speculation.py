@@ -14,7 +14,7 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPWorker
 from specdec.errors import ConfigError
 from specdec.runtime.rounds.decode_round import DecodeRound
 
-from marks import deep, slow
+from marks import deep, deep_cases, slow
 from tiny_models import random_eagle3
 
 NEW = 14
@@ -41,6 +41,7 @@ def engine_for(make_target, make_assistant, make_engine, monkeypatch):
     return make
 
 
+@deep_cases("language_model-4-True")
 @pytest.mark.parametrize(
     ("drafter", "page_size", "captured"),
     [

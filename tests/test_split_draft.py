@@ -19,6 +19,7 @@ from specdec.gpu.ranks import PeerRanks, Ranks
 from specdec.kvcache.frozen import own_view
 from specdec.models.target import TargetModel
 
+from marks import deep_cases
 from tiny_models import FULL, SLIDING, VOCAB, build_target, spread
 
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
@@ -75,6 +76,14 @@ def answers(engine: Engine, asked: list[list[int]]) -> list[Any]:
         return [(out.token_ids, out.logprobs) for out in outs]
 
 
+@deep_cases(
+    "gemma4-31b-chain-dense-head",
+    "gemma4-31b-tree-dense-head",
+    "gemma4-31b-tree-centroids",
+    "gemma4-e2b-chain-dense-head",
+    "gemma4-e2b-chain-centroids",
+    "gemma4-e2b-tree-centroids",
+)
 @pytest.mark.parametrize("ordered", [False, True], ids=["dense-head", "centroids"])
 @pytest.mark.parametrize("spec", [SpecConfig(3, adaptive=False), TREE], ids=["chain", "tree"])
 def test_an_assistant_drafts_the_same_and_the_target_has_the_same_bits(
@@ -97,6 +106,7 @@ def test_an_assistant_drafts_the_same_and_the_target_has_the_same_bits(
     assert drafts_split == drafts_alone and len(drafts_alone) > 3
 
 
+@deep_cases("gemma4-31b-16", "gemma4-e2b-4", "gemma4-e2b-16")
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_accepted_paths_move_within_pages_on_every_rank(
     target: TargetModel,

@@ -18,6 +18,7 @@ from specdec.layers.moe.routing import Router, Routing, reference_route, route
 from specdec.layers.split.layer_shares import layer_share
 from specdec.models.target import TargetModel
 
+from marks import deep_cases
 from tiny_models import VOCAB, build_target, spread
 
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
@@ -79,6 +80,7 @@ def answers(engine: Engine, asked: list[list[int]]) -> list[Any]:
         return [(out.token_ids, out.logprobs) for out in engine.generate(asked, PARAMS)]
 
 
+@deep_cases("qwen3_moe", "gpt_oss", "mixtral")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_with_experts_have_the_bits_of_one_device(
     family: str,
@@ -169,6 +171,7 @@ def test_every_rank_selects_each_part_from_its_owner(kind: type[Ranks]):
     ranks.check()
 
 
+@deep_cases("gemma4-moe")
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma4-moe"])
 def test_an_engine_with_experts_on_peers(family: str, monkeypatch: pytest.MonkeyPatch):

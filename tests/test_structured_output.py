@@ -25,7 +25,7 @@ from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.sampling.grammars import grammar
 from specdec.sampling.reference_sampler import MaskedFirstLevel
 
-from marks import deep, each_value, examples, quick, slow
+from marks import deep, deep_cases, each_value, examples, quick, slow
 
 pytestmark = pytest.mark.usefixtures("bundled_once")
 EOS, VOCAB = 256, 300  # byte_tokenizer, under a head that is wider
@@ -97,6 +97,7 @@ def test_what_comes_out_follows(alone):
     assert EOS not in free.token_ids[:-1]
 
 
+@deep_cases("mtp-1", "eagle3-1")
 @pytest.mark.parametrize(
     ("kind", "batch"),
     each_value(
@@ -132,6 +133,7 @@ def test_greedy_choices_are_those_of_a_loop_without_a_library(engine_of, model, 
         assert out.token_ids == output and out.text in CHOICES
 
 
+@deep_cases("sampled")
 @pytest.mark.parametrize(
     "settings", [slow({}), {"temperature": 0.9, "top_k": 20, "seed": 11}], ids=["greedy", "sampled"]
 )
@@ -155,6 +157,7 @@ def test_masked_decoding_is_an_independent_loop(settings, engine_of, model, prom
         assert out.token_ids == output
 
 
+@deep_cases("eagle3")
 @pytest.mark.parametrize("kind", ["mtp", slow("eagle3")])
 def test_the_drafter_knows_what_may_follow_the_root(kind, engine_of, prompts, params, alone, monkeypatch):
     """The best child of every root is a token that the grammar allows; without that, hardly ever one is."""
@@ -220,6 +223,7 @@ def test_rounds_as_wide_as_what_is_forced_write_where_they_may(engine_of, prompt
         engine.table.check()
 
 
+@pytest.mark.deep
 def test_a_length_that_ends_among_forced_tokens(engine_of, prompts):
     for kind in (None, "tree"):
         for length in range(1, 8):
@@ -276,6 +280,7 @@ def test_prefixes_are_shared(engine_of, prompts, alone):
     assert out.stats.cached_tokens > 0
 
 
+@deep_cases("draft", "accept")
 @pytest.mark.parametrize("part", [slow("draft"), "verify", slow("accept")])
 def test_a_step_that_breaks_happened_to_nobody(part, engine_of, prompts, params, alone, monkeypatch):
     """Its tokens are those of the lone run, wherever within the round it broke."""
@@ -345,6 +350,7 @@ def test_a_stop_token_that_is_text_is_one(engine_of, prompts):
     assert out.text == "abc;" and out.finish_reason == "stop"
 
 
+@pytest.mark.deep
 def test_deterministic_engines_follow_too(engine_of, prompts, params):
     plain, tree = (
         engine_of(kind, deterministic=True, max_batch_size=3).generate(prompts[1:4], params[1:4])
@@ -503,7 +509,7 @@ def test_a_few_random_schemas(engine_of, prompts):
     assert schemas_give_valid_json(engines, prompts, range(6)) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.usefixtures("shallow_pair")
 def test_many_random_schemas():
     config = EngineConfig(max_batch_size=12, max_model_len=1024)

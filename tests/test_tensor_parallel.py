@@ -21,6 +21,7 @@ from specdec.layers.linear import linear, linear_parts, reference_linear_parts
 from specdec.layers.product import cut_of
 from specdec.models.target import TargetModel
 
+from marks import deep_cases
 from tiny_models import VOCAB, build_target, random_eagle3
 
 NEW = 10
@@ -87,6 +88,7 @@ def want(
     return target, asked, answers(engine_of(target, 1, max_batch_size=1), asked)
 
 
+@deep_cases("2-llama", "4-qwen3", "4-gemma4-31b", "4-gemma4-e2b")
 @pytest.mark.parametrize("want", FAMILIES, indirect=True)
 @pytest.mark.parametrize("count", [2, 4])
 def test_ranks_have_the_bits_of_one_device(

@@ -10,7 +10,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.models.target import TargetModel
 
-from marks import deep, examples, slow
+from marks import deep, deep_cases, examples, slow
 
 NEW = 10
 
@@ -26,6 +26,7 @@ def modes_and_configs(model: torch.nn.Module) -> list[object]:
     return found
 
 
+@deep_cases("mtp-40")
 @pytest.mark.parametrize(("drafter", "count"), [deep(None, 40), ("ngram", 40), slow("mtp", 40), deep("mtp", 120)])
 def test_eight_threads_share_an_engine(
     drafter, count, make_target, make_assistant, make_engine, greedy_oracle, random_prompt
@@ -53,7 +54,7 @@ def test_eight_threads_share_an_engine(
     assert engine.stats().output_tokens == NEW * len(prompts)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_four_engines_over_one_model_in_four_threads(make_target, make_assistant, greedy_oracle, random_prompt):
     """Plain, prompt lookup and two over one assistant; one engine has a model of its own of the same class."""
     model, other = make_target("gemma4-e2b"), make_target("gemma4-e2b", seed=5)

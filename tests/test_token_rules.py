@@ -19,7 +19,7 @@ from specdec.sampling.grammars.grammar_bounds import ONE_LINE, is_plain
 from specdec.text.detokenize import Detokenizer
 from specdec.text.stop_strings import StopStrings, cut, find_first
 
-from marks import each_value, quick
+from marks import deep_cases, each_value, quick
 
 EOS, VOCAB = 256, 300  # byte_tokenizer, under a head that is wider
 LETTERS = tuple(range(60, 90))
@@ -70,6 +70,7 @@ def test_min_tokens_and_allowed_token_ids_are_kept(alone):
     assert set(both.token_ids) <= {5, 6, 7, EOS}
 
 
+@deep_cases("eagle3-1", "mtp-1")
 @pytest.mark.parametrize(
     ("kind", "batch"),
     each_value(
@@ -203,6 +204,7 @@ def test_a_stop_string_in_special_tokens_is_kept_too(byte_tokenizer):
         assert Detokenizer(byte_tokenizer).final_text(ids, stops) == text
 
 
+@pytest.mark.deep
 def test_stop_strings_under_rules_are_the_same_with_speculation(engine_of, prompts):
     free = SamplingParams(max_new_tokens=30, ignore_eos=True)
     [out] = engine_of().generate([prompts[0]], free)

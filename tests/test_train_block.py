@@ -79,20 +79,8 @@ def test_a_run_leaves_a_drafter_that_loads_and_drafts(tmp_path: Path) -> None:
     lines = [{"question": f"Emma has {n} marbles. She buys {n + 3} more. How many has she now?"} for n in range(12)]
     prompts.write_text("\n".join(map(json.dumps, lines)), "utf-8")
     run = ["train", "--kind", "block", "--target", "tiny-gemma4", "--prompts", str(prompts), "--device", "cpu"]
-    sizes = [
-        "--answers",
-        "8",
-        "--minutes",
-        "5",
-        "--steps",
-        "4",
-        "--length",
-        "96",
-        "--max-new-tokens",
-        "48",
-        "--rows",
-        "2",
-    ]
+    sizes = ["--answers", "4", "--minutes", "5", "--steps", "3", "--length", "96", "--max-new-tokens", "24"]
+    sizes += ["--rows", "2"]
     shape = ["--draft-steps", "3", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--head-dim", "32", "--causal"]
     done = CliRunner().invoke(app, [*run, *sizes, *shape, "--out", str(tmp_path / "head"), "--report-count", "1"])
     assert done.exit_code == 0, done.output

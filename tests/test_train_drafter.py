@@ -30,7 +30,7 @@ from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
 from specdec.training.target_answers import prompt_source, warn_of_repetition
 from specdec.training.training_progress import Stage
 
-from marks import deep, slow
+from marks import deep, deep_cases, slow
 from processes import run as run_python
 from processes import run_ranks
 
@@ -351,7 +351,7 @@ def test_a_stage_shows_a_bar_with_the_time_left_on_a_terminal() -> None:
     assert out.getvalue() == ""
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_every_stage_of_a_run_says_what_is_left_the_report_too(
     monkeypatch, checkpoint, prompts, tmp_path, capsys
 ) -> None:
@@ -362,6 +362,7 @@ def test_every_stage_of_a_run_says_what_is_left_the_report_too(
         assert any(re.fullmatch(pattern + ".*", line) for line in lines), (stage, lines)
 
 
+@deep_cases("eagle3")
 @pytest.mark.parametrize("kind", ["eagle3", slow("mtp")])
 def test_a_run_leaves_a_drafter_that_loads(kind, monkeypatch, checkpoint, prompts, tmp_path, byte_tokenizer) -> None:
     """The whole script on a random target: answers, vocabulary, training, file, report by the engine."""

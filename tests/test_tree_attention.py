@@ -26,7 +26,7 @@ from specdec.attention.kernels.tree_attention import (
     tree_attention,
 )
 
-from marks import deep, slow
+from marks import deep, deep_cases, slow
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -430,6 +430,7 @@ BITS = pytest.mark.parametrize(
 )
 
 
+@deep_cases("21-run-torch.float32")
 @BITS
 @pytest.mark.parametrize("window", [deep(None), 21])
 def test_a_row_has_the_bits_of_plain_decoding_in_any_company(
@@ -483,6 +484,7 @@ def test_a_path_through_two_tiles_has_the_bits_of_plain_decoding(window: int | N
     assert torch.equal(out, run(lay_out(alone, window=window))[:, 0])
 
 
+@deep_cases("kernels")
 @pytest.mark.parametrize("attend", [slow(run), run_plain], ids=["kernels", "plain"])
 def test_trees_of_200_nodes(attend: Run) -> None:
     """Far more nodes than an integer has bits; the path of the text is 40 deep and crosses tiles."""

@@ -21,7 +21,7 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import reference_accept, reference_tree_fields, tree_fields
 from specdec.attention.triton_backend import TritonBackend
 
-from marks import examples, slow
+from marks import deep_cases, examples, slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 QUICK = settings(max_examples=examples(10, 40), deadline=None, derandomize=True, database=None)
@@ -264,6 +264,7 @@ def test_fields_by_eye(poison_empty: None):
     ]
 
 
+@deep_cases("512")
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 17, slow(33), slow(64), slow(65), slow(200), slow(512)])
 def test_fields_are_the_reference(num_nodes: int, poison_empty: None):
     chain = DraftTree.chain(torch.zeros((2, min(num_nodes, 65)), dtype=torch.int64, device=DEVICE))

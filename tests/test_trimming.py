@@ -104,6 +104,7 @@ def test_what_a_server_begins_with_is_set_aside_while_it_serves() -> None:
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.deep
 def test_a_server_serves_with_its_settings_of_the_process(monkeypatch) -> None:
     """The engine's thread gets Python's lock soon, nothing that stays is looked through, and both end with it."""
     before, seen = sys.getswitchinterval(), []

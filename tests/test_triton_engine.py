@@ -24,7 +24,7 @@ from specdec.kvcache import store as kv_store
 from specdec.kvcache.index_spaces import Space
 from specdec.models.target import TargetModel
 
-from marks import deep, examples, slow
+from marks import deep, deep_cases, examples, slow
 from processes import run
 from tiny_models import random_eagle3
 
@@ -76,6 +76,7 @@ def launches(monkeypatch):
     return counter
 
 
+@deep_cases("gemma4-e2b-mtp-spec2-4", "llama-eagle3-spec6-4")
 @pytest.mark.parametrize(
     ("name", "drafter", "spec", "page_size"),
     [
@@ -125,7 +126,7 @@ def test_text_and_drafts_are_those_of_torch(
     assert page_size == 1 or drafter != "eagle3" or spec is CHAIN or launches["move"], "nothing accepted had to move"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_seeded_sampling_is_that_of_plain_decoding(make_target, random_prompt):
     model = make_target("gpt_oss", **TARGETS["gpt_oss"])
     prompts = [random_prompt(n, vocab=VOCAB) for n in LENGTHS]

@@ -14,6 +14,8 @@ from specdec.errors import SpecDecError
 from specdec.layers.merge import Watch
 from specdec.runtime.turns import Turns
 
+from marks import deep_cases
+
 NEW = 6
 PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 
@@ -98,6 +100,7 @@ def test_no_interrupt_of_an_idle_engine_makes_the_next_call_hang(
     assert out.token_ids == greedy_oracle(model, prompt, NEW)
 
 
+@pytest.mark.deep
 def test_interrupts_of_a_generation_leave_the_next_answer_right(
     interrupts, make_target, make_engine, greedy_oracle, random_prompt
 ):
@@ -132,6 +135,7 @@ def test_an_exception_that_is_kept_keeps_no_turn(make_target, make_engine, rando
     assert len(engine.generate(prompt, PARAMS)) == 1
 
 
+@deep_cases("generate")
 @pytest.mark.parametrize("looks", ["generate", "clear_prefix_cache"])
 def test_a_stream_that_is_collected_while_weights_are_looked_at_deadlocks_nobody(
     looks, make_target, make_engine, random_prompt, monkeypatch
