@@ -172,6 +172,21 @@ def test_what_a_pause_took_is_no_cost_of_the_host():
     assert np.allclose(table.seconds(1, 0), [1.0, 2.0], rtol=0.01)
 
 
+def test_trials_are_paid_in_the_seconds_of_rounds():
+    """Before the first round the table holds no seconds: two rounds of its own unit paid for thirty trials on a CPU."""
+    choice = DraftChoice(draft_ladder(SpecConfig(4)), 2)
+    row, most = rows(1), np.array([100])
+    choice.begin(row)
+    spent = 0.0
+    for _ in range(400):
+        draft = choice.choose(row, most, 1, 0, NO_DRAFT)
+        seconds = {"draft": 0.001 * draft.num_steps, "verify": 0.06 + 0.008 * (draft.num_nodes - 1), "other": 0.0}
+        spent += sum(seconds.values())
+        choice.learn(draft, 1, 0, seconds, row, np.zeros(1, dtype=np.int64), most)
+    assert spent < 1.02 * 400 * 0.06
+    assert sum(choice.use().tried) >= 3
+
+
 REQUESTS, TOKENS = 60, 200
 
 

@@ -72,6 +72,11 @@ class CostTable:
         self._host: defaultdict[tuple[int, bool], Level] = defaultdict(Level)  # by batch size, and whether it drafts
         self._fit = np.zeros((2, len(shapes)))  # of the slope: sums of context * seconds beyond the table, context^2
 
+    @property
+    def is_timed(self) -> bool:
+        """Has any round been? Before, what it says are no seconds."""
+        return bool(self.timed or self._verify)
+
     def note(self, number: int, batch: int, context: int, seconds: Mapping[str, float]) -> None:
         """A round with the draft of that number took so long, by stage."""
         total = sum(seconds.values())

@@ -84,7 +84,7 @@ class DraftChoice:
         self.cost = CostTable(shapes)
         self.chances = DraftChances(shapes, num_rows)
         self._numbers = {shape: number for number, shape in enumerate(shapes)}
-        self._spare: float | None = None  # seconds that trials may take; None: before the first round
+        self._spare: float | None = None  # seconds that trials may take; None: no round has been timed
         self._rounds = np.zeros((2, len(shapes)), dtype=np.int64)  # chosen for its rate, and tried
         self._batches: set[int] = set()
         self._last: tuple[int, Sequence[float], Sequence[float]] = (0, (), ())
@@ -109,16 +109,17 @@ class DraftChoice:
         if least.num_nodes > 1:
             rate[[not covers(shape, least) for shape in self.shapes]] = -1.0
         best = int(rate.argmax())
-        if self._spare is None:
-            self._spare = FIRST_ROUNDS * float(seconds[0])
-        self._spare = min(self._spare + SPARE * float(seconds[best]), MOST_ROUNDS * float(seconds[0]))
+        plain = float(seconds[0]) if self.cost.is_timed else 0.0
+        if self._spare is None and plain:
+            self._spare = FIRST_ROUNDS * plain
+        spare = 0.0 if self._spare is None else min(self._spare + SPARE * float(seconds[best]), MOST_ROUNDS * plain)
         hoped = hoped / self.cost.hopeful(batch, seconds)
         trial = int(np.where(rate < 0, -1.0, hoped).argmax())
         lost = float(seconds[trial] - tokens[trial] / rate[best])  # the best draft brings these tokens in less time
         lost += catching_up
-        tried = trial != best and lost <= self._spare
-        if tried:
-            self._spare -= lost
+        tried = trial != best and lost <= spare
+        if self._spare is not None:
+            self._spare = spare - lost if tried else spare
         chosen = trial if tried else best
         self._rounds[int(tried), chosen] += 1
         self._batches.add(batch)
