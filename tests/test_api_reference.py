@@ -1,10 +1,10 @@
 """docs/api.md is what tools/api_reference.py makes of the code as it is."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from script_module import module_of
 
 import specdec
 
@@ -15,11 +15,7 @@ pytestmark = pytest.mark.skipif(not TOOL.exists(), reason="needs the checkout")
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("api_reference", TOOL)
-    assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    return module_of(TOOL)
 
 
 def test_the_api_reference_matches_the_code(tool):

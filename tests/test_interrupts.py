@@ -1,11 +1,11 @@
 """tools/interrupts.py in its short form: timer signals while an engine idles, generates, streams and is served."""
 
-import importlib.util
 import signal
 import sys
 from pathlib import Path
 
 import pytest
+from script_module import module_of
 
 from marks import examples
 
@@ -16,10 +16,7 @@ pytestmark = pytest.mark.skipif(not TOOL.exists(), reason="needs the checkout")
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("interrupts", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(TOOL)
 
 
 INTERRUPTS = examples(20, 60)

@@ -1,6 +1,5 @@
 """What is shipped: wheel and sdist are whole, the version has one place, and CI and hooks call targets that exist."""
 
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import yaml
+from script_module import module_of
 
 import specdec
 
@@ -21,10 +21,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="
 
 @pytest.fixture(scope="module")
 def check_dist() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_dist", ROOT / "tools" / "check_dist.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(ROOT / "tools" / "check_dist.py")
 
 
 def project() -> dict:

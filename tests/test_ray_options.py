@@ -1,21 +1,17 @@
 """`examples/ray_serve.py` without Ray: what a replica of several GPUs asks for."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from script_module import module_of
 
 PATH = Path(__file__).resolve().parent.parent / "examples" / "ray_serve.py"
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ray_serve_example", PATH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(PATH)
 
 
 @pytest.mark.parametrize(
