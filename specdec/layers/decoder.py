@@ -211,20 +211,22 @@ class FusedLayer(nn.Module):
         rows = ops(rope_store)(qkv, parts.heads, shared.rotary[parts.kind], context.destination(self.index))
         if isinstance(narrowing, Ending):
             return hidden, normed
-        if narrowing is not None:  # the K/V of all rows are stored; the others have no more to do
+        layer_inputs = shared.layer_inputs
+        if narrowing is not None:  # the K/V of all rows are stored; only the chosen ones go on
             chosen, context = narrowing.rows, narrowing.context
             rows = Attended(rows.q[chosen], None, None)
-            hidden, normed, shared = hidden[chosen], normed[chosen], shared.of(chosen)
+            hidden, normed = hidden[chosen], normed[chosen]
+            layer_inputs = None if layer_inputs is None else layer_inputs[chosen]
         attended = context.attend_rows(
             self.index, *rows, scaling=parts.scaling, softcap=parts.softcap, sinks=parts.sinks
         )
         out = yield from self._last_sum(attended.flatten(1), parts.out, parts.out_bias, parts.cuts and parts.cuts.out)
         end: dict[str, Any] = {"scale": parts.scale, "pre": self.next_norm}
-        if parts.ple is None or shared.layer_inputs is None:
+        if parts.ple is None or layer_inputs is None:
             return (yield from self._feed_forward(out, hidden, normed, **end))
         hidden, _ = yield from self._feed_forward(out, hidden, normed)
         gate = ops(linear)(hidden, parts.ple.gate)
-        layer_input = shared.layer_inputs[:, self.index]
+        layer_input = layer_inputs[:, self.index]
         added = ops(gated_projection)(gate, layer_input, parts.ple.projection, parts.ple.activation)
         return ops(norm)(added, post=parts.ple.norm, residual=hidden, **end)
 
