@@ -42,7 +42,7 @@ class SayWhich:
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
-    """Of one replica, which sees no GPU but those that Ray gave it."""
+    """The settings of one replica. It sees only the GPUs that Ray assigned to it."""
     return EngineConfig(max_batch_size=options.batch_size, tensor_parallel=options.tensor_parallel)
 
 

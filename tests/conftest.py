@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def environment_of_its_own() -> Iterator[None]:
     """Scripts that a test runs in this process may set variables; the next test does not see them.
 
-    Nor what an interrupt leaves behind that strikes as numpy's `solve` begins: NaN in any array raised from then on.
+    numpy's error state is restored too: an interrupt in `np.linalg.solve` left NaN in any array raising from then on.
     """
     before = dict(os.environ)
     with np.errstate():

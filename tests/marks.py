@@ -24,7 +24,7 @@ def deep(*values: Any) -> Any:
 
 
 def deep_cases(*ids: str) -> Any:
-    """Of a parametrized test, the cases with these ids, for `make test-deep` alone: a decorator."""
+    """A decorator: the cases of a parametrized test with these ids run in `make test-deep` only."""
     return pytest.mark.deep_cases(*ids)
 
 

@@ -31,7 +31,7 @@ READ = (1, 14, 26)
 
 
 def place(layer: int) -> int:
-    """The layer, among those that are kept, behind which the state is that of `layer` among all."""
+    """The index, among the kept layers, of the one after which the state stands for that after `layer`."""
     return sum(kept <= layer for kept in KEPT) - 1
 
 

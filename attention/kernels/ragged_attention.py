@@ -35,8 +35,8 @@ FEW_TOKENS = 256
 """A forward over no more than these is most often a part of one long prompt, read while others decode."""
 
 FILLING_ROWS = 64
-"""Rows of all heads for each multiprocessor from which on tiles in order are those of many; of fewer, others end
-sooner."""
+"""In order, tiles are chosen for throughput from this many rows (of all heads) a multiprocessor on; with fewer rows,
+smaller tiles finish sooner."""
 
 
 class RaggedTiles(NamedTuple):
@@ -165,13 +165,14 @@ def choose_ragged(
 ) -> RaggedTiles:
     """In any order: the tiles that chunks had, timed on an H200. In order: the cut of plain decoding, in larger tiles
     of rows, which change no bit, the fastest of those timed on an H100 (`tools/gpu_in_order.py`)."""
-    num_units, shared = device_limits(device)[:2]
+    multiprocessors, shared = device_limits(device)
     fewest: int = max(16, triton.next_power_of_2(group))  # a tile has a token at least
     if not exact:
         any_order = fit_tiles(choose_tiles(num_tokens * group, block_d, item_size), block_d, item_size, shared)
         block_m = max(any_order.block_m, fewest)
         return RaggedTiles(block_m, *any_order[1:4], 0, any_order.waves)
-    cut, fills = choose_cut(block_d, item_size, kv_heads), num_tokens * group * kv_heads >= FILLING_ROWS * num_units
+    cut = choose_cut(block_d, item_size, kv_heads)
+    fills = num_tokens * group * kv_heads >= FILLING_ROWS * multiprocessors
     block_m, num_warps, stages, in_memory = 32, 4, 3, False
     if item_size > 2:
         block_m, num_warps, stages = 16, 4 if block_d <= 256 else 8, 2

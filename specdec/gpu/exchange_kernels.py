@@ -144,7 +144,7 @@ def pull_kernel(p_x: tl.tensor, p_y: tl.tensor, num: tl.tensor, BLOCK: tl.conste
 
 
 def programs_of(num: int) -> int:
-    """Programs that push so many numbers to one rank: who waits for them knows as well."""
+    """How many programs push `num` numbers to one rank; the rank that waits for them computes the same count."""
     return max(1, min(PROGRAMS, -(-num // NUMBERS)))
 
 

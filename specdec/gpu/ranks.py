@@ -255,7 +255,7 @@ class PeerRanks(Ranks):
         self._meet(0)
 
     def _meet(self, num: int) -> None:
-        """Rank 0 waits for so many numbers that each rank has pushed to it."""
+        """Rank 0 waits until every rank has pushed `num` numbers to it."""
         with self.on(0):
             self._wait(0, len(self), num)
         self._step += 1
@@ -287,7 +287,7 @@ class PeerRanks(Ranks):
         )
 
     def _wait(self, rank: int, sources: int, num: int) -> None:
-        """For so many numbers of each of the first `sources` ranks."""
+        """Wait for `num` numbers from each of the first `sources` ranks."""
         wait_kernel[(1,)](
             *(self._flags[rank], self._round[rank], self._error[rank], self._host_error[rank]),
             *(self._step, sources, programs_of(num), self.max_polls),

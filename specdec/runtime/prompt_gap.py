@@ -202,8 +202,8 @@ def _least_squares(equations: Numbers, before: Numbers) -> Numbers:
 
 
 def _solved(square: Numbers, right: Numbers) -> Numbers:
-    """Of a positive definite system, by elimination. Not by numpy's solver, which changes for its time how the process
-    takes errors of numbers: an interrupt in between may leave it so."""
+    """Solve a positive definite system by elimination. Not by np.linalg.solve: it sets numpy's error state while it
+    runs, and an interrupt in between may leave it set."""
     rows = [[*row, value] for row, value in zip(square.tolist(), right.tolist(), strict=True)]
     for i, row in enumerate(rows):
         for lower in rows[i + 1 :]:

@@ -33,8 +33,8 @@ OUTLIER = 3.0
 FORGET = 0.995
 
 WAITS = 0.05
-"""Of the time from the end of one round to the end of the next: a device that stood still for longer waits for the
-host, not for its launches to follow each other."""
+"""A device that was idle for more than this share of the time between the ends of two rounds waits for the host; a
+shorter gap is the launch itself."""
 
 DOUBT = 0.3
 """Share by which a draft that has been timed once may be faster than it seems."""

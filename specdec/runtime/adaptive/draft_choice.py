@@ -61,8 +61,8 @@ class DraftUse(NamedTuple):
         return f"{rows} running: " + "; ".join(named) if named else "no round has had a choice yet"
 
     def best_chain(self, batch: int, accepted: Sequence[float]) -> str:
-        """In words: the chain of most tokens a millisecond for so many requests, where drafts 1, 2, ... are accepted in
-        these shares of the rounds; none, perhaps."""
+        """A sentence about the chain (or no draft) that brings most tokens a millisecond to `batch` requests. accepted:
+        shares of the rounds in which drafts 1, 2, ... are accepted."""
         tokens = np.cumsum([1.0, *accepted])
         chains = [
             (tokens[min(shape.num_steps, len(accepted))] / took, shape)
