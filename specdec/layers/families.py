@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from specdec.errors import UnsupportedModelError
+from specdec.layers.activation import reference_activate
 from specdec.layers.decoder import DecoderParts, EmbeddingParts, LayerParts, MoeParts, PleParts
-from specdec.layers.linear import Mlp, reference_activate
+from specdec.layers.linear import Mlp
 from specdec.layers.merge import is_merged, merge_columns, merge_rows
 from specdec.layers.moe.moe_families import experts_of, router_of
 from specdec.layers.norm import Gain

@@ -40,7 +40,14 @@ from specdec.runtime.prompt_scores import scoring_of
 from specdec.runtime.request import Request, restricted, rows_of
 from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
-from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, batch_sizes, nothing, run_programs
+from specdec.runtime.rounds.captured_rounds import (
+    Between,
+    RoundGraphs,
+    batch_sizes,
+    nothing,
+    run_programs,
+    table_widths,
+)
 from specdec.runtime.rounds.catching_up import CatchUps, catch_up_if_due
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
 from specdec.runtime.rounds.prompt_scoring import Scoring, score_chunk
@@ -87,10 +94,11 @@ class Steps:
         round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
     def warm_up(self) -> None:
-        """Capture greedy rounds at the shortest tables, the largest batch first, with no row seated: of full drafts,
+        """Capture greedy rounds at the narrowest tables, the largest batch first, with no row seated: of full drafts,
         and of all that may be chosen instead, which are timed then.
 
-        Other shapes are captured when they first occur.
+        Other shapes are captured when they first occur; at wider tables, the largest of them run once, so that nobody
+        waits for a compiler then.
         """
         if self.graphs is None:
             return
@@ -110,6 +118,11 @@ class Steps:
                     self.round.flush()
                     self.graphs.run(shape)
                 update(done)
+            for width in table_widths(self.table.slots.host.shape[1] - 1)[1:]:
+                for shape in shapes[: len(drafts)]:
+                    self.round.seat(no_rows)
+                    self.round.flush()
+                    self.graphs.run(shape._replace(longest=width))
             if self.catch_ups is not None and self.round.unread is not None:
                 for shape in shapes[:: len(drafts)]:  # one of each batch size
                     for _ in range(2):
