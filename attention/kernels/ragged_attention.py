@@ -56,7 +56,7 @@ class RaggedTiles(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RaggedAttention:
-    """An `Attend` of `plan.py`: k and v of the forward, _k and _v, are read back from the pools."""
+    """An `Attend` of `plan.py`."""
 
     pack: Pack
     lines: Lines
@@ -64,9 +64,7 @@ class RaggedAttention:
     exact: bool
     shares: int = 1
 
-    def __call__(
-        self, query: torch.Tensor, _k: object, _v: object, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
+    def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
         options |= {"window": self.window, "exact": self.exact, "shares": self.shares}
         return ragged_attention(query, pool_k, pool_v, self.pack, self.lines, **options)
 
@@ -82,7 +80,7 @@ def reference_ragged_attention(
     **options: Any,
 ) -> torch.Tensor:
     """`ragged_attention` run by run, in plain torch."""
-    return RunsAttention.of(dense_run, pack, lines, window)(query, None, None, pool_k, pool_v, **options)
+    return RunsAttention.of(dense_run, pack, lines, window)(query, pool_k, pool_v, **options)
 
 
 def ragged_attention(
