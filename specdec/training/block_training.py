@@ -12,8 +12,6 @@ Invariant: the states equal those of the head run as the drafter runs it, one bl
 (tests/test_train_block.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,7 @@ class TrainableBlock(TrainableDrafter):
     places: torch.Tensor  # [B, A] of the batch under way
 
     @classmethod
-    def new(cls, target: Any, spec: BlockSpec) -> TrainableBlock:
+    def new(cls, target: Any, spec: BlockSpec) -> "TrainableBlock":
         """A fresh head of `spec` in bfloat16."""
         return cls(BlockHead(spec).place(target.device, torch.bfloat16), target)
 

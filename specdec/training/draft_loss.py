@@ -4,8 +4,6 @@ Row i of draft step t predicts token i + ahead + t from what a draft that begins
 target's distribution of that token is the one of its own row i + ahead + t - 1.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ Invariant: the states equal those of the head run one row at a time, as the draf
 (tests/test_train_drafter.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +44,9 @@ class TrainableEagle3(TrainableDrafter):
     ahead = 2
 
     @classmethod
-    def new(cls, target: TargetModel, documents: list[Document], spec: Eagle3Spec, draft_vocab: int) -> TrainableEagle3:
+    def new(
+        cls, target: TargetModel, documents: list[Document], spec: Eagle3Spec, draft_vocab: int
+    ) -> "TrainableEagle3":
         """A fresh head of `spec` in bfloat16 with the `draft_vocab` most frequent tokens of the answers.
 
         Its lm_head starts as those rows of the target's where the widths agree.

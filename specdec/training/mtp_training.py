@@ -9,8 +9,6 @@ The assistant has queries only, so its heads, head sizes and RoPE are those of t
 Invariant: the parallel forward equals the drafter's own step on K/V cut to [0, S) (tests/test_train_drafter.py).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path

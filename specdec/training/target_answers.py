@@ -5,8 +5,6 @@ Answers are written one a line after each batch, so a run that was stopped conti
 drafters.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

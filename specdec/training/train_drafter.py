@@ -11,8 +11,6 @@ The drafter is saved in a published format (SpecForge's EAGLE-3, transformers' G
 as `Engine.from_pretrained(target, drafter=OUT)`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

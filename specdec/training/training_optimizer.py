@@ -4,8 +4,6 @@ The weights in use are in the model's own dtype, as they will be saved; the opti
 that what is measured during training is what is shipped. It knows nothing of data or losses.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
