@@ -49,9 +49,7 @@ class BlockDrafter(Drafter):
         self.head, self.spec = head, head.spec
         self.max_steps: int | None = self.spec.num_drafts
         self.aux_layers: tuple[int, ...] = self.spec.aux_layers
-        self.kv_layout: KVLayout | None = KVLayout.uniform(
-            self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim
-        )
+        self.kv_layout: KVLayout | None = self.spec.kv_layout
         self.fit = Fit.of(target)
         self.dtype = target.dtype
         self.weights = Weights(self.name, head)

@@ -49,9 +49,7 @@ class Eagle3Drafter(Drafter):
         self.spec = head.spec
         self.aux_layers: tuple[int, ...] = self.spec.aux_layers
         self.reads_every_state = not self.aux_layers
-        self.kv_layout: KVLayout | None = KVLayout.uniform(
-            self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim
-        )
+        self.kv_layout: KVLayout | None = self.spec.kv_layout
         self.fit = Fit.of(target)
         self.vocab_size = target.vocab_size
         self.dtype = target.dtype
