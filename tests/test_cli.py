@@ -290,7 +290,7 @@ def test_a_command_is_listed_with_the_first_line_of_its_help(name):
 
 @pytest.mark.parametrize("settings", [EngineConfig, ServeSettings])
 def test_an_option_of_serve_and_the_setting_of_its_name_have_one_default(settings):
-    options = {each.name: each.default for each in fields(ServeOptions)}
+    options = {each.name: each.default for each in spread(ServeOptions)}
     shared = {each.name: each.default for each in fields(settings) if each.name in options}
     assert len(shared) > 3
     assert shared == {name: options[name] for name in shared}

@@ -34,6 +34,7 @@ OPEN_FLOORS = (0, 5)
 
 COMMAND_FILES = tuple(f"specdec.cli.{name}" for name in ("generate", "bench", "evaluate", "doctor", "serve", "train"))
 LIGHT_FILES = (*COMMAND_FILES, *(f"specdec.cli.{name}" for name in ("app", "command", "options", "config_file")))
+LIGHT_FILES += ("specdec.serving.http_options",)
 NEVER = (  # what a room does not know, beyond its floor
     ("specdec.runtime.rounds", "specdec.runtime", "the device's part knows no request and no scheduler"),
     ("specdec.runtime.rounds", "specdec.sampling.grammars", "a round is handed masks, and knows no grammar"),
