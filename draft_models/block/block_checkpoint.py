@@ -15,7 +15,7 @@ import re
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.activations import ACT2FN
@@ -80,13 +80,6 @@ REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "block_si
 IGNORED_TENSORS = re.compile(r"(^|\.)rotary_emb\.|^confidence_head\.")
 
 
-class ReadBlock(NamedTuple):
-    """A head with the weights of its checkpoint, on the CPU, and the name of its family."""
-
-    head: BlockHead
-    family: str
-
-
 def is_block_config(config: Mapping[str, Any]) -> bool:
     """Is this config.json one of a block drafter, of a family that runs here or of one that is refused by name?"""
     named = [*(config.get("architectures") or ()), config.get("speculators_model_type") or ""]
@@ -95,8 +88,8 @@ def is_block_config(config: Mapping[str, Any]) -> bool:
     )
 
 
-def read_block(folder: str | Path, target: TargetShape) -> ReadBlock:
-    """Read a block drafter for `target`.
+def read_block(folder: str | Path, target: TargetShape) -> BlockHead:
+    """Read a block drafter for `target`: a head with the weights of its checkpoint, on the CPU.
 
     Raises CheckpointError (files missing, tensors that disagree with the config or with the target) and
     UnsupportedModelError (a family, layer or flag that this runtime does not know or cannot honour).
@@ -117,7 +110,7 @@ def read_block(folder: str | Path, target: TargetShape) -> ReadBlock:
         raise type(error)(f"{folder}: {error}") from error
     head = BlockHead(spec)
     head.load_state_dict(state)
-    return ReadBlock(head, "dspark" if spec.shifted else "jetspec" if spec.causal else "dflash")
+    return head
 
 
 def read_block_settings(config: Mapping[str, Any]) -> Settings:

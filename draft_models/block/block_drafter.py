@@ -152,7 +152,7 @@ class BlockWorker:
 
 def block_drafter(folder: str | Path, target: TargetInfo) -> BlockDrafter:
     """Read the head in `folder` and fit it to `target`."""
-    head = read_block(folder, TargetShape.of(target)).head.place(target.device, target.dtype).eval()
+    head = read_block(folder, TargetShape.of(target)).place(target.device, target.dtype).eval()
     _share_vocabulary(head, target)
     return BlockDrafter(head, target)
 

@@ -81,7 +81,7 @@ def diagnose(
         reference=reference,
         findings=(*findings, *named),
         trials=tuple(trials),
-        memory=_memory(engine),
+        memory={space.value: size for space, size in engine.cache.bytes_by_space().items()},
         best_shape=examination.best_shape(),
         notes=() if can_be_run(pair.drafter) else (NO_REFERENCE.format(name=pair.drafter.name),),
         seconds=time.perf_counter() - started,
@@ -158,7 +158,8 @@ class Examination:
             )
             self.pair, self.measured = change.pair, measured
             if change.prompts:
-                self._answer_again()
+                self.outputs = self.pair.generate(self.pair.prompts(), self.params)
+                self.texts = self._record(self.outputs) if self.texts else []
         return trials, named
 
     def _largest_gain(
@@ -199,10 +200,6 @@ class Examination:
     def _record(self, outputs: Sequence[GenerationOutput]) -> list[RecordedText]:
         return [record(self.pair.target, output.prompt_token_ids, output.token_ids) for output in outputs]
 
-    def _answer_again(self) -> None:
-        self.outputs = self.pair.generate(self.pair.prompts(), self.params)
-        self.texts = self._record(self.outputs) if self.texts else []
-
 
 def default_questions(engine: EngineLike) -> list[str | list[int]]:
     """Word problems that are shipped. Raises ConfigError where texts cannot be tokenised."""
@@ -219,7 +216,3 @@ def _broken_worker(reference: ReferenceCheck) -> Finding:
         do="try EngineConfig(fused=False) and attention='torch'; if one of them helps, a kernel is wrong: report it",
         certain=True,
     )
-
-
-def _memory(engine: Any) -> dict[str, int]:
-    return {space.value: size for space, size in engine.cache.bytes_by_space().items()}

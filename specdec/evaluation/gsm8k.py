@@ -25,21 +25,21 @@ def question_text(question: str, chat: bool, shots: int, instruction: str) -> st
     return f"{''.join(solved)}Question: {text}\nAnswer:"
 
 
-def load_problems(data: str, limit: int = 0) -> tuple[str, list[Problem]]:
-    """Where they are from, in words, and the problems. data: "bundled", "hub" or a JSONL file; limit 0: all."""
+def load_problems(data: str) -> tuple[str, list[Problem]]:
+    """Where they are from, in words, and the problems. data: "bundled", "hub" or a JSONL file."""
     if data == "hub":
-        source, problems = "openai/gsm8k, test split, from the hub", _from_hub(limit)
+        source, problems = "openai/gsm8k, test split, from the hub", _from_hub()
     elif data == "bundled":
-        source, problems = "bundled generated problems, held out", read_prompts(HELD_OUT_PROBLEMS, limit)
+        source, problems = "bundled generated problems, held out", read_prompts(HELD_OUT_PROBLEMS)
     else:
-        source, problems = f"file {Path(data).name}", read_prompts(data, limit)
+        source, problems = f"file {Path(data).name}", read_prompts(data)
     for number, problem in enumerate(problems, start=1):
         if final_number(problem.answer or "") is None:
             raise ConfigError(f"{source}: problem {number} has no 'answer' with '#### n'; GSM8K's fields are expected")
     return source, [Problem(problem.turns[:1], problem.answer) for problem in problems]
 
 
-def _from_hub(limit: int) -> list[Problem]:
+def _from_hub() -> list[Problem]:
     try:
         import datasets
 
@@ -49,4 +49,4 @@ def _from_hub(limit: int) -> list[Problem]:
         raise ConfigError(f"data='hub' {wanted}, or give a JSONL file") from error
     except Exception as error:  # no network, a broken cache, ...: they have no common base
         raise ConfigError(f"data='hub': openai/gsm8k did not load ({first_line(error)}); give a JSONL file") from error
-    return [Problem((row["question"],), row["answer"]) for row in rows[: limit or None]]
+    return [Problem((row["question"],), row["answer"]) for row in rows]

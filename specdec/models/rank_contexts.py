@@ -1,28 +1,18 @@
 """Proofs of a decoder on several ranks: each answers for its own heads, and the proof reads those of all.
 
-A context of a proof knows one device. It is divided into one a rank for a forward, and then has what they recorded.
+divide    a context of a proof knows one device; it gives one a rank for a forward, with its share of the heads and
+          what these recorded before
+unite     it takes what they recorded, heads in the order of ranks
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 
 from specdec.gpu.ranks import Ranks
 from specdec.models.probe import Proof, Run
-
-
-class Divided(Protocol):
-    """A context of a proof."""
-
-    peers: Sequence[Self]
-
-    def divide(self, devices: Sequence[torch.device]) -> Sequence[Self]:
-        """One a rank, with its share of the heads; what they recorded before, they still have."""
-
-    def unite(self, shares: Sequence[Self]) -> None:
-        """Take what they recorded, heads in the order of ranks."""
 
 
 def on_ranks(run: Run, ranks: Ranks) -> Run:

@@ -75,6 +75,8 @@ class AsyncEngine:
         self.vocab_size: int = engine.target.vocab_size
         self.kv_bytes: int = engine.kv_bytes  # of all K/V pools together
         self.weights: str = weights_in_words(engine.target.model)
+        # on the caller's thread; `stats_now` waits for the step under way
+        self.most_new_tokens, self.decode, self.stats_now = engine.most_new_tokens, engine.decode, engine.stats
         self._owns_engine = False
         self._closing = False
         self._pid = os.getpid()
@@ -196,18 +198,6 @@ class AsyncEngine:
     def require_places(self, count: int) -> None:
         """Raises what `submit` would for `count` samples now: for callers that have yet to read a long prompt."""
         self._admission.require(count, CLIENT.get())
-
-    def most_new_tokens(self, prompt_len: int) -> int:
-        """As `Engine.most_new_tokens`."""
-        return self.engine.most_new_tokens(prompt_len)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """As `Engine.decode`, on the caller's thread."""
-        return self.engine.decode(token_ids)
-
-    def stats_now(self) -> EngineStats:
-        """As `Engine.stats`, on the caller's thread, which waits for the step under way."""
-        return self.engine.stats()
 
     @property
     def generation_config(self) -> Any:

@@ -99,15 +99,11 @@ def _awq(config: Config) -> tuple[Format, ...]:
     return (AWQ,)
 
 
-def _mxfp4(config: Config) -> tuple[Format, ...]:
-    return (MXFP4,)
-
-
 READ: dict[str, Callable[[Config], tuple[Format, ...]]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "gptq": _gptq,
     "awq": _awq,
-    "mxfp4": _mxfp4,
+    "mxfp4": lambda config: (MXFP4,),
 }
 """quant_method -> what reads its config."""

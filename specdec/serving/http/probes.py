@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, Response
 from specdec.config import SamplingParams
 from specdec.errors import QueueFullError, SpecDecError
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.state import ServeState, State
+from specdec.serving.state import State
 
 logger = logging.getLogger("specdec.serving")
 router = APIRouter()
@@ -41,12 +41,7 @@ async def read_live(state: State) -> Response:
 @router.get("/ready", response_model=None)
 async def read_ready(state: State) -> Response:
     """200 while it takes requests; 503 when it stops, hangs, or when rounds fail one after the other."""
-    return _answer(unready(state))
-
-
-def unready(state: ServeState) -> str | None:
-    """Why it should get no requests now."""
-    return lifeless(state.engine, state.settings.liveness_seconds) or state.engine.trouble
+    return _answer(lifeless(state.engine, state.settings.liveness_seconds) or state.engine.trouble)
 
 
 def lifeless(engine: AsyncEngine, most_seconds: float) -> str | None:

@@ -16,7 +16,7 @@ from specdec.serving.http.events import off_loop
 from specdec.serving.openai.chat_prompt import chat_prompt
 from specdec.serving.openai.logprob_shapes import chat_logprobs
 from specdec.serving.openai.protocol import ChatRequest, refused
-from specdec.serving.openai.reply import Reply, ReplyDelta, ReplyFormat
+from specdec.serving.openai.reply import MakeReply, Reply, ReplyDelta
 from specdec.serving.openai.sampling_fields import require_logprobs, sampling_params, shortened
 from specdec.serving.openai.text_answer import TextAnswer
 from specdec.serving.state import ServeState, State
@@ -44,7 +44,7 @@ class Chat(TextAnswer):
         self.choice = ToolChoice(body, getattr(state.tokenizer, "chat_template", None), state.tool_parser)
         super().__init__(body, state, "chatcmpl", "chat.completion")
 
-    async def submit(self) -> tuple[Streams, ReplyFormat]:
+    async def submit(self) -> tuple[Streams, MakeReply]:
         self.engine.require_places(max(1, self.n))
         prompt = await chat_prompt(self.body, self.state, self.choice.template_kwargs)
         params = await asyncio.to_thread(self._params, len(prompt))
@@ -56,7 +56,8 @@ class Chat(TextAnswer):
         if params.grammar is not None:  # it leaves no room for thoughts
             thoughts = None
         end = self.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False) if thoughts else ""
-        reply_format = ReplyFormat(
+        make_reply = partial(
+            Reply,
             self.tokenizer,
             params.stop_strings,
             self.body.show_drafts,
@@ -66,7 +67,7 @@ class Chat(TextAnswer):
             thoughts,
             opened=thoughts is not None and opened_by(end, thoughts),
         )
-        return await self.engine.submit(self.prompts, params, priority=self.body.priority), reply_format
+        return await self.engine.submit(self.prompts, params, priority=self.body.priority), make_reply
 
     def _params(self, prompt_len: int) -> SamplingParams:
         body = self.body
@@ -81,8 +82,8 @@ class Chat(TextAnswer):
         top = require_logprobs(body.top_logprobs or 0, "top_logprobs") if body.logprobs else None
         return sampling_params(body, self.state, max_new_tokens, top, self.choice.grammar)
 
-    def _whole(self, outputs: list[GenerationOutput], reply_format: ReplyFormat) -> dict[str, Any]:
-        return super()._whole(outputs, reply_format) | self._prompt_ids(0) | self._prompt_scores(outputs[0])
+    def _whole(self, outputs: list[GenerationOutput], make_reply: MakeReply) -> dict[str, Any]:
+        return super()._whole(outputs, make_reply) | self._prompt_ids(0) | self._prompt_scores(outputs[0])
 
     def _thought(self, said: ReplyDelta) -> dict[str, Any]:
         shown = said.reasoning and self.body.include_reasoning is not False

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from specdec.serving.http.faults import ApiError
@@ -26,7 +26,8 @@ async def chat_prompt(body: ChatRequest, state: ServeState, tools: dict[str, Any
     for name, said in NOT_OPTIONS.items():
         if name in options:
             raise refused("chat_template_kwargs", f"chat_template_kwargs holds {name}: {said}; leave it out")
-    messages = await asyncio.to_thread(template_messages, body.messages)
+    plain = (_plain(f"messages[{index}]", message) for index, message in enumerate(body.messages))
+    messages = await asyncio.to_thread(list, plain)
     return await state.engine.chat_prompt(
         messages,
         special_tokens_in_content=state.settings.special_tokens_in_content,
@@ -56,13 +57,9 @@ def _options(body: ChatRequest, template: Any) -> dict[str, Any]:
     return options
 
 
-def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Plain messages: parts of text are joined by line ends, arguments of calls are objects, what is not said is left
-    out. Raises ApiError for parts that are no text, with their place."""
-    return [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
-
-
 def _plain(place: str, message: Message) -> dict[str, Any]:
+    """Parts of text are joined by line ends, arguments of calls are objects, what is not said is left out. Raises
+    ApiError for parts that are no text, with their place."""
     plain = message.model_dump(exclude_none=True, exclude={"annotations", "type"})
     plain["role"] = ROLES.get(message.role, message.role)
     if isinstance(message.content, list):

@@ -17,7 +17,7 @@ from specdec.serving.http.events import EventStream, event, json_response, while
 from specdec.serving.http.faults import ApiError, as_api_error
 from specdec.serving.openai.chat_completions import Chat
 from specdec.serving.openai.logprob_shapes import chat_logprobs
-from specdec.serving.openai.reply import Reply, ReplyFormat
+from specdec.serving.openai.reply import MakeReply, Reply
 from specdec.serving.openai.response_events import ResponseBuilder
 from specdec.serving.openai.response_input import (
     Reasoning,
@@ -34,8 +34,6 @@ from specdec.serving.state import ServeState, State
 from specdec.serving.streams import Streams
 
 router = APIRouter(route_class=BodyRoute)
-DETAILS = ("logprobs",)
-"""Lists that a message has next to its text; `ResponseAnswer` says what a delta adds to each."""
 
 
 @router.post("/v1/responses", response_model=None)
@@ -82,27 +80,27 @@ class ResponseAnswer:
             self._messages += before.messages
         self._messages += messages_of(body.items)
         self.chat = Chat(chat_request(body, self._messages), state)
-        self._builder = ResponseBuilder(self._head(state), DETAILS)
+        self._builder = ResponseBuilder(self._head(state))
 
     async def answer(self) -> Response:
         """The response, whole or begun."""
-        streams, reply_format = await self.chat.submit()
+        streams, make_reply = await self.chat.submit()
         if self.body.stream:
-            return NamedEvents(streams, self._events(streams, reply_format))
+            return NamedEvents(streams, self._events(streams, make_reply))
         async with streams:
             [output] = await streams.outputs()
-            reply = Reply(reply_format)
-            self._builder.add(reply.read_output(output), self._details(output))
+            reply = make_reply()
+            self._builder.add(reply.read_output(output), self._logprobs(output))
             self._end(reply, output, output.stats)
             return json_response(self._builder.response)
 
-    async def _events(self, streams: Streams, reply_format: ReplyFormat) -> AsyncIterator[dict[str, Any]]:
-        reply, builder = Reply(reply_format), self._builder
+    async def _events(self, streams: Streams, make_reply: MakeReply) -> AsyncIterator[dict[str, Any]]:
+        reply, builder = make_reply(), self._builder
         for each in builder.begin():
             yield each
         try:
             async for _, delta in streams:
-                for each in builder.add(reply.read(delta), self._details(delta)):
+                for each in builder.add(reply.read(delta), self._logprobs(delta)):
                     yield each
                 if delta.output is not None:
                     for each in self._end(reply, delta.output, streams.stats(0)):
@@ -122,10 +120,9 @@ class ResponseAnswer:
             self._store.put(self._key, Stored(self._builder.response, self.body.items, messages))
         return events
 
-    def _details(self, of: GenerationOutput | StreamDelta) -> dict[str, list[Any]]:
-        """What a delta adds to each of DETAILS."""
-        wanted = self.body.wants_logprobs and of.logprobs
-        return {"logprobs": chat_logprobs(self.chat.tokenizer, of.logprobs or ())["content"] if wanted else []}
+    def _logprobs(self, of: GenerationOutput | StreamDelta) -> list[Any]:
+        wanted = of.logprobs if self.body.wants_logprobs and of.logprobs else ()
+        return list(chat_logprobs(self.chat.tokenizer, wanted)["content"])
 
     def _usage(self, stats: RequestStats) -> dict[str, Any]:
         usage = usage_of(self.chat.prompts, [stats], self.chat.state)

@@ -26,7 +26,7 @@ from specdec.serving.http.events import EventStream, json_response, while_connec
 from specdec.serving.openai.documented_answers import SpeculationFigures
 from specdec.serving.openai.logprob_shapes import vllm_prompt_logprobs
 from specdec.serving.openai.protocol import SamplingFields
-from specdec.serving.openai.reply import Reply, ReplyDelta, ReplyFormat
+from specdec.serving.openai.reply import MakeReply, Reply, ReplyDelta
 from specdec.serving.openai.sampling_fields import blaming
 from specdec.serving.state import ServeState
 from specdec.serving.streams import Streams
@@ -61,7 +61,7 @@ class TextAnswer(ABC):
             raise blaming(error, self.body) from error
 
     @abstractmethod
-    async def submit(self) -> tuple[Streams, ReplyFormat]:
+    async def submit(self) -> tuple[Streams, MakeReply]:
         """Read the prompts and submit them. -> the samples' streams, and how their replies are read"""
 
     @abstractmethod
@@ -98,20 +98,20 @@ class TextAnswer(ABC):
         return {"prompt_logprobs": vllm_prompt_logprobs(self.tokenizer, output.prompt_logprobs or (), count)}
 
     async def _answer(self) -> Response:
-        streams, reply_format = await self.submit()
+        streams, make_reply = await self.submit()
         if self.body.stream:
-            return EventStream(streams, self._events(streams, reply_format))
+            return EventStream(streams, self._events(streams, make_reply))
         async with streams:
             outputs = await streams.outputs()
-            return await asyncio.to_thread(lambda: json_response(self._whole(outputs, reply_format)))
+            return await asyncio.to_thread(lambda: json_response(self._whole(outputs, make_reply)))
 
-    def _whole(self, outputs: list[GenerationOutput], reply_format: ReplyFormat) -> dict[str, Any]:
-        choices = [self._choice(index, output, Reply(reply_format)) for index, output in enumerate(outputs)]
+    def _whole(self, outputs: list[GenerationOutput], make_reply: MakeReply) -> dict[str, Any]:
+        choices = [self._choice(index, output, make_reply()) for index, output in enumerate(outputs)]
         return self.head | {"choices": choices} | self._totals([output.stats for output in outputs])
 
-    async def _events(self, streams: Streams, reply_format: ReplyFormat) -> AsyncIterator[dict[str, Any]]:
+    async def _events(self, streams: Streams, make_reply: MakeReply) -> AsyncIterator[dict[str, Any]]:
         head = self.head | {"object": self.chunk_kind} | ({"usage": None} if self.body.usage.include_usage else {})
-        replies = [Reply(reply_format) for _ in streams.samples]
+        replies = [make_reply() for _ in streams.samples]
         for opening in map(self._opening, range(len(replies))):
             if opening is not None:
                 yield head | opening
