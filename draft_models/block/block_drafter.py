@@ -21,17 +21,14 @@ import torch
 from torch import nn
 
 from specdec.attention.kernels.draft_block import Draft
-from specdec.attention.plan import plan_chunk, plan_packed
-from specdec.attention.trees.growth import Growth, num_candidates
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.block.block_checkpoint import read_block
 from specdec.draft_models.block.block_head import BlockHead, PlainBlock, TapContext
 from specdec.draft_models.block.fused_block import choose_block_form
 from specdec.draft_models.checkpoint_files import TargetShape
-from specdec.draft_models.draft_context import DraftContext
+from specdec.draft_models.draft_context import DraftContext, DraftGrowth, StoreWorker, continued
 from specdec.gpu.operations import REFERENCE
-from specdec.kvcache.frozen import KVView, own_view
 from specdec.kvcache.layout import KVLayout
 from specdec.layers.accepted_path import path_rows
 from specdec.layers.fuse import Weights
@@ -65,30 +62,24 @@ class BlockDrafter(Drafter):
         return BlockWorker(self, binding)
 
 
-class BlockWorker:
+class BlockWorker(StoreWorker):
     """A head in one engine: its K/V, and nothing else."""
 
     def __init__(self, drafter: BlockDrafter, binding: Binding) -> None:
-        self.view: KVView | None = None
+        super().__init__(binding, drafter.kv_layout, drafter.dtype)
         self.drafter = drafter
-        self.binding = binding
-        assert drafter.kv_layout is not None
-        self.store = binding.cache.add_store(drafter.kv_layout, drafter.dtype)
-        self.own_view = own_view(binding.cache.allocator, self.store)
 
     @torch.inference_mode()
     def observe(self, seen: Observation) -> None:
-        drafter, table, width = self.drafter, self.binding.cache.table, seen.path.shape[1]
+        drafter, plan = self.drafter, self.plan_of(seen)
         assert seen.aux_states is not None, "a block drafter reads states of the target"
         states, _ = drafter.ops(path_rows)(seen.aux_states, seen.tokens, seen.path, seen.length, seen.next_token)
-        # new tokens after [0, start), whatever has been committed since
-        plan = plan_chunk(self.binding.backend, table, seen.rows, seen.length, width, start=seen.start)
         drafter.form.observe(states, plan.positions, TapContext(plan, self.own_view))
 
     @torch.inference_mode()
     def observe_prompts(self, seen: PromptObservation) -> None:
         assert seen.aux_states is not None, "a block drafter reads states of the target"
-        plan = plan_packed(self.binding.backend, self.binding.cache.table, seen.pack)
+        plan = self.plan_of(seen)
         self.drafter.form.observe(seen.aux_states[None], plan.positions, TapContext(plan, self.own_view))
 
     @torch.inference_mode()
@@ -104,9 +95,9 @@ class BlockWorker:
         if batch.topk == 1:
             return DraftTree.chain(torch.cat([batch.root[:, None], batch.sample(logits, drawn_pos)], dim=1))
         tokens, log_probs = batch.best(logits, drawn_pos, batch.topk)  # [B, levels, K]
-        growth = Growth(batch.root, self.binding.backend, levels)
-        growth.add_all_levels(tokens, log_probs)
-        return self._select(growth, batch)
+        growth = DraftGrowth(batch, self.binding.backend, levels)
+        growth.tree.add_all_levels(tokens, log_probs)
+        return growth.select()
 
     def _run_block(self, batch: DraftBatch, start: torch.Tensor, levels: int) -> torch.Tensor:
         """start [1, B], S -> states [B, levels, H] of the rows that draft."""
@@ -127,27 +118,15 @@ class BlockWorker:
         """The rows of a block one after another, each node's scores depending on its parent's token."""
         successors = self.drafter.head.markov_head
         assert successors is not None
-        topk, levels = batch.topk, logits.shape[1]
-        growth = Growth(batch.root, self.binding.backend, levels)
-        chain = [batch.root[:, None]]
+        growth = DraftGrowth(batch, self.binding.backend, logits.shape[1])
         before, carried = batch.root[:, None], None  # [B, M], [B, M, r]
-        for level in range(levels):
+        for level in range(logits.shape[1]):
             bias, carried = successors(before, states[:, level], carried)
             scores = logits[:, level, None] + bias  # [B, M, V]
             node_pos = drawn_pos[:, level, None].expand(-1, scores.shape[1]).contiguous()
-            if topk == 1:
-                before = batch.sample(scores, node_pos)
-                chain.append(before)
-                continue
-            before, origin = growth.add_level(*batch.best(scores, node_pos, topk))  # [B, K]
-            if carried is not None:
-                carried = carried.gather(1, origin[:, :, None].expand(-1, -1, carried.shape[-1]))
-        if topk == 1:
-            return DraftTree.chain(torch.cat(chain, dim=1))
-        return self._select(growth, batch)
-
-    def _select(self, growth: Growth, batch: DraftBatch) -> DraftTree:
-        return growth.select(min(batch.num_nodes, 1 + num_candidates(batch.topk, growth.num_levels)))
+            before, origin = growth.add(scores, node_pos)  # [B, K]
+            carried = None if carried is None else continued(carried, origin)
+        return growth.select()
 
 
 def block_drafter(folder: str | Path, target: TargetInfo) -> BlockDrafter:
