@@ -4,9 +4,7 @@
       .bind() ->
     DraftWorker   a drafter with the state of one engine: its rows, its K/V store, its view
 
-A worker sees KV only through its view and its own store, and never decides anything about correctness: any tree gives
-the same output, better trees give it sooner. `specdec.draft_models.conformance` checks an implementation against these
-rules.
+Any tree gives the same output, better trees give it sooner. `specdec.draft_models.conformance` checks implementations.
 """
 
 from collections.abc import Callable

@@ -7,9 +7,7 @@ sliding one, the last full one, after kv-sharing), over exactly the committed pr
     y_j = layers(x_j)                                 query position S at every step
     t_{j+1} ~ head(y_j),   h_{j+1} = post_projection(y_j)
 
-so one row per request and no KV of its own: nothing to roll back. The head is dense, or picks the best centroids and
-scores only their tokens (`use_ordered_embeddings`). Its layers are fused if the target's are. Checkpoints:
-transformers' Gemma4AssistantForCausalLM.
+The head is dense, or scores only the tokens of the best centroids (`use_ordered_embeddings`).
 """
 
 import threading

@@ -1,14 +1,7 @@
 """A smaller causal language model of the same vocabulary as drafter: it continues the text, the target checks.
 
-Its K/V, of all its layers in full space, lie at the target's slots (shared slots, private storage), as an EAGLE-3
-head's do, so paging, eviction, commit and the prefix cache are the request table's alone. It reads nothing of the
-target, frozen or not.
-
-    positions      [0, S)  committed                     S, S+1, ...  the draft in progress, its root included
-    K/V in         its own store, at the table's slots   a scratch block that lives for one `propose`
-    written by     `observe`, from the committed tokens  `propose`
-
-Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the tokens.
+It keeps its K/V, of all its layers in full space, as an EAGLE-3 head does (`eagle3_drafter.py`), and reads nothing of
+the target. Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the tokens.
 """
 
 from collections.abc import Sequence

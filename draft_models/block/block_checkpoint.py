@@ -5,10 +5,8 @@
     JetSpec    JetSpec (JetFlow)      the same                                 the same, with causal_head
     DSpark     deepseek-ai            "Qwen3DSparkModel", "Gemma4DSparkModel"  the top level
 
-DeepSpec's DFlash files are DSpark files without a successor head. A config key is read, compared with the tensors or
-the target, known to change nothing, or refused by name. Refused as a whole: DFlash2 (a convolution in each layer and a
-selector over candidates), speculators' format, layers of other kinds than Qwen3's and Gemma 4's. Confidence heads are
-not read: they say where a draft may be cut, never what is drafted.
+A config key is read, compared with the tensors or the target, known to change nothing, or refused by name. Confidence
+heads are not read: they say where a draft may be cut, never what is drafted.
 """
 
 import re

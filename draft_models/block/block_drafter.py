@@ -1,18 +1,9 @@
 """The block drafter: one forward of a small transformer drafts a whole block, from the target's own hidden states.
 
-Its K/V are indexed by the target's full slots (shared slots, private storage), as an EAGLE-3 head's are. Who writes
-what:
-
-    positions      [0, S)  committed                             S, S + 1, ...  the block: the last token, then MASK
-    K/V in         its own store, slot table.slots[row, p]       a scratch block that lives for one `propose`
-    written by     `observe`, from true target features          `propose`
-
-A round has one forward, whatever the depth: row d of a block has the distribution of draft d, given the text and no
-other draft. A chain takes the best token of each row. A tree gives every node of depth d the candidates of row d, and
-its log-probability is the sum along its path; so the best tree is grown from as many rows as there are levels. With a
-successor head (DSpark) candidates also depend on the token before, at a small product a level.
-
-Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the tokens.
+Its K/V are kept as an EAGLE-3 head's are (`eagle3_drafter.py`): those of committed positions in a store of its own,
+by `observe`; those of the block, the last token and then MASK, in a scratch block for the length of one `propose`.
+Row d of a block has the distribution of draft d, given the text and no other draft. A tree gives every node of depth d
+the candidates of row d. With a successor head (DSpark) candidates also depend on the token before.
 """
 
 from pathlib import Path

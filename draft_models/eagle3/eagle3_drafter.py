@@ -1,15 +1,8 @@
 """The EAGLE-3 drafter: a small transformer over the target's own hidden states, with K/V of its own.
 
-Its K/V are indexed by the target's full slots (shared slots, private storage), so paging, eviction and commit of the
-request table are its only bookkeeping. Who writes what:
-
-    positions      [0, S)  committed                             S, S+1, ...  the draft in progress
-    K/V in         its own store, slot table.slots[row, p]       a scratch block that lives for one `propose`
-    written by     `observe`, from true target features          `propose`, from the head's own feedback
-    visible to     every later query, within the window          descendants in the draft tree
-
-A verify's accepted nodes go through `observe` as a prefill chunk does, so a draft leaves no trace: no page is copied,
-nothing is rolled back. Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the tokens.
+Its K/V are indexed by the target's full slots, so paging, eviction and commit of the request table are its only
+bookkeeping. K/V of committed positions [0, S) are written by `observe`, from true target features; those of a draft, to
+a scratch block that lives for one `propose`. Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,9 @@
 """The doctor's round: read the pair, measure it, try one change at a time, name what helps.
 
-    read      what config, weights and names say           signs that are certain
-    run       an engine of the pair answers the prompts    acceptance by depth; logits against the reference
-    record    the target reads each text once, densely     what every drafter reads is kept
-    try       each change, after every place of the text   the largest clear gain is named; then others on top of it
-
-Drafters of a kind without a dense form, and changes of prompts, are tried by an engine's rounds.
+read      what config, weights and names say           signs that are certain
+run       an engine of the pair answers the prompts    acceptance by depth; logits against the reference
+record    the target reads each text once, densely     what every drafter reads is kept
+try       each change, after every place of the text   the largest clear gain is named; then others on top of it
 """
 
 import logging

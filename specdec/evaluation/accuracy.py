@@ -1,8 +1,5 @@
 """A task with a target and its drafter, without, or (`compare`) both in one run on the same problems.
 
-    report = evaluate_gsm8k("tiny-gemma4", "tiny-gemma4-mtp", compare=True)
-    print(markdown(report))
-
 Problems are cut into fixed batches, the batches are dealt to the processes of `accelerate launch`, and every finished
 turn is a line of a file. So neither a kill nor the number of processes changes more than the timings.
 """

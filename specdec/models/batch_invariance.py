@@ -1,11 +1,7 @@
 """Does a row have the same bits whatever the other rows of a forward are? Proved for every deterministic model.
 
-    all at once    the 12 rows of two texts
-    in pieces      the first tokens of both texts in turn; one row alone; the others from the last to the first, among
-                   rows of neither text
-
-Queries, keys, values, states and logits must be equal, bit by bit. Attention, which is not asked here, sees each row by
-itself. It knows no pools, plans or requests.
+The 12 rows of two texts run all at once, then in pieces: some rows in turn, one alone, the others in reverse among rows
+of neither text. Queries, keys, values, states and logits must be equal, bit by bit. Attention sees each row by itself.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,10 +1,8 @@
 """The weights of a target that ranks share: read from where they are, and put nowhere but on the rank that has them.
 
-    a checkpoint in host memory, mapped     layer by layer, the slices of a rank to its device
-    a model on the first device             likewise; what rank 0 has in one piece is a view
-
-Embeddings are whole on rank 0, the head is shared by rows. What is shared must not change afterwards: weights that are
-re-pointed or updated raise at the next step.
+Layer by layer, the slices of a rank go to its device; of a model on the first device, what rank 0 has in one piece is a
+view. Embeddings are whole on rank 0, the head is shared by rows. Weights that are re-pointed or updated afterwards
+raise at the next step.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,8 @@
 """The target worker: a Hugging Face causal LM run over the paged KV cache.
 
 It knows where the text decoder, the head and the final softcap of a model are, and how to run B * N packed rows through
-them under a plan. It does not know drafters, sampling or requests. Invariant: the user's module is never changed. A
-private copy over the same weights runs, which any number of engines and threads may share. With `ops` the copy has
-fused layers (`specdec/layers`) if its family has any and they prove to compute the same.
+them under a plan. Invariant: the user's module is never changed. A private copy over the same weights runs, which any
+number of engines and threads may share.
 """
 
 import logging

@@ -1,11 +1,8 @@
 """An engine for asyncio: one thread steps it, and any number of tasks, on any event loops, read what it brings.
 
-    async for delta in engine.stream(prompt, params): ...          leaving the loop, or the task, aborts
-    outputs = await engine.generate(prompts, params)               all samples of each prompt together
-    async with await engine.submit(prompts, params) as streams:    several samples as they come: (index, delta)
-
-What takes long (reading a prompt, waiting for a round) happens on other threads than the loop's. A reader that is slow
-holds up no other, and nothing is queued for it: a delta is all that is new when it is read.
+async for delta in engine.stream(prompt, params): ...          leaving the loop, or the task, aborts
+outputs = await engine.generate(prompts, params)               all samples of each prompt together
+async with await engine.submit(prompts, params) as streams:    several samples as they come: (index, delta)
 """
 
 import asyncio

@@ -1,9 +1,7 @@
 """The log of a server: written by a thread of its own, so that a reader who is slow, or gone, holds up no request.
 
-    any thread      a line is formatted and put into a queue, or dropped where the queue is full
-    log thread      writes the queue to a file descriptor, and how many lines were dropped
-
-Nothing waits for the log thread, the end of the process neither: it waits at most CLOSE_SECONDS.
+Any thread formats a line and puts it into a queue, or drops it where the queue is full; the log thread writes the
+queue to a file descriptor. Nothing waits for it: the end of the process at most CLOSE_SECONDS.
 """
 
 import json

@@ -1,7 +1,6 @@
 """GET /metrics: how requests, rounds and pools fare, for Prometheus, under vLLM's names where they mean the same.
 
-Times are observed on the engine's thread, a few additions a request and round. Counters are sums over the requests that
-ended and those under way, taken at each scrape, so they never fall. The registry is this application's own.
+Counters are sums over the requests that ended and those under way, taken at each scrape, so they never fall.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

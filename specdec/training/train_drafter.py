@@ -1,14 +1,9 @@
 """Train a drafter for a Hugging Face causal LM: an EAGLE-3 head, a frozen-KV (MTP) drafter, or a block drafter.
 
-    specdec train --target DIR --prompts prompts.jsonl --out head
-    accelerate launch --num_processes 4 -m specdec.cli train ...
-
 Stages: the target answers the prompts, the drafter learns from these answers alone (training-time test), and an engine
 reports its acceptance on prompts kept aside. Each stage is limited by time and leaves its state under OUT/training, so
-that the same command continues where it was stopped (by Ctrl-C too), or only reports.
-
-The drafter is saved in a published format (SpecForge's EAGLE-3, transformers' Gemma4Assistant, or DFlash), to be used
-as `Engine.from_pretrained(target, drafter=OUT)`.
+that the same command continues where it was stopped (by Ctrl-C too), or only reports. The drafter is saved in a
+published format (SpecForge's EAGLE-3, transformers' Gemma4Assistant, or DFlash).
 """
 
 import hashlib

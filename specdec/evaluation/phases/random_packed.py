@@ -1,11 +1,8 @@
 """Packed random weights in the layers of a model that is on `meta`: the model is never in memory unpacked.
 
-    meta model -> words and scales drawn on the device for each linear and the experts of a layer -> the rest empty
-
 What published checkpoints leave in 16 bits stays so: embeddings, the head, routers, norms, and what lies outside of the
 layers. In MXFP4 only experts are packed, as in GPT-OSS. A weight [N, K] has a standard deviation of K^-0.5 (see
-random_weights.py), and its numbers have a mean of 0: with any other, each product would add the same multiple of the
-sum of its input to all of its outputs.
+random_weights.py), and its numbers have a mean of 0.
 """
 
 from collections.abc import Callable

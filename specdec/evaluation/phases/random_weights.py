@@ -1,10 +1,8 @@
-"""Random weights for a shape, made on the device that they are used on: no checkpoint, nothing on the CPU first. Packed
-ones (random_packed.py) are never in 16 bits.
+"""Random weights for a shape, made on the device that they are used on: no checkpoint, nothing on the CPU first.
 
-Scales are such that activations stay near 1 through all layers: products keep the variance, norms are about 1, and
-attention scores are about 1, since with large ones every softmax picks one key and rounding picks which. An embedding
-outweighs what all layers add to it, as in trained models: otherwise a rounding that makes one router choose another
-expert changes the routers of all layers after it.
+Scales are such that activations stay near 1 through all layers: products keep the variance, norms and attention scores
+are about 1. An embedding outweighs what all layers add to it, as in trained models, so that a rounding that makes one
+router choose another expert does not change the routers of all layers after it.
 """
 
 from functools import partial

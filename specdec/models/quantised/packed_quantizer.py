@@ -1,12 +1,8 @@
 """The quantiser by which transformers loads packed weights: it finds their places, and packs what was read.
 
-    from_pretrained    preprocess_model            the files are known, the model is on "meta"
-                       update_weight_conversions   quantised modules give way to raw ones (`raw_modules.py`)
-                       (tensors are read)          names, shards, devices and the progress bar are transformers'
-                       postprocess_model           raw modules give way to packed ones, and nothing else is left of it
-
-A module is quantised if the checkpoint has the tensors of a quantised weight for it. No bfloat16 copy of a weight is
-made: memory holds what the file holds, and one module more.
+transformers knows the files (`preprocess_model`), quantised modules give way to raw ones (`update_weight_conversions`,
+`raw_modules.py`), it reads the tensors, and raw modules give way to packed ones (`postprocess_model`). A module is
+quantised if the checkpoint has the tensors of a quantised weight for it. No bfloat16 copy of a weight is made.
 """
 
 import copy

@@ -1,11 +1,8 @@
 """What the `quantization_config` of a checkpoint says: which formats its tensors may have, or why it is not read.
 
-Only what tensors do not say is asked of it: versions, block sizes, and whether activations were to be rounded by
-scales of the checkpoint. Which modules are quantised is read from the names of the tensors, so `ignore`, `targets` and
-`modules_to_not_convert` need no interpretation.
-
-Activations are never rounded here. A checkpoint whose activations were to be rounded as they come (`dynamic`) is read
-for its weights: nothing in it is left out. One with calibrated scales for them is refused, since these are part of it.
+Which modules are quantised is read from the names of the tensors. Activations are never rounded here: a checkpoint
+whose activations were to be rounded as they come (`dynamic`) is read for its weights, one with calibrated scales for
+them is refused.
 """
 
 from collections.abc import Callable, Mapping

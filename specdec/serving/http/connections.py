@@ -1,8 +1,5 @@
 """Connections bounded in number and in time: what uvicorn leaves to a proxy.
 
-    Connections    all that are open; the ones from which a request is awaited, in the order in which they began to wait
-    Connection     uvicorn's HTTP/1.1 protocol, which says when it waits for a request and when it has one
-
 A connection waits for a request until the last byte of that request has come. Where there is no room for a new
 connection, the one that has waited longest is closed, so idle clients never keep working ones out. A request whose last
 byte has come is never given up here. It knows sockets and h11, and nothing of routes or engines.

@@ -1,13 +1,8 @@
 """Whom the listener turns away by the first bytes of a connection, before anything is made for it.
 
-A client that does not read its refusals, and leaves, is not slowed down by their waiting (`pacing`): each connection of
-it cost a protocol, a task and the way through the application, and a thousand a second took most of the event loop. So
-the door is shut for a second to a client for whom as many refusals wait as may. It is told so, with 429.
-
-    shut         by the application, for the client of a request: its API key, or its address where there are no keys
-    turns_away   by the listener, for the head of a connection's first request, which is looked at and not read
-
-What names no such client is let in, and so is all that comes on a connection that is open.
+A client that does not read its refusals is not slowed down by their waiting (`pacing`), so the door is shut for a
+second to a client for whom as many refusals wait as may. It is told so, with 429. What names no such client is let in,
+and so is all that comes on a connection that is open.
 """
 
 from starlette.datastructures import Headers

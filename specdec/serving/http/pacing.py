@@ -1,10 +1,7 @@
 """How fast one client, an API key or an address, is answered and read: the rest waits, each on its own connection.
 
-A refusal costs the server little, but a client that asks again at once gets hundreds a second, and each takes a core,
-or Python's lock, from the thread that steps the engine: streams of others were five times slower. Bodies are read on
-the event loop. So each client has a pail of refusals that are answered at once and one of bytes that are read at once;
-when it is empty they wait, and a client that waits for answers slows down by itself. Nothing is dropped, and no other
-answer of the client waits.
+Refusals and bodies take Python's lock from the thread that steps the engine. So each client has a pail of refusals that
+are answered at once and one of bytes that are read at once; when it is empty they wait. Nothing is dropped.
 
     due[client]    when the pail is full again     | `burst` units before now ......... now | what is owed ...
 """

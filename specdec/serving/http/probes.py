@@ -1,8 +1,5 @@
 """GET /live, /ready, /ping and /health: is this process worth keeping, and should it get requests now.
 
-    live     the engine's thread is there, and its last step ended less than `liveness_seconds` ago or there is no work
-    ready    live, and neither stopping nor failing one round after the other; /health and /ping say the same
-
 A server whose engine only fails is not sent requests any more, so it would never show that it is well again, or that it
 is not: `Watch` asks it for a token now and then, and calls it dead when it fails those too.
 """

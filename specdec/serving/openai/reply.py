@@ -1,7 +1,5 @@
 """What one choice says, delta by delta: its content, the tools that it calls, and which of its text was drafted.
 
-    reply.read(delta)  ->  ReplyDelta(content, tool_calls, drafted, reasoning)
-
 All of `content` joined, or of `drafted`, is the choice's text, apart from what it thought and called. It knows deltas
 of any number of tokens, and no HTTP.
 """

@@ -1,14 +1,8 @@
 """A response as it grows: items of output, and the events that tell of them, in OpenAI's order.
 
-    response.created, response.in_progress
-        output_item.added
-            content_part.added, output_text.delta ..., output_text.done, content_part.done      of a message
-            content_part.added, reasoning_text.delta ..., reasoning_text.done, content_part.done  of a thought
-            function_call_arguments.delta ..., function_call_arguments.done                     of a call
-        output_item.done
-    response.completed, response.incomplete or response.failed
-
-One item is open at a time. A response that is not streamed is built alike, and its events are not sent.
+One item is open at a time: its `output_item.added`, then deltas and their `done`, in a `content_part` where it is a
+message or a thought, then `output_item.done`. A response that is not streamed is built alike, and its events are not
+sent.
 """
 
 import uuid

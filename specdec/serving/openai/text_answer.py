@@ -1,10 +1,8 @@
 """A chat or completion, answered whole or as it grows: what the two routes, and responses, do alike.
 
-    submit     parameters and prompts -> the streams of the samples, and how replies are read
-    whole      one choice for each sample, then usage
-    streamed   an opening of each choice, what its deltas add, then usage
-
-What a choice has next to its text (log-probabilities, token ids, drafted text) is in `_details`, for both.
+submit     parameters and prompts -> the streams of the samples, and how replies are read
+whole      one choice for each sample, then usage
+streamed   an opening of each choice, what its deltas add, then usage
 """
 
 import asyncio

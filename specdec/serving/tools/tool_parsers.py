@@ -1,10 +1,8 @@
 """How models write tool calls, and which way a tokenizer's chat template teaches its own.
 
-    parser = tool_parser_for(tokenizer)          # a class, or None where the template knows no tools
-    reader = ToolReader(tokenizer, parser())     # of one answer
-    for delta in engine.stream(...): pieces = reader.read(delta)
-
-A format is one method that reads one call; `tool_text` has what they share. Nothing here knows HTTP or an engine.
+parser = tool_parser_for(tokenizer)          # a class, or None where the template knows no tools
+reader = ToolReader(tokenizer, parser())     # of one answer
+for delta in engine.stream(...): pieces = reader.read(delta)
 """
 
 import json
