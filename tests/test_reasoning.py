@@ -47,7 +47,7 @@ def test_whether_the_prompt_has_opened_a_thought():
     assert not opened_by("<|im_start|>assistant\n<think>\n\n</think>\n\n", qwen)
     assert not opened_by("<|im_start|>assistant\n", qwen)
     assert reasoning_format("none") is None
-    with pytest.raises(ConfigError, match=r"^reasoning parser 'deep' is unknown; choose one of none, deepseek_r1"):
+    with pytest.raises(ConfigError, match=r"^reasoning_parser='deep' is unknown; choose one of none, deepseek_r1"):
         reasoning_format("deep")
 
 

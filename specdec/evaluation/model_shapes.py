@@ -17,7 +17,7 @@ from transformers import AutoConfig, Gemma4AssistantConfig, Gemma4UnifiedAssista
 from specdec.config import SpecConfig
 from specdec.draft_models.eagle3.head import Eagle3Spec
 from specdec.draft_models.gemma4_mtp import constructible_assistants
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, require_one_of
 from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
 from specdec.models.bundled import BUNDLED_DIR
 
@@ -101,8 +101,7 @@ class Shape:
 
 def find_shape(name: str) -> Shape:
     """Raises ConfigError with the list where there is none of that name."""
-    if name not in SHAPES:
-        raise ConfigError(f"shape={name!r} is unknown; choose one of {', '.join(SHAPES)}")
+    require_one_of("shape", name, SHAPES)
     return SHAPES[name]
 
 

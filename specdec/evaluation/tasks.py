@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, require_one_of
 from specdec.evaluation.gsm8k import load_problems
 from specdec.text.prompt_files import Problem, read_prompts
 from specdec.text.prompts import chat_ids
@@ -51,8 +51,7 @@ TASKS = {"gsm8k": Task("gsm8k", load_problems, graded=True)} | {
 
 def find_task(name: str) -> Task:
     """The task of a name. Raises ConfigError with the names there are."""
-    if name not in TASKS:
-        raise ConfigError(f"task={name!r} is unknown; choose one of {', '.join(TASKS)}")
+    require_one_of("task", name, TASKS)
     return TASKS[name]
 
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specdec.config import require_int
-from specdec.errors import ConfigError, shown
-from specdec.serving.http.unknown_fields import require_handling
+from specdec.errors import ConfigError, require_one_of, shown
+from specdec.serving.http.unknown_fields import HANDLING
 from specdec.serving.http_options import HttpOptions
 from specdec.serving.tools.reasoning import reasoning_format
 from specdec.serving.tools.tool_parsers import require_parser
-from specdec.text.content_tokens import require_handling as require_content_handling
+from specdec.text.content_tokens import require_handling
 
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling parameters for which a model's generation config may state a default."""
@@ -37,7 +37,7 @@ class ServeSettings(HttpOptions):
         require_int("max_body_bytes", self.max_body_bytes, 1, 1 << 40)
         for name in ("client_requests_per_minute", "client_concurrency", "max_connections"):
             require_int(name, getattr(self, name), 0, 1 << 30)
-        for name in ("timeout_headers", "timeout_body", "timeout_keep_alive"):
+        for name in ("timeout_headers", "timeout_body", "timeout_keep_alive", "liveness_seconds"):
             if not 0 < (seconds := getattr(self, name)) < float("inf"):
                 raise ConfigError(f"{name}={shown(seconds)}: a number of seconds above 0 is required")
         if not self.model_names or not all(self.model_names):
@@ -56,14 +56,12 @@ class ServeSettings(HttpOptions):
             raise ConfigError(
                 f"root_path={shown(self.root_path)}: it begins with a slash and ends with none, such as /llm"
             )
-        if not 0 < self.liveness_seconds < float("inf"):
-            raise ConfigError(f"liveness_seconds={shown(self.liveness_seconds)}: seconds above 0 are required")
         for name, seconds in (("stats_seconds", self.stats_seconds), ("stop_seconds", self.stop_seconds)):
             if not 0 <= seconds < float("inf"):
                 raise ConfigError(f"{name}={shown(seconds)}: seconds from 0 are required")
         reasoning_format(self.reasoning_parser)
-        require_handling(self.unknown_fields)
-        require_content_handling(self.special_tokens_in_content)
+        require_one_of("unknown_fields", self.unknown_fields, HANDLING)
+        require_handling(self.special_tokens_in_content)
 
     def resolved_connections(self) -> int:
         """`max_connections`, or the number that the limit of open files allows. Raises ConfigError where that allows

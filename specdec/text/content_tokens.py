@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from specdec.errors import ConfigError, shown
+from specdec.errors import require_one_of
 
 HANDLINGS = ("escape", "allow")
 PRIVATE_USE = range(0xE000, 0xF900)
@@ -95,8 +95,7 @@ def content_tokens(tokenizer: Any, template: str, size: int) -> ContentTokens:
 
 
 def require_handling(value: object) -> None:
-    if value not in HANDLINGS:
-        raise ConfigError(f"special_tokens_in_content={shown(value)}: choose one of {', '.join(HANDLINGS)}")
+    require_one_of("special_tokens_in_content", value, HANDLINGS)
 
 
 @lru_cache(maxsize=4)

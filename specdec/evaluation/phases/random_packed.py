@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, require_one_of
 from specdec.layers.moe.moe_families import experts_of
 from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.layers.packed.packed_linear import PackedLinear
@@ -64,8 +64,7 @@ MakePacked = Callable[[torch.Size], PackedWeight]
 
 def find_form(name: str) -> WeightForm | None:
     """None: not packed, in bfloat16. Raises ConfigError with the list where there is none of that name."""
-    if name not in FORMS and name != UNPACKED:
-        raise ConfigError(f"weights={name!r} is unknown; choose one of {', '.join((UNPACKED, *FORMS))}")
+    require_one_of("weights", name, (UNPACKED, *FORMS))
     return FORMS.get(name)
 
 

@@ -1,21 +1,15 @@
 """What becomes of fields that no part of a body knows: refused, left out with a line in the log, or left out."""
 
 import logging
-from typing import Any, Literal, get_args
+from typing import Any
 
 from pydantic import BaseModel
 
-from specdec.errors import ConfigError, shown
+from specdec.errors import shown
 
-Handling = Literal["refuse", "warn", "ignore"]
-HANDLING: tuple[str, ...] = get_args(Handling)
+HANDLING = ("refuse", "warn", "ignore")
 
 logger = logging.getLogger(__name__)
-
-
-def require_handling(name: str) -> None:
-    if name not in HANDLING:
-        raise ConfigError(f"unknown_fields={shown(name)}: choose one of {', '.join(HANDLING)}")
 
 
 def known_fields(model: type[BaseModel]) -> set[str]:

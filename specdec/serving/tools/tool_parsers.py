@@ -12,7 +12,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.errors import ConfigError, shown
+from specdec.errors import require_one_of
 from specdec.runtime.request import StreamDelta
 from specdec.serving.tools.tool_json import MAX_DEPTH, JsonToolParser
 from specdec.serving.tools.tool_text import NAME, ContentPiece, Piece, Reading, ToolCallPiece, ToolParser, require
@@ -248,9 +248,7 @@ PARSERS: dict[str, type[ToolParser]] = {
 
 def require_parser(name: str) -> None:
     """Raise ConfigError for what names no parser."""
-    known = ("auto", "none", *PARSERS)
-    if name not in known:
-        raise ConfigError(f"tool parser {shown(name)} is unknown; choose one of {', '.join(known)}")
+    require_one_of("tool_parser", name, ("auto", "none", *PARSERS))
 
 
 def tool_parser_for(tokenizer: Any, template: str | None = None, name: str = "auto") -> type[ToolParser] | None:
