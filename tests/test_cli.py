@@ -17,9 +17,8 @@ from specdec import Engine, SamplingParams, SpecDecError, __version__
 from specdec.cli.app import COMMANDS, app, load_command
 from specdec.cli.bodies.answer import coloured
 from specdec.cli.command import gathered, spread
-from specdec.cli.generate import ChatOptions
+from specdec.cli.commands import ChatOptions, ServeOptions
 from specdec.cli.options import PairOptions
-from specdec.cli.serve import ServeOptions
 from specdec.config import EngineConfig
 from specdec.models.bundled import BUNDLED_NAMES, HELD_OUT_PROBLEMS
 from specdec.models.published import EAGLE3_PAIRS, GEMMA4_PAIRS, QAT_PAIRS
@@ -267,7 +266,7 @@ def test_the_old_name_of_the_trees_topk_is_refused_with_the_new_one(command, opt
     assert result.stderr.count("\n") == 1
 
 
-def test_the_list_of_commands_loads_no_command_and_help_loads_one():
+def test_the_list_of_commands_loads_no_command_and_help_loads_no_body():
     """Files of the folder that a run imported, beyond those that any run needs."""
 
     def files(*args):
@@ -278,7 +277,7 @@ def test_the_list_of_commands_loads_no_command_and_help_loads_one():
         return found - {"app", "command"}
 
     assert files("--help") == set()
-    assert files("chat", "--help") == {"generate", "options"}
+    assert files("chat", "--help") == {"commands", "config_file", "options"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from specdec.config import require_int
 from specdec.errors import ConfigError, require_one_of, shown
-from specdec.serving.http.unknown_fields import HANDLING
 from specdec.serving.http_options import HttpOptions
 from specdec.serving.tools.reasoning import reasoning_format
 from specdec.serving.tools.tool_parsers import require_parser
@@ -17,6 +16,8 @@ from specdec.text.content_tokens import require_handling
 
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling parameters for which a model's generation config may state a default."""
+HANDLING = ("refuse", "warn", "ignore")
+"""What becomes of fields that no part of a body knows."""
 RESERVED_FILES = 32
 """File descriptors that are left for everything that is no connection."""
 MOST_BY_DEFAULT = 16_384

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec.cli.bodies.settings import engine_config, load_engine, prepare_output
-from specdec.cli.generate import GenerateOptions
+from specdec.cli.commands import GenerateOptions
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.errors import ConfigError, shown

@@ -9,8 +9,8 @@ from io import BytesIO
 
 from rich.console import Console
 
-from specdec.cli.bench import BenchOptions
 from specdec.cli.bodies.settings import drafter_name, engine_config, load_engine, prepare_output, shown_when_interrupted
+from specdec.cli.commands import BenchOptions
 from specdec.config import SpecConfig
 from specdec.errors import ConfigError
 from specdec.evaluation.gsm8k_plot import require_matplotlib
@@ -19,7 +19,7 @@ from specdec.evaluation.output_files import STDOUT, require_distinct, write_file
 from specdec.evaluation.phases.phase_plot import save_phase_plot
 from specdec.evaluation.phases.phase_report import PhaseReport, table
 from specdec.evaluation.phases.phase_run import PLAIN, MakePrompts, Plan, Subject, run_phases
-from specdec.evaluation.phases.random_subject import random_subject
+from specdec.evaluation.phases.random_weights import random_subject
 from specdec.text.prompt_files import read_prompts
 
 WIDE = 220

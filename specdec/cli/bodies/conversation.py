@@ -17,7 +17,7 @@ from rich.text import Text
 
 from specdec.cli.bodies.answer import DRAFTED_STYLE, in_colour
 from specdec.cli.bodies.settings import engine_config, load_engine, prepare_output
-from specdec.cli.generate import ChatOptions
+from specdec.cli.commands import ChatOptions
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.errors import CapacityError, SpecDecError, shown

@@ -6,9 +6,8 @@ from io import BytesIO
 
 from accelerate import PartialState
 
-from specdec.cli.bench import BenchOptions
 from specdec.cli.bodies.settings import engine_config, pair_arguments, prepare_output, shown_when_interrupted
-from specdec.cli.evaluate import EvalOptions
+from specdec.cli.commands import BenchOptions, EvalOptions
 from specdec.config import SamplingParams
 from specdec.evaluation.accuracy import evaluate
 from specdec.evaluation.bench_run import markdown_table, run_bench

@@ -21,7 +21,7 @@ except ImportError as error:
     ) from error
 
 from specdec.cli.bodies.settings import engine_config, load_engine, quiet_libraries, shared_fields
-from specdec.cli.serve import ServeOptions
+from specdec.cli.commands import ServeOptions
 from specdec.config import EngineConfig
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http.api_keys import read_key_file

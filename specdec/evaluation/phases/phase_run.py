@@ -23,7 +23,7 @@ from specdec.evaluation.phases.memory_floor import read_bandwidth, step_bytes
 from specdec.evaluation.phases.parity import Parity, check_parity
 from specdec.evaluation.phases.phase_report import STAGES, Cell, PhaseReport, Spread
 from specdec.evaluation.phases.timed_rounds import Driven, drive, most_new_tokens
-from specdec.evaluation.phases.transformers_steps import peers_for
+from specdec.evaluation.transformers_peer import peers_for
 from specdec.kvcache.index_spaces import Space
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import stored_weights

@@ -5,23 +5,40 @@ are about 1. An embedding outweighs what all layers add to it, as in trained mod
 router choose another expert does not change the routers of all layers after it.
 """
 
+import random
+from collections.abc import Mapping, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, constructible_assistants
-from specdec.errors import CapacityError
+from specdec.errors import CapacityError, ConfigError
 from specdec.evaluation.model_shapes import Shape, Shrink
-from specdec.evaluation.phases.random_packed import WeightForm, empty_packed, leave_meta, pack_layers, random_packed
+from specdec.evaluation.phases.phase_run import Subject
+from specdec.evaluation.phases.random_packed import (
+    COLUMNS,
+    UNPACKED,
+    WeightForm,
+    empty_packed,
+    find_form,
+    leave_meta,
+    pack_layers,
+    random_packed,
+)
 from specdec.gpu.memory import free_bytes
+from specdec.gpu.operations import choose_operations
+from specdec.loading import pick_device, pick_dtype
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import StoredWeights, stored_weights
+from specdec.progress import working
 from specdec.runtime.sizing import MEMORY_SHARE
 
 META = torch.device("meta")
@@ -126,3 +143,53 @@ def _model(described: Any, device: torch.device, dtype: torch.dtype) -> Any:
         if isinstance(described, Eagle3Spec):
             return Eagle3Head(described).place(device, dtype).eval()
         return AutoModelForCausalLM.from_config(described, dtype=dtype).eval()
+
+
+def random_subject(
+    shape: Shape,
+    drafts: Mapping[str, SpecConfig | None],
+    *,
+    weights: str | None = None,
+    layers: int | None = None,
+    divisor: int = 1,
+    config: EngineConfig,
+    assumed: Sequence[float] = (),
+    seed: int = 0,
+) -> Subject:
+    """weights: a name of `FORMS`, "bf16", or None: all in the dtype. layers, divisor: of `Shrink`. config: the device,
+    the dtype, and whether layers are fused. Prompts are random tokens.
+    """
+    form = None if weights is None else find_form(weights)
+    shrink = Shrink(layers, divisor) if form is None else Shrink(layers, divisor, COLUMNS)
+    where = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, where, shape.target(shrink))
+    if weights == UNPACKED:
+        if config.dtype not in (None, torch.bfloat16):
+            raise ConfigError(f"weights={UNPACKED!r} and dtype={config.dtype} contradict each other; give one of them")
+        dtype = torch.bfloat16
+    require_room(shape, shrink, where, dtype, form)
+    with working(f"making {shape.name}"):
+        operations = choose_operations(config.fused, config.attention, where, dtype)  # as Engine.from_pretrained does
+        model = make_target(shape, shrink, where, dtype, seed, form)
+        begin = perf_counter()
+        target = TargetModel(model, operations)
+        drafter = make_drafter(shape, shrink, target, seed + 1) if any(drafts.values()) else None
+        prepared = perf_counter() - begin
+
+    def prompts(batch: int, context: int) -> list[list[int]]:
+        draw = random.Random(f"{seed} {batch} {context}")
+        return [[draw.randrange(target.vocab_size) for _ in range(context)] for _ in range(batch)]
+
+    return Subject(
+        name=f"random weights{f' ({form.name})' if form else ''} at the shape of {shape.published}"
+        + (f", on {config.tensor_parallel} devices" if config.tensor_parallel > 1 else ""),
+        shrunk=shrink.words,
+        target=target,
+        drafter=drafter,
+        drafts=drafts,
+        prompts=prompts,
+        assumed=assumed,
+        dtype=dtype,
+        prepared=prepared,
+        tensor_parallel=config.tensor_parallel,
+    )
