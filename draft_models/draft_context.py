@@ -14,7 +14,7 @@ from specdec.attention.trees.growth import Growth, num_candidates
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import BestOf, Binding, DraftBatch, Observation, PromptObservation, Sample
 from specdec.kvcache.frozen import KVView, own_view
-from specdec.kvcache.layer_context import Destination, ScoreOptions
+from specdec.kvcache.layer_context import Destination, OwnRows, ScoreOptions
 from specdec.kvcache.layout import KVLayout
 
 
@@ -55,12 +55,7 @@ class DraftContext:
         return Destination(kept.k, kept.v, slots)
 
     def attend_rows(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        **options: Unpack[ScoreOptions],
+        self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
         """q [B * K, Hq, D] -> [B * K, Hq, D]: k and v are in the block."""
         query = q.unflatten(0, (-1, self.topk)).transpose(1, 2)  # [B, Hq, K, D]

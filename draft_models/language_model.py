@@ -21,17 +21,12 @@ from specdec.kvcache.layout import FULL_ATTENTION, KVLayout
 from specdec.layers.fuse import Weights
 
 
-class LanguageModel(Protocol):
+class LanguageModel(TargetInfo, Protocol):
     """A model that proved that it runs packed rows under any context, as a target does."""
 
-    layout: KVLayout
     windows: Sequence[int | None]
-    vocab_size: int
     unfused: str | None
     weights: Weights
-
-    @property
-    def dtype(self) -> torch.dtype: ...
 
     def forward(self, tokens: torch.Tensor, plan: KVPlan, view: KVView) -> tuple[torch.Tensor, Any]:
         """tokens [B, N] -> states after the final norm [B, N, H]; what follows them is not read."""

@@ -1,8 +1,7 @@
 """Were these weights rounded to 8 or 4 bits before they were stored in 16? Looks at some rows, computes no product.
 
-A quantiser puts every weight on a grid: its scale times the values of e4m3, or times whole numbers up to 8. A scale is
-the largest weight of its group over the largest value of the grid, so it can be found from the weights themselves,
-and trained weights lie on such a grid for one weight in six to ten.
+A quantiser puts every weight on a grid: its scale, which is the largest weight of its group over the largest value of
+the grid, times the values of e4m3 or whole numbers up to 8. Trained weights lie on it for one in six to ten.
 """
 
 from collections.abc import Iterator

@@ -225,11 +225,8 @@ def solve(engines: dict[str, Engine], ask: Dialogues, batch: Collection[int], pa
 
 @torch.inference_mode()
 def find_parting(target: TargetModel, prompt: list[int], first: list[int], second: list[int]) -> Record | None:
-    """Where two outputs part, and how far apart the target's logits of their two tokens are there; None: nowhere.
-
-    The logits are those of one forward of the bare model over the prompt and what the outputs share, widened to fp32.
-    The margin is None where one output ends and the other goes on.
-    """
+    """Where two outputs part, and how far apart the float32 logits of their two tokens are there, in one forward of the
+    bare model; None: nowhere. The margin is None where one output ends and the other goes on."""
     position = first_difference(first, second)
     if position is None:
         return None

@@ -1,9 +1,7 @@
 """Published models as configs without weights: what `specdec bench --shape` makes at random on the device.
 
 A shape is the text part of a target and the drafter that is published for it, as `bundled/model_shapes.json` has them.
-Nothing is made here: phases/random_weights.py builds targets and drafters, on a device or on `meta`. `Shrink` makes a
-shape smaller in depth and width for machines that it does not fit; what is measured on such a one is no figure of the
-model.
+`Shrink` makes it smaller for machines that it does not fit; what is measured then is no figure of the model.
 """
 
 import json

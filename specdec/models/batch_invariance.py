@@ -11,7 +11,7 @@ import torch
 
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
-from specdec.kvcache.layer_context import ScoreOptions
+from specdec.kvcache.layer_context import OwnRows, ScoreOptions
 from specdec.kvcache.layout import KVLayout
 from specdec.models.probe import Run
 
@@ -54,12 +54,7 @@ class RowRecord:
         """Nothing is stored: what layers ask with is recorded."""
 
     def attend_rows(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        **options: Unpack[ScoreOptions],
+        self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
         spec = self.layout.layers[layer]
         for i, (text, pos) in enumerate(self.now):

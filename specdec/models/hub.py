@@ -17,10 +17,9 @@ PATIENCE = 3.0
 
 
 def require_hub(name: str, options: Mapping[str, Any]) -> None:
-    """Raise CheckpointError in one sentence where a checkpoint is not in the cache and the hub cannot be reached.
+    """Raise CheckpointError where a checkpoint is not in the cache and the hub, or the proxy for it, cannot be reached.
 
-    options: loading arguments of transformers. Offline mode skips the check. If there is a proxy for the hub, the proxy
-    must be reached.
+    options: loading arguments of transformers. Offline mode skips the check.
     """
     if options.get("local_files_only") or constants.HF_HUB_OFFLINE or _is_cached(name, options):
         return

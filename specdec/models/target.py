@@ -67,8 +67,7 @@ class FinalStates(Enum):
 class TargetModel:
     """A causal LM and its geometry.
 
-    Raises UnsupportedModelError when the model cannot be run exactly over a paged cache; every layer is probed with a
-    short forward, so that this happens at construction.
+    Raises UnsupportedModelError when the model cannot be run exactly over a paged cache: every layer is probed.
 
     ops: what fused layers compute with; None: every module runs as Hugging Face wrote it. `unfused` says why they do
     not run here, None when they do.

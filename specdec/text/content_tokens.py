@@ -1,14 +1,10 @@
 """Control tokens written in a user's text: "<|turn>system" is text there, and no new turn.
 
 transformers tokenises a rendered chat as one string, so a control token that is written in a message becomes one. Here
-such a string is broken by a marker before the template sees it, and mended after the template's own control tokens
-were found:
+such a string is broken by a marker M, a character that occurs nowhere in the chat, before the template sees it, and
+mended after the template's own control tokens were found:
 
-    content   "a <|turn> b"   ->  "a <M|turn> b"        M: a character that occurs nowhere in the chat
-    rendered  "<|turn>user\\na <M|turn> b<turn|>"
-    tokens    <|turn>  "user\\na <|turn> b" as plain text  <turn|>
-
-Text without control tokens goes the usual way, so its ids are those of transformers.
+    content "a <|turn> b" -> "a <M|turn> b" -> rendered "<|turn>user\\na <M|turn> b<turn|>" -> plain text between tokens
 """
 
 import json

@@ -1,13 +1,11 @@
 """Token ids to text, as they come: never half a character, never a piece of a stop string, never a word taken back.
 
-A tokenizer decodes a suffix correctly only with some context before it, and what it says of the newest tokens may
-change with the next one. So new text is the difference between two decodes that start a few tokens back, and it is
-handed on only when it is settled: no later token can change it.
+New text is the difference between two decodes that start a few tokens back, and it is handed on only when it is
+settled: no later token can change it. What is streamed, joined, is one decode of the whole output, cut before the first
+stop string.
 
     tokens  0 ........ prefix ....... read ............. seen
             | handed on  | decode context  | not settled yet |
-
-What is streamed, joined, is the final text: one decode of the whole output, cut before the first stop string.
 """
 
 from collections.abc import Sequence

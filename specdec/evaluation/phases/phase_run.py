@@ -1,9 +1,7 @@
 """The phase benchmark: every way of decoding at every batch and context, timed, checked, compared with its floor.
 
-    for each context, batch:    plain, chain, tree, [peers]:    prefill -> rounds -> parity -> Cell
-
-The engines are made for a cell and closed after it, so that their K/V are all the memory in use in addition to the
-weights. An interruption leaves whole cells.
+Engines are made for a cell and closed after it, so that their K/V are all the memory in use in addition to the weights.
+An interruption leaves whole cells.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,9 +1,6 @@
 """What stands in the place of a quantised module while the checkpoint is read: its tensors as they are stored.
 
-nn.Linear    -> RawLinear   -> PackedLinear
-the experts  -> RawExperts  -> PackedExperts
-a family's      on "meta",     once read, module by module: `replacement`
-own             then filled
+`replacement` then makes the packed module of them.
 """
 
 from collections.abc import Iterator, Mapping

@@ -128,10 +128,9 @@ class Connections:
 class Connection(H11Protocol):
     """uvicorn's, that is late at some time, and answers a client that has closed its own half.
 
-    EOF from a client that has sent its whole request means that it has gone, or that it will send no more and still
-    reads. TCP tells these apart only when something is sent: an interim response (100) or a comment between two events,
-    which clients must skip, make the system of a client that has gone answer with a reset. Then the request is aborted.
-    """
+    EOF from a client that has sent its whole request means that it has gone, or that it still reads. TCP tells these
+    apart only when something is sent: an interim response (100) or a comment between two events, which clients must
+    skip, make the system of a client that has gone answer with a reset. Then the request is aborted."""
 
     _told_late = False  # it sent no HTTP, and is told so in a moment
     _completing = False  # an answer is whole, and uvicorn looks for the next request

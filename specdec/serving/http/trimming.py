@@ -59,10 +59,9 @@ def give_back_when_freed() -> None:
     """Three settings of glibc, made before there are threads.
 
     Blocks from MAPPED_BYTES on come from the system one by one: otherwise the first one that is freed raises that
-    bound, up to 32 MiB, and such blocks lie between small ones that stay. Pieces of bodies and tensors of a round are
-    smaller, or the system would hand out each of their pages anew; for the same reason SPARE_BYTES at the end of an
-    arena are kept. And threads share ARENAS: otherwise each of dozens keeps a part of what it freed that no other can
-    use. With two of them, the engine's thread touches again, in a second, what grammars freed and the system got."""
+    bound, and such blocks lie between small ones that stay. Pieces of bodies and tensors of a round are smaller, or the
+    system would hand out each of their pages anew, and so are SPARE_BYTES that an arena keeps. And threads share
+    ARENAS: otherwise each of dozens keeps a part of what it freed that no other can use."""
     if sys.platform.startswith("linux"):
         with suppress(OSError, AttributeError):
             library = ctypes.CDLL(None)

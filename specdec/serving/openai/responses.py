@@ -34,6 +34,7 @@ from specdec.serving.state import ServeState, State
 from specdec.serving.streams import Streams
 
 router = APIRouter(route_class=BodyRoute)
+AS_ASKED = ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "user")
 
 
 @router.post("/v1/responses", response_model=None)
@@ -150,13 +151,9 @@ class ResponseAnswer:
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": body.max_tool_calls,
             "model": state.model_name(body.model),
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": reasoning.effort, "summary": None},
             "service_tier": "default",
             "store": body.store is not False,
@@ -168,8 +165,8 @@ class ResponseAnswer:
             "top_p": defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None,
-            "user": body.user,
             "metadata": body.metadata or {},
+            **{name: getattr(body, name) for name in AS_ASKED},
         }
 
 
