@@ -3,20 +3,9 @@
 from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 from specdec.text.detokenize import Detokenizer
-
-
-class Delta(Protocol):
-    """What a round added to an output, as a `StreamDelta` says it; `output` is not None with the last one."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def drafted(self) -> Sequence[bool]: ...
-    @property
-    def output(self) -> object | None: ...
 
 
 class DraftColours:
@@ -27,8 +16,8 @@ class DraftColours:
         self._stops = stops
         self._ids: list[int] = []
 
-    def read(self, delta: Delta) -> list[tuple[str, bool]]:
-        """(text, drafted) of the tokens of this delta, as far as their text is settled."""
+    def read(self, delta: Any) -> list[tuple[str, bool]]:
+        """(text, drafted) of the tokens of this `StreamDelta`, as far as their text is settled."""
         texts: list[tuple[str, bool]] = []
         last = len(delta.token_ids) - 1
         for place, (token, drafted) in enumerate(zip(delta.token_ids, delta.drafted, strict=True)):

@@ -30,26 +30,20 @@ logger = logging.getLogger(__name__)
 TYPES = ("str", "constrained-str", "int", "float", "bool", "none", "dict", "list")
 """Parts of a place in a body that name a member of a union, and no field."""
 EXPECTED = {
-    "string_type": "a string",
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "int_parsing": "an integer",
-    "int_parsing_size": "an integer of fewer digits",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "dict_type": "an object",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "none_required": "null",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-    "dataclass_type": "an object",
-    "mapping_type": "an object",
-    "string_unicode": "a string of whole characters",
-    "dict_attributes_type": "an object",
+    kind: words
+    for words, kinds in {
+        "a string": "string_type",
+        "a string of whole characters": "string_unicode",
+        "an integer": "int_type int_from_float int_parsing",
+        "an integer of fewer digits": "int_parsing_size",
+        "a number": "float_type float_parsing",
+        "a finite number": "finite_number",
+        "true or false": "bool_type bool_parsing",
+        "an object": "dict_type model_type model_attributes_type dataclass_type mapping_type dict_attributes_type",
+        "a list": "list_type tuple_type",
+        "null": "none_required",
+    }.items()
+    for kind in kinds.split()
 }
 """What a value should have been, by pydantic's type of error: pydantic's own messages are for its users, not for a
 server's clients."""
