@@ -32,7 +32,7 @@ from specdec.models.quantised.formats import Format
 from specdec.models.quantised.packed_quantizer import PackedConfig, without_quantization
 from specdec.models.quantised.recognise import formats_of
 from specdec.models.weight_storage import weights_in_words
-from specdec.plain_arguments import OWN_FORMS
+from specdec.plain_arguments import as_dtype
 
 logger = logging.getLogger("specdec")
 
@@ -205,17 +205,12 @@ def _understood(options: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("gguf_file") is not None:
         raise ConfigError(f"gguf_file={shown(options['gguf_file'])}: {NO_GGUF}")
     understood = dict(options)
-    old = plain_dtype(understood.pop("torch_dtype", None))
-    new = plain_dtype(understood.pop("dtype", None))
+    old = as_dtype(understood.pop("torch_dtype", None))
+    new = as_dtype(understood.pop("dtype", None))
     if old is not None and new is not None and old != new:
         raise ConfigError(f"torch_dtype={old} and dtype={new} disagree; leave one out")
     dtype = old if new is None else new
     return understood if dtype is None else {**understood, "dtype": dtype}
-
-
-def plain_dtype(value: Any) -> Any:
-    """The torch.dtype that a name such as "bf16" or "torch.bfloat16" stands for; "auto" and others as they are."""
-    return OWN_FORMS["dtype"](value)
 
 
 def load_model(
@@ -246,7 +241,7 @@ def load_target(
                 "it drafts for as the target, and this as drafter=..."
             )
         asked = checkpoint.options.get("dtype")
-        if asked is not None and dtype is not None and plain_dtype(asked) != dtype:
+        if asked is not None and dtype is not None and as_dtype(asked) != dtype:
             raise ConfigError(
                 f"dtype={asked} among the loading arguments, but dtype={dtype} in the EngineConfig; leave one out"
             )
@@ -340,7 +335,7 @@ def pick_dtype(dtype: torch.dtype | None, device: torch.device, config: Any) -> 
     if device.type == "cpu":
         return torch.float32
     stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    stored = plain_dtype(stored)
+    stored = as_dtype(stored)
     return stored if isinstance(stored, torch.dtype) else torch.bfloat16
 
 
