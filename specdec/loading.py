@@ -28,9 +28,8 @@ from specdec.draft_models.registry import WORDS, building, is_drafter_config
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, shown
 from specdec.models.bundled import BUNDLED_NAMES, resolve_name
 from specdec.models.hub import require_hub
-from specdec.models.quantised.formats import Format
+from specdec.models.quantised.formats import Format, formats_of
 from specdec.models.quantised.packed_quantizer import PackedConfig, without_quantization
-from specdec.models.quantised.recognise import formats_of
 from specdec.models.weight_storage import weights_in_words
 from specdec.plain_arguments import as_dtype
 

@@ -19,7 +19,7 @@ import torch
 from transformers.activations import ACT2FN
 
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec
-from specdec.draft_models.block.successor_head import KINDS
+from specdec.draft_models.block.block_layers import KINDS
 from specdec.draft_models.checkpoint_files import (
     State,
     TargetShape,

@@ -28,8 +28,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 
 from specdec.attention.kernels.draft_block import Order
 from specdec.attention.plan import KVPlan
-from specdec.draft_models.block.block_layers import BlockLayer, Gemma4BlockLayer, Gemma4Rotary, gemma4_config
-from specdec.draft_models.block.successor_head import SuccessorHead
+from specdec.draft_models.block.block_layers import (
+    BlockLayer,
+    Gemma4BlockLayer,
+    Gemma4Rotary,
+    SuccessorHead,
+    gemma4_config,
+)
 from specdec.draft_models.head_spec import Attend, HeadContext, HeadModule, HeadSpec, attend_in
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import Space

@@ -1,4 +1,4 @@
-"""Layers of block drafters: Qwen3's, and those of DSpark's drafters for Gemma 4, which differ as Gemma's do.
+"""Layers of block drafters, Qwen3's and those of DSpark's drafters for Gemma 4, and DSpark's successor head.
 
 v          of Gemma 4 normed by head, without a gain; where keys are values, v is the k before its norm
 scores     of Gemma 4 q . k, unscaled; RoPE of the target's full-attention layers, whose later frequencies are 0
@@ -123,3 +123,37 @@ class Gemma4BlockLayer(nn.Module):
         out = y + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(y)))
         scaled: torch.Tensor = out * self.layer_scalar.to(out.dtype)
         return scaled
+
+
+KINDS = ("vanilla", "gated", "rnn")
+
+
+class SuccessorHead(nn.Module):
+    """Names of its modules are those of the checkpoints."""
+
+    def __init__(self, kind: str, vocab_size: int, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        assert kind in KINDS, kind
+        self.kind, self.rank = kind, rank
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        if kind == "gated":
+            self.gate_proj = nn.Linear(hidden_size + rank, rank)
+        if kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
+
+    def forward(
+        self, before: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """before [B, M] tokens, hidden [B, H] of the row, state [B, M, r] or None -> bias [B, M, V], the next state."""
+        token: torch.Tensor = self.markov_w1(before)  # [B, M, r]
+        if self.kind == "vanilla":
+            return self.markov_w2(token), None
+        hidden = hidden[:, None].expand(-1, token.shape[1], -1)
+        if self.kind == "gated":
+            gate = self.gate_proj(torch.cat([hidden, token], dim=-1)).sigmoid()
+            return self.markov_w2(gate * token), None
+        state = torch.zeros_like(token) if state is None else state
+        keep, candidate, out = self.joint_proj(torch.cat([state, token, hidden], dim=-1)).chunk(3, dim=-1)
+        keep = keep.sigmoid()
+        return self.markov_w2(out.tanh()), keep * state + (1 - keep) * candidate.tanh()

@@ -108,7 +108,7 @@ class ProbeContext:
     peers: "Sequence[ProbeContext]" = ()  # of that of the first rank: the others
 
     def divide(self, devices: Sequence[torch.device]) -> "Sequence[ProbeContext]":
-        """See `rank_contexts.py`."""
+        """See `shared_weights.py`."""
         layout = self.layout.share(len(devices))
         pasts = [None] * len(devices) if self.past is None else self.past.shares
         self.shares = [

@@ -28,13 +28,11 @@ from specdec.layers.decoder import FusedDecoder
 from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights, fuse, fuse_linear
 from specdec.layers.merge import held_storages
-from specdec.models.batch_invariance import depends_on_others
+from specdec.models.batch_invariance import depends_on_others, forward_in_tiles, rows_in_tiles, run_in_tiles
 from specdec.models.context_length import ContextLength, context_length
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing
-from specdec.models.rank_contexts import difference_on_ranks, on_ranks
-from specdec.models.row_tiled import forward_in_tiles, rows_in_tiles, run_in_tiles
-from specdec.models.shared_weights import SplitWeights, refuse_change, share_among
+from specdec.models.shared_weights import SplitWeights, difference_on_ranks, on_ranks, refuse_change, share_among
 from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.private_copy import private_copy
 from specdec.sampling.softcap import softcap

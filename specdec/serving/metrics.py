@@ -18,7 +18,7 @@ from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import RequestStats
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.engine_thread import Sample
-from specdec.serving.http.client_isolation import in_blocks
+from specdec.serving.http.client_limits import in_blocks
 
 router = APIRouter()
 

@@ -17,7 +17,7 @@ from specdec.evaluation.output_files import STDOUT, write_file
 from specdec.models.weight_storage import is_quantised, weights_in_words
 from specdec.progress import working
 from specdec.runtime.request import GenerationOutput, StreamDelta
-from specdec.text.drafts import DraftColours
+from specdec.text.detokenize import DraftColours
 
 DRAFTED_STYLE = "bold green"
 

@@ -13,11 +13,10 @@ from specdec.cli.bodies.settings import drafter_name, engine_config, load_engine
 from specdec.cli.commands import BenchOptions
 from specdec.config import SpecConfig
 from specdec.errors import ConfigError
-from specdec.evaluation.gsm8k_plot import require_matplotlib
+from specdec.evaluation.gsm8k_report import require_matplotlib
 from specdec.evaluation.model_shapes import ON_REQUEST, find_shape
 from specdec.evaluation.output_files import STDOUT, require_distinct, write_file
-from specdec.evaluation.phases.phase_plot import save_phase_plot
-from specdec.evaluation.phases.phase_report import PhaseReport, table
+from specdec.evaluation.phases.phase_report import PhaseReport, save_phase_plot, table
 from specdec.evaluation.phases.phase_run import PLAIN, MakePrompts, Plan, Subject, run_phases
 from specdec.evaluation.phases.random_weights import random_subject
 from specdec.text.prompt_files import read_prompts

@@ -22,7 +22,7 @@ from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.errors import CapacityError, SpecDecError, shown
 from specdec.runtime.request import GenerationOutput
-from specdec.text.drafts import DraftColours
+from specdec.text.detokenize import DraftColours
 
 with suppress(ImportError):  # Windows has none
     import readline  # lets the user edit lines, and recall earlier ones with the arrow keys

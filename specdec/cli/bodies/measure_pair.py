@@ -11,8 +11,7 @@ from specdec.cli.commands import BenchOptions, EvalOptions
 from specdec.config import SamplingParams
 from specdec.evaluation.accuracy import evaluate
 from specdec.evaluation.bench_run import markdown_table, run_bench
-from specdec.evaluation.gsm8k_plot import require_matplotlib, save_plot
-from specdec.evaluation.gsm8k_report import markdown
+from specdec.evaluation.gsm8k_report import markdown, require_matplotlib, save_plot
 from specdec.evaluation.output_files import STDOUT, require_distinct, write_file
 from specdec.text.prompt_files import read_prompts
 

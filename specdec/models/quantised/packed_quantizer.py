@@ -19,11 +19,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from specdec.errors import CheckpointError, UnsupportedModelError
 from specdec.layers.moe.moe_families import experts_of
-from specdec.models.quantised.checkpoint_tensors import StoredWeight, stored_tensors, stored_weights
 from specdec.models.quantised.formats import Format
 from specdec.models.quantised.raw_modules import RawExperts, RawLinear, about
 from specdec.models.quantised.repack import require_in_order
-from specdec.models.quantised.weight_places import WeightPlaces
+from specdec.models.quantised.weight_places import StoredWeight, WeightPlaces, stored_tensors, stored_weights
 
 METHOD = "specdec-packed"
 

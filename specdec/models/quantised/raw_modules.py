@@ -16,8 +16,8 @@ from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.layers.packed.packed_linear import PackedLinear
 from specdec.layers.packed.packed_weight import PackedWeight
-from specdec.models.quantised.checkpoint_tensors import StoredWeight
 from specdec.models.quantised.formats import SCALE_TYPES
+from specdec.models.quantised.weight_places import StoredWeight
 
 
 @contextmanager

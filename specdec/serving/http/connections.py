@@ -16,9 +16,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specdec.serving.http.door import Door
 from specdec.serving.http.faults import error_body
-from specdec.serving.http.pacing import Pace
+from specdec.serving.http.pacing import Door, Pace
 from specdec.serving.server_settings import ServeSettings
 
 logger = logging.getLogger("specdec.serving")

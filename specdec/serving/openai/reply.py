@@ -11,7 +11,7 @@ from specdec.errors import StoppingError
 from specdec.runtime.request import GenerationOutput, StreamDelta
 from specdec.serving.tools.reasoning import ReasoningFormat, ReasoningReader
 from specdec.serving.tools.tool_parsers import ContentPiece, MarkedText, Piece, ToolCallPiece, ToolParser
-from specdec.text.drafts import DraftColours
+from specdec.text.detokenize import DraftColours
 
 
 class ReplyDelta(NamedTuple):

@@ -19,7 +19,7 @@ from specdec import __version__
 from specdec.errors import ConfigError
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
-from specdec.serving.http.client_isolation import in_blocks
+from specdec.serving.http.client_limits import in_blocks
 from specdec.serving.http.events import EventStream, json_response, while_connected
 from specdec.serving.openai.documented_answers import SpeculationFigures
 from specdec.serving.openai.logprob_shapes import vllm_prompt_logprobs
