@@ -18,8 +18,7 @@ import torch
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
 from specdec.evaluation import accuracy as evaluation
 from specdec.evaluation.accuracy import evaluate, evaluate_gsm8k, find_parting, problem_seed
-from specdec.evaluation.gsm8k_report import make_report, markdown, save_plot, title
-from specdec.evaluation.scoring import final_number
+from specdec.evaluation.gsm8k_report import final_number, make_report, markdown, save_plot, title
 from specdec.evaluation.tasks import EXEMPLARS, choose, cut, dialogue_ids, load_problems, question_text
 from specdec.evaluation.transcripts import open_transcripts, read_transcripts
 from specdec.loading import load_tokenizer

@@ -24,8 +24,7 @@ from specdec.engine import Engine
 from specdec.errors import CapacityError, ConfigError
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.contest import first_difference
-from specdec.evaluation.gsm8k_report import Report, make_report
-from specdec.evaluation.scoring import SCORES, is_correct
+from specdec.evaluation.gsm8k_report import SCORES, Report, is_correct, make_report
 from specdec.evaluation.tasks import EXEMPLARS, NEXT_PROBLEM, Task, choose, cut, dialogue_ids, find_task, question_text
 from specdec.evaluation.transcripts import Record, open_transcripts, read_transcripts
 from specdec.loading import Checkpoint, load_tokenizer, pick_device, require_device

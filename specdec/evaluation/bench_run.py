@@ -14,8 +14,7 @@ from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.contest import Contestant, engine_contestant, require_parity, take_turns
-from specdec.evaluation.gsm8k_report import table_lines
-from specdec.evaluation.scoring import final_number, is_correct
+from specdec.evaluation.gsm8k_report import final_number, is_correct, table_lines
 from specdec.evaluation.transformers_peer import assisted_peer, plain_peer
 from specdec.loading import require_device
 from specdec.progress import Interrupted, progress_bar, working

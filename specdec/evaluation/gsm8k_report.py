@@ -1,18 +1,73 @@
 """The report of an evaluation: a pure function of its transcripts, as plain JSON values, as Markdown, and drawn.
 
-What depends on the machine and the moment is in `timing`. The rest of two reports of one evaluation is equal, however
-often it was interrupted and however many processes shared it.
+    strict       the number after the first `####` that has one: what the model marked as its answer
+    last_number  the last number in the text, marked or not
+
+The first marker counts, as in GSM8K's own scorer and lm-eval's strict-match. Numbers are compared by value: "$1,234.50"
+is 1234.5, "18.00" and "18 dollars" are 18, "25%" is 25. What depends on the machine and the moment is in `timing`; the
+rest of two reports of one evaluation is equal, however often it was interrupted and whatever processes shared it.
 """
 
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from importlib.util import find_spec
 from typing import Any, BinaryIO
 
 from specdec.errors import ConfigError
-from specdec.evaluation.scoring import SCORES, is_correct, mcnemar_p, wilson_interval
 from specdec.evaluation.transcripts import Record
 from specdec.runtime.request import RequestStats
+
+# a minus after a digit, a word or a bracket subtracts: "10-3" ends in 3, "= -3" in -3
+NUMBER = r"[$€£]?((?<![\w)%])[-−])?[$€£]?(\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
+ANY_NUMBER = re.compile(NUMBER)
+MARKED_NUMBER = re.compile("#### *" + NUMBER)
+Z_95 = 1.959963984540054
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number after the first `####` that has one."""
+    found = MARKED_NUMBER.search(text)
+    return _value(*found.groups(default="")) if found else None
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number anywhere in the text."""
+    found = ANY_NUMBER.findall(text)
+    return _value(*found[-1]) if found else None
+
+
+SCORES: dict[str, Callable[[str], Decimal | None]] = {"strict": final_number, "last_number": last_number}
+
+
+def is_correct(text: str, answer: str, score: str = "strict") -> bool:
+    """Whether the number read from `text` is the one that the reference `answer` marks; no number is wrong."""
+    number = SCORES[score](text)
+    return number is not None and number == final_number(answer)
+
+
+def wilson_interval(correct: int, problems: int) -> tuple[float, float]:
+    """The 95 % confidence interval of a share."""
+    share, z2 = correct / problems, Z_95**2
+    middle = share + z2 / (2 * problems)
+    half = Z_95 * math.sqrt(share * (1 - share) / problems + z2 / (4 * problems**2))
+    scale = 1 + z2 / problems
+    return max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0)
+
+
+def mcnemar_p(only_first: int, only_second: int) -> float:
+    """How likely chance splits the problems that only one of two runs solved so unevenly: exact, two-sided."""
+    changed = only_first + only_second
+    tail = sum(math.comb(changed, k) for k in range(min(only_first, only_second) + 1))
+    return min(1.0, 2 * tail / (1 << changed))
+
+
+def _value(sign: str, digits: str) -> Decimal:
+    value = Decimal(digits.replace(",", ""))
+    return -value if sign else value
+
 
 Report = dict[str, Any]
 """settings, note, runs (scores, tokens, acceptance by name), categories and turns (the same by category and by turn of

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import ConfigError, first_line, require_one_of
-from specdec.evaluation.scoring import final_number
+from specdec.evaluation.gsm8k_report import final_number
 from specdec.models.bundled import BUNDLED_DIR, HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import Problem, read_prompts
 from specdec.text.prompts import chat_ids

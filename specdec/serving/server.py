@@ -27,8 +27,8 @@ from specdec.serving.http.connections import Connection, Connections
 from specdec.serving.http.listener import Listener
 from specdec.serving.http.probes import Watch
 from specdec.serving.http.trimming import Trimmer, without_what_stays
+from specdec.serving.logs import Reporter, describe
 from specdec.serving.server_settings import ServeSettings
-from specdec.serving.status_report import Reporter, describe
 
 logger = logging.getLogger("specdec.serving")
 
