@@ -39,27 +39,22 @@ them."""
 
 
 class TargetInfo(Protocol):
-    """What a drafter may know about the target."""
+    """What a drafter may know about the target. ops: what fused layers compute with; None: modules run as they were
+    written."""
+
+    name: str
+    layout: KVLayout
+    embed: nn.Module
+    head: nn.Module
+    vocab_size: int
+    ops: Operations | None
 
     @property
-    def name(self) -> str: ...
-    @property
-    def layout(self) -> KVLayout: ...
-    @property
-    def embed(self) -> nn.Module: ...
-    @property
-    def head(self) -> nn.Module: ...
-    @property
     def hidden_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
     @property
     def dtype(self) -> torch.dtype: ...
     @property
     def device(self) -> torch.device: ...
-    @property
-    def ops(self) -> Operations | None:
-        """What fused layers compute with; None: modules run as they were written."""
 
 
 class Fit(NamedTuple):

@@ -125,8 +125,10 @@ def norms(pair: PairInQuestion) -> Iterator[Change]:
 def rope_bases(pair: PairInQuestion) -> Iterator[Change]:
     """The target's bases, and the usual ones."""
     spec = _drafter(pair, Eagle3Drafter).spec
-    bases = dict.fromkeys((*target_bases(pair.target.config), *USUAL_BASES))
-    for base in bases:
+    rope = getattr(pair.target.config, "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    own = [float(part["rope_theta"]) for part in parts if part.get("rope_theta")]
+    for base in dict.fromkeys((*own, *USUAL_BASES)):
         if base != spec.rope["rope_theta"]:
             what = f"rope_theta {spec.rope['rope_theta']:g} -> {base:g}"
             do = f"write rope_theta: {base:g} into the head's config.json"
@@ -153,13 +155,6 @@ def windows_of_heads(pair: PairInQuestion) -> Iterator[Change]:
         yield _changed(pair, f"sliding_window -> {value}", do, windows=changed)
     do = "write use_sliding_window: false and no layer_types into the head's config.json"
     yield _changed(pair, "no sliding window", do, windows=(None,) * spec.num_layers)
-
-
-def target_bases(config: Any) -> list[float]:
-    """Every rope_theta of a target's config."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    return [float(part["rope_theta"]) for part in parts if part.get("rope_theta")]
 
 
 def mask_ids(pair: PairInQuestion) -> Iterator[Change]:

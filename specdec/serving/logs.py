@@ -91,7 +91,9 @@ class NonBlockingHandler(logging.Handler):
                 self._lines.clear()
                 self._writing = True
                 if self._unsaid:
-                    batch += self._said_dropped(self._unsaid)
+                    text = "%d lines of this log were dropped: its reader is too slow"
+                    record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (self._unsaid,), None)
+                    batch += (self.format(record) + "\n").encode()
                     self._unsaid = 0
             self._write(batch)
             with self._changed:
@@ -99,11 +101,6 @@ class NonBlockingHandler(logging.Handler):
                 self.written += count
                 self._writing = False
                 self._changed.notify_all()
-
-    def _said_dropped(self, count: int) -> bytes:
-        text = "%d lines of this log were dropped: its reader is too slow"
-        record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (count,), None)
-        return (self.format(record) + "\n").encode()
 
     def _write(self, batch: bytes) -> None:
         """All of it; without a reader it is lost."""

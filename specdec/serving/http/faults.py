@@ -97,7 +97,8 @@ def as_api_error(error: Exception) -> ApiError:
     for kind, (status, code) in ANSWERS.items():
         if isinstance(error, kind):
             message = str(error).replace("max_new_tokens", "max_tokens")
-            param = _param(message) if status == 400 else None
+            setting = re.match(r"(\w+)=", message) if status == 400 else None  # as the Python API names it: top_p=2
+            param = setting and setting[1]
             return ApiError(status, message, param=param, code=code, headers=AGAIN if status in (429, 503) else None)
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "the server failed to answer this request; its log says why")
@@ -178,12 +179,6 @@ def install(app: FastAPI) -> None:
 
     for kind in (RequestValidationError, HTTPException, ApiError, SpecDecError):
         app.add_exception_handler(kind, refused)
-
-
-def _param(message: str) -> str | None:
-    """The setting that a message of the Python API begins with: 'top_p=2: ...'."""
-    found = re.match(r"(\w+)=", message)
-    return found[1] if found else None
 
 
 def _place(loc: Sequence[Any]) -> str | None:
