@@ -39,8 +39,7 @@ them."""
 
 
 class TargetInfo(Protocol):
-    """What a drafter may know about the target. ops: what fused layers compute with; None: modules run as they were
-    written."""
+    """What a drafter may know about the target. ops: what fused layers compute with; None: no layer is fused."""
 
     name: str
     layout: KVLayout

@@ -94,8 +94,7 @@ class Gemma4MTPDrafter(Drafter):
     def step(
         self, tokens: torch.Tensor, hidden: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One draft step of M nodes per request: tokens [B, M], hidden [B, M, Ht] -> the head's states [B, M, H], next
-        hidden."""
+        """One draft step: tokens [B, M], hidden [B, M, Ht] -> the head's states [B, M, H], next hidden [B, M, Ht]."""
         return self._run(tokens, hidden, context.plan.positions, context)
 
     def _run(

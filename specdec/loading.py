@@ -339,8 +339,7 @@ def pick_dtype(dtype: torch.dtype | None, device: torch.device, config: Any) -> 
 
 
 def unwrapped(model: Any, role: str) -> Any:
-    """The base of a peft model, adapters in place; other models as they are. Raises ConfigError for compiled models and
-    for learned prompts."""
+    """The base of a peft model, adapters in place. Raises ConfigError for compiled models and for learned prompts."""
     if hasattr(model, "_orig_mod"):
         raise ConfigError(
             f"{role} is a torch.compile'd {type(model._orig_mod).__name__}; give the model itself, {role}._orig_mod"

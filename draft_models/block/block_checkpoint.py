@@ -68,8 +68,7 @@ GEMMA4_HARMLESS = (
     *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config", "num_kv_shared_layers"),
     *("vocab_size_per_layer_input", "target_model_type", "target_text_model_type"),
 )
-"""Keys of a Gemma 4 config that change nothing here: shapes, which tensors decide, and settings of layers that a
-drafter has none of."""
+"""Keys of a Gemma 4 config that change nothing here: shapes, which tensors decide, and settings of other layers."""
 GEMMA4_OFF = ("enable_moe_block", "use_double_wide_mlp", "hidden_size_per_layer_input", "use_bidirectional_attention")
 """What must be off."""
 GEMMA4_V = "layers.0.self_attn.v_proj.weight"

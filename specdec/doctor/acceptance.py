@@ -65,9 +65,8 @@ def measured_by_engine(outputs: Sequence[GenerationOutput]) -> Measured:
 
 
 class Comparison(NamedTuple):
-    """Of two pairs on the same prompts. gain: mean difference of the expected lengths; t: the same in standard errors;
-    positive: share of the prompts with a gain; greedy_gain: mean difference of the greedy lengths; before: the expected
-    length before the change."""
+    """Of two pairs on the same prompts. gain: mean difference of the expected lengths; t: it in standard errors;
+    positive: share of the prompts with a gain; greedy_gain: of the greedy lengths; before: the expected length."""
 
     gain: float
     t: float

@@ -192,8 +192,7 @@ def possible_masks(tokenizer: Any | None, config: Any, vocab_size: int) -> list[
 
 
 def positions(pair: PairInQuestion) -> Iterator[Change]:
-    """Queries at the last committed position, as SGLang and vLLM have them, or at the bonus token's own, over the same
-    keys."""
+    """Queries at the last committed position, as in SGLang or vLLM, or at the bonus token's own, over the same keys."""
     drafter = _drafter(pair, Gemma4MTPDrafter)
     offset = -1 if drafter.query_offset == 0 else 0
     shift = drafter.window_shift + offset - drafter.query_offset
@@ -218,7 +217,7 @@ def templates(pair: PairInQuestion) -> Iterator[Change]:
     accepted far, and says nothing about the pair."""
     if not pair.chat and pair.has_template and any(isinstance(question, str) for question in pair.questions):
         do = "put prompts through the chat template: engine.chat_prompt(text), or no --raw"
-        yield Change(what="the chat template", do=do, pair=pair.changed(chat=True), prompts=True)
+        yield Change(what="the chat template", do=do, pair=replace(pair, chat=True), prompts=True)
 
 
 def thinking(pair: PairInQuestion) -> Iterator[Change]:
@@ -232,7 +231,7 @@ def thinking(pair: PairInQuestion) -> Iterator[Change]:
             yield Change(
                 what=f"{THINKING}={value}",
                 do=f"pass {THINKING}={value} to the chat template: engine.chat_prompt(text, {THINKING}={value})",
-                pair=pair.changed(template={**pair.template, THINKING: value}),
+                pair=replace(pair, template={**pair.template, THINKING: value}),
                 prompts=True,
             )
 
@@ -240,7 +239,7 @@ def thinking(pair: PairInQuestion) -> Iterator[Change]:
 def _changed(pair: PairInQuestion, what: str, do: str, **settings: Any) -> Change:
     """The drafter made again with these settings of its kind."""
     drafter = CHANGED[type(pair.drafter)](pair.drafter, pair.target, **settings)
-    return Change(what=what, do=do, pair=pair.changed(drafter=drafter))
+    return Change(what=what, do=do, pair=replace(pair, drafter=drafter))
 
 
 def _drafter(pair: PairInQuestion, kind: type[Kind]) -> Kind:

@@ -111,7 +111,7 @@ class Examination:
         before = after = None
         if sign.mended is not None and self.texts:
             before = self.measured.length
-            self.pair = self.pair.changed(drafter=sign.mended())
+            self.pair = replace(self.pair, drafter=sign.mended())
             self.measured = self._measure(self.pair)
             after = self.measured.length
         return Finding(cause=cause.name, what=sign.what, do=sign.do, certain=True, before=before, after=after)
@@ -124,7 +124,7 @@ class Examination:
         pair, text = self.pair, self.texts[0]
         watched: Any = Watched(pair.drafter)
         prompt = text.tokens[: text.prompt_len].tolist()
-        pair.changed(drafter=watched).generate([prompt], replace(self.params, max_new_tokens=2 + self.num_steps))
+        replace(pair, drafter=watched).generate([prompt], replace(self.params, max_new_tokens=2 + self.num_steps))
         proposed = watched.seen.get(text.prompt_len)
         if proposed is None:
             return None
@@ -140,8 +140,7 @@ class Examination:
         return use.best_chain(1, self.as_loaded.by_depth)
 
     def name_changes(self, causes: Sequence[Cause], update: Callable[[int], None]) -> tuple[list[Trial], list[Finding]]:
-        """All trials; and the causes whose change raises acceptance clearly, the largest gain first, each on top of
-        those before it."""
+        """All trials; and the causes whose change raises acceptance clearly, the largest gain first, one on another."""
         trials: list[Trial] = []
         named: list[Finding] = []
         while len(named) < MOST_NAMED:

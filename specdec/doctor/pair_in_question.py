@@ -65,10 +65,6 @@ class PairInQuestion:
     def has_template(self) -> bool:
         return getattr(self.tokenizer, "chat_template", None) is not None
 
-    def changed(self, **fields: Any) -> "PairInQuestion":
-        """The same pair with one thing changed."""
-        return replace(self, **fields)
-
     def prompts(self) -> list[list[int]]:
         """Token ids of each question."""
         return [self._ids(question) for question in self.questions]

@@ -18,6 +18,7 @@ from specdec.draft_models.base import Drafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.kvcache.layout import SLIDING_ATTENTION
+from specdec.models.published import last_part as _last
 from specdec.models.target import TargetModel
 
 
@@ -104,8 +105,7 @@ def norm_of_ones(subject: Subject) -> Sign | None:
 
 
 def qat_with_plain(subject: Subject) -> Sign | None:
-    """Targets trained for int4 have assistants of their own. Only names as they are published are compared: a folder
-    may be called anything."""
+    """Targets trained for int4 have assistants of their own. Only names as they are published are compared."""
     assert isinstance(subject.drafter, Gemma4MTPDrafter)
     target = subject.target.name
     drafter = str(getattr(subject.drafter.assistant.config, "_name_or_path", "") or "")
@@ -144,11 +144,6 @@ def _module(drafter: Drafter) -> nn.Module:
 def _same(own: dict[str, Any], theirs: dict[str, Any]) -> bool:
     keys = own.keys() & theirs.keys() & {"rope_theta", "rope_type", "partial_rotary_factor", "factor"}
     return all(own[key] == theirs[key] for key in keys)
-
-
-def _last(name: str) -> str:
-    """The last part of a path or a hub id."""
-    return name.rstrip("/").rpartition("/")[2].lower()
 
 
 ROWS, COLUMNS = 64, 1024

@@ -23,8 +23,7 @@ from specdec.text.prompt_files import Problem
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """What `run_bench` measured; `tokens_per_second` by contestant, in the order they ran. cut_off: outputs that
-    `max_new_tokens` ended."""
+    """tokens_per_second: by contestant, in the order they ran. cut_off: outputs that `max_new_tokens` ended."""
 
     target: str
     drafter: str | None

@@ -11,8 +11,7 @@ from specdec.errors import ConfigError
 
 
 class ContextLength(NamedTuple):
-    """default: tokens served if the user sets no length; most: the largest length allowed (None: no limit); why: its
-    reason."""
+    """default: tokens served if the user sets no length; most: the largest allowed (None: any); why: its reason."""
 
     default: int | None
     most: int | None

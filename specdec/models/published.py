@@ -58,22 +58,21 @@ PAIRS = tuple(pair for pairs in PAIRS_BY_TITLE.values() for pair in pairs)
 BUNDLED_MTP, BUNDLED_EAGLE3, _ = _GROUPS["bundled"][1]
 GEMMA4_PAIRS, EAGLE3_PAIRS = _GROUPS["gemma4"][1], _GROUPS["EAGLE-3"][1]
 QAT_PAIRS = _GROUPS["gemma4 QAT"][1]
-"""Targets trained for int4 (compressed-tensors), each with the assistant trained for it: that of the plain target is
-accepted less."""
+"""Targets trained for int4, each with the assistant trained for it: that of the plain target is accepted less."""
 BLOCK_PAIRS = _GROUPS["block"][1]
-"""Steps: what a block drafts, or fewer where its size was not found in a public file; more than a block drafts are
-refused."""
+"""Steps: what a block drafts, or fewer where its size was not found in a public file; more are refused."""
 
 
 def published_acceptance(target: str, drafter: str | None) -> PublishedAcceptance | None:
     """Of a pair by the last parts of both names, whatever their case; None: nothing is known."""
     if drafter is None:
         return None
-    asked = _last(target), _last(drafter)
-    return next((pair.accepts for pair in PAIRS if (_last(pair.target), _last(pair.drafter)) == asked), None)
+    asked = last_part(target), last_part(drafter)
+    return next((pair.accepts for pair in PAIRS if (last_part(pair.target), last_part(pair.drafter)) == asked), None)
 
 
-def _last(name: str) -> str:
+def last_part(name: str) -> str:
+    """Of a path or a hub id, in small letters."""
     return name.rstrip("/").rpartition("/")[2].lower()
 
 

@@ -249,8 +249,7 @@ class TargetModel:
         context: object,
         narrowing: Narrowing | Ending | None = None,
     ) -> torch.Tensor:
-        """tokens, positions [B, N] -> states after the final norm [B, N, H], or of the rows that it is narrowed to, or
-        zeros."""
+        """tokens, positions [B, N] -> states after the final norm [B, N, H]; if narrowed, of those rows, or zeros."""
         batch = len(tokens)
         tokens = self.placeholders.replaced_in(tokens)
         if self.context_length.most is not None:  # drafts and padding beyond the end: their output is not read

@@ -12,8 +12,7 @@ from specdec.layers.packed.packed_weight import PackedWeight
 
 
 class StoredWeights(NamedTuple):
-    """numbers: however many bits each has. form: of the packed ones, with the columns that share a stored scale; empty
-    where there are none."""
+    """numbers: of any bits. form: of the packed ones, with the columns that share a scale; empty: there are none."""
 
     numbers: int
     bytes: int

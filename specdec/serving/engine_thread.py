@@ -39,8 +39,7 @@ BROKEN = 3
 class Sample:
     """One request that this thread looks after. owner: its reader, told when there is news.
 
-    client: whose it is. seen: tokens that its owner was told of. failed_at: how many it had when a round failed that
-    it was in.
+    client: whose it is. seen: tokens that its owner was told of. failed_at: how many it had when its round failed.
     """
 
     handle: Handle

@@ -65,8 +65,7 @@ class ServeSettings(HttpOptions):
         require_handling(self.special_tokens_in_content)
 
     def resolved_connections(self) -> int:
-        """`max_connections`, or the number that the limit of open files allows. Raises ConfigError where that allows
-        fewer."""
+        """`max_connections`, or what the limit of open files allows. Raises ConfigError where that is fewer."""
         allowed = allowed_connections()
         if self.max_connections > allowed:
             raise ConfigError(

@@ -102,8 +102,7 @@ def pair_subject(options: BenchOptions) -> Subject:
 
 
 def joined_prompts(ids: Sequence[list[int]]) -> MakePrompts:
-    """Request i ends with prompt i, after as many earlier prompts as fill the context. A prompt longer than the context
-    loses its beginning."""
+    """Request i ends with prompt i, after as many earlier prompts as fill the context, or is cut at its beginning."""
 
     def prompts(batch: int, context: int) -> list[list[int]]:
         made = []

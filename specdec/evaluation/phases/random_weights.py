@@ -121,8 +121,7 @@ def root_mean_square(code: str) -> float:
 
 
 def pack_layers(model: PreTrainedModel, form: WeightForm, make: MakePacked) -> None:
-    """Put packed modules in the place of linears and experts of the decoder layers. Raises ConfigError where the form
-    packs none of them."""
+    """Put packed modules in the place of linears and experts of the layers. Raises ConfigError where there are none."""
     layers: Any = model.get_decoder().layers
     packed = 0
     for parent in [module for layer in layers for module in layer.modules()]:

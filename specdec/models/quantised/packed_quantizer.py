@@ -121,8 +121,7 @@ def _put(model: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def _require_plain_groups(weights: list[StoredWeight]) -> None:
-    """Columns in the order of their importance (`desc_act`) are refused before gigabytes are read: one weight shows
-    it."""
+    """Columns in the order of their importance (`desc_act`) are refused by one weight, before gigabytes are read."""
     first = next((weight for weight in weights if "g_idx" in weight.tensors), None)
     if first is not None:
         g_idx = first.tensors["g_idx"].read()

@@ -45,8 +45,7 @@ EXPECTED = {
     }.items()
     for kind in kinds.split()
 }
-"""What a value should have been, by pydantic's type of error: pydantic's own messages are for its users, not for a
-server's clients."""
+"""What a value should have been, by pydantic's type of error, whose own messages are not for a server's clients."""
 LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 

@@ -15,8 +15,7 @@ from specdec.text.detokenize import DraftColours
 
 
 class ReplyDelta(NamedTuple):
-    """tool_calls: as OpenAI's deltas have them. drafted: [[text, whether out of accepted drafts], ...]; None: not asked
-    for."""
+    """tool_calls: as OpenAI's deltas have them. drafted: (text, out of accepted drafts?) each; None: not asked for."""
 
     content: str
     tool_calls: list[dict[str, Any]]
@@ -25,9 +24,8 @@ class ReplyDelta(NamedTuple):
 
 
 class Reply:
-    """One choice. parser: of tool calls; None: all text is content. max_calls: those beyond, and what follows them, are
-    left out. reasoning: how the model writes what it thinks; None: that is content. opened: the prompt ends within a
-    thought."""
+    """One choice. parser: of tool calls; None: all text is content. max_calls: those beyond, and what follows, are left
+    out. reasoning: how thoughts are written; None: they are content. opened: the prompt ends within a thought."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """A response as it grows: items of output, and the events that tell of them, in OpenAI's order.
 
 One item is open at a time: its `output_item.added`, then deltas and their `done`, in a `content_part` where it is a
-message or a thought, then `output_item.done`. A response that is not streamed is built alike, and its events are not
-sent.
+message or a thought, then `output_item.done`. A response that is not streamed is built alike.
 """
 
 import uuid

@@ -141,8 +141,7 @@ class TextAnswer(ABC):
 
 
 def usage_of(prompts: Sequence[Sequence[int]], stats: Sequence[RequestStats], state: ServeState) -> dict[str, Any]:
-    """Of all samples, those of a prompt together: a prompt counts once, with the cache hits of its first sample, in
-    whole blocks."""
+    """Of all samples. A prompt counts once, with the cache hits of its first sample, in whole blocks."""
     prompt_len = sum(map(len, prompts))
     completion = sum(one.output_tokens for one in stats)
     page_size = state.engine.config.page_size

@@ -62,8 +62,7 @@ class HermesParser(JsonToolParser):
 
 
 class LlamaParser(JsonToolParser):
-    """Llama 3: {"name": ..., "parameters": {...}}, several separated by semicolons, after <|python_tag|> or where
-    the answer begins."""
+    """Llama 3: {"name": ..., "parameters": {...}}; ..., after <|python_tag|> or where the answer begins."""
 
     special = ("<|python_tag|>",)
     signs = ("<|start_header_id|>", "parameters")
