@@ -9,14 +9,17 @@ import difflib
 import json
 import logging
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -27,7 +30,6 @@ from specdec.draft_models.base import TargetInfo
 from specdec.draft_models.registry import WORDS, building, is_drafter_config
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, shown
 from specdec.models.bundled import BUNDLED_NAMES, resolve_name
-from specdec.models.hub import require_hub
 from specdec.models.quantised.formats import Format, formats_of
 from specdec.models.quantised.packed_quantizer import PackedConfig, without_quantization
 from specdec.models.weight_storage import weights_in_words
@@ -360,3 +362,36 @@ def _require_same(name: str, asked: object, actual: object) -> None:
         raise ConfigError(
             f"{name}={asked} in the EngineConfig, but the loaded model has {actual}; convert it, or leave it None"
         )
+
+
+PATIENCE = 3.0
+"""Seconds to wait for a first connection."""
+
+
+def require_hub(name: str, options: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where a checkpoint is not in the cache and the hub, or the proxy for it, cannot be reached.
+
+    options: loading arguments of transformers. Offline mode skips the check.
+    """
+    if options.get("local_files_only") or constants.HF_HUB_OFFLINE or _is_cached(name, options):
+        return
+    address = urlsplit(os.environ.get("HF_ENDPOINT", constants.ENDPOINT))
+    proxies = options.get("proxies") or ({} if proxy_bypass(address.hostname or "") else getproxies())
+    proxy = proxies.get(address.scheme) or proxies.get("all")
+    if proxy:
+        address = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((address.hostname or "", port), timeout=PATIENCE).close()
+    except OSError as error:
+        raise CheckpointError(
+            f"no checkpoint {name!r} here, and {address.hostname} cannot be reached to look for it there "
+            f"({error.strerror or error}); give a folder or a name that is in the cache, or connect to the network"
+        ) from error
+
+
+def _is_cached(name: str, options: Mapping[str, Any]) -> bool:
+    try:
+        return cached_file(name, "config.json", **{**options, "local_files_only": True}) is not None
+    except (OSError, ValueError):
+        return False

@@ -184,7 +184,7 @@ def test_eval_says_no_before_it_works(tmp_path, monkeypatch):
     nowhere = run(*EVAL, "--json", str(tmp_path / "nowhere" / "report.json"))
     assert nowhere.exit_code == 2
     assert "nowhere" in re.sub(r"[\s│]", "", nowhere.stderr)  # the box may break a path
-    monkeypatch.setattr("specdec.evaluation.gsm8k_plot.find_spec", lambda name: None)
+    monkeypatch.setattr("specdec.evaluation.gsm8k_report.find_spec", lambda name: None)
     no_plots = run(*EVAL, "--png", str(tmp_path / "report.png"))
     assert no_plots.exit_code == 2
     assert "specdec-runtime[plots]" in no_plots.stderr

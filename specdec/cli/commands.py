@@ -121,7 +121,7 @@ def bench(options: BenchOptions) -> None:
     if options.timing.shape is not None or options.timing.phases:
         load("specdec.cli.bodies.bench_rounds", "bench_rounds")(options)
     else:
-        load("specdec.cli.bodies.measure_pair", "bench_pair")(options)
+        load("specdec.cli.bodies.bench_rounds", "bench_pair")(options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def evaluate(options: EvalOptions) -> None:
 
     Several GPUs or machines: accelerate launch -m specdec.cli eval gsm8k ...
     """
-    load("specdec.cli.bodies.measure_pair", "evaluate_task")(options)
+    load("specdec.cli.bodies.bench_rounds", "evaluate_task")(options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
