@@ -62,6 +62,11 @@ def train(drafter: TrainableDrafter, batches: TrainingBatches, settings: TrainSe
     step, spent, value = 0, 0.0, float("nan")
     if state_file.exists():
         state = torch.load(state_file, map_location=drafter.target.device, weights_only=True)
+        if "optimizers" not in state["optimizer"]:
+            raise ConfigError(
+                f"{state_file} holds the optimiser of an earlier version of specdec, which this one cannot go on with; "
+                "train into another --out, or delete its folder training"
+            )
         optimizer.load_state_dict(state["optimizer"])
         drafter.target_ids = state["target_ids"]  # those of today's answers may be others
         step, spent, value = state["step"], state["seconds"], state["loss"]
