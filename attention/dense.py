@@ -186,8 +186,8 @@ def paged_reference(
     block: Block | None,
     *,
     page_size: int,
-    block_len: torch.Tensor | None,
-    window: int | None,
+    block_len: torch.Tensor | None = None,
+    window: int | None = None,
     **options: Unpack[ScoreOptions],
 ) -> torch.Tensor:
     """What both Triton kernels compute, in float32, or in float64 if the query is; for the arguments see there.

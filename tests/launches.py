@@ -172,7 +172,7 @@ def attention(
     chunk: bool = False,
     begun: bool = False,
 ) -> None:
-    """What is asked of both families for such rows. begun: the table begins behind position 0, as windowed ones do."""
+    """Chains, trees, runs and frozen queries. begun: the table begins after position 0, as windowed ones do."""
     kv_heads, pages = 2, integers(batch, 640)
     query = numbers(batch, num_rows, kv_heads * group, head_dim, dtype=dtype).transpose(1, 2)
     pool_k, pool_v = (numbers(9999, kv_heads, head_dim, dtype=dtype) for _ in "kv")
@@ -189,12 +189,31 @@ def attention(
         query, pool_k, pool_v, own, pages, path_start, length, positions,
         page_size=page_size, scaling=0.1, block_len=held, window=window, softcap=cap, sinks=sink,
     )  # fmt: skip
-    new_k, new_v = (numbers(batch, num_rows, kv_heads, head_dim, dtype=dtype).transpose(1, 2) for _ in "kv")
-    words = integers(batch, num_rows, -(-num_rows // 64))
+
+
+def draft_level(
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    batch: int,
+    num_nodes: int,
+    level: int,
+    *,
+    page_size: int = 1,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: bool = False,
+) -> None:
+    """The newest `level` nodes of a draft of `num_nodes`."""
+    kv_heads = 2
+    block_k, block_v = (numbers(batch, num_nodes, kv_heads, head_dim, dtype=dtype).transpose(1, 2) for _ in "kv")
     paged_attention(
-        query, new_k if block else None, new_v if block else None, pool_k, pool_v, pages, start, length, positions,
-        page_size=page_size, scaling=0.1, ancestors=words if tree else None, block_len=held, window=window, softcap=cap,
-        sinks=sink,
+        numbers(batch, level, kv_heads * group, head_dim, dtype=dtype).transpose(1, 2), block_k, block_v,
+        integers(batch, num_nodes), integers(batch, level, -(-num_nodes // 64)),
+        *(numbers(9999, kv_heads, head_dim, dtype=dtype) for _ in "kv"),
+        integers(batch, 640), integers(batch), integers(batch, level),
+        page_size=page_size, scaling=0.1, window=window, softcap=cap,
+        sinks=numbers(kv_heads * group, dtype=dtype) if sinks else None,
     )  # fmt: skip
 
 
@@ -448,6 +467,9 @@ def usual() -> Iterator[Launch]:
     yield launch(attention, FP16, 64, 8, 512, sinks=True, chunk=True, window=128, page_size=16)  # gpt-oss
     yield launch(attention, BF16, 128, 4, 130, tree=True, cap=50.0)
     yield launch(attention, FP32, 80, 1, 5, page_size=16, tree=True, window=64)
+    yield launch(draft_level, BF16, 128, 4, 3, 80, 8, cap=50.0, sinks=True)  # two words of bits
+    yield launch(draft_level, FP32, 80, 1, 3, 5, 1, window=64)
+    yield launch(draft_level, BF16, 256, 4, 1, 16, 16, page_size=16)
     for exact in (False, True):
         yield launch(prompts, BF16, 512, 4, 16, exact=exact, window=None, cap=None)
         yield launch(prompts, BF16, 256, 4, 2048, exact=exact, window=512, cap=50.0)
@@ -510,6 +532,11 @@ def every() -> Iterator[Launch]:
         for window, cap in ((None, None), (512, None), (512, 50.0)):
             yield launch(attention, *shape, window=window, cap=cap, chunk=num_rows == 512)
         yield launch(attention, *shape, batch=40, page_size=16, tree=1 < num_rows < 512, sinks=True)
+        for (window, cap), page_size in product(((None, None), (512, None), (512, 50.0)), (1, 16)):
+            if num_rows < 512:
+                sizes = (40, 3 * num_rows, num_rows)
+                options = {"page_size": page_size, "window": window, "cap": cap}
+                yield launch(draft_level, dtype, head_dim, group, *sizes, **options)
         for (window, cap), exact in product(((None, None), (512, 50.0)), (False, True)):
             yield launch(prompts, *shape, exact=exact, window=window, cap=cap)
     for dtype, num_rows in product(DTYPES, (1, 20, 40, 100, 300, 600)):

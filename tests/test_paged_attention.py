@@ -46,9 +46,12 @@ def bushy(num_rows: int, seed: int = 0) -> list[int]:
     return [-1] + [int(torch.randint(0, i, (), generator=g)) for i in range(1, num_rows)]
 
 
-def bits_of(ancestors: torch.Tensor) -> torch.Tensor:
-    """[B, N, N] bool, N <= 64 -> [B, N]: bit j of row i is ancestors[:, i, j]; bit 63 is the sign."""
-    return (ancestors.long() << torch.arange(ancestors.shape[2])).sum(-1)
+def ancestor_words(ancestors: torch.Tensor) -> torch.Tensor:
+    """[B, N, M] bool -> [B, N, ceil(M / 64)], bit by bit; bit 63 of a word is its sign."""
+    out = torch.zeros((*ancestors.shape[:2], -(-ancestors.shape[2] // 64)), dtype=torch.int64)
+    for key in range(ancestors.shape[2]):
+        out[:, :, key // 64] += ancestors[:, :, key].long() << key % 64
+    return out
 
 
 class Case:
@@ -59,10 +62,7 @@ class Case:
         lengths: Sequence[int],
         num_rows: int,
         *,
-        kind: str = "tree",  # tree | causal | frozen
         parents: list[int] | None = None,
-        block_len: Sequence[int] | None = None,
-        starts: Sequence[int] | None = None,
         page_size: int = 1,
         heads: tuple[int, int] = (2, 1),
         head_dim: int = 8,
@@ -80,17 +80,16 @@ class Case:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=g).to(dtype)
 
-        self.lengths, self.starts = lengths, starts or [0] * batch
-        counts = [-(-(n - s) // page_size) if n > s else 0 for n, s in zip(lengths, self.starts, strict=True)]
+        counts = [-(-n // page_size) for n in lengths]
         num_slots = (1 + sum(counts) + 3) * page_size
         free = (torch.randperm(sum(counts) + 2, generator=g) + 1).tolist()
         pool_k, pool_v = (torch.full((num_slots, hkv, head_dim), float("nan"), dtype=dtype) for _ in range(2))
         pages = torch.zeros(batch, max(counts) + spare_pages, dtype=torch.int64)
         self.keys: list[list[tuple[int, torch.Tensor, torch.Tensor]]] = []
-        for b, (length, start) in enumerate(zip(lengths, self.starts, strict=True)):
+        for b, length in enumerate(lengths):
             keys = []
-            for p in range(start, length):
-                page, offset = divmod(p - start, page_size)
+            for p in range(length):
+                page, offset = divmod(p, page_size)
                 if offset == 0:
                     pages[b, page] = free.pop()
                 slot = int(pages[b, page]) * page_size + offset
@@ -98,39 +97,28 @@ class Case:
                 keys.append((p, pool_k[slot], pool_v[slot]))
             self.keys.append(keys)
         committed = torch.tensor(lengths)
-        self.valid = list(block_len) if block_len is not None else [num_rows] * batch
         parents = parents or chain(num_rows)
         tree = DraftTree.from_parents(torch.zeros(batch, num_rows).long(), torch.tensor([parents] * batch))
-        depth = tree.depth if kind == "tree" else torch.arange(num_rows).expand(batch, num_rows)
-        if kind == "frozen":
-            depth = torch.zeros_like(depth)
-        self.sees = (
-            tree.ancestors if kind == "tree" else torch.ones(num_rows, num_rows).tril().bool().expand(batch, -1, -1)
-        )
+        self.sees = tree.ancestors
+        positions = committed[:, None] + tree.depth
         # queries and block keys as a packed projection leaves them: [B, N, H, D], transposed
-        block = kind != "frozen"
         self.args: dict[str, Any] = {
             "query": normal(batch, num_rows, hq, head_dim).transpose(1, 2),
-            "block_k": normal(batch, num_rows, hkv, head_dim).transpose(1, 2) if block else None,
-            "block_v": normal(batch, num_rows, hkv, head_dim).transpose(1, 2) if block else None,
+            "block_k": normal(batch, num_rows, hkv, head_dim).transpose(1, 2),
+            "block_v": normal(batch, num_rows, hkv, head_dim).transpose(1, 2),
+            "block_positions": positions,
+            "ancestors": ancestor_words(tree.ancestors),
             "pool_k": pool_k,
             "pool_v": pool_v,
             "pages": pages,
-            "start": torch.tensor(self.starts),
             "committed_len": committed,
-            "positions": committed[:, None] + depth,
+            "positions": positions,
             "page_size": page_size,
             "scaling": head_dim**-0.5 * 1.5,
-            "ancestors": bits_of(tree.ancestors) if kind == "tree" else None,
-            "block_len": torch.tensor(block_len) if block_len is not None else None,
             "window": window,
             "softcap": softcap,
             "sinks": normal(hq) if sinks else None,
         }
-        if block_len is not None and block:
-            for b, n in enumerate(block_len):  # what padded rows hold is nobody's business
-                self.args["block_k"][b, :, n:] = float("nan")
-                self.args["block_v"][b, :, n:] = float("nan")
 
     def dense(self) -> torch.Tensor:
         """Every output by the definition: one query, one list of visible keys, one softmax."""
@@ -140,13 +128,12 @@ class Case:
         group = hq // a["pool_k"].shape[1]
         out = torch.zeros(batch, num_rows, hq, head_dim, dtype=torch.float64)
         for b in range(batch):
-            for i in range(self.valid[b]):
+            for i in range(num_rows):
                 position = int(a["positions"][b, i])
-                seen = [(p, k, v) for p, k, v in self.keys[b]]
-                if a["block_k"] is not None:
-                    for j in range(self.valid[b]):
-                        if self.sees[b, i, j]:
-                            seen.append((int(a["positions"][b, j]), a["block_k"][b, :, j], a["block_v"][b, :, j]))
+                seen = list(self.keys[b])
+                for j in range(num_rows):
+                    if self.sees[b, i, j]:
+                        seen.append((int(a["block_positions"][b, j]), a["block_k"][b, :, j], a["block_v"][b, :, j]))
                 seen = [key for key in seen if window is None or position - key[0] < window]
                 if not seen:
                     continue
@@ -212,21 +199,6 @@ def test_windows_go_by_depth_and_may_be_smaller_than_the_tree(window: int, page_
     Case([40, 3, 0], 8, parents=parents, window=window, page_size=page_size).check(tiles=SMALL)
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("kind", ["tree", "frozen", "causal"])
-def test_evicted_prefixes(kind: str, page_size: int) -> None:
-    starts = [page_size * (60 // page_size), 0, page_size]
-    Case([75, 4, 40], 3, kind=kind, starts=starts, window=12, page_size=page_size, sinks=True).check(tiles=SMALL)
-
-
-def ancestor_words(ancestors: torch.Tensor) -> torch.Tensor:
-    """[B, N, M] bool -> [B, N, ceil(M / 64)], bit by bit."""
-    out = torch.zeros((*ancestors.shape[:2], -(-ancestors.shape[2] // 64)), dtype=torch.int64)
-    for key in range(ancestors.shape[2]):
-        out[:, :, key // 64] += ancestors[:, :, key].long() << key % 64
-    return out
-
-
 @deep_cases("three words-3")
 @pytest.mark.parametrize("page_size", [1, 3])
 @pytest.mark.parametrize(
@@ -245,15 +217,15 @@ def test_the_newest_level_of_a_draft(parents: list[int], first: int, options: di
     """Fewer queries than block keys: rows `first`, ... of a tree, among the keys of all its nodes."""
     case = Case([40, 0, 9], len(parents), parents=parents, page_size=page_size, heads=(4, 2), **options)
     expected, a = case.dense()[:, first:], case.args
-    a["block_positions"], a["ancestors"] = a["positions"], ancestor_words(case.sees)[:, first:]
-    a["positions"], a["query"] = a["positions"][:, first:], a["query"][:, :, first:]
+    a["ancestors"], a["positions"] = a["ancestors"][:, first:], a["positions"][:, first:]
+    a["query"] = a["query"][:, :, first:]
     for out in (case.run(tiles=SMALL), reference_paged_attention(**a)):
         torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=2e-5)
 
 
 def test_a_query_whose_window_holds_nothing_is_zero() -> None:
-    case = Case([40, 2], 2, kind="frozen", window=3, sinks=True)
-    case.args["positions"] += torch.tensor([[0], [9]])  # row 1 looks from far behind its two keys
+    case = Case([40, 2], 2, window=3, sinks=True)
+    case.args["positions"] = case.args["positions"] + torch.tensor([[0], [9]])  # row 1 looks from far past its keys
     case.check(tiles=SMALL)
     torch.testing.assert_close(case.run(tiles=SMALL)[1], torch.zeros(2, 2, 8))
 
@@ -261,22 +233,8 @@ def test_a_query_whose_window_holds_nothing_is_zero() -> None:
 @pytest.mark.parametrize(
     "extras", [{"softcap": 1.5}, {"sinks": True}, {"softcap": 2.0, "sinks": True, "window": 9}], ids=str
 )
-@pytest.mark.parametrize("kind", ["tree", "causal"])
-def test_softcap_and_sinks(kind: str, extras: dict[str, Any]) -> None:
-    Case([50, 0, 1], 5, kind=kind, heads=(4, 2), **extras).check(tiles=SMALL)
-
-
-@pytest.mark.parametrize("num_rows", [1, 4, 17])
-def test_frozen_queries_read_the_committed_prefix_only(num_rows: int) -> None:
-    Case([33, 1, 0], num_rows, kind="frozen", heads=(4, 2), spare_pages=3).check(tiles=SMALL)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 5, 20])
-@pytest.mark.parametrize("num_rows", [1, 17, 63])
-def test_prefill_chunks(num_rows: int, window: int | None) -> None:
-    block_len = [num_rows, max(1, num_rows // 2), 0]
-    Case([0, 21, 9], num_rows, kind="causal", block_len=block_len, window=window, heads=(3, 1)).check(tiles=SMALL)
+def test_softcap_and_sinks(extras: dict[str, Any]) -> None:
+    Case([50, 0, 1], 5, heads=(4, 2), **extras).check(tiles=SMALL)
 
 
 @pytest.mark.parametrize("head_dim", [16, 40, 80, 512])
@@ -293,7 +251,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 def test_default_tiles() -> None:
-    Case([150, 7], 3, starts=[15, 0], page_size=3, heads=(4, 2)).check()
+    Case([150, 7], 3, page_size=3, heads=(4, 2), spare_pages=3).check()
 
 
 def test_more_splits_than_are_merged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,35 +260,6 @@ def test_more_splits_than_are_merged_at_once(monkeypatch: pytest.MonkeyPatch) ->
     case = Case([240], 1, heads=(1, 1))
     case.keys[0][230][1].copy_(4 * case.args["query"][0, 0, 0])  # in the pool, too: the largest score comes late
     case.check(tiles=SMALL)
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_an_empty_prefix_that_starts_within_a_tile_reads_nothing(window: int | None) -> None:
-    """Three splits, of which the block takes a share: that must not make a tile of no keys, read at column -1."""
-    case = Case([5, 300], 4, starts=[5, 0], window=window)
-    pages = torch.full((2, 1 + case.args["pages"].shape[1]), 1 << 40)  # in front of the table: pages beyond all memory
-    pages[:, 1:] = case.args["pages"]
-    case.args["pages"] = pages[:, 1:]
-    case.check(tiles=SMALL)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("window", [1, 64, 128, 512])
-def test_a_tile_of_rows_that_do_not_exist_loads_nothing_ahead(window: int) -> None:
-    """Its oldest key lay so near the largest integer that the tile after next did not: it was read at column 2^31."""
-    num_rows, heads, head_dim = 260, (16, 2), 64
-    k, v = (torch.randn(2, heads[1], num_rows, head_dim, dtype=torch.bfloat16, device="cuda") for _ in "kv")
-    query = torch.randn(2, heads[0], num_rows, head_dim, dtype=torch.bfloat16, device="cuda")
-    pool = torch.zeros(4, heads[1], head_dim, dtype=torch.bfloat16, device="cuda")
-    lengths = torch.zeros(2, dtype=torch.int64, device="cuda")
-    args = (query, k, v, pool, pool, torch.full((2, 1), 1 << 40, device="cuda"), lengths, lengths)
-    positions = torch.arange(num_rows, device="cuda").expand(2, -1)
-    block_len = torch.tensor([num_rows, 20], device="cuda")
-    options = {"page_size": 1, "scaling": 0.1, "block_len": block_len, "window": window}
-    got = paged_attention(*args, positions, **options)  # a fault would end the process
-    pages = torch.zeros_like(args[5])  # the reference looks up every page
-    want = reference_paged_attention(*args[:5], pages, *args[6:], positions, **options)
-    torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-2)
 
 
 def test_tiles_shrink_until_they_fit_the_shared_memory() -> None:
@@ -349,7 +278,7 @@ def test_strides_and_index_dtypes() -> None:
     a = case.args
     expected = case.run(tiles=SMALL)
     a["pages"], a["positions"] = a["pages"].int().t().contiguous().t(), a["positions"].int()
-    a["committed_len"], a["start"] = a["committed_len"].int(), a["start"].int()
+    a["committed_len"] = a["committed_len"].int()
     a["pool_k"] = a["pool_k"].transpose(0, 1).contiguous().transpose(0, 1)  # heads first
     a["pool_v"] = torch.stack([a["pool_v"], a["pool_v"]], -1)[..., 1]  # every other element
     a["query"] = a["query"].transpose(0, 3).contiguous().transpose(0, 3)

@@ -26,7 +26,8 @@ from result_table import ResultTable, Row
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from specdec.attention.bridge import AttentionCall
-from specdec.attention.kernels.paged_attention import paged_attention
+from specdec.attention.kernels.own_keys import own_keys
+from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.gpu.operations import FAST, KERNELS
 from specdec.kvcache.index_spaces import FullLoc
 from specdec.kvcache.layout import layout_from_config
@@ -223,17 +224,20 @@ class BenchContext:
         order = 1 + torch.randperm(batch * length, device=DEVICE).view(batch, length)
         window = config.sliding_window
         self.pages = {None: order[:, :CONTEXT].contiguous(), window: order[:, CONTEXT - window : CONTEXT].contiguous()}
-        zeros = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
-        self.start = {None: zeros, window: zeros + CONTEXT - window}
-        self.slots = FullLoc(order[:, CONTEXT:].flatten().contiguous())
-        self.committed_len = zeros + CONTEXT
+        self.committed_len = torch.full((batch,), CONTEXT, device=DEVICE)
+        self.start = {None: None, window: self.committed_len - window}
+        write = order[:, CONTEXT:].contiguous()
+        self.slots = FullLoc(write.flatten())
+        self.own = {
+            each: own_keys(self.pages[each], self.start[each], self.committed_len, write, page_size=1)
+            for each in self.pages
+        }
         self.positions = self.committed_len[:, None] + torch.arange(nodes, device=DEVICE)
         self.pools = {
             spec.layer: [randn(batch * length + 1, spec.num_kv_heads, spec.head_dim) for _ in "kv"]
             for spec in self.layout.layers
             if spec.owner == spec.layer
         }
-        self.lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def destination(self, layer: int) -> Destination | None:
         return Destination(*self.pools[layer], self.slots) if layer in self.pools else None
@@ -251,12 +255,9 @@ class BenchContext:
     ) -> torch.Tensor:
         assert softcap is None, "no model measured here has a softcap on its attention"
         spec = self.layout.layers[layer]
-        if k is not None and v is not None:
-            self.lent[layer] = k, v
-        rows = (q, *self.lent[spec.owner])
-        by_request = [x.view(self.batch, self.nodes, *x.shape[1:]).transpose(1, 2) for x in rows]
-        out = paged_attention(
-            *(*by_request, *self.pools[spec.owner], self.pages[spec.window], self.start[spec.window]),
+        out = tree_attention(
+            q.view(self.batch, self.nodes, *q.shape[1:]).transpose(1, 2),
+            *(*self.pools[spec.owner], self.own[spec.window], self.pages[spec.window], self.start[spec.window]),
             *(self.committed_len, self.positions),
             page_size=1,
             scaling=scaling,

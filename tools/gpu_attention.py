@@ -1,4 +1,4 @@
-"""Check the paged attention kernels on a GPU against float64, then time them against measured bandwidth.
+"""Check the attention of drafts on a GPU against float64, then time it against measured bandwidth.
 
     python tools/gpu_attention.py [--check] [--tune CASE] [--json FILE]
 
@@ -36,14 +36,15 @@ def make(
     head_dim: int,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    kind: str = "tree",
     page_size: int = 1,
     window: int | None = None,
     ragged: bool = False,
     seed: int = 0,
-    **extra: Any,
+    evicted: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of `paged_attention`: shuffled pages, NaN in every slot that holds no committed key."""
+    """A committed prefix in shuffled pages, NaN in every slot that holds none of it, and a block of rows after it.
+
+    ragged: prefixes of up to `length` keys. evicted: tables begin with what the window needs."""
     g = torch.Generator(DEVICE).manual_seed(seed)
     hq, hkv = heads
 
@@ -55,7 +56,7 @@ def make(
         committed = torch.randint(0, length + 1, (batch,), generator=g, device=DEVICE)
     start = torch.zeros_like(committed)
     width = length
-    if window is not None:
+    if evicted and window is not None:
         start = (committed - window - num_rows).clamp(min=0) // page_size * page_size
         width = min(length, window + num_rows + page_size)
     num_pages = -(-width // page_size)
@@ -67,32 +68,52 @@ def make(
         for _ in range(2)
     )
     pool_k[slots[held]], pool_v[slots[held]] = (normal(int(held.sum()), hkv, head_dim) for _ in range(2))
-    rows = torch.arange(num_rows, device=DEVICE)
-    depth, ancestors = rows.expand(batch, -1), None
-    if kind == "tree":  # node n hangs under node (n - 1) // 2
-        chains = [[0]]
-        for n in range(1, num_rows):
-            chains.append([*chains[(n - 1) // 2], n])
-        bits = [sum(1 << n for n in chain) for chain in chains]
-        bits = [b - (1 << 64) if b >= 1 << 63 else b for b in bits]
-        ancestors = torch.tensor(bits, device=DEVICE).repeat(batch, 1)
-        depth = torch.tensor([len(chain) - 1 for chain in chains], device=DEVICE).expand(batch, -1)
-    block = [None, None] if kind == "frozen" else [normal(batch, num_rows, hkv, head_dim).transpose(1, 2) for _ in "kv"]
+    query, block_k, block_v = (normal(batch, num_rows, count, head_dim).transpose(1, 2) for count in (hq, hkv, hkv))
     return {
-        "query": normal(batch, num_rows, hq, head_dim).transpose(1, 2),
-        "block_k": block[0],
-        "block_v": block[1],
+        "query": query,
+        "block_k": block_k,
+        "block_v": block_v,
         "pool_k": pool_k,
         "pool_v": pool_v,
         "pages": pages,
         "start": start,
         "committed_len": committed,
-        "positions": committed[:, None] + (torch.zeros_like(depth) if kind == "frozen" else depth),
         "page_size": page_size,
         "scaling": head_dim**-0.5,
-        "ancestors": ancestors,
         "window": window,
-        **extra,
+    }
+
+
+def binary(num_nodes: int) -> list[int]:
+    """Parents: node n is a child of node (n - 1) // 2."""
+    return [-1] + [(n - 1) // 2 for n in range(1, num_nodes)]
+
+
+def depths(parents: list[int]) -> list[int]:
+    found: list[int] = []
+    for parent in parents:
+        found.append(0 if parent < 0 else found[parent] + 1)
+    return found
+
+
+def draft(level: int | None = None, **shape: Any) -> dict[str, Any]:
+    """Arguments of `paged_attention`: the newest `level` nodes of a binary tree of `num_rows`; None: all of them."""
+    args = make(**shape)
+    del args["start"]
+    batch, num_nodes = shape["batch"], shape["num_rows"]
+    newest = slice(num_nodes - (level or num_nodes), None)
+    parents = binary(num_nodes)
+    bits = torch.zeros((num_nodes, -(-num_nodes // pa.WORD)), dtype=torch.int64)
+    for node, parent in enumerate(parents):
+        bits[node] = bits[parent] if parent >= 0 else 0
+        bits[node, node // pa.WORD] |= torch.tensor(1) << node % pa.WORD
+    positions = args["committed_len"][:, None] + torch.tensor(depths(parents), device=DEVICE)
+    return {
+        **args,
+        "query": args["query"][:, :, newest],
+        "block_positions": positions,
+        "positions": positions[:, newest],
+        "ancestors": bits[newest].to(DEVICE).repeat(batch, 1, 1),
     }
 
 
@@ -102,9 +123,9 @@ def case(batch: int, length: int, num_rows: int, heads: tuple[int, int], head_di
 
 
 CHECKS: dict[str, dict[str, Any]] = {
-    "verify": case(3, 1000, 16, (8, 2), 256),
-    "verify, ragged, 64 nodes": case(5, 700, 64, (8, 2), 256, ragged=True),
-    "decode": case(4, 3001, 1, (8, 1), 128, ragged=True),
+    "tree of 16": case(3, 1000, 16, (8, 2), 256),
+    "ragged, 64 nodes": case(5, 700, 64, (8, 2), 256, ragged=True),
+    "one node": case(4, 3001, 1, (8, 1), 128, ragged=True),
     "window < depth": case(2, 300, 63, (4, 4), 64, window=3),
     "window, pages of 16": case(3, 900, 17, (8, 2), 256, window=512, page_size=16),
     "pages of 3": case(3, 500, 3, (4, 2), 96, page_size=3),
@@ -112,26 +133,25 @@ CHECKS: dict[str, dict[str, Any]] = {
     "head 512, one head": case(2, 777, 4, (8, 1), 512, page_size=16),
     "head 80": case(2, 333, 5, (6, 2), 80, ragged=True),
     "softcap, sinks": case(2, 300, 7, (8, 8), 64, softcap=20.0, sinks=1),
-    "frozen": case(3, 400, 4, (4, 2), 256, kind="frozen", window=128),
-    "verify, 8 nodes": case(3, 1000, 8, (8, 2), 256),
-    "prefill": case(2, 300, 500, (8, 2), 256, kind="causal"),
-    "prefill of 9 rows": case(2, 300, 9, (8, 2), 256, kind="causal"),
-    "prefill, window": case(2, 600, 700, (8, 2), 256, kind="causal", window=128),
-    "prefill, head 512": case(1, 64, 257, (8, 2), 512, kind="causal"),
-    "prefill, head 128": case(1, 0, 333, (8, 8), 128, kind="causal"),
-    "nothing": case(2, 0, 1, (8, 2), 256, kind="frozen"),
+    "8 nodes": case(3, 1000, 8, (8, 2), 256),
+    "nothing committed": case(2, 0, 1, (8, 2), 256),
+}
+
+
+LEVELS: dict[str, dict[str, Any]] = {
+    "level of 8 of 200": case(3, 1000, 200, (8, 2), 256, level=8),
+    "level of 16 of 80, window": case(3, 700, 80, (32, 8), 128, level=16, window=128),
 }
 
 
 def error(shape: dict[str, Any], dtype: torch.dtype) -> float:
     """|out - reference| / |reference|, the reference in float64."""
     shape = dict(shape)
-    sinks = shape.pop("sinks", None)
-    args = make(**shape, dtype=dtype)
+    sinks, softcap = shape.pop("sinks", None), shape.pop("softcap", None)
+    args = draft(**shape, dtype=dtype)
     if sinks:
         args["sinks"] = torch.linspace(-1, 2, args["query"].shape[1], device=DEVICE).to(dtype)
-    if shape.get("kind") == "causal":
-        args["block_len"] = torch.arange(shape["batch"], device=DEVICE) * -7 + shape["num_rows"]
+    args["softcap"] = softcap
     poison = torch.full((1 if ON_CPU else 64 << 20,), torch.nan, device=DEVICE)  # what torch.empty will hand out
     del poison
     out = pa.paged_attention(**args).double()
@@ -151,7 +171,7 @@ def reduced(shape: dict[str, Any]) -> dict[str, Any]:
 def check_rows(quick: bool = False) -> Iterator[Row]:
     """Every case in every dtype against float64."""
     dtypes = {label: entry for label, entry in DTYPES.items() if not (ON_CPU and label == "bf16")}  # not interpreted
-    for name, shape in CHECKS.items():
+    for name, shape in (CHECKS | LEVELS).items():
         cells, good = [], True
         for label, (dtype, limit) in dtypes.items():
             try:
@@ -165,8 +185,8 @@ def check_rows(quick: bool = False) -> Iterator[Row]:
         return
     before = len(compiled())
     for length, num_rows in itertools.product([5, 16, 1024, 2000], [9, 16]):
-        pa.paged_attention(**make(2, length, num_rows, (8, 2), 256))
-        pa.paged_attention(**make(2, length, num_rows, (8, 2), 256, window=64))
+        for window in (None, 64):
+            pa.paged_attention(**draft(**case(2, length, num_rows, (8, 2), 256, window=window)))
     yield Row("attention: variants compiled for 16 launches of other lengths", str(len(compiled()) - before))
 
 
@@ -232,24 +252,19 @@ def bandwidth() -> tuple[float, float]:
 
 
 TIMED: dict[str, dict[str, Any]] = {
-    "verify": case(8, 8192, 16, (8, 2), 256),
-    "decode": case(8, 8192, 1, (8, 2), 256),
-    "verify 8 nodes": case(8, 8192, 8, (8, 2), 256),
-    "verify 64 nodes": case(8, 8192, 64, (8, 2), 256),
-    "verify pages of 16": case(8, 8192, 16, (8, 2), 256, page_size=16),
-    "frozen": case(8, 8192, 1, (4, 2), 256, kind="frozen"),
-    "verify window 1024": case(8, 8192, 16, (8, 2), 256, window=1024),
-    "verify head 512": case(8, 8192, 16, (8, 2), 512),
-    "decode head 512": case(8, 8192, 1, (8, 2), 512),
-    "verify head 128": case(8, 8192, 16, (32, 8), 128),
-    "decode head 128": case(8, 8192, 1, (32, 8), 128),
-    "verify batch 1": case(1, 8192, 16, (8, 2), 256),
-    "verify batch 1, 64k": case(1, 65536, 16, (8, 2), 256),
-    "prefill 2048": case(1, 0, 2048, (8, 2), 256, kind="causal"),
-    "prefill 2048 on 8k": case(1, 8192, 2048, (8, 2), 256, kind="causal"),
-    "prefill 2048 window": case(1, 8192, 2048, (8, 2), 256, kind="causal", window=1024),
-    "prefill 2048 head 128": case(1, 0, 2048, (32, 8), 128, kind="causal"),
-    "prefill 2048 head 512": case(1, 0, 2048, (8, 2), 512, kind="causal"),
+    "one node": case(8, 8192, 1, (8, 2), 256),
+    "8 nodes": case(8, 8192, 8, (8, 2), 256),
+    "16 nodes": case(8, 8192, 16, (8, 2), 256),
+    "64 nodes": case(8, 8192, 64, (8, 2), 256),
+    "pages of 16": case(8, 8192, 16, (8, 2), 256, page_size=16),
+    "window 1024": case(8, 8192, 16, (8, 2), 256, window=1024),
+    "head 512": case(8, 8192, 16, (8, 2), 512),
+    "one node, head 512": case(8, 8192, 1, (8, 2), 512),
+    "head 128": case(8, 8192, 16, (32, 8), 128),
+    "one node, head 128": case(8, 8192, 1, (32, 8), 128),
+    "level of 8 of 48, head 128": case(8, 8192, 48, (32, 8), 128, level=8),
+    "batch 1": case(1, 8192, 16, (8, 2), 256),
+    "batch 1, 64k": case(1, 65536, 16, (8, 2), 256),
 }
 
 
@@ -260,18 +275,11 @@ def kv_bytes(shape: dict[str, Any]) -> int:
     return 2 * shape["batch"] * keys * shape["heads"][1] * shape["head_dim"] * 2
 
 
-def flops(shape: dict[str, Any]) -> int:
-    """Of a causal shape: four operations a pair of visible row and key, head and channel."""
-    window = shape.get("window") or 1 << 40
-    pairs = sum(min(shape["length"] + i + 1, window) for i in range(shape["num_rows"]))
-    return 4 * shape["batch"] * pairs * shape["heads"][0] * shape["head_dim"]
-
-
 def seconds_of(shape: dict[str, Any], **options: Any) -> float:
     sets = max(4, min(64, -(-400_000_000 // kv_bytes(shape))))
     calls = []
     for seed in range(sets):
-        args = make(**shape, seed=seed)
+        args = draft(**shape, seed=seed)
         calls.append(lambda args=args: pa.paged_attention(**args, **options))
     return graph_time(calls)
 
@@ -280,12 +288,10 @@ def timed(read: float) -> Iterator[dict[str, Any]]:
     """Figures of every timed shape; `read`: bytes a second that the device can read."""
     for name, shape in TIMED.items():
         seconds, size = seconds_of(shape), kv_bytes(shape)
-        work = flops(shape) if shape.get("kind") == "causal" else 0
         yield {
             "case": name,
             **shape,
             "bytes": size,
-            "flops": work,
             "seconds": seconds,
             "of_read": size / seconds / read,
         }
@@ -294,8 +300,8 @@ def timed(read: float) -> Iterator[dict[str, Any]]:
 def tune(name: str, read: float) -> None:
     """Every sensible tiling of one shape, best first."""
     shape = TIMED[name]
-    packed = shape["num_rows"] * shape["heads"][0] // shape["heads"][1]
-    rows = sorted({min(m, pa._power_of_two(packed)) for m in (16, 32, 64, 128)})
+    packed = (shape.get("level") or shape["num_rows"]) * shape["heads"][0] // shape["heads"][1]
+    rows = sorted({min(m, max(16, triton.next_power_of_2(packed))) for m in (16, 32, 64, 128)})
     found = []
     for m, k, w, s, waves in itertools.product(rows, (16, 32, 64), (4, 8), (2, 3, 5, 7), (1.0, 2.0)):
         if m < min(64, packed) or (m * k < 512 and w == 8):
@@ -328,12 +334,11 @@ def main() -> int:
         tune(name, read)
     if options.tune:
         return 0
-    print(table_head("case, bf16", "MB of K, V", "us", "GB/s", "of read", "TFLOP/s"))
+    print(table_head("case, bf16", "MB of K, V", "us", "GB/s", "of read"))
     figures = []
     for figure in timed(read):
-        speed = f"{figure['flops'] / figure['seconds'] / 1e12:.0f}" if figure["flops"] else ""
         cells = [figure["case"], f"{figure['bytes'] / 1e6:.1f}", f"{figure['seconds'] * 1e6:.1f}"]
-        cells += [f"{figure['bytes'] / figure['seconds'] / 1e9:.0f}", f"{figure['of_read']:.1%}", speed]
+        cells += [f"{figure['bytes'] / figure['seconds'] / 1e9:.0f}", f"{figure['of_read']:.1%}"]
         print(table_row(cells))
         figures.append(figure)
     if options.json:

@@ -26,7 +26,6 @@ import torch
 from result_table import ResultTable, Row
 
 from specdec.attention.kernels.own_keys import own_keys
-from specdec.attention.kernels.paged_attention import paged_attention
 from specdec.attention.kernels.tree_attention import RowTiles, tree_attention
 from specdec.attention.trees.tree import DraftTree
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
@@ -310,7 +309,7 @@ def product_rows() -> list[Row]:
 
 
 def prompt_attention_rows() -> list[Row]:
-    """A prompt of 2,048 tokens in one chunk, by the default's kernel and by the tree's in other row tiles."""
+    """A prompt of 2,048 tokens in one chunk, in other row tiles."""
     rows = []
     length = 16 if ON_CPU else 2048
     zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
@@ -321,15 +320,11 @@ def prompt_attention_rows() -> list[Row]:
     for head_dim, window in ((256, 512), (512, None)):
         query = randn(1, 8, length, head_dim)
         pools = [randn(length + 1, 2, head_dim) for _ in "kv"]
-        k, v = (pool[1:][None].transpose(1, 2) for pool in pools)
         shape = {"page_size": 1, "scaling": head_dim**-0.5, "window": window, "block_len": block_len}
         own = own_keys(pages, None, zero, slots, page_size=1)
 
         def tree(tiles: RowTiles | None, query=query, pools=pools, own=own, shape=shape) -> torch.Tensor:
             return tree_attention(query, *pools, own, pages, None, zero, positions, tiles=tiles, **shape)
-
-        def default(query=query, pools=pools, k=k, v=v, shape=shape) -> torch.Tensor:
-            return paged_attention(query, k, v, *pools, pages, zero, zero, positions, **shape)
 
         want, equal, found = tree(None), True, []
         shapes = [(16, 4), (32, 4), (64, 4), (64, 8)]
@@ -341,9 +336,9 @@ def prompt_attention_rows() -> list[Row]:
             except Exception as error:  # too large for the device
                 print(head_dim, tiles, type(error).__name__)
         cells = " ".join(f"{us:.0f} {tiles}" for us, tiles in sorted(found)[:4])
-        chosen, other = microseconds(lambda tree=tree: tree(None), 8), microseconds(default, 8)
+        chosen = microseconds(lambda tree=tree: tree(None), 8)
         what = f"prompt attention, head {head_dim}, window {window}"
-        note = f"chosen {chosen:.0f} us, default's kernel {other:.0f}; best: {cells}"
+        note = f"chosen {chosen:.0f} us; best: {cells}"
         rows.append(Row(what, "bits equal" if equal else "other bits", note, equal))
     return rows
 

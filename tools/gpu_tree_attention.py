@@ -1,4 +1,4 @@
-"""Check tree attention on a GPU, closeness and bits, then time it against read bandwidth and `paged_attention`.
+"""Check tree attention on a GPU, closeness and bits, then time it against read bandwidth.
 
     python tools/gpu_tree_attention.py [--quick] [--parts bits timings] [--only TEXT] [--tune SHAPE] [--out table.md]
 
@@ -27,7 +27,6 @@ import torch
 from result_table import ResultTable, Row
 
 from specdec.attention.kernels.own_keys import OwnKeys, own_keys
-from specdec.attention.kernels.paged_attention import paged_attention
 from specdec.attention.kernels.tree_attention import (
     RowTiles,
     choose_cut,
@@ -35,6 +34,7 @@ from specdec.attention.kernels.tree_attention import (
     reference_tree_attention,
     tree_attention,
 )
+from specdec.gpu.triton_device import device_limits
 
 E4B_SLIDING = {"heads": (8, 2), "head_dim": 256, "window": 512}
 E4B_FULL = {"heads": (8, 2), "head_dim": 512}
@@ -43,23 +43,23 @@ LLAMA_8B = {"heads": (32, 8), "head_dim": 128}
 MODELS = {"E4B sliding": E4B_SLIDING, "E4B full": E4B_FULL, "Llama-8B": LLAMA_8B}
 
 
-def binary(num_nodes: int) -> list[int]:
-    return [-1] + [(n - 1) // 2 for n in range(1, num_nodes)]
-
-
 def arguments(shape: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor | None, torch.Tensor | None]:
-    """(arguments of `tree_attention` less `own`, write, parents): those of `paged_attention`, the block in the pool."""
-    kind, (batch, num_rows) = shape.get("kind", "tree"), (shape["batch"], shape["num_rows"])
-    args = gpu_attention.make(**{**shape, "kind": kind if kind == "frozen" else "causal"})
-    block_k, block_v, _ = args.pop("block_k"), args.pop("block_v"), args.pop("ancestors")
-    parents = None
-    if kind == "tree":
-        parents = torch.tensor(binary(num_rows), device=DEVICE).expand(batch, -1)
-        args["positions"] = args["committed_len"][:, None] + torch.tensor(gpu_depths(binary(num_rows)), device=DEVICE)
+    """(arguments of `tree_attention` less `own`, write, parents) of "tree", "chain", "causal" or "frozen" rows."""
+    shape = dict(shape)
+    kind, (batch, num_rows) = shape.pop("kind", "tree"), (shape["batch"], shape["num_rows"])
+    args = gpu_attention.make(**shape, evicted=True)
+    block_k, block_v = args.pop("block_k"), args.pop("block_v")
     if shape.get("window") is None:
         args["start"] = None
-    if block_k is None:
+    length, parents = args["committed_len"][:, None], None
+    args["positions"] = length + torch.arange(num_rows, device=DEVICE)
+    if kind == "frozen":
+        args["positions"] = length.expand(-1, num_rows)
         return args, None, None
+    if kind == "tree":
+        tree = gpu_attention.binary(num_rows)
+        parents = torch.tensor(tree, device=DEVICE).expand(batch, -1)
+        args["positions"] = length + torch.tensor(gpu_attention.depths(tree), device=DEVICE)
     size = args["page_size"]
     spare = -(-batch * num_rows // size) * size - batch * num_rows
     write = torch.arange(batch * num_rows, device=DEVICE).view(batch, num_rows) + len(args["pool_k"])
@@ -75,13 +75,14 @@ def table_of(args: dict[str, Any]) -> dict[str, Any]:
 
 def close_error(shape: dict[str, Any], dtype: torch.dtype, **options: Any) -> float:
     shape = dict(shape)
-    sinks = shape.pop("sinks", None)
+    sinks, softcap = shape.pop("sinks", None), shape.pop("softcap", None)
     args, write, parents = arguments({**shape, "dtype": dtype})
     if sinks:
         args["sinks"] = torch.linspace(-1, 2, args["query"].shape[1], device=DEVICE).to(dtype)
     if shape.get("kind") == "causal":
         args["block_len"] = torch.arange(shape["batch"], device=DEVICE) * -7 + shape["num_rows"]
         args["block_len"].clamp_(min=1)
+    args["softcap"] = softcap
     poison = torch.full((1 if ON_CPU else 64 << 20,), torch.nan, device=DEVICE)  # what torch.empty will hand out
     del poison
     out = tree_attention(own=own_keys(**table_of(args), write=write, parents=parents), **args, **options).double()
@@ -101,6 +102,13 @@ def closeness_cases() -> dict[str, dict[str, Any]]:
         **gpu_attention.CHECKS,
         "verify, 200 nodes": case(2, 700, 200, (8, 2), 256),
         "chain of 8": case(3, 1000, 8, (8, 2), 256, kind="chain"),
+        "frozen": case(3, 400, 4, (4, 2), 256, kind="frozen", window=128),
+        "prefill": case(2, 300, 500, (8, 2), 256, kind="causal"),
+        "prefill of 9 rows": case(2, 300, 9, (8, 2), 256, kind="causal"),
+        "prefill, window": case(2, 600, 700, (8, 2), 256, kind="causal", window=128),
+        "prefill, head 512": case(1, 64, 257, (8, 2), 512, kind="causal"),
+        "prefill, head 128": case(1, 0, 333, (8, 8), 128, kind="causal"),
+        "nothing": case(2, 0, 1, (8, 2), 256, kind="frozen"),
         "head 112": case(2, 333, 5, (6, 2), 112, ragged=True),
     }
 
@@ -151,7 +159,7 @@ class Text:
         write = torch.where(true, self.slots[ids.clamp(min=0)], self.first_junk + junk)
         query = torch.where(true[..., None, None], self.query[ids.clamp(min=0)], self.junk[junk])
         committed = torch.tensor(begins, device=DEVICE)
-        depth = torch.tensor(gpu_depths(parents) if parents else list(range(num_rows)), device=DEVICE)
+        depth = torch.tensor(gpu_attention.depths(parents) if parents else list(range(num_rows)), device=DEVICE)
         width = options.pop("width", -(-max(begins) // self.page_size))
         pages = torch.zeros(batch, width, dtype=torch.int64, device=DEVICE)
         pages[:, : len(self.pages)] = self.pages[:width]
@@ -180,18 +188,11 @@ class Text:
         )
 
 
-def gpu_depths(parents: list[int]) -> list[int]:
-    found: list[int] = []
-    for parent in parents:
-        found.append(0 if parent < 0 else found[parent] + 1)
-    return found
-
-
 def planted(num_nodes: int, begin: int, seed: int) -> tuple[list[int], list[int]]:
     """(parents, nodes): a random tree, the true tokens on the path to its deepest node and junk elsewhere."""
     rng = random.Random(seed)
     parents = [-1] + [rng.randrange(max(0, n - 5), n) for n in range(1, num_nodes)]
-    depth = gpu_depths(parents)
+    depth = gpu_attention.depths(parents)
     node, nodes = max(range(num_nodes), key=lambda n: depth[n]), [-1] * num_nodes
     while node >= 0:
         nodes[node] = begin + depth[node]
@@ -218,7 +219,7 @@ def bit_comparisons(
     block_d = 1 << (head_dim - 1).bit_length()
     tiles_of_rows: list[RowTiles | None] = [None]
     if dtype.itemsize == 2 and not ON_CPU:
-        shared, cut = gpu_attention.pa.device_limits(DEVICE)[1], choose_cut(block_d, 2, heads[1])
+        shared, cut = device_limits(DEVICE)[1], choose_cut(block_d, 2, heads[1])
         for tiles in EXTRA_TILES:
             if tiles.block_m == 64 and block_d > 256:
                 tiles = tiles._replace(num_warps=8)
@@ -330,10 +331,11 @@ def calls_of(inputs: list[tuple[dict[str, Any], OwnKeys]], **options: Any) -> li
     return [lambda args=args, own=own: tree_attention(own=own, **args, **options) for args, own in inputs]
 
 
-def old_calls_of(shape: dict[str, Any], sets: int) -> list[Callable[[], Any]]:
-    kind = "causal" if shape["kind"] == "chain" else shape["kind"]
-    inputs = [gpu_attention.make(**{**shape, "kind": kind}, seed=seed) for seed in range(sets)]
-    return [lambda args=args: paged_attention(**args) for args in inputs]
+def flops(shape: dict[str, Any]) -> int:
+    """Of a causal shape: four operations a pair of visible row and key, head and channel."""
+    window = shape.get("window") or 1 << 40
+    pairs = sum(min(shape["length"] + i + 1, window) for i in range(shape["num_rows"]))
+    return 4 * shape["batch"] * pairs * shape["heads"][0] * shape["head_dim"]
 
 
 def replay_time(calls: list[Callable[[], Any]], replays: int = 12) -> float:
@@ -348,10 +350,7 @@ def timing_rows(only: list[str]) -> Iterator[Row]:
             continue
         size = gpu_attention.kv_bytes(shape)
         try:
-            calls = calls_of(inputs_of(shape))
-            seconds, sets = replay_time(calls), len(calls)
-            del calls
-            before = replay_time(old_calls_of(shape, sets))
+            seconds = replay_time(calls_of(inputs_of(shape)))
         except Exception as exception:
             yield Row(name, f"{type(exception).__name__} {str(exception)[:200]}", ok=False)
             continue
@@ -359,8 +358,8 @@ def timing_rows(only: list[str]) -> Iterator[Row]:
             torch.cuda.empty_cache()
         of_read = f"floor {size / read * 1e6:.1f} us, {size / seconds / read:.0%} of read"
         if shape["kind"] == "causal":
-            of_read = f"{gpu_attention.flops(shape) / seconds / 1e12:.0f} TFLOP/s"
-        yield Row(name, "", f"{seconds * 1e6:.1f} us, {of_read}, paged_attention {before * 1e6:.1f} us")
+            of_read = f"{flops(shape) / seconds / 1e12:.0f} TFLOP/s"
+        yield Row(name, "", f"{seconds * 1e6:.1f} us, {of_read}")
 
 
 def tilings(shape: dict[str, Any]) -> list[RowTiles]:
@@ -409,9 +408,7 @@ def warm_jobs(options: argparse.Namespace) -> list[Callable[[], Any]]:
             key = (str(shape.get("window")), shape["heads"], shape["num_rows"], shape["kind"], shape["batch"])
             if any(text in name for text in options.only) and key not in seen:
                 seen.add(key)
-                jobs.append(
-                    lambda s=shape: [calls_of({**s, "length": min(s["length"], 1024)}, old)[0]() for old in (0, 1)]
-                )
+                jobs.append(lambda s=shape: calls_of(inputs_of({**s, "length": min(s["length"], 1024)}, 1))[0]())
     random.Random(0).shuffle(jobs)
     return jobs
 

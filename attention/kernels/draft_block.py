@@ -173,7 +173,6 @@ class PagedDraft:
             full_width=-(-draft.rows.longest // self.page_size),
             swa_width=0,
         ).full_pages
-        self.start = torch.zeros_like(draft.committed_len)
         self.key_pos = draft.key_positions()
         nodes = torch.arange(num_nodes, device=device)
         words = torch.arange(-(-num_nodes // WORD), device=device)
@@ -210,17 +209,9 @@ class PagedDraft:
         )
         return paged_attention(
             query,
-            block_k,
-            block_v,
-            kept.k,
-            kept.v,
-            self.pages,
-            self.start,
-            draft.committed_len,
-            draft.level_positions(self.level),
+            *(block_k, block_v, self.key_pos[:, :filled], self.bits[:, :, : -(-filled // WORD)]),
+            *(kept.k, kept.v, self.pages, draft.committed_len, draft.level_positions(self.level)),
             page_size=self.page_size,
-            **options,
-            ancestors=self.bits[:, :, : -(-filled // WORD)],
-            block_positions=self.key_pos[:, :filled],
             window=draft.windows[layer],
+            **options,
         )

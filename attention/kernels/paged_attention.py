@@ -1,13 +1,10 @@
-r"""Attention over a paged prefix and a block of new keys, as one call: decode, trees, drafting, prefill.
+r"""Attention of a draft in progress: its newest level to the committed prefix and its own ancestors, as one call.
 
-For request b, query row i at position q_i, keys at position p in page `pages[b, (p - start_b) // page_size]`, window w:
+For request b, node i of the level at position q_i, keys of the prefix at position p in page `pages[b, p // page_size]`,
+keys of the draft's nodes so far, its block, at positions r_j, window w:
 
-    visible(i, p) = start_b <= p < S_b      and q_i - p < w     a committed key; S_b = committed_len[b]
-    visible(i, j) = bit j of ancestors[b,i] and q_i - r_j < w   key j of the block, at position r_j
-                  = j <= i < block_len      and q_i - q_j < w   the same without ancestors
-
-The block's keys are the rows' own, N for N queries, or those of a draft in progress: M for the N queries of its newest
-level, which see their ancestors among all levels so far. M beyond 64 takes more words of ancestor bits.
+    visible(i, p) = p < S_b                 and q_i - p < w     a committed key; S_b = committed_len[b]
+    visible(i, j) = bit j of ancestors[b,i] and q_i - r_j < w   key j of the block, M for the N nodes of the level
 
     out_i = sum_j e^{x_ij} v_j / (e^{sink} + sum_j e^{x_ij}),   x_ij = cap(scaling * q_i . k_j),  cap(x) = c tanh(x / c)
 
@@ -23,7 +20,7 @@ from typing import NamedTuple, Unpack
 
 import torch
 
-from specdec.attention.dense import Block, in_order, paged_reference
+from specdec.attention.dense import Block, paged_reference
 from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_channels
 from specdec.attention.kernels.paged_attention_kernels import attend_kernel, merge_kernel
 from specdec.gpu.triton_device import device_limits
@@ -45,56 +42,42 @@ class Tiles(NamedTuple):
 
 def reference_paged_attention(
     query: torch.Tensor,
-    block_k: torch.Tensor | None,
-    block_v: torch.Tensor | None,
+    block_k: torch.Tensor,
+    block_v: torch.Tensor,
+    block_positions: torch.Tensor,
+    ancestors: torch.Tensor,
     pool_k: torch.Tensor,
     pool_v: torch.Tensor,
     pages: torch.Tensor,
-    start: torch.Tensor,
     committed_len: torch.Tensor,
     positions: torch.Tensor,
     *,
     page_size: int,
-    ancestors: torch.Tensor | None = None,
-    block_positions: torch.Tensor | None = None,
-    block_len: torch.Tensor | None = None,
     window: int | None = None,
     **options: Unpack[ScoreOptions],
 ) -> torch.Tensor:
     """`paged_attention` by the definition: see `paged_reference`."""
-    batch, _, num_rows, _ = query.shape
-    block = None
-    if block_k is not None and block_v is not None:
-        known = in_order(num_rows, query.device).expand(batch, -1, -1)
-        if ancestors is not None:
-            keys = torch.arange(block_k.shape[2], device=query.device)
-            known = (ancestors.view(batch, num_rows, -1)[:, :, keys // WORD] >> keys % WORD) & 1 == 1
-        block = Block(block_k, block_v, positions if block_positions is None else block_positions, known)
-    return paged_reference(
-        *(query, pool_k, pool_v, pages, start, committed_len, positions, block),
-        page_size=page_size,
-        block_len=block_len,
-        window=window,
-        **options,
-    )
+    keys = torch.arange(block_k.shape[2], device=query.device)
+    known = (ancestors[:, :, keys // WORD] >> keys % WORD) & 1 == 1
+    block = Block(block_k, block_v, block_positions, known)
+    prefix = pool_k, pool_v, pages, None, committed_len
+    return paged_reference(query, *prefix, positions, block, page_size=page_size, window=window, **options)
 
 
 def paged_attention(
     query: torch.Tensor,
-    block_k: torch.Tensor | None,
-    block_v: torch.Tensor | None,
+    block_k: torch.Tensor,
+    block_v: torch.Tensor,
+    block_positions: torch.Tensor,
+    ancestors: torch.Tensor,
     pool_k: torch.Tensor,
     pool_v: torch.Tensor,
     pages: torch.Tensor,
-    start: torch.Tensor,
     committed_len: torch.Tensor,
     positions: torch.Tensor,
     *,
     page_size: int,
     scaling: float,
-    ancestors: torch.Tensor | None = None,
-    block_positions: torch.Tensor | None = None,
-    block_len: torch.Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -102,33 +85,20 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend -> [B, N, Hq, D] in the query's dtype.
 
-    query: [B, Hq, N, D], any strides.             block_k, block_v: [B, Hkv, M, D], any strides, or None.
-    pool_k, pool_v: [slots, Hkv, D], any strides.  pages: [B, P] page ids of the space of these pools.
-    start: [B], the position of the first key of the table; page-aligned, before every window.
+    query: [B, Hq, N, D], any strides.             block_k, block_v: [B, Hkv, M, D], any strides.
+    block_positions: [B, M] of the block's keys.   ancestors: [B, N, ceil(M / 64)] int64, bits of the block's keys.
+    pool_k, pool_v: [slots, Hkv, D], any strides.  pages: [B, P] page ids of these pools, from position 0 on.
     committed_len: [B], keys of the prefix.        positions: [B, N] of the queries.
-    ancestors: int64 bits of the block's keys, [B, N, words] or [B, N]; None: the block is causal, M
-    is N, and positions rise by one a row.
-    block_positions: [B, M] of the block's keys; None: they are the queries' own.
-    block_len: [B], rows of the block that exist (None: all N); the others see nothing, and no row sees them.
     window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
     """
     batch, num_heads, num_rows, head_dim = query.shape
-    kv_heads, num_pages = pool_k.shape[1], pages.shape[1]
-    check_arguments(query, pool_k, pool_v, pages, positions, sinks, start, committed_len, block_len)
-    num_keys = 0
-    if block_k is not None:
-        num_keys = block_k.shape[2]
-        assert block_v is not None and block_k.shape == block_v.shape == (batch, kv_heads, num_keys, head_dim)
-        assert block_k.dtype == block_v.dtype == query.dtype, f"{block_k.dtype=} {block_v.dtype=}"
-        assert block_positions is not None or num_keys == num_rows, f"{num_keys} keys have no positions"
-    if ancestors is not None:
-        ancestors = ancestors if ancestors.dim() == 3 else ancestors[:, :, None]
-        assert ancestors.shape == (batch, num_rows, -(-num_keys // WORD)), f"{ancestors.shape=} {num_keys=}"
-        assert ancestors.dtype == torch.int64, f"{ancestors.dtype=}"
-    else:
-        assert block_positions is None, "keys at positions of their own are seen by ancestors"
-    key_pos = positions if block_positions is None else block_positions
-    assert num_keys == 0 or key_pos.shape == (batch, num_keys), f"{key_pos.shape=} {num_keys=}"
+    kv_heads, num_pages, num_keys = pool_k.shape[1], pages.shape[1], block_k.shape[2]
+    check_arguments(query, pool_k, pool_v, pages, positions, sinks, committed_len)
+    assert block_k.shape == block_v.shape == (batch, kv_heads, num_keys, head_dim), f"{block_k.shape=} {block_v.shape=}"
+    assert block_k.dtype == block_v.dtype == query.dtype, f"{block_k.dtype=} {block_v.dtype=}"
+    assert block_positions.shape == (batch, num_keys), f"{block_positions.shape=} {num_keys=}"
+    assert ancestors.shape == (batch, num_rows, -(-num_keys // WORD)), f"{ancestors.shape=} {num_keys=}"
+    assert ancestors.dtype == torch.int64, f"{ancestors.dtype=}"
 
     group = num_heads // kv_heads
     block_d = padded_channels(head_dim)
@@ -140,13 +110,11 @@ def paged_attention(
 
     out = torch.empty((batch, num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
     part, lse = split_results(out, num_splits)
-    # a load that follows a page lookup takes two stages for each tile in flight; the block's loads take one
-    block_stages = (tiles.num_stages + 1) // 2 if ancestors is None else 1
     attend_kernel[(row_tiles, batch * kv_heads, num_splits)](
-        *(query, block_k, block_v, pool_k, pool_v, pages, start, committed_len, positions, key_pos, ancestors),
-        *(block_len, sinks, part, lse, scaling, softcap, window, num_rows, num_keys, num_splits, num_pages),
-        *(*query.stride(), *_strides(block_k, 4), *_strides(block_v, 4), *pool_k.stride(), *pool_v.stride()),
-        *(*pages.stride(), *positions.stride(), *key_pos.stride(), *_strides(ancestors, 3)),
+        *(query, block_k, block_v, pool_k, pool_v, pages, committed_len, positions, block_positions, ancestors),
+        *(sinks, part, lse, scaling, softcap, window, num_rows, num_keys, num_splits, num_pages),
+        *(*query.stride(), *block_k.stride(), *block_v.stride(), *pool_k.stride(), *pool_v.stride()),
+        *(*pages.stride(), *positions.stride(), *block_positions.stride(), *ancestors.stride()),
         PAGE_SIZE=page_size,
         KV_HEADS=kv_heads,
         GROUP=group,
@@ -154,8 +122,7 @@ def paged_attention(
         BLOCK_M=tiles.block_m,
         BLOCK_K=tiles.block_k,
         BLOCK_D=block_d,
-        BLOCK_STAGES=block_stages,
-        WORDS=1 if ancestors is None else ancestors.shape[2],
+        WORDS=ancestors.shape[2],
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -211,8 +178,3 @@ def fit_tiles(tiles: Tiles, block_d: int, item_size: int, shared: int) -> Tiles:
 def choose_splits(programs: int, num_keys: int, waves: float, device: torch.device) -> int:
     """Splits of the prefix that fill the device, from numbers the host knows without asking it."""
     return max(1, min(int(waves * device_limits(device)[0]) // programs, -(-num_keys // 128), 64))
-
-
-def _strides(tensor: torch.Tensor | None, rank: int) -> tuple[int, ...]:
-    """Of a tensor of that rank; zeros where there is none."""
-    return (0,) * rank if tensor is None else tensor.stride()

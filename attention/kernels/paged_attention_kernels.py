@@ -7,14 +7,16 @@
     keys     block | lo ........................... hi  positions; lo is the oldest key that a row of the tile can see
              |split 0    |split 1   |split 2   |split 3|
 
-Key tiles begin at multiples of BLOCK_K in absolute positions, wherever the table starts. Columns of a tile outside
-[lo, hi) read the nearest key inside, so that the loop's loads need no mask, and weigh nothing. The running maximum and
-denominator of split 0 start from the sink, so it enters once. A row that saw nothing has lse = -inf: its partial is
-not written. Lengths are run-time values, so no length compiles anything.
+Key tiles of the prefix begin at multiples of BLOCK_K. Columns of a tile outside [lo, hi) read the nearest key inside,
+so that the loop's loads need no mask, and weigh nothing. The running maximum and denominator of split 0 start from the
+sink, so it enters once. A row that saw nothing has lse = -inf: its partial is not written. Lengths are run-time values,
+so no length compiles anything.
 """
 
 from specdec.attention.kernels.key_tiles import LOG2E, NOWHERE, load_keys, page_slots
 from specdec.gpu.triton_shim import tl, triton
+
+BLOCK_N = tl.constexpr(16)  # keys of a draft's tile
 
 
 @triton.jit
@@ -53,17 +55,15 @@ def absorb(
 )
 def attend_kernel(
     p_q: tl.tensor,  # [B, Hq, N, D]
-    p_block_k: tl.tensor,  # [B, Hkv, M, D] or None
+    p_block_k: tl.tensor,  # [B, Hkv, M, D]
     p_block_v: tl.tensor,
     p_pool_k: tl.tensor,  # [slots, Hkv, D]
     p_pool_v: tl.tensor,
     p_pages: tl.tensor,  # [B, P]
-    p_start: tl.tensor,  # [B]
     p_committed_len: tl.tensor,  # [B]
     p_positions: tl.tensor,  # [B, N]
     p_key_pos: tl.tensor,  # [B, M], the positions of the block's keys
-    p_ancestors: tl.tensor,  # [B, N, WORDS] or None
-    p_block_len: tl.tensor,  # [B] or None
+    p_ancestors: tl.tensor,  # [B, N, WORDS]
     p_sinks: tl.tensor,  # [Hq] or None
     p_out: tl.tensor,  # [splits, B, N, Hq, D]
     p_lse: tl.tensor,  # [splits, B, N, Hq] or None when there is one split
@@ -71,7 +71,7 @@ def attend_kernel(
     softcap: tl.tensor,  # or None
     window: tl.tensor,  # or None
     num_rows: tl.tensor,
-    num_keys: tl.tensor,  # M of the block
+    num_keys: tl.tensor,  # M
     num_splits: tl.tensor,
     num_pages: tl.tensor,
     s_q_b: tl.tensor,
@@ -108,30 +108,25 @@ def attend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_STAGES: tl.constexpr,
     WORDS: tl.constexpr,
 ) -> None:
     i_tile, i_split = tl.program_id(0), tl.program_id(2)
     i_b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
     i_h = (tl.program_id(1) % KV_HEADS).to(tl.int64)
 
-    start = tl.load(p_start + i_b).to(tl.int32)
     committed_len = tl.load(p_committed_len + i_b).to(tl.int32)
     o_row = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     o_node, o_head = o_row // GROUP, i_h * GROUP + o_row % GROUP
     o_d = tl.arange(0, BLOCK_D)
     m_d = tl.full([BLOCK_D], True, tl.int1) if HEAD_DIM == BLOCK_D else o_d < HEAD_DIM
-    valid_rows = num_rows
-    if p_block_len is not None:
-        valid_rows = tl.minimum(num_rows, tl.load(p_block_len + i_b).to(tl.int32))
-    m_row = o_node < valid_rows
+    m_row = o_node < num_rows
     b_pos = tl.load(p_positions + i_b * s_pos_b + o_node * s_pos, mask=m_row, other=0).to(tl.int32)  # [BM]
     p_q += i_b * s_q_b + o_head[:, None] * s_q_h + o_node[:, None].to(tl.int64) * s_q_n + o_d[None, :] * s_q_d
     b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
 
-    if p_ancestors is not None:  # here and not where it is used: between the loops, ptxas would serialise every wgmma
-        p_ancestors += i_b * s_anc_b + o_node * s_anc
-        b_bits = tl.load(p_ancestors, mask=m_row, other=0)  # [BM]
+    p_ancestors += i_b * s_anc_b + o_node * s_anc
+    # here and not where it is used: between the loops, ptxas would serialise every wgmma
+    b_bits = tl.load(p_ancestors, mask=m_row, other=0)  # [BM]
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if p_sinks is not None:
         b_sink = tl.load(p_sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32) * LOG2E
@@ -140,13 +135,13 @@ def attend_kernel(
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     # the prefix: keys [lo, hi) by position, of which this split takes [begin, end)
-    lo = start
+    lo = 0
     if window is not None:
-        lo = tl.maximum(lo, tl.min(tl.where(m_row, b_pos, NOWHERE), 0) - window + 1)
-    hi = tl.minimum(committed_len, start + num_pages * PAGE_SIZE)
-    hi = tl.where((i_tile * BLOCK_M < valid_rows * GROUP) & (lo < hi), hi, 0)
+        lo = tl.maximum(tl.min(tl.where(m_row, b_pos, NOWHERE), 0) - window + 1, 0)
+    hi = tl.minimum(committed_len, num_pages * PAGE_SIZE)
+    hi = tl.where(lo < hi, hi, 0)
     begin = lo // BLOCK_K * BLOCK_K
-    spare = 0 if p_block_k is None else 4 * BLOCK_K  # keys that split 0 takes fewer, since it has the block
+    spare = 4 * BLOCK_K  # keys that split 0 takes fewer, since it has the block
     chunk = tl.cdiv(tl.cdiv(tl.maximum(hi - begin, 0) + spare, num_splits), BLOCK_K) * BLOCK_K
     begin += i_split * chunk - spare
     end = tl.minimum(begin + chunk, hi)
@@ -157,7 +152,7 @@ def attend_kernel(
     for i_key in range(begin, end, BLOCK_K):
         o_key = i_key + tl.arange(0, BLOCK_K)
         m_key = (o_key >= lo) & (o_key < hi)
-        o_col = tl.minimum(tl.maximum(o_key, lo), hi - 1) - start
+        o_col = tl.minimum(tl.maximum(o_key, lo), hi - 1)
         b_slot = page_slots(p_page, o_col, s_page, PAGE_SIZE)
         b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
         m_seen = m_key[None, :]
@@ -165,45 +160,30 @@ def attend_kernel(
             m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)
         b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
-    # the block: keys [first, last) of the forward's own, in split 0
-    if p_block_k is not None:
-        BLOCK_N: tl.constexpr = BLOCK_K if p_ancestors is None else 16
-        valid_keys = num_keys
-        if p_block_len is not None:
-            valid_keys = tl.minimum(num_keys, valid_rows)
-        first = 0
-        last = tl.where(i_split == 0, valid_keys, 0)
-        if p_ancestors is None:
-            last = tl.minimum(last, (i_tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
-            if window is not None:  # positions of a causal block rise by one a row
-                first = tl.maximum(i_tile * BLOCK_M // GROUP - window + 1, 0) // BLOCK_N * BLOCK_N
-        for i_key in tl.range(first, last, BLOCK_N, num_stages=BLOCK_STAGES):
-            o_key = i_key + tl.arange(0, BLOCK_N)
-            m_key = o_key < valid_keys
-            if p_ancestors is None:
-                m_seen = o_node[:, None] >= o_key[None, :]
-            else:
-                if WORDS > 1:
-                    b_bits = tl.load(p_ancestors + i_key // 64 * s_anc_w, mask=m_row, other=0)
-                m_seen = ((b_bits[:, None] >> (o_key % 64)[None, :]) & 1) != 0
-            m_seen = m_seen & m_row[:, None] & m_key[None, :]
-            if window is not None:
-                b_key_pos = tl.load(p_key_pos + i_b * s_key_b + o_key * s_key, mask=m_key, other=0).to(tl.int32)
-                m_seen = m_seen & (b_pos[:, None] - b_key_pos[None, :] < window)
-            if p_ancestors is not None:  # a key that no row sees may hold anything
-                m_key = tl.max(m_seen.to(tl.int32), 0) > 0
-            o_kv = o_key[:, None].to(tl.int64)
-            m_kv = m_key[:, None] & m_d[None, :]
-            o_bk = i_b * s_bk_b + i_h * s_bk_h + o_kv * s_bk_n + o_d[None, :] * s_bk_d
-            o_bv = i_b * s_bv_b + i_h * s_bv_h + o_kv * s_bv_n + o_d[None, :] * s_bv_d
-            b_k = tl.load(p_block_k + o_bk, mask=m_kv, other=0.0)
-            b_v = tl.load(p_block_v + o_bv, mask=m_kv, other=0.0)
-            b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
+    # the block, in split 0
+    for i_key in tl.range(0, tl.where(i_split == 0, num_keys, 0), BLOCK_N, num_stages=1):
+        o_key = i_key + tl.arange(0, BLOCK_N)
+        m_key = o_key < num_keys
+        if WORDS > 1:
+            b_bits = tl.load(p_ancestors + i_key // 64 * s_anc_w, mask=m_row, other=0)
+        m_seen = ((b_bits[:, None] >> (o_key % 64)[None, :]) & 1) != 0
+        m_seen = m_seen & m_row[:, None] & m_key[None, :]
+        if window is not None:
+            b_key_pos = tl.load(p_key_pos + i_b * s_key_b + o_key * s_key, mask=m_key, other=0).to(tl.int32)
+            m_seen = m_seen & (b_pos[:, None] - b_key_pos[None, :] < window)
+        m_key = tl.max(m_seen.to(tl.int32), 0) > 0  # a key that no row sees may hold anything
+        o_kv = o_key[:, None].to(tl.int64)
+        m_kv = m_key[:, None] & m_d[None, :]
+        o_bk = i_b * s_bk_b + i_h * s_bk_h + o_kv * s_bk_n + o_d[None, :] * s_bk_d
+        o_bv = i_b * s_bv_b + i_h * s_bv_h + o_kv * s_bv_n + o_d[None, :] * s_bv_d
+        b_k = tl.load(p_block_k + o_bk, mask=m_kv, other=0.0)
+        b_v = tl.load(p_block_v + o_bv, mask=m_kv, other=0.0)
+        b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
     b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)  # a row that saw nothing
     b_scale = tl.where(m_row, 1.0 / b_sum, 0.0)
     o_out = (i_b * num_rows + o_node) * (KV_HEADS * GROUP) + o_head
-    m_out = o_node < num_rows
+    m_out = m_row
     if p_lse is not None:
         o_out += i_split * (tl.num_programs(1) * GROUP).to(tl.int64) * num_rows
         b_lse = tl.where(m_row, b_max + tl.log2(b_sum), float("-inf"))
