@@ -1,8 +1,9 @@
 """What an engine computes with: plain torch, or the Triton kernels. One object, chosen at construction.
 
     backend   tables of a plan     K/V written, moved    attention           of a draft's level      selection of trees
-    torch     slots, by indexing   index_copy_ by slot   SDPA, by a gather   SDPA, one copy a draft  sorts, gathers
-    triton    pages, one launch    store_kv, move_kv     paged_attention     the same                one launch each
+    torch     pages, by indexing   index_copy_ by slot   SDPA, by a gather   SDPA, one copy a draft  sorts, gathers
+    triton    pages, one launch    store_kv, move_kv     tree_attention;     paged_attention         one launch each
+                                                         ragged, of prompts
 
 Every plan refers to the backend that made it, and every worker is given it: code below asks no flag which one it is.
 """

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.attention.plan import KVPlan
-from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, SlotTable, Space, SwaLoc
+from specdec.kvcache.index_spaces import NULL_SLOT, Space
 from specdec.kvcache.layer_context import ScoreOptions
 
 
@@ -103,13 +103,14 @@ class VisibleKeys:
 
     @classmethod
     def of(
-        cls, plan: KVPlan, table: SlotTable[FullLoc] | SlotTable[SwaLoc], space: Space, window: int | None
+        cls, plan: KVPlan, slots: torch.Tensor, start: torch.Tensor, space: Space, window: int | None
     ) -> "VisibleKeys":
-        """The keys that layers of one space, with this window (None: full attention), see under `plan`."""
+        """The keys that layers of one space, with this window (None: full attention), see under `plan`.
+
+        slots: [B, L] of the prefixes in that space, from position start [B] on.
+        """
         if window is not None:
             window += plan.window_shift
-        slots: torch.Tensor = table.slots
-        start = table.start
         if window is not None and space is Space.FULL:
             slots, start = newest(slots, plan.committed_len, window)
         key_pos = start[:, None] + torch.arange(slots.shape[1], device=slots.device)  # [B, L]

@@ -7,7 +7,7 @@ import torch
 
 from specdec.attention.kernels.draft_block import Draft, DraftBlock, PagedDraft
 from specdec.attention.kernels.own_keys import own_keys
-from specdec.attention.kernels.page_table import PageTables, build_page_tables
+from specdec.attention.kernels.page_table import PageTables, build_page_tables, locate_prefixes
 from specdec.attention.kernels.ragged_attention import RaggedAttention
 from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.pack import PackTables
@@ -32,23 +32,13 @@ class TritonBackend:
     deterministic: bool = False
 
     def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PageTables:
-        page_size, retain = table.allocator.page_size, table.retain
-        full_width = -(-rows.longest // page_size)
-        full_to_swa = None if retain is None else table.allocator.full_to_swa.tensor
-        return build_page_tables(
-            *(table.slots.tensor, full_to_swa, rows.index, committed_len),
-            num_nodes=num_queries,
-            retain=retain,
-            page_size=page_size,
-            full_width=full_width,
-            swa_width=0 if retain is None else min(full_width, 1 + -(-retain // page_size)),
-        )
+        return locate_prefixes(build_page_tables, table, rows, committed_len, num_queries)
 
     def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:
         if plan.pack is not None:
             assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
             return RaggedAttention(plan.pack, plan.prefix.of(space), window, self.deterministic, plan.shares)
-        assert isinstance(plan.prefix, PageTables), f"a plan of another backend: {type(plan.prefix).__name__}"
+        assert isinstance(plan.prefix, PageTables), f"no pack with {type(plan.prefix).__name__}"
         attend = partial(tree_attention, shares=plan.shares)
         return PathAttention.of(attend, own_keys, plan, plan.prefix.of(space), space, window)
 

@@ -4,7 +4,7 @@ from specdec.errors import FrozenKVError, KVStateError, OutOfSlotsError, SpecDec
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView, frozen_kv, own_view
-from specdec.kvcache.index_spaces import FullLoc, SlotTable, Space, SwaLoc
+from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
 from specdec.kvcache.layout import KVLayout, layout_from_config
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.store import KVStore
@@ -25,7 +25,6 @@ __all__ = [
     "PrefixCache",
     "RequestTable",
     "Rows",
-    "SlotTable",
     "Space",
     "SpecDecError",
     "SwaLoc",

@@ -9,9 +9,8 @@ Suffixes used everywhere: `row` (row of the request table), `pos` (position in a
 `page`, `slot` (= page * page_size + offset), `layer` / `draft_layer`; `x_to_y` maps x to y; lengths end in `_len`.
 """
 
-from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, NewType, TypeVar
+from typing import NewType
 
 import torch
 
@@ -27,30 +26,3 @@ class Space(Enum):
 
     FULL = "full"
     SWA = "swa"
-
-
-Loc = TypeVar("Loc", FullLoc, SwaLoc)
-
-
-@dataclass(frozen=True, slots=True)
-class SlotTable(Generic[Loc]):
-    """Pages of each request's committed prefix, in one space.
-
-    `slots`: [B, L] int64, the slot of every key the table covers, in position order, 0 where there is none.
-    `start`: [B] int64, the position of column 0 (0 in the full space; page-aligned and before the window in SWA,
-    so that the table is O(window) wide and never O(context)).
-    """
-
-    slots: Loc
-    start: torch.Tensor
-    page_size: int
-
-    @property
-    def pages(self) -> torch.Tensor:
-        """[B, ceil(L / page_size)] int64: one page id per `page_size` columns."""
-        return self.slots[:, :: self.page_size] // self.page_size
-
-    def positions(self) -> torch.Tensor:
-        """[B, L] int64: the position in its sequence of the key in each column."""
-        columns = torch.arange(self.slots.shape[1], device=self.slots.device)
-        return self.start[:, None] + columns[None, :]

@@ -17,7 +17,7 @@ from specdec.attention.plan import plan_frozen
 from specdec.draft_models import gemma4_mtp
 from specdec.draft_models.gemma4_mtp import constructible_assistants
 from specdec.evaluation.gsm8k_report import final_number
-from specdec.kvcache.index_spaces import SlotTable, Space, SwaLoc
+from specdec.kvcache.index_spaces import Space
 from specdec.models.bundled import BUNDLED_DIR, BUNDLED_NAMES, HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import read_prompts
 
@@ -183,11 +183,11 @@ def test_an_untranslated_page_table_fails_the_acceptance_check(problems, solved,
 
     def untranslated(backend, table, rows, **options):
         plan = plan_frozen(backend, table, rows, **options)
-        full, swa = plan.prefix.full, plan.prefix.swa
-        columns = swa.start[:, None] + torch.arange(swa.slots.shape[1])
-        slots = full.slots.gather(1, columns.clamp(max=full.slots.shape[1] - 1))
-        slots = slots % table.allocator.num_slots(Space.SWA)  # the SWA space is smaller
-        return replace(plan, prefix=plan.prefix._replace(swa=SlotTable(SwaLoc(slots), swa.start, 1)))
+        full, (swa, start) = plan.prefix.full_pages, plan.prefix.pages(Space.SWA)
+        columns = start[:, None] + torch.arange(swa.shape[1])  # pages of one slot
+        pages = full.gather(1, columns.clamp(max=full.shape[1] - 1))
+        pages = pages % table.allocator.num_slots(Space.SWA)  # the SWA space is smaller
+        return replace(plan, prefix=plan.prefix._replace(swa_pages=pages))
 
     monkeypatch.setattr(gemma4_mtp, "plan_frozen", untranslated)
     outputs, stats = run([problem.text for problem in problems[:FEW]])

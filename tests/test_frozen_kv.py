@@ -8,6 +8,7 @@ import pytest
 import torch
 from kv_rig import KVRig
 
+from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.errors import FrozenKVError, KVStateError
 from specdec.kvcache.frozen import KVView
@@ -73,6 +74,12 @@ def owned(table: KVRig, row: int) -> FullLoc:
 
 def chain(table: KVRig, rows: np.ndarray, nodes: int = LOOKAHEAD):
     return table.verify(rows, DraftTree.chain(torch.zeros(len(rows), nodes, dtype=torch.int64)))
+
+
+def prefix_slots(plan: KVPlan, space: Space) -> torch.Tensor:
+    """Slots of the only request's prefix in one space, by position; in SWA from the first page of the window on."""
+    slots, start = plan.prefix.slots(space, plan.page_size)
+    return slots[0, : int(plan.committed_len[0] - start[0])]
 
 
 # the protocol
@@ -310,8 +317,8 @@ def test_a_frozen_plan_sees_the_committed_prefix_and_writes_nothing():
         plan = table.frozen(ints(row), position_offset=0, window_shift=2)
         assert (plan.write_full, plan.write_swa, plan.tree) == (None, None, None)
         assert plan.positions.tolist() == [[5]]
-        assert view.layer(1).k[plan.prefix.full.slots[0], 0, 0].tolist() == [10.0, 11.0, 12.0, 13.0, 14.0]
-        assert view.layer(0).k[plan.prefix.swa.slots[0], 0, 0].tolist() == [10.5, 11.5, 12.5, 13.5, 14.5]
+        assert view.layer(1).k[prefix_slots(plan, Space.FULL), 0, 0].tolist() == [10.0, 11.0, 12.0, 13.0, 14.0]
+        assert view.layer(0).k[prefix_slots(plan, Space.SWA), 0, 0].tolist() == [10.5, 11.5, 12.5, 13.5, 14.5]
 
 
 # Regressions: one for each known defect of a neighbouring engine
@@ -326,10 +333,10 @@ def test_locations_of_the_two_spaces_are_never_one_tensor():
     for plan in (table.chunk(ints(other), ints(2)), chain(table, ints(other))):
         assert not set(plan.write_full.tolist()) & set(plan.write_swa.tolist())
         assert plan.write_swa.tolist() == table.allocator.translate(plan.write_full).tolist()
-        assert not set(plan.prefix.full.slots[0].tolist()) & set(plan.prefix.swa.slots[0].tolist())
+        assert not set(prefix_slots(plan, Space.FULL).tolist()) & set(prefix_slots(plan, Space.SWA).tolist())
         view = table.view
-        assert view.layer(1).k[plan.prefix.full.slots[0], 0, 0].tolist() == [50.0, 51.0]
-        assert view.layer(0).k[plan.prefix.swa.slots[0], 0, 0].tolist() == [50.5, 51.5]
+        assert view.layer(1).k[prefix_slots(plan, Space.FULL), 0, 0].tolist() == [50.0, 51.0]
+        assert view.layer(0).k[prefix_slots(plan, Space.SWA), 0, 0].tolist() == [50.5, 51.5]
 
 
 def test_a_view_keeps_no_tensor():
@@ -358,8 +365,8 @@ def test_prefix_and_draft_are_both_translated_exactly_once(page_size: int):
     once = table.allocator.full_to_swa.host
     assert plan.write_full.tolist() == slots[6:9].tolist()
     assert plan.write_swa.tolist() == once[slots[6:9]].tolist()
-    start = int(plan.prefix.swa.start[0])
-    assert plan.prefix.swa.slots[0].tolist() == once[slots[start:6]].tolist()
+    start = int(plan.prefix.swa_start[0])
+    assert prefix_slots(plan, Space.SWA).tolist() == once[slots[start:6]].tolist()
     assert 0 not in plan.write_swa.tolist()
     assert (once[once[slots[6:9]]] != once[slots[6:9]]).any()  # a second translation would show
 
@@ -370,7 +377,7 @@ def test_two_forwards_with_the_same_pointers_read_fresh_tables():
     first, second = opened(table, 5), opened(table, 5)
     pointers = table.slots.tensor.data_ptr(), table.allocator.full_to_swa.tensor.data_ptr()
     before = chain(table, ints(first))
-    held = before.write_full.tolist(), before.write_swa.tolist(), before.prefix.swa.slots.tolist()
+    held = before.write_full.tolist(), before.write_swa.tolist(), before.prefix.swa_pages.tolist()
     table.close(second)
     table.close(first)
     opened(table, 2)  # takes the slots that come first now
@@ -382,21 +389,21 @@ def test_two_forwards_with_the_same_pointers_read_fresh_tables():
     assert after.write_full.tolist() != held[0]
     assert after.write_swa.tolist() != held[1]
     # and the earlier plan is what it was when it was made
-    assert (before.write_full.tolist(), before.write_swa.tolist(), before.prefix.swa.slots.tolist()) == held
+    assert (before.write_full.tolist(), before.write_swa.tolist(), before.prefix.swa_pages.tolist()) == held
 
 
 def test_eviction_is_seen_by_the_next_plan():
     """#26152 again, by eviction: the same row, the same full slots, new SWA slots behind them."""
     table = make()
     row = opened(table, 12)
-    before = chain(table, ints(row)).prefix.swa
+    before = chain(table, ints(row)).prefix
     table.evict(ints(row))
     table.commit(ints(row), ints(3))
     table.ensure(row, 15 + LOOKAHEAD)  # reuses the evicted SWA slots
     after = chain(table, ints(row))
     assert set(after.write_swa.tolist()) & set(range(1, 7))
-    assert int(after.prefix.swa.start[0]) > int(before.start[0])
-    assert 0 not in after.prefix.swa.slots.tolist()[0]
+    assert int(after.prefix.swa_start[0]) > int(before.swa_start[0])
+    assert 0 not in prefix_slots(after, Space.SWA).tolist()
 
 
 def test_nothing_of_a_forward_is_kept_on_a_pool():
@@ -423,8 +430,8 @@ def test_plans_are_immutable():
     for name in ("write_full", "write_swa", "prefix", "committed_len"):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(plan, name, None)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.prefix.full.slots = plan.write_full
+    with pytest.raises(AttributeError):
+        plan.prefix.full_pages = plan.write_full
     with pytest.raises((TypeError, AttributeError)):  # slots: no room for anything else
         object.__setattr__(plan, "swa_loc", None)
 

@@ -18,12 +18,13 @@ import specdec.attention.plan
 import specdec.engine
 from specdec import DraftTree, Engine, SamplingParams, SpecConfig
 from specdec.attention.dense import VisibleKeys
+from specdec.attention.kernels.page_table import PageTables
 from specdec.attention.pack import Pack, PackTables
 from specdec.attention.plan import KVPlan
-from specdec.attention.torch_backend import SlotTables, TorchBackend
+from specdec.attention.torch_backend import TorchBackend
 from specdec.draft_models.base import DraftBatch
 from specdec.errors import LocationError
-from specdec.kvcache.index_spaces import FullLoc, SlotTable, Space, SwaLoc
+from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
 
 from marks import deep, deep_cases
 
@@ -160,8 +161,8 @@ def read_own_keys_by_full_slots(kind: str) -> Seed:
     def seed(patch: pytest.MonkeyPatch) -> None:
         right, wanted = VisibleKeys.of, for_kind(kind)
 
-        def wrong(plan: KVPlan, table: Any, space: Space, window: int | None) -> VisibleKeys:
-            keys = right(plan, table, space, window)
+        def wrong(plan: KVPlan, slots: Any, start: Any, space: Space, window: int | None) -> VisibleKeys:
+            keys = right(plan, slots, start, space, window)
             if space is Space.SWA and wanted(plan):
                 own = plan.positions.shape[1]
                 untranslated = plan.write_full.view(plan.positions.shape)
@@ -205,11 +206,11 @@ def derive_the_pool_once(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(backend: TorchBackend, plan: KVPlan, space: Space, window: int | None) -> Any:
         if plan.write_full is None and space is Space.SWA:
-            assert isinstance(plan.prefix, SlotTables)
-            start, length = plan.prefix.swa.start, plan.prefix.swa.slots.shape[1]
-            columns = (start[:, None] + torch.arange(length)).clamp(max=plan.prefix.full.slots.shape[1] - 1)
-            full = plan.prefix.full.slots.gather(1, columns)
-            tables = plan.prefix._replace(swa=SlotTable(SwaLoc(full), start, plan.page_size))
+            assert isinstance(plan.prefix, PageTables)
+            pages, start = plan.prefix.pages(space)
+            columns = start[:, None] // plan.page_size + torch.arange(pages.shape[1])
+            full = plan.prefix.full_pages
+            tables = plan.prefix._replace(swa_pages=full.gather(1, columns.clamp(max=full.shape[1] - 1)))
             stale = object.__new__(KVPlan)
             for name in KVPlan.__slots__:
                 object.__setattr__(stale, name, getattr(plan, name))
@@ -226,7 +227,7 @@ def leave_the_draft_untranslated(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(
         backend: TorchBackend, table: Any, rows: Any, committed_len: torch.Tensor, num_queries: int
-    ) -> SlotTables:
+    ) -> PageTables:
         located = right(backend, table, rows, committed_len, num_queries)
         return located._replace(write_swa=SwaLoc(located.write_full)) if num_queries == 4 else located
 
@@ -239,7 +240,7 @@ def keep_the_translation(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(
         backend: TorchBackend, table: Any, rows: Any, committed_len: torch.Tensor, num_queries: int
-    ) -> SlotTables:
+    ) -> PageTables:
         key = len(rows.index), rows.longest, num_queries
         if key not in made or not torch.utils._python_dispatch._get_current_dispatch_mode():
             made[key] = right(backend, table, rows, committed_len, num_queries)

@@ -131,12 +131,12 @@ class KVMachine(RuleBasedStateMachine):
         for i, row in enumerate(rows.tolist()):
             expected = every[row]
             assert plan.committed_len[i] == len(expected)
-            full_slots = plan.prefix.full.slots[i, : len(expected)]
+            full_slots = plan.prefix.slots(Space.FULL, plan.page_size)[0][i, : len(expected)]
             assert self.at(Space.FULL, full_slots) == expected
-            if plan.prefix.swa is not None:
-                start = int(plan.prefix.swa.start[i])
+            if plan.prefix.swa_pages is not None:
+                start = int(plan.prefix.swa_start[i])
                 assert start <= max(0, len(expected) - WINDOW - 1)  # what a frozen drafter sees
-                swa_slots = plan.prefix.swa.slots[i, : len(expected) - start]
+                swa_slots = plan.prefix.slots(Space.SWA, plan.page_size)[0][i, : len(expected) - start]
                 assert self.at(Space.SWA, swa_slots) == expected[start:]
 
     def at(self, space: Space, slots: torch.Tensor) -> list[float]:

@@ -9,6 +9,7 @@ from kv_rig import KVRig
 from specdec.attention.kernels import page_table as page_table_module
 from specdec.attention.kernels.page_table import PageTables, build_page_tables, reference_build_page_tables
 from specdec.attention.trees.tree import DraftTree
+from specdec.kvcache.index_spaces import Space
 from specdec.kvcache.layout import KVLayout, LayerSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -116,12 +117,13 @@ def test_page_tables_are_what_the_plan_computes(page_size: int, window: int):
     got = tables_of(table, rows, num_nodes, full_width + 3, swa_width)
     assert torch.equal(got.write_full.reshape(-1), plan.write_full)
     assert torch.equal(got.write_swa.reshape(-1), plan.write_swa)
-    assert torch.equal(got.swa_start, plan.prefix.swa.start)
-    for pages, prefix in ((got.full_pages, plan.prefix.full), (got.swa_pages, plan.prefix.swa)):
-        first = prefix.start[:, None] + torch.arange(pages.shape[1], device=DEVICE) * page_size
+    assert torch.equal(got.swa_start, plan.prefix.swa_start)
+    for space, pages in ((Space.FULL, got.full_pages), (Space.SWA, got.swa_pages)):
+        planned, start = plan.prefix.pages(space)
+        first = start[:, None] + torch.arange(pages.shape[1], device=DEVICE) * page_size
         held = first < plan.committed_len[:, None]
-        width = prefix.pages.shape[1]
-        assert torch.equal(pages[:, :width], prefix.pages.masked_fill(~held[:, :width], 0))
+        width = planned.shape[1]
+        assert torch.equal(pages[:, :width], planned)
         assert not held[:, width:].any() and not pages[:, width:].any()
         assert (pages[held] > 0).all()  # nothing in the table was evicted
 

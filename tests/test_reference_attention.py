@@ -12,9 +12,10 @@ import torch
 from kv_rig import KVRig
 
 from specdec.attention.dense import VisibleKeys, known_in_block
+from specdec.attention.kernels.page_table import PageTables
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
-from specdec.kvcache.index_spaces import FullLoc, SlotTable, Space
+from specdec.kvcache.index_spaces import FullLoc, Space
 from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS
 
@@ -38,8 +39,13 @@ def ints(values: list[int]) -> np.ndarray:
 
 def visible_keys(plan: KVPlan, window: int | None) -> VisibleKeys:
     """What a layer sees that slides, in SWA space, or does not, in full space."""
-    table, space = (plan.prefix.full, Space.FULL) if window is None else (plan.prefix.swa, Space.SWA)
-    return VisibleKeys.of(plan, table, space, window)
+    space = Space.FULL if window is None else Space.SWA
+    return VisibleKeys.of(plan, *prefix_slots(plan, space), space, window)
+
+
+def prefix_slots(plan: KVPlan, space: Space) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots [B, L] of the prefixes in one space, and the position [B] of the first column."""
+    return plan.prefix.slots(space, plan.page_size)
 
 
 class Scene:
@@ -222,9 +228,10 @@ def test_frozen_sees_the_window_plus_one_newest_keys(page_size: int):
     plan = scene.table.frozen(scene.rows, position_offset=0, window_shift=FROZEN_EXTRA_KEYS)
     keys = visible_keys(plan, window)
     seen = keys.bias[0, 0, 0] == 0
-    assert plan.prefix.swa.positions()[0, seen].tolist() == [15, 16, 17, 18, 19]
+    _, start = prefix_slots(plan, Space.SWA)
+    assert (start + torch.arange(len(seen)))[seen].tolist() == [15, 16, 17, 18, 19]
     assert (keys.slots[0, seen] != 0).all()
-    assert (visible_keys(plan, None).bias == 0).all()
+    assert (visible_keys(plan, None).bias[..., :20] == 0).all()
 
 
 def test_frozen_queries_do_not_see_each_other_or_the_lookahead():
@@ -242,7 +249,10 @@ def test_visible_keys_of_the_worked_tree(page_size: int):
     scene = Scene([3], page_size=page_size, window=3)
     plan = scene.table.verify(scene.rows, tree_of([[-1, 0, 0, 1, 3]]))
     assert plan.positions.tolist() == [[3, 4, 4, 5, 6]]
+    past = torch.arange(3, -(-3 // page_size) * page_size)  # the rest of the last page
     seen = {window: visible_keys(plan, window).bias[0, 0] == 0 for window in (None, 3)}
+    assert not any(rows[:, past].any() for rows in seen.values())
+    seen = {window: torch.cat([rows[:, :3], rows[:, -5:]], 1) for window, rows in seen.items()}
     draw = {window: ["".join("T" if x else "F" for x in row) for row in rows] for window, rows in seen.items()}
     assert draw[None] == ["TTTTFFFF", "TTTTTFFF", "TTTTFTFF", "TTTTTFTF", "TTTTTFTT"]
     assert draw[3] == ["FTTTFFFF", "FFTTTFFF", "FFTTFTFF", "FFFTTFTF", "FFFFTFTT"]
@@ -342,16 +352,16 @@ def test_the_swa_table_is_as_wide_as_the_window(page_size: int, evict: bool):
     for length in (2, 20, 200, 2000):
         scene = Scene([length], page_size=page_size, window=window, evict=evict)
         plan = scene.table.verify(scene.rows, tree_of([CHAIN]))
-        widths[length] = plan.prefix.swa.slots.shape[1]
-        start = int(plan.prefix.swa.start[0])
+        slots, start = prefix_slots(plan, Space.SWA)
+        widths[length], start = slots.shape[1], int(start[0])
         assert start % page_size == 0
         assert max(0, length - scene.table.retain - page_size) < start + 1 <= max(0, length - scene.table.retain) + 1
-        assert plan.prefix.swa.positions()[0, : length - start].tolist() == list(range(start, length))
-        assert (plan.prefix.swa.slots[0, : length - start] != 0).all()
-        assert plan.prefix.full.slots.shape[1] == length
-        assert plan.prefix.full.start.tolist() == [0]
-    assert widths[2] == 2
-    assert max(widths.values()) <= scene.table.retain + page_size - 1
+        assert (slots[0, : length - start] != 0).all()
+        slots, start = prefix_slots(plan, Space.FULL)
+        assert length <= slots.shape[1] < length + page_size
+        assert start.tolist() == [0]
+    assert widths[2] == -(-2 // page_size) * page_size
+    assert max(widths.values()) < scene.table.retain + 2 * page_size
 
 
 def test_page_tables_of_a_mixed_batch():
@@ -359,28 +369,14 @@ def test_page_tables_of_a_mixed_batch():
     scene = Scene([12, 3, 17], page_size=4, window=6)
     plan = scene.table.verify(scene.rows, tree_of([CHAIN] * 3))
     assert plan.committed_len.tolist() == [12, 3, 17]
-    assert plan.prefix.full.slots.shape == (3, 17)
-    assert plan.prefix.swa.start.tolist() == [4, 0, 8]
-    assert plan.prefix.swa.slots.shape == (3, 10)  # 7 retained and up to 3 more of their page
-    assert plan.prefix.swa.positions()[:, 0].tolist() == [4, 0, 8]
+    full, swa = (prefix_slots(plan, space) for space in Space)
+    assert full[0].shape == (3, 20)
+    assert swa[0].shape == (3, 12)  # 7 retained, in up to 3 pages
+    assert swa[1].tolist() == [4, 0, 8]
     slots, mapping = scene.table.slots.host, scene.table.allocator.full_to_swa.host
     for b, (row, length, start) in enumerate(zip(scene.rows.tolist(), [12, 3, 17], [4, 0, 8], strict=True)):
-        assert plan.prefix.full.slots[b, :length].tolist() == slots[row, :length].tolist()
-        assert plan.prefix.swa.slots[b, : length - start].tolist() == mapping[slots[row, start:length]].tolist()
-
-
-@PAGE_SIZES
-def test_pages_are_one_id_for_each_page_of_columns(page_size: int):
-    scene = Scene([11, 26], page_size=page_size, window=6)
-    plan = scene.table.verify(scene.rows, tree_of([CHAIN] * 2))
-    for prefix in (plan.prefix.full, plan.prefix.swa):
-        width = prefix.slots.shape[1]
-        assert prefix.page_size == page_size
-        assert prefix.pages.shape == (2, -(-width // page_size))
-        for b, length in enumerate([11, 26]):
-            for column in range(length - int(prefix.start[b])):
-                page = int(prefix.pages[b, column // page_size])
-                assert page * page_size + column % page_size == int(prefix.slots[b, column])
+        assert full[0][b, :length].tolist() == slots[row, :length].tolist()
+        assert swa[0][b, : length - start].tolist() == mapping[slots[row, start:length]].tolist()
 
 
 def test_tables_stay_inside_rows_that_are_full():
@@ -396,16 +392,19 @@ def test_tables_stay_inside_rows_that_are_full():
     assert plan.write_full.tolist() == [*slots[0, 12:].tolist(), slots[1, 15], 0, 0, 0]
     table.commit(rows, ints([2, 0]))
     plan = table.frozen(rows, position_offset=0, window_shift=2)
-    assert plan.prefix.swa.start.tolist() == [4, 8]  # 14 - 7 and 15 - 7, in whole pages
-    assert plan.prefix.swa.slots.shape == (2, 10)
-    assert plan.prefix.swa.slots[1, :7].tolist() == table.allocator.full_to_swa.host[slots[1, 8:15]].tolist()
+    swa, start = prefix_slots(plan, Space.SWA)
+    assert start.tolist() == [4, 8]  # 14 - 7 and 15 - 7, in whole pages
+    assert swa.shape == (2, 12)
+    assert swa[1, :7].tolist() == table.allocator.full_to_swa.host[slots[1, 8:15]].tolist()
 
 
-def test_pages_by_hand():
-    slots = torch.tensor([[8, 9, 10, 11, 4, 5], [12, 13, 14, 15, 0, 0]])
-    table = SlotTable(FullLoc(slots), torch.tensor([0, 4]), 4)
-    assert table.pages.tolist() == [[2, 1], [3, 0]]
-    assert table.positions().tolist() == [[0, 1, 2, 3, 4, 5], [4, 5, 6, 7, 8, 9]]
+def test_slots_of_pages_by_hand():
+    empty = FullLoc(torch.empty((2, 0)))
+    tables = PageTables(torch.tensor([[2, 1], [3, 0]]), torch.tensor([[1], [0]]), torch.tensor([0, 4]), empty, None)
+    slots, start = tables.slots(Space.FULL, 2)
+    assert (slots.tolist(), start.tolist()) == ([[4, 5, 2, 3], [6, 7, 0, 1]], [0, 0])
+    slots, start = tables.slots(Space.SWA, 2)
+    assert (slots.tolist(), start.tolist()) == ([[2, 3], [0, 1]], [0, 4])
 
 
 def test_without_a_window_there_is_no_swa_table():
@@ -417,6 +416,6 @@ def test_without_a_window_there_is_no_swa_table():
         table.verify(ints([0]), DraftTree.chain(torch.zeros(1, 2, dtype=torch.int64))),
         table.frozen(ints([0]), position_offset=0, window_shift=0),
     ):
-        assert (plan.write_swa, plan.prefix.swa) == (None, None)
+        assert (plan.write_swa, plan.prefix.swa_pages) == (None, None)
     with pytest.raises(AssertionError, match="a sliding layer, but the plan has no SWA table"):
         table.backend.attention(plan, Space.SWA, 4)

@@ -8,17 +8,20 @@ For request b with S = committed_len[b] committed keys, `slot(p) = req_to_slot[r
     write_full[b, n] = slot(S + n),   write_swa[b, n] = full_to_swa[write_full[b, n]]
 
 Pages past a prefix are not read, and undefined: so a table may be as wide as the longest context there can be, and
-costs what its prefixes are long. `retain` is how many committed keys some query of the step may see on a sliding layer,
+costs what its prefixes are long. Both backends read prefixes through such tables; those of plain torch hold the null
+page there. `retain` is how many committed keys some query of the step may see on a sliding layer,
 so the SWA part costs O(window). The padding row (the last of req_to_slot) counts as S = 0, and writes go to the null
 slot there. Widths and lengths are run-time values: no shape of a batch compiles anything.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space, SwaLoc
+from specdec.kvcache.table import RequestTable, Rows
 
 BLOCK = 1024
 
@@ -40,12 +43,34 @@ class PageTables(NamedTuple):
         """Page ids [B, P], and the position [B] of each first page; None: 0 for all."""
         if space is Space.FULL:
             return self.full_pages, None
-        assert self.swa_pages is not None, "no SWA space"
+        assert self.swa_pages is not None, "a sliding layer, but the plan has no SWA table"
         return self.swa_pages, self.swa_start
 
     def pages(self, space: Space) -> tuple[torch.Tensor, torch.Tensor]:
         pages, start = self.of(space)
         return pages, pages.new_zeros(len(pages)) if start is None else start
+
+    def slots(self, space: Space, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slot [B, P * page_size] of every key in one space, and the position [B] of the first column."""
+        pages, start = self.pages(space)
+        return (pages[:, :, None] * page_size + torch.arange(page_size, device=pages.device)).flatten(1), start
+
+
+def locate_prefixes(
+    build: Callable[..., PageTables], table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int
+) -> PageTables:
+    """`PlanBackend.locate` by `build_page_tables` or its reference."""
+    page_size, retain = table.allocator.page_size, table.retain
+    full_width = -(-rows.longest // page_size)
+    full_to_swa = None if retain is None else table.allocator.full_to_swa.tensor
+    return build(
+        *(table.slots.tensor, full_to_swa, rows.index, committed_len),
+        num_nodes=num_queries,
+        retain=retain,
+        page_size=page_size,
+        full_width=full_width,
+        swa_width=0 if retain is None else min(full_width, 1 + -(-retain // page_size)),
+    )
 
 
 def reference_build_page_tables(
