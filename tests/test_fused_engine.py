@@ -24,7 +24,7 @@ from specdec.layers import families
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.fuse import FusedLinear
 from specdec.layers.linear import gated_linear, linear
-from specdec.layers.merge import is_merged, merge_rows
+from specdec.layers.merge import is_merged, merge
 from specdec.layers.moe import dense_and_moe
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.norm import norm
@@ -532,9 +532,9 @@ def test_one_thread_at_a_time_merges(make_target, monkeypatch):
         most.append(len(inside))
         time.sleep(0.002)
         inside.pop()
-        return merge_rows(params)
+        return merge(params)
 
-    monkeypatch.setattr(families, "merge_rows", slow_merge)
+    monkeypatch.setattr(families, "merge", slow_merge)
     threads = [threading.Thread(target=TargetModel, args=(model, REFERENCE)) for _ in range(4)]
     for thread in threads:
         thread.start()

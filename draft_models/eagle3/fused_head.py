@@ -23,7 +23,7 @@ from specdec.layers.embedding import embed_and_norm
 from specdec.layers.families import ACTIVATIONS, Unfusable
 from specdec.layers.fuse import Weights, fuse_linear
 from specdec.layers.linear import Mlp, linear
-from specdec.layers.merge import MERGING, merge_rows
+from specdec.layers.merge import MERGING, merge
 from specdec.layers.norm import Gain, norm
 from specdec.layers.product import Product
 from specdec.layers.rope_store import Heads, rotary
@@ -90,7 +90,7 @@ class FusedHead(PlainHead):
         # outside inference mode, where a parameter cannot be given other data
         with MERGING, torch.inference_mode(False), torch.no_grad():
             parts = [layer_parts(head.spec, layer) for layer in head.layers]
-            self.fc_norm = None if head.fc_norm is None else merge_rows([norm.weight for norm in head.fc_norm])
+            self.fc_norm = None if head.fc_norm is None else merge([norm.weight for norm in head.fc_norm])
         self.layers = fused_layers(parts, self.final_gain, self.ops)
         self.generation = self.weights.generation()  # after the merge, which moves weights
 
@@ -150,15 +150,15 @@ def layer_parts(spec: HeadSpec, module: Any) -> LayerParts:
         kind="",
         heads=heads,
         scaling=spec.scaling,
-        qkv=merge_rows([p.weight for p in projections]),
-        qkv_bias=merge_rows(biases) if biases else None,
+        qkv=merge([p.weight for p in projections]),
+        qkv_bias=merge(biases) if biases else None,
         out=attention.o_proj.weight,
         out_bias=attention.o_proj.bias,
         input_norm=gain_of(module.input_layernorm),
         attention_norm=None,
         mlp_input_norm=gain_of(module.post_attention_layernorm),
         mlp=Mlp(
-            gate_up=merge_rows([mlp.gate_proj.weight, mlp.up_proj.weight]),
+            gate_up=merge([mlp.gate_proj.weight, mlp.up_proj.weight]),
             activation=ACTIVATIONS[spec.hidden_act],
             down=mlp.down_proj.weight,
         ),

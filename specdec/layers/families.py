@@ -16,7 +16,7 @@ from specdec.errors import UnsupportedModelError
 from specdec.layers.activation import reference_activate
 from specdec.layers.decoder import DecoderParts, EmbeddingParts, LayerParts, MoeParts, PleParts, WideNorms
 from specdec.layers.linear import Mlp
-from specdec.layers.merge import is_merged, merge_columns, merge_rows
+from specdec.layers.merge import is_merged, merge
 from specdec.layers.moe.moe_families import experts_of, router_of
 from specdec.layers.norm import Gain
 from specdec.layers.packed.packed_experts import PackedExperts
@@ -60,7 +60,7 @@ class Groups:
         if self.apart:
             return cast(torch.Tensor, Stacked(params))
         self._merged.append(params)
-        return merge_rows(params)
+        return merge(params)
 
     def are_merged(self) -> bool:
         """Still? A parameter that two groups hold is merged with one of them only."""
@@ -250,8 +250,8 @@ def _merge(linears: list[Any], merged: Groups) -> Weight:
     if merged.apart:
         return cast(PackedWeight, Stacked(packed))
     words = merged.rows([linear.words for linear in linears])
-    scales = merge_columns([linear.scales for linear in linears])
-    zeros = None if packed[0].zeros is None else merge_columns([linear.zeros for linear in linears])
+    scales = merge([linear.scales for linear in linears], dim=-1)
+    zeros = None if packed[0].zeros is None else merge([linear.zeros for linear in linears], dim=-1)
     return PackedWeight(packed[0].code, words, scales, zeros, packed[0].group)
 
 

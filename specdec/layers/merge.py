@@ -24,53 +24,33 @@ MERGING = threading.Lock()
 """Held while weights are described and merged: models are shared by the engines of a process."""
 
 
-def merge_rows(params: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensor [sum of rows, ...] that `params`, equal but for their number of rows, become views of.
+def merge(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """The tensor that `tensors`, equal but for their size along `dim` (0: rows, -1: columns), become views of.
 
-    Parameters that are one tensor's consecutive rows already, as when another engine merged them, are left as they are.
+    Tensors that are one tensor's consecutive parts already, as when another engine merged them, are left as they are.
     """
-    if is_merged(params):
-        first = params[0].detach()
-        return first.as_strided((sum(len(param) for param in params), *first.shape[1:]), first.stride())
-    merged = torch.cat([param.detach() for param in params])
-    for param, rows in zip(params, merged.split([len(param) for param in params]), strict=True):
-        param.data = rows
-    return merged
-
-
-def is_merged(params: Sequence[torch.Tensor]) -> bool:
-    """Are these the consecutive rows of one tensor?"""
-    first, end = params[0], params[0].data_ptr()
-    for param in params:
-        if param.data_ptr() != end or not param.is_contiguous():
-            return False
-        if param.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return False
-        end += param.numel() * param.element_size()
-    return True
-
-
-def merge_columns(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensor [.., sum of columns] that `tensors`, equal but for their columns, become views of; likewise."""
-    if _are_columns(tensors):
+    sizes = [tensor.shape[dim] for tensor in tensors]
+    if is_merged(tensors, dim):
         first = tensors[0].detach()
-        return first.as_strided((*first.shape[:-1], sum(tensor.shape[-1] for tensor in tensors)), first.stride())
-    merged = torch.cat([tensor.detach() for tensor in tensors], dim=-1)
-    for tensor, columns in zip(tensors, merged.split([tensor.shape[-1] for tensor in tensors], dim=-1), strict=True):
-        tensor.data = columns
+        shape = list(first.shape)
+        shape[dim] = sum(sizes)
+        return first.as_strided(shape, first.stride())
+    merged = torch.cat([tensor.detach() for tensor in tensors], dim)
+    for tensor, part in zip(tensors, merged.split(sizes, dim), strict=True):
+        tensor.data = part
     return merged
 
 
-def _are_columns(tensors: Sequence[torch.Tensor]) -> bool:
-    """Are these the consecutive columns of one tensor?"""
+def is_merged(tensors: Sequence[torch.Tensor], dim: int = 0) -> bool:
+    """Are these the consecutive rows of one tensor, or its columns?"""
     first, end = tensors[0], tensors[0].data_ptr()
     for tensor in tensors:
         if tensor.data_ptr() != end or tensor.stride() != first.stride():
             return False
         if tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
             return False
-        end += tensor.shape[-1] * tensor.element_size()
-    return first.stride(-1) == 1
+        end += tensor.shape[dim] * tensor.stride(dim) * tensor.element_size()
+    return first.is_contiguous() if dim == 0 else first.stride(-1) == 1
 
 
 def held_storages(module: nn.Module) -> list[torch.Tensor]:
