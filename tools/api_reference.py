@@ -23,8 +23,7 @@ from specdec.errors import SpecDecError
 from specdec.gpu.captures import CaptureUse
 from specdec.models.bundled import BUNDLED_DIR
 from specdec.runtime.adaptive.draft_choice import DraftUse
-from specdec.runtime.device_use import DeviceUse
-from specdec.runtime.engine_stats import EngineStats, PoolUse
+from specdec.runtime.engine_stats import DeviceUse, EngineStats, PoolUse
 from specdec.runtime.request import StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.sampling_numbers import SamplingNumbers

@@ -4,15 +4,16 @@ Nothing is decided by it.
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from specdec.gpu.captures import CaptureUse
+from specdec.gpu.memory import all_bytes, free_bytes
+from specdec.kvcache.cache import KVCache
 from specdec.kvcache.page_pool import PagedAllocator
+from specdec.models.target import TargetModel
 from specdec.runtime.adaptive.draft_choice import NO_CHOICE, DraftUse
-from specdec.runtime.device_use import DeviceUse
 from specdec.runtime.request import Request, RequestStats
-from specdec.runtime.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,27 @@ class PoolUse(NamedTuple):
         if pool is None:
             return NOTHING
         return cls(*(n * page_size for n in (pool.held_pages, pool.peak_pages, pool.cached_pages, pool.capacity)))
+
+
+class DeviceUse(NamedTuple):
+    """kv_bytes: of the engine's K/V pools there. free, total: memory of the device; of a CPU, of the machine."""
+
+    device: str
+    kv_bytes: int
+    free_bytes: int
+    total_bytes: int
+
+
+def device_use(target: TargetModel, cache: KVCache) -> tuple[DeviceUse, ...]:
+    """Of each device, in the order of ranks; ranks on a CPU are one device each. Asks a GPU's driver."""
+    devices = (target.device,) if target.ranks is None else target.ranks.devices
+    held = [0] * len(devices)
+    for store in cache.stores:
+        held[store.rank] += sum(layer.k.nbytes + layer.v.nbytes for layer in store.layers.values())
+    return tuple(
+        DeviceUse(str(device), kv_bytes, free_bytes(device), all_bytes(device))
+        for device, kv_bytes in zip(devices, held, strict=True)
+    )
 
 
 NOTHING = PoolUse(0, 0, 0, 0)
@@ -98,29 +120,6 @@ class EngineStats(RequestStats):
         else:
             self.finished += 1
             self.add(request.stats)
-
-    def now(
-        self,
-        scheduler: Scheduler,
-        captures: CaptureUse,
-        drafts: DraftUse,
-        gap: float,
-        devices: tuple[DeviceUse, ...],
-    ) -> "EngineStats":
-        """A copy, with the state of this moment."""
-        allocator = scheduler.table.allocator
-        return replace(
-            self,
-            accepted_counts=list(self.accepted_counts),
-            waiting=len(scheduler.waiting),
-            running=len(scheduler.running),
-            full_slots=PoolUse.of(allocator.full, allocator.page_size),
-            swa_slots=PoolUse.of(allocator.swa, allocator.page_size),
-            captures=captures,
-            drafts=drafts,
-            prompt_gap_ms=1e3 * gap,
-            devices=devices,
-        )
 
 
 def warn_of_rejected(drafts: int, begun: int) -> bool:

@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -29,8 +30,7 @@ from specdec.kvcache.table import row_cells
 from specdec.models.target import FinalStates
 from specdec.runtime.adaptive.draft_choice import NO_CHOICE, DraftChoice
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
-from specdec.runtime.device_use import device_use
-from specdec.runtime.engine_stats import ENOUGH_DRAFTS, EngineStats, warn_of_rejected
+from specdec.runtime.engine_stats import ENOUGH_DRAFTS, EngineStats, PoolUse, device_use, warn_of_rejected
 from specdec.runtime.grammar_masks import GrammarSteps, prepare, root_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
 from specdec.runtime.prompt_gap import PromptLoad
@@ -99,11 +99,19 @@ class Steps:
 
     def stats(self) -> EngineStats:
         """A copy of the sums, with the state of this moment."""
-        captures = CaptureUse() if self.graphs is None else self.graphs.store.use()
-        drafts = NO_CHOICE if self.choice is None else self.choice.use()
-        gap = self.scheduler.prompt_gap.promised(self.scheduler.prompt_room, self.scheduler.max_model_len)
-        devices = device_use(self.round.target, self.round.cache)
-        return self.totals.now(self.scheduler, captures, drafts, gap, devices)
+        scheduler, allocator = self.scheduler, self.table.allocator
+        return replace(
+            self.totals,
+            accepted_counts=list(self.totals.accepted_counts),
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            full_slots=PoolUse.of(allocator.full, allocator.page_size),
+            swa_slots=PoolUse.of(allocator.swa, allocator.page_size),
+            captures=CaptureUse() if self.graphs is None else self.graphs.store.use(),
+            drafts=NO_CHOICE if self.choice is None else self.choice.use(),
+            prompt_gap_ms=1e3 * scheduler.prompt_gap.promised(scheduler.prompt_room, scheduler.max_model_len),
+            devices=device_use(self.round.target, self.round.cache),
+        )
 
     def run(self) -> list[Request]:
         """One step -> the requests that ended in it. Prompts come second, so that those that end make room for them."""
