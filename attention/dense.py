@@ -14,7 +14,7 @@ apart: it cuts the keys by absolute position.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -148,12 +148,8 @@ def known_in_block(plan: KVPlan) -> torch.Tensor:
     if plan.tree is not None:
         return plan.tree.ancestors
     batch, num_queries = plan.positions.shape
-    return in_order(num_queries, plan.positions.device).expand(batch, -1, -1)
-
-
-def in_order(num_rows: int, device: torch.device) -> torch.Tensor:
-    """[1, N, N] bool: row j exists for row i if j <= i."""
-    return torch.ones((1, num_rows, num_rows), dtype=torch.bool, device=device).tril()
+    in_order = torch.ones((num_queries, num_queries), dtype=torch.bool, device=plan.positions.device).tril()
+    return in_order.expand(batch, -1, -1)
 
 
 def newest(slots: torch.Tensor, committed_len: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,51 +161,3 @@ def newest(slots: torch.Tensor, committed_len: torch.Tensor, window: int) -> tup
     width = min(slots.shape[1], max(window - 1, 1))
     columns = first[:, None] + torch.arange(width, device=first.device)
     return slots.gather(1, columns.clamp(max=max(slots.shape[1] - 1, 0))), first
-
-
-class Block(NamedTuple):
-    """Keys of a forward's own: k, v [B, Hkv, M, D] at positions [B, M]; known [B, N, M] bool by each of N queries."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    positions: torch.Tensor
-    known: torch.Tensor
-
-
-def paged_reference(
-    query: torch.Tensor,
-    pool_k: torch.Tensor,
-    pool_v: torch.Tensor,
-    pages: torch.Tensor,
-    start: torch.Tensor | None,
-    committed_len: torch.Tensor,
-    positions: torch.Tensor,
-    block: Block | None,
-    *,
-    page_size: int,
-    block_len: torch.Tensor | None = None,
-    window: int | None = None,
-    **options: Unpack[ScoreOptions],
-) -> torch.Tensor:
-    """What both Triton kernels compute, in float32, or in float64 if the query is; for the arguments see there.
-
-    Rows that see nothing, as those from block_len [B] on, are 0. A key that no row sees may be NaN.
-    """
-    columns = torch.arange(pages.shape[1] * page_size, device=query.device)
-    key_pos = columns + (torch.zeros_like(committed_len) if start is None else start)[:, None]  # [B, L]
-    slots = pages.long()[:, columns // page_size] * page_size + columns % page_size
-    k, v = pool_k[slots].transpose(1, 2), pool_v[slots].transpose(1, 2)  # [B, Hkv, L, D]
-    seen = visible(positions, key_pos, key_pos < committed_len[:, None], window)  # [B, N, L]
-    if block is not None:
-        k, v = torch.cat([k, block.k], 2), torch.cat([v, block.v], 2)
-        known = block.known
-        if block_len is not None:
-            known = known & (torch.arange(known.shape[2], device=query.device) < block_len[:, None])[:, None]
-        seen = torch.cat([seen, visible(positions, block.positions, known, window)], 2)
-    if block_len is not None:
-        seen = seen & (torch.arange(query.shape[2], device=query.device) < block_len[:, None])[:, :, None]
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    unseen = ~seen.any(1)[:, None, :, None]
-    k, v = (x.to(dtype).masked_fill(unseen, 0.0) for x in (k, v))
-    out = dense_attention(query.to(dtype), k, v, bias_of(seen), **options)
-    return out.masked_fill(~seen.any(2)[:, :, None, None], 0.0).contiguous().to(query.dtype)

@@ -26,12 +26,12 @@ import gpu_attention
 import torch
 from result_table import ResultTable, Row
 
-from specdec.attention.kernels.own_keys import OwnKeys, own_keys
+from specdec.attention.deterministic_attention import deterministic_attention
+from specdec.attention.kernels.own_keys import OwnKeys, own_keys, reference_own_keys
 from specdec.attention.kernels.tree_attention import (
     RowTiles,
     choose_cut,
     fit_rows,
-    reference_tree_attention,
     tree_attention,
 )
 from specdec.gpu.triton_device import device_limits
@@ -87,7 +87,8 @@ def close_error(shape: dict[str, Any], dtype: torch.dtype, **options: Any) -> fl
     del poison
     out = tree_attention(own=own_keys(**table_of(args), write=write, parents=parents), **args, **options).double()
     exact = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in args.items()}
-    expected = reference_tree_attention(**exact, write=write, parents=parents)
+    own = reference_own_keys(**table_of(args), write=write, parents=parents)
+    expected = deterministic_attention(own=own, **exact)
     if not out.isfinite().all():
         return float("nan")
     return float((out - expected).norm() / expected.norm().clamp(min=1e-30))

@@ -20,7 +20,7 @@ from typing import NamedTuple, Unpack
 
 import torch
 
-from specdec.attention.dense import Block, paged_reference
+from specdec.attention.dense import bias_of, dense_attention, visible
 from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_channels
 from specdec.attention.kernels.paged_attention_kernels import attend_kernel, merge_kernel
 from specdec.gpu.triton_device import device_limits
@@ -56,12 +56,22 @@ def reference_paged_attention(
     window: int | None = None,
     **options: Unpack[ScoreOptions],
 ) -> torch.Tensor:
-    """`paged_attention` by the definition: see `paged_reference`."""
+    """By the definition, in float32, or in float64 if the query is. A key that no row sees may be NaN."""
+    columns = torch.arange(pages.shape[1] * page_size, device=query.device)
+    slots = pages.long()[:, columns // page_size] * page_size + columns % page_size
+    k, v = (
+        torch.cat([pool[slots].transpose(1, 2), block], 2) for pool, block in ((pool_k, block_k), (pool_v, block_v))
+    )  # [B, Hkv, L + M, D]
     keys = torch.arange(block_k.shape[2], device=query.device)
-    known = (ancestors[:, :, keys // WORD] >> keys % WORD) & 1 == 1
-    block = Block(block_k, block_v, block_positions, known)
-    prefix = pool_k, pool_v, pages, None, committed_len
-    return paged_reference(query, *prefix, positions, block, page_size=page_size, window=window, **options)
+    known = (ancestors[:, :, keys // WORD] >> keys % WORD) & 1 == 1  # [B, N, M]
+    committed = (columns < committed_len[:, None])[:, None].expand(-1, known.shape[1], -1)
+    key_pos = torch.cat([columns.expand(len(query), -1), block_positions], 1)
+    seen = visible(positions, key_pos, torch.cat([committed, known], 2), window)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    unseen = ~seen.any(1)[:, None, :, None]
+    k, v = (x.to(dtype).masked_fill(unseen, 0.0) for x in (k, v))
+    out = dense_attention(query.to(dtype), k, v, bias_of(seen), **options)
+    return out.masked_fill(~seen.any(2)[:, :, None, None], 0.0).contiguous().to(query.dtype)
 
 
 def paged_attention(

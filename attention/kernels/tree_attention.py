@@ -16,24 +16,22 @@ The cut is by absolute position, so it is the same in every launch that computes
 What is not visible weighs nothing, exactly, so neither siblings nor the rest of a batch, the table's width, a prompt's
 chunks or the row tile show in the result. The block's K and V are read from the pool, where the forward has stored
 them: then a key is loaded by the same code whether it is committed or not, layers that share the K/V of another need
-nothing else, and a fused rotation can store and forget them. The launcher reads nothing back.
+nothing else, and a fused rotation can store and forget them. The launcher reads nothing back. `deterministic_attention`
+is the same in plain torch.
 
 Rows that do not exist and slots that were never written may hold anything. A NaN or infinity in the K or V of a row
 that does exist may reach all rows of its row tile.
 """
 
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
 import torch
 
-from specdec.attention.dense import Block, in_order, paged_reference
 from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_channels
 from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
 from specdec.attention.kernels.tree_attention_kernels import MIDDLE_SPLITS, SHORT_SPLITS, attend_kernel, merge_kernel
-from specdec.attention.trees.tree import DraftTree
 from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.triton_device import device_limits
-from specdec.kvcache.layer_context import ScoreOptions
 
 PART_BYTES = 1 << 30
 """Partial results above this are folded by the programs that make them."""
@@ -59,39 +57,6 @@ class RowTiles(NamedTuple):
     rows: int | None = None  # packed rows a tile, None: block_m; fewer make more programs
     fold: bool | None = None  # fold splits where they are made; None: when there are rows enough to fill the device
     max_registers: int | None = None  # a thread; what the compiler takes can keep a third program off a multiprocessor
-
-
-def reference_tree_attention(
-    query: torch.Tensor,
-    pool_k: torch.Tensor,
-    pool_v: torch.Tensor,
-    pages: torch.Tensor,
-    start: torch.Tensor | None,
-    committed_len: torch.Tensor,
-    positions: torch.Tensor,
-    write: torch.Tensor | None,
-    parents: torch.Tensor | None = None,
-    *,
-    page_size: int,
-    block_len: torch.Tensor | None = None,
-    window: int | None = None,
-    **options: Unpack[ScoreOptions],
-) -> torch.Tensor:
-    """`tree_attention` by the definition: see `paged_reference`; `write`, `parents`: `own_keys`."""
-    block = None
-    if write is not None:
-        known = in_order(query.shape[2], query.device).expand(len(query), -1, -1)
-        if parents is not None:
-            known = DraftTree.from_parents(parents, parents).ancestors
-        k, v = (pool[write.long()].transpose(1, 2) for pool in (pool_k, pool_v))
-        block = Block(k, v, positions, known)
-    return paged_reference(
-        *(query, pool_k, pool_v, pages, start, committed_len, positions, block),
-        page_size=page_size,
-        block_len=block_len,
-        window=window,
-        **options,
-    )
 
 
 def tree_attention(
