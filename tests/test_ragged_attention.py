@@ -13,7 +13,7 @@ import triton
 
 from specdec.attention.kernels import ragged_attention_kernel as kernel
 from specdec.attention.kernels.own_keys import own_keys
-from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention, reference_ragged_attention
+from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
 from specdec.attention.kernels.tree_attention import Cut, RowTiles, tree_attention
 from specdec.attention.pack import Lines, Pack
 from specdec.attention.runs import EveryRun, RunsAttention, dense_run, exact_run
@@ -120,12 +120,10 @@ def test_the_kernel_against_the_definition(exact, window, begin, softcap, sinks)
         assert torch.equal(ragged_attention(*case.arguments(), **options, exact=True, tiles=in_memory), got)
     want = case.expected(window, softcap, logits)
     torch.testing.assert_close(got.cpu().double(), want, rtol=2e-5, atol=2e-5)
-    plain = reference_ragged_attention(*case.arguments(), **options)
-    torch.testing.assert_close(plain.cpu().double(), want, rtol=2e-5, atol=2e-5)
-    in_order = RunsAttention.of(exact_run, case.pack, case.lines, window)
     del options["window"]
-    exactly = in_order(case.q, case.k, case.v, **options)
-    torch.testing.assert_close(exactly.cpu().double(), want, rtol=2e-5, atol=2e-5)
+    for make in (dense_run, exact_run):
+        plain = RunsAttention.of(make, case.pack, case.lines, window)(case.q, case.k, case.v, **options)
+        torch.testing.assert_close(plain.cpu().double(), want, rtol=2e-5, atol=2e-5)
 
 
 def test_a_short_run_behind_a_long_prefix_is_cut_into_splits(monkeypatch: pytest.MonkeyPatch) -> None:

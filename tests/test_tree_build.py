@@ -13,12 +13,11 @@ from specdec.attention.trees import walk as tree_walk_module
 from specdec.attention.trees.growth import (
     Growth,
     TreeBackend,
-    reference_select_nodes,
     reference_select_tree,
     select_tree,
 )
 from specdec.attention.trees.tree import DraftTree
-from specdec.attention.trees.walk import reference_accept, reference_tree_fields, tree_fields
+from specdec.attention.trees.walk import reference_accept, tree_fields
 from specdec.attention.triton_backend import TritonBackend
 
 from marks import deep_cases, examples, slow
@@ -148,8 +147,8 @@ def test_select_is_a_naive_best_first_search(forest: tuple[list[list[float]], li
         taken = naive_best_first(scores[b], parents[b], num_nodes)
         assert (grown.tokens[b, 1:] - b * count).tolist() == taken
     for bound in (None, levels):
-        reference = reference_select_nodes(*inputs, num_nodes=num_nodes, num_levels=bound)
-        assert torch.equal(grown.tokens, reference[0]) and torch.equal(grown.parents, reference[1])
+        reference = reference_select_tree(*inputs, num_nodes=num_nodes, num_levels=bound)
+        assert torch.equal(grown.tokens, reference.tokens) and torch.equal(grown.parents, reference.parents)
 
 
 @pytest.mark.slow
@@ -250,10 +249,10 @@ def random_tree(batch: int, num_nodes: int, seed: int) -> DraftTree:
 
 
 def test_fields_by_eye(poison_empty: None):
-    fields = tree_fields(long([[-1, 0, 0, 1, 3]]))
-    assert fields.depth.tolist() == [[0, 1, 1, 2, 3]]
+    depth, ancestors = tree_fields(long([[-1, 0, 0, 1, 3]]))
+    assert depth.tolist() == [[0, 1, 1, 2, 3]]
     true, false = True, False
-    assert fields.ancestors.tolist() == [
+    assert ancestors.tolist() == [
         [
             [true, false, false, false, false],
             [true, true, false, false, false],
@@ -269,11 +268,11 @@ def test_fields_by_eye(poison_empty: None):
 def test_fields_are_the_reference(num_nodes: int, poison_empty: None):
     chain = DraftTree.chain(torch.zeros((2, min(num_nodes, 65)), dtype=torch.int64, device=DEVICE))
     for tree in (random_tree(3, num_nodes, seed=num_nodes), chain):
-        want = reference_tree_fields(tree.parents)
+        want = DraftTree.from_parents(tree.tokens, tree.parents)
         depth = int(tree.depth.max())
         for bound in (None, depth, 100) if num_nodes <= 65 else (depth,):
             got = tree_fields(tree.parents, max_depth=bound)
-            for one, other in zip(got, want, strict=True):
+            for one, other in zip(got, (want.depth, want.ancestors), strict=True):
                 torch.testing.assert_close(one, other)
     assert bool(want.ancestors[0, -1].all())
 

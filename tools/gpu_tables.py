@@ -17,9 +17,9 @@ from result_table import ResultTable, Row, table_head, table_row
 
 from specdec.attention.kernels.page_table import build_page_tables, reference_build_page_tables
 from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.trees.growth import Growth, TreeBackend, reference_select_nodes, select_tree
+from specdec.attention.trees.growth import Growth, TreeBackend, reference_select_tree, select_tree
 from specdec.attention.trees.tree import DraftTree
-from specdec.attention.trees.walk import reference_tree_fields, tree_fields
+from specdec.attention.trees.walk import tree_fields
 from specdec.attention.triton_backend import TritonBackend
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
@@ -186,7 +186,8 @@ def check_trees(quick: bool) -> None:
         for num_nodes in {2, 1 + topk, min(64, inputs[1].shape[1] + 1)}:
             got = select_tree(*inputs, num_nodes=num_nodes, num_levels=levels)
             got.check()
-            same("select", (got.tokens, got.parents), reference_select_nodes(*inputs, num_nodes=num_nodes))
+            want = reference_select_tree(*inputs, num_nodes=num_nodes)
+            same("select", (got.tokens, got.parents), (want.tokens, want.parents))
     for topk, levels in ((1, 7), (3, 5), (4, 15), (8, 8), (32, 2))[: 3 if quick else None]:
         for together in (False, True):
             inputs = marginals(topk, levels)
@@ -195,7 +196,8 @@ def check_trees(quick: bool) -> None:
     for num_nodes in (1, 2, 7, 16, 33, 64, 200, 512)[: 6 if quick else None]:  # racecheck notes every access to memory
         for seed in range(1 if quick else 10):
             tree, _ = random_walks(num_nodes, seed)
-            same("fields", tuple(tree_fields(tree.parents)), tuple(reference_tree_fields(tree.parents)))
+            want = DraftTree.from_parents(tree.tokens, tree.parents)
+            same("fields", tree_fields(tree.parents), (want.depth, want.ancestors))
 
 
 def check_rounds(quick: bool) -> None:
@@ -277,18 +279,11 @@ def other_rows() -> Iterator[tuple[str, float, float]]:
     )
     for topk, levels, num_nodes in ((4, 4, 16), (8, 8, 64)):
         inputs = tree_inputs(topk, levels, seed=0)
-
-        def reference(_: int, inputs=inputs, num_nodes=num_nodes, levels=levels) -> None:
-            reference_tree_fields(reference_select_nodes(*inputs, num_nodes=num_nodes, num_levels=levels)[1])
-
+        size = {"num_nodes": num_nodes, "num_levels": levels}
         yield (
             f"select_tree        topk {topk}, {levels} levels, {num_nodes} nodes (with fields)",
-            microseconds(
-                lambda _, inputs=inputs, num_nodes=num_nodes, levels=levels: select_tree(
-                    *inputs, num_nodes=num_nodes, num_levels=levels
-                )
-            ),
-            microseconds(reference),
+            microseconds(lambda _, inputs=inputs, size=size: select_tree(*inputs, **size)),
+            microseconds(lambda _, inputs=inputs, size=size: reference_select_tree(*inputs, **size)),
         )
     for topk, levels in ((4, 15), (8, 15)):
         inputs = marginals(topk, levels)
@@ -302,7 +297,7 @@ def other_rows() -> Iterator[tuple[str, float, float]]:
         yield (
             f"tree_fields        {num_nodes} nodes",
             microseconds(lambda _, tree=tree: tree_fields(tree.parents)),
-            microseconds(lambda _, tree=tree: reference_tree_fields(tree.parents)),
+            microseconds(lambda _, tree=tree: DraftTree.from_parents(tree.tokens, tree.parents)),
         )
 
 

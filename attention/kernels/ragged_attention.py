@@ -8,7 +8,7 @@ Token t of run r, at position q, sees the keys of its request that are stored so
 All keys are read by position from the pools, where the forward has stored its own: prefix and run are one walk, layers
 that share the K/V of another need nothing else, and in order (`exact`) a row has the bits of plain decoding at its
 position, whatever its chunk and its company. Places of no run are 0. The launcher reads nothing back: T and R decide
-the launch, so it can be captured.
+the launch, so it can be captured. `RunsAttention` is the same run by run, in plain torch.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,6 @@ from specdec.attention.kernels.paged_attention import (
 from specdec.attention.kernels.ragged_attention_kernel import ragged_kernel
 from specdec.attention.kernels.tree_attention import choose_cut
 from specdec.attention.pack import Lines, Pack
-from specdec.attention.runs import RunsAttention, dense_run
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import triton
 
@@ -67,20 +66,6 @@ class RaggedAttention:
     def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
         options |= {"window": self.window, "exact": self.exact, "shares": self.shares}
         return ragged_attention(query, pool_k, pool_v, self.pack, self.lines, **options)
-
-
-def reference_ragged_attention(
-    query: torch.Tensor,
-    pool_k: torch.Tensor,
-    pool_v: torch.Tensor,
-    pack: Pack,
-    lines: Lines,
-    *,
-    window: int | None = None,
-    **options: Any,
-) -> torch.Tensor:
-    """`ragged_attention` run by run, in plain torch."""
-    return RunsAttention.of(dense_run, pack, lines, window)(query, pool_k, pool_v, **options)
 
 
 def ragged_attention(

@@ -89,7 +89,7 @@ def num_candidates(topk: int, num_levels: int) -> int:
     return topk + (num_levels - 1) * topk**2
 
 
-def reference_select_nodes(
+def reference_select_tree(
     root: torch.Tensor,
     tokens: torch.Tensor,
     scores: torch.Tensor,
@@ -97,8 +97,9 @@ def reference_select_nodes(
     *,
     num_nodes: int,
     num_levels: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens and parents [B, N] of the selected tree; see `select_tree`."""
+) -> DraftTree:
+    """See `select_tree`; takes any number of candidates."""
+    _check_candidates(root, tokens, scores, parents, num_nodes)
     batch, num_candidates = tokens.shape
     capped = scores.float().nan_to_num(nan=LOWEST, posinf=torch.inf, neginf=LOWEST)
     above = parents
@@ -112,7 +113,7 @@ def reference_select_nodes(
     node_of = torch.zeros_like(parents).scatter_(1, taken, nodes)
     parent = parents.gather(1, taken)
     parent = torch.where(parent < 0, 0, node_of.gather(1, parent.clamp(min=0)))
-    return (
+    return DraftTree.from_parents(
         torch.cat([root[:, None], tokens.gather(1, taken)], dim=1),
         torch.cat([torch.full_like(root, -1)[:, None], parent], dim=1),
     )
@@ -157,21 +158,6 @@ def _select_nodes_kernel(
     tl.store(p_node_parents + o_out + node, parent_node.to(tl.int64), mask=taken)
 
 
-def reference_select_tree(
-    root: torch.Tensor,
-    tokens: torch.Tensor,
-    scores: torch.Tensor,
-    parents: torch.Tensor,
-    *,
-    num_nodes: int,
-    num_levels: int | None = None,
-) -> DraftTree:
-    """See `select_tree`; takes any number of candidates."""
-    _check_candidates(root, tokens, scores, parents, num_nodes)
-    nodes = reference_select_nodes(root, tokens, scores, parents, num_nodes=num_nodes, num_levels=num_levels)
-    return DraftTree.from_parents(*nodes)
-
-
 def select_tree(
     root: torch.Tensor,
     tokens: torch.Tensor,
@@ -194,14 +180,7 @@ def select_tree(
     node_parents = tokens.new_empty((batch, num_nodes))
     block = triton.next_power_of_2(num_candidates)
     _select_nodes_kernel[(batch,)](
-        root,
-        tokens,
-        scores,
-        parents,
-        node_tokens,
-        node_parents,
-        num_candidates,
-        num_nodes,
+        *(root, tokens, scores, parents, node_tokens, node_parents, num_candidates, num_nodes),
         LOWEST=LOWEST,
         BLOCK=block,
         num_warps=max(1, min(block // 256, 8)),

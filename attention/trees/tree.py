@@ -9,7 +9,6 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
@@ -38,12 +37,12 @@ class DraftTree:
     def chain(cls, tokens: torch.Tensor) -> "DraftTree":
         """The tree without branches: tokens [B, N], root first."""
         batch, num_nodes = tokens.shape
-        chain = _chain_fields(num_nodes, tokens.device)
+        parents, depth, ancestors = _chain_fields(num_nodes, tokens.device)
         return cls(
             tokens=tokens,
-            parents=chain.parents.expand(batch, num_nodes),
-            depth=chain.depth.expand(batch, num_nodes),
-            ancestors=chain.ancestors.expand(batch, num_nodes, num_nodes),
+            parents=parents.expand(batch, num_nodes),
+            depth=depth.expand(batch, num_nodes),
+            ancestors=ancestors.expand(batch, num_nodes, num_nodes),
             max_depth=num_nodes - 1,
             is_chain=True,
         )
@@ -80,18 +79,11 @@ class DraftTree:
         assert not bool((same & ~torch.eye(num_nodes, dtype=torch.bool, device=same.device)).any()), "equal siblings"
 
 
-class _ChainFields(NamedTuple):
-    """What `DraftTree` says of one chain, whatever its tokens."""
-
-    parents: torch.Tensor
-    depth: torch.Tensor
-    ancestors: torch.Tensor
-
-
 @cache  # never emptied: captured rounds refer to what is in it
-def _chain_fields(num_nodes: int, device: torch.device) -> _ChainFields:
-    """Made on the host, once: on a GPU they would be seven launches a round, and those of one thread's stream."""
+def _chain_fields(num_nodes: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Parents and depth [N] and ancestors [N, N] of a chain. Made on the host, once: on a GPU they would be seven
+    launches a round, and those of one thread's stream."""
     with torch.inference_mode(False):
         steps = torch.arange(num_nodes)
         ancestors = steps[:, None] >= steps[None, :]
-        return _ChainFields((steps - 1).to(device), steps.to(device), ancestors.to(device))
+        return (steps - 1).to(device), steps.to(device), ancestors.to(device)

@@ -25,13 +25,6 @@ CELLS = 4096
 """Of the ancestor matrix, in one program."""
 
 
-class TreeFields(NamedTuple):
-    """depth [B, N] int64; ancestors [B, N, N] bool, self included."""
-
-    depth: torch.Tensor
-    ancestors: torch.Tensor
-
-
 class Accepted(NamedTuple):
     """path [B, N]: accepted nodes in order, root first, then 0s; length [B]: how many.
 
@@ -42,12 +35,6 @@ class Accepted(NamedTuple):
     path: torch.Tensor
     length: torch.Tensor
     tokens: torch.Tensor
-
-
-def reference_tree_fields(parents: torch.Tensor) -> TreeFields:
-    """parents [B, N], -1 at node 0 and parents[n] < n elsewhere."""
-    tree = DraftTree.from_parents(parents, parents)  # any tokens will do
-    return TreeFields(tree.depth, tree.ancestors)
 
 
 def reference_accept(tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
@@ -118,8 +105,11 @@ def walk(
     return path, place, length
 
 
-def tree_fields(parents: torch.Tensor, *, max_depth: int | None = None) -> TreeFields:
-    """parents [B, N] int64, -1 at node 0 and parents[n] < n elsewhere; no node is deeper than `max_depth`."""
+def tree_fields(parents: torch.Tensor, *, max_depth: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fields that `DraftTree.from_parents` computes: depth [B, N] int64, and ancestors [B, N, N] bool.
+
+    parents [B, N] int64, -1 at node 0 and parents[n] < n elsewhere; no node is deeper than `max_depth`.
+    """
     batch, num_nodes = parents.shape
     assert num_nodes == 1 or parents.stride(1) == 1, f"{parents.stride()=}"
     depth = parents.new_empty((batch, num_nodes))
@@ -127,14 +117,10 @@ def tree_fields(parents: torch.Tensor, *, max_depth: int | None = None) -> TreeF
     block = triton.next_power_of_2(num_nodes)
     nodes = min(block, max(1, CELLS // block))
     _tree_fields_kernel[(batch, triton.cdiv(num_nodes, nodes))](
-        parents,
-        depth,
-        ancestors,
-        parents.stride(0),
-        num_nodes,
+        *(parents, depth, ancestors, parents.stride(0), num_nodes),
         num_nodes - 1 if max_depth is None else min(max_depth, num_nodes - 1),
         NODES=nodes,
         BLOCK=block,
         num_warps=2,
     )
-    return TreeFields(depth, ancestors)
+    return depth, ancestors
