@@ -404,7 +404,7 @@ def sampling(dtype: torch.dtype, cap: float | None, *, penalised: bool = False, 
         seen = Seen(numbers(batch, vocab // 32, dtype=torch.int32), integers(batch, nodes, nodes))
         mark_seen(seen.bits, integers(batch), integers(batch, 40), integers(batch))
     if best:
-        best_tokens(logits[:, :1], positions[:, :1], params, 8, cap)
+        best_tokens(logits[:, :1], positions[:, :1], params, 8)
     else:
         sample(logits, positions, params, cap, seen)
     if cap is not None:

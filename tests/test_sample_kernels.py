@@ -15,7 +15,7 @@ from specdec.gpu.triton_shim import tl, triton
 from specdec.sampling.collect_candidates import DEFAULT_CUT, Cut
 from specdec.sampling.kernel_sampler import KernelSampler, best_tokens, path_tokens, sample
 from specdec.sampling.noise import NOISE_ERROR, exact_noise, gumbel_noise, noise_bound, noise_stream
-from specdec.sampling.reference_sampler import Past, ReferenceSampler, seen_tokens
+from specdec.sampling.reference_sampler import Past, ReferenceSampler, past_tokens
 from specdec.sampling.row_scores import Seen
 from specdec.sampling.sampling_table import ParamVectors, SamplingTable, Uses
 from specdec.sampling.softcap import softcap
@@ -247,7 +247,7 @@ def test_penalty_along_each_nodes_own_path(cut, poison_empty):
     positions = torch.arange(12, device=DEVICE).view(3, 4)
     fast, slow = batch_of(params)
     seen = Seen(bits[row], path_tokens(tree.tokens, tree.ancestors))
-    penalised = slow.penalised(logits, seen_tokens(history, length, vocab, tree))
+    penalised = slow.penalised(logits, past_tokens(Past(length, tree, history), vocab))
     expected = slow.sample(penalised, positions)
     assert sample(logits, positions, fast, None, seen, cut=CUTS[cut]).tolist() == expected.tolist()
     assert expected.tolist() != slow.sample(logits, positions).tolist()

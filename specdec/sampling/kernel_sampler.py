@@ -84,13 +84,12 @@ def best_tokens(
     positions: torch.Tensor,
     params: ParamVectors,
     k: int,
-    softcap: float | None = None,
     *,
     cut: Cut = DEFAULT_CUT,
 ) -> Best:
     """The k best tokens of log P + g at each node and their log-probabilities, which are those of the sum over all
     tokens; greedy: of the logits. Where the filters leave fewer, the lowest ids that they remove follow, with -inf."""
-    return _choose(logits, positions, params, softcap, None, k, cut, scores=True)
+    return _choose(logits, positions, params, None, None, k, cut, scores=True)
 
 
 def _choose(

@@ -203,13 +203,6 @@ class ReferenceSampler:
         return logits - self.params.over_logits("presence_penalty") * (counts > 0)
 
 
-class Draws(Protocol):
-    """What a drafter draws with."""
-
-    def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor: ...
-    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best: ...
-
-
 class MaskedFirstLevel(NamedTuple):
     """What a drafter draws with where grammars apply: the same draws, but only of allowed tokens after the root.
 
@@ -255,23 +248,14 @@ def output_counts(past: Past, vocab_size: int) -> torch.Tensor:
 
 
 def past_tokens(past: Past, vocab_size: int) -> torch.Tensor:
-    """Which tokens each node's continuation repeats: [B, N, V] bool, from bits where they are kept."""
-    if past.seen is None:
-        return seen_tokens(past.history, past.length, vocab_size, past.tree)
-    return _along_paths(unpack_bits(past.seen, vocab_size), past.tree)
-
-
-def seen_tokens(
-    history: torch.Tensor, history_len: torch.Tensor, vocab_size: int, tree: NodePaths | None
-) -> torch.Tensor:
-    """Which tokens each node's continuation repeats: [B, N, V] bool, along its own ancestor path.
-
-    history [B, L] are the tokens so far, the root included, history_len [B] how many count; no tree: [B, 1, V].
-    """
-    valid = torch.arange(history.shape[1], device=history.device) < history_len[:, None]
+    """Which tokens each node's continuation repeats: [B, N, V] bool, along its own ancestor path."""
+    if past.seen is not None:
+        return _along_paths(unpack_bits(past.seen, vocab_size), past.tree)
+    history = past.history
+    valid = torch.arange(history.shape[1], device=history.device) < past.length[:, None]
     column = torch.where(valid, history, history[:, :1])  # repeat the first token instead of padding
     seen = torch.zeros((len(history), vocab_size), dtype=torch.bool, device=history.device).scatter_(1, column, True)
-    return _along_paths(seen, tree)
+    return _along_paths(seen, past.tree)
 
 
 def _along_paths(seen: torch.Tensor, tree: NodePaths | None) -> torch.Tensor:
