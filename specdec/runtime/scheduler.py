@@ -100,7 +100,8 @@ class Scheduler:
         if not self.waiting or len(self.running) == self.table.max_requests:
             return admitted
         full_due, swa_due = self._pages_to_come(self.running)
-        full_there, swa_there = self._pages_there()
+        pools = self.table.allocator
+        full_there, swa_there = pools.full.available_pages, 0 if pools.swa is None else pools.swa.available_pages
         passes = _Passes()
         put_off = 0
         for request in self.waiting:
@@ -213,19 +214,10 @@ class Scheduler:
         swa_due = full_due if table.allocator.swa else 0
         for request in requests:
             if request.state is not RequestState.DECODE:
-                full, swa = self._prompt_to_come(request)
+                owned, evicted = table.capacity[request.row], table.evicted_len[request.row]
+                full, swa = self._pages_missing(request, int(owned), int(evicted))
                 full_due, swa_due = full_due + full, swa_due + swa
         return full_due, swa_due
-
-    def _pages_there(self) -> tuple[int, int]:
-        """Pages (full, swa) that no row holds."""
-        full, swa = self.table.allocator.full, self.table.allocator.swa
-        return full.available_pages, 0 if swa is None else swa.available_pages
-
-    def _prompt_to_come(self, request: Request) -> tuple[int, int]:
-        """Pages (full, swa) that a request with a row takes until its first round."""
-        row = request.row
-        return self._pages_missing(request, int(self.table.capacity[row]), int(self.table.evicted_len[row]))
 
     def _pages_to_begin(self, request: Request) -> tuple[int, int]:
         """Pages (full, swa) that a waiting request takes until its first round, cached ones that no row holds too."""

@@ -29,18 +29,13 @@ def share(uses: Uses, logprobs: int | None, *, on_kernels: bool) -> tuple[Uses, 
         if uses.penalty:
             return SAMPLED._replace(penalty=True), None
         return (SAMPLED if on_kernels or uses.sampled else Uses.of([])), None
-    edited = SAMPLED._replace(penalty=True, counts=True, bias=_room(uses.bias), masked=uses.masked)
+    edited = SAMPLED._replace(penalty=True, counts=True, bias=step_up(uses.bias, BIAS_ENTRIES, 8), masked=uses.masked)
     return edited, None if logprobs is None else _alternatives(logprobs)
 
 
 def is_large(shape: RoundShape) -> bool:
     """Does a round change or report logits, or graft tokens of a grammar? Such rounds have fewer sizes."""
     return shape.uses.edits or shape.uses.penalty or shape.logprobs is not None or shape.forced > 0
-
-
-def _room(bias: int) -> int:
-    """Of 512, 4096, ... entries: a few hundred are nothing next to a vocabulary."""
-    return step_up(bias, BIAS_ENTRIES, 8)
 
 
 def _alternatives(count: int) -> int:

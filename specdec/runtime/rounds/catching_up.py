@@ -14,8 +14,7 @@ import numpy as np
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.rounds.captured_rounds import Captures
 from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.rounds.round import Round
-from specdec.runtime.rounds.unread import KEPT
+from specdec.runtime.rounds.round import KEPT, Round
 
 
 class CatchUps(Captures):

@@ -15,14 +15,14 @@ import torch
 from specdec.attention.plan import plan_verify
 from specdec.attention.trees.forced_tokens import graft, without_blanks
 from specdec.attention.trees.tree import DraftTree
-from specdec.draft_models.base import DraftBatch
+from specdec.draft_models.base import DraftBatch, Observation
 from specdec.kvcache.table import Rows
 from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.opening import opening, reference_opening
 from specdec.runtime.rounds.result import RoundShape, empty_result, pack
 from specdec.runtime.rounds.round import Round
 from specdec.sampling.log_probs import LogProbs
-from specdec.sampling.reference_sampler import Draws, MaskedFirstLevel
+from specdec.sampling.reference_sampler import MaskedFirstLevel, ReferenceSampler
 
 DECODE_STAGES = ("other", "draft", "verify", "other")
 """What the clock of a round times."""
@@ -67,7 +67,7 @@ class DecodeRound:
         self.sampler = sampler = sampler.ahead(history_len, depth, round.target.vocab_size)
 
         round.clock.mark("draft")
-        draws: Draws = sampler
+        draws: ReferenceSampler | MaskedFirstLevel = sampler
         if shape.uses.masked:
             draws = MaskedFirstLevel(sampler, history_len, round.allowed(shape)[:, 0])
         if round.worker is not None and shape.num_steps > 0:
@@ -140,7 +140,18 @@ class DecodeRound:
         if round.unread is not None and shape.is_plain:
             round.keep_unread(rows, opened.committed_len, *self.states)
         else:
-            round.observe(rows, opened.committed_len, self.fed.tokens, *self.states, path, length, bonus)
+            hidden, aux_states = self.states
+            seen = Observation(
+                rows=rows,
+                start=opened.committed_len,
+                tokens=self.fed.tokens,
+                hidden=hidden,
+                aux_states=aux_states,
+                path=path,
+                length=length,
+                next_token=bonus,
+            )
+            round.observe(seen)
         if shape.logprobs is None:
             round.clock.stop(stamps)
             return numbers

@@ -27,7 +27,6 @@ from specdec.models.watched_weights import watched_weights
 from specdec.runtime.rounds.opening import Opening
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.result import pack as pack_result
-from specdec.runtime.rounds.unread import KEPT, Unread
 from specdec.sampling.kernel_sampler import KernelSampler
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import Past, ReferenceSampler
@@ -36,6 +35,9 @@ from specdec.sampling.token_bitmaps import MaskBuffer, RowMasks, SeenBits, write
 
 PREFILL_STAGES = ("prefill",)
 """What the clock of a group of prompt chunks times."""
+
+KEPT = 16
+"""Most tokens of a row that a drafter has not read."""
 
 
 class Chunk(NamedTuple):
@@ -52,6 +54,21 @@ class Chunk(NamedTuple):
     def last_hidden(self) -> torch.Tensor:
         """[R, H], zeros where no final states were made."""
         return self.hidden[self.pack.last] if self.states is FinalStates.EVERY else self.hidden
+
+
+class Unread:
+    """What a drafter has not read yet (`catching_up.py`), by row of the request table: the target's states at a row's
+    newest tokens, kept by position. width: numbers of a state. count: on the host, tokens unread."""
+
+    def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.states = torch.zeros((num_rows, KEPT, width), dtype=dtype, device=device)
+        self.read = torch.zeros(num_rows, dtype=torch.int64, device=device)  # tokens, from the first on
+        self.count: IntArray = np.zeros(num_rows, dtype=np.int64)
+
+    def reset(self) -> None:
+        """No row has anything."""
+        self.read.zero_()
+        self.count[:] = 0
 
 
 def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
@@ -242,32 +259,12 @@ class Round:
             return self.target.uncapped_logits(hidden)
         return self.target.logits(hidden), None
 
-    def observe(
-        self,
-        rows: Rows,
-        start: torch.Tensor,
-        tokens: torch.Tensor,
-        hidden: torch.Tensor,
-        aux_states: torch.Tensor | None,
-        path: torch.Tensor,
-        length: torch.Tensor,
-        next_token: torch.Tensor,
-    ) -> None:
-        """Show the drafter what the target saw at the `length` [B] tokens behind `start` [B], and what comes next."""
+    def observe(self, seen: Observation) -> None:
+        """Show the drafter what the target saw at the tokens that rows have gained, and what comes next."""
         if self.worker is None:
             return
         if self.unread is not None:
-            self.unread.read[rows.index] = start + length
-        seen = Observation(
-            rows=rows,
-            start=start,
-            tokens=tokens,
-            hidden=hidden,
-            aux_states=aux_states,
-            path=path,
-            length=length,
-            next_token=next_token,
-        )
+            self.unread.read[seen.rows.index] = seen.start + seen.length
         self.worker.observe(seen)
 
     def keep_unread(
@@ -291,17 +288,15 @@ class Round:
         position = start[:, None] + torch.arange(KEPT, device=self.device)  # [B, KEPT]
         states = self.unread.states[index[:, None], position % KEPT]
         tokens = self.tokens.tensor[index[:, None], position.clamp(max=self.tokens.tensor.shape[1] - 1)]
-        rows = Rows(
-            torch.where(behind, index, table.padding_row), shape.longest
-        )  # others keep the state that they have
-        self.observe(
-            rows,
-            start,
-            tokens,
-            states,
-            states if self.aux_layers else None,
-            torch.arange(KEPT, device=self.device).expand_as(tokens),
-            length,
-            self.tokens.tensor[index, committed],
+        seen = Observation(
+            rows=Rows(torch.where(behind, index, table.padding_row), shape.longest),  # others keep their state
+            start=start,
+            tokens=tokens,
+            hidden=states,
+            aux_states=states if self.aux_layers else None,
+            path=torch.arange(KEPT, device=self.device).expand_as(tokens),
+            length=length,
+            next_token=self.tokens.tensor[index, committed],
         )
+        self.observe(seen)
         return length
